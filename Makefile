@@ -1,0 +1,35 @@
+PYTHON ?= python3
+BIN := .venv/bin
+SCENARIO ?= scenarios/rcsr_mr50.yaml
+
+.PHONY: run test check bench clean
+
+run: .venv/installed
+	$(BIN)/fedmq scenario $(SCENARIO)
+
+test: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest
+
+check: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -m "not slow"
+
+bench: .venv/installed
+	$(BIN)/python -m benchmarks
+
+.venv/installed: pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedmq needs Python 3.11 or newer, found " + sys.version)'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch torchvision
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[embedded,dev]'
+	touch $@
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

@@ -1,0 +1,1 @@
+"""The coordinator program: the rounds machine (no I/O) and its loop (only I/O)."""

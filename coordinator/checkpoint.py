@@ -1,0 +1,137 @@
+"""Checkpoints: written after every merge, whole or not at all; the last two are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from fedmq.errors import InputError, RunError
+from fedmq.protocol import State
+
+KEPT = 2
+_THETA = "theta"
+_PREFIX = "state."
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Everything a coordinator needs to go on as if nothing had happened.
+
+    Args:
+        rounds: the rounds machine as plain data.
+        states: the method's state at the present version, and at every older version that a task in flight or an
+            evaluation still stands on.
+        now: the run's time [s].
+        due: arrival time [s] of each task in flight, by silo.
+        tally: counters for the summary.
+    """
+
+    rounds: Mapping[str, Any]
+    states: Mapping[int, State]
+    now: float
+    due: Mapping[str, float]
+    tally: Mapping[str, Any]
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _existing(folder: Path) -> list[Path]:
+    """Whole checkpoints, oldest first."""
+    return sorted(folder.glob("version-*")) if folder.is_dir() else []
+
+
+def save(folder: Path, checkpoint: Checkpoint) -> Path:
+    """Write a checkpoint beside the others, then drop all but the last two.
+
+    Args:
+        folder: ``checkpoints`` of the run folder.
+        checkpoint: what to write.
+
+    Returns:
+        The new checkpoint's folder.
+
+    Raises:
+        RunError: the disk refused it; the checkpoints before it are untouched.
+    """
+    target = folder / f"version-{checkpoint.rounds['version']:06d}"
+    temporary = folder / f".{target.name}"
+    before = _existing(folder)
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for version, state in checkpoint.states.items():
+            name = f"state-{version:06d}.safetensors"
+            older = before[-1] / name if before else None
+            if older is not None and older.exists() and before[-1] != target:
+                # The same tensors are on disk already; a second name costs nothing.
+                os.link(older, temporary / name)
+            else:
+                _write_state(temporary / name, state)
+        meta = {
+            "rounds": checkpoint.rounds,
+            "now": checkpoint.now,
+            "due": dict(checkpoint.due),
+            "tally": checkpoint.tally,
+            "values": {str(version): dict(state.values) for version, state in checkpoint.states.items()},
+        }
+        (temporary / "checkpoint.json").write_text(json.dumps(meta), encoding="utf-8")
+        _sync(temporary / "checkpoint.json")
+        if target.exists():
+            shutil.rmtree(target)
+        temporary.rename(target)
+        _sync(folder)
+    except OSError as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise RunError(f"{target}: the checkpoint could not be written: {error}") from error
+    for old in _existing(folder)[:-KEPT]:
+        shutil.rmtree(old)
+    return target
+
+
+def _write_state(path: Path, state: State) -> None:
+    tensors = {_THETA: state.theta, **{_PREFIX + name: tensor for name, tensor in state.tensors.items()}}
+    # Clones: safetensors refuses tensors that share memory, as views of one buffer do.
+    save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path)
+    _sync(path)
+
+
+def load(folder: Path) -> Checkpoint | None:
+    """The newest whole checkpoint, or None if the run never got that far.
+
+    Raises:
+        InputError: the newest checkpoint is damaged.
+    """
+    existing = _existing(folder)
+    if not existing:
+        return None
+    newest = existing[-1]
+    try:
+        meta = json.loads((newest / "checkpoint.json").read_text(encoding="utf-8"))
+        states = {
+            int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values)
+            for version, values in meta["values"].items()
+        }
+        return Checkpoint(meta["rounds"], states, meta["now"], meta["due"], meta["tally"])
+    except (OSError, ValueError, KeyError, SafetensorError) as error:
+        raise InputError(str(newest), f"a damaged checkpoint ({error})", "a whole one; delete it to go on from the one before") from None
+
+
+def _read_state(path: Path, values: Mapping[str, Any]) -> State:
+    tensors = load_file(path)
+    theta: torch.Tensor = tensors.pop(_THETA)
+    return State(theta, {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}, values)

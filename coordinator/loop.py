@@ -1,0 +1,506 @@
+"""The coordinator's loop: the only place where events come from outside and actions go out. All I/O, no rules.
+
+Replies are taken in the order of the timeline, not in the order in which bytes happen to arrive: under a virtual clock
+the loop pops the earliest due reply and waits for exactly those bytes, so the run does not depend on how fast anybody was.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import assert_never
+
+import torch
+
+from coordinator import checkpoint as checkpoints
+from coordinator.accept import check_reply
+from coordinator.roster import Ready, Roster
+from coordinator.rounds import (
+    Action,
+    Arrived,
+    Deadline,
+    Discard,
+    Event,
+    Failed,
+    Finish,
+    Joined,
+    Lost,
+    Merge,
+    Merged,
+    Phase,
+    Plan,
+    Rounds,
+    Send,
+    SetDeadline,
+    Stop,
+)
+from coordinator.tally import Tally
+from coordinator.timeline import Entry, Timeline
+from fedmq.audit import MessageLog
+from fedmq.clock import Clock
+from fedmq.cost import CostModel
+from fedmq.errors import RemoteWireError, RunError
+from fedmq.link import BEAT_SECONDS, LOST_BEATS
+from fedmq.messages import Error, Kind, Loss, Message, Metrics, Model, TaskInfo
+from fedmq.protocol import Context, FederatedProtocol, Reply, SiloFacts, State
+from fedmq.runfolder import RunFolder, append_line
+from fedmq.scenario import Scenario
+from fedmq.transport import Listener
+
+EVALUATOR = "evaluator"
+_POLL_SECONDS = 0.2
+#: Real seconds the finished run waits for an evaluator that went away.
+_EVALUATOR_PATIENCE = 60.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the loop works with; fixed for the run.
+
+    Args:
+        scenario: as resolved.
+        protocol: the method.
+        context: facts for both halves of it.
+        samples: training samples of each silo, in silo order; only the cost model looks at them.
+        cost: of tasks in virtual time.
+        folder: the run folder.
+    """
+
+    scenario: Scenario
+    protocol: FederatedProtocol
+    context: Context
+    samples: tuple[int, ...]
+    cost: CostModel
+    folder: RunFolder
+
+    @property
+    def plan(self) -> Plan:
+        """The rounds machine's share of the scenario."""
+        silos = self.context.silos
+        return Plan(
+            seed=self.scenario.seed,
+            rounds=self.scenario.rounds,
+            silos=tuple(silo.name for silo in silos),
+            eligible=tuple(silo.name for silo in silos if self.protocol.eligible(silo)),
+            participation=self.scenario.participation,
+            quorum=self.scenario.aggregation.quorum,
+            deadline=self.scenario.aggregation.deadline,
+        )
+
+
+@dataclass(frozen=True)
+class Status:
+    """Where a run stands, for displays.
+
+    Args:
+        phase: of the rounds machine.
+        round: merges so far.
+        rounds: in all.
+        training: silos whose reply is awaited.
+        arrived: replies of this round.
+        online: silos with a session.
+        lost: silos that had a session and lost it.
+        loss: mean training loss of the last merge.
+        metrics: of the last evaluation.
+        bytes: of payload tensors, both ways.
+        now: the run's time [s].
+        elapsed: real seconds since the loop began.
+    """
+
+    phase: str
+    round: int
+    rounds: int
+    training: int
+    arrived: int
+    online: int
+    lost: int
+    loss: float | None
+    metrics: Mapping[str, float]
+    bytes: int
+    now: float
+    elapsed: float
+
+
+@dataclass
+class Loop:
+    """One run of a coordinator.
+
+    Args:
+        setting: what it works with.
+        rounds: the machine, new or from a checkpoint.
+        states: the method's state by version: the present one and older ones still needed.
+        clock: the run's clock.
+        listener: where peers connect.
+        roster: of peers.
+        log: the message log.
+        tally: counters.
+        due: arrival times of tasks in flight, from a checkpoint.
+        evaluated: versions whose evaluation is on file already.
+        report: called with a :class:`Status` a few times a second.
+        stop_wanted: asked between events; true stops the run cleanly.
+    """
+
+    setting: Setting
+    rounds: Rounds
+    states: dict[int, State]
+    clock: Clock
+    listener: Listener
+    roster: Roster
+    log: MessageLog
+    tally: Tally
+    due: dict[str, float]
+    evaluated: set[int]
+    report: Callable[[Status], None]
+    stop_wanted: Callable[[], bool]
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    per_silo: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._timeline = Timeline()
+        self._inbox: dict[tuple[str, int], Message | Failed] = {}
+        self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.setting.context.silos}
+        self._seen: set[str] = set()
+        self._away: dict[str, float] = {}
+        self._evaluations: list[int] = []
+        self._loss: float | None = None
+        self._errors: list[str] = []
+        self._began = self._reported = self._looked = self.clock.stopwatch()
+        self._settled = self._settled_now()
+        self._before = (self.tally.sent, self.tally.received, self.tally.refused)
+        for silo, at in self.due.items():
+            if at < math.inf:  # a wall clock knows no due times
+                self._timeline.arrival(at, self._facts[silo].index, silo, self.rounds.flights[silo].sequence)
+
+    # ------------------------------------------------------------------------------------------------- the loop
+    def run(self) -> Phase:
+        """Work until the rounds are done and evaluated, or a stop is wanted.
+
+        Raises:
+            RunError: no silo can train, or the evaluator stays away.
+        """
+        for version in sorted(self.states):
+            self._evaluate_if_due(version)
+        while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
+            self._step()
+        waiting = self.clock.stopwatch()
+        while self.rounds.phase is Phase.DONE and self._evaluations:
+            self._receive(_POLL_SECONDS)
+            self._look_around()
+            if not self.roster.online(EVALUATOR) and self.clock.stopwatch() - waiting > _EVALUATOR_PATIENCE:
+                raise RunError("the evaluator stayed away; the model is trained and checkpointed, --resume evaluates it")
+        self.tally.seconds["evaluation"] += self.clock.stopwatch() - waiting
+        for name in (*self._facts, EVALUATOR):
+            self.roster.send(name, self.roster.header(name, Kind.STOP))
+        self._report(force=True)
+        return self.rounds.phase
+
+    def _step(self) -> None:
+        if self.stop_wanted():
+            self._handle(Stop())
+            return
+        entry = self._timeline.peek()
+        if entry is not None and self._is_ready(entry):
+            self._timeline.pop()
+            self.clock.advance_to(max(entry.at, self.clock.now()))
+            self._handle(self._event(entry))
+        else:
+            wait = _POLL_SECONDS
+            if entry is not None and not self.clock.virtual:
+                wait = min(wait, max(0.0, entry.at - self.clock.now()))
+            self._receive(wait)
+        self._look_around()
+
+    def _is_ready(self, entry: Entry) -> bool:
+        if not self.clock.virtual:
+            return entry.at <= self.clock.now()
+        return entry.deadline or (entry.silo, entry.sequence) in self._inbox
+
+    def _event(self, entry: Entry) -> Event:
+        if entry.deadline:
+            return Deadline(entry.index)
+        outcome = self._inbox[entry.silo, entry.sequence]
+        return outcome if isinstance(outcome, Failed) else Arrived(entry.silo, entry.sequence)
+
+    def _handle(self, event: Event) -> None:
+        """Feed the machine, then do what it says; a merge feeds it again at once."""
+        if isinstance(event, Failed):
+            self._inbox.pop((event.silo, event.sequence), None)
+            self.due.pop(event.silo, None)
+            self.tally.failed += 1
+            self.log.note("task failed", silo=event.silo, sequence=event.sequence, reason=event.reason)
+        self.rounds, actions = self.rounds.handle(event)
+        for action in actions:
+            self._perform(action)
+
+    def _perform(self, action: Action) -> None:
+        match action:
+            case Send():
+                self._send(action)
+            case SetDeadline(round_, after):
+                self._timeline.deadline(self.clock.now() + after, round_)
+            case Merge(round_, replies):
+                self._merge(round_, replies)
+            case Discard(silo, sequence, reason):
+                self._inbox.pop((silo, sequence), None)
+                if reason != "duplicate":
+                    self.due.pop(silo, None)
+                self.tally.discarded[reason] += 1
+                self.log.note("reply discarded", silo=silo, sequence=sequence, reason=reason)
+            case Finish():
+                self.log.note("all rounds merged", version=self.rounds.version)
+            case _:
+                assert_never(action)
+
+    # ---------------------------------------------------------------------------------------------- from outside
+    def _receive(self, wait: float) -> None:
+        """Take whatever has arrived; wait for it at most so long [s]."""
+        while True:
+            try:
+                got = self.listener.receive(wait)
+            except RemoteWireError as error:
+                self.roster.refuse("unknown", error, 0)
+                continue
+            if got is None:
+                return
+            wait = 0.0
+            taken = self.roster.take(*got)
+            if isinstance(taken, Ready):
+                self._welcome(taken)
+            elif taken is not None:
+                self._take(taken)
+
+    def _welcome(self, ready: Ready) -> None:
+        name = ready.name
+        if name == EVALUATOR:
+            for version in self._evaluations:
+                self._send_evaluation(version)
+            return
+        if name not in self._facts:
+            self.roster.refuse(name, RemoteWireError("unknown_sender", f"{name} is no silo of this scenario"), 0)
+            self.roster.drop(name)
+            return
+        if ready.returned:
+            self._handle(Lost(name))
+        self._away.pop(name, None)
+        self._seen.add(name)
+        self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.setting.context.layout))
+        if len(self._seen) == len(self._facts) and "startup" not in self.tally.seconds:
+            self.tally.seconds["startup"] += self.clock.stopwatch() - self._began
+        self._handle(Joined(name))
+
+    def _take(self, message: Message) -> None:
+        header = message.header
+        if header.kind is Kind.REPLY and header.sender == EVALUATOR:
+            self._evaluated(message)
+        elif header.kind is Kind.REPLY and header.reply_to is not None:
+            try:
+                self._check_base(message)
+                check_reply(message, self.setting.protocol.uploads(self._facts[header.sender]), self.setting.context)
+                self._deliver(header.sender, header.reply_to, message)
+            except RemoteWireError as error:
+                self.roster.refuse(header.sender, error, 0)
+                self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, error.reason))
+        elif header.kind is Kind.ERROR:
+            error_payload = message.payloads[0]
+            text = error_payload.text if isinstance(error_payload, Error) else ""
+            self._errors.append(f"{header.sender}: {text}")
+            self.log.note("error reported", peer=header.sender, text=text[:300])
+            if header.reply_to is not None and header.sender in self._facts:
+                self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, "error"))
+            elif header.sender in (*self._facts, EVALUATOR):
+                raise RunError(f"{header.sender}: {text}")
+        else:
+            self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
+
+    def _check_base(self, message: Message) -> None:
+        """A reply stands on the version its task stood on; a silo cannot make itself fresher than it is."""
+        header = message.header
+        flight = self.rounds.flights.get(header.sender)
+        if flight and flight.sequence == header.reply_to and flight.base_version != header.base_version:
+            detail = f"base version {header.base_version}, the task had {flight.base_version}"
+            raise RemoteWireError("unexpected", detail)
+
+    def _deliver(self, silo: str, sequence: int, outcome: Message | Failed) -> None:
+        """A task has its outcome; the first one counts, and its time is the timeline's business."""
+        flight = self.rounds.flights.get(silo)
+        if flight is None or flight.sequence != sequence or (silo, sequence) in self._inbox:
+            # Said before: it is merged, given up, or waits for its time already. The first answer stands.
+            self.tally.discarded["duplicate"] += 1
+            self.log.note("reply discarded", silo=silo, sequence=sequence, reason="duplicate")
+            return
+        self._inbox[silo, sequence] = outcome
+        if isinstance(outcome, Message):
+            self.tally.traffic("up", outcome.payloads)
+        if not self.clock.virtual:
+            self._timeline.arrival(self.clock.now(), self._facts[silo].index, silo, sequence)
+
+    def _look_around(self) -> None:
+        """Who went silent, who stayed away too long, and is it time to tell how things stand."""
+        now = self.clock.stopwatch()
+        if now - self._looked < _POLL_SECONDS:
+            return
+        self._looked = now
+        for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS):
+            self.roster.drop(name)
+            self.log.note("peer lost", peer=name)
+            if name in self._facts:
+                self._away[name] = now
+                self._handle(Lost(name))
+        patience = self.setting.scenario.aggregation.lost_after
+        for name, since in list(self._away.items()):
+            flight = self.rounds.flights.get(name)
+            if now - since > patience and flight is not None:
+                del self._away[name]
+                self._deliver(name, flight.sequence, Failed(name, flight.sequence, "stayed away", gone=True))
+        self._report()
+
+    # -------------------------------------------------------------------------------------------------- to outside
+    def _send(self, action: Send) -> None:
+        silo = self._facts[action.silo]
+        if silo.name not in self.due:
+            self.due[silo.name] = math.inf
+            if self.clock.virtual:
+                at = self.clock.now() + self.setting.cost.duration(silo.name, action.sequence, self.setting.samples[silo.index])
+                self.due[silo.name] = at
+                self._timeline.arrival(at, silo.index, silo.name, action.sequence)
+        if not self.roster.online(silo.name):
+            self._away.setdefault(silo.name, self.clock.stopwatch())
+            return
+        payloads = self.setting.protocol.task(self.states[action.base_version], silo)
+        training = self.setting.scenario.training
+        info = TaskInfo(
+            round=action.round,
+            rounds=self.setting.scenario.rounds,
+            settled=self._settled.get(silo.name, 0),
+            learning_rate=training.rate_at(action.round, self.setting.scenario.rounds),
+        )
+        header = self.roster.header(silo.name, Kind.TASK, sequence=action.sequence, base_version=action.base_version)
+        if self.roster.send(silo.name, Message(header, payloads, info)):
+            self.tally.traffic("down", payloads)
+
+    def _merge(self, round_: int, arrived: tuple[Arrived, ...]) -> None:
+        """Merge, checkpoint, and tell the machine: one step, of which either all or nothing survives."""
+        began = self.clock.stopwatch()
+        replies = [self._reply(item) for item in arrived]
+        if not replies and self._errors:
+            raise RunError(f"no silo of round {round_} could train; the first error was {self._errors[0]}")
+        state = self.states[self.rounds.version]
+        log: Mapping[str, float] = {}
+        if replies:
+            merged = self.setting.protocol.merge(state, replies, round_)
+            state, log = merged.state, merged.log
+            if not bool(torch.isfinite(state.theta).all()):
+                raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")
+        for item in arrived:
+            self._inbox.pop((item.silo, item.sequence))
+            self.due.pop(item.silo, None)
+            self.tally.participations[item.silo] += 1
+        version = self.rounds.version + 1
+        self.states[version] = state
+        after = self.rounds.after_merge()
+        self._evaluate_if_due(version)
+        self._forget_states(version)
+        losses = [payload.value for reply in replies for payload in reply.payloads if isinstance(payload, Loss)]
+        self._loss = sum(losses) / len(losses) if losses else None
+        self._save(after)
+        append_line(
+            self.setting.folder.metrics,
+            {
+                "kind": "merge",
+                "version": version,
+                "now": self.clock.now(),
+                "replies": [reply.silo.name for reply in replies],
+                "loss": self._loss,
+                **log,
+            },
+        )
+        self.tally.seconds["merge"] += self.clock.stopwatch() - began
+        self._handle(Merged(version))
+
+    def _reply(self, item: Arrived) -> Reply:
+        message = self._inbox[item.silo, item.sequence]
+        assert isinstance(message, Message)  # noqa: S101 - the machine merges what arrived, and failures never arrive
+        base = message.header.base_version
+        return Reply(self._facts[item.silo], item.sequence, base, self.rounds.version - base, 1.0, message.payloads)
+
+    def _save(self, after: Rounds) -> None:
+        self._settled = {
+            silo: after.flights[silo].sequence - 1 if silo in after.flights else sequence
+            for silo, sequence in after.sequences.items()
+        }
+        record = checkpoints.Checkpoint(after.to_plain(), self.states, self.clock.now(), self.due, self._tallied())
+        checkpoints.save(self.setting.folder.checkpoints, record)
+
+    def _settled_now(self) -> dict[str, int]:
+        flights = self.rounds.flights
+        return {s: flights[s].sequence - 1 if s in flights else n for s, n in self.rounds.sequences.items()}
+
+    def _tallied(self) -> dict[str, object]:
+        self.count_messages()
+        return self.tally.to_plain()
+
+    def count_messages(self) -> None:
+        """Bring the tally's message counts up to now; a resumed run adds to what it had."""
+        sent, received, refused = self._before
+        self.tally.sent, self.tally.received = sent + self.roster.sent, received + self.roster.received
+        self.tally.refused = refused + self.roster.refused
+
+    def _forget_states(self, version: int) -> None:
+        """Keep the states that a task in flight or an evaluation still stands on."""
+        needed = {version, *self._evaluations, *(flight.base_version for flight in self.rounds.flights.values())}
+        self.states = {number: state for number, state in self.states.items() if number in needed}
+
+    # -------------------------------------------------------------------------------------------------- evaluation
+    def _evaluate_if_due(self, version: int) -> None:
+        every = self.setting.scenario.evaluation.every
+        if version in self._evaluations or version in self.evaluated:
+            return
+        if version in (0, self.setting.scenario.rounds) or (every and version % every == 0):
+            self._evaluations.append(version)
+            self._send_evaluation(version)
+
+    def _send_evaluation(self, version: int) -> None:
+        theta = self.states[version].theta.numpy()
+        header = self.roster.header(EVALUATOR, Kind.EVALUATE, sequence=version, base_version=version)
+        self.roster.send(EVALUATOR, Message(header, (Model(self.setting.context.layout.digest, theta),)))
+
+    def _evaluated(self, message: Message) -> None:
+        version = message.header.base_version
+        if version not in self._evaluations:
+            return
+        self._evaluations.remove(version)
+        self.evaluated.add(version)
+        payload = message.payloads[0]
+        if not isinstance(payload, Metrics):
+            self.roster.refuse(EVALUATOR, RemoteWireError("unexpected", "an evaluation without metrics"), 0)
+            return
+        self.metrics, self.per_silo = dict(payload.values), {name: dict(own) for name, own in payload.per_silo.items()}
+        append_line(
+            self.setting.folder.metrics,
+            {"kind": "evaluation", "version": version, "metrics": self.metrics, "per_silo": self.per_silo},
+        )
+
+    # ------------------------------------------------------------------------------------------------------ display
+    def _report(self, *, force: bool = False) -> None:
+        now = self.clock.stopwatch()
+        if not force and now - self._reported < _POLL_SECONDS:
+            return
+        self._reported = now
+        machine = self.rounds
+        self.report(
+            Status(
+                phase=machine.phase.value,
+                round=machine.version,
+                rounds=self.setting.scenario.rounds,
+                training=len(machine.flights),
+                arrived=len(machine.arrived),
+                online=sum(self.roster.online(name) for name in self._facts),
+                lost=sum(not self.roster.online(name) for name in self._seen),
+                loss=self._loss,
+                metrics=self.metrics,
+                bytes=self.tally.up.total() + self.tally.down.total(),
+                now=self.clock.now(),
+                elapsed=now - self._began,
+            )
+        )

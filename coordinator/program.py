@@ -1,0 +1,237 @@
+"""The coordinator program: put the loop together, run it, and write what remains of the run."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from safetensors.torch import save_file
+
+import fedmq
+import protocols
+from coordinator import checkpoint as checkpoints
+from coordinator.loop import EVALUATOR, Loop, Setting, Status
+from coordinator.roster import Roster
+from coordinator.rounds import Phase, Rounds
+from coordinator.tally import Tally
+from fedmq import report
+from fedmq.audit import MessageLog
+from fedmq.clock import Clock, clock_for
+from fedmq.cost import CostModel
+from fedmq.crypto import load_accepted, load_identity
+from fedmq.errors import InputError
+from fedmq.layout import Layout
+from fedmq.link import COORDINATOR
+from fedmq.metrics import fairness
+from fedmq.runfolder import RunFolder, read_lines, write_atomically, write_json
+from fedmq.scenario import Scenario
+from fedmq.transport import listen
+from fedmq.world import World, build_world, run_name
+
+
+@dataclass(frozen=True)
+class CoordinatorArguments:
+    """How a coordinator is started.
+
+    Args:
+        scenario: as resolved.
+        bind: URI to listen on.
+        keys: folder of its own key and of everybody's public keys.
+        out: the run folder; made if needed.
+        resume: go on from the run folder's last checkpoint.
+    """
+
+    scenario: Scenario
+    bind: str
+    keys: Path
+    out: Path
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended.
+
+    Args:
+        phase: done or stopped.
+        summary: as in ``summary.json``; empty when stopped.
+    """
+
+    phase: Phase
+    summary: Mapping[str, Any]
+
+
+def model_digest(layout: Layout, theta: torch.Tensor) -> str:
+    """SHA-256 (hex) over the layout's digest and the parameters' bytes: equal digests mean equal models, bit for bit."""
+    return hashlib.sha256(bytes.fromhex(layout.digest) + theta.contiguous().numpy().tobytes()).hexdigest()
+
+
+def run_coordinator(
+    arguments: CoordinatorArguments,
+    *,
+    listening: Callable[[str], None] = lambda _: None,
+    status: Callable[[Status], None] = lambda _: None,
+    stop_wanted: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Run a coordinator from the first round, or from a checkpoint, to the end.
+
+    Args:
+        arguments: how it was started.
+        listening: told the URI once silos can connect.
+        status: told how things stand, a few times a second.
+        stop_wanted: asked between events; true stops the run cleanly, to be resumed later.
+
+    Raises:
+        InputError: a key, the data or a checkpoint is not as it must be.
+        RunError: the run cannot go on.
+    """
+    scenario, folder = arguments.scenario, RunFolder(arguments.out)
+    identity, accepted = load_identity(arguments.keys, COORDINATOR), load_accepted(arguments.keys)
+    missing = [name for name in (*scenario.silo_names, EVALUATOR) if name not in accepted]
+    if missing:
+        raise InputError(f"{arguments.keys}: accepted", f"no key of {missing[0]}", "a public key for the evaluator and every silo")
+    world = build_world(scenario)
+    setting, theta = _setting(scenario, world, folder)
+    saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
+    listener = listen(arguments.bind)
+    run = run_name(scenario)
+    clock = clock_for(scenario.clock, saved.now if saved else 0.0)
+    if not folder.scenario.exists():
+        write_atomically(folder.scenario, lambda path: _write_text(path, scenario.dump()))
+    log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)
+    try:
+        log.note("resumed" if saved else "started", run=run, version=saved.rounds["version"] if saved else 0)
+        roster = Roster(listener, identity, accepted, run, log, clock)
+        loop = _loop(setting, theta, saved, clock, listener, roster, log, status, stop_wanted)
+        listening(listener.uri)
+        began = clock.stopwatch()
+        phase = loop.run()
+        loop.count_messages()
+        log.note("ended", phase=phase.value)
+        loop.tally.seconds["total"] += clock.stopwatch() - began
+        if phase is not Phase.DONE:
+            return Outcome(phase, {})
+        return Outcome(phase, _finish(loop, world, clock))
+    finally:
+        listener.close()
+        log.close()
+
+
+def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setting, torch.Tensor]:
+    """The loop's fixed part, and the initial parameters."""
+    model = world.build_model(scenario, "cpu", ())
+    context = world.context(scenario, model)
+    protocol_class = protocols.load(scenario.protocol.name)
+    options = protocols.options_of(protocol_class, scenario.protocol.options)
+    size = model.layout.nbytes
+    cost = CostModel(scenario.cost, scenario.seed, scenario.training.local_epochs, size, size)
+    samples = tuple(len(rows) for rows in world.train)
+    return Setting(scenario, protocol_class(options, context), context, samples, cost, folder), model.flat.detach().clone()
+
+
+def _loop(
+    setting: Setting,
+    theta: torch.Tensor,
+    saved: checkpoints.Checkpoint | None,
+    clock: Clock,
+    listener: Any,
+    roster: Roster,
+    log: MessageLog,
+    status: Callable[[Status], None],
+    stop_wanted: Callable[[], bool],
+) -> Loop:
+    try:
+        plan = setting.plan
+    except ValueError:
+        raise InputError("missing_modality", "no paired silo", f"at least one silo that {setting.scenario.protocol.name} may ask") from None
+    if saved is None:
+        rounds, states, due, tally = Rounds(plan), {0: setting.protocol.initial(theta)}, {}, Tally()
+    else:
+        rounds, states = Rounds.from_plain(plan, saved.rounds), dict(saved.states)
+        due, tally = dict(saved.due), Tally.from_plain(saved.tally)
+    evaluated = _cut_metrics(setting.folder, rounds.version)
+    return Loop(
+        setting, rounds, states, clock, listener, roster, log, tally, due, evaluated, report=status, stop_wanted=stop_wanted
+    )
+
+
+def _cut_metrics(folder: RunFolder, version: int) -> set[int]:
+    """Drop the lines of ``metrics.jsonl`` that a resume will write again; returns the versions evaluated before."""
+    kept = [line for line in read_lines(folder.metrics) if line["version"] <= version]
+    write_atomically(folder.metrics, lambda path: _write_text(path, "".join(json.dumps(line) + "\n" for line in kept)))
+    return {line["version"] for line in kept if line["kind"] == "evaluation"}
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _finish(loop: Loop, world: World, clock: Clock) -> dict[str, Any]:
+    """Write the released model, the summary and the report."""
+    setting, folder = loop.setting, loop.setting.folder
+    theta = loop.states[loop.rounds.version].theta
+    digest = model_digest(setting.context.layout, theta)
+    _release(setting, theta, digest)
+    summary = _summary(loop, world, clock, digest)
+    write_json(folder.summary, summary)
+    report.write(folder)
+    return summary
+
+
+def _release(setting: Setting, theta: torch.Tensor, digest: str) -> None:
+    """The model and all that inference needs, by the layout's names."""
+    layout, folder = setting.context.layout, setting.folder.model
+    tensors = {name: torch.from_numpy(view.copy()) for name, view in layout.views(theta.numpy()).items()}
+    write_atomically(folder / "model.safetensors", lambda path: save_file(tensors, path))
+    config = {
+        "backbone": setting.scenario.backbone.model_dump(mode="json"),
+        "protocol": setting.scenario.protocol.name,
+        "dim": setting.context.dim,
+        "layout_digest": layout.digest,
+        "model_digest": digest,
+    }
+    write_json(folder / "config.json", config)
+
+
+def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, Any]:
+    scenario, tally = loop.setting.scenario, loop.tally
+    evaluations = {line["version"]: line for line in read_lines(loop.setting.folder.metrics) if line["kind"] == "evaluation"}
+    last = evaluations[max(evaluations)]
+    recalls = [own["mean_r1"] for own in last["per_silo"].values()]
+    spread = fairness(recalls)
+    seconds = dict(tally.seconds)
+    seconds["training"] = max(0.0, seconds["total"] - sum(seconds.get(k, 0.0) for k in ("startup", "merge", "evaluation")))
+    return {
+        "protocol": scenario.protocol.name,
+        "scenario": scenario.name,
+        "seed": scenario.seed,
+        "rounds": scenario.rounds,
+        "versions": loop.rounds.version,
+        "model_digest": digest,
+        "metrics": last["metrics"],
+        "per_silo": {
+            silo.name: {
+                "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
+                "samples": len(world.train[silo.index]),
+                "participations": tally.participations[silo.name],
+                **last["per_silo"][silo.name],
+            }
+            for silo in world.silos
+        },
+        "fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
+        "bytes": {"up": dict(sorted(tally.up.items())), "down": dict(sorted(tally.down.items()))},
+        "messages": {"sent": tally.sent, "received": tally.received, "refused": tally.refused.total()},
+        "seconds": {
+            **{name: round(seconds.get(name, 0.0), 3) for name in ("total", "startup", "training", "merge", "evaluation")},
+            "virtual": round(clock.now(), 6) if clock.virtual else None,
+        },
+        "processes": {"silos": len(world.silos), "peak_pss_mb": round(psutil.Process().memory_full_info().pss / 2**20, 1)},
+        "versions_of": {"fedmq": fedmq.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }

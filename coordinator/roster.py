@@ -1,0 +1,179 @@
+"""Who is on the line: handshakes, sessions, and when each peer was last heard. Frames in, messages out."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from fedmq.audit import MessageLog
+from fedmq.clock import Clock
+from fedmq.codec import decode_header
+from fedmq.crypto import Identity, Session, open_message, seal_message
+from fedmq.errors import RemoteWireError
+from fedmq.handshake import Accepted, Responded, confirm, respond
+from fedmq.messages import Header, Kind, Message, Reason
+from fedmq.transport import Listener
+
+#: Handshakes begun and not finished that are remembered; a flood of hellos drops the oldest.
+_MAX_PENDING = 4096
+
+
+@dataclass
+class Peer:
+    """A peer with a session.
+
+    Args:
+        name: as its key is accepted under.
+        address: the transport's name of its connection.
+        session: keys and counters.
+        heard: stopwatch when it was last heard [s].
+    """
+
+    name: str
+    address: bytes
+    session: Session
+    heard: float
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A peer finished its handshake; a session it had before is over."""
+
+    name: str
+    returned: bool
+
+
+class Roster:
+    """All peers of a run.
+
+    Args:
+        listener: where they connect.
+        identity: the coordinator's name and key.
+        accepted: the keys accepted; nobody else ever gets a session.
+        run: the run's name.
+        log: the coordinator's message log.
+        clock: for liveness and for stamps.
+    """
+
+    def __init__(
+        self, listener: Listener, identity: Identity, accepted: Accepted, run: str, log: MessageLog, clock: Clock
+    ) -> None:
+        self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
+        self._log, self._clock = log, clock
+        self._pending: dict[bytes, Responded] = {}
+        self._by_address: dict[bytes, Peer] = {}
+        self._by_name: dict[str, Peer] = {}
+        self.sent = 0
+        self.received = 0
+        self.refused: Counter[str] = Counter()
+
+    def online(self, name: str) -> bool:
+        """Whether a peer has a session."""
+        return name in self._by_name
+
+    def take(self, address: bytes, frames: Sequence[memoryview]) -> Message | Ready | None:
+        """Take what arrived: a message, a finished handshake, or nothing the loop needs to know of.
+
+        Refusals are counted and logged here; they never raise.
+        """
+        size = sum(frame.nbytes for frame in frames)
+        peer = self._by_address.get(address)
+        try:
+            # The clear header only says which door to knock at; each door checks it again under its own rules.
+            kind = decode_header(frames[0]).kind
+            if kind is Kind.HELLO:
+                self._hello(address, frames, size)
+                return None
+            if kind is Kind.READY:
+                return self._ready(address, frames, size)
+            if peer is None:
+                raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {kind} before a handshake")
+            return self._message(peer, frames, size)
+        except RemoteWireError as error:
+            self.refuse(peer.name if peer else "unknown", error, size)
+            if peer is not None and error.reason == Reason.GAP:
+                # Something was lost on the way: without its session the peer comes back and the task is handed out again.
+                self.drop(peer.name)
+            return None
+
+    def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
+        """Count and log a refusal."""
+        self.refused[error.reason] += 1
+        self._log.refused(name, error.reason, error.detail, size)
+
+    def _hello(self, address: bytes, frames: Sequence[memoryview], size: int) -> None:
+        welcome, responded = respond(self._identity, self._accepted, self._run, frames, self._clock.now())
+        self._log.handshake("received", Kind.HELLO, responded.peer, size)
+        while len(self._pending) >= _MAX_PENDING:
+            del self._pending[next(iter(self._pending))]
+        self._pending[address] = responded
+        self._log.handshake("sent", Kind.WELCOME, responded.peer, sum(map(len, welcome)))
+        self._listener.send(address, welcome)
+
+    def _ready(self, address: bytes, frames: Sequence[memoryview], size: int) -> Ready:
+        responded = self._pending.get(address)
+        if responded is None:
+            raise RemoteWireError(Reason.UNEXPECTED, "a ready before a welcome")
+        session = confirm(responded, frames)
+        del self._pending[address]
+        # Only now, with the peer's key proven, does an older session of that name end.
+        returned = self.drop(responded.peer)
+        peer = Peer(responded.peer, address, session, self._clock.stopwatch())
+        self._by_address[address] = self._by_name[peer.name] = peer
+        self._log.handshake("received", Kind.READY, peer.name, size)
+        return Ready(peer.name, returned)
+
+    def _message(self, peer: Peer, frames: Sequence[memoryview], size: int) -> Message | None:
+        message, tag = open_message(peer.session, frames)
+        peer.heard = self._clock.stopwatch()
+        self.received += 1
+        self._log.message("received", message, tag, size)
+        if message.header.kind is Kind.HEARTBEAT:
+            self.send(peer.name, self.header(peer.name, Kind.HEARTBEAT))
+            return None
+        return message
+
+    def header(
+        self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
+    ) -> Header:
+        """A header of ours for a message to ``receiver``, stamped now."""
+        return Header(
+            run=self._run,
+            kind=kind,
+            sender=self._identity.name,
+            receiver=receiver,
+            sequence=sequence,
+            reply_to=reply_to,
+            base_version=base_version,
+            sent_at=self._clock.now(),
+        )
+
+    def send(self, name: str, message: Message | Header) -> int:
+        """Seal, log and send a message; returns its size in bytes, 0 if the peer is not on the line."""
+        peer = self._by_name.get(name)
+        if peer is None:
+            return 0
+        whole = message if isinstance(message, Message) else Message(message)
+        sealed = seal_message(peer.session, whole)
+        self._log.message("sent", replace(whole, header=sealed.header), sealed.tag, sealed.size)
+        self.sent += 1
+        if not self._listener.send(peer.address, sealed.frames):
+            self._log.note("a message could not be delivered", peer=name)
+            self.drop(name)
+            return 0
+        return sealed.size
+
+    def silent(self, seconds: float) -> list[str]:
+        """Peers not heard for so long."""
+        now = self._clock.stopwatch()
+        return [peer.name for peer in self._by_name.values() if now - peer.heard > seconds]
+
+    def drop(self, name: str) -> bool:
+        """Forget a peer's session; returns whether it had one."""
+        peer = self._by_name.pop(name, None)
+        if peer is None:
+            return False
+        self._by_address.pop(peer.address, None)
+        self._pending.pop(peer.address, None)
+        return True

@@ -1,0 +1,275 @@
+"""The structured message log of a process, chained by hashes, and the checks an auditor makes of a run folder.
+
+One JSON object per line. Every record holds the hash of the record before it and its own hash over everything else,
+so a line that was changed, removed or inserted shows. Records hold no tensors, no captions and no keys: they say who
+sent what kind of thing to whom, how large it was, and the authentication tag of the sealed frame, which both ends log.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from fedmq.clock import Clock
+from fedmq.errors import InputError
+from fedmq.messages import Header, Message, tensor_bytes
+
+GENESIS = "0" * 64
+Action = Literal["sent", "received", "refused", "note"]
+
+
+def _canonical(record: Mapping[str, Any]) -> bytes:
+    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
+
+
+def chain(previous: str, record: Mapping[str, Any]) -> str:
+    """Hash of a record: SHA-256 over the previous hash and the canonical JSON of the record without ``hash``."""
+    return hashlib.sha256(previous.encode() + _canonical(record)).hexdigest()
+
+
+def read_log(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
+    """The records of a log with their line numbers; None for a line that is no JSON object."""
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                record = None
+            yield number, record if isinstance(record, dict) and line.endswith(b"\n") else None
+
+
+class MessageLog:
+    """Appends records to one process's log.
+
+    Args:
+        path: of the log; an existing one is continued, after cutting off a last line that a crash left unfinished.
+        process: name of the process.
+        clock: for the date and time of a record.
+    """
+
+    def __init__(self, path: Path, process: str, clock: Clock) -> None:
+        self.path = path
+        self.process = process
+        self._clock = clock
+        self._head, self._count = GENESIS, 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            self._continue()
+        self._file = path.open("ab", buffering=0)
+
+    def _continue(self) -> None:
+        whole = 0
+        with self.path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    record = json.loads(line)
+                    self._head, self._count = record["hash"], record["n"] + 1
+                except (ValueError, KeyError, TypeError):
+                    # Not ours to mend: the audit will point at it.
+                    pass
+                whole += len(line)
+        os.truncate(self.path, whole)
+
+    @property
+    def head(self) -> str:
+        """Hash of the last record."""
+        return self._head
+
+    def _append(self, record: dict[str, Any]) -> None:
+        record = {"n": self._count, "process": self.process, "wall": self._clock.utc(), **record, "previous": self._head}
+        record["hash"] = self._head = chain(self._head, record)
+        self._count += 1
+        self._file.write(_canonical(record) + b"\n")
+
+    def message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> None:
+        """Record a message.
+
+        Args:
+            action: which way it went.
+            message: the message, for its header and the kinds and sizes of its payloads.
+            tag: hexadecimal authentication tag of the sealed frame.
+            size: bytes of all its frames.
+        """
+        self._append(
+            {
+                "action": action,
+                **_header(message.header),
+                "payloads": [[payload.KIND, tensor_bytes(payload)] for payload in message.payloads],
+                "bytes": size,
+                "tag": tag,
+            }
+        )
+
+    def handshake(self, action: Literal["sent", "received"], kind: str, peer: str, size: int) -> None:
+        """Record a hello or a welcome, which carry public keys only."""
+        self._append({"action": action, "kind": kind, "peer": peer, "bytes": size})
+
+    def refused(self, peer: str, reason: str, detail: str, size: int) -> None:
+        """Record something that was not accepted.
+
+        Args:
+            peer: whoever it came from, as far as known.
+            reason: the fixed word of the refusal.
+            detail: one line.
+            size: bytes of all its frames.
+        """
+        self._append({"action": "refused", "peer": peer, "reason": reason, "detail": detail[:300], "bytes": size})
+
+    def note(self, text: str, **facts: str | float) -> None:
+        """Record something that is no message: a start, a resume, a lost silo, a stop."""
+        self._append({"action": "note", "text": text, **facts})
+
+    def close(self) -> None:
+        """Close the file; every record is already with the operating system."""
+        self._file.close()
+
+    def __enter__(self) -> MessageLog:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def _header(header: Header) -> dict[str, Any]:
+    return {
+        "run": header.run,
+        "kind": header.kind.value,
+        "sender": header.sender,
+        "receiver": header.receiver,
+        "sequence": header.sequence,
+        "reply_to": header.reply_to,
+        "base_version": header.base_version,
+        "sent_at": header.sent_at,
+        "session": header.session.hex(),
+        "counter": header.counter,
+    }
+
+
+# ------------------------------------------------------------------------------------------------------ the audit
+@dataclass(frozen=True)
+class Finding:
+    """Something an auditor must know.
+
+    Args:
+        place: file and line.
+        what: one line.
+    """
+
+    place: str
+    what: str
+
+
+@dataclass
+class Audit:
+    """What the logs of a run show.
+
+    Args:
+        findings: differences; an empty list means that the logs agree with themselves and with each other.
+        records: number of records read, by process.
+        left: bytes of payload tensors that left each process, by kind.
+        frames: bytes of all frames that left each process.
+        refused: number of refusals, by process and reason.
+        undelivered: messages sent that nobody logged as received or refused: what was on its way when a process ended.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    records: Counter[str] = field(default_factory=Counter)
+    left: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    frames: Counter[str] = field(default_factory=Counter)
+    refused: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
+    undelivered: int = 0
+
+    def to_plain(self) -> dict[str, Any]:
+        """As JSON-serialisable data."""
+        return {
+            "ok": not self.findings,
+            "findings": [{"place": f.place, "what": f.what} for f in self.findings],
+            "records": dict(sorted(self.records.items())),
+            "left": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.left.items())},
+            "frames": dict(sorted(self.frames.items())),
+            "refused": {name: dict(sorted(reasons.items())) for name, reasons in sorted(self.refused.items())},
+            "undelivered": self.undelivered,
+        }
+
+
+_COMPARED = ("run", "kind", "sequence", "reply_to", "base_version", "sent_at", "payloads", "bytes", "tag")
+
+
+def audit_run(folder: Path) -> Audit:
+    """Check every message log of a run folder: its own chain, and what was sent against what was received.
+
+    Raises:
+        InputError: the folder holds no message logs.
+    """
+    logs = sorted((folder / "messages").glob("*.jsonl"))
+    if not logs:
+        raise InputError(str(folder), "no messages/*.jsonl", "a run folder that fedmq scenario or fedmq coordinator wrote")
+    result = Audit()
+    sent: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]] = {}
+    received: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]] = {}
+    for path in logs:
+        for place, record in _checked_chain(path, result):
+            _tally(place, record, result, sent, received)
+    for key, (place, record) in received.items():
+        if key not in sent:
+            result.findings.append(Finding(place, f"{record['kind']} from {record['sender']} received, but never logged as sent"))
+            continue
+        other_place, other = sent[key]
+        different = [name for name in _COMPARED if record.get(name) != other.get(name)]
+        if different:
+            result.findings.append(Finding(place, f"differs from {other_place} in {', '.join(different)}"))
+    result.undelivered = len(sent.keys() - received.keys())
+    return result
+
+
+def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, dict[str, Any]]]:
+    head, count = GENESIS, 0
+    for number, record in read_log(path):
+        place = f"{path.name}:{number}"
+        if record is None:
+            result.findings.append(Finding(place, "no complete record"))
+            continue
+        unhashed = {key: value for key, value in record.items() if key != "hash"}
+        if record.get("previous") != head or record.get("n") != count:
+            result.findings.append(Finding(place, "does not follow the record before it: lines were removed, inserted or moved"))
+        elif chain(head, unhashed) != record.get("hash"):
+            result.findings.append(Finding(place, "was changed after it was written"))
+        head, count = str(record.get("hash")), int(record.get("n", count)) + 1
+        result.records[path.stem] += 1
+        yield place, record
+
+
+def _tally(
+    place: str,
+    record: dict[str, Any],
+    result: Audit,
+    sent: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]],
+    received: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]],
+) -> None:
+    process, action = str(record.get("process")), record.get("action")
+    if action == "refused":
+        result.refused[process][str(record.get("reason"))] += 1
+        return
+    if action == "sent":
+        result.frames[process] += int(record.get("bytes", 0))
+    if action not in ("sent", "received") or "counter" not in record:
+        return
+    key = (str(record["sender"]), str(record["receiver"]), str(record["session"]), int(record["counter"]))
+    seen = sent if action == "sent" else received
+    if key in seen:
+        result.findings.append(Finding(place, f"the same frame as {seen[key][0]} is logged as {action} again"))
+    seen[key] = (place, record)
+    if action == "sent":
+        for kind, size in record.get("payloads", []):
+            result.left[process][str(kind)] += int(size)
+        if process != record["sender"]:
+            result.findings.append(Finding(place, f"{process} logged sending in the name of {record['sender']}"))

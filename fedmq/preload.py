@@ -1,0 +1,28 @@
+"""What the forkserver imports once so that every process of a run shares the pages.
+
+Nothing here may start a thread, run a torch operation or touch CUDA: a fork would copy a broken state.
+"""
+
+import gc
+import importlib
+
+_MODULES = (
+    "cryptography.hazmat.primitives.asymmetric.mlkem",
+    "msgpack",
+    "safetensors.torch",
+    "torch",
+    "torch._dynamo",  # torch.optim imports it on first use, one second per process
+    "zmq",
+    "coordinator.program",
+    "fedmq.evaluator",
+    "protocols",
+    "silos.program",
+)
+
+for _name in _MODULES:
+    importlib.import_module(_name)
+for _name in importlib.import_module("protocols").names():
+    importlib.import_module(f"protocols.{_name}")
+# What lives now lives for good: the collector must not write to these pages in every child.
+gc.collect()
+gc.freeze()

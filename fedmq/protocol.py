@@ -1,0 +1,207 @@
+"""What a federated method is: the interface that every file in ``protocols/`` implements.
+
+A method's silo half and coordinator half stand side by side in one class. Both halves are functions of their
+arguments: they hold no sockets, no clock and no generator of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, TypeVar
+
+import torch
+
+from fedmq.data.share import Share
+from fedmq.errors import RemoteWireError
+from fedmq.layout import Layout
+from fedmq.messages import Payload
+from fedmq.models.two_tower import TwoTower
+from fedmq.scenario import Training
+
+P = TypeVar("P")
+
+
+@dataclass(frozen=True)
+class SiloFacts:
+    """What the coordinator and the silo itself both know of a silo.
+
+    Args:
+        name: ``silo-00``, ``silo-01``, ...
+        index: position in the fixed silo order.
+        image: whether it holds images.
+        text: whether it holds captions.
+    """
+
+    name: str
+    index: int
+    image: bool
+    text: bool
+
+    @property
+    def paired(self) -> bool:
+        """Whether it holds both modalities."""
+        return self.image and self.text
+
+
+@dataclass(frozen=True)
+class Context:
+    """Facts fixed for a whole run, the same in every process.
+
+    Args:
+        seed: the scenario's seed.
+        rounds: how many merges the run makes.
+        silos: all silos in their fixed order.
+        layout: layout of the shared parameters.
+        dim: dimension d of the joint embedding.
+        training: optimiser, batch size, local epochs.
+    """
+
+    seed: int
+    rounds: int
+    silos: tuple[SiloFacts, ...]
+    layout: Layout
+    dim: int
+    training: Training
+
+
+@dataclass(frozen=True)
+class State:
+    """The coordinator's half of a method between two merges; all of it is checkpointed.
+
+    Args:
+        theta: float32 [P], the shared parameters in the layout's order.
+        tensors: whatever else the method keeps, by name.
+        values: JSON-serialisable scalars, lists and dicts the method keeps, by name.
+    """
+
+    theta: torch.Tensor
+    tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Task:
+    """What a silo is asked to do.
+
+    Args:
+        sequence: the task's number, unique per silo.
+        base_version: number of merges in the model it starts from.
+        round: the round (merge number) the task was handed out in, from 0.
+        learning_rate: of this round.
+        payloads: the model and whatever the method adds.
+    """
+
+    sequence: int
+    base_version: int
+    round: int
+    learning_rate: float
+    payloads: tuple[Payload, ...]
+
+
+@dataclass(frozen=True)
+class Local:
+    """A silo's own side: its data, its model object and its personal state.
+
+    Args:
+        silo: facts about the silo.
+        share: its data, without the modality it lacks.
+        model: the two towers; :meth:`TwoTower.load` puts the downloaded parameters into it.
+        state: personal tensors kept from its previous task (empty the first time); never on the wire.
+    """
+
+    silo: SiloFacts
+    share: Share
+    model: TwoTower
+    state: Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What local training gives.
+
+    Args:
+        payloads: what goes up.
+        state: personal tensors to keep until the next task.
+        loss: mean training loss, for progress displays and the log.
+    """
+
+    payloads: tuple[Payload, ...]
+    state: Mapping[str, torch.Tensor]
+    loss: float
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One silo's answer as the merge sees it.
+
+    Args:
+        silo: who answered.
+        sequence: the task answered.
+        base_version: version the silo started from.
+        staleness: version at merge minus base version.
+        damping: h(staleness), 1 for a fresh reply.
+        payloads: what came up; kinds already checked against :meth:`FederatedProtocol.uploads`.
+    """
+
+    silo: SiloFacts
+    sequence: int
+    base_version: int
+    staleness: int
+    damping: float
+    payloads: tuple[Payload, ...]
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What a merge gives: the next state and numbers worth a line in ``metrics.jsonl``."""
+
+    state: State
+    log: Mapping[str, float] = field(default_factory=dict)
+
+
+def take(payloads: Sequence[Payload], kind: type[P]) -> P:
+    """The one payload of a kind.
+
+    Raises:
+        RemoteWireError: there is none, or more than one.
+    """
+    found = [payload for payload in payloads if isinstance(payload, kind)]
+    if len(found) != 1:
+        raise RemoteWireError("unexpected", f"expected one {kind.__name__} payload, found {len(found)}")
+    return found[0]
+
+
+class FederatedProtocol(Protocol):
+    """A federated method.
+
+    ``Options`` is a frozen dataclass: the schema of ``protocol:`` in a scenario.
+    """
+
+    Options: ClassVar[type[Any]]
+
+    def __init__(self, options: Any, context: Context) -> None: ...
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Whether the method ever asks this silo to train."""
+        ...
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """The payload kinds a reply of this silo holds, one of each."""
+        ...
+
+    def initial(self, theta: torch.Tensor) -> State:
+        """The coordinator's state before the first round."""
+        ...
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """What goes down to a silo."""
+        ...
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local training at the silo."""
+        ...
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """Merge replies, given in the fixed silo order; never depends on the order of their arrival."""
+        ...

@@ -1,0 +1,118 @@
+"""The run folder: where everything of a run lies, and how files get there whole."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedmq.errors import InputError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run folder.
+
+    Args:
+        root: ``runs/<name>-<time>``.
+    """
+
+    root: Path
+
+    @property
+    def scenario(self) -> Path:
+        """The scenario as resolved."""
+        return self.root / "scenario.yaml"
+
+    @property
+    def summary(self) -> Path:
+        """The run's result."""
+        return self.root / "summary.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One line per evaluation and per merge."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The last two checkpoints, and the silos' personal state."""
+        return self.root / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The released model."""
+        return self.root / "model"
+
+    @property
+    def report(self) -> Path:
+        """The report to look at."""
+        return self.root / "report.html"
+
+    def messages(self, process: str) -> Path:
+        """The message log of a process."""
+        return self.root / "messages" / f"{process}.jsonl"
+
+    def silo_state(self, silo: str) -> Path:
+        """Folder of a silo's personal state; never read by anyone else."""
+        return self.checkpoints / "silos" / silo
+
+
+def open_run(root: Path) -> RunFolder:
+    """An existing run folder.
+
+    Raises:
+        InputError: there is none.
+    """
+    folder = RunFolder(root)
+    if not folder.scenario.is_file():
+        raise InputError(str(root), "no scenario.yaml in it", "a run folder")
+    return folder
+
+
+def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool = False) -> None:
+    """Write a file so that a reader sees the old one or the whole new one, whatever happens in between.
+
+    Args:
+        path: the file.
+        write: writes the given temporary path.
+        durable: also wait until it is on the disk, for what must survive a power cut.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        write(temporary)
+        if durable:
+            with temporary.open("rb") as file:
+                os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON atomically."""
+    write_atomically(path, lambda temporary: _dump(temporary, value))
+
+
+def _dump(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def append_line(path: Path, record: Mapping[str, Any]) -> None:
+    """Append one JSON line."""
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole JSON lines of a file; a last line that a crash left unfinished is passed over."""
+    if not path.exists():
+        return
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            if line.endswith("\n"):
+                yield json.loads(line)

@@ -1,0 +1,39 @@
+"""Every random choice of a run derives from the scenario's seed and a path of names."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import torch
+
+
+def derive(seed: int, *path: str | int) -> int:
+    """Derive a 63-bit seed from the scenario's seed and a path.
+
+    Parts are length-prefixed and typed before hashing, so ``("a", "bc")``, ``("ab", "c")`` and ``(1,)`` against
+    ``("1",)`` all differ.
+
+    Args:
+        seed: the scenario's seed.
+        path: what the draw is for, e.g. ``("participation", round)``.
+
+    Returns:
+        A non-negative integer below 2**63.
+    """
+    digest = hashlib.sha256(b"fedmq-seed")
+    for part in (seed, *path):
+        kind, text = (b"i", str(part)) if isinstance(part, int) else (b"s", part)
+        raw = text.encode()
+        digest.update(kind + len(raw).to_bytes(4, "big") + raw)
+    return int.from_bytes(digest.digest()[:8], "big") >> 1
+
+
+def numpy_generator(seed: int, *path: str | int) -> np.random.Generator:
+    """A NumPy generator of its own for ``path``."""
+    return np.random.default_rng(derive(seed, *path))
+
+
+def torch_generator(seed: int, *path: str | int) -> torch.Generator:
+    """A CPU torch generator of its own for ``path``."""
+    return torch.Generator().manual_seed(derive(seed, *path))

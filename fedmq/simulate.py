@@ -1,0 +1,332 @@
+"""``fedmq scenario``: start a coordinator, an evaluator and all silos on this machine, and watch over them.
+
+These are the same programs that ``fedmq coordinator``, ``fedmq evaluator`` and ``fedmq silo`` run by hand. They are
+forked from a forkserver that has imported everything beforehand, so that thirty silos share the pages of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from coordinator.loop import Status
+from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
+from coordinator.rounds import Phase
+from fedmq.crypto import init_keys
+from fedmq.errors import FedmqError, InputError, RunError
+from fedmq.evaluator import NAME as EVALUATOR
+from fedmq.evaluator import EvaluatorArguments, run_evaluator
+from fedmq.link import COORDINATOR
+from fedmq.runfolder import RunFolder
+from fedmq.scenario import Scenario
+from silos.program import SiloArguments, run_silo
+
+#: Times one process may die and be started again before the run is given up.
+_LIVES = 3
+_MEMORY_SECONDS = 10.0
+_STOP_PATIENCE = 20.0
+_PR_SET_PDEATHSIG = 1
+_CONTEXT = multiprocessing.get_context("forkserver")
+
+
+def warm_up(scenario: Scenario) -> None:
+    """Start the forkserver; it imports in the background while this process goes on."""
+    _CONTEXT.set_forkserver_preload(["fedmq.preload", *(["open_clip"] if scenario.backbone.name not in ("lite", "features") else [])])
+    # One thread per process: the silos share the cores, and a library that starts threads while it is imported would
+    # leave every fork with a broken pool.
+    threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    before = {name: os.environ.get(name) for name in threads}
+    os.environ.update(threads)
+    try:
+        forkserver.ensure_running()
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+# ------------------------------------------------------------------------------------------- in the child processes
+def _settle_in() -> None:
+    """A child leaves Ctrl-C to its parent and never outlives it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _say(error: FedmqError) -> int:
+    print(f"fedmq: {error}", file=sys.stderr, flush=True)
+    return 2 if isinstance(error, InputError) else 1
+
+
+def _coordinator_process(arguments: CoordinatorArguments, line: Connection) -> None:
+    _settle_in()
+    try:
+        outcome = run_coordinator(
+            arguments,
+            listening=lambda uri: line.send(uri),
+            status=line.send,
+            stop_wanted=lambda: line.poll(0),
+        )
+    except InputError as error:
+        line.send((error.place, str(error.found), error.allowed))
+    except FedmqError as error:
+        line.send((str(error),))
+    else:
+        line.send(outcome)
+
+
+def _silo_process(arguments: SiloArguments) -> None:
+    _settle_in()
+    try:
+        run_silo(arguments)
+    except FedmqError as error:
+        sys.exit(_say(error))
+
+
+def _evaluator_process(arguments: EvaluatorArguments) -> None:
+    _settle_in()
+    try:
+        run_evaluator(arguments)
+    except FedmqError as error:
+        sys.exit(_say(error))
+
+
+# ------------------------------------------------------------------------------------------------- in the parent
+@dataclass
+class _Supervisor:
+    """The processes of one run.
+
+    Args:
+        scenario: as resolved.
+        folder: the run folder.
+        keys: a private folder of keys made for this run.
+        resume: go on from the last checkpoint.
+    """
+
+    scenario: Scenario
+    folder: RunFolder
+    keys: Path
+    resume: bool
+    processes: dict[str, ForkServerProcess] = field(default_factory=dict)
+    deaths: dict[str, int] = field(default_factory=dict)
+    peak_pss: int = 0
+    uri: str = ""
+
+    def start_coordinator(self) -> Connection:
+        """Start the coordinator; returns the line it reports on."""
+        ours, theirs = _CONTEXT.Pipe()
+        bind = f"ipc://{self.keys.parent / 'wire'}"
+        arguments = CoordinatorArguments(self.scenario, bind, self.keys, self.folder.root, self.resume)
+        self._start(COORDINATOR, _coordinator_process, arguments, theirs)
+        theirs.close()
+        return ours
+
+    def start_peer(self, name: str) -> None:
+        """Start, or start again, a silo or the evaluator."""
+        if name == EVALUATOR:
+            self._start(name, _evaluator_process, EvaluatorArguments(self.scenario, self.uri, self.keys, self.folder.root))
+        else:
+            self._start(name, _silo_process, SiloArguments(self.scenario, name, self.uri, self.keys, self.folder.root))
+
+    def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        process = _CONTEXT.Process(target=target, args=arguments, name=name, daemon=True)
+        process.start()
+        self.processes[name] = process
+
+    def revive(self) -> None:
+        """Start again whoever died; a process that asked to end is let go.
+
+        Raises:
+            RunError: somebody keeps dying.
+            InputError: somebody found its input wrong (it has said so on standard error).
+        """
+        for name, process in list(self.processes.items()):
+            if name == COORDINATOR or process.exitcode is None or process.exitcode == 0:
+                continue
+            if process.exitcode == 2:  # noqa: PLR2004 - the exit code of bad input
+                raise RunError(f"{name} refused its input, see the line above")
+            self.deaths[name] = self.deaths.get(name, 0) + 1
+            if self.deaths[name] > _LIVES:
+                raise RunError(f"{name} died {self.deaths[name]} times, last with exit code {process.exitcode}")
+            self.start_peer(name)
+
+    def weigh(self) -> None:
+        """Note the memory of all processes together [bytes, PSS]."""
+        with contextlib.suppress(psutil.Error):
+            family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+            total = 0
+            for process in family:
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_full_info().pss
+            self.peak_pss = max(self.peak_pss, total)
+
+    def end(self) -> None:
+        """End whatever still runs; only processes started here."""
+        deadline = time.monotonic() + _STOP_PATIENCE
+        for process in self.processes.values():
+            process.join(max(0.0, deadline - time.monotonic()) if process.name != COORDINATOR else 0.1)
+        for process in self.processes.values():
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of dying of them; a second Ctrl-C is the usual KeyboardInterrupt."""
+    caught: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """How a simulated run ended.
+
+    Args:
+        outcome: of the coordinator.
+        seconds: from the call to the end.
+        ready_seconds: from the call until all silos had joined; None if they never did.
+        peak_pss_mb: of all processes together.
+    """
+
+    outcome: Outcome
+    seconds: float
+    ready_seconds: float | None
+    peak_pss_mb: float
+
+
+def simulate(
+    scenario: Scenario, folder: RunFolder, *, resume: bool, status: Callable[[Status], None], began: float | None = None
+) -> Simulated:
+    """Run a scenario with real processes on this machine.
+
+    Args:
+        scenario: as resolved; its world is in the cache already.
+        folder: the run folder.
+        resume: go on from its last checkpoint.
+        status: told how things stand, a few times a second.
+        began: ``time.monotonic()`` of the command's start, for the start-up time.
+
+    Raises:
+        RunError: the run cannot go on.
+        InputError: somebody found its input wrong.
+    """
+    began = time.monotonic() if began is None else began
+    warm_up(scenario)
+    # Short, because the path of a Unix socket is; private, because it holds keys.
+    private = Path(tempfile.mkdtemp(prefix="fedmq-"))
+    keys = private / "keys"
+    try:
+        init_keys(keys, (COORDINATOR, EVALUATOR, *scenario.silo_names))
+        supervisor = _Supervisor(scenario, folder, keys, resume)
+        try:
+            with _signals() as caught:
+                outcome, ready = _watch(supervisor, status, caught, began)
+        finally:
+            supervisor.end()
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+    return Simulated(outcome, time.monotonic() - began, ready, supervisor.peak_pss / 2**20)
+
+
+def _watch(
+    supervisor: _Supervisor, status: Callable[[Status], None], caught: list[int], began: float
+) -> tuple[Outcome, float | None]:
+    """Start everybody and wait for the outcome."""
+    line = supervisor.start_coordinator()
+    asked_to_stop, weighed, ready = False, time.monotonic(), None
+    while True:
+        if caught and not asked_to_stop:
+            asked_to_stop = True
+            with contextlib.suppress(OSError):
+                line.send("stop")
+        item = _next(line, supervisor)
+        match item:
+            case None:
+                pass
+            case str(uri):
+                supervisor.uri = uri
+                for name in (EVALUATOR, *supervisor.scenario.silo_names):
+                    supervisor.start_peer(name)
+            case Status():
+                if ready is None and item.online == supervisor.scenario.silos.count:
+                    ready = time.monotonic() - began
+                    supervisor.weigh()
+                status(item)
+            case Outcome():
+                supervisor.weigh()
+                return item, ready
+            case (str(place), str(found), str(allowed)):
+                raise InputError(place, found, allowed)
+            case (str(text),):
+                raise RunError(text)
+        if not asked_to_stop:
+            supervisor.revive()
+        if time.monotonic() - weighed > _MEMORY_SECONDS:
+            weighed = time.monotonic()
+            supervisor.weigh()
+
+
+def _next(line: Connection, supervisor: _Supervisor) -> Any:
+    """What the coordinator says next, or None after a while.
+
+    Raises:
+        RunError: the coordinator died.
+    """
+    sentinel = supervisor.processes[COORDINATOR].sentinel
+    ready = wait([line, sentinel], timeout=0.5)
+    if line in ready:
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            return line.recv()
+    if ready:
+        supervisor.processes[COORDINATOR].join(1.0)
+        code = supervisor.processes[COORDINATOR].exitcode
+        raise RunError(f"the coordinator died with exit code {code}; fedmq scenario --resume {supervisor.folder.root} goes on")
+    return None
+
+
+def finish_summary(summary: Mapping[str, Any], simulated: Simulated) -> dict[str, Any]:
+    """The summary with what only the parent of all processes can know."""
+    return {
+        **summary,
+        "seconds": {
+            **summary["seconds"],
+            "total": round(simulated.seconds, 3),
+            "startup": round(simulated.ready_seconds or summary["seconds"]["startup"], 3),
+        },
+        "processes": {**summary["processes"], "peak_pss_mb": round(simulated.peak_pss_mb, 1)},
+    }
+
+
+def stopped(outcome: Outcome) -> bool:
+    """Whether the run was stopped before its end."""
+    return outcome.phase is Phase.STOPPED

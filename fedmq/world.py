@@ -1,0 +1,184 @@
+"""Who holds what in a run: the prepared data, its partition, and the silos' modalities.
+
+Every process of a run builds the same world by itself from the scenario; the costly parts (features, clusters) are
+made once and kept in the cache, so a silo started by hand finds them there.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedmq.data import partition
+from fedmq.data.prepared import Prepared, cache_folder, prepare, text_features
+from fedmq.errors import InputError
+from fedmq.models.two_tower import TwoTower, build
+from fedmq.protocol import Context, SiloFacts
+from fedmq.runfolder import write_atomically
+from fedmq.scenario import Scenario
+
+I64 = npt.NDArray[np.int64]
+Progress = Callable[[str, int, int], None]
+_FORMAT = 1
+_EVALUATED = {"val": 1, "test": 2}
+_TRAIN = 0
+
+
+@dataclass(frozen=True)
+class World:
+    """The data of a run and its owners.
+
+    Args:
+        prepared: the data set as memory-mapped arrays.
+        silos: facts of each silo, in the fixed order.
+        train: rows of the data set each silo trains on.
+        heldout: rows of the evaluated split that belong to each silo.
+        evaluated: all rows of the evaluated split.
+    """
+
+    prepared: Prepared
+    silos: tuple[SiloFacts, ...]
+    train: tuple[I64, ...]
+    heldout: tuple[I64, ...]
+    evaluated: I64
+
+    @cached_property
+    def _by_name(self) -> dict[str, SiloFacts]:
+        return {silo.name: silo for silo in self.silos}
+
+    def facts(self, name: str) -> SiloFacts:
+        """Facts of one silo."""
+        return self._by_name[name]
+
+    def build_model(self, scenario: Scenario, device: str, modalities: tuple[str, ...]) -> TwoTower:
+        """The two towers with their initial parameters; frozen encoders only for the modalities asked for."""
+        return build(scenario.backbone, self.prepared.inputs, scenario.seed, device=device, modalities=modalities)
+
+    def context(self, scenario: Scenario, model: TwoTower) -> Context:
+        """Facts for both halves of a method."""
+        return Context(scenario.seed, scenario.rounds, self.silos, model.layout, model.dim, scenario.training)
+
+
+def run_name(scenario: Scenario) -> str:
+    """The run's name on the wire: equal only for equal scenarios, wherever they run and wherever their files lie."""
+    here = {"device": True, "launcher": True, "data": {"path"}, "silos": {"slots"}}
+    facts = scenario.model_dump(mode="json", exclude=here)
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return f"{scenario.name}-{digest[:12]}"
+
+
+def device_of(name: str) -> str:
+    """Resolve ``auto`` and check a device.
+
+    Raises:
+        InputError: the device is not there.
+    """
+    if name == "cpu":
+        return name
+    count = torch.cuda.device_count()
+    if name == "auto":
+        return "cuda:0" if count else "cpu"
+    index = int(name.partition(":")[2] or 0)
+    if index >= count:
+        raise InputError("device", name, "cpu" + "".join(f", cuda:{number}" for number in range(count)))
+    return f"cuda:{index}"
+
+
+def build_world(scenario: Scenario, progress: Progress | None = None, cache: Path | None = None) -> World:
+    """Prepare the data and share it out, or find both in the cache.
+
+    Args:
+        scenario: as resolved.
+        progress: told (what, done, total) during anything long.
+        cache: the cache folder; None takes the usual one.
+
+    Raises:
+        InputError: the data cannot be read, or cannot be shared out as asked.
+    """
+    cache = cache or cache_folder()
+    prepared = prepare(scenario.data, scenario.backbone, cache, scenario.seed, progress)
+    flags = partition.modalities(scenario.missing_modality, scenario.silo_names)
+    silos = tuple(
+        SiloFacts(name, index, image, text)
+        for index, (name, (image, text)) in enumerate(zip(scenario.silo_names, flags, strict=True))
+    )
+    train, heldout, evaluated = _shares(scenario, prepared, cache)
+    return World(prepared, silos, train, heldout, evaluated)
+
+
+def _shares(scenario: Scenario, prepared: Prepared, cache: Path) -> tuple[tuple[I64, ...], tuple[I64, ...], I64]:
+    """The partition, from the cache if an equal one was made before."""
+    facts = {
+        "format": _FORMAT,
+        "data": prepared.digest,
+        "partition": scenario.partition.model_dump(mode="json"),
+        "silos": scenario.silos.count,
+        "seed": scenario.seed,
+        "split": scenario.evaluation.split,
+    }
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+    path = cache / "partitions" / f"{key}.npz"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not path.exists():
+            made = _make_shares(scenario, prepared)
+            write_atomically(path, lambda temporary: _write_npz(temporary, made))
+    with np.load(path, allow_pickle=False) as stored:
+        ends, rows = stored["ends"], stored["rows"]
+        parts = tuple(np.split(rows, ends[:-1]))
+        return parts[: scenario.silos.count], parts[scenario.silos.count :], stored["evaluated"]
+
+
+def _write_npz(path: Path, arrays: dict[str, I64]) -> None:
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def _make_shares(scenario: Scenario, prepared: Prepared) -> dict[str, I64]:
+    split = np.asarray(prepared.split)
+    train = np.flatnonzero(split == _TRAIN)
+    evaluated = np.flatnonzero(split == _EVALUATED[scenario.evaluation.split])
+    if len(evaluated) == 0:
+        raise InputError("evaluation.split", scenario.evaluation.split, "a split that the data set has")
+    groups, evaluated_groups = _groups(scenario, prepared, train, evaluated)
+    plan = partition.plan(scenario.partition, scenario.silos.count, groups, scenario.seed)
+    shares = [train[part] for part in partition.deal(plan, groups)]
+    heldout = [evaluated[part] for part in partition.deal(plan, evaluated_groups, scenario.evaluation.split)]
+    parts = [*shares, *heldout]
+    return {
+        "rows": np.concatenate(parts).astype(np.int64),
+        "ends": np.cumsum([len(part) for part in parts]).astype(np.int64),
+        "evaluated": evaluated.astype(np.int64),
+    }
+
+
+def _groups(scenario: Scenario, prepared: Prepared, train: I64, evaluated: I64) -> tuple[I64, I64]:
+    """The group of each training and each evaluated sample, as the partition's kind wants it."""
+    match scenario.partition.kind:
+        case "iid":
+            return np.zeros(len(train), np.int64), np.zeros(len(evaluated), np.int64)
+        case "dir_clusters":
+            clusters = scenario.partition.clusters
+            if clusters > len(train):
+                raise InputError("partition.clusters", clusters, f"at most {len(train)}, the training samples")
+            features = text_features(prepared)
+            centres = partition.cluster_centres(features[train], clusters, scenario.seed)
+            return partition.nearest_centre(features[train], centres), partition.nearest_centre(features[evaluated], centres)
+        case _:
+            labels = prepared.labels
+            if labels is None:
+                raise InputError("partition.kind", scenario.partition.kind, "iid or dir_clusters: the data set has no labels")
+            return (
+                partition.label_groups(labels[train], labels[train]),
+                partition.label_groups(labels[evaluated], labels[train]),
+            )

@@ -1,0 +1,88 @@
+"""RCSR's minimax fairness: losses compared within groups of silos, and weights q moved towards the worse off (eq 10).
+
+q is kept as log q, so that no silo's weight can vanish however long a run is or however extreme a loss.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedmq.protocol import SiloFacts
+
+Rule = Literal["entropic", "paper", "code"]
+
+
+def group_of(silo: SiloFacts) -> int:
+    """0 paired, 1 image only, 2 text only: losses of different kinds are not comparable."""
+    return 0 if silo.paired else 1 if silo.image else 2
+
+
+def normalised_losses(
+    losses: Tensor, groups: Tensor, running: Tensor, seen: Tensor, rate: float = 0.9
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Losses divided by their group's running mean (first line of RCSR eq 10).
+
+    A loss of exactly 0 is no observation: the silo had nothing to minimise (its anchor not yet valid, or a batch of
+    one). It leaves the running mean alone and counts as average, 1, where the plain ratio would read it as excellent.
+
+    Args:
+        losses: float64 [M], at least 0.
+        groups: int64 [M], see :func:`group_of`.
+        running: float64 [3] running mean of each group.
+        seen: bool [3], whether the group was ever observed; the first observation is taken as it is.
+        rate: share of the old mean that is kept.
+
+    Returns:
+        normalised losses [M], and ``running`` and ``seen`` after this round.
+    """
+    running, seen = running.clone(), seen.clone()
+    observed = losses > 0
+    for group in range(len(running)):
+        chosen = observed & (groups == group)
+        if bool(chosen.any()):
+            mean = losses[chosen].mean()
+            running[group] = rate * running[group] + (1 - rate) * mean if bool(seen[group]) else mean
+            seen[group] = True
+    return torch.where(observed, losses / torch.where(seen, running, 1.0)[groups], 1.0), running, seen
+
+
+def updated_log_q(
+    log_q: Tensor, values: Tensor, chosen: Tensor, rates: Tensor, *, tau: float, rule: Rule = "entropic"
+) -> Tensor:
+    """One step of q over all silos, renormalised (second line of RCSR eq 10).
+
+    Args:
+        log_q: float64 [N].
+        values: float64 [M] what pulls: normalised losses, or those minus 1, or raw losses for ``code``.
+        chosen: int64 [M] silo of each value.
+        rates: float64 [M] step size eta of each value.
+        tau: weight of the entropy of q.
+        rule: ``entropic`` q^(1 - eta tau) e^(eta value), the exact mirror step; ``paper`` q e^(eta value), without the
+            entropy; ``code`` q e^(eta value) and then every entry to the power 1 / (1 + tau).
+    """
+    result = log_q.clone()
+    for value, silo, rate in zip(values.tolist(), chosen.tolist(), rates.tolist(), strict=True):
+        pull = 1 - rate * tau if rule == "entropic" else 1.0
+        result[silo] = pull * result[silo] + rate * value
+    if rule == "code":
+        result = result / (1 + tau)
+    return result - result.logsumexp(0)
+
+
+def fused_weights(router: Tensor, log_q: Tensor) -> Tensor:
+    """w_k = w_k^R q_k / sum_j w_j^R q_j over the reporters (RCSR eq 11).
+
+    Args:
+        router: float64 [M], sum 1.
+        log_q: float64 [M] of the reporters.
+    """
+    return (router.log() + log_q).softmax(0)
+
+
+def objective(log_q: Tensor, values: Tensor, chosen: Tensor, tau: float) -> Tensor:
+    """What q is to maximise: sum over reporters of q_k value_k, plus tau H(q) (RCSR eq 10), for the log."""
+    q = log_q.exp()
+    return (q[chosen] * values).sum() - tau * (q * log_q).sum()

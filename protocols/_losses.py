@@ -1,0 +1,74 @@
+"""Loss functions that several methods share, one function per equation.
+
+Numbers refer to RCSR (Retrieval-Centric Semantic Routing) unless said otherwise. Tensors are of any float precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+EPSILON = 1e-12
+
+
+def unit(x: Tensor) -> Tensor:
+    """Rows of ``x`` [..., d] scaled to length 1; a zero row stays zero."""
+    return functional.normalize(x, dim=-1, eps=EPSILON)
+
+
+def cosine(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine of rows [..., d] with rows [..., d] (broadcast), lengths clamped at 1e-12 -> [...]."""
+    return (unit(a) * unit(b)).sum(-1)
+
+
+def info_nce(image: Tensor, text: Tensor, tau: float) -> Tensor:
+    """Symmetric InfoNCE over a batch (RCSR eq 2); exactly 0 for a batch of one.
+
+    Args:
+        image: [B, d] unit-length image embeddings.
+        text: [B, d] unit-length text embeddings, row i the caption of image i.
+        tau: temperature.
+    """
+    scores = image @ text.T / tau
+    return (0.5 * (scores.logsumexp(1) + scores.logsumexp(0)) - scores.diagonal()).mean()
+
+
+def anchor(z: Tensor, missing: Tensor) -> Tensor:
+    """Anchoring of a single-modality silo to the prototype of the modality it lacks (RCSR eq 3).
+
+    Its minimum is the collapse of all of ``z`` onto one vector, so it wants a modest weight.
+
+    Args:
+        z: [B, d] embeddings of the modality the silo has.
+        missing: [d] global prototype of the other one.
+    """
+    return 1 - cosine(z, missing).mean()
+
+
+def prototype_regulariser(pairs: Sequence[tuple[Tensor, Tensor]], lambda_a: float) -> Tensor:
+    """First term of RCSR eq 4: (lambda_a / 2) * sum over available modalities of 1 - cos(local, global).
+
+    Args:
+        pairs: (local [d], global [d]) prototypes of the modalities the silo has; at least one.
+        lambda_a: weight.
+    """
+    distances = [1 - cosine(local, shared) for local, shared in pairs]
+    return 0.5 * lambda_a * torch.stack(distances).sum()
+
+
+def proximal(theta: Tensor, base: Tensor, lambda_s: float) -> Tensor:
+    """Second term of RCSR eq 4 as printed: lambda_s * ||theta - base||^2 over flat [P] buffers."""
+    return lambda_s * (theta - base).square().sum()
+
+
+def proximal_gradient(theta: Tensor, base: Tensor, lambda_s: float) -> Tensor:
+    """Gradient of :func:`proximal` with respect to ``theta`` [P]; cheaper by hand than through autograd."""
+    return (theta - base).mul_(2 * lambda_s)
+
+
+def local_prototype(z: Tensor) -> Tensor:
+    """Unit-length mean of embeddings [n, d] -> [d] (RCSR eq 6)."""
+    return unit(z.mean(0))

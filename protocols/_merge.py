@@ -1,0 +1,162 @@
+"""The coordinator's half that most methods share: weights of the replies and the sum of their updates.
+
+Weights are float64 [M], one per reply; updates are flat float32 buffers [P]. Sums run in the order given, which is the
+fixed silo order, so that a merge never depends on who answered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from fedmq.errors import RemoteWireError
+from fedmq.layout import Layout
+from fedmq.messages import Delta
+from fedmq.models.two_tower import BRANCHES, MODALITIES, Modality, branch
+from fedmq.protocol import Reply, SiloFacts, take
+
+
+@dataclass(frozen=True)
+class Update:
+    """One reply's update, checked.
+
+    Args:
+        silo: who sent it.
+        delta: float32 [P].
+        samples: local samples behind it.
+        damping: h(staleness), 1 for a fresh reply.
+    """
+
+    silo: SiloFacts
+    delta: Tensor
+    samples: int
+    damping: float
+
+
+def branch_slices(layout: Layout) -> dict[Modality, slice]:
+    """Where each modality's branch lies in the flat buffer."""
+    return {modality: branch(layout, BRANCHES[modality]) for modality in MODALITIES}
+
+
+def ordered(replies: Sequence[Reply]) -> list[Reply]:
+    """Replies in the fixed silo order, whatever the order of arrival.
+
+    Raises:
+        RemoteWireError: one silo's task is there twice.
+    """
+    result = sorted(replies, key=lambda reply: (reply.silo.index, reply.sequence))
+    keys = [(reply.silo.index, reply.sequence) for reply in result]
+    if len(set(keys)) != len(keys):
+        raise RemoteWireError("replay", "one task of a silo is merged twice")
+    return result
+
+
+def update_of(reply: Reply, layout: Layout) -> Update:
+    """The reply's update, checked against the layout.
+
+    Raises:
+        RemoteWireError: no Δ, another layout, a wrong size or dtype, NaN or infinity, or no samples behind it.
+    """
+    payload = take(reply.payloads, Delta)
+    if payload.layout_digest != layout.digest:
+        raise RemoteWireError("layout", f"{reply.silo.name}: delta of another layout")
+    if payload.buffer.dtype != np.float32 or payload.buffer.shape != (layout.size,):
+        found = f"{payload.buffer.dtype} {payload.buffer.shape}"
+        raise RemoteWireError("layout", f"{reply.silo.name}: delta is {found}, expected float32 ({layout.size},)")
+    if payload.n_samples < 1:
+        raise RemoteWireError("malformed", f"{reply.silo.name}: delta of no samples")
+    delta = as_tensor(payload.buffer)
+    # A sum of float32 squares overflows for finite values above 1e19, so only then is each element looked at.
+    if not bool(torch.isfinite(delta.dot(delta))) and not bool(torch.isfinite(delta).all()):
+        raise RemoteWireError("not_finite", f"{reply.silo.name}: delta holds NaN or infinity")
+    return Update(reply.silo, delta, payload.n_samples, reply.damping)
+
+
+def as_tensor(array: npt.NDArray[Any]) -> Tensor:
+    """A tensor for reading only; arrays from the wire are read-only, which torch would otherwise warn about."""
+    return torch.from_numpy(array if array.flags.writeable else array.copy())
+
+
+def sample_weights(samples: Sequence[int]) -> Tensor:
+    """n_k / n over the reporters -> float64 [M] (FedAvg, McMahan et al. 2017, algorithm 1)."""
+    counts = torch.tensor(samples, dtype=torch.float64)
+    return counts / counts.sum()
+
+
+def damping(staleness: Tensor, exponent: float) -> Tensor:
+    """h(s) = (1 + s)^-a for staleness [M] in versions."""
+    return (1.0 + staleness) ** (-exponent)
+
+
+def damped(weights: Tensor, factors: Tensor) -> Tensor:
+    """w_k h_k / sum_j w_j h_j: weights [M] scaled by damping factors [M] and renormalised."""
+    scaled = weights * factors
+    return scaled / scaled.sum()
+
+
+def trained(delta: Tensor, part: slice, has_modality: bool) -> bool:
+    """Whether an update changes a branch: the silo has the modality and Δ is not all zero there."""
+    # The first few elements nearly always answer it; a full pass over float32 costs more than adding the update.
+    values = delta[part]
+    return has_modality and (bool(values[:256].any()) or bool(values.any()))
+
+
+def weighted_sum(parts: Sequence[Tensor], weights: Tensor) -> Tensor:
+    """sum_k w_k parts_k, [P] each, accumulated in float64 in the order given."""
+    total = torch.zeros_like(parts[0], dtype=torch.float64)
+    for part, weight in zip(parts, weights.tolist(), strict=True):
+        if weight != 0.0:
+            total.add_(part, alpha=weight)
+    return total
+
+
+def branch_average(parts: Sequence[Tensor], weights: Tensor, took_part: Tensor) -> Tensor:
+    """One branch averaged over those that trained it alone, weights renormalised among them; zero if nobody did.
+
+    Args:
+        parts: the branch's part of each update, [P_b] each.
+        weights: [M].
+        took_part: [M] bool or 0/1.
+    """
+    kept = weights * took_part
+    total = kept.sum()
+    if float(total) == 0.0:
+        return torch.zeros_like(parts[0], dtype=torch.float64)
+    return weighted_sum(parts, kept / total)
+
+
+def merge_updates(
+    theta: Tensor, updates: Sequence[Update], weights: Tensor, branches: Mapping[Modality, slice], branch_renorm: bool
+) -> Tensor:
+    """Add the weighted updates: theta + sum_k w_k Δ_k, branch by branch (RCSR eq 11, FedAvg).
+
+    A silo's Δ is zero on the branch of a modality it lacks. With ``branch_renorm`` such zeros do not shrink the step:
+    the weights are renormalised among those that trained the branch; without it the sum is taken as the papers print
+    it. What a silo sends for a branch it does not have is never used, so noise on it cannot enter.
+
+    Args:
+        theta: float32 [P].
+        updates: M of them, in the fixed silo order.
+        weights: float64 [M], sum 1.
+        branches: each modality's slice; together they are the whole buffer.
+        branch_renorm: see above.
+
+    Returns:
+        [P], in theta's precision; float32 in a run.
+    """
+    step = torch.zeros_like(theta, dtype=torch.float64)
+    for modality, part in branches.items():
+        owners = [getattr(update.silo, modality) for update in updates]
+        parts = [update.delta[part] for update in updates]
+        if branch_renorm:
+            active = [trained(update.delta, part, owner) for update, owner in zip(updates, owners, strict=True)]
+            step[part] = branch_average(parts, weights, torch.tensor(active))
+        else:
+            step[part] = weighted_sum(parts, weights * torch.tensor(owners))
+    return (theta.double() + step).to(theta.dtype)

@@ -1,0 +1,147 @@
+"""Modality prototypes: what a silo reports of its embeddings, and the coordinator's moving average of them.
+
+RCSR keeps them as its common reference; FedAvg with anchored single-modality silos borrows them. Order of modalities is
+image, text throughout. The coordinator never uses what a silo sends for a modality it lacks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.errors import RemoteWireError
+from fedmq.messages import IMAGE, TEXT, ModalityPrototypes
+from fedmq.protocol import Reply, SiloFacts, take
+from protocols._losses import unit
+from protocols._merge import as_tensor
+
+PROTOTYPES = "prototypes"
+VALID = "prototypes_valid"
+
+
+def mask_bits(image: bool, text: bool) -> int:
+    """Two flags as the wire's bits."""
+    return IMAGE * image | TEXT * text
+
+
+def initial(dim: int) -> dict[str, Tensor]:
+    """No prototype yet: ``prototypes`` float32 [2, d] zero and ``prototypes_valid`` bool [2] false."""
+    return {PROTOTYPES: torch.zeros(2, dim), VALID: torch.zeros(2, dtype=torch.bool)}
+
+
+def download(tensors: Mapping[str, Tensor]) -> ModalityPrototypes:
+    """The global prototypes as a payload; its mask says which are valid."""
+    image, text = (bool(flag) for flag in tensors[VALID])
+    rows = tensors[PROTOTYPES].numpy()
+    return ModalityPrototypes(image=rows[0].copy(), text=rows[1].copy(), mask=mask_bits(image, text))
+
+
+def read_download(payload: ModalityPrototypes) -> tuple[Tensor | None, Tensor | None]:
+    """Global prototypes [d] of image and text at the silo; None where not yet valid."""
+    image = as_tensor(payload.image) if payload.mask & IMAGE else None
+    text = as_tensor(payload.text) if payload.mask & TEXT else None
+    return image, text
+
+
+def upload(own: tuple[Tensor | None, Tensor | None], filler: tuple[Tensor | None, Tensor | None]) -> ModalityPrototypes:
+    """The silo's prototypes as a payload (RCSR eq 6): its own [d], fillers [d] or zeros for a modality it lacks."""
+    dim = next(each for each in own if each is not None).shape[0]
+    rows: list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = []
+    for mine, other in zip(own, filler, strict=True):
+        chosen = mine if mine is not None else other
+        rows.append(np.zeros(dim, np.float32) if chosen is None else chosen.detach().cpu().float().numpy())
+    return ModalityPrototypes(image=rows[0], text=rows[1], mask=mask_bits(own[0] is not None, own[1] is not None))
+
+
+def has(silo: SiloFacts) -> tuple[bool, bool]:
+    """(image, text) of a silo."""
+    return silo.image, silo.text
+
+
+def read_uploads(replies: Sequence[Reply], dim: int) -> tuple[Tensor, Tensor]:
+    """All reporters' prototypes: float32 [M, 2, d], zero where filled, and mask bool [M, 2].
+
+    A prototype counts if the silo marks it as real and has the modality according to the roster.
+
+    Raises:
+        RemoteWireError: a payload is missing or of another dimension.
+    """
+    rows, mask = torch.zeros(len(replies), 2, dim), torch.zeros(len(replies), 2, dtype=torch.bool)
+    for index, reply in enumerate(replies):
+        payload = take(reply.payloads, ModalityPrototypes)
+        if payload.image.shape != (dim,):
+            raise RemoteWireError(
+                "layout", f"{reply.silo.name}: prototypes of shape {payload.image.shape}, not ({dim},)"
+            )
+        sent = (payload.mask & IMAGE, payload.mask & TEXT)
+        values = (payload.image, payload.text)
+        for modality, owned in enumerate(has(reply.silo)):
+            if owned and sent[modality]:
+                rows[index, modality] = as_tensor(values[modality])
+                mask[index, modality] = True
+    return rows, mask
+
+
+def moving_average(old: Tensor, local: Tensor, weights: Tensor, rate: float, mask: Tensor | None = None) -> Tensor:
+    """Average in: mu * old + (1 - mu) * sum_k w_k p_k (RCSR, below eq 11).
+
+    Args:
+        old: [d] global prototype of one modality.
+        local: [M, d] the reporters' prototypes.
+        weights: [M], sum 1.
+        rate: mu.
+        mask: 0/1 [M]: only real prototypes count, weights renormalised among them; ``old`` stays if there is none.
+            None takes all of them, fillers included, as the paper prints it.
+
+    Returns:
+        [d], not normalised.
+    """
+    if mask is None:
+        return rate * old + (1 - rate) * (weights @ local)
+    kept = weights * mask
+    total = kept.sum()
+    if float(total) == 0.0:
+        return old.clone()
+    return rate * old + (1 - rate) * ((kept / total) @ local)
+
+
+def updated(
+    tensors: Mapping[str, Tensor],
+    local: Tensor,
+    mask: Tensor,
+    weights: Tensor,
+    rate: float,
+    *,
+    unit_length: bool = True,
+    masked: bool = True,
+) -> dict[str, Tensor]:
+    """The global prototypes after a merge: the first observation is taken as it is, later ones averaged in.
+
+    Args:
+        tensors: holding ``prototypes`` and ``prototypes_valid``.
+        local: [M, 2, d]; rows that are not real hold the filler.
+        mask: bool [M, 2], which are real.
+        weights: float64 [M].
+        rate: mu.
+        unit_length: renormalise, so that fillers are as long as real prototypes.
+        masked: leave fillers out, see :func:`moving_average`.
+
+    Returns:
+        The two tensors, new.
+    """
+    prototypes, valid = tensors[PROTOTYPES].clone(), tensors[VALID].clone()
+    for modality in (0, 1):
+        real = mask[:, modality]
+        if float((weights * real).sum()) == 0.0:  # nobody has the modality, or nobody who does has a say
+            continue
+        first = not bool(valid[modality])
+        chosen = real.double() if masked or first else None
+        new = moving_average(
+            prototypes[modality].double(), local[:, modality].double(), weights, 0.0 if first else rate, chosen
+        )
+        prototypes[modality] = (unit(new) if unit_length else new).float()
+        valid[modality] = True
+    return {PROTOTYPES: prototypes, VALID: valid}

@@ -1,0 +1,128 @@
+"""FedAvg: the average of the silos' models weighted by their samples (McMahan et al. 2017), for two towers.
+
+Paired silos train InfoNCE. A silo with one modality either trains the anchoring loss of RCSR (eq 3) against the global
+prototype of the modality it lacks, as RCSR's baselines do, or stays idle: it is asked, and answers with a zero update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedmq.messages import Delta, ModalityPrototypes, Model, Payload
+from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from protocols import _local, _merge, _prototypes
+from protocols._losses import anchor, info_nce
+from protocols._options import check
+
+
+@dataclass(frozen=True)
+class FedAvgOptions:
+    """Options of FedAvg.
+
+    Args:
+        tau: temperature of InfoNCE.
+        single_modality: what silos with one modality do, ``anchor`` or ``idle``.
+        lambda_anc: weight of the anchoring loss.
+        ema: share of the old global prototype kept at a merge.
+        proto_unit: global prototypes are kept at length 1.
+        branch_renorm: each branch is averaged over the silos that trained it; the papers' plain sum if false.
+    """
+
+    tau: float = 0.07
+    single_modality: Literal["anchor", "idle"] = "anchor"
+    lambda_anc: float = 1.0
+    ema: float = 0.9
+    proto_unit: bool = True
+    branch_renorm: bool = True
+
+    def __post_init__(self) -> None:
+        check("tau", self.tau, 0.0, open_low=True)
+        check("lambda_anc", self.lambda_anc, 0.0)
+        check("ema", self.ema, 0.0, 1.0)
+
+
+def paired_loss(image: Tensor | None, text: Tensor | None, tau: float) -> Tensor:
+    """InfoNCE of a paired silo's batch."""
+    if image is None or text is None:
+        raise ValueError("a paired silo has both modalities")
+    return info_nce(image, text, tau)
+
+
+def anchored_loss(image: Tensor | None, text: Tensor | None, missing: Tensor, weight: float) -> Tensor:
+    """Anchoring of a single-modality silo's batch to the prototype [d] of what it lacks."""
+    held = image if image is not None else text
+    if held is None:
+        raise ValueError("a silo has at least one modality")
+    return weight * anchor(held, missing)
+
+
+class FedAvg:
+    """FedAvg, see the module's text."""
+
+    Options: ClassVar[type[Any]] = FedAvgOptions
+
+    def __init__(self, options: FedAvgOptions, context: Context) -> None:
+        self.options = options
+        self.context = context
+        self.branches = _merge.branch_slices(context.layout)
+        self.anchored = options.single_modality == "anchor"
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return silo.image or silo.text
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """The update, and prototypes if anybody is anchored to them."""
+        return frozenset({Delta, ModalityPrototypes} if self.anchored else {Delta})
+
+    def initial(self, theta: Tensor) -> State:
+        """The model, and no prototype yet."""
+        return State(theta, _prototypes.initial(self.context.dim) if self.anchored else {})
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """The model, and the prototypes if anybody is anchored to them."""
+        model = Model(layout_digest=self.context.layout.digest, buffer=state.theta.numpy())
+        return (model, _prototypes.download(state.tensors)) if self.anchored else (model,)
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs."""
+        base = _local.load_model(local, take(task.payloads, Model).buffer)
+        shared = _prototypes.read_download(take(task.payloads, ModalityPrototypes)) if self.anchored else (None, None)
+        outcome = _local.train_epochs(local, self.context, task, base, self._loss(local, shared))
+        up: tuple[Payload, ...] = (_local.delta_payload(self.context, outcome, len(local.share)),)
+        if self.anchored:
+            up = (*up, _prototypes.upload(_local.own_prototypes(local, self.context, task), shared))
+        return Trained(up, {}, outcome.loss)
+
+    def _loss(self, local: Local, shared: tuple[Tensor | None, Tensor | None]) -> _local.LossFunction | None:
+        """The silo's loss; None if it has none, or none yet."""
+        if local.silo.paired:
+            return partial(paired_loss, tau=self.options.tau)
+        missing = shared[1] if local.silo.image else shared[0]
+        if missing is None:
+            return None
+        return partial(anchored_loss, missing=missing.to(local.model.flat.device), weight=self.options.lambda_anc)
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """Add the damped, sample-weighted updates; average the prototypes in."""
+        replies = _merge.ordered(replies)
+        updates = [_merge.update_of(reply, self.context.layout) for reply in replies]
+        weights = _merge.sample_weights([update.samples for update in updates])
+        weights = _merge.damped(weights, torch.tensor([update.damping for update in updates], dtype=torch.float64))
+        theta = _merge.merge_updates(state.theta, updates, weights, self.branches, self.options.branch_renorm)
+        if not self.anchored:
+            return Merged(State(theta, state.tensors, state.values))
+        local, mask = _prototypes.read_uploads(replies, self.context.dim)
+        tensors = _prototypes.updated(
+            state.tensors, local, mask, weights, self.options.ema, unit_length=self.options.proto_unit
+        )
+        return Merged(State(theta, {**state.tensors, **tensors}, state.values))
+
+
+PROTOCOL = FedAvg

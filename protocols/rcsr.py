@@ -1,0 +1,406 @@
+"""RCSR: retrieval-centric semantic routing for silos that may lack a modality (without personalisation).
+
+Silos train InfoNCE, or are anchored to the global prototype of the modality they lack, with a regulariser towards the
+prototypes and the downloaded model (eqs 2 to 5). They report prototypes, the update's geometry and the loss (eq 6). The
+coordinator weighs their updates by a learned router (eqs 7 to 9) times a minimax weight (eq 10), and keeps the global
+prototypes as moving averages (eq 11). Where the paper is silent or contradicts itself, docs and option texts say what
+is done; the switches reach the other readings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedmq.messages import Delta, Geometry, Loss, ModalityPrototypes, Model, Payload
+from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.seeds import torch_generator
+from protocols import _fairness, _local, _merge, _prototypes, _router
+from protocols._losses import anchor, info_nce, local_prototype, prototype_regulariser, unit
+from protocols._merge import as_tensor
+from protocols._options import check
+
+Shared = tuple[Tensor | None, Tensor | None]
+
+
+@dataclass(frozen=True)
+class RcsrOptions:
+    """Options of RCSR; defaults are the paper's numbers and, where METHODS.md marks a choice, that choice.
+
+    Args:
+        router: weigh by the router; without it by samples.
+        minimax: multiply by the fairness weights q.
+        client_align: the regulariser towards global prototypes (lambda_a of eq 4).
+        anchor: anchoring of single-modality silos (eq 3); without it, and without client_align, they stay idle.
+        filler: what stands for a missing modality's prototype at the coordinator: the global ``ema``, ``zero``, or a
+            vector ``learned`` together with the router (our reading: the paper does not say where it is trained).
+        tau: temperature of InfoNCE.
+        lambda_anc: weight of the anchoring loss.
+        lambda_a: weight of the prototype regulariser (the paper's table calls it lambda_align).
+        lambda_s: weight of the proximal term, squared norm as eq 4 prints it.
+        warmup: merges during which n_k weights stand in for the router's; it is trained meanwhile.
+        ema: share of the old global prototype kept at a merge.
+        proto_unit: global prototypes are kept at length 1.
+        masked_ema: fillers stay out of the moving average; included, as printed, if false.
+        beta1: weight of the image prototype in eq 8.
+        beta2: weight of the text prototype in eq 8.
+        beta4: weight of the router's entropy in eq 8.
+        beta5: weight of the alignment loss (eq 9).
+        masked_pc: fillers stay out of eq 8; included, as printed, if false.
+        eq9_half: halve eq 9, as the released code does.
+        router_softplus: put softplus around the router's loss, as the released code does.
+        router_rate: Adam's learning rate for the router.
+        router_mask: ``input`` hides filled prototypes from the router, ``none`` shows it the fillers.
+        router_over: ``reporters`` of the round, as printed, or the ``table`` of all silos' last statistics, restricted
+            to the reporters and renormalised; the latter keeps a meaning when few replies are merged at a time.
+        fair_eta: step size of q.
+        fair_tau: weight of q's entropy.
+        fair_ema: share of the old group mean loss kept at a merge.
+        fair_update: ``entropic``, ``paper`` or ``code``, see protocols._fairness.
+        fair_center: pull by the normalised loss minus 1, so that an average silo stays where it is however often it
+            reports; the normalised loss itself, as printed, if false. Not used by ``code``, which takes raw losses.
+        branch_renorm: each branch is averaged over the silos that trained it; the paper's plain sum if false.
+    """
+
+    router: bool = True
+    minimax: bool = True
+    client_align: bool = True
+    anchor: bool = True
+    filler: Literal["ema", "zero", "learned"] = "ema"
+    tau: float = 0.07
+    lambda_anc: float = 1.0
+    lambda_a: float = 0.1
+    lambda_s: float = 0.01
+    warmup: int = 20
+    ema: float = 0.9
+    proto_unit: bool = True
+    masked_ema: bool = True
+    beta1: float = 1.0
+    beta2: float = 1.0
+    beta4: float = 0.2
+    beta5: float = 0.3
+    masked_pc: bool = True
+    eq9_half: bool = False
+    router_softplus: bool = False
+    router_rate: float = 1e-3
+    router_mask: Literal["input", "none"] = "input"
+    router_over: Literal["reporters", "table"] = "reporters"
+    fair_eta: float = 0.1
+    fair_tau: float = 0.1
+    fair_ema: float = 0.9
+    fair_update: Literal["entropic", "paper", "code"] = "entropic"
+    fair_center: bool = True
+    branch_renorm: bool = True
+
+    def __post_init__(self) -> None:
+        check("tau", self.tau, 0.0, open_low=True)
+        check("router_rate", self.router_rate, 0.0, open_low=True)
+        for name in ("lambda_anc", "lambda_a", "lambda_s", "beta1", "beta2", "beta4", "beta5", "fair_eta", "fair_tau"):
+            check(name, getattr(self, name), 0.0)
+        check("warmup", self.warmup, 0)
+        check("ema", self.ema, 0.0, 1.0)
+        check("fair_ema", self.fair_ema, 0.0, 1.0)
+
+
+def local_loss(
+    image: Tensor | None, text: Tensor | None, *, shared: Shared, options: RcsrOptions, anchored: bool, aligned: bool
+) -> Tensor:
+    """Eq 5 without its proximal term: InfoNCE or anchoring, plus the prototype regulariser, for one batch.
+
+    Args:
+        image: [B, d] embeddings; None if the silo has no images.
+        text: [B, d] likewise.
+        shared: global prototypes [d] of image and text, None where not valid.
+        options: weights and temperature.
+        anchored: whether a single-modality silo is anchored.
+        aligned: whether the regulariser is in; its local prototype is that of the batch (our choice).
+    """
+    terms: list[Tensor] = []
+    if image is not None and text is not None:
+        terms.append(info_nce(image, text, options.tau))
+    elif anchored:
+        held, missing = (image, shared[1]) if image is not None else (text, shared[0])
+        if held is not None and missing is not None:
+            terms.append(options.lambda_anc * anchor(held, missing))
+    if aligned:
+        pairs = [
+            (local_prototype(z), target)
+            for z, target in zip((image, text), shared, strict=True)
+            if z is not None and target is not None
+        ]
+        terms.append(prototype_regulariser(pairs, options.lambda_a))
+    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What the coordinator knows of M silos, in silo order.
+
+    Args:
+        prototypes: float32 [M, 2, d], zero where the silo lacks the modality.
+        mask: bool [M, 2].
+        geometry: float32 [M, 4].
+        losses: float64 [M].
+    """
+
+    prototypes: Tensor
+    mask: Tensor
+    geometry: Tensor
+    losses: Tensor
+
+
+class Rcsr:
+    """RCSR, see the module's text."""
+
+    Options: ClassVar[type[Any]] = RcsrOptions
+
+    def __init__(self, options: RcsrOptions, context: Context) -> None:
+        self.options = options
+        self.context = context
+        self.branches = _merge.branch_slices(context.layout)
+        self.router = _router.layout(context.dim, options.filler == "learned")
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return silo.image or silo.text
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """The update and the statistics of eq 6; the mask travels with the prototypes."""
+        return frozenset({Delta, ModalityPrototypes, Geometry, Loss})
+
+    # ----------------------------------------------------------------------- the silo's half
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs, then the report of eq 6; the update is kept as the next one's reference."""
+        base = _local.load_model(local, take(task.payloads, Model).buffer)
+        received = _prototypes.read_download(take(task.payloads, ModalityPrototypes))
+        outcome = _local.train_epochs(
+            local, self.context, task, base, self._loss(local, received), lambda_s=self.options.lambda_s
+        )
+        samples = len(local.share)
+        geometry = _router.geometry(
+            outcome.delta,
+            local.state.get("previous_update"),
+            self.branches["image"],
+            self.branches["text"],
+            samples,
+        )
+        filler = received if self.options.filler == "ema" else (None, None)
+        payloads = (
+            _local.delta_payload(self.context, outcome, samples),
+            _prototypes.upload(_local.own_prototypes(local, self.context, task), filler),
+            Geometry(values=geometry.float().numpy()),
+            Loss(value=max(0.0, outcome.loss)),  # 1 - cos may round to just below 0
+        )
+        return Trained(payloads, {"previous_update": outcome.delta.clone()}, outcome.loss)
+
+    def _loss(self, local: Local, received: Shared) -> _local.LossFunction | None:
+        """The silo's loss; None while it has no term, as a single-modality silo before the first prototypes."""
+        options, silo = self.options, local.silo
+        device = local.model.flat.device
+        image, text = (None if each is None else each.to(device) for each in received)
+        missing = text if silo.image else image
+        anchored = options.anchor and options.lambda_anc > 0 and missing is not None
+        known = (silo.image and image is not None) or (silo.text and text is not None)
+        aligned = options.client_align and options.lambda_a > 0 and known
+        if not (silo.paired or anchored or aligned):
+            return None
+        return partial(local_loss, shared=(image, text), options=options, anchored=anchored, aligned=aligned)
+
+    # ----------------------------------------------------------------------- the coordinator's half
+    def initial(self, theta: Tensor) -> State:
+        """No prototype, uniform q, nothing known of any silo, a fresh router."""
+        count, dim = len(self.context.silos), self.context.dim
+        router = _router.initial(self.router, torch_generator(self.context.seed, "rcsr", "router"))
+        tensors = {
+            **_prototypes.initial(dim),
+            "fair_log_q": torch.full((count,), 1 / count, dtype=torch.float64).log(),
+            "fair_running": torch.zeros(3, dtype=torch.float64),
+            "fair_seen": torch.zeros(3, dtype=torch.bool),
+            "table_prototypes": torch.zeros(count, 2, dim),
+            "table_geometry": torch.zeros(count, 4),
+            "table_losses": torch.zeros(count, dtype=torch.float64),
+            "table_versions": torch.full((count,), -1, dtype=torch.int64),
+            "router": router,
+            "router_first": torch.zeros_like(router),
+            "router_second": torch.zeros_like(router),
+        }
+        return State(theta, tensors, {"merges": 0, "router_steps": 0})
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """The model and the global prototypes."""
+        model = Model(layout_digest=self.context.layout.digest, buffer=state.theta.numpy())
+        return (model, _prototypes.download(state.tensors))
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """Weigh, step the router, move q, add the updates, average the prototypes: algorithm 1, in its order."""
+        options, tensors = self.options, state.tensors
+        replies = _merge.ordered(replies)
+        updates = [_merge.update_of(reply, self.context.layout) for reply in replies]
+        statistics = self._read(replies)
+        rows = torch.tensor([reply.silo.index for reply in replies])
+        damping = torch.tensor([reply.damping for reply in replies], dtype=torch.float64)
+        table = updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
+
+        weights = _merge.sample_weights([update.samples for update in updates])
+        adam = _router.Adam(
+            tensors["router"], tensors["router_first"], tensors["router_second"], int(state.values["router_steps"])
+        )
+        log: dict[str, float] = {}
+        if options.router:
+            pool, where = self._pool(table, rows, statistics)
+            if state.values["merges"] >= options.warmup:
+                weights = self._routed(adam.values, pool, tensors)[where]
+                weights = weights / weights.sum()
+            adam, log["router_loss"] = self._router_stepped(adam, pool, tensors, int(state.values["merges"]))
+        fairness: Mapping[str, Tensor] = {}
+        if options.minimax:
+            fairness, log["fair_value"] = self._fairness(tensors, rows, statistics, damping, replies)
+            weights = _fairness.fused_weights(weights, fairness["fair_log_q"][rows])
+        weights = _merge.damped(weights, damping)
+
+        theta = _merge.merge_updates(state.theta, updates, weights, self.branches, options.branch_renorm)
+        prototypes = _prototypes.updated(
+            tensors,
+            _router.filled(statistics.prototypes, statistics.mask, self._filler(adam.values, tensors)),
+            statistics.mask,
+            weights,
+            options.ema,
+            unit_length=options.proto_unit,
+            masked=options.masked_ema,
+        )
+        router = {"router": adam.values, "router_first": adam.first, "router_second": adam.second}
+        log |= {"weight_entropy": float(_router.entropy(weights)), "weight_largest": float(weights.max())}
+        values = {**state.values, "merges": state.values["merges"] + 1, "router_steps": adam.steps}
+        return Merged(State(theta, {**tensors, **table, **prototypes, **fairness, **router}, values), log)
+
+    def _read(self, replies: Sequence[Reply]) -> Statistics:
+        """The reporters' statistics, checked.
+
+        Raises:
+            RemoteWireError: a payload is missing or of a wrong shape.
+        """
+        prototypes, mask = _prototypes.read_uploads(replies, self.context.dim)
+        if self.options.proto_unit:
+            prototypes = unit(prototypes)
+        geometry = torch.stack([as_tensor(take(reply.payloads, Geometry).values) for reply in replies])
+        losses = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]
+        return Statistics(prototypes, mask, geometry, torch.tensor(losses, dtype=torch.float64))
+
+    def _pool(self, table: Mapping[str, Tensor], rows: Tensor, statistics: Statistics) -> tuple[Statistics, Tensor]:
+        """The silos the router looks at, and where the reporters stand among them."""
+        if self.options.router_over == "reporters":
+            return statistics, torch.arange(len(rows))
+        known = (table["table_versions"] >= 0).nonzero().squeeze(1)
+        mask = torch.tensor([_prototypes.has(silo) for silo in self.context.silos])
+        pool = Statistics(
+            table["table_prototypes"][known], mask[known], table["table_geometry"][known], table["table_losses"][known]
+        )
+        return pool, torch.searchsorted(known, rows)
+
+    def _filler(self, router: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
+        """What stands for a missing prototype, [2, d]: the present global one, whatever the silo sent."""
+        match self.options.filler:
+            case "ema":
+                return tensors[_prototypes.PROTOTYPES]
+            case "zero":
+                return torch.zeros(2, self.context.dim)
+            case "learned":
+                return unit(_router.views(router, self.router)["filler"])
+
+    def _scores(
+        self, router: Tensor, pool: Statistics, tensors: Mapping[str, Tensor], generator: torch.Generator | None
+    ) -> tuple[Tensor, Tensor]:
+        """Router weights [M] (eq 7) and the filled prototypes [M, 2, d] they were computed from."""
+        prototypes = _router.filled(pool.prototypes, pool.mask, self._filler(router, tensors))
+        hidden = self.options.router_mask == "input"
+        tokens = _router.tokens(prototypes, pool.mask, pool.geometry, pool.losses, hidden)
+        return _router.logits(_router.views(router, self.router), tokens, generator).double().softmax(0), prototypes
+
+    def _routed(self, router: Tensor, pool: Statistics, tensors: Mapping[str, Tensor]) -> Tensor:
+        """The router's weights [M] as they are applied: float64, without dropout."""
+        with torch.no_grad():
+            return self._scores(router, pool, tensors, None)[0]
+
+    def _router_stepped(
+        self, adam: _router.Adam, pool: Statistics, tensors: Mapping[str, Tensor], merges: int
+    ) -> tuple[_router.Adam, float]:
+        """One step of the router on L_R = L_pc + beta5 L_ac against the prototypes before this merge's average."""
+        if not bool(tensors[_prototypes.VALID].all()):
+            return adam, 0.0
+        generator = torch_generator(self.context.seed, "rcsr", "dropout", merges)
+        values = adam.values.clone().requires_grad_()
+        weights, prototypes = self._scores(values, pool, tensors, generator)
+        loss = router_loss(weights, prototypes, pool.mask, tensors[_prototypes.PROTOTYPES], self.options)
+        (gradient,) = torch.autograd.grad(loss, values)
+        return _router.adam_step(adam, gradient, self.options.router_rate), float(loss.detach())
+
+    def _fairness(
+        self,
+        tensors: Mapping[str, Tensor],
+        rows: Tensor,
+        statistics: Statistics,
+        damping: Tensor,
+        replies: Sequence[Reply],
+    ) -> tuple[dict[str, Tensor], float]:
+        """The fairness tensors after this merge; a stale loss moves q by a damped step. And eq 10's value."""
+        options = self.options
+        groups = torch.tensor([_fairness.group_of(reply.silo) for reply in replies])
+        losses, running, seen = _fairness.normalised_losses(
+            statistics.losses, groups, tensors["fair_running"], tensors["fair_seen"], options.fair_ema
+        )
+        pull = losses - 1 if options.fair_center else losses
+        log_q = _fairness.updated_log_q(
+            tensors["fair_log_q"],
+            statistics.losses if options.fair_update == "code" else pull,
+            rows,
+            options.fair_eta * damping,
+            tau=options.fair_tau,
+            rule=options.fair_update,
+        )
+        value = float(_fairness.objective(log_q, losses, rows, options.fair_tau))
+        return {"fair_log_q": log_q, "fair_running": running, "fair_seen": seen}, value
+
+
+def router_loss(weights: Tensor, prototypes: Tensor, mask: Tensor, target: Tensor, options: RcsrOptions) -> Tensor:
+    """L_R = L_pc + beta5 L_ac (RCSR eqs 8 and 9); weights [M], prototypes [M, 2, d] filled, mask [M, 2], target [2, d].
+
+    Computed in the weights' precision.
+    """
+    prototypes, target = prototypes.to(weights.dtype), target.to(weights.dtype)
+    kept = mask.to(weights.dtype) if options.masked_pc else None
+    beta = (options.beta1, options.beta2)
+    consistency = _router.prototype_consistency(weights, prototypes, target, kept, beta=beta, beta4=options.beta4)
+    alignment = _router.alignment_consistency(weights, prototypes, target, options.eq9_half)
+    loss = consistency + options.beta5 * alignment
+    return functional.softplus(loss) if options.router_softplus else loss
+
+
+def updated_table(
+    tensors: Mapping[str, Tensor], rows: Tensor, statistics: Statistics, versions: Sequence[int]
+) -> dict[str, Tensor]:
+    """The table of last-known statistics after a merge; a reply older than the entry leaves it alone.
+
+    Args:
+        tensors: holding the table.
+        rows: int64 [M] silo of each report.
+        statistics: the reports.
+        versions: [M] the version each stands on.
+    """
+    table = {name: tensors[name].clone() for name in tensors if name.startswith("table_")}
+    for at, (row, version) in enumerate(zip(rows.tolist(), versions, strict=True)):
+        if version < int(table["table_versions"][row]):
+            continue
+        table["table_versions"][row] = version
+        table["table_prototypes"][row] = statistics.prototypes[at]
+        table["table_geometry"][row] = statistics.geometry[at]
+        table["table_losses"][row] = statistics.losses[at]
+    return table
+
+
+PROTOCOL = Rcsr

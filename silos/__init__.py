@@ -1,0 +1,1 @@
+"""The silo program: receive a task, train, reply."""

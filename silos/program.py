@@ -1,0 +1,177 @@
+"""The silo program: load one's own share, connect, and answer tasks until told to stop."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+import protocols
+from fedmq import privacy
+from fedmq.audit import MessageLog
+from fedmq.clock import WallClock
+from fedmq.crypto import load_accepted, load_identity
+from fedmq.data.share import load_share
+from fedmq.errors import InputError
+from fedmq.link import Link
+from fedmq.messages import Delta, Error, Kind, Message, Payload
+from fedmq.protocol import FederatedProtocol, Local, Task
+from fedmq.runfolder import RunFolder
+from fedmq.scenario import Scenario
+from fedmq.world import World, build_world, device_of, run_name
+from silos.slots import Slots, slots_folder
+from silos.state import StateStore
+
+
+@dataclass(frozen=True)
+class SiloArguments:
+    """How a silo is started.
+
+    Args:
+        scenario: as the coordinator has it.
+        name: which silo this is.
+        connect: the coordinator's URI.
+        keys: folder of its own key and of the coordinator's public key.
+        out: folder for its message log and its personal state.
+        device: ``auto``, ``cpu`` or ``cuda:N``; None takes the scenario's.
+    """
+
+    scenario: Scenario
+    name: str
+    connect: str
+    keys: Path
+    out: Path
+    device: str | None = None
+
+
+class Silo:
+    """A silo with its data loaded, ready for tasks.
+
+    Args:
+        arguments: how it was started.
+        world: the data and who holds what of it.
+    """
+
+    def __init__(self, arguments: SiloArguments, world: World) -> None:
+        scenario = arguments.scenario
+        facts = world.facts(arguments.name)
+        held = tuple(name for name, owned in (("image", facts.image), ("text", facts.text)) if owned)
+        model = world.build_model(scenario, device_of(arguments.device or scenario.device), held)
+        protocol_class = protocols.load(scenario.protocol.name)
+        self.context = world.context(scenario, model)
+        self.protocol: FederatedProtocol = protocol_class(
+            protocols.options_of(protocol_class, scenario.protocol.options), self.context
+        )
+        self.scenario = scenario
+        self.facts = facts
+        self.share = load_share(world.prepared, world.train[facts.index], image=facts.image, text=facts.text)
+        self.model = model
+        self.store = StateStore(RunFolder(arguments.out).silo_state(facts.name))
+        self._last: tuple[int, int, tuple[Payload, ...]] | None = None
+
+    def answer(self, message: Message) -> tuple[Payload, ...]:
+        """Train a task; a task that is handed out again gets the same answer again.
+
+        Args:
+            message: of kind task.
+        """
+        header, info = message.header, message.task
+        assert info is not None  # noqa: S101 - a Message of kind task has it by construction
+        if self._last is not None and self._last[:2] == (header.sequence, header.base_version):
+            return self._last[2]
+        task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
+        local = Local(self.facts, self.share, self.model, self.store.before(header.sequence))
+        trained = self.protocol.train(local, task)
+        payloads = tuple(self._transform(payload, task) for payload in trained.payloads)
+        self.store.keep(header.sequence, trained.state, info.settled)
+        self._last = (header.sequence, header.base_version, payloads)
+        return payloads
+
+    def _transform(self, payload: Payload, task: Task) -> Payload:
+        if not isinstance(payload, Delta):
+            return payload
+        path = (self.facts.name, task.base_version, task.sequence)
+        buffer = privacy.transform(np.asarray(payload.buffer), self.scenario.privacy, self.scenario.seed, path)
+        return payload if buffer is payload.buffer else Delta(payload.layout_digest, buffer, payload.n_samples)
+
+
+def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda _: None) -> None:
+    """Run a silo until the coordinator says stop.
+
+    Args:
+        arguments: how it was started.
+        progress: told one line whenever something worth telling happens.
+
+    Raises:
+        InputError: a key, a name or the data is not as it must be, or the coordinator's model has another layout.
+    """
+    torch.set_num_threads(1)
+    scenario = arguments.scenario
+    if arguments.name not in scenario.silo_names:
+        raise InputError("--name", arguments.name, f"{scenario.silo_names[0]} to {scenario.silo_names[-1]}")
+    identity, accepted = load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
+    clock = WallClock()
+    run = run_name(scenario)
+    told = {"at": 0.0}
+    log = MessageLog(RunFolder(arguments.out).messages(arguments.name), arguments.name, clock)
+    log.note("started", run=run)
+    slots = Slots(slots_folder(run), scenario.slots)
+    # The run's time, as far as a silo knows it, is the time stamped on its last task.
+    link = Link(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"])
+    try:
+        # Data first: a silo that shakes hands is ready for tasks.
+        silo = Silo(arguments, build_world(scenario))
+        link.start()
+        progress(f"{arguments.name}: {len(silo.share)} samples, connecting to {arguments.connect}")
+        while True:
+            message = link.receive()
+            if message is None or message.header.kind is Kind.STOP:
+                break
+            told["at"] = message.header.sent_at
+            match message.header.kind:
+                case Kind.LAYOUT:
+                    _agree(message, silo)
+                    progress(f"{arguments.name}: joined")
+                case Kind.TASK:
+                    _reply(link, silo, slots, message, progress)
+                case _:
+                    progress(f"{arguments.name}: a {message.header.kind} was ignored")
+        progress(f"{arguments.name}: told to stop")
+    finally:
+        link.close()
+        slots.close()
+
+
+def _agree(message: Message, silo: Silo) -> None:
+    layout = message.layout
+    if layout is None or layout.digest != silo.context.layout.digest:
+        found = "none" if layout is None else f"{len(layout.entries)} tensors, {layout.size} parameters"
+        here = silo.context.layout
+        raise InputError(
+            "the coordinator's model layout", found, f"{len(here.entries)} tensors, {here.size} parameters as in this scenario"
+        )
+
+
+def _reply(link: Link, silo: Silo, slots: Slots, message: Message, progress: Callable[[str], None]) -> None:
+    header = message.header
+    try:
+        with slots.one():
+            payloads = silo.answer(message)
+    except Exception as error:  # noqa: BLE001 - whatever went wrong, the coordinator must not wait for this task
+        traceback.print_exc(file=sys.stderr)
+        text = f"task {header.sequence}: {type(error).__name__}: {error}"[:1000]
+        link.send(
+            Kind.ERROR,
+            (Error("training_failed", text),),
+            sequence=header.sequence,
+            reply_to=header.sequence,
+            base_version=header.base_version,
+        )
+        return
+    link.send(Kind.REPLY, payloads, sequence=header.sequence, reply_to=header.sequence, base_version=header.base_version)
+    progress(f"{silo.facts.name}: task {header.sequence} of round {message.task.round if message.task else '?'} done")

@@ -1,0 +1,60 @@
+"""A silo's personal tensors, kept on its own disk so that a restart loses nothing and repeats nothing.
+
+The state after task s is stored under s. A task that is handed out again starts from the newest state *before* it,
+so doing it twice gives the same reply twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from fedmq.runfolder import write_atomically
+
+
+class StateStore:
+    """Personal tensors by task number.
+
+    Args:
+        folder: the silo's own folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._memory: dict[int, Mapping[str, torch.Tensor]] = {}
+
+    def _path(self, sequence: int) -> Path:
+        return self._folder / f"task-{sequence:09d}.safetensors"
+
+    def _stored(self) -> list[int]:
+        """Task numbers on disk, lowest first."""
+        return sorted(int(path.stem.removeprefix("task-")) for path in self._folder.glob("task-*.safetensors"))
+
+    def before(self, sequence: int) -> Mapping[str, torch.Tensor]:
+        """The state a task starts from; empty before the first."""
+        older = [number for number in self._stored() if number < sequence]
+        if not older:
+            return {}
+        newest = older[-1]
+        if newest not in self._memory:
+            self._memory = {newest: load_file(self._path(newest))}
+        return self._memory[newest]
+
+    def keep(self, sequence: int, state: Mapping[str, torch.Tensor], settled: int) -> None:
+        """Store the state after a task.
+
+        Args:
+            sequence: the task's number.
+            state: what to keep; nothing is written when there is nothing and never was.
+            settled: replies up to this number are durably merged, so only the newest state up to it is still needed.
+        """
+        stored = self._stored()
+        if state or stored:
+            copies = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
+            write_atomically(self._path(sequence), lambda path: save_file(copies, path))
+            self._memory = {sequence: copies}
+        for number in [number for number in stored if number <= settled][:-1]:
+            self._path(number).unlink(missing_ok=True)

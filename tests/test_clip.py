@@ -1,0 +1,287 @@
+"""open_clip models as frozen backbones: adapters in every block, weights shared, nothing fetched, errors by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import safetensors.torch
+import torch
+import torch.nn.functional as F
+
+from fedmq.errors import InputError
+from fedmq.models import clip
+from fedmq.models.two_tower import InputSpec, Modality, TwoTower, build, optimiser
+from fedmq.scenario import Backbone, Training
+
+TINY = {
+    "embed_dim": 32,
+    "vision_cfg": {"image_size": 32, "layers": 3, "width": 64, "head_width": 32, "patch_size": 16},
+    "text_cfg": {"context_length": 77, "vocab_size": 49408, "width": 32, "heads": 2, "layers": 2},
+}
+PIXELS = torch.randint(0, 256, (3, 3, 32, 32), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "tiny.json"
+    path.write_text(json.dumps(TINY))
+    return path
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+def backbone(tiny: Path, **changes: Any) -> Backbone:
+    chosen = {"name": str(tiny), "adapter_site": "blocks", "head": "mlp", "bottleneck": 8, **changes}
+    return Backbone(**chosen)
+
+
+def spec(found: clip.Weights) -> InputSpec:
+    return InputSpec((3, 32, 32), (77,), "uint8", "int32", found.mean, found.std)
+
+
+def make(tiny: Path, cache: Path, modalities: tuple[Modality, ...] = ("image", "text"), **changes: Any) -> TwoTower:
+    chosen = backbone(tiny, **changes)
+    return build(chosen, spec(clip.weights(chosen, 0, cache)), 0, modalities=modalities, cache=cache)
+
+
+def captions(tiny: Path) -> torch.Tensor:
+    return torch.from_numpy(clip.tokenise(str(tiny), ["a dog", "two cats on a mat", "a red car"]))
+
+
+def reference(tiny: Path, cache: Path) -> tuple[torch.Tensor, torch.Tensor]:
+    """open_clip's own encoders with the same weights."""
+    found = clip.weights(backbone(tiny), 0, cache)
+    model = open_clip.model.CLIP(**TINY).eval()
+    state: dict[str, torch.Tensor] = {}
+    for modality in ("image", "text"):
+        state |= safetensors.torch.load_file(found.folder / f"{modality}.safetensors")
+    # The causal mask is in the files, as no state dict holds it and a module without memory cannot compute it.
+    result = model.load_state_dict(state, strict=False)
+    assert result.unexpected_keys == ["attn_mask"]
+    assert result.missing_keys == ["logit_scale"]
+    mean, std = (torch.tensor(value).view(3, 1, 1) for value in (found.mean, found.std))
+    with torch.no_grad():
+        return model.encode_image((PIXELS / 255 - mean) / std), model.encode_text(captions(tiny).long())
+
+
+def test_the_papers_model_has_its_3_033_600_trainable_parameters() -> None:
+    model = clip.adapted(Backbone(name="ViT-B-32", adapter_site="blocks", head="mlp"))
+    assert model.flat.numel() == 3_033_600
+    adapters = sum(entry.size for entry in model.layout.entries if ".adapters." in entry.name)
+    assert (adapters, model.dim) == (1_982_976, 512)
+
+
+@pytest.mark.slow
+def test_a_silo_trains_the_papers_model_with_image_weights_alone(tmp_path: Path) -> None:
+    chosen = Backbone(name="ViT-B-32", adapter_site="blocks", head="mlp")
+    inputs = InputSpec((3, 224, 224), (77,), "uint8", "int32", (0.5, 0.5, 0.5), (0.25, 0.25, 0.25))
+    model = build(chosen, inputs, 0, modalities=("image",), cache=tmp_path)
+    assert model.flat.numel() == 3_033_600
+    model.image(torch.zeros(1, 3, 224, 224, dtype=torch.uint8)).sum().backward()
+    assert model.grad[model.branch("image")].any()
+    assert not model.grad[model.branch("text")].any()
+
+
+def test_with_silent_adapters_and_heads_the_model_is_the_frozen_clip(tiny: Path, cache: Path) -> None:
+    model = make(tiny, cache, head="residual", adapter_std=0.0, head_std=0.0)
+    image, text = reference(tiny, cache)
+    assert torch.allclose(model.image(PIXELS), F.normalize(image, dim=-1), atol=1e-5)
+    assert torch.allclose(model.caption(captions(tiny)), F.normalize(text, dim=-1), atol=1e-5)
+
+
+def test_an_adapter_follows_every_block_as_printed(tiny: Path, cache: Path) -> None:
+    model = make(tiny, cache, adapter_std=0.3)
+    parameters = {name: value.detach() for name, value in model.named_parameters()}
+    seen: list[tuple[torch.Tensor, torch.Tensor]] = []
+    assert model.visual.frozen is not None
+    blocks, _ = clip.blocks_of(model.visual.frozen.tower, "tiny")
+    assert len(blocks) == 3
+    for block in blocks:
+        plain: list[torch.Tensor] = []
+        original = block.forward
+
+        def forward(
+            x: torch.Tensor, *, _of: Any = original, _to: list[torch.Tensor] = plain, **more: Any
+        ) -> torch.Tensor:
+            _to.append(_of(x, **more))
+            return _to[-1]
+
+        block.forward = forward  # type: ignore[method-assign]
+        block.register_forward_hook(lambda _m, _i, out, _p=plain: seen.append((_p[-1], out)))
+    with torch.no_grad():
+        model.image(PIXELS)
+    assert len(seen) == 3
+    for index, (x, adapted) in enumerate(seen):
+        at = f"visual.adapters.{index:02d}"
+        hidden = F.gelu(x @ parameters[f"{at}.down.weight"].T + parameters[f"{at}.down.bias"])
+        wanted = x + hidden @ parameters[f"{at}.up.weight"].T + parameters[f"{at}.up.bias"]
+        assert torch.allclose(adapted, wanted, atol=1e-5)
+
+
+def test_gradients_reach_every_adapter_through_the_frozen_blocks_and_nothing_else(tiny: Path, cache: Path) -> None:
+    model = make(tiny, cache)
+    scores = model.image(PIXELS) @ model.caption(captions(tiny)).T
+    F.cross_entropy(scores, torch.arange(3)).backward()
+    for name, parameter in model.named_parameters():
+        if ".frozen." in name:
+            assert not parameter.requires_grad
+            assert parameter.grad is None
+        else:
+            assert parameter.grad is not None
+            assert parameter.grad.any(), name
+
+
+def test_training_changes_no_frozen_weight(tiny: Path, cache: Path) -> None:
+    model = make(tiny, cache)
+    model.train()
+    assert model.visual.frozen is not None
+    assert not any(module.training for module in model.visual.frozen.modules())
+    before = {name: value.clone() for name, value in model.named_parameters() if ".frozen." in name}
+    step = optimiser(model, Training(), 1e-2, [model.branch("image"), model.branch("text")])
+    model.image(PIXELS).sum().backward()
+    step.step()
+    after = dict(model.named_parameters())
+    assert before
+    assert all(torch.equal(value, after[name]) for name, value in before.items())
+
+
+def test_a_silo_without_images_loads_no_image_tower(tiny: Path, cache: Path) -> None:
+    model = make(tiny, cache, ("text",))
+    assert model.visual.frozen is None
+    assert torch.equal(model.flat, make(tiny, cache).flat)
+    assert model.caption(captions(tiny)).shape == (3, 32)
+    with pytest.raises(RuntimeError, match="left out at build"):
+        model.image(PIXELS)
+
+
+def test_the_coordinators_parameters_need_no_weights_at_all(tiny: Path, cache: Path, tmp_path: Path) -> None:
+    chosen = backbone(tiny)
+    bare = build(chosen, InputSpec((3, 32, 32), (77,)), 0, modalities=(), cache=tmp_path)
+    assert torch.equal(bare.flat, make(tiny, cache).flat)
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_are_mapped_from_the_cache_and_made_once(tiny: Path, cache: Path) -> None:
+    model = make(tiny, cache, ("image",))
+    files = sorted((cache / "weights").glob("*/image.safetensors"))
+    made = [file.stat().st_mtime_ns for file in files]
+    make(tiny, cache, ("image",))
+    assert made == [file.stat().st_mtime_ns for file in files]
+    found = clip.weights(backbone(tiny), 0, cache)
+    mapped = [line for line in Path(f"/proc/{os.getpid()}/maps").read_text().splitlines() if str(found.folder) in line]
+    assert any("image.safetensors" in line for line in mapped)
+    starts = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in mapped]
+    assert model.visual.frozen is not None
+    for parameter in model.visual.frozen.parameters():
+        assert any(low <= parameter.data_ptr() < high for low, high in starts)
+
+
+def test_random_weights_follow_the_seed_and_leave_the_global_generator_alone(tiny: Path, cache: Path) -> None:
+    before = torch.get_rng_state()
+    one, two = (clip.weights(backbone(tiny), seed, cache) for seed in (11, 12))
+    assert torch.equal(before, torch.get_rng_state())
+    assert one.folder != two.folder
+    assert (one.folder / "text.safetensors").read_bytes() != (two.folder / "text.safetensors").read_bytes()
+
+
+def local_weights(path: Path) -> dict[str, torch.Tensor]:
+    state = {name: value.detach().clone() for name, value in open_clip.model.CLIP(**TINY).state_dict().items()}
+    torch.save({"state_dict": {f"module.{name}": value for name, value in state.items()}}, path)
+    return state
+
+
+def test_a_local_checkpoint_is_loaded(tiny: Path, tmp_path: Path) -> None:
+    state = local_weights(tmp_path / "own.pt")
+    found = clip.weights(backbone(tiny, pretrained=str(tmp_path / "own.pt")), 0, tmp_path / "cache")
+    loaded = safetensors.torch.load_file(found.folder / "image.safetensors")
+    assert torch.equal(loaded["visual.conv1.weight"], state["visual.conv1.weight"])
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        ({"visual.proj": torch.zeros(64, 31)}, r"visual\.proj.*\[64, 31\].*\[64, 32\]"),
+        ({"ln_final.weight": None}, r"ln_final\.weight.*no such parameter.*\[32\]"),
+        ({"visual.extra": torch.zeros(1)}, r"visual\.extra.*does not have"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_names_parameter_and_shapes(
+    tiny: Path, tmp_path: Path, edit: dict[str, torch.Tensor | None], words: str
+) -> None:
+    changed = {**local_weights(tmp_path / "own.pt"), **edit}
+    path = tmp_path / "bad.safetensors"
+    safetensors.torch.save_file({name: value for name, value in changed.items() if value is not None}, path)
+    with pytest.raises(InputError, match=words):
+        clip.weights(backbone(tiny, pretrained=str(path)), 0, tmp_path / "cache")
+    assert not list((tmp_path / "cache" / "weights").glob("*[!k]"))
+
+
+def test_a_pickle_that_would_run_code_is_refused(tiny: Path, tmp_path: Path) -> None:
+    class Evil:
+        def __reduce__(self) -> tuple[Any, tuple[str]]:
+            return os.mkdir, (str(tmp_path / "ran"),)
+
+    torch.save({"visual.proj": Evil()}, tmp_path / "evil.pt")
+    with pytest.raises(InputError, match=r"evil\.pt"):
+        clip.weights(backbone(tiny, pretrained=str(tmp_path / "evil.pt")), 0, tmp_path / "cache")
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize(
+    ("chosen", "words"),
+    [
+        (Backbone(name="ViT-B32", adapter_site="blocks"), r"'ViT-B32'.*close: .*ViT-B-32"),
+        (Backbone(name="nothing like it"), "nothing like it"),
+        (Backbone(name="ViT-B-32", pretrained="laion9b"), r"'laion9b'.*laion2b_s34b_b79k"),
+        (Backbone(name="ViT-B-32", pretrained="openai"), "ViT-B-32-quickgelu"),
+        (Backbone(name="coca_ViT-B-32"), "two towers"),
+        (Backbone(name="xlm-roberta-base-ViT-B-32"), "model hub"),
+        (Backbone(name="gone.json"), r"gone\.json.*No such file"),
+    ],
+)
+def test_a_model_that_cannot_be_used_is_refused_by_name(tmp_path: Path, chosen: Backbone, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        clip.weights_digest(chosen, 0, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["RN50", "convnext_base"])
+def test_towers_without_plain_blocks_are_refused_at_that_site(name: str) -> None:
+    with pytest.raises(InputError, match=rf"adapter_site.*{name}.*feature"):
+        clip.adapted(Backbone(name=name, adapter_site="blocks", head="mlp"))
+
+
+@pytest.mark.parametrize("name", ["vit_medium_patch16_gap_256", "EVA02-B-16"])
+def test_timms_plain_transformers_get_adapters_in_their_blocks(name: str) -> None:
+    model = clip.adapted(Backbone(name=name, adapter_site="blocks", head="mlp"))
+    assert len(model.visual.adapters) == len(model.text.adapters) == 12
+
+
+def test_data_of_another_size_are_refused(tiny: Path, cache: Path) -> None:
+    with pytest.raises(InputError, match=r"data: image.*\[3, 64, 64\].*\[3, 32, 32\]"):
+        build(backbone(tiny), InputSpec((3, 64, 64), (77,)), 0, cache=cache)
+
+
+def test_a_tokeniser_from_a_hub_is_refused() -> None:
+    with pytest.raises(InputError, match="model hub"):
+        clip.tokenise("ViT-B-16-SigLIP", ["a dog"])
+
+
+def test_frozen_features_equal_open_clips_own(tiny: Path, cache: Path) -> None:
+    found = clip.weights(backbone(tiny), 0, cache)
+    told: list[int] = []
+    pictures = [picture.permute(1, 2, 0).numpy() for picture in PIXELS]
+    image = clip.encode_images(found, pictures, 2, told.append)
+    text = clip.encode_texts(found, captions(tiny).numpy(), 2, told.append)
+    wanted = reference(tiny, cache)
+    assert told == [2, 3, 2, 3]
+    assert np.allclose(image, wanted[0].numpy(), atol=1e-5)
+    assert np.allclose(text, wanted[1].numpy(), atol=1e-5)

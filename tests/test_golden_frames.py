@@ -1,0 +1,79 @@
+"""Frames that were written once decode for ever, and are still written the same way."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from fedmq.codec import decode, encode_body
+from fedmq.crypto import open_message, seal_message
+from fedmq.handshake import complete, initiate
+from fedmq.messages import PAYLOADS, WIRE_VERSIONS, Kind
+from tools.make_golden_frames import (
+    RUN,
+    describe,
+    golden_ephemeral,
+    golden_identity,
+    golden_messages,
+    golden_session,
+    up,
+)
+
+FRAMES = Path(__file__).parent / "frames"
+FILES = sorted(path for path in FRAMES.glob("v*.json") if path.stem != "v1-handshake")
+
+
+def load(path: Path) -> dict[str, Any]:
+    return dict(json.loads(path.read_text(encoding="utf-8")))
+
+
+def test_every_message_and_payload_kind_of_every_version_has_a_golden_frame() -> None:
+    for version in WIRE_VERSIONS:
+        messages = [load(path)["message"] for path in FILES if path.stem.startswith(f"v{version}-")]
+        assert {payload["kind"] for message in messages for payload in message["payloads"]} == set(PAYLOADS)
+        after_handshake = set(Kind) - {Kind.HELLO, Kind.WELCOME, Kind.READY}
+        assert {message["header"]["kind"] for message in messages} == after_handshake
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_golden_body_decodes(path: Path) -> None:
+    golden = load(path)
+    assert describe(decode(bytes.fromhex(golden["clear"]), bytes.fromhex(golden["body"]))) == golden["message"]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_golden_envelope_opens(path: Path) -> None:
+    golden = load(path)
+    frames = [bytes.fromhex(golden["clear"]), bytes.fromhex(golden["sealed"])]
+    message, tag = open_message(golden_session(golden["message"]["header"]["receiver"]), frames)
+    assert describe(message) == golden["message"]
+    assert tag == golden["tag"] == golden["sealed"][-32:]
+    # Without this project's code: AES-256-GCM, the counter as nonce, the clear header as associated data.
+    nonce = golden["message"]["header"]["counter"].to_bytes(12, "big")
+    assert AESGCM(bytes.fromhex(golden["key"])).decrypt(nonce, frames[1], frames[0]).hex() == golden["body"]
+
+
+@pytest.mark.parametrize("name", golden_messages())
+def test_version_1_is_still_written_the_same_way(name: str) -> None:
+    message = golden_messages()[name]
+    golden = load(FRAMES / f"v1-{name}.json")
+    assert b"".join(encode_body(message)).hex() == golden["body"]
+    sealed = seal_message(golden_session(message.header.sender), message)
+    assert [bytes(frame).hex() for frame in sealed.frames] == [golden["clear"], golden["sealed"]]
+
+
+def test_the_golden_handshake_still_leads_to_its_session() -> None:
+    golden = load(FRAMES / "v1-handshake.json")
+    silo, coordinator = golden_identity("silo-00", 1), golden_identity("coordinator", 2)
+    keys = {identity.name: identity.key.public_key() for identity in (silo, coordinator)}
+    hello, initiated = initiate(silo, "coordinator", RUN, 1.0, golden_ephemeral(10))
+    assert [frame.hex() for frame in hello] == golden["hello"]
+    ready, session = complete(initiated, keys, [bytes.fromhex(frame) for frame in golden["welcome"]], 3.0)
+    assert [bytes(frame).hex() for frame in ready] == golden["ready"]
+    assert session.session.hex() == golden["session"]
+    heartbeat = seal_message(session, type(golden_messages()["heartbeat"])(up(Kind.HEARTBEAT)))
+    assert [bytes(frame).hex() for frame in heartbeat.frames] == golden["heartbeat"]

@@ -1,0 +1,160 @@
+"""Retrieval metrics against brute force and against what must not change them."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedmq import metrics
+
+
+def embeddings(seed: int, images: int = 9, dim: int = 4) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    captions = generator.integers(1, 4, images)
+    owner = metrics.owners(captions)
+    zi = generator.normal(size=(images, dim))
+    zt = zi[owner] + 0.8 * generator.normal(size=(len(owner), dim))
+    return zi, zt, owner
+
+
+def coarse(seed: int, queries: int = 5, items: int = 14) -> tuple[np.ndarray, np.ndarray]:
+    """Distances with many ties, and relevance with an empty query now and then."""
+    generator = np.random.default_rng(seed)
+    return generator.integers(0, 4, (queries, items)).astype(float), (generator.random((queries, items)) < 0.3).astype(
+        float
+    )
+
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def test_owners_lay_captions_out_image_by_image() -> None:
+    assert metrics.owners(torch.tensor([2, 1, 3])).tolist() == [0, 0, 1, 2, 2, 2]
+
+
+def test_any_of_an_images_captions_is_a_hit() -> None:
+    image = np.eye(3)
+    text = np.array([[0, 0, 1.0], [1, 0, 0], [0, 1, 0], [0, 1, 0]])  # captions of image 0: one wrong, one right
+    found = metrics.recalls(image, text, np.array([0, 0, 1, 2]))
+    assert found["i2t_r1"] == pytest.approx(2 / 3)  # image 2 has only a caption of image 1
+    assert found["t2i_r1"] == pytest.approx(2 / 4)
+    assert found["mean_r1"] == pytest.approx((2 / 3 + 1 / 2) / 2)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds)
+def test_ranks_are_those_of_a_stable_sort(seed: int) -> None:
+    generator = np.random.default_rng(seed)
+    scores = generator.integers(0, 3, (6, 12)).astype(float)  # ties everywhere
+    positive = generator.random((6, 12)) < 0.3
+    positive[np.arange(6), generator.integers(0, 12, 6)] = True
+    order = np.argsort(-scores, axis=1, kind="stable")
+    expected = [int(np.flatnonzero(row[places])[0]) for row, places in zip(positive, order, strict=True)]
+    assert metrics.best_ranks(scores, positive).tolist() == expected
+
+
+def test_ranks_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = embeddings(0, images=40)
+    whole = metrics.retrieval_ranks(*data)
+    monkeypatch.setattr(metrics, "CHUNK_SCORES", 100)
+    for one, other in zip(whole, metrics.retrieval_ranks(*data), strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_tensors_and_arrays_give_the_same() -> None:
+    zi, zt, owner = embeddings(1)
+    tensors = (torch.from_numpy(zi), torch.from_numpy(zt), torch.from_numpy(owner))
+    assert metrics.recalls(zi, zt, owner) == metrics.recalls(*tensors)
+
+
+def test_a_perfect_model_has_a_recall_of_one_and_a_collapsed_one_that_of_chance() -> None:
+    zi = np.eye(20)
+    owner = metrics.owners(np.full(20, 2))
+    assert metrics.recalls(zi, zi[owner], owner)["mean_r1"] == 1.0
+    same = np.ones((20, 20))
+    assert metrics.recalls(same, same[owner], owner)["t2i_r1"] == 1 / 20
+
+
+def test_a_model_full_of_nan_does_not_score() -> None:
+    zi, zt, owner = embeddings(2, images=20)
+    found = metrics.recalls(np.full_like(zi, np.nan), zt, owner)
+    assert found["i2t_r1"] <= 1 / 20
+    assert found["t2i_r1"] <= 3 / 20
+
+
+def test_a_caption_of_no_image_is_refused() -> None:
+    zi, zt, owner = embeddings(3)
+    with pytest.raises(ValueError, match="owner"):
+        metrics.retrieval_ranks(zi[:-1], zt, owner)
+    with pytest.raises(ValueError, match="positive"):
+        metrics.best_ranks(np.zeros((1, 2)), np.zeros((1, 2)))
+
+
+def test_no_queries_give_zeros() -> None:
+    nothing = metrics.recalls(np.zeros((0, 4)), np.zeros((0, 4)), np.zeros(0, int))
+    assert set(nothing.values()) == {0.0}
+    assert metrics.fairness([]) == {"mean": 0.0, "std": 0.0, "worst": 0.0, "gap": 0.0}
+
+
+def test_medians_count_from_one() -> None:
+    assert metrics.median_rank(np.array([0, 1, 2, 3])) == 2
+
+
+def test_fairness_is_about_silos() -> None:
+    shares = {"silo-00": embeddings(0), "silo-01": embeddings(1)}
+    per_silo = metrics.per_silo_recalls(shares)
+    values = [per_silo[name]["mean_r1"] for name in per_silo]
+    found = metrics.fairness(values)
+    assert found["std"] == pytest.approx(abs(values[0] - values[1]) / 2)
+    assert found["gap"] == pytest.approx(abs(values[0] - values[1]))
+    assert found["worst"] == min(values)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds)
+def test_mean_ap_lies_between_the_worst_and_the_best_order_of_ties(seed: int) -> None:
+    distance, relevant = coarse(seed)
+    worst, best = (metrics.mean_ap(distance, relevant, ties=ties) for ties in ("worst", "best"))
+    for value in (metrics.mean_ap(distance, relevant), metrics.mean_expected_ap(distance, relevant)):
+        assert worst - 1e-12 <= value <= best + 1e-12
+
+
+@settings(max_examples=30, deadline=None)
+@given(seeds)
+def test_permuting_the_database_with_its_labels_leaves_the_tie_averaged_map_alone(seed: int) -> None:
+    distance, relevant = coarse(seed)
+    order = np.random.default_rng(seed).permutation(distance.shape[1])
+    assert metrics.mean_expected_ap(distance[:, order], relevant[:, order]) == pytest.approx(
+        metrics.mean_expected_ap(distance, relevant), abs=1e-12
+    )
+
+
+def test_tie_averaged_ap_is_the_mean_over_all_orders() -> None:
+    distance = np.array([[0.0, 1, 1, 1, 2, 2, 2]])
+    relevant = np.array([[0.0, 1, 0, 1, 1, 0, 0]])
+    values = []
+    for first in itertools.permutations(range(1, 4)):
+        for second in itertools.permutations(range(4, 7)):
+            ranked = relevant[0][[0, *first, *second]]
+            hits = ranked.cumsum() / np.arange(1, 8)
+            values.append((hits * ranked).sum() / ranked.sum())
+    assert metrics.mean_expected_ap(distance, relevant) == pytest.approx(np.mean(values), abs=1e-12)
+
+
+def test_codes_are_ranked_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = np.random.default_rng(0)
+    codes = [np.where(generator.random((n, 8)) < 0.5, -1.0, 1.0) for n in (30, 50)]
+    labels = [(generator.random((n, 5)) < 0.3).astype(float) for n in (30, 50)]
+    whole = metrics.mean_ap(metrics.hamming(*codes), metrics.relevance(*labels), 10)
+    monkeypatch.setattr(metrics, "CHUNK_SCORES", 100)
+    assert metrics.hamming_map(codes[0], codes[1], labels[0], labels[1], 10) == pytest.approx(whole, abs=1e-15)
+
+
+def test_the_ideal_order_has_an_ndcg_of_one() -> None:
+    gains = np.random.default_rng(0).integers(0, 4, (6, 20)).astype(float)
+    assert metrics.ndcg(-gains, gains, 10) == pytest.approx(1)

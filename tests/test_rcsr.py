@@ -1,0 +1,409 @@
+"""What RCSR's coordinator and silos do beyond what every method does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedmq.messages import Geometry, Loss, ModalityPrototypes
+from fedmq.protocol import Reply, State
+from fedmq.scenario import Training
+from protocols import _fairness, _merge, _prototypes, _router
+from protocols._losses import info_nce
+from tests.protocol_world import DIM, MIXED, World, equal_states, world
+
+OFF = {"router": False, "minimax": False, "client_align": False, "anchor": False, "lambda_s": 0.0}
+
+
+def weights_of(run: World, replies: list[Reply]) -> torch.Tensor:
+    """The weights a merge used, read back by giving each reply a unit update of its own."""
+    delta = next(payload for payload in replies[0].payloads if hasattr(payload, "n_samples"))
+    marked = []
+    start = run.model.branch("image").start
+    for index, reply in enumerate(replies):
+        buffer = np.zeros_like(delta.buffer)
+        buffer[start + index] = 1.0
+        own = next(payload for payload in reply.payloads if hasattr(payload, "n_samples"))
+        new = dataclasses.replace(own, buffer=buffer)
+        marked.append(
+            dataclasses.replace(reply, payloads=tuple(new if payload is own else payload for payload in reply.payloads))
+        )
+    after = run.protocol.merge(run.state, marked, run.version).state.theta.double()
+    return (after - run.state.theta.double())[start : start + len(replies)]
+
+
+def with_payload(reply: Reply, new: Any) -> Reply:
+    payloads = tuple(new if type(payload) is type(new) else payload for payload in reply.payloads)
+    return dataclasses.replace(reply, payloads=payloads)
+
+
+# ------------------------------------------------------------------------- degeneration
+@pytest.mark.parametrize("branch_renorm", [False, True])
+def test_with_every_switch_off_rcsr_is_fedavg_to_the_bit(branch_renorm: bool) -> None:
+    plain = world("fedavg", {"single_modality": "idle", "branch_renorm": branch_renorm})
+    run = world("rcsr", {**OFF, "branch_renorm": branch_renorm})
+    for _ in range(4):
+        plain.round()
+        run.round()
+        assert torch.equal(run.state.theta, plain.state.theta)
+
+
+def test_the_paired_control_is_fedavg_where_all_silos_are_paired() -> None:
+    kinds = ((True, True),) * 3
+    runs = [world("fedavg", kinds=kinds), world("paired_only", kinds=kinds), world("rcsr", OFF, kinds=kinds)]
+    for _ in range(3):
+        for run in runs:
+            run.round()
+    assert torch.equal(runs[0].state.theta, runs[1].state.theta)
+    assert torch.equal(runs[0].state.theta, runs[2].state.theta)
+
+
+def test_the_router_over_the_table_equals_the_router_over_reporters_when_all_report() -> None:
+    runs = [world("rcsr", {"warmup": 0, "router_over": over}) for over in ("reporters", "table")]
+    for _ in range(3):
+        for run in runs:
+            run.round()
+    assert equal_states(runs[0].state, runs[1].state)
+
+
+def test_the_router_over_the_table_still_weighs_a_buffer_of_two() -> None:
+    run = world("rcsr", {"warmup": 1, "router_over": "table"})
+    run.round()
+    for silos in (run.eligible[:2], run.eligible[2:]):
+        log = run.round(silos)
+        assert math.isfinite(log["router_loss"])
+    assert int((run.state.tensors["table_versions"] >= 0).sum()) == 4
+
+
+def test_an_older_reply_does_not_overwrite_the_table() -> None:
+    run = world("rcsr")
+    for _ in range(2):
+        run.round()
+    stale = [dataclasses.replace(reply, base_version=0, staleness=2) for reply in run.replies()]
+    after = run.protocol.merge(run.state, stale, 2).state
+    assert torch.equal(after.tensors["table_losses"], run.state.tensors["table_losses"])
+
+
+# ------------------------------------------------------------------------- weights
+@pytest.mark.parametrize("warmup", [0, 20])
+@pytest.mark.parametrize("loss", [0.0, 1e-30, 1.0, 1e4, 1e30])
+def test_weights_sum_to_one_and_stay_finite_for_extreme_losses(loss: float, warmup: int) -> None:
+    run = world("rcsr", {"warmup": warmup, "branch_renorm": False}, kinds=((True, True),) * 4)
+    run.round()
+    replies = run.replies()
+    replies[0] = with_payload(replies[0], Loss(value=loss))
+    replies[1] = with_payload(replies[1], Geometry(values=np.full(4, 1e30, np.float32)))
+    weights = weights_of(run, replies)
+    assert torch.isfinite(weights).all()
+    assert (weights >= 0).all()
+    assert float(weights.sum()) == pytest.approx(1, abs=1e-5)
+    for _ in range(3):
+        run.state = run.protocol.merge(run.state, replies, run.version).state
+        run.version += 1
+    for name, tensor in run.state.tensors.items():
+        assert torch.isfinite(tensor).all(), name
+
+
+def test_during_warm_up_weights_follow_the_samples_and_the_router_learns_meanwhile() -> None:
+    run = world("rcsr", {"warmup": 2, "minimax": False, "branch_renorm": False}, kinds=((True, True),) * 4)
+    by_samples = torch.tensor([11, 9, 7, 5], dtype=torch.float64) / 32
+    router = run.state.tensors["router"]
+    for _ in range(2):
+        np.testing.assert_allclose(weights_of(run, run.replies()), by_samples, atol=1e-6)
+        run.round()
+    assert run.state.values == {"merges": 2, "router_steps": 1}  # the first merge has no prototypes to learn from
+    assert not torch.equal(run.state.tensors["router"], router)
+    routed = weights_of(run, run.replies())
+    assert not np.allclose(routed, by_samples, atol=1e-4)
+    assert float(routed.sum()) == pytest.approx(1, abs=1e-5)
+
+
+def test_fairness_multiplies_the_weights_in_warm_up_too() -> None:
+    run = world("rcsr", {"branch_renorm": False, "fair_eta": 1.0}, kinds=((True, True),) * 2, sizes=(8, 8))
+    low, high = (with_payload(reply, Loss(value=value)) for reply, value in zip(run.replies(), (1.0, 3.0), strict=True))
+    weights = weights_of(run, [low, high])
+    assert weights[1] > 0.6
+
+
+def test_a_silo_with_an_average_loss_keeps_its_fairness_weight_however_often_it_reports() -> None:
+    start = torch.full((3,), 1 / 3, dtype=torch.float64).log()
+    log_q = start
+    for _ in range(500):
+        log_q = _fairness.updated_log_q(
+            log_q,
+            torch.tensor([0.0], dtype=torch.float64),
+            torch.tensor([0]),
+            torch.tensor([0.1], dtype=torch.float64),
+            tau=0.0,
+        )
+    assert torch.allclose(log_q, start)
+
+
+def test_a_loss_of_nothing_counts_as_average_and_leaves_the_running_mean_alone() -> None:
+    running, seen = torch.tensor([2.0, 0.0, 0.0], dtype=torch.float64), torch.tensor([True, False, False])
+    losses = torch.tensor([0.0, 0.0, 4.0], dtype=torch.float64)
+    found, after, now_seen = _fairness.normalised_losses(losses, torch.tensor([0, 1, 2]), running, seen)
+    assert found.tolist() == [1.0, 1.0, 1.0]
+    assert after.tolist() == [2.0, 0.0, 4.0]
+    assert now_seen.tolist() == [True, False, True]
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    losses=st.lists(st.floats(0, 1e6), min_size=1, max_size=6),
+    rule=st.sampled_from(["entropic", "paper", "code"]),
+    eta=st.floats(0, 10),
+)
+def test_fairness_weights_are_a_distribution_whatever_the_losses(losses: list[float], rule: Any, eta: float) -> None:
+    count = len(losses)
+    log_q = torch.full((8,), 1 / 8, dtype=torch.float64).log()
+    values = torch.tensor(losses, dtype=torch.float64)
+    for _ in range(3):
+        rates = torch.full((count,), eta, dtype=torch.float64)
+        log_q = _fairness.updated_log_q(log_q, values, torch.arange(count), rates, tau=0.1, rule=rule)
+    fused = _fairness.fused_weights(torch.full((count,), 1 / count, dtype=torch.float64), log_q[:count])
+    assert torch.isfinite(log_q).all()
+    assert float(log_q.exp().sum()) == pytest.approx(1)
+    assert float(fused.sum()) == pytest.approx(1)
+
+
+# ------------------------------------------------------------------------- prototypes
+def test_the_first_prototype_is_taken_as_it_is_and_later_ones_are_averaged_in() -> None:
+    tensors = _prototypes.initial(2)
+    real = torch.ones(1, 2, dtype=torch.bool)
+    one = torch.ones(1, dtype=torch.float64)
+    first = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    tensors = _prototypes.updated(tensors, first, real, one, 0.9)
+    assert torch.equal(tensors["prototypes"], first[0])
+    tensors = _prototypes.updated(tensors, first.flip(1), real, one, 0.9)
+    expected = torch.tensor([0.9, 0.1]) / math.hypot(0.9, 0.1)
+    assert torch.allclose(tensors["prototypes"][0], expected)
+    assert torch.allclose(tensors["prototypes"].norm(dim=1), torch.ones(2))
+
+
+def test_a_modality_nobody_reports_keeps_its_prototype() -> None:
+    run = world("rcsr")
+    image_silo = run.eligible[1]
+    run.round([image_silo])
+    assert run.state.tensors["prototypes_valid"].tolist() == [True, False]
+    run.round()
+    before = run.state.tensors["prototypes"]
+    run.round([image_silo])
+    after = run.state.tensors["prototypes"]
+    assert torch.equal(after[1], before[1])
+    assert not torch.equal(after[0], before[0])
+
+
+def test_a_filler_is_never_trusted_whatever_the_silo_sends() -> None:
+    run = world("rcsr", {"warmup": 0})
+    run.round()
+    replies = run.replies()
+    image_only = replies[1]
+    sent = next(payload for payload in image_only.payloads if isinstance(payload, ModalityPrototypes))
+    for mask in (1, 3):
+        lie = dataclasses.replace(sent, text=np.full(DIM, 7, np.float32), mask=mask)
+        changed = [with_payload(reply, lie) if reply is image_only else reply for reply in replies]
+        honest = run.protocol.merge(run.state, replies, 1)
+        assert equal_states(run.protocol.merge(run.state, changed, 1).state, honest.state)
+
+
+def test_an_image_only_silo_is_idle_until_there_is_a_text_prototype_then_moves_towards_it() -> None:
+    run = world("rcsr", training=Training(batch_size=8, local_epochs=20))
+    silo = run.eligible[1]
+    assert run.train(silo).loss == 0.0
+    run.round()
+    target = run.state.tensors["prototypes"][1]
+
+    def distance() -> float:
+        with torch.no_grad():
+            return float(1 - (run.model.image(run.shares[silo.index].image) @ target).mean())
+
+    run.model.load(run.state.theta)
+    before = distance()
+    trained = run.train(silo)
+    assert trained.loss > 0
+    assert distance() < before
+
+
+@pytest.mark.parametrize("filler", ["ema", "zero", "learned"])
+@pytest.mark.parametrize("mask", ["input", "none"])
+def test_every_filler_runs_and_the_learned_one_is_learned(filler: str, mask: str) -> None:
+    run = world("rcsr", {"filler": filler, "router_mask": mask, "warmup": 1, "masked_pc": False, "masked_ema": False})
+    fresh = run.state.tensors["router"].clone()
+    for _ in range(3):
+        run.round()
+    if filler == "learned":
+        name = _router.layout(DIM, True)
+        assert not torch.equal(
+            _router.views(run.state.tensors["router"], name)["filler"], _router.views(fresh, name)["filler"]
+        )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"router": False},
+        {"minimax": False},
+        {"client_align": False},
+        {"anchor": False},
+        {"eq9_half": True, "router_softplus": True, "beta4": 0.1, "fair_update": "code", "ema": 0.95, "warmup": 0},
+        {"fair_update": "paper", "fair_center": False, "masked_pc": False, "masked_ema": False, "proto_unit": False},
+        {"branch_renorm": False},
+    ],
+    ids=lambda changes: "+".join(changes),
+)
+def test_every_ablation_runs_and_changes_the_result(changes: dict[str, Any]) -> None:
+    full, other = world("rcsr", {"warmup": 1}), world("rcsr", {"warmup": 1, **changes})
+    for _ in range(4):
+        full.round()
+        other.round()
+    assert torch.isfinite(other.state.theta).all()
+    assert not torch.equal(full.state.theta, other.state.theta)
+
+
+# ------------------------------------------------------------------------- the report
+def test_the_geometry_remembers_the_previous_update() -> None:
+    run = world("rcsr")
+    silo = run.eligible[0]
+
+    def turn() -> float:
+        trained = run.train(silo)
+        return next(float(payload.values[2]) for payload in trained.payloads if isinstance(payload, Geometry))
+
+    assert turn() == 0.0
+    assert turn() != 0.0
+
+
+def test_the_norm_ratio_of_a_single_modality_silo_stays_small_in_the_token() -> None:
+    numbers = torch.tensor([[1.0, 1e8, 0.0, 1.0]])
+    prototypes, mask = torch.ones(1, 2, DIM), torch.tensor([[True, False]])
+    token = _router.tokens(prototypes, mask, numbers, torch.zeros(1), hide_filled=True)
+    assert token.shape == (1, 2 * DIM + 8)
+    assert float(token.abs().max()) <= math.log1p(10) + 1e-6
+    assert not token[0, DIM : 2 * DIM].any()
+
+
+def test_prototypes_come_from_at_most_128_samples() -> None:
+    run = world("rcsr", kinds=((True, True),), sizes=(300,))
+    seen: list[int] = []
+
+    def note(_: torch.nn.Module, arguments: tuple[torch.Tensor]) -> None:
+        seen.append(len(arguments[0]))
+
+    run.model.visual.register_forward_pre_hook(note)
+    run.train(run.eligible[0])
+    assert seen[-1] == 128
+    assert sum(seen[:-1]) == 2 * 300  # two epochs, no batch dropped
+
+
+# ------------------------------------------------------------------------- the router
+def test_the_router_does_not_care_about_the_order_of_silos() -> None:
+    shape = _router.layout(DIM, learned_filler=False)
+    parameters = _router.views(_router.initial(shape, torch.Generator().manual_seed(0)), shape)
+    tokens = torch.randn(6, 2 * DIM + 8, generator=torch.Generator().manual_seed(1))
+    order = torch.tensor([3, 1, 5, 0, 2, 4])
+    straight = _router.logits(parameters, tokens)
+    assert torch.allclose(_router.logits(parameters, tokens[order]), straight[order], atol=1e-5)
+
+
+def test_the_routers_network_is_the_encoder_layer_of_torch() -> None:
+    shape = _router.layout(DIM, learned_filler=False)
+    p = _router.views(_router.initial(shape, torch.Generator().manual_seed(0)), shape)
+    layer = torch.nn.TransformerEncoderLayer(128, 4, 512, 0.1, "gelu", batch_first=True).eval()
+    names = {
+        "self_attn.in_proj_weight": "qkv.weight",
+        "self_attn.in_proj_bias": "qkv.bias",
+        "self_attn.out_proj.weight": "out.weight",
+        "self_attn.out_proj.bias": "out.bias",
+        "linear1.weight": "up.weight",
+        "linear1.bias": "up.bias",
+        "linear2.weight": "down.weight",
+        "linear2.bias": "down.bias",
+        "norm1.weight": "norm1.gain",
+        "norm1.bias": "norm1.bias",
+        "norm2.weight": "norm2.gain",
+        "norm2.bias": "norm2.bias",
+    }
+    tokens = torch.randn(5, 2 * DIM + 8, generator=torch.Generator().manual_seed(1))
+    x = torch.nn.functional.linear(tokens, p["input.0.weight"], p["input.0.bias"])
+    x = torch.nn.functional.gelu(torch.nn.functional.layer_norm(x, (128,), p["input.norm.gain"], p["input.norm.bias"]))
+    x = torch.nn.functional.linear(x, p["input.1.weight"], p["input.1.bias"])
+    with torch.no_grad():
+        for block in range(2):
+            layer.load_state_dict({name: p[f"block.{block}.{own}"] for name, own in names.items()})
+            x = layer(x[None])[0]
+    expected = torch.nn.functional.linear(x, p["score.weight"], p["score.bias"]).squeeze(-1)
+    assert torch.allclose(_router.logits(p, tokens), expected, atol=1e-5)
+
+
+def test_our_step_of_adam_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(50, generator=generator, dtype=torch.float64)
+    theirs = torch.nn.Parameter(start.clone())
+    optimiser = torch.optim.Adam([theirs], lr=1e-3)
+    ours = _router.Adam(start, torch.zeros_like(start), torch.zeros_like(start), 0)
+    for _ in range(5):
+        theirs.grad = torch.randn(50, generator=generator, dtype=torch.float64)
+        ours = _router.adam_step(ours, theirs.grad, 1e-3)
+        optimiser.step()
+    np.testing.assert_allclose(ours.values, theirs.detach(), rtol=1e-12)
+
+
+def test_the_router_learns_to_prefer_silos_near_the_global_prototypes() -> None:
+    run = world("rcsr", {"warmup": 0, "beta4": 0.0, "router_rate": 1e-2})
+    protocol: Any = run.protocol
+    generator = torch.Generator().manual_seed(3)
+    target = torch.nn.functional.normalize(torch.randn(2, DIM, generator=generator), dim=-1)
+    near = torch.nn.functional.normalize(target + 0.05 * torch.randn(2, DIM, generator=generator), dim=-1)
+    pool = type(protocol._read(run.replies()))(
+        torch.stack([near, -near, near, -near]),
+        torch.ones(4, 2, dtype=torch.bool),
+        torch.zeros(4, 4),
+        torch.ones(4, dtype=torch.float64),
+    )
+    tensors = {**run.state.tensors, "prototypes": target, "prototypes_valid": torch.ones(2, dtype=torch.bool)}
+    adam = _router.Adam(*(tensors[name] for name in ("router", "router_first", "router_second")), 0)
+    for step in range(60):
+        adam, _ = protocol._router_stepped(adam, pool, tensors, step)
+    weights = protocol._routed(adam.values, pool, tensors)
+    assert float(weights[0] + weights[2]) > 0.9
+
+
+def test_the_entropy_has_a_finite_gradient_at_a_weight_of_zero() -> None:
+    weights = torch.tensor([1.0, 0.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(_router.entropy(weights), weights)
+    assert torch.isfinite(gradient).all()
+
+
+# ------------------------------------------------------------------------- merging branches
+def test_a_branch_is_averaged_over_the_silos_that_trained_it() -> None:
+    run = world("fedavg")
+    branches = {"image": slice(0, 2), "text": slice(2, 4)}
+    silos = run.context.silos
+    updates = [
+        _merge.Update(silos[0], torch.tensor([1.0, 1, 1, 1]), 2, 1.0),
+        _merge.Update(silos[1], torch.tensor([3.0, 3, 9, 9]), 2, 1.0),  # image only: what it sends for text is ignored
+    ]
+    theta, half = torch.zeros(4), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    renormalised = _merge.merge_updates(theta, updates, half, branches, branch_renorm=True)  # type: ignore[arg-type]
+    assert renormalised.tolist() == [2, 2, 1, 1]
+    printed = _merge.merge_updates(theta, updates, half, branches, branch_renorm=False)  # type: ignore[arg-type]
+    assert printed.tolist() == [2, 2, 0.5, 0.5]
+
+
+def test_a_batch_of_one_has_an_info_nce_of_exactly_zero() -> None:
+    z = torch.nn.functional.normalize(torch.randn(1, DIM, generator=torch.Generator().manual_seed(0)), dim=-1)
+    assert float(info_nce(z, -z, 0.07)) == 0.0
+
+
+def test_the_state_before_the_first_round_knows_of_nobody() -> None:
+    state: State = world("rcsr").state
+    assert state.tensors["table_versions"].tolist() == [-1] * len(MIXED)
+    assert float(state.tensors["fair_log_q"].exp().sum()) == pytest.approx(1)

@@ -1,0 +1,156 @@
+"""docs/wire.md and the code say the same."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from fedmq import codec, crypto, fields, handshake, layout, messages, payloads, transport
+from fedmq.fields import Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
+from fedmq.messages import CARRIES, PAYLOADS, WIRE_VERSION, Kind, Reason
+
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
+
+
+def section(title: str, level: int = 2) -> str:
+    """The text under a heading, up to the next of its level or above."""
+    found = re.search(rf"^{'#' * level} {re.escape(title)}\n(.*?)(?=^#{{1,{level}}} |\Z)", DOCUMENT, re.M | re.S)
+    assert found, f"no section {title}"
+    return found.group(1)
+
+
+def rows(text: str) -> dict[str, list[str]]:
+    """The rows of a section's tables, by the word in their first cell."""
+    found = {}
+    for line in text.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+        word = re.fullmatch(r"\|? ?`([a-z0-9_]+)`", cells[0])
+        if line.startswith("|") and word:
+            found[word.group(1)] = cells[1:]
+    return found
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"^### (.+)$", text, re.M)
+
+
+def test_the_wire_version_is_the_documents() -> None:
+    assert f"**Wire version: {WIRE_VERSION}.**" in DOCUMENT
+
+
+def test_every_payload_kind_is_described_and_no_other() -> None:
+    assert headings(section("Payloads")) == list(PAYLOADS)
+
+
+def describe(spec: Field) -> str:  # noqa: PLR0911 - one per kind of field
+    """What the document says about a field, from its declaration."""
+    match spec:
+        case Tensor():
+            bulk = "bulk " if spec.bulk else ""
+            return f"{bulk}tensor {' or '.join(spec.dtypes)} ({', '.join(map(str, spec.shape))})"
+        case Whole():
+            return f"integer, {spec.low} to {power(spec.high)}{', or nil' if spec.nullable else ''}"
+        case Real():
+            bounds = "" if spec.high == float("inf") else f" in [{spec.low:g}, {spec.high:g}]"
+            return f"number{bounds}{', or nil' if spec.nullable else ''}"
+        case Word():
+            named = {fields.DIGEST: "digest", fields.NAME: "name"}
+            return named.get(spec.pattern) or "`image`, `text` or `both`"
+        case Text():
+            return f"str, at most {spec.longest} bytes"
+        case Names():
+            return f"array of 1 to {spec.most} layer names"
+        case Numbers():
+            return f"map of at most {spec.most} metric names to numbers"
+        case NumbersByName():
+            return f"map of at most {spec.most} names to such maps"
+
+
+def power(high: int) -> str:
+    return f"2^{(high + 1).bit_length() - 1} - 1" if high > 1000 else str(high)
+
+
+@pytest.mark.parametrize("kind", PAYLOADS)
+def test_the_fields_of_a_payload_are_described_in_their_order_with_their_types(kind: str) -> None:
+    described = rows(section(kind, 3))
+    declared = PAYLOADS[kind].FIELDS
+    assert list(described) == list(declared)
+    for name, spec in declared.items():
+        if (kind, name) == ("share", "modulus_bits"):
+            assert described[name][0] == "integer, 1 to 32 for uint32, to 64 for uint64"
+        else:
+            assert described[name][0] == describe(spec)
+
+
+def test_every_message_kind_is_described_and_what_it_carries() -> None:
+    described = rows(section("Messages"))
+    assert list(described) == [kind.value for kind in Kind]
+    words = {
+        "any but error": frozenset(PAYLOADS) - {"error"},
+        "metrics or none": frozenset({"metrics"}),
+        "exactly one error": frozenset({"error"}),
+    }
+    for kind in Kind:
+        said = described[kind.value][2]
+        assert CARRIES[kind] == words.get(said, frozenset())
+        if said not in words:
+            assert said.startswith("none")
+
+
+def test_every_reason_is_described_and_no_other() -> None:
+    assert list(rows(section("Refusals"))) == [reason.value for reason in Reason]
+
+
+def test_every_reason_the_code_gives_is_in_the_enumeration() -> None:
+    given = set()
+    for module in (codec, crypto, fields, handshake, layout, messages, payloads, transport):
+        text = Path(str(module.__file__)).read_text(encoding="utf-8")
+        given |= {name.lower() for name in re.findall(r"Reason\.([A-Z_]+)", text)}
+        given |= set(re.findall(r'RemoteWireError\(\s*"([a-z_]+)"', text))
+        given |= set(re.findall(r'FieldError\([^\n]*, "([a-z_]+)"\)', text))
+    assert given <= {reason.value for reason in Reason}
+
+
+def test_the_headers_keys_are_described() -> None:
+    assert tuple(rows(section("The clear header"))) == codec._HEADER_KEYS
+    body = section("The body")
+    assert tuple(rows(body.partition("\n### ")[0])) == codec._BODY_KEYS
+    assert tuple(rows(section("task info", 3))) == codec._TASK_KEYS
+
+
+def test_the_handshakes_fields_and_lengths_are_described() -> None:
+    for title, lengths in (("hello", handshake._HELLO), ("welcome", handshake._WELCOME)):
+        described = rows(section(title, 3))
+        assert {name for name in described if name != "versions"} == set(lengths)
+        for name, length in lengths.items():
+            assert described[name][0] == f"bin, {length} bytes"
+    assert f"array of 1 to {handshake.MAX_VERSIONS} integers" in section("hello", 3)
+
+
+def test_every_label_of_the_handshake_is_described() -> None:
+    text = section("The handshake")
+    labels = {value for name, value in vars(handshake).items() if name.endswith("_LABEL")}
+    assert len(labels) == 6
+    assert {match.encode() for match in re.findall(r'"(fedmq 1 [a-z ]+)"', text)} == labels
+
+
+def test_names_patterns_and_limits_are_described() -> None:
+    for pattern in (fields.NAME, fields.LAYER, fields.METRIC):
+        assert f"`{pattern.pattern}`" in section("Conventions")
+    assert f"at most {codec.MAX_HEADER} bytes" in section("Transport")
+    assert f"at most {codec.MAX_BODY_HEADER >> 20} MiB" in section("The body")
+    assert codec.MAX_BODY == 1 << 30
+    assert "1 GiB by default" in section("Sealing")
+    assert transport.MAX_FRAME == codec.MAX_BODY + crypto.TAG_BYTES
+    assert f"at most {messages.MAX_PAYLOADS} `[kind, fields]`" in section("The body")
+    assert f"multiple of {codec.ALIGNMENT}" in section("The body")
+    assert f"1 to {layout.MAX_ENTRIES} entries" in section("layout", 3)
+    assert all(f"`{dtype}`" in section("layout", 3) for dtype in layout.DTYPES)
+    assert f"at most {handshake.MAX_HANDSHAKE_BODY} bytes" in section("welcome", 3)
+    assert crypto.MAX_MESSAGES == 1 << 32
+    limits = {name: f"2^{limit.bit_length() - 1}" for name, limit in fields.DIMENSIONS.items()}
+    said = f"n is at most {limits['n']}, N {limits['N']}, C {limits['C']}, d and r {limits['d']}"
+    assert said in " ".join(section("Payloads").split())
+    assert limits["d"] == limits["r"]

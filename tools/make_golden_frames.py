@@ -1,0 +1,207 @@
+"""Write the golden frames under tests/frames/: what wire version 1 looks like, byte by byte, from fixed keys.
+
+    python tools/make_golden_frames.py
+
+Only missing files are written. A file that exists is a promise: it must decode for ever, so it is never rewritten; a
+new wire version gets files of its own. Each file is JSON; bytes are hexadecimal.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from fedmq.codec import encode_body
+from fedmq.crypto import Identity, Session, seal_message
+from fedmq.handshake import Ephemeral, complete, confirm, initiate, respond
+from fedmq.layout import Layout
+from fedmq.messages import (
+    ClassPrototypes,
+    Delta,
+    DiscriminatorDelta,
+    Error,
+    Geometry,
+    Header,
+    Kind,
+    LabelCount,
+    Loss,
+    MeanAveragePrecision,
+    Memory,
+    Message,
+    Metrics,
+    ModalityPrototypes,
+    Model,
+    PartialDelta,
+    Payload,
+    Representations,
+    RouterStatistics,
+    Share,
+    TaskInfo,
+)
+
+FRAMES = Path(__file__).parent.parent / "tests" / "frames"
+RUN = "golden-1"
+SESSION = bytes(range(16))
+UP_KEY = bytes(range(32))
+DOWN_KEY = bytes(range(32, 64))
+LAYOUT = Layout.of([("visual.proj", (2, 3), "float32"), ("text.bias", (2,), "float32"), ("logit_scale", (), "float32")])
+
+
+def golden_messages() -> dict[str, Message]:
+    """Every message kind after the handshake, and every payload kind, by the name of its file."""
+    floats = np.arange(9, dtype=np.float32) / 8
+    counts = np.array([3, 0], np.int64)
+    rows = np.arange(6, dtype=np.float32).reshape(2, 3) - 2.5
+    payloads: dict[str, Payload] = {
+        "model": Model(LAYOUT.digest, floats),
+        "model_bytes": Model(LAYOUT.digest, np.arange(36, dtype=np.uint8)),
+        "delta": Delta(LAYOUT.digest, floats, 300),
+        "partial_delta": PartialDelta(LAYOUT.digest, ("logit_scale", "text.bias"), floats[:3].copy(), 70_000),
+        "modality_prototypes": ModalityPrototypes(floats[:5].copy(), -floats[:5], 1),
+        "class_prototypes": ClassPrototypes(rows, counts, "image"),
+        "memory": Memory(rows, counts),
+        "router_statistics": RouterStatistics(mask=3, n_samples=128),
+        "router_weight": RouterStatistics(weight=0.25),
+        "geometry": Geometry(floats[:4].copy()),
+        "loss": Loss(0.6931),
+        "map": MeanAveragePrecision(0.75),
+        "label_count": LabelCount(24),
+        "representations": Representations(rows.astype(np.float16), "text"),
+        "representations_float32": Representations(rows, "both"),
+        "discriminator_delta": DiscriminatorDelta(LAYOUT.digest, -floats, 1),
+        "share": Share(np.array([0, 1, 2**24 - 1], np.uint32), 7, 24),
+        "share_uint64": Share(np.array([2**64 - 1], np.uint64), 7, 64),
+        "metrics": Metrics({"mean_r1": 0.5, "i2t_r1": 0.25}, {"silo-00": {"mean_r1": 0.125}, "silo-01": {}}),
+    }
+    info = TaskInfo(round=2, rounds=200, settled=1, learning_rate=0.001)
+    everything = tuple(payloads.values())
+    messages = {f"reply-{name}": Message(up(Kind.REPLY, reply_to=5), (payload,)) for name, payload in payloads.items()}
+    return {
+        **messages,
+        "reply-everything": Message(up(Kind.REPLY, reply_to=5), everything),
+        "layout": Message(down(Kind.LAYOUT), layout=LAYOUT),
+        "task": Message(down(Kind.TASK), (payloads["model"], payloads["modality_prototypes"]), info),
+        "evaluate": Message(down(Kind.EVALUATE), (payloads["model"],)),
+        "heartbeat": Message(up(Kind.HEARTBEAT)),
+        "stop": Message(down(Kind.STOP)),
+        "error": Message(up(Kind.ERROR, reply_to=5), (Error("training_failed", "größer → ∞"),)),
+    }
+
+
+def up(kind: Kind, reply_to: int | None = None) -> Header:
+    return Header(
+        run=RUN,
+        kind=kind,
+        sender="silo-00",
+        receiver="coordinator",
+        sequence=9,
+        reply_to=reply_to,
+        base_version=4,
+        sent_at=12.5,
+    )
+
+
+def down(kind: Kind) -> Header:
+    return Header(
+        run=RUN, kind=kind, sender="coordinator", receiver="silo-00", sequence=5, base_version=4, sent_at=10.25
+    )
+
+
+def golden_session(name: str) -> Session:
+    """One end of the session with the fixed keys; ``name`` is ``silo-00`` or ``coordinator``."""
+    keys = (UP_KEY, DOWN_KEY) if name == "silo-00" else (DOWN_KEY, UP_KEY)
+    peer = "coordinator" if name == "silo-00" else "silo-00"
+    return Session(run=RUN, name=name, peer=peer, session=SESSION, send_key=keys[0], receive_key=keys[1])
+
+
+def golden_identity(name: str, seed: int) -> Identity:
+    return Identity(name, Ed25519PrivateKey.from_private_bytes(bytes([seed] * 32)))
+
+
+def golden_ephemeral(seed: int) -> Ephemeral:
+    return Ephemeral(
+        bytes([seed] * 32),
+        X25519PrivateKey.from_private_bytes(bytes([seed + 1] * 32)),
+        MLKEM768PrivateKey.from_seed_bytes(bytes([seed + 2] * 64)),
+    )
+
+
+def describe(message: Message) -> dict[str, Any]:
+    """A message in JSON's own types; floats keep every bit, arrays become dtype, shape and values."""
+    return {
+        "header": {name: plain(value) for name, value in vars(message.header).items()},
+        "payloads": [
+            {"kind": payload.KIND, **{name: plain(getattr(payload, name)) for name in payload.FIELDS}}
+            for payload in message.payloads
+        ],
+        "task": None if message.task is None else vars(message.task),
+        "layout": None if message.layout is None else message.layout.to_plain(),
+    }
+
+
+def plain(value: Any) -> Any:
+    match value:
+        case np.ndarray():
+            return {"dtype": value.dtype.name, "shape": list(value.shape), "values": value.reshape(-1).tolist()}
+        case bytes():
+            return value.hex()
+        case tuple():
+            return list(value)
+        case dict():
+            return {name: plain(inner) for name, inner in value.items()}
+        case _:
+            return value
+
+
+def sealed_entry(message: Message) -> dict[str, Any]:
+    session = golden_session(message.header.sender)
+    sealed = seal_message(session, message)
+    return {
+        "wire_version": sealed.header.wire_version,
+        "key": (UP_KEY if message.header.sender == "silo-00" else DOWN_KEY).hex(),
+        "clear": bytes(sealed.frames[0]).hex(),
+        "body": b"".join(encode_body(message)).hex(),
+        "sealed": bytes(sealed.frames[1]).hex(),
+        "tag": sealed.tag,
+        "message": describe(Message(sealed.header, message.payloads, message.task, message.layout)),
+    }
+
+
+def handshake_entry() -> dict[str, Any]:
+    """A whole handshake. The welcome cannot be made again (ML-KEM's encapsulation is random), the rest can."""
+    silo, coordinator = golden_identity("silo-00", 1), golden_identity("coordinator", 2)
+    keys = {identity.name: identity.key.public_key() for identity in (silo, coordinator)}
+    hello, initiated = initiate(silo, "coordinator", RUN, 1.0, golden_ephemeral(10))
+    welcome, responded = respond(coordinator, keys, RUN, hello, 2.0, ephemeral=golden_ephemeral(20))
+    ready, session = complete(initiated, keys, welcome, 3.0)
+    confirm(responded, ready)
+    first = seal_message(session, Message(up(Kind.HEARTBEAT)))
+    return {
+        "wire_version": 1,
+        "hello": [frame.hex() for frame in hello],
+        "welcome": [frame.hex() for frame in welcome],
+        "ready": [bytes(frame).hex() for frame in ready],
+        "session": session.session.hex(),
+        "heartbeat": [bytes(frame).hex() for frame in first.frames],
+    }
+
+
+def main() -> None:
+    FRAMES.mkdir(exist_ok=True)
+    entries = {f"v1-{name}": sealed_entry(message) for name, message in golden_messages().items()}
+    entries["v1-handshake"] = handshake_entry()
+    for name, entry in entries.items():
+        path = FRAMES / f"{name}.json"
+        if not path.exists():
+            path.write_text(json.dumps(entry, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+            print("wrote", path.name)
+
+
+if __name__ == "__main__":
+    main()

@@ -23,9 +23,13 @@ def check_reply(message: Message, uploads: frozenset[type[Payload]], context: Co
         raise RemoteWireError("unexpected", f"a reply with {found}, allowed: {wanted}")
     for payload in message.payloads:
         match payload:
-            case Delta(layout_digest=digest, buffer=buffer):
+            case Delta(layout_digest=digest, buffer=buffer, n_samples=samples):
+                if samples < 1:
+                    raise RemoteWireError("malformed", "a delta of no samples")
                 if digest != context.layout.digest or buffer.dtype != "float32" or buffer.size != context.layout.size:
-                    raise RemoteWireError("layout", f"a delta of {buffer.size} {buffer.dtype}, here {context.layout.size} float32")
+                    raise RemoteWireError(
+                        "layout", f"a delta of {buffer.size} {buffer.dtype}, here {context.layout.size} float32"
+                    )
             case ModalityPrototypes(image=image, text=text):
                 if image.size != context.dim or text.size != context.dim:
                     raise RemoteWireError("layout", f"prototypes of {image.size} and {text.size}, here {context.dim}")

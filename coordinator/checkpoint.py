@@ -128,7 +128,9 @@ def load(folder: Path) -> Checkpoint | None:
         }
         return Checkpoint(meta["rounds"], states, meta["now"], meta["due"], meta["tally"])
     except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise InputError(str(newest), f"a damaged checkpoint ({error})", "a whole one; delete it to go on from the one before") from None
+        raise InputError(
+            str(newest), f"a damaged checkpoint ({error})", "a whole one; delete it to go on from the one before"
+        ) from None
 
 
 def _read_state(path: Path, values: Mapping[str, Any]) -> State:

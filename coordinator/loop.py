@@ -1,7 +1,8 @@
 """The coordinator's loop: the only place where events come from outside and actions go out. All I/O, no rules.
 
-Replies are taken in the order of the timeline, not in the order in which bytes happen to arrive: under a virtual clock
-the loop pops the earliest due reply and waits for exactly those bytes, so the run does not depend on how fast anybody was.
+Replies are taken in the order of the timeline, not in the order in which bytes happen to arrive: under a virtual
+clock the loop pops the earliest due reply and waits for exactly those bytes, so that the run does not depend on how
+fast anybody was.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ from fedmq.messages import Error, Kind, Loss, Message, Metrics, Model, TaskInfo
 from fedmq.protocol import Context, FederatedProtocol, Reply, SiloFacts, State
 from fedmq.runfolder import RunFolder, append_line
 from fedmq.scenario import Scenario
+from fedmq.status import Status
 from fedmq.transport import Listener
 
 EVALUATOR = "evaluator"
@@ -87,39 +89,6 @@ class Setting:
             quorum=self.scenario.aggregation.quorum,
             deadline=self.scenario.aggregation.deadline,
         )
-
-
-@dataclass(frozen=True)
-class Status:
-    """Where a run stands, for displays.
-
-    Args:
-        phase: of the rounds machine.
-        round: merges so far.
-        rounds: in all.
-        training: silos whose reply is awaited.
-        arrived: replies of this round.
-        online: silos with a session.
-        lost: silos that had a session and lost it.
-        loss: mean training loss of the last merge.
-        metrics: of the last evaluation.
-        bytes: of payload tensors, both ways.
-        now: the run's time [s].
-        elapsed: real seconds since the loop began.
-    """
-
-    phase: str
-    round: int
-    rounds: int
-    training: int
-    arrived: int
-    online: int
-    lost: int
-    loss: float | None
-    metrics: Mapping[str, float]
-    bytes: int
-    now: float
-    elapsed: float
 
 
 @dataclass
@@ -188,8 +157,10 @@ class Loop:
             self._receive(_POLL_SECONDS)
             self._look_around()
             if not self.roster.online(EVALUATOR) and self.clock.stopwatch() - waiting > _EVALUATOR_PATIENCE:
-                raise RunError("the evaluator stayed away; the model is trained and checkpointed, --resume evaluates it")
-        self.tally.seconds["evaluation"] += self.clock.stopwatch() - waiting
+                raise RunError(
+                    "the evaluator stayed away; the model is trained and checkpointed, --resume evaluates it"
+                )
+        self.tally.spend("evaluation", self.clock.stopwatch() - waiting)
         for name in (*self._facts, EVALUATOR):
             self.roster.send(name, self.roster.header(name, Kind.STOP))
         self._report(force=True)
@@ -286,7 +257,7 @@ class Loop:
         self._seen.add(name)
         self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.setting.context.layout))
         if len(self._seen) == len(self._facts) and "startup" not in self.tally.seconds:
-            self.tally.seconds["startup"] += self.clock.stopwatch() - self._began
+            self.tally.spend("startup", self.clock.stopwatch() - self._began)
         self._handle(Joined(name))
 
     def _take(self, message: Message) -> None:
@@ -305,7 +276,7 @@ class Loop:
             error_payload = message.payloads[0]
             text = error_payload.text if isinstance(error_payload, Error) else ""
             self._errors.append(f"{header.sender}: {text}")
-            self.log.note("error reported", peer=header.sender, text=text[:300])
+            self.log.note("error reported", peer=header.sender, error=text[:300])
             if header.reply_to is not None and header.sender in self._facts:
                 self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, "error"))
             elif header.sender in (*self._facts, EVALUATOR):
@@ -361,7 +332,9 @@ class Loop:
         if silo.name not in self.due:
             self.due[silo.name] = math.inf
             if self.clock.virtual:
-                at = self.clock.now() + self.setting.cost.duration(silo.name, action.sequence, self.setting.samples[silo.index])
+                at = self.clock.now() + self.setting.cost.duration(
+                    silo.name, action.sequence, self.setting.samples[silo.index]
+                )
                 self.due[silo.name] = at
                 self._timeline.arrival(at, silo.index, silo.name, action.sequence)
         if not self.roster.online(silo.name):
@@ -415,7 +388,7 @@ class Loop:
                 **log,
             },
         )
-        self.tally.seconds["merge"] += self.clock.stopwatch() - began
+        self.tally.spend("merge", self.clock.stopwatch() - began)
         self._handle(Merged(version))
 
     def _reply(self, item: Arrived) -> Reply:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 import fedmq
 import protocols
 from coordinator import checkpoint as checkpoints
-from coordinator.loop import EVALUATOR, Loop, Setting, Status
+from coordinator.loop import EVALUATOR, Loop, Setting
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.tally import Tally
@@ -32,8 +32,12 @@ from fedmq.link import COORDINATOR
 from fedmq.metrics import fairness
 from fedmq.runfolder import RunFolder, read_lines, write_atomically, write_json
 from fedmq.scenario import Scenario
+from fedmq.status import Status
 from fedmq.transport import listen
 from fedmq.world import World, build_world, run_name
+
+#: Largest frame accepted of any method [bytes]; above it a frame may be four times the model.
+_LEAST_FRAME = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ class Outcome:
 
 
 def model_digest(layout: Layout, theta: torch.Tensor) -> str:
-    """SHA-256 (hex) over the layout's digest and the parameters' bytes: equal digests mean equal models, bit for bit."""
+    """SHA-256 (hex) over the layout's digest and the parameters' bytes: equal digests, equal models, to the bit."""
     return hashlib.sha256(bytes.fromhex(layout.digest) + theta.contiguous().numpy().tobytes()).hexdigest()
 
 
@@ -92,15 +96,19 @@ def run_coordinator(
         InputError: a key, the data or a checkpoint is not as it must be.
         RunError: the run cannot go on.
     """
+    # Merges are sums over one buffer; a second thread would only fight the silos for the cores.
+    torch.set_num_threads(1)
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted = load_identity(arguments.keys, COORDINATOR), load_accepted(arguments.keys)
     missing = [name for name in (*scenario.silo_names, EVALUATOR) if name not in accepted]
     if missing:
-        raise InputError(f"{arguments.keys}: accepted", f"no key of {missing[0]}", "a public key for the evaluator and every silo")
+        raise InputError(
+            f"{arguments.keys}: accepted", f"no key of {missing[0]}", "a public key for the evaluator and every silo"
+        )
     world = build_world(scenario)
     setting, theta = _setting(scenario, world, folder)
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
-    listener = listen(arguments.bind)
+    listener = listen(arguments.bind, max_frame=max(_LEAST_FRAME, 4 * setting.context.layout.nbytes))
     run = run_name(scenario)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     if not folder.scenario.exists():
@@ -115,7 +123,7 @@ def run_coordinator(
         phase = loop.run()
         loop.count_messages()
         log.note("ended", phase=phase.value)
-        loop.tally.seconds["total"] += clock.stopwatch() - began
+        loop.tally.spend("total", clock.stopwatch() - began)
         if phase is not Phase.DONE:
             return Outcome(phase, {})
         return Outcome(phase, _finish(loop, world, clock))
@@ -133,7 +141,9 @@ def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setti
     size = model.layout.nbytes
     cost = CostModel(scenario.cost, scenario.seed, scenario.training.local_epochs, size, size)
     samples = tuple(len(rows) for rows in world.train)
-    return Setting(scenario, protocol_class(options, context), context, samples, cost, folder), model.flat.detach().clone()
+    return Setting(
+        scenario, protocol_class(options, context), context, samples, cost, folder
+    ), model.flat.detach().clone()
 
 
 def _loop(
@@ -150,7 +160,9 @@ def _loop(
     try:
         plan = setting.plan
     except ValueError:
-        raise InputError("missing_modality", "no paired silo", f"at least one silo that {setting.scenario.protocol.name} may ask") from None
+        raise InputError(
+            "missing_modality", "no paired silo", f"at least one silo that {setting.scenario.protocol.name} may ask"
+        ) from None
     if saved is None:
         rounds, states, due, tally = Rounds(plan), {0: setting.protocol.initial(theta)}, {}, Tally()
     else:
@@ -158,7 +170,18 @@ def _loop(
         due, tally = dict(saved.due), Tally.from_plain(saved.tally)
     evaluated = _cut_metrics(setting.folder, rounds.version)
     return Loop(
-        setting, rounds, states, clock, listener, roster, log, tally, due, evaluated, report=status, stop_wanted=stop_wanted
+        setting,
+        rounds,
+        states,
+        clock,
+        listener,
+        roster,
+        log,
+        tally,
+        due,
+        evaluated,
+        report=status,
+        stop_wanted=stop_wanted,
     )
 
 
@@ -202,12 +225,16 @@ def _release(setting: Setting, theta: torch.Tensor, digest: str) -> None:
 
 def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, Any]:
     scenario, tally = loop.setting.scenario, loop.tally
-    evaluations = {line["version"]: line for line in read_lines(loop.setting.folder.metrics) if line["kind"] == "evaluation"}
+    evaluations = {
+        line["version"]: line for line in read_lines(loop.setting.folder.metrics) if line["kind"] == "evaluation"
+    }
     last = evaluations[max(evaluations)]
     recalls = [own["mean_r1"] for own in last["per_silo"].values()]
     spread = fairness(recalls)
     seconds = dict(tally.seconds)
-    seconds["training"] = max(0.0, seconds["total"] - sum(seconds.get(k, 0.0) for k in ("startup", "merge", "evaluation")))
+    seconds["training"] = max(
+        0.0, seconds["total"] - sum(seconds.get(k, 0.0) for k in ("startup", "merge", "evaluation"))
+    )
     return {
         "protocol": scenario.protocol.name,
         "scenario": scenario.name,
@@ -229,9 +256,15 @@ def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, A
         "bytes": {"up": dict(sorted(tally.up.items())), "down": dict(sorted(tally.down.items()))},
         "messages": {"sent": tally.sent, "received": tally.received, "refused": tally.refused.total()},
         "seconds": {
-            **{name: round(seconds.get(name, 0.0), 3) for name in ("total", "startup", "training", "merge", "evaluation")},
+            **{
+                name: round(seconds.get(name, 0.0), 3)
+                for name in ("total", "startup", "training", "merge", "evaluation")
+            },
             "virtual": round(clock.now(), 6) if clock.virtual else None,
         },
-        "processes": {"silos": len(world.silos), "peak_pss_mb": round(psutil.Process().memory_full_info().pss / 2**20, 1)},
+        "processes": {
+            "silos": len(world.silos),
+            "peak_pss_mb": round(psutil.Process().memory_full_info().pss / 2**20, 1),
+        },
         "versions_of": {"fedmq": fedmq.__version__, "torch": torch.__version__, "python": platform.python_version()},
     }

@@ -93,7 +93,7 @@ class Roster:
         except RemoteWireError as error:
             self.refuse(peer.name if peer else "unknown", error, size)
             if peer is not None and error.reason == Reason.GAP:
-                # Something was lost on the way: without its session the peer comes back and the task is handed out again.
+                # Something was lost on the way: without a session the peer comes back, and gets its task again.
                 self.drop(peer.name)
             return None
 

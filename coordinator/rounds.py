@@ -1,7 +1,7 @@
 """The rounds machine: which silo is asked when, and when replies are merged. No sockets, no clock, no tensors.
 
 ``rounds.handle(event)`` returns the next machine and the actions to carry out. It is a pure function of frozen
-values: an event that is illegal in the present phase raises :class:`IllegalEvent` and changes nothing.
+values: an event that is illegal in the present phase raises :class:`IllegalEventError` and changes nothing.
 ``TABLE`` is the truth about which events are legal in which phase; ``docs/rounds.md`` is generated from it.
 """
 
@@ -164,7 +164,7 @@ TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
 }
 
 
-class IllegalEvent(FedmqError):
+class IllegalEventError(FedmqError):
     """An event that the present phase does not allow; the machine is unchanged."""
 
 
@@ -252,17 +252,17 @@ class Rounds:
         """The next machine and what to do.
 
         Raises:
-            IllegalEvent: the present phase does not allow the event, or it names an unknown silo or version.
+            IllegalEventError: the present phase does not allow the event, or it names an unknown silo or version.
         """
         allowed = TABLE[self.phase].get(type(event))
         if allowed is None:
-            raise IllegalEvent(f"{type(event).__name__} is not allowed while {self.phase}")
+            raise IllegalEventError(f"{type(event).__name__} is not allowed while {self.phase}")
         silo = getattr(event, "silo", None)
         if silo is not None and silo not in self.plan.silos:
-            raise IllegalEvent(f"{type(event).__name__} names the unknown silo {silo}")
+            raise IllegalEventError(f"{type(event).__name__} names the unknown silo {silo}")
         result, actions = self._dispatch(event)
         if result.phase not in allowed:
-            raise IllegalEvent(f"{type(event).__name__} would lead from {self.phase} to {result.phase}")
+            raise IllegalEventError(f"{type(event).__name__} would lead from {self.phase} to {result.phase}")
         return result, actions
 
     def _dispatch(self, event: Event) -> tuple[Rounds, tuple[Action, ...]]:
@@ -356,14 +356,20 @@ class Rounds:
 
     def _merged(self, version: int) -> tuple[Rounds, tuple[Action, ...]]:
         if version != self.version + 1:
-            raise IllegalEvent(f"Merged({version}) while version is {self.version}")
+            raise IllegalEventError(f"Merged({version}) while version is {self.version}")
         return replace(self, version=version)._begin()
 
     # ------------------------------------------------------------------------------------------- checkpoints
     def after_merge(self) -> Rounds:
         """The machine as the checkpoint of the merge under way records it: merged, next round not yet begun."""
         return replace(
-            self, phase=Phase.GATHERING, version=self.version + 1, cohort=(), arrived={}, online=frozenset(), overdue=False
+            self,
+            phase=Phase.GATHERING,
+            version=self.version + 1,
+            cohort=(),
+            arrived={},
+            online=frozenset(),
+            overdue=False,
         )
 
     def to_plain(self) -> dict[str, Any]:

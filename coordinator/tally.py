@@ -34,7 +34,11 @@ class Tally:
     participations: Counter[str] = field(default_factory=Counter)
     discarded: Counter[str] = field(default_factory=Counter)
     failed: int = 0
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def spend(self, phase: str, seconds: float) -> None:
+        """Add real seconds to a phase."""
+        self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
     def traffic(self, way: Literal["up", "down"], payloads: Iterable[Payload]) -> None:
         """Count what a message carried."""
@@ -45,9 +49,12 @@ class Tally:
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON-serialisable data."""
-        return {name: dict(value) if isinstance(value, Counter) else value for name, value in vars(self).items()}
+        return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
 
     @classmethod
     def from_plain(cls, plain: Mapping[str, Any]) -> Tally:
         """The inverse of :meth:`to_plain`."""
-        return cls(**{name: Counter(value) if isinstance(value, dict) else value for name, value in plain.items()})
+        result = cls()
+        for name, value in plain.items():
+            setattr(result, name, Counter(value) if isinstance(getattr(result, name), Counter) else value)
+        return result

@@ -85,7 +85,13 @@ class MessageLog:
         return self._head
 
     def _append(self, record: dict[str, Any]) -> None:
-        record = {"n": self._count, "process": self.process, "wall": self._clock.utc(), **record, "previous": self._head}
+        record = {
+            "n": self._count,
+            "process": self.process,
+            "wall": self._clock.utc(),
+            **record,
+            "previous": self._head,
+        }
         record["hash"] = self._head = chain(self._head, record)
         self._count += 1
         self._file.write(_canonical(record) + b"\n")
@@ -135,7 +141,9 @@ class MessageLog:
     def __enter__(self) -> MessageLog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
 
@@ -212,7 +220,9 @@ def audit_run(folder: Path) -> Audit:
     """
     logs = sorted((folder / "messages").glob("*.jsonl"))
     if not logs:
-        raise InputError(str(folder), "no messages/*.jsonl", "a run folder that fedmq scenario or fedmq coordinator wrote")
+        raise InputError(
+            str(folder), "no messages/*.jsonl", "a run folder that fedmq scenario or fedmq coordinator wrote"
+        )
     result = Audit()
     sent: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]] = {}
     received: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]] = {}
@@ -221,7 +231,9 @@ def audit_run(folder: Path) -> Audit:
             _tally(place, record, result, sent, received)
     for key, (place, record) in received.items():
         if key not in sent:
-            result.findings.append(Finding(place, f"{record['kind']} from {record['sender']} received, but never logged as sent"))
+            result.findings.append(
+                Finding(place, f"{record['kind']} from {record['sender']} received, but never logged as sent")
+            )
             continue
         other_place, other = sent[key]
         different = [name for name in _COMPARED if record.get(name) != other.get(name)]
@@ -240,7 +252,9 @@ def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, dict[str, A
             continue
         unhashed = {key: value for key, value in record.items() if key != "hash"}
         if record.get("previous") != head or record.get("n") != count:
-            result.findings.append(Finding(place, "does not follow the record before it: lines were removed, inserted or moved"))
+            result.findings.append(
+                Finding(place, "does not follow the record before it: lines were removed, inserted or moved")
+            )
         elif chain(head, unhashed) != record.get("hash"):
             result.findings.append(Finding(place, "was changed after it was written"))
         head, count = str(record.get("hash")), int(record.get("n", count)) + 1

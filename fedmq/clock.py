@@ -54,6 +54,7 @@ class VirtualClock(_RealTime):
         self._now = start
 
     def now(self) -> float:
+        """The run's time [s]."""
         return self._now
 
     def advance_to(self, at: float) -> None:
@@ -76,6 +77,7 @@ class WallClock(_RealTime):
         self._origin = time.monotonic() - start
 
     def now(self) -> float:
+        """The run's time [s]."""
         return time.monotonic() - self._origin
 
     def advance_to(self, at: float) -> None:

@@ -32,6 +32,8 @@ class CostModel:
 
     def duration(self, silo: str, sequence: int, samples: int) -> float:
         """Seconds of virtual time from handing a task out to its reply's arrival."""
-        jitter = float(seeds.numpy_generator(self.seed, "jitter", silo, sequence).lognormal(0.0, self.cost.jitter_sigma))
+        jitter = float(
+            seeds.numpy_generator(self.seed, "jitter", silo, sequence).lognormal(0.0, self.cost.jitter_sigma)
+        )
         compute = self.cost.seconds_per_sample * samples * self.epochs * self.speed(silo) * jitter
         return compute + 2 * self.cost.latency + (self.down_bytes + self.up_bytes) / self.cost.bandwidth

@@ -1,11 +1,11 @@
 """The exception tree.
 
-    FedmqError
-    ├── InputError          a file, option or value the user gave is not allowed      (exit code 2)
-    ├── RunError            the run itself could not go on                            (exit code 1)
-    └── WireError
-        ├── LocalWireError  our own side broke the wire's rules: a bug, raised at once
-        └── RemoteWireError the peer broke them: its message is dropped, the run goes on
+FedmqError
+├── InputError          a file, option or value the user gave is not allowed      (exit code 2)
+├── RunError            the run itself could not go on                            (exit code 1)
+└── WireError
+    ├── LocalWireError  our own side broke the wire's rules: a bug, raised at once
+    └── RemoteWireError the peer broke them: its message is dropped, the run goes on
 """
 
 from __future__ import annotations

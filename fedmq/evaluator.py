@@ -74,8 +74,9 @@ def embed(model: TwoTower, share: Share) -> Embedded:
     owner = torch.repeat_interleave(torch.arange(len(share)), share.captions)
     number = torch.cat([torch.arange(int(count)) for count in share.captions])
     with torch.no_grad():
-        image = torch.cat([model.image(part) for part in share.image.split(_BATCH)])
-        text = torch.cat([model.caption(share.text[o, c]) for o, c in zip(owner.split(_BATCH), number.split(_BATCH), strict=True)])
+        image = torch.cat([model.image(part) for part in torch.split(share.image, _BATCH)])
+        pairs = zip(torch.split(owner, _BATCH), torch.split(number, _BATCH), strict=True)
+        text = torch.cat([model.caption(share.text[item, caption]) for item, caption in pairs])
     return Embedded(image.cpu().numpy(), text.cpu().numpy(), owner.numpy())
 
 
@@ -139,7 +140,7 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
             header = message.header
             try:
                 result: Metrics | Error = evaluator.evaluate(np.asarray(take(message.payloads, Model).buffer))
-            except Exception as error:  # noqa: BLE001 - the coordinator must hear of it rather than wait
+            except Exception as error:
                 result = Error("evaluation_failed", f"{type(error).__name__}: {error}"[:1000])
             kind = Kind.ERROR if isinstance(result, Error) else Kind.REPLY
             link.send(

@@ -124,7 +124,7 @@ class Link:
                     self._turn(connection, poller)
             finally:
                 connection.close()
-        except BaseException as error:  # noqa: BLE001 - handed to the training thread, which raises it
+        except BaseException as error:
             self._inbox.put(error)
 
     def _turn(self, connection: Connection, poller: zmq.Poller) -> None:

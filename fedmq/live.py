@@ -11,10 +11,10 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from coordinator.loop import Status
 from fedmq.audit import Audit
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
+from fedmq.status import Status
 
 _PLAIN_SECONDS = 10.0
 
@@ -37,7 +37,11 @@ def _left(status: Status, first: tuple[int, float] | None) -> str:
 
 def _line(status: Status, left: str) -> str:
     loss = "-" if status.loss is None else f"{status.loss:.3f}"
-    recall = ", ".join(f"{name.removeprefix('mean_').upper()} {status.metrics[name]:.3f}" for name in ("mean_r1", "mean_r10") if name in status.metrics)
+    recall = ", ".join(
+        f"{name.removeprefix('mean_').upper()} {status.metrics[name]:.3f}"
+        for name in ("mean_r1", "mean_r10")
+        if name in status.metrics
+    )
     return (
         f"round {status.round}/{status.rounds}  silos: {status.training} training, "
         f"{status.online - status.training if status.online > status.training else 0} waiting, {status.lost} lost  "
@@ -47,12 +51,18 @@ def _line(status: Status, left: str) -> str:
 
 def _table(status: Status, left: str, title: str) -> Table:
     table = Table.grid(padding=(0, 2))
-    table.add_row(f"[bold]{title}[/bold]", ProgressBar(total=status.rounds, completed=status.round, width=40), f"left {left}")
+    table.add_row(
+        f"[bold]{title}[/bold]", ProgressBar(total=status.rounds, completed=status.round, width=40), f"left {left}"
+    )
     loss = "-" if status.loss is None else f"{status.loss:.4f}"
     waiting = max(0, status.online - status.training)
     table.add_row("round", f"{status.round} of {status.rounds}", f"{status.phase}, {status.elapsed:.0f} s")
     table.add_row("silos", f"{status.training} training, {waiting} waiting, {status.lost} lost", f"loss {loss}")
-    recall = "  ".join(f"{name.removeprefix('mean_').upper()} {value:.3f}" for name, value in status.metrics.items() if name.startswith("mean_"))
+    recall = "  ".join(
+        f"{name.removeprefix('mean_').upper()} {value:.3f}"
+        for name, value in status.metrics.items()
+        if name.startswith("mean_")
+    )
     table.add_row("recall", recall or "not measured yet", _bytes(status.bytes))
     return table
 
@@ -80,7 +90,9 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
                 first.append((status.round, status.elapsed))
             if status.elapsed - told[0] >= _PLAIN_SECONDS or status.round == status.rounds:
                 told[0] = status.elapsed
-                console.print(_line(status, _left(status, first[0] if first else None)), highlight=False, soft_wrap=True)
+                console.print(
+                    _line(status, _left(status, first[0] if first else None)), highlight=False, soft_wrap=True
+                )
 
         yield plain
         return
@@ -97,13 +109,16 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
 def print_summary(summary: Mapping[str, Any], folder: RunFolder, console: Console) -> None:
     """What a run came to, and where to look further."""
     metrics = summary["metrics"]
-    table = Table("", "R@1", "R@5", "R@10", title=f"{summary['scenario']}: {summary['protocol']}, seed {summary['seed']}")
+    table = Table(
+        "", "R@1", "R@5", "R@10", title=f"{summary['scenario']}: {summary['protocol']}, seed {summary['seed']}"
+    )
     for name, way in (("image to text", "i2t"), ("text to image", "t2i"), ("mean", "mean")):
         table.add_row(name, *(f"{metrics[f'{way}_r{k}']:.4f}" for k in (1, 5, 10)))
     console.print(table)
     fairness, seconds, traffic = summary["fairness"], summary["seconds"], summary["bytes"]
     console.print(
-        f"over silos: R@1 std {fairness['std_r1']:.4f}, worst {fairness['worst_r1']:.4f}, gap {fairness['gap_r1']:.4f}\n"
+        f"over silos: R@1 std {fairness['std_r1']:.4f}, worst {fairness['worst_r1']:.4f}, "
+        f"gap {fairness['gap_r1']:.4f}\n"
         f"traffic: {_bytes(sum(traffic['up'].values()))} up, {_bytes(sum(traffic['down'].values()))} down, "
         f"{summary['messages']['refused']} messages refused\n"
         f"time: {seconds['total']:.1f} s ({seconds['startup']:.1f} s until all silos were ready), "
@@ -124,8 +139,15 @@ def print_audit(audit: Audit, console: Console) -> None:
         table.add_row(process, f"{audit.records[process]:,}", f"{audit.frames[process]:,}", left or "-", refused or "-")
     console.print(table)
     if audit.undelivered:
-        console.print(f"{audit.undelivered} messages were sent and never received: under way when a process ended", highlight=False)
+        console.print(
+            f"{audit.undelivered} messages were sent and never received: under way when a process ended",
+            highlight=False,
+        )
     for finding in audit.findings:
         console.print(f"[red]{finding.place}[/red]: {finding.what}", highlight=False)
-    verdict = "the logs agree with themselves and with each other" if not audit.findings else f"{len(audit.findings)} differences"
+    verdict = (
+        "the logs agree with themselves and with each other"
+        if not audit.findings
+        else f"{len(audit.findings)} differences"
+    )
     console.print(verdict, style="green" if not audit.findings else "red", highlight=False)

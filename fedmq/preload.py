@@ -3,8 +3,10 @@
 Nothing here may start a thread, run a torch operation or touch CUDA: a fork would copy a broken state.
 """
 
+import atexit
 import gc
 import importlib
+import os
 
 _MODULES = (
     "cryptography.hazmat.primitives.asymmetric.mlkem",
@@ -26,3 +28,12 @@ for _name in importlib.import_module("protocols").names():
 # What lives now lives for good: the collector must not write to these pages in every child.
 gc.collect()
 gc.freeze()
+
+
+def _leave(forkserver: int = os.getpid()) -> None:
+    """End the forkserver itself without tearing modules down: triton's bindings complain loudly when they are."""
+    if os.getpid() == forkserver:
+        os._exit(0)
+
+
+atexit.register(_leave)

@@ -14,7 +14,8 @@ from fedmq.runfolder import RunFolder, read_lines, write_atomically
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem;color:#1c2733}
 h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}table{border-collapse:collapse;margin:.5rem 0}
-td,th{padding:.2rem .8rem;border-bottom:1px solid #dde3ea;text-align:right}td:first-child,th:first-child{text-align:left}
+td,th{padding:.2rem .8rem;border-bottom:1px solid #dde3ea;text-align:right}
+td:first-child,th:first-child{text-align:left}
 code{background:#f2f5f8;padding:.1rem .3rem;border-radius:3px;word-break:break-all}
 """
 
@@ -30,7 +31,9 @@ def _figure(traces: list[Any], title: str, x: str, y: str, *, first: bool) -> st
     import plotly.graph_objects as go  # noqa: PLC0415 - half a second that only a report needs
 
     figure = go.Figure(traces)
-    figure.update_layout(title=title, xaxis_title=x, yaxis_title=y, template="plotly_white", height=380, margin={"t": 50})
+    figure.update_layout(
+        title=title, xaxis_title=x, yaxis_title=y, template="plotly_white", height=380, margin={"t": 50}
+    )
     return str(figure.to_html(full_html=False, include_plotlyjs=first))
 
 
@@ -40,7 +43,8 @@ def _curves(evaluations: list[dict[str, Any]], merges: list[dict[str, Any]]) -> 
     versions = [line["version"] for line in evaluations]
     names = [name for name in ("mean_r1", "mean_r5", "mean_r10", "map") if name in evaluations[-1]["metrics"]]
     recalls = [
-        go.Scatter(x=versions, y=[line["metrics"][name] for line in evaluations], name=name, mode="lines+markers") for name in names
+        go.Scatter(x=versions, y=[line["metrics"][name] for line in evaluations], name=name, mode="lines+markers")
+        for name in names
     ]
     parts = [_figure(recalls, "Retrieval on the held-out split", "merges", "fraction", first=True)]
     losses = [(line["version"], line["loss"]) for line in merges if line.get("loss") is not None]
@@ -59,9 +63,14 @@ def _silos(summary: dict[str, Any]) -> str:
         x=list(silos),
         y=[own["mean_r1"] for own in silos.values()],
         marker_color=[colours[len(own["modalities"])] for own in silos.values()],
-        hovertext=[f"{' + '.join(own['modalities'])}, {own['samples']} samples, {own['participations']} replies" for own in silos.values()],
+        hovertext=[
+            f"{' + '.join(own['modalities'])}, {own['samples']} samples, {own['participations']} replies"
+            for own in silos.values()
+        ],
     )
-    return _figure([trace], "Mean R@1 within each silo's held-out share (orange: one modality)", "", "fraction", first=False)
+    return _figure(
+        [trace], "Mean R@1 within each silo's held-out share (orange: one modality)", "", "fraction", first=False
+    )
 
 
 def write(folder: RunFolder) -> None:
@@ -77,17 +86,25 @@ def write(folder: RunFolder) -> None:
     evaluations = [line for line in lines if line["kind"] == "evaluation"]
     merges = [line for line in lines if line["kind"] == "merge"]
     first = evaluations[0]["metrics"]
-    rows = [(name, f"{first.get(name, float('nan')):.4f}", f"{value:.4f}") for name, value in summary["metrics"].items()]
+    rows = [
+        (name, f"{first.get(name, float('nan')):.4f}", f"{value:.4f}") for name, value in summary["metrics"].items()
+    ]
     kinds = sorted({*summary["bytes"]["up"], *summary["bytes"]["down"]})
-    traffic = [(kind, f"{summary['bytes']['up'].get(kind, 0):,}", f"{summary['bytes']['down'].get(kind, 0):,}") for kind in kinds]
+    traffic = [
+        (kind, f"{summary['bytes']['up'].get(kind, 0):,}", f"{summary['bytes']['down'].get(kind, 0):,}")
+        for kind in kinds
+    ]
     body = [
         f"<h1>{html.escape(summary['scenario'])}: {html.escape(summary['protocol'])}, seed {summary['seed']}</h1>",
-        f"<p>{summary['versions']} merges, {len(summary['per_silo'])} silos, model digest <code>{summary['model_digest']}</code></p>",
+        f"<p>{summary['versions']} merges, {len(summary['per_silo'])} silos, "
+        f"model digest <code>{summary['model_digest']}</code></p>",
         _curves(evaluations, merges),
         "<h2>Retrieval</h2>",
         _table(("metric", "before training", "after"), rows),
         _silos(summary),
-        _table(("fairness over silos", "value"), [(name, f"{value:.4f}") for name, value in summary["fairness"].items()]),
+        _table(
+            ("fairness over silos", "value"), [(name, f"{value:.4f}") for name, value in summary["fairness"].items()]
+        ),
         "<h2>Traffic [bytes of payload tensors]</h2>",
         _table(("payload", "from the silos", "to the silos"), traffic),
         "<h2>Seconds</h2>",
@@ -96,7 +113,8 @@ def write(folder: RunFolder) -> None:
         f"<pre>{html.escape(folder.scenario.read_text(encoding='utf-8'))}</pre>",
     ]
     title = html.escape(f"{summary['scenario']} - fedmq")
-    page = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>{''.join(body)}</html>"
+    head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
+    page = head + "".join(body) + "</html>"
     write_atomically(folder.report, lambda path: _write(path, page))
 
 

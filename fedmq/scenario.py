@@ -149,7 +149,9 @@ class Evaluation(Part):
 class Cost(Part):
     """What a task costs in virtual time."""
 
-    seconds_per_sample: NonNegative = Field(0.01, description="compute of one sample in one epoch on an average silo [s]")
+    seconds_per_sample: NonNegative = Field(
+        0.01, description="compute of one sample in one epoch on an average silo [s]"
+    )
     speed_sigma: NonNegative = Field(0.5, description="log-normal spread of silo speeds")
     jitter_sigma: NonNegative = Field(0.1, description="log-normal spread from task to task")
     latency: NonNegative = Field(0.05, description="one way [s]")
@@ -160,7 +162,9 @@ class Privacy(Part):
     """Transforms of a silo's update before it is sealed."""
 
     clip_norm: Positive | None = Field(None, description="the update is scaled down to at most this L2 norm")
-    noise_multiplier: NonNegative = Field(0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm")
+    noise_multiplier: NonNegative = Field(
+        0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm"
+    )
 
     @model_validator(mode="after")
     def _noise_needs_clip(self) -> Privacy:
@@ -201,9 +205,17 @@ class Scenario(Part):
         names = set(self.silo_names)
         unknown = sorted(set(self.missing_modality.silos) - names)
         if unknown:
-            raise ValueError(f"missing_modality.silos names {unknown[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}")
-        if self.training.warmup_rounds >= self.rounds > 1 and self.training.schedule == "cosine" and self.training.warmup_rounds > 0:
-            raise ValueError(f"training.warmup_rounds ({self.training.warmup_rounds}) must be below rounds ({self.rounds})")
+            raise ValueError(
+                f"missing_modality.silos names {unknown[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}"
+            )
+        if (
+            self.training.warmup_rounds >= self.rounds > 1
+            and self.training.schedule == "cosine"
+            and self.training.warmup_rounds > 0
+        ):
+            raise ValueError(
+                f"training.warmup_rounds ({self.training.warmup_rounds}) must be below rounds ({self.rounds})"
+            )
         return self
 
     @property
@@ -229,7 +241,7 @@ class _Lines(yaml.SafeLoader):
 def _mapping(loader: _Lines, node: yaml.MappingNode) -> dict[Any, Any]:
     seen: set[Any] = set()
     for key_node, _ in node.value:
-        key = loader.construct_object(key_node)  # type: ignore[no-untyped-call]
+        key = loader.construct_object(key_node)
         if key in seen:
             raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is there twice", key_node.start_mark)
         seen.add(key)

@@ -25,7 +25,6 @@ from typing import Any
 
 import psutil
 
-from coordinator.loop import Status
 from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
 from coordinator.rounds import Phase
 from fedmq.crypto import init_keys
@@ -35,6 +34,8 @@ from fedmq.evaluator import EvaluatorArguments, run_evaluator
 from fedmq.link import COORDINATOR
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
+from fedmq.status import Status
+from fedmq.world import build_world
 from silos.program import SiloArguments, run_silo
 
 #: Times one process may die and be started again before the run is given up.
@@ -47,10 +48,12 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 
 def warm_up(scenario: Scenario) -> None:
     """Start the forkserver; it imports in the background while this process goes on."""
-    _CONTEXT.set_forkserver_preload(["fedmq.preload", *(["open_clip"] if scenario.backbone.name not in ("lite", "features") else [])])
+    _CONTEXT.set_forkserver_preload(
+        ["fedmq.preload", *(["open_clip"] if scenario.backbone.name not in ("lite", "features") else [])]
+    )
     # One thread per process: the silos share the cores, and a library that starts threads while it is imported would
     # leave every fork with a broken pool.
-    threads = {name: "1" for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")}
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
     before = {name: os.environ.get(name) for name in threads}
     os.environ.update(threads)
     try:
@@ -81,7 +84,7 @@ def _coordinator_process(arguments: CoordinatorArguments, line: Connection) -> N
     try:
         outcome = run_coordinator(
             arguments,
-            listening=lambda uri: line.send(uri),
+            listening=line.send,
             status=line.send,
             stop_wanted=lambda: line.poll(0),
         )
@@ -109,7 +112,55 @@ def _evaluator_process(arguments: EvaluatorArguments) -> None:
         sys.exit(_say(error))
 
 
+def _world_process(scenario: Scenario, line: Connection) -> None:
+    _settle_in()
+    try:
+        build_world(scenario, lambda what, done, total: line.send((what, done, total)))
+    except InputError as error:
+        line.send(("input", error.place, str(error.found), error.allowed))
+    except FedmqError as error:
+        line.send((str(error),))
+    else:
+        line.send(None)
+
+
 # ------------------------------------------------------------------------------------------------- in the parent
+def prepare_world(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> None:
+    """Make the run's world in the cache, in a process of its own: extracting features loads what nobody else needs.
+
+    Args:
+        scenario: as resolved.
+        progress: told (what, done, total) during anything long.
+
+    Raises:
+        InputError: the data cannot be read, or cannot be shared out as asked.
+        RunError: the process died.
+    """
+    line, theirs = _CONTEXT.Pipe()
+    process = _CONTEXT.Process(target=_world_process, args=(scenario, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        while True:
+            match line.recv():
+                case (str(what), int(done), int(total)):
+                    if progress is not None:
+                        progress(what, done, total)
+                case ("input", str(place), str(found), str(allowed)):
+                    raise InputError(place, found, allowed)
+                case (str(text),):
+                    raise RunError(text)
+                case _:
+                    return
+    except EOFError:
+        raise RunError("preparing the data failed, see above") from None
+    finally:
+        if process.is_alive():
+            process.join(1.0)
+            process.kill()
+        process.join()
+
+
 @dataclass
 class _Supervisor:
     """The processes of one run.
@@ -142,7 +193,9 @@ class _Supervisor:
     def start_peer(self, name: str) -> None:
         """Start, or start again, a silo or the evaluator."""
         if name == EVALUATOR:
-            self._start(name, _evaluator_process, EvaluatorArguments(self.scenario, self.uri, self.keys, self.folder.root))
+            self._start(
+                name, _evaluator_process, EvaluatorArguments(self.scenario, self.uri, self.keys, self.folder.root)
+            )
         else:
             self._start(name, _silo_process, SiloArguments(self.scenario, name, self.uri, self.keys, self.folder.root))
 
@@ -161,7 +214,7 @@ class _Supervisor:
         for name, process in list(self.processes.items()):
             if name == COORDINATOR or process.exitcode is None or process.exitcode == 0:
                 continue
-            if process.exitcode == 2:  # noqa: PLR2004 - the exit code of bad input
+            if process.exitcode == 2:
                 raise RunError(f"{name} refused its input, see the line above")
             self.deaths[name] = self.deaths.get(name, 0) + 1
             if self.deaths[name] > _LIVES:
@@ -310,7 +363,9 @@ def _next(line: Connection, supervisor: _Supervisor) -> Any:
     if ready:
         supervisor.processes[COORDINATOR].join(1.0)
         code = supervisor.processes[COORDINATOR].exitcode
-        raise RunError(f"the coordinator died with exit code {code}; fedmq scenario --resume {supervisor.folder.root} goes on")
+        raise RunError(
+            f"the coordinator died with exit code {code}; fedmq scenario --resume {supervisor.folder.root} goes on"
+        )
     return None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -59,7 +60,9 @@ class World:
         """Facts of one silo."""
         return self._by_name[name]
 
-    def build_model(self, scenario: Scenario, device: str, modalities: tuple[str, ...]) -> TwoTower:
+    def build_model(
+        self, scenario: Scenario, device: str, modalities: tuple[Literal["image", "text"], ...]
+    ) -> TwoTower:
         """The two towers with their initial parameters; frozen encoders only for the modalities asked for."""
         return build(scenario.backbone, self.prepared.inputs, scenario.seed, device=device, modalities=modalities)
 
@@ -70,7 +73,7 @@ class World:
 
 def run_name(scenario: Scenario) -> str:
     """The run's name on the wire: equal only for equal scenarios, wherever they run and wherever their files lie."""
-    here = {"device": True, "launcher": True, "data": {"path"}, "silos": {"slots"}}
+    here: dict[str, Any] = {"device": True, "launcher": True, "data": {"path"}, "silos": {"slots"}}
     facts = scenario.model_dump(mode="json", exclude=here)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return f"{scenario.name}-{digest[:12]}"
@@ -173,11 +176,15 @@ def _groups(scenario: Scenario, prepared: Prepared, train: I64, evaluated: I64) 
                 raise InputError("partition.clusters", clusters, f"at most {len(train)}, the training samples")
             features = text_features(prepared)
             centres = partition.cluster_centres(features[train], clusters, scenario.seed)
-            return partition.nearest_centre(features[train], centres), partition.nearest_centre(features[evaluated], centres)
+            return partition.nearest_centre(features[train], centres), partition.nearest_centre(
+                features[evaluated], centres
+            )
         case _:
             labels = prepared.labels
             if labels is None:
-                raise InputError("partition.kind", scenario.partition.kind, "iid or dir_clusters: the data set has no labels")
+                raise InputError(
+                    "partition.kind", scenario.partition.kind, "iid or dir_clusters: the data set has no labels"
+                )
             return (
                 partition.label_groups(labels[train], labels[train]),
                 partition.label_groups(labels[evaluated], labels[train]),

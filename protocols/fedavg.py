@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedmq.messages import Delta, ModalityPrototypes, Model, Payload
+from fedmq.messages import Delta, Loss, ModalityPrototypes, Model, Payload
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from protocols import _local, _merge, _prototypes
 from protocols._losses import anchor, info_nce
@@ -78,8 +78,8 @@ class FedAvg:
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The update, and prototypes if anybody is anchored to them."""
-        return frozenset({Delta, ModalityPrototypes} if self.anchored else {Delta})
+        """The update, the loss, and prototypes if anybody is anchored to them."""
+        return frozenset({Delta, Loss, ModalityPrototypes} if self.anchored else {Delta, Loss})
 
     def initial(self, theta: Tensor) -> State:
         """The model, and no prototype yet."""
@@ -95,7 +95,8 @@ class FedAvg:
         base = _local.load_model(local, take(task.payloads, Model).buffer)
         shared = _prototypes.read_download(take(task.payloads, ModalityPrototypes)) if self.anchored else (None, None)
         outcome = _local.train_epochs(local, self.context, task, base, self._loss(local, shared))
-        up: tuple[Payload, ...] = (_local.delta_payload(self.context, outcome, len(local.share)),)
+        update = _local.delta_payload(self.context, outcome, len(local.share))
+        up: tuple[Payload, ...] = (update, Loss(outcome.loss))
         if self.anchored:
             up = (*up, _prototypes.upload(_local.own_prototypes(local, self.context, task), shared))
         return Trained(up, {}, outcome.loss)

@@ -44,7 +44,7 @@ class PairedOnly:
         return silo.paired
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The update."""
+        """The update and the loss."""
         return self.fedavg.uploads(silo)
 
     def initial(self, theta: Tensor) -> State:

@@ -7,6 +7,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -60,7 +61,9 @@ class Silo:
     def __init__(self, arguments: SiloArguments, world: World) -> None:
         scenario = arguments.scenario
         facts = world.facts(arguments.name)
-        held = tuple(name for name, owned in (("image", facts.image), ("text", facts.text)) if owned)
+        held: tuple[Literal["image", "text"], ...] = (
+            ("image", "text") if facts.paired else ("image",) if facts.image else ("text",)
+        )
         model = world.build_model(scenario, device_of(arguments.device or scenario.device), held)
         protocol_class = protocols.load(scenario.protocol.name)
         self.context = world.context(scenario, model)
@@ -153,7 +156,9 @@ def _agree(message: Message, silo: Silo) -> None:
         found = "none" if layout is None else f"{len(layout.entries)} tensors, {layout.size} parameters"
         here = silo.context.layout
         raise InputError(
-            "the coordinator's model layout", found, f"{len(here.entries)} tensors, {here.size} parameters as in this scenario"
+            "the coordinator's model layout",
+            found,
+            f"{len(here.entries)} tensors, {here.size} parameters as in this scenario",
         )
 
 
@@ -162,7 +167,7 @@ def _reply(link: Link, silo: Silo, slots: Slots, message: Message, progress: Cal
     try:
         with slots.one():
             payloads = silo.answer(message)
-    except Exception as error:  # noqa: BLE001 - whatever went wrong, the coordinator must not wait for this task
+    except Exception as error:
         traceback.print_exc(file=sys.stderr)
         text = f"task {header.sequence}: {type(error).__name__}: {error}"[:1000]
         link.send(
@@ -173,5 +178,6 @@ def _reply(link: Link, silo: Silo, slots: Slots, message: Message, progress: Cal
             base_version=header.base_version,
         )
         return
-    link.send(Kind.REPLY, payloads, sequence=header.sequence, reply_to=header.sequence, base_version=header.base_version)
+    number, base = header.sequence, header.base_version
+    link.send(Kind.REPLY, payloads, sequence=number, reply_to=number, base_version=base)
     progress(f"{silo.facts.name}: task {header.sequence} of round {message.task.round if message.task else '?'} done")

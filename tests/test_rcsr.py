@@ -257,7 +257,7 @@ def test_every_filler_runs_and_the_learned_one_is_learned(filler: str, mask: str
         {"fair_update": "paper", "fair_center": False, "masked_pc": False, "masked_ema": False, "proto_unit": False},
         {"branch_renorm": False},
     ],
-    ids=lambda changes: "+".join(changes),
+    ids="+".join,
 )
 def test_every_ablation_runs_and_changes_the_result(changes: dict[str, Any]) -> None:
     full, other = world("rcsr", {"warmup": 1}), world("rcsr", {"warmup": 1, **changes})

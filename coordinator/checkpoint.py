@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from fedmq.errors import InputError, RunError
 from fedmq.protocol import State
+from fedmq.runfolder import load_aligned
 
 KEPT = 2
 _THETA = "theta"
@@ -134,6 +135,6 @@ def load(folder: Path) -> Checkpoint | None:
 
 
 def _read_state(path: Path, values: Mapping[str, Any]) -> State:
-    tensors = load_file(path)
+    tensors = load_aligned(path)
     theta: torch.Tensor = tensors.pop(_THETA)
     return State(theta, {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}, values)

@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors.torch import load_file
+
 from fedmq.errors import InputError
 
 
@@ -91,6 +94,15 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool
         temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def load_aligned(path: Path) -> dict[str, torch.Tensor]:
+    """Load a safetensors file into memory of torch's own allocator.
+
+    Tensors that safetensors maps from the file start wherever they lie in it, and the order in which a matrix product
+    sums depends on that: a resumed run would differ from an uninterrupted one in the last bit.
+    """
+    return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -79,8 +79,14 @@ def update_of(reply: Reply, layout: Layout) -> Update:
 
 
 def as_tensor(array: npt.NDArray[Any]) -> Tensor:
-    """A tensor for reading only; arrays from the wire are read-only, which torch would otherwise warn about."""
-    return torch.from_numpy(array if array.flags.writeable else array.copy())
+    """A copy in memory of torch's own allocator.
+
+    Arrays from the wire are read-only views that start wherever their message put them, and the order in which a matrix
+    product sums depends on where its operands start: the same numbers must always lie alike.
+    """
+    copy = torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype)
+    copy.numpy()[...] = array
+    return copy
 
 
 def sample_weights(samples: Sequence[int]) -> Tensor:

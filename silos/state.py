@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
-from fedmq.runfolder import write_atomically
+from fedmq.runfolder import load_aligned, write_atomically
 
 
 class StateStore:
@@ -40,7 +40,7 @@ class StateStore:
             return {}
         newest = older[-1]
         if newest not in self._memory:
-            self._memory = {newest: load_file(self._path(newest))}
+            self._memory = {newest: load_aligned(self._path(newest))}
         return self._memory[newest]
 
     def keep(self, sequence: int, state: Mapping[str, torch.Tensor], settled: int) -> None:

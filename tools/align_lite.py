@@ -98,16 +98,16 @@ class Recipe:
         average: decay of the weights' moving average, which is what is kept.
     """
 
-    members: int = 1
+    members: int = 2
     components: int = 1024
-    whiten: float = 0.5
-    rank: int = 256
-    hidden: int = 512
+    whiten: float = 0.0
+    rank: int = 160
+    hidden: int = 384
     epochs: int = 12
-    batch: int = 1024
+    batch: int = 512
     learning_rate: float = 2e-3
     decay: float = 0.05
-    drop: float = 0.2
+    drop: float = 0.3
     drop_hidden: float = 0.2
     mix: float = 0.5
     among_images: float = 0.3

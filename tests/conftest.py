@@ -1,0 +1,65 @@
+"""What several tests share: a cache of their own, and a tiny data set of aligned features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Nobody's real cache is read or written; features made once serve all tests of the session."""
+    folder = tmp_path_factory.getbasetemp().parent / "fedmq-test-cache"
+    patch = pytest.MonkeyPatch()
+    patch.setenv("FEDMQ_CACHE", str(folder))
+    yield folder
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def features(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """150 items with two captions each, 24-d, images and texts already close to each other."""
+    generator = np.random.default_rng(5)
+    latent = generator.normal(size=(150, 24))
+    image = latent + 0.7 * generator.normal(size=latent.shape)
+    text = latent[:, None] + 0.7 * generator.normal(size=(150, 2, 24))
+    path = tmp_path_factory.mktemp("features") / "tiny.npz"
+    np.savez(
+        path,
+        image=(image / np.linalg.norm(image, axis=-1, keepdims=True)).astype(np.float32),
+        text=(text / np.linalg.norm(text, axis=-1, keepdims=True)).astype(np.float32),
+        labels=np.arange(150) % 5,
+        split=np.array(["train"] * 100 + ["val"] * 20 + ["test"] * 30),
+    )
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny(features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A scenario of four silos and four rounds on the tiny features; takes seconds with real processes."""
+    path = tmp_path_factory.mktemp("scenario") / "tiny.yaml"
+    path.write_text(
+        yaml.safe_dump(
+            {
+                "name": "tiny",
+                "rounds": 4,
+                "participation": 0.75,
+                "protocol": {"name": "rcsr", "warmup": 1},
+                "data": {"name": "features", "path": str(features)},
+                "backbone": {"name": "features", "bottleneck": 4},
+                "silos": {"count": 4},
+                "partition": {"kind": "dir_clusters", "alpha": 0.5, "clusters": 5},
+                "missing_modality": {"silos": {"silo-02": "image", "silo-03": "text"}},
+                "training": {"learning_rate": 0.003, "warmup_rounds": 1},
+                "evaluation": {"every": 2},
+            }
+        )
+    )
+    return path

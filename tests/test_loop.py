@@ -1,0 +1,240 @@
+"""Whole runs in one process, over memory:// with real keys and sealed messages."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from coordinator.rounds import Phase
+from fedmq import transport
+from fedmq.audit import audit_run
+from fedmq.crypto import init_keys, load_accepted, load_identity, seal_message
+from fedmq.handshake import complete, initiate
+from fedmq.messages import Delta, Header, Kind, Message
+from fedmq.runfolder import RunFolder
+from fedmq.scenario import Scenario
+from fedmq.world import run_name
+from tests.threads import resolved, run
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+    out = tmp_path_factory.mktemp("reference")
+    outcome = run(resolved(tiny), out)
+    assert outcome.phase is Phase.DONE
+    return out, dict(outcome.summary)
+
+
+def test_the_summary_has_everything_the_design_lists(reference: tuple[Path, dict[str, object]]) -> None:
+    out, _ = reference
+    summary = json.loads((out / "summary.json").read_text())
+    assert set(summary) == {
+        *("protocol", "scenario", "seed", "rounds", "versions", "model_digest", "metrics", "per_silo", "fairness"),
+        *("bytes", "messages", "seconds", "processes", "versions_of"),
+    }
+    assert {"i2t_r1", "t2i_r1", "mean_r1", "i2t_r5", "mean_r10"} <= set(summary["metrics"])
+    assert set(summary["per_silo"]) == {"silo-00", "silo-01", "silo-02", "silo-03"}
+    assert summary["per_silo"]["silo-02"]["modalities"] == ["image"]
+    assert set(summary["fairness"]) == {"std_r1", "worst_r1", "gap_r1"}
+    assert summary["bytes"]["up"]["delta"] == 3 * 4 * summary["bytes"]["down"]["model"] // (3 * 4)
+    assert set(summary["seconds"]) == {"total", "startup", "training", "merge", "evaluation", "virtual"}
+    assert sum(own["participations"] for own in summary["per_silo"].values()) == 4 * 3
+    assert summary["seconds"]["virtual"] > 0
+    assert (out / "report.html").stat().st_size > 10_000
+    assert (out / "model" / "model.safetensors").exists()
+
+
+def test_metrics_hold_one_line_per_merge_and_per_evaluation(reference: tuple[Path, dict[str, object]]) -> None:
+    lines = [json.loads(line) for line in RunFolder(reference[0]).metrics.read_text().splitlines()]
+    assert [line["version"] for line in lines if line["kind"] == "merge"] == [1, 2, 3, 4]
+    assert sorted(line["version"] for line in lines if line["kind"] == "evaluation") == [0, 2, 4]
+
+
+def test_the_logs_agree_and_say_what_left_each_silo(reference: tuple[Path, dict[str, object]]) -> None:
+    audit = audit_run(reference[0])
+    assert not audit.findings
+    size = 4 * len(np.concatenate([np.zeros(1)]))
+    assert size
+    for silo in ("silo-00", "silo-02", "silo-03"):
+        assert set(audit.left[silo]) <= {"delta", "modality_prototypes", "geometry", "loss"}
+    assert audit.left["silo-02"]["delta"] > 0
+
+
+def test_the_same_seed_gives_the_same_model(tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]) -> None:
+    again = run(resolved(tiny), tmp_path)
+    assert again.summary["model_digest"] == reference[1]["model_digest"]
+    assert again.summary["metrics"] == reference[1]["metrics"]
+
+
+def test_another_seed_gives_another_model(tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]) -> None:
+    assert run(resolved(tiny, "seed=1"), tmp_path).summary["model_digest"] != reference[1]["model_digest"]
+
+
+def stop_after(merges: int, folder: Path) -> Callable[[], bool]:
+    """True once so many merges are on file."""
+    path = RunFolder(folder).metrics
+
+    def wanted() -> bool:
+        return path.exists() and path.read_text().count('"merge"') >= merges
+
+    return wanted
+
+
+@pytest.mark.parametrize("merges", [1, 2, 3])
+def test_a_run_stopped_anywhere_and_resumed_gives_the_same_model(
+    tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]], merges: int
+) -> None:
+    scenario = resolved(tiny)
+    assert run(scenario, tmp_path, stop_wanted=stop_after(merges, tmp_path)).phase is Phase.STOPPED
+    outcome = run(scenario, tmp_path, resume=True)
+    assert outcome.summary["model_digest"] == reference[1]["model_digest"]
+    assert outcome.summary["metrics"] == reference[1]["metrics"]
+    versions = [json.loads(line) for line in RunFolder(tmp_path).metrics.read_text().splitlines()]
+    assert [line["version"] for line in versions if line["kind"] == "merge"] == [1, 2, 3, 4]
+    assert not audit_run(tmp_path).findings
+
+
+def test_stragglers_past_the_deadline_are_left_out_and_a_resume_changes_nothing(tiny: Path, tmp_path: Path) -> None:
+    settings = ("rounds=8", "aggregation.deadline=0.3", "aggregation.quorum=0.3", "cost.speed_sigma=1.5", "protocol.warmup=2")
+    scenario = resolved(tiny, *settings)
+    whole = run(scenario, tmp_path / "whole").summary
+    notes = (tmp_path / "whole" / "messages" / "coordinator.jsonl").read_text()
+    assert '"reason":"late"' in notes
+    assert run(scenario, tmp_path / "parts", stop_wanted=stop_after(4, tmp_path / "parts")).phase is Phase.STOPPED
+    assert run(scenario, tmp_path / "parts", resume=True).summary["model_digest"] == whole["model_digest"]
+
+
+def test_the_wall_clock_gives_a_result_too(tiny: Path, tmp_path: Path) -> None:
+    outcome = run(resolved(tiny, "clock=wall"), tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert outcome.summary["seconds"]["virtual"] is None
+
+
+def stranger(scenario: Scenario, tried: list[str]) -> Callable[[str, Path], None]:
+    """Somebody who knows everything but has a key of their own making."""
+
+    def knock(uri: str, keys: Path) -> None:
+        own = keys.parent / "strange-keys"
+        init_keys(own, ("silo-00",))
+        connection = transport.connect(uri)
+        hello, _ = initiate(load_identity(own, "silo-00"), "coordinator", run_name(scenario), 0.0)
+        connection.send(hello)
+        tried.append("sent")
+        assert connection.receive(1.0) is None
+        tried.append("unanswered")
+        connection.close()
+
+    return knock
+
+
+def test_a_silo_with_an_unknown_key_never_joins(tiny: Path, tmp_path: Path) -> None:
+    scenario, tried = resolved(tiny), list[str]()
+    outcome = run(scenario, tmp_path, others=[stranger(scenario, tried)])
+    assert outcome.phase is Phase.DONE
+    assert tried == ["sent", "unanswered"]
+    assert audit_run(tmp_path).refused["coordinator"]["bad_signature"] >= 1
+
+
+def hostile(scenario: Scenario, done: list[str]) -> Callable[[str, Path], None]:
+    """A peer with the evaluator's place in nobody's list sends noise of every sort."""
+
+    def attack(uri: str, keys: Path) -> None:
+        connection = transport.connect(uri)
+        noise = np.random.default_rng(0)
+        for size in (1, 10, 300):
+            connection.send((noise.bytes(size), noise.bytes(size)))
+        hello, _ = initiate(load_identity(keys, "silo-01"), "coordinator", "another-run", 0.0)
+        connection.send(hello)
+        header = Header(run=run_name(scenario), kind=Kind.HELLO, sender="silo-09", receiver="coordinator", sequence=0, sent_at=0.0)
+        from fedmq.codec import encode_header
+
+        connection.send((encode_header(header), b"\x80"))
+        connection.receive(0.5)
+        connection.close()
+        done.append("sent")
+
+    return attack
+
+
+def test_noise_foreign_runs_and_unknown_names_are_refused_counted_and_logged(
+    tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]
+) -> None:
+    scenario, done = resolved(tiny), list[str]()
+    outcome = run(scenario, tmp_path, others=[hostile(scenario, done)])
+    assert done == ["sent"]
+    assert outcome.summary["model_digest"] == reference[1]["model_digest"]
+    refused = audit_run(tmp_path).refused["coordinator"]
+    assert refused["malformed"] >= 3
+    assert refused["wrong_run"] == 1
+    assert refused["unknown_sender"] == 1
+    assert outcome.summary["messages"]["refused"] == refused.total()
+
+
+def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_the_run_goes_on(
+    tiny: Path, tmp_path: Path
+) -> None:
+    scenario = resolved(tiny)
+    reasons: list[str] = []
+
+    def silo(uri: str, keys: Path) -> None:
+        """Joins as silo-00 before the real one, misbehaves, and leaves."""
+        connection = transport.connect(uri)
+        identity, accepted = load_identity(keys, "silo-00"), load_accepted(keys)
+        hello, initiated = initiate(identity, "coordinator", run_name(scenario), 0.0)
+        connection.send(hello)
+        frames = connection.receive(5.0)
+        assert frames is not None
+        ready, session = complete(initiated, accepted, frames, 0.0)
+        connection.send(ready)
+        beat = Header(
+            run=run_name(scenario), kind=Kind.HEARTBEAT, sender="silo-00", receiver="coordinator", sequence=0, sent_at=0.0
+        )
+        first = seal_message(session, Message(beat))
+        connection.send(first.frames)
+        connection.send(first.frames)  # replayed
+        damaged = bytearray(seal_message(session, Message(beat)).frames[1])
+        damaged[0] ^= 1
+        connection.send((first.frames[0], bytes(damaged)))
+        kept = seal_message(session, Message(beat))
+        connection.send(kept.frames)  # a gap: the damaged one never counted
+        connection.receive(1.0)
+        connection.close()
+        reasons.append("done")
+
+    outcome = run(scenario, tmp_path, others=[silo])
+    assert outcome.phase is Phase.DONE
+    assert reasons == ["done"]
+    refused = audit_run(tmp_path).refused["coordinator"]
+    assert refused["replay"] >= 2
+    assert refused["gap"] >= 1
+
+
+def test_a_capture_of_all_frames_holds_no_tensor_and_no_caption(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[bytes] = []
+    real = transport._send
+
+    def tap(socket: object, frames: list[bytes], flags: int) -> bool:
+        captured.extend(bytes(frame) for frame in frames)
+        return real(socket, frames, flags)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(transport, "_send", tap)
+    run(resolved(tiny, "rounds=2"), tmp_path)
+    wire = b"".join(captured)
+    assert len(wire) > 100_000
+    from safetensors.torch import load_file
+
+    released = load_file(tmp_path / "model" / "model.safetensors")
+    for name, tensor in released.items():
+        if not bool(torch.any(tensor)):
+            continue
+        raw = tensor.numpy().tobytes()
+        assert raw[:16] not in wire, name
+    assert b"layout_digest" not in wire  # nor the names of what is inside
+    assert Delta.KIND.encode() not in wire

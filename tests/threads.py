@@ -1,0 +1,67 @@
+"""A whole run in one process: coordinator, evaluator and silos as threads over memory://, real messages and real keys."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import protocols
+from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
+from fedmq import scenario as scenarios
+from fedmq.crypto import init_keys
+from fedmq.evaluator import EvaluatorArguments, run_evaluator
+from fedmq.scenario import ProtocolChoice, Scenario
+from silos.program import SiloArguments, run_silo
+
+_NUMBERS = itertools.count()
+
+
+def resolved(path: Path, *settings: str) -> Scenario:
+    scenario = scenarios.load(path, settings)
+    method = protocols.load(scenario.protocol.name)
+    options = protocols.options_of(method, scenario.protocol.options)
+    return scenario.model_copy(
+        update={"protocol": ProtocolChoice(name=scenario.protocol.name, **vars(options))}
+    )
+
+
+def quiet(function: Callable[..., Any], *arguments: object) -> Callable[[], None]:
+    def call() -> None:
+        with suppress(Exception):
+            function(*arguments)
+
+    return call
+
+
+def run(
+    scenario: Scenario,
+    out: Path,
+    *,
+    resume: bool = False,
+    stop_wanted: Callable[[], bool] = lambda: False,
+    silos: Iterable[str] | None = None,
+    others: Iterable[Callable[[str, Path], None]] = (),
+) -> Outcome:
+    """Run a scenario to its end; ``others`` are started as threads with the URI and the keys' folder."""
+    uri = f"memory://run-{next(_NUMBERS)}"
+    keys = out / "keys"
+    if not keys.exists():
+        init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
+    targets = [quiet(run_silo, SiloArguments(scenario, name, uri, keys, out)) for name in silos or scenario.silo_names]
+    targets.append(quiet(run_evaluator, EvaluatorArguments(scenario, uri, keys, out)))
+    targets += [lambda other=other: other(uri, keys) for other in others]  # type: ignore[misc]
+    threads = [threading.Thread(target=target, daemon=True) for target in targets]
+    try:
+        return run_coordinator(
+            CoordinatorArguments(scenario, uri, keys, out, resume),
+            listening=lambda _: [thread.start() for thread in threads] and None,
+            stop_wanted=stop_wanted,
+        )
+    finally:
+        for thread in threads:
+            if thread.is_alive():
+                thread.join(10)

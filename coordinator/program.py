@@ -34,7 +34,7 @@ from fedmq.runfolder import RunFolder, read_lines, write_atomically, write_json
 from fedmq.scenario import Scenario
 from fedmq.status import Status
 from fedmq.transport import listen
-from fedmq.world import World, build_world, run_name
+from fedmq.world import World, build_world, device_of, run_name
 
 #: Largest frame accepted of any method [bytes]; above it a frame may be four times the model.
 _LEAST_FRAME = 1 << 26
@@ -70,6 +70,16 @@ class Outcome:
 
     phase: Phase
     summary: Mapping[str, Any]
+
+
+def check(scenario: Scenario, world: World) -> None:
+    """Put together all that a run's programs will, to find out whether they can.
+
+    Raises:
+        InputError: the backbone does not fit the data, weights are missing or of other shapes, or no silo may be asked.
+    """
+    _setting(scenario, world, RunFolder(Path()))
+    world.build_model(scenario, device_of(scenario.device), ("image", "text"))
 
 
 def model_digest(layout: Layout, theta: torch.Tensor) -> str:
@@ -141,9 +151,11 @@ def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setti
     size = model.layout.nbytes
     cost = CostModel(scenario.cost, scenario.seed, scenario.training.local_epochs, size, size)
     samples = tuple(len(rows) for rows in world.train)
-    return Setting(
-        scenario, protocol_class(options, context), context, samples, cost, folder
-    ), model.flat.detach().clone()
+    setting = Setting(scenario, protocol_class(options, context), context, samples, cost, folder)
+    if not any(setting.protocol.eligible(silo) for silo in world.silos):
+        allowed = f"at least one silo that {scenario.protocol.name} may ask"
+        raise InputError("missing_modality", "no such silo is left", allowed)
+    return setting, model.flat.detach().clone()
 
 
 def _loop(
@@ -157,12 +169,7 @@ def _loop(
     status: Callable[[Status], None],
     stop_wanted: Callable[[], bool],
 ) -> Loop:
-    try:
-        plan = setting.plan
-    except ValueError:
-        raise InputError(
-            "missing_modality", "no paired silo", f"at least one silo that {setting.scenario.protocol.name} may ask"
-        ) from None
+    plan = setting.plan
     if saved is None:
         rounds, states, due, tally = Rounds(plan), {0: setting.protocol.initial(theta)}, {}, Tally()
     else:

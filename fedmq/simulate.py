@@ -25,7 +25,7 @@ from typing import Any
 
 import psutil
 
-from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
+from coordinator.program import CoordinatorArguments, Outcome, check, run_coordinator
 from coordinator.rounds import Phase
 from fedmq.crypto import init_keys
 from fedmq.errors import FedmqError, InputError, RunError
@@ -115,7 +115,7 @@ def _evaluator_process(arguments: EvaluatorArguments) -> None:
 def _world_process(scenario: Scenario, line: Connection) -> None:
     _settle_in()
     try:
-        build_world(scenario, lambda what, done, total: line.send((what, done, total)))
+        check(scenario, build_world(scenario, lambda what, done, total: line.send((what, done, total))))
     except InputError as error:
         line.send(("input", error.place, str(error.found), error.allowed))
     except FedmqError as error:

@@ -375,7 +375,7 @@ class Head(nn.Module):
 
 @dataclass(frozen=True)
 class Basis:
-    """An affine change of coordinates, ``(x - mean) @ matrix``. Args: mean float32 [n]; matrix float32 [n, components]."""
+    """An affine change of coordinates, ``(x - mean) @ matrix``: mean float32 [n], matrix float32 [n, components]."""
 
     mean: Tensor
     matrix: Tensor

@@ -4,8 +4,8 @@ Images: EfficientNet-Lite0 (ImageNet), every stage's activations pooled. Texts: 
 pooled. Heads: ``lite_heads.safetensors`` beside this file, trained by ``tools/align_lite.py`` on openly licensed
 drawings and never on OpenMoji; ``LITE_HEADS.md`` tells how. Importing this module loads no weights.
 
-An item's vector depends on that item alone: towers run in micro-batches of one fixed shape on a fixed number of
-threads, because blocked kernels may sum in another order when either changes.
+An item's vector depends on that item alone: towers run in micro-batches of one fixed shape on one thread each,
+because blocked kernels may sum in another order when either changes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import functools
 import hashlib
 import importlib
 import re
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
@@ -41,8 +43,10 @@ T = TypeVar("T")
 
 DIM = 512
 EDGE = 224  # pixels
-THREADS = 2
-# Micro-batches fit the caches: on two cores 4 images at a time are twice as fast as 32.
+# Kernels run on one thread and micro-batches side by side: kernels that share their work between threads wait for the
+# slowest at every step, which on a busy machine takes ten times as long.
+WORKERS = 2
+# Micro-batches fit the caches: 4 images at a time are twice as fast as 32.
 IMAGE_ROWS, TEXT_ROWS = 4, 16
 MAX_TOKENS = 128
 TOKEN_STEP = 4
@@ -71,10 +75,10 @@ def _package(name: str) -> ModuleType:
 
 
 @contextmanager
-def _fixed_threads() -> Generator[None]:
-    """Run torch on ``THREADS`` threads without gradients, then put the caller's number back."""
+def _one_thread() -> Generator[None]:
+    """Run each torch kernel on one thread and without gradients, then put the caller's number back."""
     before = torch.get_num_threads()
-    torch.set_num_threads(THREADS)
+    torch.set_num_threads(1)
     try:
         with torch.inference_mode():
             yield
@@ -86,6 +90,23 @@ def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
     rest = iter(items)
     while chunk := list(islice(rest, size)):
         yield chunk
+
+
+def _side_by_side(work: Callable[[T], Tensor], batches: Iterable[T]) -> Iterator[Tensor]:
+    """``map(work, batches)`` in ``WORKERS`` threads, in order, reading only a few batches ahead."""
+
+    def quietly(batch: T) -> Tensor:
+        with torch.inference_mode():  # holds for one thread only
+            return work(batch)
+
+    with _one_thread(), ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        waiting: deque[Future[Tensor]] = deque()
+        for batch in batches:
+            waiting.append(pool.submit(quietly, batch))
+            if len(waiting) > 4 * WORKERS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
 
 
 # --- images ---------------------------------------------------------------------------------------------------------
@@ -232,17 +253,23 @@ def image_features(images: Iterable[Pixels], batch_size: int = 32, progress: Pro
     Raises:
         InputError: a package is missing, or an image has another shape or type.
     """
-    tower, done, found = image_tower(), 0, [np.empty((0, IMAGE_DIM), np.float32)]
-    with _fixed_threads():
-        for chunk in _chunks(images, batch_size):
-            for rows in _chunks(chunk, IMAGE_ROWS):
-                batch = torch.zeros(IMAGE_ROWS, EDGE, EDGE, 3)
-                batch[: len(rows)] = torch.from_numpy(np.stack([frame(image) for image in rows])).float()
-                scaled = ((batch - 127) / 128).permute(0, 3, 1, 2)  # already channels last in memory
-                found.append(_pooled(tower, scaled)[: len(rows)].numpy())
-            done += len(chunk)
-            if progress is not None:
-                progress(done)
+    tower, told, done = image_tower(), 0, 0
+    found = [np.empty((0, IMAGE_DIM), np.float32)]
+
+    def encode(rows: list[Pixels]) -> Tensor:
+        batch = torch.zeros(IMAGE_ROWS, EDGE, EDGE, 3)
+        batch[: len(rows)] = torch.from_numpy(np.stack([frame(image) for image in rows])).float()
+        scaled = ((batch - 127) / 128).permute(0, 3, 1, 2)  # already channels last in memory
+        return _pooled(tower, scaled)[: len(rows)]
+
+    for pooled in _side_by_side(encode, _chunks(images, IMAGE_ROWS)):
+        found.append(pooled.numpy())
+        done += len(pooled)
+        if progress is not None and done - told >= batch_size:
+            told = done
+            progress(done)
+    if progress is not None and done > told:
+        progress(done)
     return np.concatenate(found)
 
 
@@ -326,20 +353,28 @@ def text_features(texts: Sequence[str], batch_size: int = 64, progress: Progress
     tokenizer, weights = text_tower()
     ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
     blank = tokenizer.encode("").ids
-    found, done, told = np.empty((len(ids), TEXT_DIM), np.float32), 0, 0
     # Texts of one padded length go together; a text's padded length depends on that text alone.
     lengths = [-(-len(row) // TOKEN_STEP) * TOKEN_STEP for row in ids]
-    with _fixed_threads():
-        for length in sorted(set(lengths)):
-            for places in _chunks((i for i, size in enumerate(lengths) if size == length), TEXT_ROWS):
-                rows = [ids[i] for i in places] + [blank] * (TEXT_ROWS - len(places))
-                padded = torch.tensor([row + [0] * (length - len(row)) for row in rows])
-                mask = torch.tensor([[i < len(row) for i in range(length)] for row in rows])
-                found[places] = _bert(weights, padded, mask)[: len(places)].numpy()
-                done += len(places)
-                if progress is not None and (done - told >= batch_size or done == len(ids)):
-                    told = done
-                    progress(done)
+    groups = [
+        places
+        for length in sorted(set(lengths))
+        for places in _chunks((i for i, size in enumerate(lengths) if size == length), TEXT_ROWS)
+    ]
+
+    def encode(places: list[int]) -> Tensor:
+        length = lengths[places[0]]
+        rows = [ids[i] for i in places] + [blank] * (TEXT_ROWS - len(places))
+        padded = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+        mask = torch.tensor([[i < len(row) for i in range(length)] for row in rows])
+        return _bert(weights, padded, mask)[: len(places)]
+
+    found, told, done = np.empty((len(ids), TEXT_DIM), np.float32), 0, 0
+    for places, vectors in zip(groups, _side_by_side(encode, groups), strict=True):
+        found[places] = vectors.numpy()
+        done += len(places)
+        if progress is not None and (done - told >= batch_size or done == len(ids)):
+            told = done
+            progress(done)
     return found
 
 
@@ -404,7 +439,7 @@ def align(tower: str, features: Floats) -> Floats:
     w = _heads()
     members = sum(name.startswith(f"{tower}.") and name.endswith(".out.weight") for name in w)
     found = []
-    with _fixed_threads():
+    with _one_thread():
         # Rows go in blocks of one size for the same reason as in the towers.
         for rows in _chunks(torch.from_numpy(features), 64):
             block = torch.zeros(64, features.shape[1])

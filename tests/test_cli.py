@@ -1,0 +1,132 @@
+"""The command line: bad input is one line, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedmq import cli
+from fedmq.audit import MessageLog
+from fedmq.clock import WallClock
+
+
+def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Run the command line in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["partition.alpha=0"], "partition.alpha"),
+        (["protocol.name=fedsgd"], "fedsgd"),
+        (["protocol.name=fedsgd"], "rcsr"),
+        (["protocol.warmup=-3"], "protocol.warmup"),
+        (["protocol.colour=red"], "colour"),
+        (["silos.count=101", "missing_modality.silos={}"], "silos.count"),
+        (["partition.clusters=500"], "partition.clusters"),
+        (["data.path=nowhere.npz"], "nowhere.npz"),
+        (["data.path=README.md"], "README.md"),
+        (["device=cuda:7"], "cuda:7"),
+        (["backbone.name=ViT-Z-99", "data={name: openmoji}"], "ViT-Z-99"),
+        (["backbone.name=ViT-B-32", "backbone.adapter_site=blocks", "backbone.pretrained=no/such.pt", "data={name: openmoji}"], "no/such.pt"),
+        (["backbone.head=residual", "data.path=UNEQUAL"], "backbone.head"),
+        (["rounds"], "--set"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    settings: list[str],
+    expected: str,
+) -> None:
+    unequal = tmp_path / "unequal.npz"
+    np.savez(unequal, image=np.ones((50, 6), np.float32), text=np.ones((50, 4), np.float32))
+    out = tmp_path / "run"
+    options = [item for setting in settings for item in ("--set", setting.replace("UNEQUAL", str(unequal)))]
+    code = fedmq(monkeypatch, "scenario", tiny, "--out", out, "--quiet", *options)
+    error = capfd.readouterr().err.strip()
+    assert (code, len(error.splitlines())) == (2, 1), error
+    assert expected in error
+    assert "allowed" in error
+    assert not out.exists()
+
+
+def test_a_missing_scenario_is_bad_input(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert fedmq(monkeypatch, "scenario", "nowhere.yaml") == 2
+    assert "nowhere.yaml: found 'no such file'" in capfd.readouterr().err
+
+
+def test_a_folder_in_use_is_not_overwritten(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept.txt").write_text("mine")
+    assert fedmq(monkeypatch, "scenario", tiny, "--out", tmp_path) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_a_resume_of_something_else_is_refused(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fedmq(monkeypatch, "scenario", tiny, "--resume", tmp_path) == 2
+    (tmp_path / "scenario.yaml").write_text(tiny.read_text().replace("rounds: 4", "rounds: 5"))
+    assert fedmq(monkeypatch, "scenario", tiny, "--resume", tmp_path) == 2
+
+
+def test_wrong_keys_are_named(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys"
+    assert fedmq(monkeypatch, "silo", tiny, "--name", "silo-00", "--keys", keys, "--out", tmp_path / "o") == 2
+    assert "silo-00.key" in capfd.readouterr().err
+    assert fedmq(monkeypatch, "keys", "init", keys, "--silos", "4") == 0
+    assert fedmq(monkeypatch, "keys", "init", keys, "--silos", "4") == 2
+    (keys / "silo-00.key").chmod(0o644)
+    assert fedmq(monkeypatch, "silo", tiny, "--name", "silo-00", "--keys", keys, "--out", tmp_path / "o") == 2
+    assert "0600" in capfd.readouterr().err
+    assert fedmq(monkeypatch, "silo", tiny, "--name", "silo-09", "--keys", keys, "--out", tmp_path / "o") == 2
+    assert fedmq(monkeypatch, "keys", "revoke", keys, "silo-03") == 0
+    assert fedmq(monkeypatch, "coordinator", tiny, "--keys", keys, "--out", tmp_path / "o", "--bind", "ipc:///tmp/x") == 2
+    assert "silo-03" in capfd.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_the_methods_and_their_options_are_listed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert fedmq(monkeypatch, "protocols", "--json") == 0
+    listing = json.loads(capfd.readouterr().out)
+    assert {"fedavg", "paired_only", "rcsr"} <= set(listing)
+    assert listing["rcsr"]["options"]["warmup"] == 20
+    assert fedmq(monkeypatch, "protocols") == 0
+    assert "lambda_anc: 1.0" in capfd.readouterr().out.replace("\n", " ")
+
+
+def test_data_check_shows_who_would_hold_what(tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert fedmq(monkeypatch, "data", "check", tiny, "--json") == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["splits"] == {"train": 100, "val": 20, "test": 30, "public": 0}
+    assert facts["silos"]["silo-02"]["modalities"] == ["image"]
+    assert sum(own["samples"] for own in facts["silos"].values()) == 100
+    assert fedmq(monkeypatch, "data", "list") == 0
+
+
+def test_an_audit_that_finds_a_difference_exits_with_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "messages" / "silo-00.jsonl"
+    with MessageLog(path, "silo-00", WallClock()) as log:
+        log.note("started")
+    assert fedmq(monkeypatch, "audit", tmp_path) == 0
+    path.write_text(path.read_text().replace("started", "stopped"))
+    assert fedmq(monkeypatch, "audit", tmp_path) == 3
+    assert fedmq(monkeypatch, "audit", tmp_path / "nowhere") == 2
+
+
+@pytest.mark.parametrize("command", ["scenario", "coordinator", "silo", "evaluator", "audit", "report", "protocols"])
+def test_every_command_explains_itself_with_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, command, "--help") == 0
+    assert "Example: fedmq " in capfd.readouterr().out

@@ -1,0 +1,170 @@
+"""Runs with real processes, started and killed as a user would."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from fedmq.audit import audit_run
+from tests.threads import resolved, run
+
+pytestmark = pytest.mark.slow
+FEDMQ = str(Path(sys.executable).parent / "fedmq")
+PATIENCE = 120.0
+
+
+def scenario(path: Path, out: Path, *options: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [FEDMQ, "scenario", str(path), "--out", str(out), "--json", "--quiet", *options],
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def wait_for_merges(out: Path, merges: int) -> None:
+    """Wait until so many merges are on file."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        metrics = out / "metrics.jsonl"
+        if metrics.exists() and metrics.read_text().count('"merge"') >= merges:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"no {merges} merges in {PATIENCE} s")
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("runs") / "reference"
+    summary = scenario(tiny, out, "--set", "rounds=12")
+    assert not audit_run(out).findings
+    return summary
+
+
+def test_processes_and_threads_come_to_the_same_model(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
+    assert run(resolved(tiny, "rounds=12"), tmp_path).summary["model_digest"] == reference["model_digest"]
+
+
+def test_a_run_leaves_no_process_behind(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
+    scenario(tiny, tmp_path / "run")
+    marker = str(tiny)
+    assert reference
+    assert not [p for p in psutil.process_iter(["cmdline"]) if marker in " ".join(p.info["cmdline"] or [])]
+
+
+@pytest.mark.parametrize("merges", [1, 4, 9])
+def test_a_run_killed_anywhere_and_resumed_gives_the_same_model(
+    tiny: Path, tmp_path: Path, reference: dict[str, Any], merges: int
+) -> None:
+    out = tmp_path / "run"
+    options = ("--set", "rounds=12")
+    process = subprocess.Popen(
+        [FEDMQ, "scenario", str(tiny), "--out", str(out), "--quiet", *options],
+        start_new_session=True, stderr=subprocess.DEVNULL,
+    )
+    try:
+        wait_for_merges(out, merges)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    assert not (out / "summary.json").exists()
+    done = subprocess.run(
+        [FEDMQ, "scenario", str(tiny), "--resume", str(out), "--json", "--quiet", *options],
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["model_digest"] == reference["model_digest"]
+
+
+def test_a_silo_that_is_killed_is_started_again_and_the_model_is_the_same(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [FEDMQ, "scenario", str(tiny), "--out", str(out), "--quiet", "--json", "--set", "rounds=12"],
+        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+    )
+    wait_for_merges(out, 2)
+    holders = [p for p in psutil.Process(process.pid).children(recursive=True) if holds(p, "silo-00.jsonl")]
+    assert len(holders) == 1
+    holders[0].kill()
+    output, _ = process.communicate(timeout=PATIENCE)
+    assert json.loads(output)["model_digest"] == reference["model_digest"]
+    started = [json.loads(line) for line in (out / "messages" / "silo-00.jsonl").read_text().splitlines()]
+    assert sum(record.get("text") == "started" for record in started) == 2
+    assert not audit_run(out).findings
+
+
+def holds(process: psutil.Process, name: str) -> bool:
+    try:
+        return any(file.path.endswith(name) for file in process.open_files())
+    except psutil.Error:
+        return False
+
+
+def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [FEDMQ, "scenario", str(tiny), "--out", str(out), "--set", "rounds=12"],
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )
+    wait_for_merges(out, 2)
+    os.killpg(process.pid, signal.SIGINT)
+    _, error = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert "--resume" in error
+    assert "Traceback" not in error
+    done = subprocess.run(
+        [FEDMQ, "scenario", str(tiny), "--resume", str(out), "--json", "--quiet", "--set", "rounds=12"],
+        capture_output=True, text=True, timeout=PATIENCE, check=True,
+    )
+    assert json.loads(done.stdout)["model_digest"] == reference["model_digest"]
+    assert not audit_run(out).findings
+
+
+def test_programs_started_by_hand_come_to_the_same_model(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
+    keys, out = tmp_path / "keys", tmp_path / "run"
+    subprocess.run([FEDMQ, "keys", "init", str(keys), "--silos", "4"], check=True, capture_output=True)
+    common = [str(tiny), "--keys", str(keys), "--out", str(out), "--set", "rounds=12"]
+    coordinator = subprocess.Popen(
+        [FEDMQ, "coordinator", *common, "--bind", "tcp://127.0.0.1:*"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
+    assert coordinator.stderr is not None
+    uri = next(line.split()[2] for line in coordinator.stderr if line.startswith("listening on"))
+    peers = [
+        subprocess.Popen([FEDMQ, *command, *common, "--connect", uri, "--device", "cpu"], stderr=subprocess.DEVNULL)
+        for command in (["evaluator"], *(["silo", "--name", f"silo-0{index}"] for index in range(4)))
+    ]
+    try:
+        coordinator.communicate(timeout=PATIENCE)
+        assert coordinator.returncode == 0
+        for peer in peers:
+            assert peer.wait(PATIENCE) == 0
+    finally:
+        for process in (coordinator, *peers):
+            if process.poll() is None:
+                process.kill()
+    assert json.loads((out / "summary.json").read_text())["model_digest"] == reference["model_digest"]
+    assert not audit_run(out).findings
+
+
+def test_the_wheel_holds_exactly_the_four_packages(tmp_path: Path) -> None:
+    import zipfile
+
+    root = Path(__file__).parent.parent
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
+        cwd=root, check=True, capture_output=True, timeout=PATIENCE,
+    )
+    (wheel,) = tmp_path.glob("*.whl")
+    names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist() if ".dist-info" not in name}
+    assert names == {"fedmq", "protocols", "silos", "coordinator"}
+    metadata = next(name for name in zipfile.ZipFile(wheel).namelist() if name.endswith("METADATA"))
+    assert b"Private :: Do Not Upload" in zipfile.ZipFile(wheel).read(metadata)

@@ -1,0 +1,122 @@
+"""Scenarios: what is refused, and how."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedmq import scenario as scenarios
+from fedmq.errors import InputError
+from fedmq.scenario import Training
+
+SCENARIOS = sorted((Path(__file__).parent.parent / "scenarios").rglob("*.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("setting", "place", "allowed"),
+    [
+        ("partition.alpha=0", "partition.alpha", "greater than 0"),
+        ("partition.alpha=-1", "partition.alpha", "greater than 0"),
+        ("partition.alpha=.nan", "partition.alpha", ""),
+        ("partition.kind=dirichlet", "partition.kind", "dir_clusters"),
+        ("rounds=0", "rounds", "greater than or equal to 1"),
+        ("rounds=many", "rounds", "integer"),
+        ("participation=0", "participation", "greater than 0"),
+        ("participation=1.5", "participation", "less than or equal to 1"),
+        ("seed=-1", "seed", "greater than or equal to 0"),
+        ("missing_modality.rate=2", "missing_modality.rate", "less than or equal to 1"),
+        ("silos.count=0", "silos.count", "greater than or equal to 1"),
+        ("silos.number=3", "silos.number", "a known key"),
+        ("colour=red", "colour", "a known key"),
+        ("device=gpu", "device", "pattern"),
+        ("data.name=imagenet", "data.name", "openmoji"),
+        ("training.learning_rate=0", "training.learning_rate", "greater than 0"),
+        ("privacy.noise_multiplier=1", "privacy", "clip_norm"),
+        ("missing_modality.silos={silo-99: image}", "", "silo-99"),
+        ("aggregation.mode=magic", "aggregation.mode", "sync"),
+        ("backbone.adapter_site=blocks", "backbone", "open_clip"),
+        ("name=Has Spaces", "name", "pattern"),
+    ],
+)
+def test_one_line_names_the_place_the_value_and_what_is_allowed(tiny: Path, setting: str, place: str, allowed: str) -> None:
+    with pytest.raises(InputError) as caught:
+        scenarios.load(tiny, [setting])
+    text = str(caught.value)
+    assert "\n" not in text
+    assert str(tiny) in text
+    assert place in text
+    assert allowed in text
+
+
+def test_a_key_in_the_file_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\npartition:\n  kind: iid\n  alpha: 0\n")
+    with pytest.raises(InputError, match=r"x\.yaml: line 6: partition\.alpha: found 0, allowed: "):
+        scenarios.load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [("a: [1", "line 1"), ("- a\n- b\n", "list"), ("", "NoneType"), ("a: 1\na: 2\n", "twice"), ("name: x\n", "nothing")],
+)
+def test_files_that_are_no_scenario_are_refused(tmp_path: Path, content: str, found: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    with pytest.raises(InputError) as caught:
+        scenarios.load(path)
+    assert found in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        scenarios.load(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize("setting", ["rounds", "=3", "name.sub=1"])
+def test_settings_that_are_none_are_refused(tiny: Path, setting: str) -> None:
+    with pytest.raises(InputError, match="--set"):
+        scenarios.load(tiny, [setting])
+
+
+def test_settings_reach_every_part_and_keep_the_file_as_it_is(tiny: Path) -> None:
+    before = tiny.read_text()
+    scenario = scenarios.load(tiny, ["protocol.name=fedavg", "partition.alpha=3", "training.batch_size=7", "protocol.tau=0.5"])
+    assert scenario.protocol.name == "fedavg"
+    assert (scenario.partition.alpha, scenario.training.batch_size, scenario.protocol.options["tau"]) == (3.0, 7, 0.5)
+    assert tiny.read_text() == before
+
+
+def test_a_dump_reads_back_as_the_same_scenario(tiny: Path, tmp_path: Path) -> None:
+    scenario = scenarios.load(tiny)
+    path = tmp_path / "again.yaml"
+    path.write_text(scenario.dump())
+    assert scenarios.load(path) == scenario
+    assert set(yaml.safe_load(path.read_text())) == set(type(scenario).model_fields)
+
+
+def test_silos_are_named_with_two_digits_or_as_many_as_needed(tiny: Path) -> None:
+    assert scenarios.load(tiny).silo_names == ("silo-00", "silo-01", "silo-02", "silo-03")
+    wide = scenarios.load(tiny, ["silos.count=101", "missing_modality.silos={}"])
+    assert (wide.silo_names[0], wide.silo_names[-1]) == ("silo-000", "silo-100")
+
+
+def test_the_learning_rate_warms_up_then_falls_to_the_floor() -> None:
+    training = Training(learning_rate=1.0, warmup_rounds=5, floor=0.01)
+    rates = [training.rate_at(round_, 200) for round_ in range(201)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[5] == 1.0
+    assert all(a >= b for a, b in zip(rates[5:], rates[6:], strict=False))
+    assert rates[200] == pytest.approx(0.01)
+    assert Training(learning_rate=0.5, schedule="constant", warmup_rounds=0).rate_at(150, 200) == 0.5
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_every_scenario_of_the_repository_is_valid(path: Path) -> None:
+    import protocols
+
+    scenario = scenarios.load(path)
+    assert scenario.name == path.stem
+    protocols.options_of(protocols.load(scenario.protocol.name), scenario.protocol.options)

@@ -1,0 +1,132 @@
+"""Checkpoints, personal state, slots: what survives a crash and what a crash frees."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator import checkpoint
+from coordinator.checkpoint import Checkpoint
+from fedmq.errors import InputError, RunError
+from fedmq.protocol import State
+from silos.slots import Slots
+from silos.state import StateStore
+
+
+def made(version: int, *older: int) -> Checkpoint:
+    states = {
+        number: State(torch.full((3,), float(number)), {"x": torch.tensor([number], dtype=torch.float64)}, {"merges": number})
+        for number in (version, *older)
+    }
+    rounds = {"version": version, "gone": [], "flights": {}, "sequences": {}}
+    return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, {"up": {"delta": 5}})
+
+
+def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, made(7, 5))
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    assert (loaded.rounds["version"], loaded.now, loaded.due, loaded.tally) == (7, 7.1, {"silo-00": 1 / 3}, {"up": {"delta": 5}})
+    assert set(loaded.states) == {7, 5}
+    assert torch.equal(loaded.states[5].theta, torch.full((3,), 5.0))
+    assert loaded.states[7].tensors["x"].dtype == torch.float64
+    assert loaded.states[7].values == {"merges": 7}
+
+
+def test_the_last_two_are_kept_and_older_states_are_carried_on_without_copying(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, made(1))
+    checkpoint.save(tmp_path, made(2, 1))
+    checkpoint.save(tmp_path, made(3, 1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-000002", "version-000003"]
+    shared = [tmp_path / f"version-00000{number}" / "state-000001.safetensors" for number in (2, 3)]
+    assert shared[0].stat().st_ino == shared[1].stat().st_ino
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    assert torch.equal(loaded.states[1].theta, torch.ones(3))
+
+
+def test_a_crash_while_writing_leaves_the_checkpoint_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path, made(1))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write_state", full)
+    with pytest.raises(RunError, match="No space left"):
+        checkpoint.save(tmp_path, made(2))
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    assert loaded.rounds["version"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["version-000001"]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    folder = checkpoint.save(tmp_path, made(1))
+    (folder / "state-000001.safetensors").write_bytes(b"no")
+    with pytest.raises(InputError, match="version-000001"):
+        checkpoint.load(tmp_path)
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert checkpoint.load(tmp_path / "nowhere") is None
+
+
+def test_a_task_done_again_starts_from_the_state_before_it(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    assert store.before(1) == {}
+    store.keep(1, {"a": torch.tensor([1.0])}, settled=0)
+    store.keep(2, {"a": torch.tensor([2.0])}, settled=1)
+    for again in (store, StateStore(tmp_path)):
+        assert again.before(2)["a"].item() == 1.0
+        assert again.before(3)["a"].item() == 2.0
+
+
+def test_states_that_no_task_can_start_from_any_more_are_dropped(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    for number in range(1, 6):
+        store.keep(number, {"a": torch.tensor([float(number)])}, settled=number - 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["task-000000004.safetensors", "task-000000005.safetensors"]
+
+
+def test_a_silo_without_personal_state_writes_nothing(tmp_path: Path) -> None:
+    StateStore(tmp_path / "none").keep(1, {}, settled=0)
+    assert not (tmp_path / "none").exists()
+
+
+HOLD = "import sys, time; from pathlib import Path; from silos.slots import Slots\nwith Slots(Path(sys.argv[1]), 1).one():\n    print('held', flush=True)\n    time.sleep(60)"
+
+
+def test_a_killed_silo_frees_its_slot(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    os.kill(holder.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with Slots(tmp_path, 1).one():
+        assert time.monotonic() - began < 5
+    holder.wait()
+
+
+def test_no_more_than_so_many_hold_a_slot_at_once(tmp_path: Path) -> None:
+    first, second, third = (Slots(tmp_path, 2) for _ in range(3))
+    with first.one(), second.one():
+        import threading
+
+        done = threading.Event()
+
+        def wait() -> None:
+            with third.one():
+                done.set()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert not done.wait(0.2)
+    assert done.wait(5)
+    thread.join()

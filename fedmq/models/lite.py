@@ -76,12 +76,11 @@ def _package(name: str) -> ModuleType:
 
 @contextmanager
 def _one_thread() -> Generator[None]:
-    """Run each torch kernel on one thread and without gradients, then put the caller's number back."""
+    """Run each torch kernel on one thread, then put the caller's number back."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.inference_mode():
-            yield
+        yield
     finally:
         torch.set_num_threads(before)
 
@@ -439,7 +438,7 @@ def align(tower: str, features: Floats) -> Floats:
     w = _heads()
     members = sum(name.startswith(f"{tower}.") and name.endswith(".out.weight") for name in w)
     found = []
-    with _one_thread():
+    with _one_thread(), torch.inference_mode():
         # Rows go in blocks of one size for the same reason as in the towers.
         for rows in _chunks(torch.from_numpy(features), 64):
             block = torch.zeros(64, features.shape[1])

@@ -44,6 +44,7 @@ class World:
         train: rows of the data set each silo trains on.
         heldout: rows of the evaluated split that belong to each silo.
         evaluated: all rows of the evaluated split.
+        cache: folder of the cache, where shared weights lie too.
     """
 
     prepared: Prepared
@@ -51,6 +52,7 @@ class World:
     train: tuple[I64, ...]
     heldout: tuple[I64, ...]
     evaluated: I64
+    cache: Path
 
     @cached_property
     def _by_name(self) -> dict[str, SiloFacts]:
@@ -64,7 +66,9 @@ class World:
         self, scenario: Scenario, device: str, modalities: tuple[Literal["image", "text"], ...]
     ) -> TwoTower:
         """The two towers with their initial parameters; frozen encoders only for the modalities asked for."""
-        return build(scenario.backbone, self.prepared.inputs, scenario.seed, device=device, modalities=modalities)
+        return build(
+            scenario.backbone, self.prepared.inputs, scenario.seed, device=device, modalities=modalities, cache=self.cache
+        )
 
     def context(self, scenario: Scenario, model: TwoTower) -> Context:
         """Facts for both halves of a method."""
@@ -115,7 +119,7 @@ def build_world(scenario: Scenario, progress: Progress | None = None, cache: Pat
         for index, (name, (image, text)) in enumerate(zip(scenario.silo_names, flags, strict=True))
     )
     train, heldout, evaluated = _shares(scenario, prepared, cache)
-    return World(prepared, silos, train, heldout, evaluated)
+    return World(prepared, silos, train, heldout, evaluated, cache)
 
 
 def _shares(scenario: Scenario, prepared: Prepared, cache: Path) -> tuple[tuple[I64, ...], tuple[I64, ...], I64]:
@@ -134,7 +138,7 @@ def _shares(scenario: Scenario, prepared: Prepared, cache: Path) -> tuple[tuple[
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
-            made = _make_shares(scenario, prepared)
+            made = _make_shares(scenario, prepared, cache)
             write_atomically(path, lambda temporary: _write_npz(temporary, made))
     with np.load(path, allow_pickle=False) as stored:
         ends, rows = stored["ends"], stored["rows"]
@@ -147,13 +151,13 @@ def _write_npz(path: Path, arrays: dict[str, I64]) -> None:
         np.savez(file, allow_pickle=False, **arrays)
 
 
-def _make_shares(scenario: Scenario, prepared: Prepared) -> dict[str, I64]:
+def _make_shares(scenario: Scenario, prepared: Prepared, cache: Path) -> dict[str, I64]:
     split = np.asarray(prepared.split)
     train = np.flatnonzero(split == _TRAIN)
     evaluated = np.flatnonzero(split == _EVALUATED[scenario.evaluation.split])
     if len(evaluated) == 0:
         raise InputError("evaluation.split", scenario.evaluation.split, "a split that the data set has")
-    groups, evaluated_groups = _groups(scenario, prepared, train, evaluated)
+    groups, evaluated_groups = _groups(scenario, prepared, train, evaluated, cache)
     plan = partition.plan(scenario.partition, scenario.silos.count, groups, scenario.seed)
     shares = [train[part] for part in partition.deal(plan, groups)]
     heldout = [evaluated[part] for part in partition.deal(plan, evaluated_groups, scenario.evaluation.split)]
@@ -165,7 +169,9 @@ def _make_shares(scenario: Scenario, prepared: Prepared) -> dict[str, I64]:
     }
 
 
-def _groups(scenario: Scenario, prepared: Prepared, train: I64, evaluated: I64) -> tuple[I64, I64]:
+def _groups(
+    scenario: Scenario, prepared: Prepared, train: I64, evaluated: I64, cache: Path
+) -> tuple[I64, I64]:
     """The group of each training and each evaluated sample, as the partition's kind wants it."""
     match scenario.partition.kind:
         case "iid":
@@ -174,7 +180,7 @@ def _groups(scenario: Scenario, prepared: Prepared, train: I64, evaluated: I64) 
             clusters = scenario.partition.clusters
             if clusters > len(train):
                 raise InputError("partition.clusters", clusters, f"at most {len(train)}, the training samples")
-            features = text_features(prepared)
+            features = text_features(prepared, cache=cache)
             centres = partition.cluster_centres(features[train], clusters, scenario.seed)
             return partition.nearest_centre(features[train], centres), partition.nearest_centre(
                 features[evaluated], centres

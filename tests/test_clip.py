@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from fedmq.errors import InputError
-from fedmq.models import clip
+from fedmq.models import clip, clip_weights
 from fedmq.models.two_tower import InputSpec, Modality, TwoTower, build, optimiser
 from fedmq.scenario import Backbone, Training
 
@@ -44,13 +44,13 @@ def backbone(tiny: Path, **changes: Any) -> Backbone:
     return Backbone(**chosen)
 
 
-def spec(found: clip.Weights) -> InputSpec:
+def spec(found: clip_weights.Weights) -> InputSpec:
     return InputSpec((3, 32, 32), (77,), "uint8", "int32", found.mean, found.std)
 
 
 def make(tiny: Path, cache: Path, modalities: tuple[Modality, ...] = ("image", "text"), **changes: Any) -> TwoTower:
     chosen = backbone(tiny, **changes)
-    return build(chosen, spec(clip.weights(chosen, 0, cache)), 0, modalities=modalities, cache=cache)
+    return build(chosen, spec(clip_weights.weights(chosen, 0, cache)), 0, modalities=modalities, cache=cache)
 
 
 def captions(tiny: Path) -> torch.Tensor:
@@ -59,7 +59,7 @@ def captions(tiny: Path) -> torch.Tensor:
 
 def reference(tiny: Path, cache: Path) -> tuple[torch.Tensor, torch.Tensor]:
     """open_clip's own encoders with the same weights."""
-    found = clip.weights(backbone(tiny), 0, cache)
+    found = clip_weights.weights(backbone(tiny), 0, cache)
     model = open_clip.model.CLIP(**TINY).eval()
     state: dict[str, torch.Tensor] = {}
     for modality in ("image", "text"):
@@ -176,7 +176,7 @@ def test_weights_are_mapped_from_the_cache_and_made_once(tiny: Path, cache: Path
     made = [file.stat().st_mtime_ns for file in files]
     make(tiny, cache, ("image",))
     assert made == [file.stat().st_mtime_ns for file in files]
-    found = clip.weights(backbone(tiny), 0, cache)
+    found = clip_weights.weights(backbone(tiny), 0, cache)
     mapped = [line for line in Path(f"/proc/{os.getpid()}/maps").read_text().splitlines() if str(found.folder) in line]
     assert any("image.safetensors" in line for line in mapped)
     starts = [tuple(int(end, 16) for end in line.split()[0].split("-")) for line in mapped]
@@ -187,7 +187,7 @@ def test_weights_are_mapped_from_the_cache_and_made_once(tiny: Path, cache: Path
 
 def test_random_weights_follow_the_seed_and_leave_the_global_generator_alone(tiny: Path, cache: Path) -> None:
     before = torch.get_rng_state()
-    one, two = (clip.weights(backbone(tiny), seed, cache) for seed in (11, 12))
+    one, two = (clip_weights.weights(backbone(tiny), seed, cache) for seed in (11, 12))
     assert torch.equal(before, torch.get_rng_state())
     assert one.folder != two.folder
     assert (one.folder / "text.safetensors").read_bytes() != (two.folder / "text.safetensors").read_bytes()
@@ -201,7 +201,7 @@ def local_weights(path: Path) -> dict[str, torch.Tensor]:
 
 def test_a_local_checkpoint_is_loaded(tiny: Path, tmp_path: Path) -> None:
     state = local_weights(tmp_path / "own.pt")
-    found = clip.weights(backbone(tiny, pretrained=str(tmp_path / "own.pt")), 0, tmp_path / "cache")
+    found = clip_weights.weights(backbone(tiny, pretrained=str(tmp_path / "own.pt")), 0, tmp_path / "cache")
     loaded = safetensors.torch.load_file(found.folder / "image.safetensors")
     assert torch.equal(loaded["visual.conv1.weight"], state["visual.conv1.weight"])
 
@@ -221,7 +221,7 @@ def test_a_checkpoint_that_does_not_fit_names_parameter_and_shapes(
     path = tmp_path / "bad.safetensors"
     safetensors.torch.save_file({name: value for name, value in changed.items() if value is not None}, path)
     with pytest.raises(InputError, match=words):
-        clip.weights(backbone(tiny, pretrained=str(path)), 0, tmp_path / "cache")
+        clip_weights.weights(backbone(tiny, pretrained=str(path)), 0, tmp_path / "cache")
     assert not list((tmp_path / "cache" / "weights").glob("*[!k]"))
 
 
@@ -232,7 +232,7 @@ def test_a_pickle_that_would_run_code_is_refused(tiny: Path, tmp_path: Path) -> 
 
     torch.save({"visual.proj": Evil()}, tmp_path / "evil.pt")
     with pytest.raises(InputError, match=r"evil\.pt"):
-        clip.weights(backbone(tiny, pretrained=str(tmp_path / "evil.pt")), 0, tmp_path / "cache")
+        clip_weights.weights(backbone(tiny, pretrained=str(tmp_path / "evil.pt")), 0, tmp_path / "cache")
     assert not (tmp_path / "ran").exists()
 
 
@@ -250,7 +250,7 @@ def test_a_pickle_that_would_run_code_is_refused(tiny: Path, tmp_path: Path) -> 
 )
 def test_a_model_that_cannot_be_used_is_refused_by_name(tmp_path: Path, chosen: Backbone, words: str) -> None:
     with pytest.raises(InputError, match=words):
-        clip.weights_digest(chosen, 0, tmp_path)
+        clip_weights.weights_digest(chosen, 0, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["RN50", "convnext_base"])
@@ -276,7 +276,7 @@ def test_a_tokeniser_from_a_hub_is_refused() -> None:
 
 
 def test_frozen_features_equal_open_clips_own(tiny: Path, cache: Path) -> None:
-    found = clip.weights(backbone(tiny), 0, cache)
+    found = clip_weights.weights(backbone(tiny), 0, cache)
     told: list[int] = []
     pictures = [picture.permute(1, 2, 0).numpy() for picture in PIXELS]
     image = clip.encode_images(found, pictures, 2, told.append)

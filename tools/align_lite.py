@@ -224,7 +224,7 @@ def draw(icons: dict[str, Any], name: str, outlined: bool) -> np.ndarray:
         icon.get(side, icons.get(side, default))
         for side, default in (("left", 0), ("top", 0), ("width", 16), ("height", 16))
     )
-    style = None
+    style, size = None, f'width="{width}" height="{height}"'
     if outlined:
         # A stroke as wide as OpenMoji's (2 of 72), and room for it at the edges.
         style = f"path,circle,ellipse,rect,polygon{{stroke:#000;stroke-width:{width * 0.025};stroke-linejoin:round}}"
@@ -232,7 +232,7 @@ def draw(icons: dict[str, Any], name: str, outlined: bool) -> np.ndarray:
         left, top, width, height = left - room, top - room, width + 2 * room, height + 2 * room
     svg = (
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
-        f'viewBox="{left} {top} {width} {height}">{icon["body"].replace("currentColor", "black")}</svg>'
+        f'viewBox="{left} {top} {width} {height}" {size}>{icon["body"].replace("currentColor", "black")}</svg>'
     )
     try:
         png = resvg_py.svg_to_bytes(

@@ -273,9 +273,9 @@ def _prepare_openmoji(backbone: Backbone, cache: Path, seed: int, progress: Prog
 
         weights = lite.weights_digest()
     else:
-        from fedmq.models import clip  # noqa: PLC0415
+        from fedmq.models import clip, clip_weights  # noqa: PLC0415
 
-        weights = clip.weights_digest(backbone, seed, cache)
+        weights = clip_weights.weights_digest(backbone, seed, cache)
     content = openmoji.digest()
     digest = key_of("openmoji", content, weights, backbone.adapter_site)
     if (cache / "data" / digest).is_dir():
@@ -298,7 +298,7 @@ def _prepare_openmoji(backbone: Backbone, cache: Path, seed: int, progress: Prog
             image = lite.encode_images((openmoji.render(item.key) for item in items), BATCH, told[0])
             text = lite.encode_texts(texts, BATCH, told[1])
         else:
-            frozen = clip.weights(backbone, seed, cache)
+            frozen = clip_weights.weights(backbone, seed, cache)
             pixels = (openmoji.render(item.key, frozen.image_size) for item in items)
             tokens = clip.tokenise(backbone.name, texts)
             if backbone.adapter_site == "feature":
@@ -374,11 +374,11 @@ def text_features(
     kept = prepared.folder / "text_features.npy"
     with locked(prepared.folder.with_name(f"{prepared.folder.name}.lock")):
         if not kept.is_file():
-            from fedmq.models import clip  # noqa: PLC0415 - as above
+            from fedmq.models import clip, clip_weights  # noqa: PLC0415 - as above
 
             source = prepared.meta["source"]
             backbone = Backbone.model_validate(source["backbone"])
-            frozen = clip.weights(backbone, source["seed"], cache or prepared.folder.parent.parent)
+            frozen = clip_weights.weights(backbone, source["seed"], cache or prepared.folder.parent.parent)
             tokens = prepared.text[seen]
             encoded = clip.encode_texts(frozen, tokens, BATCH, _tell(progress, "captions", len(tokens)))
             write_once(kept, _mean_of(_spread(encoded, counts), counts))

@@ -8,12 +8,7 @@ block: x <- block(x); x <- x + up(gelu(down(x))). Source: RCSR (METHODS.md 1.6).
 
 from __future__ import annotations
 
-import difflib
-import json
-import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, Self
@@ -24,17 +19,14 @@ import open_clip
 import safetensors
 import safetensors.torch
 import torch
-from open_clip.constants import OPENAI_DATASET_MEAN, OPENAI_DATASET_STD
-from open_clip.convert import convert_state_dict
-from open_clip.model import CLIP, CustomTextCLIP, convert_to_custom_text_state_dict
+from open_clip.model import CLIP
 from torch import Tensor, nn
 
-from fedmq.data.features import file_digest
-from fedmq.data.prepared import build_once, cache_folder, key_of, locked
+from fedmq.data.prepared import cache_folder
 from fedmq.errors import InputError, RunError
+from fedmq.models.clip_weights import Weights, config_of, context_length, image_size, skeleton, weights
 from fedmq.models.two_tower import MODALITIES, Branch, InputSpec, Modality, TwoTower, joint_dim
 from fedmq.scenario import Backbone
-from fedmq.seeds import derive
 
 CONFIG_KEYS = ("embed_dim", "vision_cfg", "text_cfg")
 # In checkpoints but no part of either tower.
@@ -45,269 +37,6 @@ PASSED_OVER = ("input_resolution", "context_length", "vocab_size", "attn_mask", 
 Pixels = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]
 Tokens = npt.NDArray[np.int32]
-
-
-def config_of(name: str) -> dict[str, Any]:
-    """The architecture of an open_clip model.
-
-    Args:
-        name: of ``open_clip.list_models()``, or the path of a .json file of the same form.
-
-    Raises:
-        InputError: unknown name (close ones are listed), unreadable file, or a kind of model that cannot be used here.
-    """
-    if name.endswith(".json"):
-        try:
-            config = json.loads(Path(name).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise InputError(f"backbone.name: {name}", str(error), "a readable .json file of a model") from None
-        if not isinstance(config, dict) or not all(key in config for key in CONFIG_KEYS):
-            raise InputError(f"backbone.name: {name}", "no model", f"a JSON object with {', '.join(CONFIG_KEYS)}")
-    else:
-        known = open_clip.list_models()
-        if name not in known:
-            by_case = {model.lower(): model for model in known}
-            near = [by_case[found] for found in difflib.get_close_matches(name.lower(), by_case, 5, 0.5)]
-            hint = f", close: {', '.join(near)}" if near else ""
-            raise InputError("backbone.name", name, f"lite, features, or a name of open_clip.list_models(){hint}")
-        config = open_clip.get_model_config(name)
-    if "multimodal_cfg" in config:
-        raise InputError("backbone.name", name, "a model with two towers only; CoCa has a decoder over both")
-    if "hf_model_name" in config["text_cfg"]:
-        raise InputError(
-            "backbone.name", name, "a model whose text tower is open_clip's own; this one needs a model hub"
-        )
-    # Weights come from backbone.pretrained alone: nothing else is ever fetched.
-    config["vision_cfg"].pop("timm_model_pretrained", None)
-    return dict(config)
-
-
-def _construct(name: str, config: Mapping[str, Any]) -> nn.Module:
-    """The whole model, on torch's current default device.
-
-    Raises:
-        InputError: the configuration does not make a model.
-    """
-    arguments = deepcopy(dict(config))
-    kind = CustomTextCLIP if arguments.pop("custom_text", False) else CLIP
-    try:
-        model: nn.Module = kind(**arguments)
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
-        raise InputError(f"backbone.name: {name}", str(error), "a configuration of an open_clip model") from None
-    return model.eval().requires_grad_(False)
-
-
-def _skeleton(name: str, config: Mapping[str, Any]) -> nn.Module:
-    """The model without memory for its weights."""
-    try:
-        with torch.device("meta"):
-            return _construct(name, config)
-    except (RuntimeError, NotImplementedError):
-        # Some timm models compute with their own weights while they are built.
-        return _construct(name, config)
-
-
-# --- weights --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Weights:
-    """Frozen weights in the cache.
-
-    Args:
-        folder: holds ``image.safetensors``, ``text.safetensors`` and ``model.json``.
-        name: of the model.
-        config: its architecture.
-        image_size: edge of its pictures in pixels.
-        context_length: token ids per caption.
-        mean: per channel, of pixels scaled to [0, 1].
-        std: likewise.
-    """
-
-    folder: Path
-    name: str
-    config: Mapping[str, Any]
-    image_size: int
-    context_length: int
-    mean: tuple[float, ...]
-    std: tuple[float, ...]
-
-
-def _read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """The state dict of a local file, never unpickled beyond tensors.
-
-    Raises:
-        InputError: unreadable, or no state dict.
-    """
-    try:
-        if path.suffix == ".safetensors":
-            state: Any = safetensors.torch.load_file(path)
-        else:
-            # Mapped where the format allows it: a model and its checkpoint need not be in memory together.
-            state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # torch.load raises whatever its readers raise on a corrupt file
-        reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(
-            f"backbone.pretrained: {path}", reason, "a state dict (.safetensors, or .pt readable with weights_only)"
-        ) from None
-    if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
-        state = state["state_dict"]
-    if not isinstance(state, dict) or not state or not all(isinstance(v, Tensor | int) for v in state.values()):
-        raise InputError(f"backbone.pretrained: {path}", type(state).__name__, "a mapping of names to tensors")
-    return {str(key).removeprefix("module."): value for key, value in state.items()}
-
-
-def _load_checkpoint(model: nn.Module, path: Path) -> None:
-    """Put a local file's weights into the model; every name and shape must fit.
-
-    Raises:
-        InputError: a parameter is missing, unknown or of another shape.
-    """
-    state = convert_state_dict(model, _read_checkpoint(path))
-    if "positional_embedding" in state and not hasattr(model, "positional_embedding"):
-        state = convert_to_custom_text_state_dict(state)
-    state = {name: value for name, value in state.items() if name not in (*SCALES, *PASSED_OVER)}
-    wanted = {name: value for name, value in model.state_dict().items() if name not in SCALES}
-    place = f"backbone.pretrained: {path}"
-    for name, value in wanted.items():
-        if name not in state:
-            raise InputError(f"{place}: {name}", "no such parameter", f"shape {list(value.shape)}")
-        if state[name].shape != value.shape:
-            raise InputError(f"{place}: {name}", f"shape {list(state[name].shape)}", f"shape {list(value.shape)}")
-    if unknown := sorted(set(state) - set(wanted)):
-        raise InputError(f"{place}: {unknown[0]}", "a parameter the model does not have", "weights of this very model")
-    model.load_state_dict(state, strict=False)
-
-
-def _source_of(backbone: Backbone) -> tuple[str, str]:
-    """Where weights come from: ``("random", "")``, ``("tag", tag)`` or ``("file", path)``.
-
-    Raises:
-        InputError: neither a tag of the model nor a file, or the tag was trained with another activation.
-    """
-    wanted = backbone.pretrained
-    if wanted is None:
-        return "random", ""
-    tags = [] if backbone.name.endswith(".json") else open_clip.list_pretrained_tags_by_model(backbone.name)
-    if wanted in tags:
-        trained = bool(open_clip.get_pretrained_cfg(backbone.name, wanted).get("quick_gelu", False))
-        if trained != bool(config_of(backbone.name).get("quick_gelu", False)):
-            # open_clip only warns; the features would be wrong without a sign of it.
-            other = f"{backbone.name}-quickgelu" if trained else backbone.name.removesuffix("-quickgelu")
-            raise InputError(
-                "backbone.name", backbone.name, f"{other} for the weights {wanted}, which had its activation"
-            )
-        return "tag", wanted
-    if Path(wanted).is_file():
-        return "file", wanted
-    known = f"a file, or a tag of {backbone.name}: {', '.join(tags) or 'it has none'}"
-    raise InputError("backbone.pretrained", wanted, known)
-
-
-def _digest_of(path: Path, cache: Path) -> str:
-    """SHA-256 (hex) of a file, kept by path, size and time of change: thirty silos need not read it thirty times."""
-    about = path.stat()
-    kept = cache / "digests" / key_of(str(path.resolve()), about.st_size, about.st_mtime_ns)
-    with locked(kept.with_suffix(".lock")):
-        if not kept.is_file():
-            unfinished = kept.with_suffix(".unfinished")
-            unfinished.write_text(file_digest(path), encoding="ascii")
-            unfinished.replace(kept)
-    return kept.read_text(encoding="ascii")
-
-
-def weights_digest(backbone: Backbone, seed: int, cache: Path) -> str:
-    """SHA-256 (hex) of what the frozen weights are made from: a key for caches.
-
-    Raises:
-        InputError: unknown model, tag or file.
-    """
-    config = config_of(backbone.name)
-    kind, what = _source_of(backbone)
-    if kind == "random":
-        what = str(seed)
-    elif kind == "file":
-        what = _digest_of(Path(what), cache)
-    return key_of("weights", open_clip.__version__, backbone.name, config, kind, what)
-
-
-def _full_model(backbone: Backbone, config: Mapping[str, Any], seed: int) -> nn.Module:
-    """The whole model on the CPU with its weights."""
-    kind, what = _source_of(backbone)
-    if kind == "tag":
-        try:
-            fetched: nn.Module = open_clip.create_model(backbone.name, pretrained=what, weights_only=True)
-        except (RuntimeError, OSError, ValueError) as error:
-            raise RunError(f"weights {what} of {backbone.name} could not be fetched: {error}") from error
-        return fetched.eval().requires_grad_(False)
-    # open_clip draws from the global generator and takes no other: it is put back as it was.
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(derive(seed, "backbone", backbone.name))
-        model = _construct(backbone.name, config)
-    if kind == "file":
-        _load_checkpoint(model, Path(what))
-    return model
-
-
-def _modality_of(name: str) -> Modality:
-    return "image" if name.startswith("visual.") else "text"
-
-
-def _tensors(model: nn.Module) -> dict[Modality, dict[str, Tensor]]:
-    """All parameters and buffers of each tower, also buffers that a state dict leaves out (masks, rotary tables)."""
-    towers: dict[Modality, dict[str, Tensor]] = {modality: {} for modality in MODALITIES}
-    seen: set[int] = set()
-    parts = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    for name, value in parts:
-        if name not in SCALES:
-            # The format refuses tensors that share memory, which tied weights do.
-            tied = value.data_ptr() in seen
-            seen.add(value.data_ptr())
-            towers[_modality_of(name)][name] = (value.detach().clone() if tied else value.detach()).contiguous()
-    return towers
-
-
-def _image_size(name: str, config: Mapping[str, Any]) -> int:
-    size = config["vision_cfg"].get("image_size", 224)
-    edges = set(size) if isinstance(size, list | tuple) else {size}
-    if len(edges) != 1:
-        raise InputError("backbone.name", name, f"a model of square pictures, not {size}")
-    return int(edges.pop())
-
-
-def _context_length(config: Mapping[str, Any]) -> int:
-    return int(config["text_cfg"].get("context_length", 77))
-
-
-def weights(backbone: Backbone, seed: int, cache: Path) -> Weights:
-    """The frozen weights in the cache, converted if they are not there yet.
-
-    Args:
-        backbone: name and ``pretrained``: a tag, a local file, or null for random weights drawn from the seed.
-        seed: the scenario's seed; counts for random weights only.
-        cache: folder.
-
-    Raises:
-        InputError: unknown model, tag or file, or a file that does not fit the model.
-        RunError: a tag's weights could not be fetched, or the cache cannot be written.
-    """
-    config = config_of(backbone.name)
-    kind, what = _source_of(backbone)
-    trained = open_clip.get_pretrained_cfg(backbone.name, what) if kind == "tag" else {}
-
-    def fill(folder: Path) -> None:
-        for modality, tensors in _tensors(_full_model(backbone, config, seed)).items():
-            safetensors.torch.save_file(tensors, folder / f"{modality}.safetensors")
-
-    return Weights(
-        folder=build_once(cache / "weights" / weights_digest(backbone, seed, cache), fill),
-        name=backbone.name,
-        config=config,
-        image_size=_image_size(backbone.name, config),
-        context_length=_context_length(config),
-        mean=tuple(trained.get("mean") or OPENAI_DATASET_MEAN),
-        std=tuple(trained.get("std") or OPENAI_DATASET_STD),
-    )
 
 
 # --- towers ---------------------------------------------------------------------------------------------------------
@@ -403,7 +132,7 @@ def load_tower(found: Weights, modality: Modality, device: str | torch.device = 
     Raises:
         RunError: the cached file is damaged.
     """
-    model = _skeleton(found.name, found.config)
+    model = skeleton(found.name, found.config)
     _assign(model, found.folder / f"{modality}.safetensors")
     scales = (found.mean, found.std) if modality == "image" else ((), ())
     frozen = Frozen(_tower_of(model, modality), *scales)
@@ -431,12 +160,12 @@ def adapted(backbone: Backbone, device: str | torch.device = "cpu") -> TwoTower:
         InputError: unknown model, or one without such blocks.
     """
     config = config_of(backbone.name)
-    skeleton = _skeleton(backbone.name, config)
+    bare = skeleton(backbone.name, config)
     width = int(config["embed_dim"])
     dim = joint_dim(backbone, width, width)
     branches = []
     for modality in MODALITIES:
-        blocks, block_width = blocks_of(_tower_of(skeleton, modality), backbone.name)
+        blocks, block_width = blocks_of(_tower_of(bare, modality), backbone.name)
         sites, residual = [block_width] * len(blocks), backbone.head == "residual"
         branches.append(Branch(sites, backbone.bottleneck, width, dim, residual=residual, blocks=True))
     return TwoTower(branches[0], branches[1], dim, torch.device(device))
@@ -457,10 +186,10 @@ def build(
         InputError: the model has no such blocks, or the data are not pixels and token ids of its size.
     """
     config = config_of(backbone.name)
-    edge = _image_size(backbone.name, config)
+    edge = image_size(backbone.name, config)
     for what, shape, expected in (
         ("image", inputs.image_shape, (3, edge, edge)),
-        ("text", inputs.text_shape, (_context_length(config),)),
+        ("text", inputs.text_shape, (context_length(config),)),
     ):
         if tuple(shape) != expected:
             raise InputError(f"data: {what}", f"items of shape {list(shape)}", f"{list(expected)} for {backbone.name}")
@@ -496,7 +225,7 @@ def tokenise(name: str, texts: Sequence[str]) -> Tokens:
     text = config["text_cfg"]
     if text.get("hf_tokenizer_name") or "siglip" in name.lower():
         raise InputError("backbone.name", name, "a model with CLIP's own tokeniser; this one's needs a model hub")
-    tokeniser = open_clip.SimpleTokenizer(context_length=_context_length(config), **text.get("tokenizer_kwargs", {}))
+    tokeniser = open_clip.SimpleTokenizer(context_length=context_length(config), **text.get("tokenizer_kwargs", {}))
     vocabulary = int(text.get("vocab_size", 49408))
     if tokeniser.vocab_size > vocabulary:
         raise InputError(

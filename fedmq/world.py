@@ -67,7 +67,12 @@ class World:
     ) -> TwoTower:
         """The two towers with their initial parameters; frozen encoders only for the modalities asked for."""
         return build(
-            scenario.backbone, self.prepared.inputs, scenario.seed, device=device, modalities=modalities, cache=self.cache
+            scenario.backbone,
+            self.prepared.inputs,
+            scenario.seed,
+            device=device,
+            modalities=modalities,
+            cache=self.cache,
         )
 
     def context(self, scenario: Scenario, model: TwoTower) -> Context:
@@ -169,9 +174,7 @@ def _make_shares(scenario: Scenario, prepared: Prepared, cache: Path) -> dict[st
     }
 
 
-def _groups(
-    scenario: Scenario, prepared: Prepared, train: I64, evaluated: I64, cache: Path
-) -> tuple[I64, I64]:
+def _groups(scenario: Scenario, prepared: Prepared, train: I64, evaluated: I64, cache: Path) -> tuple[I64, I64]:
     """The group of each training and each evaluated sample, as the partition's kind wants it."""
     match scenario.partition.kind:
         case "iid":

@@ -16,8 +16,15 @@ from fedmq.messages import Delta, Header, Kind, Message
 
 def message(counter: int, sender: str = "silo-00", receiver: str = "coordinator") -> Message:
     header = Header(
-        run="r", kind=Kind.REPLY, sender=sender, receiver=receiver, sequence=counter, reply_to=counter,
-        sent_at=1.5, session=b"s" * 16, counter=counter,
+        run="r",
+        kind=Kind.REPLY,
+        sender=sender,
+        receiver=receiver,
+        sequence=counter,
+        reply_to=counter,
+        sent_at=1.5,
+        session=b"s" * 16,
+        counter=counter,
     )
     return Message(header, (Delta("0" * 64, np.zeros(5, np.float32), 3),))
 

@@ -36,7 +36,15 @@ def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         (["data.path=README.md"], "README.md"),
         (["device=cuda:7"], "cuda:7"),
         (["backbone.name=ViT-Z-99", "data={name: openmoji}"], "ViT-Z-99"),
-        (["backbone.name=ViT-B-32", "backbone.adapter_site=blocks", "backbone.pretrained=no/such.pt", "data={name: openmoji}"], "no/such.pt"),
+        (
+            [
+                "backbone.name=ViT-B-32",
+                "backbone.adapter_site=blocks",
+                "backbone.pretrained=no/such.pt",
+                "data={name: openmoji}",
+            ],
+            "no/such.pt",
+        ),
         (["backbone.head=residual", "data.path=UNEQUAL"], "backbone.head"),
         (["rounds"], "--set"),
     ],
@@ -91,12 +99,16 @@ def test_wrong_keys_are_named(
     assert "0600" in capfd.readouterr().err
     assert fedmq(monkeypatch, "silo", tiny, "--name", "silo-09", "--keys", keys, "--out", tmp_path / "o") == 2
     assert fedmq(monkeypatch, "keys", "revoke", keys, "silo-03") == 0
-    assert fedmq(monkeypatch, "coordinator", tiny, "--keys", keys, "--out", tmp_path / "o", "--bind", "ipc:///tmp/x") == 2
+    assert (
+        fedmq(monkeypatch, "coordinator", tiny, "--keys", keys, "--out", tmp_path / "o", "--bind", "ipc:///tmp/x") == 2
+    )
     assert "silo-03" in capfd.readouterr().err
     assert not (tmp_path / "o").exists()
 
 
-def test_the_methods_and_their_options_are_listed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_methods_and_their_options_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert fedmq(monkeypatch, "protocols", "--json") == 0
     listing = json.loads(capfd.readouterr().out)
     assert {"fedavg", "paired_only", "rcsr"} <= set(listing)
@@ -105,7 +117,9 @@ def test_the_methods_and_their_options_are_listed(monkeypatch: pytest.MonkeyPatc
     assert "lambda_anc: 1.0" in capfd.readouterr().out.replace("\n", " ")
 
 
-def test_data_check_shows_who_would_hold_what(tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_data_check_shows_who_would_hold_what(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert fedmq(monkeypatch, "data", "check", tiny, "--json") == 0
     facts = json.loads(capfd.readouterr().out)
     assert facts["splits"] == {"train": 100, "val": 20, "test": 30, "public": 0}

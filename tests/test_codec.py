@@ -61,7 +61,7 @@ def words(pattern: re.Pattern[str]) -> st.SearchStrategy[str]:
     return st.sampled_from([word for word in EXAMPLES if pattern.fullmatch(word)])
 
 
-def field_values(spec: Field, sizes: Mapping[str, int]) -> st.SearchStrategy[Any]:  # noqa: PLR0911 - one per kind of field
+def field_values(spec: Field, sizes: Mapping[str, int]) -> st.SearchStrategy[Any]:
     """A strategy for a field, from nothing but its declaration."""
     match spec:
         case Tensor():

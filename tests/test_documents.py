@@ -23,7 +23,10 @@ def test_every_scenario_is_in_the_readme_and_the_other_way_round() -> None:
 
 def test_files_the_documents_name_exist() -> None:
     for document in ("README.md", "CONTRIBUTING.md"):
-        for name in re.findall(r"`((?:fedmq|protocols|tests|docs|coordinator|silos|scenarios)/[\w/.]+\.\w+)`", (ROOT / document).read_text()):
+        for name in re.findall(
+            r"`((?:fedmq|protocols|tests|docs|coordinator|silos|scenarios)/[\w/.]+\.\w+)`",
+            (ROOT / document).read_text(),
+        ):
             if "mine" not in name:
                 assert (ROOT / name).exists(), name
         for name in re.findall(r"\]\((?!http)([^)]+)\)", (ROOT / document).read_text()):

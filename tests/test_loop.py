@@ -65,13 +65,17 @@ def test_the_logs_agree_and_say_what_left_each_silo(reference: tuple[Path, dict[
     assert audit.left["silo-02"]["delta"] > 0
 
 
-def test_the_same_seed_gives_the_same_model(tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]) -> None:
+def test_the_same_seed_gives_the_same_model(
+    tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]
+) -> None:
     again = run(resolved(tiny), tmp_path)
     assert again.summary["model_digest"] == reference[1]["model_digest"]
     assert again.summary["metrics"] == reference[1]["metrics"]
 
 
-def test_another_seed_gives_another_model(tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]) -> None:
+def test_another_seed_gives_another_model(
+    tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]
+) -> None:
     assert run(resolved(tiny, "seed=1"), tmp_path).summary["model_digest"] != reference[1]["model_digest"]
 
 
@@ -100,7 +104,13 @@ def test_a_run_stopped_anywhere_and_resumed_gives_the_same_model(
 
 
 def test_stragglers_past_the_deadline_are_left_out_and_a_resume_changes_nothing(tiny: Path, tmp_path: Path) -> None:
-    settings = ("rounds=8", "aggregation.deadline=0.3", "aggregation.quorum=0.3", "cost.speed_sigma=1.5", "protocol.warmup=2")
+    settings = (
+        "rounds=8",
+        "aggregation.deadline=0.3",
+        "aggregation.quorum=0.3",
+        "cost.speed_sigma=1.5",
+        "protocol.warmup=2",
+    )
     scenario = resolved(tiny, *settings)
     whole = run(scenario, tmp_path / "whole").summary
     notes = (tmp_path / "whole" / "messages" / "coordinator.jsonl").read_text()
@@ -150,7 +160,9 @@ def hostile(scenario: Scenario, done: list[str]) -> Callable[[str, Path], None]:
             connection.send((noise.bytes(size), noise.bytes(size)))
         hello, _ = initiate(load_identity(keys, "silo-01"), "coordinator", "another-run", 0.0)
         connection.send(hello)
-        header = Header(run=run_name(scenario), kind=Kind.HELLO, sender="silo-09", receiver="coordinator", sequence=0, sent_at=0.0)
+        header = Header(
+            run=run_name(scenario), kind=Kind.HELLO, sender="silo-09", receiver="coordinator", sequence=0, sent_at=0.0
+        )
         from fedmq.codec import encode_header
 
         connection.send((encode_header(header), b"\x80"))
@@ -192,7 +204,12 @@ def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_th
         ready, session = complete(initiated, accepted, frames, 0.0)
         connection.send(ready)
         beat = Header(
-            run=run_name(scenario), kind=Kind.HEARTBEAT, sender="silo-00", receiver="coordinator", sequence=0, sent_at=0.0
+            run=run_name(scenario),
+            kind=Kind.HEARTBEAT,
+            sender="silo-00",
+            receiver="coordinator",
+            sequence=0,
+            sent_at=0.0,
         )
         first = seal_message(session, Message(beat))
         connection.send(first.frames)

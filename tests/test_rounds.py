@@ -95,7 +95,13 @@ def test_illegal_events_raise_and_change_nothing(phase: Phase) -> None:
     rounds = replace(gathered(plan())[0], phase=phase)
     before = repr(rounds)
     samples: list[Event] = [
-        Joined("silo-00"), Lost("silo-00"), Arrived("silo-00", 1), Failed("silo-00", 1, "x"), Deadline(0), Merged(1), Stop(),
+        Joined("silo-00"),
+        Lost("silo-00"),
+        Arrived("silo-00", 1),
+        Failed("silo-00", 1, "x"),
+        Deadline(0),
+        Merged(1),
+        Stop(),
     ]
     for event in samples:
         if type(event) not in TABLE[phase]:

@@ -25,7 +25,10 @@ PATIENCE = 120.0
 def scenario(path: Path, out: Path, *options: str) -> dict[str, Any]:
     done = subprocess.run(
         [FEDMQ, "scenario", str(path), "--out", str(out), "--json", "--quiet", *options],
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     return dict(json.loads(done.stdout))
@@ -69,7 +72,8 @@ def test_a_run_killed_anywhere_and_resumed_gives_the_same_model(
     options = ("--set", "rounds=12")
     process = subprocess.Popen(
         [FEDMQ, "scenario", str(tiny), "--out", str(out), "--quiet", *options],
-        start_new_session=True, stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        stderr=subprocess.DEVNULL,
     )
     try:
         wait_for_merges(out, merges)
@@ -79,17 +83,24 @@ def test_a_run_killed_anywhere_and_resumed_gives_the_same_model(
     assert not (out / "summary.json").exists()
     done = subprocess.run(
         [FEDMQ, "scenario", str(tiny), "--resume", str(out), "--json", "--quiet", *options],
-        capture_output=True, text=True, timeout=PATIENCE, check=False,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["model_digest"] == reference["model_digest"]
 
 
-def test_a_silo_that_is_killed_is_started_again_and_the_model_is_the_same(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
+def test_a_silo_that_is_killed_is_started_again_and_the_model_is_the_same(
+    tiny: Path, tmp_path: Path, reference: dict[str, Any]
+) -> None:
     out = tmp_path / "run"
     process = subprocess.Popen(
         [FEDMQ, "scenario", str(tiny), "--out", str(out), "--quiet", "--json", "--set", "rounds=12"],
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
     )
     wait_for_merges(out, 2)
     holders = [p for p in psutil.Process(process.pid).children(recursive=True) if holds(p, "silo-00.jsonl")]
@@ -113,7 +124,9 @@ def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(tiny: Path, tmp_path: P
     out = tmp_path / "run"
     process = subprocess.Popen(
         [FEDMQ, "scenario", str(tiny), "--out", str(out), "--set", "rounds=12"],
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     wait_for_merges(out, 2)
     os.killpg(process.pid, signal.SIGINT)
@@ -123,7 +136,10 @@ def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(tiny: Path, tmp_path: P
     assert "Traceback" not in error
     done = subprocess.run(
         [FEDMQ, "scenario", str(tiny), "--resume", str(out), "--json", "--quiet", "--set", "rounds=12"],
-        capture_output=True, text=True, timeout=PATIENCE, check=True,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=True,
     )
     assert json.loads(done.stdout)["model_digest"] == reference["model_digest"]
     assert not audit_run(out).findings
@@ -134,7 +150,10 @@ def test_programs_started_by_hand_come_to_the_same_model(tiny: Path, tmp_path: P
     subprocess.run([FEDMQ, "keys", "init", str(keys), "--silos", "4"], check=True, capture_output=True)
     common = [str(tiny), "--keys", str(keys), "--out", str(out), "--set", "rounds=12"]
     coordinator = subprocess.Popen(
-        [FEDMQ, "coordinator", *common, "--bind", "tcp://127.0.0.1:*"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [FEDMQ, "coordinator", *common, "--bind", "tcp://127.0.0.1:*"],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
     )
     assert coordinator.stderr is not None
     uri = next(line.split()[2] for line in coordinator.stderr if line.startswith("listening on"))
@@ -161,7 +180,10 @@ def test_the_wheel_holds_exactly_the_four_packages(tmp_path: Path) -> None:
     root = Path(__file__).parent.parent
     subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=root, check=True, capture_output=True, timeout=PATIENCE,
+        cwd=root,
+        check=True,
+        capture_output=True,
+        timeout=PATIENCE,
     )
     (wheel,) = tmp_path.glob("*.whl")
     names = {name.split("/")[0] for name in zipfile.ZipFile(wheel).namelist() if ".dist-info" not in name}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -40,7 +41,9 @@ SCENARIOS = sorted((Path(__file__).parent.parent / "scenarios").rglob("*.yaml"))
         ("name=Has Spaces", "name", "pattern"),
     ],
 )
-def test_one_line_names_the_place_the_value_and_what_is_allowed(tiny: Path, setting: str, place: str, allowed: str) -> None:
+def test_one_line_names_the_place_the_value_and_what_is_allowed(
+    tiny: Path, setting: str, place: str, allowed: str
+) -> None:
     with pytest.raises(InputError) as caught:
         scenarios.load(tiny, [setting])
     text = str(caught.value)
@@ -59,7 +62,13 @@ def test_a_key_in_the_file_is_named_with_its_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "found"),
-    [("a: [1", "line 1"), ("- a\n- b\n", "list"), ("", "NoneType"), ("a: 1\na: 2\n", "twice"), ("name: x\n", "nothing")],
+    [
+        ("a: [1", "line 1"),
+        ("- a\n- b\n", "list"),
+        ("", "NoneType"),
+        ("a: 1\na: 2\n", "twice"),
+        ("name: x\n", "nothing"),
+    ],
 )
 def test_files_that_are_no_scenario_are_refused(tmp_path: Path, content: str, found: str) -> None:
     path = tmp_path / "bad.yaml"
@@ -83,7 +92,9 @@ def test_settings_that_are_none_are_refused(tiny: Path, setting: str) -> None:
 
 def test_settings_reach_every_part_and_keep_the_file_as_it_is(tiny: Path) -> None:
     before = tiny.read_text()
-    scenario = scenarios.load(tiny, ["protocol.name=fedavg", "partition.alpha=3", "training.batch_size=7", "protocol.tau=0.5"])
+    scenario = scenarios.load(
+        tiny, ["protocol.name=fedavg", "partition.alpha=3", "training.batch_size=7", "protocol.tau=0.5"]
+    )
     assert scenario.protocol.name == "fedavg"
     assert (scenario.partition.alpha, scenario.training.batch_size, scenario.protocol.options["tau"]) == (3.0, 7, 0.5)
     assert tiny.read_text() == before
@@ -108,7 +119,7 @@ def test_the_learning_rate_warms_up_then_falls_to_the_floor() -> None:
     rates = [training.rate_at(round_, 200) for round_ in range(201)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert rates[5] == 1.0
-    assert all(a >= b for a, b in zip(rates[5:], rates[6:], strict=False))
+    assert all(a >= b for a, b in itertools.pairwise(rates[5:]))
     assert rates[200] == pytest.approx(0.01)
     assert Training(learning_rate=0.5, schedule="constant", warmup_rounds=0).rate_at(150, 200) == 0.5
 

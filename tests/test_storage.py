@@ -22,7 +22,9 @@ from silos.state import StateStore
 
 def made(version: int, *older: int) -> Checkpoint:
     states = {
-        number: State(torch.full((3,), float(number)), {"x": torch.tensor([number], dtype=torch.float64)}, {"merges": number})
+        number: State(
+            torch.full((3,), float(number)), {"x": torch.tensor([number], dtype=torch.float64)}, {"merges": number}
+        )
         for number in (version, *older)
     }
     rounds = {"version": version, "gone": [], "flights": {}, "sequences": {}}
@@ -33,7 +35,12 @@ def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, made(7, 5))
     loaded = checkpoint.load(tmp_path)
     assert loaded is not None
-    assert (loaded.rounds["version"], loaded.now, loaded.due, loaded.tally) == (7, 7.1, {"silo-00": 1 / 3}, {"up": {"delta": 5}})
+    assert (loaded.rounds["version"], loaded.now, loaded.due, loaded.tally) == (
+        7,
+        7.1,
+        {"silo-00": 1 / 3},
+        {"up": {"delta": 5}},
+    )
     assert set(loaded.states) == {7, 5}
     assert torch.equal(loaded.states[5].theta, torch.full((3,), 5.0))
     assert loaded.states[7].tensors["x"].dtype == torch.float64
@@ -92,7 +99,10 @@ def test_states_that_no_task_can_start_from_any_more_are_dropped(tmp_path: Path)
     store = StateStore(tmp_path)
     for number in range(1, 6):
         store.keep(number, {"a": torch.tensor([float(number)])}, settled=number - 1)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["task-000000004.safetensors", "task-000000005.safetensors"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "task-000000004.safetensors",
+        "task-000000005.safetensors",
+    ]
 
 
 def test_a_silo_without_personal_state_writes_nothing(tmp_path: Path) -> None:
@@ -100,7 +110,14 @@ def test_a_silo_without_personal_state_writes_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-HOLD = "import sys, time; from pathlib import Path; from silos.slots import Slots\nwith Slots(Path(sys.argv[1]), 1).one():\n    print('held', flush=True)\n    time.sleep(60)"
+HOLD = """
+import sys, time
+from pathlib import Path
+from silos.slots import Slots
+with Slots(Path(sys.argv[1]), 1).one():
+    print('held', flush=True)
+    time.sleep(60)
+"""
 
 
 def test_a_killed_silo_frees_its_slot(tmp_path: Path) -> None:

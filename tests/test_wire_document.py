@@ -44,7 +44,7 @@ def test_every_payload_kind_is_described_and_no_other() -> None:
     assert headings(section("Payloads")) == list(PAYLOADS)
 
 
-def describe(spec: Field) -> str:  # noqa: PLR0911 - one per kind of field
+def describe(spec: Field) -> str:
     """What the document says about a field, from its declaration."""
     match spec:
         case Tensor():

@@ -1,4 +1,4 @@
-"""A whole run in one process: coordinator, evaluator and silos as threads over memory://, real messages and real keys."""
+"""A whole run in one process: coordinator, evaluator and silos as threads over memory://, with real sealed messages."""
 
 from __future__ import annotations
 
@@ -24,9 +24,7 @@ def resolved(path: Path, *settings: str) -> Scenario:
     scenario = scenarios.load(path, settings)
     method = protocols.load(scenario.protocol.name)
     options = protocols.options_of(method, scenario.protocol.options)
-    return scenario.model_copy(
-        update={"protocol": ProtocolChoice(name=scenario.protocol.name, **vars(options))}
-    )
+    return scenario.model_copy(update={"protocol": ProtocolChoice(name=scenario.protocol.name, **vars(options))})
 
 
 def quiet(function: Callable[..., Any], *arguments: object) -> Callable[[], None]:

@@ -36,8 +36,8 @@ from fedmq.status import Status
 from fedmq.transport import listen
 from fedmq.world import World, build_world, device_of, run_name
 
-#: Largest frame accepted of any method [bytes]; above it a frame may be four times the model.
-_LEAST_FRAME = 1 << 26
+#: Largest body accepted of a peer, whatever the method [bytes]; a larger model raises it to four times its size.
+_LEAST_BODY = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,9 @@ def run_coordinator(
     world = build_world(scenario)
     setting, theta = _setting(scenario, world, folder)
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
-    listener = listen(arguments.bind, max_frame=max(_LEAST_FRAME, 4 * setting.context.layout.nbytes))
+    max_body = max(_LEAST_BODY, 4 * setting.context.layout.nbytes)
+    # Frames up to twice that are read, so as to be refused by name and logged; ZeroMQ hangs up on larger ones unread.
+    listener = listen(arguments.bind, max_frame=2 * max_body)
     run = run_name(scenario)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     if not folder.scenario.exists():
@@ -126,7 +128,7 @@ def run_coordinator(
     log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)
     try:
         log.note("resumed" if saved else "started", run=run, version=saved.rounds["version"] if saved else 0)
-        roster = Roster(listener, identity, accepted, run, log, clock)
+        roster = Roster(listener, identity, accepted, run, log, clock, max_body)
         loop = _loop(setting, theta, saved, clock, listener, roster, log, status, stop_wanted)
         listening(listener.uri)
         began = clock.stopwatch()

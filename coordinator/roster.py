@@ -54,11 +54,20 @@ class Roster:
         run: the run's name.
         log: the coordinator's message log.
         clock: for liveness and for stamps.
+        max_body: largest body accepted of a peer [bytes].
     """
 
     def __init__(
-        self, listener: Listener, identity: Identity, accepted: Accepted, run: str, log: MessageLog, clock: Clock
+        self,
+        listener: Listener,
+        identity: Identity,
+        accepted: Accepted,
+        run: str,
+        log: MessageLog,
+        clock: Clock,
+        max_body: int,
     ) -> None:
+        self._max_body = max_body
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
         self._log, self._clock = log, clock
         self._pending: dict[bytes, Responded] = {}
@@ -125,7 +134,7 @@ class Roster:
         return Ready(peer.name, returned)
 
     def _message(self, peer: Peer, frames: Sequence[memoryview], size: int) -> Message | None:
-        message, tag = open_message(peer.session, frames)
+        message, tag = open_message(peer.session, frames, max_body=self._max_body)
         peer.heard = self._clock.stopwatch()
         self.received += 1
         self._log.message("received", message, tag, size)

@@ -13,7 +13,6 @@ _MODULES = (
     "msgpack",
     "safetensors.torch",
     "torch",
-    "torch._dynamo",  # torch.optim imports it on first use, one second per process
     "zmq",
     "coordinator.program",
     "fedmq.evaluator",

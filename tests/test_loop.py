@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from fedmq.messages import Delta, Header, Kind, Message
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.world import run_name
+from silos.program import SiloArguments, run_silo
 from tests.threads import resolved, run
 
 
@@ -194,7 +196,7 @@ def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_th
     reasons: list[str] = []
 
     def silo(uri: str, keys: Path) -> None:
-        """Joins as silo-00 before the real one, misbehaves, and leaves."""
+        """Joins as silo-00, misbehaves, leaves; then the honest silo-00 takes its place."""
         connection = transport.connect(uri)
         identity, accepted = load_identity(keys, "silo-00"), load_accepted(keys)
         hello, initiated = initiate(identity, "coordinator", run_name(scenario), 0.0)
@@ -214,21 +216,31 @@ def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_th
         first = seal_message(session, Message(beat))
         connection.send(first.frames)
         connection.send(first.frames)  # replayed
-        damaged = bytearray(seal_message(session, Message(beat)).frames[1])
+        second = seal_message(session, Message(beat))
+        damaged = bytearray(second.frames[1])
         damaged[0] ^= 1
-        connection.send((first.frames[0], bytes(damaged)))
+        connection.send((second.frames[0], bytes(damaged)))  # one bit flipped
+        clear = first.frames[0]
+        connection.send((clear, b"\0" * 3))  # truncated below its tag
+        connection.send((clear, bytes((1 << 26) + 17)))  # oversized
+        connection.send((bytes(clear).replace(session.session, b"f" * 16), first.frames[1]))  # of a foreign session
         kept = seal_message(session, Message(beat))
         connection.send(kept.frames)  # a gap: the damaged one never counted
-        connection.receive(1.0)
+        time.sleep(1.0)
         connection.close()
         reasons.append("done")
+        run_silo(SiloArguments(scenario, "silo-00", uri, keys, tmp_path))
 
-    outcome = run(scenario, tmp_path, others=[silo])
+    outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[silo])
     assert outcome.phase is Phase.DONE
     assert reasons == ["done"]
     refused = audit_run(tmp_path).refused["coordinator"]
-    assert refused["replay"] >= 2
-    assert refused["gap"] >= 1
+    assert refused["replay"] == 1
+    assert refused["tampered"] == 1
+    assert refused["malformed"] == 1
+    assert refused["oversized"] == 1
+    assert refused["unknown_session"] == 1
+    assert refused["gap"] == 1
 
 
 def test_a_capture_of_all_frames_holds_no_tensor_and_no_caption(

@@ -17,6 +17,8 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
 
 from fedmq.errors import InputError
 from fedmq.layout import Layout
@@ -312,33 +314,74 @@ def build(
     return model
 
 
-class _KeepsGradients:
-    """An optimiser whose gradients are views of a buffer: they are zeroed, never set to None."""
+class FlatOptimiser:
+    """Torch's fused steps over a few flat tensors.
 
-    param_groups: list[dict[str, Any]]
+    It calls the functions that ``torch.optim``'s classes end in, with their defaults, so the numbers are theirs. The
+    classes themselves import ``torch._dynamo`` on first use: two seconds and seventy megabytes for nothing.
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero the gradients of the branches that this optimiser trains."""
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                parameter.grad.zero_()
+    Args:
+        parameters: views of a model's buffer.
+        gradients: views of its gradients, in the same order; zeroed, never replaced.
+        training: kind of optimiser and weight decay.
+        learning_rate: of all steps.
+    """
 
+    def __init__(
+        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], training: Training, learning_rate: float
+    ) -> None:
+        self._parameters, self._gradients = list(parameters), list(gradients)
+        self._training, self._rate = training, learning_rate
+        self._first = [torch.zeros_like(part) for part in self._parameters]
+        self._second = [torch.zeros_like(part) for part in self._parameters]
+        self._steps = [torch.zeros((), device=part.device) for part in self._parameters]
+        self._momentum: list[Tensor | None] = [None] * len(self._parameters)
 
-class _AdamW(_KeepsGradients, torch.optim.AdamW):
-    pass
+    def zero_grad(self) -> None:
+        """Zero the gradients of what this optimiser trains."""
+        for gradient in self._gradients:
+            gradient.zero_()
 
-
-class _Adam(_KeepsGradients, torch.optim.Adam):
-    pass
-
-
-class _SGD(_KeepsGradients, torch.optim.SGD):
-    pass
+    @torch.no_grad()
+    def step(self) -> None:
+        """One step in place."""
+        if self._training.optimizer == "sgd":
+            sgd(
+                self._parameters,
+                self._gradients,
+                self._momentum,
+                fused=True,
+                weight_decay=self._training.weight_decay,
+                momentum=MOMENTUM,
+                lr=self._rate,
+                dampening=0.0,
+                nesterov=False,
+                maximize=False,
+            )
+            return
+        adam(
+            self._parameters,
+            self._gradients,
+            self._first,
+            self._second,
+            [],
+            self._steps,
+            # Fused: one pass over the buffers; the loops over tensors cost more than the arithmetic at this size.
+            fused=True,
+            decoupled_weight_decay=self._training.optimizer == "adamw",
+            amsgrad=False,
+            beta1=0.9,
+            beta2=0.999,
+            lr=self._rate,
+            weight_decay=self._training.weight_decay,
+            eps=1e-8,
+            maximize=False,
+        )
 
 
 def optimiser(
     model: TwoTower, training: Training, learning_rate: float, branches: Sequence[slice]
-) -> torch.optim.Optimizer:
+) -> FlatOptimiser:
     """An optimiser over whole branches of the flat buffer: one tensor per branch instead of one per layer.
 
     Parameters outside ``branches`` are never touched, not even by weight decay. Weight decay reaches biases too, as in
@@ -353,20 +396,9 @@ def optimiser(
     Raises:
         ValueError: nothing to train.
     """
-    parameters = []
-    for part in branches:
-        if part.stop > part.start:
-            # Both must be views: the step then writes straight into the model.
-            parameter = nn.Parameter(model.flat[part])
-            parameter.grad = model.grad[part]
-            parameters.append(parameter)
-    if not parameters:
+    parts = [part for part in branches if part.stop > part.start]
+    if not parts:
         raise ValueError("an optimiser needs at least one branch with parameters")
-    # Fused: one pass over the buffers; the loops over tensors cost more than the arithmetic at this size.
-    match training.optimizer:
-        case "adamw":
-            return _AdamW(parameters, lr=learning_rate, weight_decay=training.weight_decay, fused=True)
-        case "adam":
-            return _Adam(parameters, lr=learning_rate, weight_decay=training.weight_decay, fused=True)
-        case "sgd":
-            return _SGD(parameters, lr=learning_rate, momentum=MOMENTUM, weight_decay=training.weight_decay, fused=True)
+    # Both are views: the step writes straight into the model.
+    flat = model.flat.detach()
+    return FlatOptimiser([flat[part] for part in parts], [model.grad[part] for part in parts], training, learning_rate)

@@ -75,24 +75,23 @@ class Silo:
         self.share = load_share(world.prepared, world.train[facts.index], image=facts.image, text=facts.text)
         self.model = model
         self.store = StateStore(RunFolder(arguments.out).silo_state(facts.name))
-        self._last: tuple[int, int, tuple[Payload, ...]] | None = None
 
     def answer(self, message: Message) -> tuple[Payload, ...]:
-        """Train a task; a task that is handed out again gets the same answer again.
+        """Train a task.
+
+        A task that is handed out again starts from the same personal state and the same seeds, so it gets the same
+        answer again; no answer is kept in memory for that.
 
         Args:
             message: of kind task.
         """
         header, info = message.header, message.task
         assert info is not None  # noqa: S101 - a Message of kind task has it by construction
-        if self._last is not None and self._last[:2] == (header.sequence, header.base_version):
-            return self._last[2]
         task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
         local = Local(self.facts, self.share, self.model, self.store.before(header.sequence))
         trained = self.protocol.train(local, task)
         payloads = tuple(self._transform(payload, task) for payload in trained.payloads)
         self.store.keep(header.sequence, trained.state, info.settled)
-        self._last = (header.sequence, header.base_version, payloads)
         return payloads
 
     def _transform(self, payload: Payload, task: Task) -> Payload:
@@ -144,6 +143,8 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
                     _reply(link, silo, slots, message, progress)
                 case _:
                     progress(f"{arguments.name}: a {message.header.kind} was ignored")
+            # The next message may be minutes away; a waiting silo should not hold a model it has dealt with.
+            del message
         progress(f"{arguments.name}: told to stop")
     finally:
         link.close()

@@ -24,7 +24,6 @@ class StateStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._memory: dict[int, Mapping[str, torch.Tensor]] = {}
 
     def _path(self, sequence: int) -> Path:
         return self._folder / f"task-{sequence:09d}.safetensors"
@@ -38,10 +37,8 @@ class StateStore:
         older = [number for number in self._stored() if number < sequence]
         if not older:
             return {}
-        newest = older[-1]
-        if newest not in self._memory:
-            self._memory = {newest: load_aligned(self._path(newest))}
-        return self._memory[newest]
+        # Read again each time rather than kept: a waiting silo should not hold tensors it may need minutes later.
+        return load_aligned(self._path(older[-1]))
 
     def keep(self, sequence: int, state: Mapping[str, torch.Tensor], settled: int) -> None:
         """Store the state after a task.
@@ -55,6 +52,5 @@ class StateStore:
         if state or stored:
             copies = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
             write_atomically(self._path(sequence), lambda path: save_file(copies, path))
-            self._memory = {sequence: copies}
         for number in [number for number in stored if number <= settled][:-1]:
             self._path(number).unlink(missing_ok=True)

@@ -50,6 +50,7 @@ class CoordinatorArguments:
         keys: folder of its own key and of everybody's public keys.
         out: the run folder; made if needed.
         resume: go on from the run folder's last checkpoint.
+        data: folder of the prepared data where the starter knows it; None finds it.
     """
 
     scenario: Scenario
@@ -57,6 +58,7 @@ class CoordinatorArguments:
     keys: Path
     out: Path
     resume: bool = False
+    data: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -115,7 +117,7 @@ def run_coordinator(
         raise InputError(
             f"{arguments.keys}: accepted", f"no key of {missing[0]}", "a public key for the evaluator and every silo"
         )
-    world = build_world(scenario)
+    world = build_world(scenario, folder=arguments.data)
     setting, theta = _setting(scenario, world, folder)
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
     max_body = max(_LEAST_BODY, 4 * setting.context.layout.nbytes)

@@ -154,12 +154,14 @@ def scenario_command(
                 "a new folder, or --resume DIR to go on with a run",
             )
     simulate.warm_up(scenario)
-    simulate.prepare_world(scenario, None if quiet else _bar())
+    data = simulate.prepare_world(scenario, None if quiet else _bar())
     if resume is None:
         folder.root.mkdir(parents=True, exist_ok=True)
         write_atomically(folder.scenario, lambda path: _write(path, scenario.dump()))
     with live.display(scenario, err, quiet=quiet) as status:
-        simulated = simulate.simulate(scenario, folder, resume=resume is not None, status=status, began=_BEGAN)
+        simulated = simulate.simulate(
+            scenario, folder, resume=resume is not None, status=status, began=_BEGAN, data=data
+        )
     if simulate.stopped(simulated.outcome):
         err.print(f"stopped; [bold]fedmq scenario {file} --resume {folder.root}[/bold] goes on", highlight=False)
         sys.exit(FAILED)

@@ -36,6 +36,7 @@ class EvaluatorArguments:
         keys: folder of its own key and of the coordinator's public key.
         out: folder for its message log.
         device: ``auto``, ``cpu`` or ``cuda:N``; None takes the scenario's.
+        data: folder of the prepared data where the starter knows it; None finds it.
     """
 
     scenario: Scenario
@@ -43,6 +44,7 @@ class EvaluatorArguments:
     keys: Path
     out: Path
     device: str | None = None
+    data: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,7 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
     log.note("started", run=run)
     link = Link(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"])
     try:
-        evaluator = Evaluator(scenario, build_world(scenario), device_of(arguments.device or scenario.device))
+        evaluator = Evaluator(scenario, build_world(scenario, folder=arguments.data), device_of(arguments.device or scenario.device))
         link.start()
         progress(f"{NAME}: {len(evaluator.share)} held-out items, connecting to {arguments.connect}")
         while True:

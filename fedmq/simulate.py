@@ -122,22 +122,26 @@ def _evaluator_process(arguments: EvaluatorArguments) -> None:
 def _world_process(scenario: Scenario, line: Connection) -> None:
     _settle_in()
     try:
-        check(scenario, build_world(scenario, lambda what, done, total: line.send((what, done, total))))
+        world = build_world(scenario, lambda what, done, total: line.send((what, done, total)))
+        check(scenario, world)
     except InputError as error:
         line.send(("input", error.place, str(error.found), error.allowed))
     except FedmqError as error:
         line.send((str(error),))
     else:
-        line.send(None)
+        line.send(world.prepared.folder)
 
 
 # ------------------------------------------------------------------------------------------------- in the parent
-def prepare_world(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> None:
+def prepare_world(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> Path:
     """Make the run's world in the cache, in a process of its own: extracting features loads what nobody else needs.
 
     Args:
         scenario: as resolved.
         progress: told (what, done, total) during anything long.
+
+    Returns:
+        The folder of the prepared data.
 
     Raises:
         InputError: the data cannot be read, or cannot be shared out as asked.
@@ -157,8 +161,8 @@ def prepare_world(scenario: Scenario, progress: Callable[[str, int, int], None] 
                     raise InputError(place, found, allowed)
                 case (str(text),):
                     raise RunError(text)
-                case _:
-                    return
+                case Path() as folder:
+                    return folder
     except EOFError:
         raise RunError("preparing the data failed, see above") from None
     finally:
@@ -177,12 +181,14 @@ class _Supervisor:
         folder: the run folder.
         keys: a private folder of keys made for this run.
         resume: go on from the last checkpoint.
+        data: folder of the prepared data; None lets every process find it.
     """
 
     scenario: Scenario
     folder: RunFolder
     keys: Path
     resume: bool
+    data: Path | None
     processes: dict[str, ForkServerProcess] = field(default_factory=dict)
     deaths: dict[str, int] = field(default_factory=dict)
     peak_pss: int = 0
@@ -192,7 +198,7 @@ class _Supervisor:
         """Start the coordinator; returns the line it reports on."""
         ours, theirs = _CONTEXT.Pipe()
         bind = f"ipc://{self.keys.parent / 'wire'}"
-        arguments = CoordinatorArguments(self.scenario, bind, self.keys, self.folder.root, self.resume)
+        arguments = CoordinatorArguments(self.scenario, bind, self.keys, self.folder.root, self.resume, self.data)
         self._start(COORDINATOR, _coordinator_process, arguments, theirs)
         theirs.close()
         return ours
@@ -200,11 +206,11 @@ class _Supervisor:
     def start_peer(self, name: str) -> None:
         """Start, or start again, a silo or the evaluator."""
         if name == EVALUATOR:
-            self._start(
-                name, _evaluator_process, EvaluatorArguments(self.scenario, self.uri, self.keys, self.folder.root)
-            )
+            evaluator = EvaluatorArguments(self.scenario, self.uri, self.keys, self.folder.root, data=self.data)
+            self._start(name, _evaluator_process, evaluator)
         else:
-            self._start(name, _silo_process, SiloArguments(self.scenario, name, self.uri, self.keys, self.folder.root))
+            silo = SiloArguments(self.scenario, name, self.uri, self.keys, self.folder.root, data=self.data)
+            self._start(name, _silo_process, silo)
 
     def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
         process = _CONTEXT.Process(target=target, args=arguments, name=name, daemon=True)
@@ -285,7 +291,13 @@ class Simulated:
 
 
 def simulate(
-    scenario: Scenario, folder: RunFolder, *, resume: bool, status: Callable[[Status], None], began: float | None = None
+    scenario: Scenario,
+    folder: RunFolder,
+    *,
+    resume: bool,
+    status: Callable[[Status], None],
+    began: float | None = None,
+    data: Path | None = None,
 ) -> Simulated:
     """Run a scenario with real processes on this machine.
 
@@ -295,6 +307,7 @@ def simulate(
         resume: go on from its last checkpoint.
         status: told how things stand, a few times a second.
         began: ``time.monotonic()`` of the command's start, for the start-up time.
+        data: folder of the prepared data, as :func:`prepare_world` gave it; None lets every process find it.
 
     Raises:
         RunError: the run cannot go on.
@@ -307,7 +320,7 @@ def simulate(
     keys = private / "keys"
     try:
         init_keys(keys, (COORDINATOR, EVALUATOR, *scenario.silo_names))
-        supervisor = _Supervisor(scenario, folder, keys, resume)
+        supervisor = _Supervisor(scenario, folder, keys, resume, data)
         try:
             with _signals() as caught:
                 outcome, ready = _watch(supervisor, status, caught, began)

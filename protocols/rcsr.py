@@ -44,7 +44,7 @@ class RcsrOptions:
         lambda_anc: weight of the anchoring loss.
         lambda_a: weight of the prototype regulariser (the paper's table calls it lambda_align).
         lambda_s: weight of the proximal term, squared norm as eq 4 prints it.
-        warmup: merges during which n_k weights stand in for the router's; it is trained meanwhile.
+        warmup: merges during which n_k weights stand in for the router's, which is not trained meanwhile (algorithm 1).
         ema: share of the old global prototype kept at a merge.
         proto_unit: global prototypes are kept at length 1.
         masked_ema: fillers stay out of the moving average; included, as printed, if false.
@@ -252,11 +252,11 @@ class Rcsr:
             tensors["router"], tensors["router_first"], tensors["router_second"], int(state.values["router_steps"])
         )
         log: dict[str, float] = {}
-        if options.router:
+        if options.router and state.values["merges"] >= options.warmup:
+            # Algorithm 1 weighs by the router and steps it in the same breath, both only once the warm-up is over.
             pool, where = self._pool(table, rows, statistics)
-            if state.values["merges"] >= options.warmup:
-                weights = self._routed(adam.values, pool, tensors)[where]
-                weights = weights / weights.sum()
+            weights = self._routed(adam.values, pool, tensors)[where]
+            weights = weights / weights.sum()
             adam, log["router_loss"] = self._router_stepped(adam, pool, tensors, int(state.values["merges"]))
         fairness: Mapping[str, Tensor] = {}
         if options.minimax:

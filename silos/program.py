@@ -40,6 +40,7 @@ class SiloArguments:
         keys: folder of its own key and of the coordinator's public key.
         out: folder for its message log and its personal state.
         device: ``auto``, ``cpu`` or ``cuda:N``; None takes the scenario's.
+        data: folder of the prepared data where the starter knows it; None finds it.
     """
 
     scenario: Scenario
@@ -48,6 +49,7 @@ class SiloArguments:
     keys: Path
     out: Path
     device: str | None = None
+    data: Path | None = None
 
 
 class Silo:
@@ -127,7 +129,7 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
     link = Link(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"])
     try:
         # Data first: a silo that shakes hands is ready for tasks.
-        silo = Silo(arguments, build_world(scenario))
+        silo = Silo(arguments, build_world(scenario, folder=arguments.data))
         link.start()
         progress(f"{arguments.name}: {len(silo.share)} samples, connecting to {arguments.connect}")
         while True:

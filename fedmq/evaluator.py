@@ -129,7 +129,8 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
     log.note("started", run=run)
     link = Link(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"])
     try:
-        evaluator = Evaluator(scenario, build_world(scenario, folder=arguments.data), device_of(arguments.device or scenario.device))
+        world = build_world(scenario, folder=arguments.data)
+        evaluator = Evaluator(scenario, world, device_of(arguments.device or scenario.device))
         link.start()
         progress(f"{NAME}: {len(evaluator.share)} held-out items, connecting to {arguments.connect}")
         while True:

@@ -187,11 +187,13 @@ class TwoTower(nn.Module):
         """
         if tuple(theta.shape) != tuple(self.flat.shape):
             raise ValueError(f"parameters of shape {list(theta.shape)} for a model of [{self.flat.numel()}]")
-        if isinstance(theta, np.ndarray):
-            # A buffer off the wire is read-only, which torch cannot wrap without a warning.
-            theta = torch.from_numpy(theta if theta.flags.writeable else theta.copy())
+        if isinstance(theta, np.ndarray) and self.flat.device.type == "cpu":
+            # A buffer off the wire is read-only, which torch cannot wrap without a warning; NumPy need not wrap it.
+            np.copyto(self.flat.detach().numpy(), theta, casting="unsafe")
+            return
+        source = torch.tensor(theta) if isinstance(theta, np.ndarray) else theta
         with torch.no_grad():
-            self.flat.copy_(theta)
+            self.flat.copy_(source)
 
     def image(self, x: Tensor) -> Tensor:
         """Embed images.

@@ -1,0 +1,114 @@
+"""One update from a silo process into the coordinator's sum, against the ciphers and copies it cannot do without."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import numpy as np
+import torch
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from benchmarks.line import CONTEXT, MEGABYTES, PARAMETERS, coordinator_end, gather, link_of, started, two_branches
+from benchmarks.measure import Number, Result, spread
+from coordinator.accept import check_reply
+from fedmq.fields import all_finite
+from fedmq.messages import Delta, Kind, Message
+from fedmq.protocol import Context
+from fedmq.scenario import Training
+from protocols._merge import as_tensor
+
+_WARM = 8
+_SILO = "silo-00"
+
+
+def _silo(uri: str, folder: Path, line: Connection) -> None:
+    """Send an update whenever told to."""
+    torch.set_num_threads(1)
+    layout = two_branches()
+    update = np.random.default_rng(0).standard_normal(PARAMETERS).astype(np.float32)
+    link = link_of(uri, folder / "keys", folder, _SILO)
+    link.start()
+    sequence = 0
+    while line.recv():
+        sequence += 1
+        delta = Delta(layout.digest, update, n_samples=100)
+        link.send(Kind.REPLY, (delta,), sequence=sequence, reply_to=sequence, base_version=0)
+    link.close()
+
+
+def _over(uri: str, folder: Path, repeats: int) -> list[float]:
+    """Milliseconds from the silo's call of send to the update's being in the sum."""
+    layout = two_branches()
+    context = Context(0, 1, (), layout, 512, Training())
+    total = torch.zeros(PARAMETERS, dtype=torch.float64)
+    found = []
+    with coordinator_end(uri, folder, [_SILO]) as (listener, roster, _):
+        ours, theirs = CONTEXT.Pipe()
+        with started(_silo, [(listener.uri, folder, theirs)]):
+            gather(listener, roster, 1)
+            for _ in range(_WARM + repeats):
+                time.sleep(0.005)  # the last one's logs and buffers are done with
+                ours.send(True)
+                message = None
+                while not isinstance(message, Message):
+                    got = listener.receive(1.0)
+                    message = None if got is None else roster.take(*got)
+                check_reply(message, frozenset({Delta}), context)
+                delta = message.payloads[0]
+                assert isinstance(delta, Delta)
+                total.add_(as_tensor(delta.buffer), alpha=0.1)
+                found.append((time.monotonic() - message.header.sent_at) * 1e3)
+                del got, message, delta
+            ours.send(False)
+    return found[_WARM:]
+
+
+def _floor(repeats: int) -> list[float]:
+    """Milliseconds of the same ciphers, one copy, the check and the sum, in one process, into buffers made before."""
+    update = np.random.default_rng(0).standard_normal(PARAMETERS).astype(np.float32)
+    plain = update.view(np.uint8)
+    sealed, copied = np.empty(plain.size + 16, np.uint8), np.empty(plain.size + 16, np.uint8)
+    opened = np.empty(plain.size, np.uint8)
+    cipher = AESGCM(bytes(32))
+    total = torch.zeros(PARAMETERS, dtype=torch.float64)
+    found = []
+    for number in range(_WARM + repeats):
+        nonce = number.to_bytes(12, "big")
+        began = time.perf_counter()
+        cipher.encrypt_into(nonce, plain.data, b"header", sealed.data)
+        np.copyto(copied, sealed)
+        cipher.decrypt_into(nonce, copied.data, b"header", opened.data)
+        values = opened.view(np.float32)
+        assert all_finite(values)
+        total.add_(torch.from_numpy(values), alpha=0.1)
+        found.append((time.perf_counter() - began) * 1e3)
+    return found[_WARM:]
+
+
+def run(repeats: int = 60) -> Result:
+    """Measure over ipc, over tcp on the loopback device, and the floor."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # as the coordinator does
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+            root = Path(folder)
+            (root / "ipc").mkdir()
+            (root / "tcp").mkdir()
+            ipc = _over(f"ipc://{root / 'wire'}", root / "ipc", repeats)
+            tcp = _over("tcp://127.0.0.1:*", root / "tcp", repeats)
+        floor = _floor(repeats)
+    finally:
+        torch.set_num_threads(threads)
+    least = spread("floor: seal, copy, open, check, add in one process", floor, "ms")
+    numbers = []
+    for name, values in (("ipc", ipc), ("tcp", tcp)):
+        whole = spread(f"silo to sum over {name}", values, "ms", "at most 12 ms")
+        numbers += [
+            whole,
+            Number(f"over {name}, as a multiple of the floor", whole.value / least.value, "x", "at most 2.0"),
+        ]
+    note = f"an update of {MEGABYTES:.2f} MB, {repeats} times, both message logs written"
+    return Result("delta", (*numbers, least), (note,))

@@ -1,0 +1,173 @@
+"""Rounds of ten silos with 12 MB through the real loop, roster, links and checkpoints; training costs nothing."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+
+from benchmarks.line import MEGABYTES, PARAMETERS, coordinator_end, link_of, started, two_branches
+from benchmarks.measure import Number, Result, Stopwatch, spread
+from coordinator import checkpoint, loop, roster
+from coordinator.loop import Loop, Setting
+from coordinator.rounds import Rounds
+from coordinator.tally import Tally
+from fedmq.clock import VirtualClock
+from fedmq.cost import CostModel
+from fedmq.messages import Delta, Kind, Model, Payload
+from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.runfolder import RunFolder
+from fedmq.scenario import Backbone, Data, ProtocolChoice, Scenario, Silos
+from fedmq.transport import Listener
+from protocols import _merge
+
+
+@dataclass(frozen=True)
+class _NoOptions:
+    """There are none."""
+
+
+class Constant:
+    """FedAvg whose local training gives back a constant."""
+
+    Options: ClassVar[type[Any]] = _NoOptions
+
+    def __init__(self, options: _NoOptions, context: Context) -> None:
+        self.context = context
+        self.branches = _merge.branch_slices(context.layout)
+        self.merged_at: list[float] = []
+        self.update = np.full(context.layout.size, 1e-3, np.float32)
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return True
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """The update alone."""
+        return frozenset({Delta})
+
+    def initial(self, theta: torch.Tensor) -> State:
+        """Parameters alone."""
+        return State(theta)
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """The model."""
+        return (Model(self.context.layout.digest, state.theta.numpy()),)
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """No training."""
+        return Trained((self.reply(),), {}, 0.0)
+
+    def reply(self) -> Delta:
+        """The constant."""
+        return Delta(self.context.layout.digest, self.update, n_samples=1)
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """FedAvg's merge."""
+        self.merged_at.append(time.perf_counter())
+        updates = [_merge.update_of(reply, self.context.layout) for reply in _merge.ordered(replies)]
+        weights = _merge.sample_weights([update.samples for update in updates])
+        return Merged(State(_merge.merge_updates(state.theta, updates, weights, self.branches, True)))
+
+
+def _setting(scenario: Scenario, folder: Path) -> Setting:
+    silos = tuple(SiloFacts(name, index, True, True) for index, name in enumerate(scenario.silo_names))
+    context = Context(0, scenario.rounds, silos, two_branches(), 512, scenario.training)
+    size = context.layout.nbytes
+    cost = CostModel(scenario.cost, 0, 1, size, size)
+    method = Constant(_NoOptions(), context)
+    return Setting(scenario, method, context, (1,) * len(silos), cost, RunFolder(folder))
+
+
+def _silo(uri: str, folder: Path, name: str, scenario: Scenario) -> None:
+    """Answer every task with the constant."""
+    torch.set_num_threads(1)
+    method = _setting(scenario, folder).protocol
+    assert isinstance(method, Constant)
+    link = link_of(uri, folder / "keys", folder / "messages", name)
+    link.start()
+    try:
+        while (message := link.receive()) is not None and message.header.kind is not Kind.STOP:
+            header = message.header
+            if header.kind is Kind.TASK:
+                link.send(
+                    Kind.REPLY,
+                    (method.reply(),),
+                    sequence=header.sequence,
+                    reply_to=header.sequence,
+                    base_version=header.base_version,
+                )
+            del message
+    finally:
+        link.close()
+
+
+def run(silos: int = 10, rounds: int = 20) -> Result:
+    """Measure the seconds of a round, and where they go in the coordinator."""
+    scenario = Scenario(
+        name="bench",
+        rounds=rounds,
+        protocol=ProtocolChoice(name="constant"),
+        data=Data(name="openmoji"),
+        backbone=Backbone(),
+        silos=Silos(count=silos),
+    )
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    watch = Stopwatch()
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-") as name:
+            root = Path(name)
+            setting = _setting(scenario, root)
+            method = setting.protocol
+            assert isinstance(method, Constant)
+            with coordinator_end(f"ipc://{root / 'wire'}", root, scenario.silo_names) as (listener, peers, log):
+                made = Loop(
+                    setting,
+                    Rounds(setting.plan),
+                    {0: setting.protocol.initial(torch.zeros(PARAMETERS))},
+                    VirtualClock(),
+                    listener,
+                    peers,
+                    log,
+                    Tally(),
+                    {},
+                    set(range(rounds + 1)),  # nobody evaluates
+                    report=lambda _: None,
+                    stop_wanted=lambda: False,
+                )
+                arguments = [(listener.uri, root, silo, scenario) for silo in scenario.silo_names]
+                with (
+                    started(_silo, arguments),
+                    watch.around(
+                        (roster, "seal_message", "sealing tasks"),
+                        (Listener, "send", "handing tasks to ZeroMQ"),
+                        (roster, "open_message", "opening and decoding replies"),
+                        (loop, "check_reply", "checking replies"),
+                        (setting.protocol, "merge", "merging"),
+                        (checkpoint, "save", "checkpoint, all of it"),
+                        (os, "fsync", "of that in fsync"),
+                    ),
+                ):
+                    made.run()
+    finally:
+        torch.set_num_threads(threads)
+    # From merge to merge is a round: tasks out, replies in, merge, checkpoint. The first counts from none.
+    seconds = np.diff(method.merged_at).tolist()
+    whole = spread(f"seconds per round, {silos} silos", seconds, "s", "at most 0.45 s")
+    parts = [Number(f"  {part}", spent / rounds, "s per round") for part, spent in watch.seconds.items()]
+    known = sum(spent for part, spent in watch.seconds.items() if not part.startswith("of that"))
+    rest = Number(
+        "  the rest: waiting for replies, message log, machine",
+        sum(seconds) / len(seconds) - known / rounds,
+        "s per round",
+    )
+    note = f"{silos} processes, a model of {MEGABYTES:.2f} MB, {rounds} rounds, ipc, a checkpoint with fsync after each"
+    return Result("rounds", (whole, *parts, rest), (note,))

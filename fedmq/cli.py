@@ -127,6 +127,11 @@ def scenario_command(
 
     Example: [bold]fedmq scenario scenarios/rcsr_mr50.yaml --set rounds=50 --seed 1[/bold]
     """
+    from fedmq import scenario as scenarios  # noqa: PLC0415
+    from fedmq import warm  # noqa: PLC0415
+
+    # Before torch is imported here: the forkserver then imports it at the same time.
+    warm.warm_up(scenarios.load(file, settings or []).backbone.name)
     from fedmq import live, simulate  # noqa: PLC0415
     from fedmq.runfolder import RunFolder, open_run, write_atomically, write_json  # noqa: PLC0415
     from fedmq.world import device_of, run_name  # noqa: PLC0415
@@ -153,7 +158,6 @@ def scenario_command(
                 "a folder that is not empty",
                 "a new folder, or --resume DIR to go on with a run",
             )
-    simulate.warm_up(scenario)
     data = simulate.prepare_world(scenario, None if quiet else _bar())
     if resume is None:
         folder.root.mkdir(parents=True, exist_ok=True)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import multiprocessing
-import os
 import shutil
 import signal
 import sys
@@ -17,7 +15,6 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -35,6 +32,7 @@ from fedmq.link import COORDINATOR
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.status import Status
+from fedmq.warm import CONTEXT, warm_up
 from fedmq.world import build_world
 from silos.program import SiloArguments, run_silo
 
@@ -43,32 +41,6 @@ _LIVES = 3
 _MEMORY_SECONDS = 10.0
 _STOP_PATIENCE = 20.0
 _PR_SET_PDEATHSIG = 1
-_CONTEXT = multiprocessing.get_context("forkserver")
-
-
-def warm_up(scenario: Scenario) -> None:
-    """Start the forkserver; it imports in the background while this process goes on."""
-    _CONTEXT.set_forkserver_preload(
-        ["fedmq.preload", *(["open_clip"] if scenario.backbone.name not in ("lite", "features") else [])]
-    )
-    settings = {
-        # One thread per process: the silos share the cores, and a library that starts threads while it is imported
-        # would leave every fork with a broken pool.
-        **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-        # Two threads per process, two arenas: more would keep freed buffers that nobody can use. (Lower thresholds for
-        # giving memory back were measured: they halve a silo's memory, and double the time of its small steps.)
-        "MALLOC_ARENA_MAX": "2",
-    }
-    before = {name: os.environ.get(name) for name in settings}
-    os.environ.update(settings)
-    try:
-        forkserver.ensure_running()
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 # ------------------------------------------------------------------------------------------- in the child processes
@@ -145,8 +117,8 @@ def prepare_world(scenario: Scenario, progress: Callable[[str, int, int], None] 
         InputError: the data cannot be read, or cannot be shared out as asked.
         RunError: the process died.
     """
-    line, theirs = _CONTEXT.Pipe()
-    process = _CONTEXT.Process(target=_world_process, args=(scenario, theirs), daemon=True)
+    line, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=_world_process, args=(scenario, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -194,7 +166,7 @@ class _Supervisor:
 
     def start_coordinator(self) -> Connection:
         """Start the coordinator; returns the line it reports on."""
-        ours, theirs = _CONTEXT.Pipe()
+        ours, theirs = CONTEXT.Pipe()
         bind = f"ipc://{self.keys.parent / 'wire'}"
         arguments = CoordinatorArguments(self.scenario, bind, self.keys, self.folder.root, self.resume, self.data)
         self._start(COORDINATOR, _coordinator_process, arguments, theirs)
@@ -211,7 +183,7 @@ class _Supervisor:
             self._start(name, _silo_process, silo)
 
     def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
-        process = _CONTEXT.Process(target=target, args=arguments, name=name, daemon=True)
+        process = CONTEXT.Process(target=target, args=arguments, name=name, daemon=True)
         process.start()
         self.processes[name] = process
 
@@ -312,7 +284,7 @@ def simulate(
         InputError: somebody found its input wrong.
     """
     began = time.monotonic() if began is None else began
-    warm_up(scenario)
+    warm_up(scenario.backbone.name)
     # Short, because the path of a Unix socket is; private, because it holds keys.
     private = Path(tempfile.mkdtemp(prefix="fedmq-"))
     keys = private / "keys"

@@ -381,9 +381,7 @@ class FlatOptimiser:
         )
 
 
-def optimiser(
-    model: TwoTower, training: Training, learning_rate: float, branches: Sequence[slice]
-) -> FlatOptimiser:
+def optimiser(model: TwoTower, training: Training, learning_rate: float, branches: Sequence[slice]) -> FlatOptimiser:
     """An optimiser over whole branches of the flat buffer: one tensor per branch instead of one per layer.
 
     Parameters outside ``branches`` are never touched, not even by weight decay. Weight decay reaches biases too, as in

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import re
 import socket as unix
@@ -278,7 +279,8 @@ def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | 
 
 
 def _milliseconds(timeout_s: float | None) -> int | None:
-    return None if timeout_s is None else max(0, int(timeout_s * 1000))
+    # Rounded up: a wait below one millisecond must not become a busy loop.
+    return None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
 
 
 def _receive(socket: zmq.Socket[bytes], timeout_s: float | None) -> list[memoryview] | None:

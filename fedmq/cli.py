@@ -96,14 +96,10 @@ def _bar() -> Callable[[str, int, int], None]:
     def show(what: str, done: int, total: int) -> None:
         nonlocal shown
         now = time.monotonic()
-        if what == shown[0] and done < total and now - shown[1] < 0.5:
+        if what == shown[0] and done < total and now - shown[1] < (0.5 if err.is_terminal else 10.0):
             return
-        fresh = what != shown[0]
         shown = (what, now)
-        if err.is_terminal:
-            err.print(f"{what}: {done}/{total}", end="\n" if done >= total else "\r", highlight=False)
-        elif fresh or done >= total:
-            err.print(f"{what}: {done}/{total}", highlight=False)
+        err.print(f"{what}: {done}/{total}", end="\r" if err.is_terminal and done < total else "\n", highlight=False)
 
     return show
 

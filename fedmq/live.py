@@ -83,13 +83,16 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
     first: list[tuple[int, float]] = []
     if not console.is_terminal:
         console.print(title, highlight=False)
-        told = [-_PLAIN_SECONDS]
+        told, ended = [-_PLAIN_SECONDS], list[bool]()
 
         def plain(status: Status) -> None:
             if not first and status.phase != "gathering":
                 first.append((status.round, status.elapsed))
-            if status.elapsed - told[0] >= _PLAIN_SECONDS or status.round == status.rounds:
+            last = status.round == status.rounds and not ended
+            if status.elapsed - told[0] >= _PLAIN_SECONDS or last:
                 told[0] = status.elapsed
+                if last:
+                    ended.append(True)
                 console.print(
                     _line(status, _left(status, first[0] if first else None)), highlight=False, soft_wrap=True
                 )

@@ -15,10 +15,11 @@ from benchmarks.line import CONTEXT, MEGABYTES, PARAMETERS, coordinator_end, gat
 from benchmarks.measure import Number, Result, spread
 from coordinator.accept import check_reply
 from fedmq.fields import all_finite
+from fedmq.memory import keep_buffers
 from fedmq.messages import Delta, Kind, Message
 from fedmq.protocol import Context
 from fedmq.scenario import Training
-from protocols._merge import as_tensor
+from protocols._merge import accumulate
 
 _WARM = 8
 _SILO = "silo-00"
@@ -59,7 +60,7 @@ def _over(uri: str, folder: Path, repeats: int) -> list[float]:
                 check_reply(message, frozenset({Delta}), context)
                 delta = message.payloads[0]
                 assert isinstance(delta, Delta)
-                total.add_(as_tensor(delta.buffer), alpha=0.1)
+                accumulate(total, [(torch.from_numpy(delta.buffer), 0.1)])
                 found.append((time.monotonic() - message.header.sent_at) * 1e3)
                 del got, message, delta
             ours.send(False)
@@ -83,7 +84,7 @@ def _floor(repeats: int) -> list[float]:
         cipher.decrypt_into(nonce, copied.data, b"header", opened.data)
         values = opened.view(np.float32)
         assert all_finite(values)
-        total.add_(torch.from_numpy(values), alpha=0.1)
+        accumulate(total, [(torch.from_numpy(values), 0.1)])
         found.append((time.perf_counter() - began) * 1e3)
     return found[_WARM:]
 
@@ -91,7 +92,8 @@ def _floor(repeats: int) -> list[float]:
 def run(repeats: int = 60) -> Result:
     """Measure over ipc, over tcp on the loopback device, and the floor."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the coordinator does
+    torch.set_num_threads(1)  # as the coordinator does, and the next line too
+    keep_buffers()
     try:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:
             root = Path(folder)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import hashlib
 import json
 import platform
@@ -31,6 +29,7 @@ from fedmq.crypto import load_accepted, load_identity
 from fedmq.errors import InputError
 from fedmq.layout import Layout
 from fedmq.link import COORDINATOR
+from fedmq.memory import keep_buffers
 from fedmq.metrics import fairness
 from fedmq.runfolder import RunFolder, read_lines, write_atomically, write_json
 from fedmq.scenario import Scenario
@@ -76,19 +75,6 @@ class Outcome:
     summary: Mapping[str, Any]
 
 
-def _keep_buffers() -> None:
-    """Ask the C library to keep freed buffers of a model's size for the next one.
-
-    Given back to the kernel they would be paged in again, zeroed, for every single message: a quarter of the time of
-    sealing and opening. One process per run holds them, at most as many as were ever in use at once.
-    """
-    mmap_threshold, trim_threshold, largest = -3, -1, 1 << 30
-    with contextlib.suppress(OSError, AttributeError):  # another C library goes without
-        library = ctypes.CDLL(None)
-        library.mallopt(mmap_threshold, largest)
-        library.mallopt(trim_threshold, largest)
-
-
 def check(scenario: Scenario, world: World) -> None:
     """Put together all that a run's programs will, to find out whether they can.
 
@@ -125,7 +111,7 @@ def run_coordinator(
     """
     # Merges are sums over one buffer; a second thread would only fight the silos for the cores.
     torch.set_num_threads(1)
-    _keep_buffers()
+    keep_buffers()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted = load_identity(arguments.keys, COORDINATOR), load_accepted(arguments.keys)
     missing = [name for name in (*scenario.silo_names, EVALUATOR) if name not in accepted]

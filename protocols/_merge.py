@@ -124,12 +124,19 @@ def weighted_sum(parts: Sequence[Tensor], weights: Tensor) -> Tensor:
     """sum_k w_k parts_k, [P] each, accumulated in float64 in the order given."""
     total = torch.zeros_like(parts[0], dtype=torch.float64)
     pairs = [(part, weight) for part, weight in zip(parts, weights.tolist(), strict=True) if weight != 0.0]
-    # Block by block, so that the float64 copies torch makes of the parts stay in cache; the sums are the same.
+    accumulate(total, pairs)
+    return total
+
+
+def accumulate(total: Tensor, pairs: Sequence[tuple[Tensor, float]]) -> None:
+    """Add weighted parts [P] to a float64 total [P] in place, in the order given.
+
+    Block by block, so that the float64 copies torch makes of the parts stay in cache; the sums are the same.
+    """
     for start in range(0, total.numel(), _BLOCK):
         block = slice(start, start + _BLOCK)
         for part, weight in pairs:
             total[block].add_(part[block], alpha=weight)
-    return total
 
 
 def branch_average(parts: Sequence[Tensor], weights: Tensor, took_part: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ class StateStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._newest: tuple[int, Mapping[str, torch.Tensor]] | None = None
 
     def _path(self, sequence: int) -> Path:
         return self._folder / f"task-{sequence:09d}.safetensors"
@@ -37,20 +38,22 @@ class StateStore:
         older = [number for number in self._stored() if number < sequence]
         if not older:
             return {}
-        # Read again each time rather than kept: a waiting silo should not hold tensors it may need minutes later.
-        return load_aligned(self._path(older[-1]))
+        if self._newest is None or self._newest[0] != older[-1]:
+            self._newest = older[-1], load_aligned(self._path(older[-1]))
+        return self._newest[1]
 
     def keep(self, sequence: int, state: Mapping[str, torch.Tensor], settled: int) -> None:
         """Store the state after a task.
 
         Args:
             sequence: the task's number.
-            state: what to keep; nothing is written when there is nothing and never was.
+            state: what to keep, the store's own from now on; nothing is written when there is nothing and never was.
             settled: replies up to this number are durably merged, so only the newest state up to it is still needed.
         """
         stored = self._stored()
         if state or stored:
-            copies = {name: tensor.detach().clone().contiguous() for name, tensor in state.items()}
-            write_atomically(self._path(sequence), lambda path: save_file(copies, path))
+            owned = {name: tensor.detach().contiguous() for name, tensor in state.items()}
+            write_atomically(self._path(sequence), lambda path: save_file(owned, path))
+            self._newest = sequence, owned
         for number in [number for number in stored if number <= settled][:-1]:
             self._path(number).unlink(missing_ok=True)

@@ -229,18 +229,27 @@ def audit_run(folder: Path) -> Audit:
     for path in logs:
         for place, record in _checked_chain(path, result):
             _tally(place, record, result, sent, received)
+    present, unseen = {path.stem for path in logs}, Counter[str]()
     for key, (place, record) in received.items():
-        if key not in sent:
-            result.findings.append(
-                Finding(place, f"{record['kind']} from {record['sender']} received, but never logged as sent")
-            )
-            continue
-        other_place, other = sent[key]
-        different = [name for name in _COMPARED if record.get(name) != other.get(name)]
-        if different:
-            result.findings.append(Finding(place, f"differs from {other_place} in {', '.join(different)}"))
-    result.undelivered = len(sent.keys() - received.keys())
+        if key in sent:
+            _compare(place, record, *sent[key], result)
+        elif key[0] in present:
+            what = f"{record['kind']} from {key[0]} received, but never logged as sent"
+            result.findings.append(Finding(place, what))
+        else:
+            unseen[key[0]] += 1
+    for process, count in sorted(unseen.items()):
+        what = f"no such log in this folder: {count} messages of {process} cannot be compared"
+        result.findings.append(Finding(f"{process}.jsonl", what))
+    # What went to a process whose log is elsewhere is not known to be lost.
+    result.undelivered = sum(key[1] in present for key in sent.keys() - received.keys())
     return result
+
+
+def _compare(place: str, record: dict[str, Any], other_place: str, other: dict[str, Any], result: Audit) -> None:
+    different = [name for name in _COMPARED if record.get(name) != other.get(name)]
+    if different:
+        result.findings.append(Finding(place, f"differs from {other_place} in {', '.join(different)}"))
 
 
 def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, dict[str, Any]]]:

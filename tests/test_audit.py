@@ -128,6 +128,14 @@ def test_one_frame_logged_twice_shows(run: Path) -> None:
     assert any("again" in f.what for f in audit_run(run).findings)
 
 
+def test_a_log_that_is_not_there_is_one_finding(run: Path) -> None:
+    (run / "messages" / "silo-00.jsonl").unlink()
+    findings = audit_run(run).findings
+    assert [(f.place, f.what) for f in findings] == [
+        ("silo-00.jsonl", "no such log in this folder: 3 messages of silo-00 cannot be compared")
+    ]
+
+
 def test_a_folder_without_logs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="run folder"):
         audit_run(tmp_path)

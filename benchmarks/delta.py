@@ -19,7 +19,7 @@ from fedmq.memory import keep_buffers
 from fedmq.messages import Delta, Kind, Message
 from fedmq.protocol import Context
 from fedmq.scenario import Training
-from protocols._merge import accumulate
+from protocols._merge import accumulate, read_only
 
 _WARM = 8
 _SILO = "silo-00"
@@ -60,7 +60,7 @@ def _over(uri: str, folder: Path, repeats: int) -> list[float]:
                 check_reply(message, frozenset({Delta}), context)
                 delta = message.payloads[0]
                 assert isinstance(delta, Delta)
-                accumulate(total, [(torch.from_numpy(delta.buffer), 0.1)])
+                accumulate(total, [(read_only(delta.buffer), 0.1)])
                 found.append((time.monotonic() - message.header.sent_at) * 1e3)
                 del got, message, delta
             ours.send(False)

@@ -78,11 +78,15 @@ def update_of(reply: Reply, layout: Layout) -> Update:
         raise RemoteWireError("malformed", f"{reply.silo.name}: delta of no samples")
     if not all_finite(payload.buffer):
         raise RemoteWireError("not_finite", f"{reply.silo.name}: delta holds NaN or infinity")
-    with warnings.catch_warnings():
-        # Read-only, as the wire gave it: updates are only ever added up, and copying them would cost as much again.
-        warnings.simplefilter("ignore", UserWarning)
-        delta = torch.from_numpy(payload.buffer)
+    delta = read_only(payload.buffer)
     return Update(reply.silo, delta, payload.n_samples, reply.damping)
+
+
+def read_only(array: npt.NDArray[Any]) -> Tensor:
+    """An array from the wire as a tensor without copying it: for sums alone, which do not depend on where it starts."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # torch warns of read-only arrays; nobody writes to this one
+        return torch.from_numpy(array)
 
 
 def as_tensor(array: npt.NDArray[Any]) -> Tensor:

@@ -24,15 +24,9 @@ from torch import Tensor, nn
 
 from fedmq.data.prepared import cache_folder
 from fedmq.errors import InputError, RunError
-from fedmq.models.clip_weights import Weights, config_of, context_length, image_size, skeleton, weights
+from fedmq.models.clip_weights import SCALES, Weights, config_of, context_length, image_size, skeleton, weights
 from fedmq.models.two_tower import MODALITIES, Branch, InputSpec, Modality, TwoTower, joint_dim
 from fedmq.scenario import Backbone
-
-CONFIG_KEYS = ("embed_dim", "vision_cfg", "text_cfg")
-# In checkpoints but no part of either tower.
-SCALES = ("logit_scale", "logit_bias")
-# In old checkpoints; computed, or of no use to the model.
-PASSED_OVER = ("input_resolution", "context_length", "vocab_size", "attn_mask", "text.attn_mask")
 
 Pixels = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float32]

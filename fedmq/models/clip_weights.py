@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import open_clip
 import safetensors
 import safetensors.torch
@@ -32,10 +30,6 @@ CONFIG_KEYS = ("embed_dim", "vision_cfg", "text_cfg")
 SCALES = ("logit_scale", "logit_bias")
 # In old checkpoints; computed, or of no use to the model.
 PASSED_OVER = ("input_resolution", "context_length", "vocab_size", "attn_mask", "text.attn_mask")
-
-Pixels = npt.NDArray[np.uint8]
-Floats = npt.NDArray[np.float32]
-Tokens = npt.NDArray[np.int32]
 
 
 def config_of(name: str) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def test_the_summary_has_everything_the_design_lists(reference: tuple[Path, dict
     assert set(summary["per_silo"]) == {"silo-00", "silo-01", "silo-02", "silo-03"}
     assert summary["per_silo"]["silo-02"]["modalities"] == ["image"]
     assert set(summary["fairness"]) == {"std_r1", "worst_r1", "gap_r1"}
-    assert summary["bytes"]["up"]["delta"] == 3 * 4 * summary["bytes"]["down"]["model"] // (3 * 4)
+    assert summary["bytes"]["up"]["delta"] == summary["bytes"]["down"]["model"]
     assert set(summary["seconds"]) == {"total", "startup", "training", "merge", "evaluation", "virtual"}
     assert sum(own["participations"] for own in summary["per_silo"].values()) == 4 * 3
     assert summary["seconds"]["virtual"] > 0
@@ -60,8 +60,6 @@ def test_metrics_hold_one_line_per_merge_and_per_evaluation(reference: tuple[Pat
 def test_the_logs_agree_and_say_what_left_each_silo(reference: tuple[Path, dict[str, object]]) -> None:
     audit = audit_run(reference[0])
     assert not audit.findings
-    size = 4 * len(np.concatenate([np.zeros(1)]))
-    assert size
     for silo in ("silo-00", "silo-02", "silo-03"):
         assert set(audit.left[silo]) <= {"delta", "modality_prototypes", "geometry", "loss"}
     assert audit.left["silo-02"]["delta"] > 0
@@ -243,7 +241,7 @@ def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_th
     assert refused["gap"] == 1
 
 
-def test_a_capture_of_all_frames_holds_no_tensor_and_no_caption(
+def test_a_capture_of_all_frames_holds_no_tensor_and_no_name_of_what_is_inside(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured: list[bytes] = []

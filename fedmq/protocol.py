@@ -6,9 +6,9 @@ arguments: they hold no sockets, no clock and no generator of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 
 import torch
 
@@ -17,7 +17,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.layout import Layout
 from fedmq.messages import Payload
 from fedmq.models.two_tower import TwoTower
-from fedmq.scenario import Training
+from fedmq.scenario import Objective, Training
 
 P = TypeVar("P")
 
@@ -55,6 +55,8 @@ class Context:
         layout: layout of the shared parameters.
         dim: dimension d of the joint embedding.
         training: optimiser, batch size, local epochs.
+        objective: the base loss and its options.
+        label_names: of the data set's L labels, in their order; empty where it has none.
     """
 
     seed: int
@@ -63,6 +65,8 @@ class Context:
     layout: Layout
     dim: int
     training: Training
+    objective: Objective = Objective()
+    label_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -132,6 +136,19 @@ class Trained:
 
 
 @dataclass(frozen=True)
+class Encoders:
+    """How a silo's own, personalised model embeds: what it is measured by.
+
+    Args:
+        image: a batch of images to what ranks, [B, d].
+        caption: a batch of captions, likewise.
+    """
+
+    image: Callable[[torch.Tensor], torch.Tensor]
+    caption: Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
 class Reply:
     """One silo's answer as the merge sees it.
 
@@ -175,7 +192,9 @@ def take(payloads: Sequence[Payload], kind: type[P]) -> P:
 class FederatedProtocol(Protocol):
     """A federated method.
 
-    ``Options`` is a frozen dataclass: the schema of ``protocol:`` in a scenario.
+    ``Options`` is a frozen dataclass: the schema of ``protocol:`` in a scenario. A class may be :class:`Personalised` or
+    :class:`Releasing` too, and may say ``pooled = True``: the first silo then holds everybody's training data, in both
+    modalities, as a centralised upper bound needs.
     """
 
     Options: ClassVar[type[Any]]
@@ -204,4 +223,30 @@ class FederatedProtocol(Protocol):
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Merge replies, given in the fixed silo order; never depends on the order of their arrival."""
+        ...
+
+
+@runtime_checkable
+class Personalised(Protocol):
+    """What a method adds whose silos end up with models of their own, which are measured where they are."""
+
+    @property
+    def personalised(self) -> bool:
+        """Whether its options ask for such models."""
+        ...
+
+    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+        """A silo's own model, from its state and from what a task of now would bring.
+
+        The silo measures it on held-out items in both modalities; nothing but the figures leaves the silo.
+        """
+        ...
+
+
+@runtime_checkable
+class Releasing(Protocol):
+    """What a method adds whose global model needs more than its parameters at inference, as FedCAFE's memory."""
+
+    def release(self, state: State) -> tuple[Payload, ...]:
+        """Payloads that go with the model to the evaluator and into the released folder."""
         ...

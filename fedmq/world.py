@@ -22,6 +22,7 @@ import torch
 from fedmq.data import partition
 from fedmq.data.prepared import Prepared, cache_folder, open_prepared, prepare, text_features
 from fedmq.errors import InputError
+from fedmq.models import networks
 from fedmq.models.two_tower import TwoTower, build
 from fedmq.protocol import Context, SiloFacts
 from fedmq.runfolder import write_atomically
@@ -66,6 +67,11 @@ class World:
         self, scenario: Scenario, device: str, modalities: tuple[Literal["image", "text"], ...]
     ) -> TwoTower:
         """The two towers with their initial parameters; frozen encoders only for the modalities asked for."""
+        if scenario.objective.base != "info_nce":
+            classes = len(self.prepared.label_names)
+            return networks.build(
+                scenario.objective, self.prepared.inputs, classes, scenario.seed, torch.device(device)
+            )
         return build(
             scenario.backbone,
             self.prepared.inputs,
@@ -77,7 +83,16 @@ class World:
 
     def context(self, scenario: Scenario, model: TwoTower) -> Context:
         """Facts for both halves of a method."""
-        return Context(scenario.seed, scenario.rounds, self.silos, model.layout, model.dim, scenario.training)
+        return Context(
+            scenario.seed,
+            scenario.rounds,
+            self.silos,
+            model.layout,
+            model.dim,
+            scenario.training,
+            scenario.objective,
+            self.prepared.label_names,
+        )
 
 
 def run_name(scenario: Scenario) -> str:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib
 import pkgutil
 from collections.abc import Mapping
-from typing import Any, get_type_hints
-
-from pydantic import TypeAdapter, ValidationError
+from typing import Any
 
 from fedmq.errors import InputError
 from fedmq.protocol import FederatedProtocol
+from fedmq.scenario import Objective, ProtocolChoice, Scenario
+from protocols import _bases
+from protocols._options import as_plain, parsed
 
 
 def names() -> tuple[str, ...]:
@@ -53,33 +53,26 @@ def options_of(protocol: type[FederatedProtocol], raw: Mapping[str, Any], place:
     Raises:
         InputError: an unknown option, a wrong type or a value out of bounds.
     """
-    schema = protocol.Options
-    hints = get_type_hints(schema)
-    known = [field.name for field in dataclasses.fields(schema)]
-    for option in raw:
-        if option not in known:
-            raise InputError(place, option, f"one of the options {', '.join(known)}")
-    values = {}
-    for option, raw_value in raw.items():
-        value = _number(raw_value) if hints[option] is float else raw_value
-        try:
-            values[option] = TypeAdapter(hints[option]).validate_python(value, strict=True)
-        except ValidationError as error:
-            allowed = error.errors()[0]["msg"].removeprefix("Input should be ")
-            raise InputError(f"{place}.{option}", raw_value, allowed) from None
-    try:
-        return schema(**values)
-    except ValueError as error:  # __post_init__ says "option: found, allowed"
-        option, _, rest = str(error).partition(": ")
-        found, _, allowed = rest.partition(", ")
-        raise InputError(f"{place}.{option}", values.get(option, found), allowed or str(error)) from None
+    return parsed(protocol.Options, raw, place)
 
 
-def _number(value: object) -> object:
-    """YAML 1.1 reads ``1e-3`` as a string; take it for the number it means."""
-    if isinstance(value, str):
-        try:
-            return float(value)
-        except ValueError:
-            return value
-    return value
+def resolved(scenario: Scenario, place: str = "") -> Scenario:
+    """The scenario with the defaults of its method's and its base loss's own options written out.
+
+    Args:
+        scenario: as validated.
+        place: the file it came from, for errors.
+
+    Raises:
+        InputError: an unknown method, or an option that is unknown or not allowed.
+    """
+    prefix = f"{place}: " if place else ""
+    kind = load(scenario.protocol.name)
+    options = options_of(kind, scenario.protocol.options, f"{prefix}protocol")
+    changes: dict[str, Any] = {"protocol": ProtocolChoice(name=scenario.protocol.name, **as_plain(options))}
+    objective = scenario.objective
+    if objective.base != "info_nce" or objective.options:
+        base = _bases.options_of(objective, f"{prefix}objective")
+        chosen = {"base": objective.base, "bits": objective.bits, "hidden": objective.hidden}
+        changes["objective"] = Objective(**chosen, **as_plain(base))
+    return scenario.model_copy(update=changes)

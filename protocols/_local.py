@@ -3,26 +3,33 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from fedmq.errors import RunError
+from fedmq.errors import InputError, RunError
 from fedmq.messages import Delta
-from fedmq.models.two_tower import optimiser
+from fedmq.models.networks import Tower
+from fedmq.models.two_tower import MODALITIES, Modality, Out, TwoTower, optimiser
 from fedmq.protocol import Context, Local, Task
-from fedmq.seeds import numpy_generator
+from fedmq.seeds import numpy_generator, torch_generator
 from protocols._losses import local_prototype, proximal, proximal_gradient
 
 I64 = npt.NDArray[np.int64]
+Outs = tuple[Out | None, Out | None]
 
 #: loss of a batch from its image and text embeddings [B, d], None for a modality the silo lacks.
 LossFunction = Callable[[Tensor | None, Tensor | None], Tensor]
+#: loss of a batch from all that the towers make of it, None for a modality that was not run.
+OutLoss = Callable[[Out | None, Out | None], Tensor]
+#: what a method adds to a base's loss in a step; None adds nothing.
+Extra = Callable[["Step", Out | None, Out | None], Tensor | None]
 
 #: Samples a silo's prototypes are computed from (RCSR's released code).
 PROTOTYPE_SAMPLES = 128
@@ -73,19 +80,118 @@ def embed(local: Local, rows: I64, caption: I64 | None) -> tuple[Tensor | None, 
         rows: int64 [B].
         caption: int64 [n], the caption to take of every item; None where the silo has no text.
     """
+    image, text = outputs(local, rows, caption)
+    return None if image is None else image.code, None if text is None else text.code
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimiser step of local training, as a base loss asks for it.
+
+    Args:
+        rows: int64 [B], the silo's items in the batch.
+        caption: int64 [n], the caption to take of every item; None where the silo has no text.
+        loss: of the batch.
+        runs: towers that are run on the batch; those of modalities the silo lacks are left out by themselves.
+        trains: branches of the flat buffer that the step changes: ``image``, ``text``, ``shared``.
+        main: a method's own terms are added here; a base with several steps per batch has them in one only.
+    """
+
+    rows: I64
+    caption: I64 | None
+    loss: OutLoss
+    runs: tuple[Modality, ...] = MODALITIES
+    trains: tuple[str, ...] = ("image", "text", "shared")
+    main: bool = True
+
+
+class Work(Protocol):
+    """A base loss at work in one task of one silo; holds what the silo keeps between tasks."""
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[Step]:
+        """The steps of one local epoch; resumed after each step is taken."""
+        ...
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Personal tensors for the silo's state; never on the wire."""
+        ...
+
+
+@dataclass(frozen=True)
+class EveryBatch:
+    """The plainest work: one step per batch over a permutation, one random caption per item and epoch.
+
+    Args:
+        local: the silo.
+        batch_size: of the scenario.
+        loss: of a batch's embeddings.
+    """
+
+    local: Local
+    batch_size: int
+    loss: LossFunction
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[Step]:
+        """One step per batch; the last batch is never dropped."""
+        caption = choose_captions(self.local, generator)
+        for rows in batches(len(self.local.share), self.batch_size, generator):
+            yield Step(rows, caption, self._loss)
+
+    def _loss(self, image: Out | None, text: Out | None) -> Tensor:
+        return self.loss(None if image is None else image.code, None if text is None else text.code)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Nothing."""
+        return {}
+
+
+def labels_of(local: Local, rows: I64) -> Tensor:
+    """Labels of some of the silo's items, float32 multi-hot [B, C] on the model's device.
+
+    Raises:
+        InputError: the data set has no labels.
+    """
+    if local.share.labels is None:
+        raise InputError("objective.base", "a supervised base", "a data set with labels")
+    return local.share.labels[torch.from_numpy(rows)].float().to(local.model.flat.device)
+
+
+def outputs(local: Local, rows: I64, caption: I64 | None, runs: Sequence[Modality] = MODALITIES) -> Outs:
+    """What the towers make of some rows, in the modalities the silo has.
+
+    Args:
+        local: the silo.
+        rows: int64 [B].
+        caption: int64 [n], the caption to take of every item; None where the silo has no text.
+        runs: towers wanted.
+    """
     index = torch.from_numpy(rows)
     share, model = local.share, local.model
-    image = None if share.image is None else model.image(share.image[index].to(model.flat.device))
-    if share.text is None or caption is None:
-        return image, None
-    return image, model.caption(share.text[index, torch.from_numpy(caption[rows])].to(model.flat.device))
+    image = text = None
+    if "image" in runs and share.image is not None:
+        image = model.outputs("image", share.image[index].to(model.flat.device))
+    if "text" in runs and share.text is not None and caption is not None:
+        chosen = share.text[index, torch.from_numpy(caption[rows])]
+        text = model.outputs("text", chosen.to(model.flat.device))
+    return image, text
 
 
-def branches_of(local: Local) -> tuple[slice, ...]:
-    """Ranges of the flat buffer that the silo trains: the branches of the modalities it has."""
-    return tuple(
-        local.model.branch(name) for name, owned in (("image", local.silo.image), ("text", local.silo.text)) if owned
-    )
+@contextmanager
+def parameters(local: Local, theta: Tensor) -> Iterator[None]:
+    """The silo's model with other parameters [P] for a while, as the global or the previous net of a contrast."""
+    mine = local.model.flat.detach().clone()
+    local.model.load(theta)
+    try:
+        yield
+    finally:
+        local.model.load(mine)
+
+
+def branches_of(local: Local) -> dict[str, slice]:
+    """Ranges of the flat buffer that the silo trains: what is shared and the branches of the modalities it has."""
+    owned = {"image": local.silo.image, "text": local.silo.text, "shared": True}
+    found = {name: local.model.branch(name) for name, has in owned.items() if has}
+    return {name: part for name, part in found.items() if part.stop > part.start}
 
 
 def load_model(local: Local, buffer: npt.NDArray[Any]) -> Tensor:
@@ -95,7 +201,14 @@ def load_model(local: Local, buffer: npt.NDArray[Any]) -> Tensor:
 
 
 def train_epochs(
-    local: Local, context: Context, task: Task, base: Tensor, loss: LossFunction | None, *, lambda_s: float = 0.0
+    local: Local,
+    context: Context,
+    task: Task,
+    base: Tensor,
+    work: Work | None,
+    *,
+    extra: Extra | None = None,
+    lambda_s: float = 0.0,
 ) -> Outcome:
     """Local epochs from ``base``, which the model already holds.
 
@@ -104,38 +217,61 @@ def train_epochs(
         context: optimiser, batch size, epochs, seed.
         task: its learning rate; its number seeds the order of samples and the choice of captions.
         base: float32 [P] parameters the silo started from.
-        loss: of one batch; None when the method has nothing for this silo to minimise yet, which leaves the model as it
-            is (an optimiser with weight decay would otherwise still move it).
+        work: the base loss; None when the method has nothing for this silo to minimise yet, which leaves the model as
+            it is (an optimiser with weight decay would otherwise still move it).
+        extra: the method's own terms, added in each batch's main step.
         lambda_s: weight of the proximal term lambda_s * ||theta - base||^2, whose gradient is added by hand.
 
     Raises:
         RunError: the loss or the update is no longer finite.
     """
-    if loss is None:
+    if work is None:
         return Outcome(torch.zeros(base.shape), 0.0)
     model, training = local.model, context.training
     generator = generator_of(context, local, task, "train")
-    steps = optimiser(model, training, task.learning_rate, branches_of(local))
-    size = len(local.share)
-    total = torch.zeros((), dtype=torch.float64, device=base.device)
-    for epoch in range(training.local_epochs):
-        caption = choose_captions(local, generator)
-        for number, rows in enumerate(batches(size, training.batch_size, generator)):
-            model.grad.zero_()
-            value = loss(*embed(local, rows, caption))
-            if value.requires_grad:
-                value.backward()  # type: ignore[no-untyped-call]
-            value = value.detach()
-            if lambda_s and (epoch or number):  # at the first step theta is the base: neither value nor gradient
-                model.grad.add_(proximal_gradient(model.flat, base, lambda_s))
-                value = value + proximal(model.flat, base, lambda_s)
-            steps.step()
-            total += value.double() * len(rows)
+    optimisers = {
+        name: optimiser(model, training, task.learning_rate, [part]) for name, part in branches_of(local).items()
+    }
+    total, seen, moved = torch.zeros((), dtype=torch.float64, device=base.device), 0, False
+    with _dropout(model, context, local, task):
+        for epoch in range(training.local_epochs):
+            for step in work.steps(epoch, generator):
+                model.grad.zero_()
+                image, text = outputs(local, step.rows, step.caption, step.runs)
+                value = step.loss(image, text)
+                added = extra(step, image, text) if extra is not None and step.main else None
+                value = value if added is None else value + added
+                if value.requires_grad:
+                    value.backward()  # type: ignore[no-untyped-call]
+                value = value.detach()
+                if lambda_s and moved:  # at the first step theta is the base: neither value nor gradient
+                    model.grad.add_(proximal_gradient(model.flat, base, lambda_s))
+                    value = value + proximal(model.flat, base, lambda_s)
+                for name in step.trains:
+                    if name in optimisers:
+                        optimisers[name].step()
+                moved = True
+                total += value.double() * len(step.rows)
+                seen += len(step.rows)
     delta = (model.flat.detach() - base).cpu()
-    mean = float(total) / (size * training.local_epochs)
+    mean = float(total) / max(1, seen)
     if not (math.isfinite(mean) and bool(torch.isfinite(delta).all())):
         raise RunError(f"training diverged at {local.silo.name}: loss {mean}; lower training.learning_rate")
     return Outcome(delta, mean)
+
+
+@contextmanager
+def _dropout(model: TwoTower, context: Context, local: Local, task: Task) -> Iterator[None]:
+    """Dropout masks from the task's own seed while training, none outside."""
+    towers = [tower for tower in (model.visual, model.text) if isinstance(tower, Tower)]
+    path = ("dropout", local.silo.name, task.base_version, task.sequence)
+    for tower in towers:
+        tower.noise = torch_generator(context.seed, *path)
+    try:
+        yield
+    finally:
+        for tower in towers:
+            tower.noise = None
 
 
 def own_prototypes(local: Local, context: Context, task: Task) -> tuple[Tensor | None, Tensor | None]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,8 @@ from torch import Tensor
 from fedmq.errors import RemoteWireError
 from fedmq.fields import all_finite
 from fedmq.layout import Layout
-from fedmq.messages import Delta
-from fedmq.models.two_tower import BRANCHES, MODALITIES, Modality, branch
+from fedmq.messages import Delta, Model, PartialDelta
+from fedmq.models.two_tower import BRANCHES, MODALITIES, SHARED, branch
 from fedmq.protocol import Reply, SiloFacts, take
 
 #: Elements summed at a time.
@@ -44,9 +44,16 @@ class Update:
     damping: float
 
 
-def branch_slices(layout: Layout) -> dict[Modality, slice]:
-    """Where each modality's branch lies in the flat buffer."""
-    return {modality: branch(layout, BRANCHES[modality]) for modality in MODALITIES}
+def branch_slices(layout: Layout) -> dict[str, slice]:
+    """Where each branch lies in the flat buffer: ``image``, ``text``, and ``shared`` where the network has such layers."""
+    found: dict[str, slice] = {modality: branch(layout, BRANCHES[modality]) for modality in MODALITIES}
+    shared = branch(layout, SHARED)
+    return {**found, "shared": shared} if shared.stop > shared.start else found
+
+
+def owns(silo: SiloFacts, name: str) -> bool:
+    """Whether a silo trains a branch: that of a modality it has, or the shared one."""
+    return {"image": silo.image, "text": silo.text}.get(name, True)
 
 
 def ordered(replies: Sequence[Reply]) -> list[Reply]:
@@ -80,6 +87,55 @@ def update_of(reply: Reply, layout: Layout) -> Update:
         raise RemoteWireError("not_finite", f"{reply.silo.name}: delta holds NaN or infinity")
     delta = read_only(payload.buffer)
     return Update(reply.silo, delta, payload.n_samples, reply.damping)
+
+
+def partial_update_of(reply: Reply, layout: Layout, names: Sequence[str]) -> Update:
+    """The reply's update of some layers, checked; its delta is float32 [size of ``layout.part(names)``].
+
+    Args:
+        reply: with a PartialDelta.
+        layout: of the whole model.
+        names: the layers that are shared, sorted as the layout sorts them.
+
+    Raises:
+        RemoteWireError: no PartialDelta, other layers, a wrong size or dtype, NaN or infinity, or no samples behind it.
+    """
+    payload = take(reply.payloads, PartialDelta)
+    part = layout.part(names)
+    if payload.layout_digest != layout.digest or payload.names != tuple(entry.name for entry in part.entries):
+        raise RemoteWireError("layout", f"{reply.silo.name}: partial delta of other layers")
+    whole = Delta(part.digest, payload.buffer, payload.n_samples)
+    return update_of(replace(reply, payloads=(whole,)), part)
+
+
+def partial_model(layout: Layout, names: Sequence[str], theta: Tensor) -> Model:
+    """The shared layers of a model as they go down: a buffer of ``layout.part(names)``, named by its digest."""
+    return Model(layout.part(names).digest, extract(theta, layout, names).numpy())
+
+
+def places(layout: Layout, names: Sequence[str]) -> list[slice]:
+    """Where some layers lie in the flat buffer, in elements, in the layout's order."""
+    wanted, found, offset = set(names), [], 0
+    for entry in layout.entries:
+        if entry.name in wanted:
+            found.append(slice(offset, offset + entry.size))
+        offset += entry.size
+    return found
+
+
+def extract(theta: Tensor, layout: Layout, names: Sequence[str]) -> Tensor:
+    """Some layers of a flat buffer [P], one after the other, as ``layout.part(names)`` has them."""
+    return torch.cat([theta[part] for part in places(layout, names)])
+
+
+def inserted(theta: Tensor, layout: Layout, names: Sequence[str], values: Tensor) -> Tensor:
+    """A copy of a flat buffer [P] with some layers replaced by ``values``, the counterpart of :func:`extract`."""
+    result, offset = theta.clone(), 0
+    for part in places(layout, names):
+        size = part.stop - part.start
+        result[part] = values[offset : offset + size]
+        offset += size
+    return result
 
 
 def read_only(array: npt.NDArray[Any]) -> Tensor:
@@ -159,7 +215,7 @@ def branch_average(parts: Sequence[Tensor], weights: Tensor, took_part: Tensor) 
 
 
 def merge_updates(
-    theta: Tensor, updates: Sequence[Update], weights: Tensor, branches: Mapping[Modality, slice], branch_renorm: bool
+    theta: Tensor, updates: Sequence[Update], weights: Tensor, branches: Mapping[str, slice], branch_renorm: bool
 ) -> Tensor:
     """Add the weighted updates: theta + sum_k w_k Δ_k, branch by branch (RCSR eq 11, FedAvg).
 
@@ -171,15 +227,15 @@ def merge_updates(
         theta: float32 [P].
         updates: M of them, in the fixed silo order.
         weights: float64 [M], sum 1.
-        branches: each modality's slice; together they are the whole buffer.
+        branches: each branch's slice; together they are the whole buffer.
         branch_renorm: see above.
 
     Returns:
         [P], in theta's precision; float32 in a run.
     """
     step = torch.zeros_like(theta, dtype=torch.float64)
-    for modality, part in branches.items():
-        owners = [getattr(update.silo, modality) for update in updates]
+    for name, part in branches.items():
+        owners = [owns(update.silo, name) for update in updates]
         parts = [update.delta[part] for update in updates]
         if branch_renorm:
             active = [trained(update.delta, part, owner) for update, owner in zip(updates, owners, strict=True)]

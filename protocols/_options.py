@@ -1,8 +1,17 @@
-"""Checks of option values, in the words that :func:`protocols.options_of` turns into one line for the user."""
+"""Option values: read from a scenario into a dataclass, and checked in words that make one line for the user."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Mapping
+from typing import Any, TypeVar, get_type_hints
+
+from pydantic import TypeAdapter, ValidationError
+
+from fedmq.errors import InputError
+
+T = TypeVar("T")
 
 
 def check(option: str, value: float, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
@@ -16,3 +25,50 @@ def check(option: str, value: float, low: float, high: float = math.inf, *, open
         least = f"above {low:g}" if open_low else f"at least {low:g}"
         most = "" if math.isinf(high) else f" and at most {high:g}"
         raise ValueError(f"{option}: {value!r}, {least}{most}")
+
+
+def parsed(schema: type[T], raw: Mapping[str, Any], place: str) -> T:
+    """An options dataclass from a scenario's keys, defaults filled in, types and bounds checked.
+
+    Args:
+        schema: a frozen dataclass.
+        raw: option name to value as YAML gives it.
+        place: what the names stand under, for the error.
+
+    Raises:
+        InputError: an unknown option, a wrong type or a value out of bounds.
+    """
+    hints = get_type_hints(schema)
+    known = [field.name for field in dataclasses.fields(schema)]
+    for option in raw:
+        if option not in known:
+            raise InputError(place, option, f"one of the options {', '.join(known)}")
+    values = {}
+    for option, raw_value in raw.items():
+        value = _number(raw_value) if hints[option] is float else raw_value
+        try:
+            values[option] = TypeAdapter(hints[option]).validate_python(value, strict=True)
+        except ValidationError as error:
+            allowed = error.errors()[0]["msg"].removeprefix("Input should be ")
+            raise InputError(f"{place}.{option}", raw_value, allowed) from None
+    try:
+        return schema(**values)
+    except ValueError as error:  # __post_init__ says "option: found, allowed"
+        option, _, rest = str(error).partition(": ")
+        found, _, allowed = rest.partition(", ")
+        raise InputError(f"{place}.{option}", values.get(option, found), allowed or str(error)) from None
+
+
+def _number(value: object) -> object:
+    """YAML 1.1 reads ``1e-3`` as a string; take it for the number it means."""
+    if isinstance(value, str):
+        try:
+            return float(value)
+        except ValueError:
+            return value
+    return value
+
+
+def as_plain(options: Any) -> dict[str, Any]:
+    """An options dataclass as a scenario writes it: JSON-serialisable, tuples as lists."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}

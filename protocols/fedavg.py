@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedmq.messages import Delta, Loss, ModalityPrototypes, Model, Payload
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _local, _merge, _prototypes
+from protocols import _bases, _local, _merge, _prototypes
 from protocols._losses import anchor, info_nce
 from protocols._options import check
 
@@ -32,6 +32,7 @@ class FedAvgOptions:
         ema: share of the old global prototype kept at a merge.
         proto_unit: global prototypes are kept at length 1.
         branch_renorm: each branch is averaged over the silos that trained it; the papers' plain sum if false.
+        weighting: by ``samples``, n_k / n, or ``uniform``, 1 / m, as FedHAP and PLFedCMH average.
     """
 
     tau: float = 0.07
@@ -40,6 +41,7 @@ class FedAvgOptions:
     ema: float = 0.9
     proto_unit: bool = True
     branch_renorm: bool = True
+    weighting: Literal["samples", "uniform"] = "samples"
 
     def __post_init__(self) -> None:
         check("tau", self.tau, 0.0, open_low=True)
@@ -71,7 +73,9 @@ class FedAvg:
         self.options = options
         self.context = context
         self.branches = _merge.branch_slices(context.layout)
-        self.anchored = options.single_modality == "anchor"
+        contrastive = context.objective.base == "info_nce"
+        self.anchored = contrastive and options.single_modality == "anchor"
+        self.base = None if contrastive else _bases.options_of(context.objective)
 
     def eligible(self, silo: SiloFacts) -> bool:
         """Everybody takes part."""
@@ -92,17 +96,40 @@ class FedAvg:
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs."""
+        return self.trained(local, task)
+
+    def trained(
+        self, local: Local, task: Task, *, extra: _local.Extra | None = None, lambda_s: float = 0.0
+    ) -> Trained:
+        """Local epochs on the base loss; a method that is FedAvg with a term of its own passes it here.
+
+        Args:
+            local: the silo.
+            task: with the model and, where silos are anchored, the prototypes.
+            extra: added in each batch's main step.
+            lambda_s: weight of the proximal term ||theta - base||^2.
+        """
         base = _local.load_model(local, take(task.payloads, Model).buffer)
-        shared = _prototypes.read_download(take(task.payloads, ModalityPrototypes)) if self.anchored else (None, None)
-        outcome = _local.train_epochs(local, self.context, task, base, self._loss(local, shared))
+        work = self.work(local, task)
+        outcome = _local.train_epochs(local, self.context, task, base, work, extra=extra, lambda_s=lambda_s)
         update = _local.delta_payload(self.context, outcome, len(local.share))
         up: tuple[Payload, ...] = (update, Loss(outcome.loss))
         if self.anchored:
-            up = (*up, _prototypes.upload(_local.own_prototypes(local, self.context, task), shared))
-        return Trained(up, {}, outcome.loss)
+            own = _local.own_prototypes(local, self.context, task)
+            up = (*up, _prototypes.upload(own, self._received(task)))
+        return Trained(up, {} if work is None else work.kept(), outcome.loss)
+
+    def work(self, local: Local, task: Task) -> _local.Work | None:
+        """The silo's base loss at work; None if it has none, or none yet."""
+        if self.base is not None:
+            return _bases.begin(self.base, local, self.context, task)
+        loss = self._loss(local, self._received(task))
+        return None if loss is None else _local.EveryBatch(local, self.context.training.batch_size, loss)
+
+    def _received(self, task: Task) -> tuple[Tensor | None, Tensor | None]:
+        return _prototypes.read_download(take(task.payloads, ModalityPrototypes)) if self.anchored else (None, None)
 
     def _loss(self, local: Local, shared: tuple[Tensor | None, Tensor | None]) -> _local.LossFunction | None:
-        """The silo's loss; None if it has none, or none yet."""
         if local.silo.paired:
             return partial(paired_loss, tau=self.options.tau)
         missing = shared[1] if local.silo.image else shared[0]
@@ -114,7 +141,8 @@ class FedAvg:
         """Add the damped, sample-weighted updates; average the prototypes in."""
         replies = _merge.ordered(replies)
         updates = [_merge.update_of(reply, self.context.layout) for reply in replies]
-        weights = _merge.sample_weights([update.samples for update in updates])
+        samples = [update.samples if self.options.weighting == "samples" else 1 for update in updates]
+        weights = _merge.sample_weights(samples)
         weights = _merge.damped(weights, torch.tensor([update.damping for update in updates], dtype=torch.float64))
         theta = _merge.merge_updates(state.theta, updates, weights, self.branches, self.options.branch_renorm)
         if not self.anchored:

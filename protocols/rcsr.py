@@ -179,9 +179,9 @@ class Rcsr:
         """Local epochs, then the report of eq 6; the update is kept as the next one's reference."""
         base = _local.load_model(local, take(task.payloads, Model).buffer)
         received = _prototypes.read_download(take(task.payloads, ModalityPrototypes))
-        outcome = _local.train_epochs(
-            local, self.context, task, base, self._loss(local, received), lambda_s=self.options.lambda_s
-        )
+        loss = self._loss(local, received)
+        work = None if loss is None else _local.EveryBatch(local, self.context.training.batch_size, loss)
+        outcome = _local.train_epochs(local, self.context, task, base, work, lambda_s=self.options.lambda_s)
         samples = len(local.share)
         geometry = _router.geometry(
             outcome.delta,

@@ -14,17 +14,14 @@ from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
 from fedmq import scenario as scenarios
 from fedmq.crypto import init_keys
 from fedmq.evaluator import EvaluatorArguments, run_evaluator
-from fedmq.scenario import ProtocolChoice, Scenario
+from fedmq.scenario import Scenario
 from silos.program import SiloArguments, run_silo
 
 _NUMBERS = itertools.count()
 
 
 def resolved(path: Path, *settings: str) -> Scenario:
-    scenario = scenarios.load(path, settings)
-    method = protocols.load(scenario.protocol.name)
-    options = protocols.options_of(method, scenario.protocol.options)
-    return scenario.model_copy(update={"protocol": ProtocolChoice(name=scenario.protocol.name, **vars(options))})
+    return protocols.resolved(scenarios.load(path, settings))
 
 
 def quiet(function: Callable[..., Any], *arguments: object) -> Callable[[], None]:

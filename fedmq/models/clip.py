@@ -192,6 +192,7 @@ def build(
     for modality in modalities:
         found = weights(backbone, seed, cache_folder() if cache is None else cache)
         branch = model.visual if modality == "image" else model.text
+        assert isinstance(branch, Branch)  # noqa: S101 - `adapted` made it
         branch.frozen = load_tower(found, modality, device)
         blocks, _ = blocks_of(branch.frozen.tower, found.name)
         for block, adapter in zip(blocks, branch.adapters.values(), strict=True):

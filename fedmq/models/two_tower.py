@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -29,6 +30,8 @@ Modality = Literal["image", "text"]
 MODALITIES: tuple[Modality, Modality] = ("image", "text")
 # Name prefixes of a modality's trainable parameters; each branch is one contiguous range of the flat buffer.
 BRANCHES: Mapping[Modality, str] = {"image": "visual.", "text": "text."}
+# Name prefix of layers that both modalities go through.
+SHARED = "shared."
 # Joint dimension of an mlp head where the two towers' own dimensions differ and the scenario names none.
 DEFAULT_DIM = 512
 MOMENTUM = 0.9
@@ -53,6 +56,23 @@ class InputSpec:
     text_dtype: str = "float32"
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class Out:
+    """What a tower makes of a batch.
+
+    Args:
+        hidden: [B, h], the projection's output before the last layer: what MOON and FedUCH contrast.
+        raw: [B, d], the last layer's output before anything squashes or enhances it.
+        code: [B, d], what retrieval ranks by.
+        logits: [B, C] of the tower's classifier; None where it has none.
+    """
+
+    hidden: Tensor
+    raw: Tensor
+    code: Tensor
+    logits: Tensor | None = None
 
 
 class Adapter(nn.Module):
@@ -142,22 +162,38 @@ class TwoTower(nn.Module):
     """Image and text tower; all trainable parameters are views of one flat float32 buffer, their gradients of another.
 
     Args:
-        visual: the image tower; its parameters are still on the meta device.
+        visual: the image tower, a module from a batch to its embeddings or to an :class:`Out`; its parameters are
+            still on the meta device.
         text: the text tower, likewise.
         dim: joint dimension d.
         device: where the buffers are.
+        shared: layers that both modalities go through, a module from (Out, tower) to Out; None where there are none.
+        binary: retrieval ranks by the signs of the codes, in Hamming distance, instead of by their cosines.
 
     Attributes:
         layout: names and shapes of the flat buffer, sorted by name.
         dim: joint dimension d.
+        binary: as above.
+        initial: draws the initial parameters float32 [P] again, the same in every process.
         flat: float32 [P], contiguous; the parameters are views of it.
         grad: float32 [P], contiguous; the parameters' ``.grad`` are views of it. Zero it with :meth:`zero_grad`.
     """
 
-    def __init__(self, visual: Branch, text: Branch, dim: int, device: torch.device) -> None:
+    initial: Callable[[], Tensor]
+
+    def __init__(
+        self,
+        visual: nn.Module,
+        text: nn.Module,
+        dim: int,
+        device: torch.device,
+        *,
+        shared: nn.Module | None = None,
+        binary: bool = False,
+    ) -> None:
         super().__init__()
-        self.visual, self.text = visual, text
-        self.dim = dim
+        self.visual, self.text, self.shared = visual, text, shared
+        self.dim, self.binary = dim, binary
         trainable = sorted(self.named_parameters())
         self.layout = Layout.of((name, parameter.shape, "float32") for name, parameter in trainable)
         self.flat = torch.zeros(self.layout.size, device=device)
@@ -172,8 +208,8 @@ class TwoTower(nn.Module):
             setattr(self.get_submodule(owner), leaf, parameter)
 
     def branch(self, name: str) -> slice:
-        """Where a branch lies in :attr:`flat`: by modality (``image``, ``text``) or by name prefix (``visual.``)."""
-        prefix = next((BRANCHES[modality] for modality in MODALITIES if modality == name), name)
+        """Where a branch lies in :attr:`flat`: ``image``, ``text``, ``shared``, or a name prefix (``visual.``)."""
+        prefix = SHARED if name == "shared" else next((BRANCHES[each] for each in MODALITIES if each == name), name)
         return branch(self.layout, prefix)
 
     def load(self, theta: npt.NDArray[Any] | Tensor) -> None:
@@ -195,6 +231,22 @@ class TwoTower(nn.Module):
         with torch.no_grad():
             self.flat.copy_(source)
 
+    def outputs(self, modality: Modality, x: Tensor) -> Out:
+        """All that one tower makes of a batch.
+
+        Args:
+            modality: which tower.
+            x: images or captions, as in :meth:`image` and :meth:`caption`.
+
+        Raises:
+            RuntimeError: built without the frozen tower that this needs.
+        """
+        tower = self.visual if modality == "image" else self.text
+        found = tower(x)
+        out = Out(found, found, found) if isinstance(found, Tensor) else found
+        finished: Out = out if self.shared is None else self.shared(out, tower)
+        return finished
+
     def image(self, x: Tensor) -> Tensor:
         """Embed images.
 
@@ -202,13 +254,12 @@ class TwoTower(nn.Module):
             x: float32 features [B, d_i], or uint8 pixels [B, 3, S, S] with adapters in the blocks.
 
         Returns:
-            float32 [B, d], unit length.
+            float32 [B, d]: unit length, or codes whose signs rank where :attr:`binary`.
 
         Raises:
             RuntimeError: built without the frozen image tower that this needs.
         """
-        found: Tensor = self.visual(x)
-        return found
+        return self.outputs("image", x).code
 
     def caption(self, x: Tensor) -> Tensor:
         """Embed captions.
@@ -217,13 +268,12 @@ class TwoTower(nn.Module):
             x: float32 features [B, d_t], or token ids [B, 77] with adapters in the blocks.
 
         Returns:
-            float32 [B, d], unit length.
+            float32 [B, d], as :meth:`image`.
 
         Raises:
             RuntimeError: built without the frozen text tower that this needs.
         """
-        found: Tensor = self.text(x)
-        return found
+        return self.outputs("text", x).code
 
     def zero_grad(self, set_to_none: bool = False) -> None:
         """Zero :attr:`grad` in one go; gradients are never set to None, they would stop being views."""
@@ -253,21 +303,21 @@ def joint_dim(backbone: Backbone, image_dim: int, text_dim: int) -> int:
     return backbone.dim or (image_dim if image_dim == text_dim else DEFAULT_DIM)
 
 
-def initialise(model: TwoTower, backbone: Backbone, seed: int) -> None:
-    """Draw the initial parameters: adapters N(0, adapter_std), heads N(0, head_std), biases zero; in place.
+def initial_parameters(layout: Layout, backbone: Backbone, seed: int) -> Tensor:
+    """The initial parameters float32 [P]: adapters N(0, adapter_std), heads N(0, head_std), biases zero.
 
     Each parameter has a generator of its own, so it is the same whatever else the model holds. Heads on features that
     are not aligned use the same rule: the towers end in unit length and the head has no scale of its own, so a small
     standard deviation costs nothing.
     """
     parts = []
-    for entry in model.layout.entries:
+    for entry in layout.entries:
         if entry.name.endswith(".bias"):
             parts.append(torch.zeros(entry.size))
             continue
         std = backbone.adapter_std if ".adapters." in entry.name else backbone.head_std
         parts.append(torch.randn(entry.size, generator=torch_generator(seed, "model", entry.name)) * std)
-    model.load(torch.cat(parts))
+    return torch.cat(parts)
 
 
 def _feature_tower(backbone: Backbone, shape: Sequence[int], dim: int) -> Branch:
@@ -312,7 +362,8 @@ def build(
         dim = joint_dim(backbone, inputs.image_shape[0], inputs.text_shape[0])
         visual, text = (_feature_tower(backbone, shape, dim) for shape in (inputs.image_shape, inputs.text_shape))
         model = TwoTower(visual, text, dim, place)
-    initialise(model, backbone, seed)
+    model.initial = partial(initial_parameters, model.layout, backbone, seed)
+    model.load(model.initial())
     return model
 
 

@@ -1,0 +1,233 @@
+"""The networks of the hashing and supervised bases, over frozen features: small towers in one flat buffer.
+
+Each base loss has its own network (METHODS.md 1.1 to 1.5); the widths are the papers', the scenario may give others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedmq.errors import InputError
+from fedmq.layout import Layout
+from fedmq.models.two_tower import InputSpec, Out, TwoTower
+from fedmq.scenario import Base, Objective
+from fedmq.seeds import torch_generator
+
+#: Rate of the dropout before the last layer of the unsupervised bases' networks.
+DROPOUT = 0.5
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a base's towers look like.
+
+    Args:
+        image: widths of the image tower's hidden layers (ReLU).
+        text: widths of the text tower's.
+        bits: default length of the code.
+        tanh: the code is squashed.
+        classifier: each tower ends in a linear classifier of its code.
+        dropout: before the last layer.
+        std: of all weights and biases, normal; None draws uniformly within 1/sqrt(fan in), as torch does.
+        last_std: of the last layer's weights alone, normal, its bias zero; None as the others.
+    """
+
+    image: tuple[int, ...] = (1024,)
+    text: tuple[int, ...] = (1024,)
+    bits: int = 64
+    tanh: bool = False
+    classifier: bool = False
+    dropout: bool = False
+    std: float | None = None
+    last_std: float | None = None
+
+
+_HASH = Plan()
+_UNSUPERVISED = Plan((4096,), (4096,), tanh=True, dropout=True, last_std=0.3)
+PLANS: Mapping[Base, Plan] = {
+    "dcmh": Plan((), (8192,), classifier=True, std=0.01),
+    "shdch": Plan((), (8192,), tanh=True, classifier=True, std=0.01),
+    "dpsh": _HASH,
+    "dch": _HASH,
+    "greedyhash": _HASH,
+    "csq": _HASH,
+    "triplet": Plan(bits=48),
+    "dgcpn": _UNSUPERVISED,
+    "djsrh": _UNSUPERVISED,
+    "jdsh": _UNSUPERVISED,
+}
+
+
+class Tower(nn.Module):
+    """Hidden ReLU layers, dropout while training, a last linear layer, perhaps tanh and a classifier.
+
+    Args:
+        width: of the features.
+        hidden: widths of the hidden layers.
+        bits: length of the code.
+        classes: of the classifier; 0 has none.
+        plan: squashing and dropout.
+
+    Attributes:
+        noise: draws dropout masks; None outside training.
+        memory: float32 [C, r], FedCAFE's global memory, which enhances the code (eqs 3 and 4); None leaves it alone.
+        sharpness: factor before tanh (DJSRH's alpha).
+    """
+
+    def __init__(self, width: int, hidden: tuple[int, ...], bits: int, classes: int, plan: Plan) -> None:
+        super().__init__()
+        widths = (width, *hidden)
+        layers = zip(widths[:-1], widths[1:], strict=True)
+        self.hidden = nn.ModuleDict({str(i): nn.Linear(a, b, device="meta") for i, (a, b) in enumerate(layers)})
+        self.last = nn.Linear(widths[-1], bits, device="meta")
+        self.classifier = nn.Linear(bits, classes, device="meta") if classes else None
+        self.plan = plan
+        self.noise: torch.Generator | None = None
+        self.memory: Tensor | None = None
+        self.sharpness = 1.0
+
+    def forward(self, x: Tensor) -> Out:
+        """float32 features [B, d] to an Out."""
+        for layer in self.hidden.values():
+            x = F.relu(layer(x))
+        hidden = x
+        if self.plan.dropout and self.noise is not None:
+            kept = torch.rand(x.shape, generator=self.noise).to(x.device) >= DROPOUT
+            x = x * kept / (1 - DROPOUT)
+        raw = self.last(x)
+        code = torch.tanh(self.sharpness * raw) if self.plan.tanh else raw
+        logits = None if self.classifier is None else self.classifier(code)
+        if self.memory is not None and logits is not None:
+            code = enhanced(code, logits, self.memory)
+        return Out(hidden, raw, code, logits)
+
+
+def enhanced(raw: Tensor, logits: Tensor, memory: Tensor) -> Tensor:
+    """V_E = O + tanh(O) * V_P with V_P = softmax(logits) P_g (FedCAFE eqs 3 and 4).
+
+    Args:
+        raw: [B, r] outputs O.
+        logits: [B, C] of the tower's classifier.
+        memory: [C, r] global memory P_g; all zero before the first merge, which leaves O as it is.
+    """
+    return raw + torch.tanh(raw) * (logits.softmax(1) @ memory)
+
+
+class FirstLayer(nn.Module):
+    """DSCMR's own layer of one modality, and FedSCMR's enhancing layer where the shared part has one.
+
+    Args:
+        width: of the features.
+        hidden: output width.
+        dim: width of the common space.
+        enhance: whether the enhancing layer is there.
+    """
+
+    def __init__(self, width: int, hidden: int, dim: int, enhance: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, hidden, device="meta")
+        self.enhance = nn.Linear(dim, dim, device="meta") if enhance else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 features [B, d] to [B, hidden]."""
+        return F.relu(self.first(x))
+
+
+class CommonSpace(nn.Module):
+    """DSCMR's shared layers: common subspace and label head; FedSCMR's second common layer behind them.
+
+    Args:
+        hidden: width that comes in.
+        dim: of the common space.
+        classes: of the label head.
+        enhance: FedSCMR's EnhanceNet is there: S' = common(relu(own(S))).
+        leaky: leaky ReLU after the common layer, as FedCMR has.
+    """
+
+    def __init__(self, hidden: int, dim: int, classes: int, *, enhance: bool, leaky: bool) -> None:
+        super().__init__()
+        self.base = nn.Linear(hidden, dim, device="meta")
+        self.enhance = nn.Linear(dim, dim, device="meta") if enhance else None
+        self.label = nn.Linear(dim, classes, device="meta")
+        self.leaky = leaky
+
+    def forward(self, out: Out, tower: FirstLayer) -> Out:
+        """Out.hidden is S, Out.code what ranks (S' where there is an EnhanceNet), Out.raw S, Out.logits of S."""
+        common = self.base(out.hidden)
+        common = F.leaky_relu(common) if self.leaky else common
+        code = common
+        if self.enhance is not None and tower.enhance is not None:
+            code = self.enhance(F.relu(tower.enhance(common)))
+        return Out(common, common, code, self.label(common))
+
+
+def initial_parameters(layout: Layout, plan: Plan, seed: int) -> Tensor:
+    """The initial parameters float32 [P]; each has a generator of its own."""
+    by_name = layout.by_name
+    parts = []
+    for entry in layout.entries:
+        generator = torch_generator(seed, "model", entry.name)
+        owner, _, leaf = entry.name.rpartition(".")
+        if plan.last_std is not None and owner.endswith(".last"):
+            drawn = torch.randn(entry.size, generator=generator) * plan.last_std
+            parts.append(torch.zeros(entry.size) if leaf == "bias" else drawn)
+        elif plan.std is not None:
+            parts.append(torch.randn(entry.size, generator=generator) * plan.std)
+        else:
+            bound = 1 / math.sqrt(by_name[f"{owner}.weight"].shape[1])
+            parts.append((torch.rand(entry.size, generator=generator) * 2 - 1) * bound)
+    return torch.cat(parts)
+
+
+def build(objective: Objective, inputs: InputSpec, classes: int, seed: int, device: torch.device) -> TwoTower:
+    """A base's network with its initial parameters, the same in every process.
+
+    Args:
+        objective: base, bits, hidden width; FedSCMR's and FedCMR's variants of DSCMR are its options ``enhance`` and
+            ``leaky``.
+        inputs: shapes of the features.
+        classes: labels of the data set; 0 where it has none.
+        seed: the scenario's.
+        device: where it computes.
+
+    Raises:
+        InputError: the inputs are no features, or the base needs labels and the data set has none.
+    """
+    for what, shape in (("image", inputs.image_shape), ("text", inputs.text_shape)):
+        if len(shape) != 1:
+            raise InputError(f"data: {what}", f"items of shape {list(shape)}", f"features [d] with base {objective.base}")
+    widths = inputs.image_shape[0], inputs.text_shape[0]
+    if objective.base not in ("dgcpn", "djsrh", "jdsh") and classes == 0:
+        raise InputError("objective.base", objective.base, "dgcpn, djsrh, jdsh or info_nce: the data set has no labels")
+    if objective.base == "dscmr":
+        return _dscmr(objective, widths, classes, seed, device)
+    plan = PLANS[objective.base]
+    bits = objective.bits or plan.bits
+    towers = [
+        Tower(width, tuple(objective.hidden or each for each in hidden), bits, classes if plan.classifier else 0, plan)
+        for width, hidden in zip(widths, (plan.image, plan.text), strict=True)
+    ]
+    model = TwoTower(towers[0], towers[1], bits, device, binary=True)
+    return _drawn(model, partial(initial_parameters, model.layout, plan, seed))
+
+
+def _dscmr(objective: Objective, widths: tuple[int, int], classes: int, seed: int, device: torch.device) -> TwoTower:
+    hidden, dim = objective.hidden or 2048, objective.bits or 1024
+    enhance, leaky = bool(objective.options.get("enhance")), bool(objective.options.get("leaky"))
+    towers = [FirstLayer(width, hidden, dim, enhance) for width in widths]
+    shared = CommonSpace(hidden, dim, classes, enhance=enhance, leaky=leaky)
+    model = TwoTower(towers[0], towers[1], dim, device, shared=shared)
+    return _drawn(model, partial(initial_parameters, model.layout, Plan(), seed))
+
+
+def _drawn(model: TwoTower, initial: Callable[[], Tensor]) -> TwoTower:
+    model.initial = initial
+    model.load(initial())
+    return model

@@ -1,0 +1,115 @@
+"""DSCMR (Zhen et al. 2019): label discrimination in a common subspace, the base of FedSCMR and FedCMR; METHODS.md 1.3."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedmq.models.two_tower import Out
+from fedmq.protocol import Context, Local, Task
+from protocols import _local
+from protocols._losses import unit
+from protocols._options import check
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of DSCMR; defaults are the paper's.
+
+    Args:
+        alpha: weight of the pairwise likelihood J2.
+        beta: weight of the modality distance J3.
+        enhance: the network has FedSCMR's EnhanceNet.
+        leaky: leaky ReLU after the common layer, as FedCMR's network has.
+    """
+
+    alpha: float = 1e-3
+    beta: float = 1e-1
+    enhance: bool = False
+    leaky: bool = False
+
+    def __post_init__(self) -> None:
+        check("alpha", self.alpha, 0.0)
+        check("beta", self.beta, 0.0)
+
+
+def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
+    """J1 of one modality: mean_i ||p_i - l_i||, for logits and multi-hot labels [B, C]."""
+    return torch.linalg.vector_norm(logits - labels, dim=1).mean()
+
+
+def pair_likelihood(a: Tensor, b: Tensor, similar: Tensor) -> Tensor:
+    """J2 of one pair of modalities: mean over [B, B] of log(1 + e^Γ) - S Γ with Γ = cos(a, b) / 2.
+
+    Args:
+        a: [B, d].
+        b: [B, d].
+        similar: [B, B] S = L L^T, counts of shared labels.
+    """
+    gamma = 0.5 * unit(a) @ unit(b).T
+    likelihood: Tensor = functional.softplus(gamma) - similar * gamma
+    return likelihood.mean()
+
+
+def modality_distance(image: Tensor, text: Tensor) -> Tensor:
+    """J3: mean_i ||v_i - t_i|| for [B, d]."""
+    return torch.linalg.vector_norm(image - text, dim=1).mean()
+
+
+def loss(image: Out | None, text: Out | None, labels: Tensor, options: Options) -> Tensor:
+    """J = J1 + alpha J2 + beta J3 in the modalities that are there; J3 and the cross pair need both.
+
+    Args:
+        image: common features in ``raw`` [B, d], label predictions in ``logits`` [B, C].
+        text: likewise.
+        labels: float [B, C], multi-hot.
+        options: weights.
+    """
+    held = [out for out in (image, text) if out is not None]
+    similar = labels @ labels.T
+    total = torch.stack([label_loss(_logits(out), labels) for out in held]).sum()
+    pairs = [(out.raw, out.raw) for out in held]
+    if image is not None and text is not None:
+        pairs.append((image.raw, text.raw))
+        total = total + options.beta * modality_distance(image.raw, text.raw)
+    return total + options.alpha * torch.stack([pair_likelihood(a, b, similar) for a, b in pairs]).sum()
+
+
+def _logits(out: Out) -> Tensor:
+    if out.logits is None:
+        raise ValueError("DSCMR's network has a label head")
+    return out.logits
+
+
+@dataclass(frozen=True)
+class Dscmr:
+    """DSCMR at work: one step per batch."""
+
+    options: Options
+    local: Local
+    batch_size: int
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
+        """One step per batch over a permutation."""
+        caption = _local.choose_captions(self.local, generator)
+        for rows in _local.batches(len(self.local.share), self.batch_size, generator):
+            labels = _local.labels_of(self.local, rows)
+
+            def batch_loss(image: Out | None, text: Out | None, labels: Tensor = labels) -> Tensor:
+                return loss(image, text, labels, self.options)
+
+            yield _local.Step(rows, caption, batch_loss)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Nothing: the loss looks at batches alone."""
+        return {}
+
+
+def begin(options: Options, local: Local, context: Context, task: Task) -> Dscmr:
+    """DSCMR at work in one task; every silo can train it, with what it has."""
+    return Dscmr(options, local, context.training.batch_size)

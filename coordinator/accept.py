@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedmq.errors import RemoteWireError
-from fedmq.messages import Delta, Message, ModalityPrototypes, Payload
+from fedmq.messages import Delta, Message, Metrics, ModalityPrototypes, PartialDelta, Payload
 from fedmq.protocol import Context
 
 
@@ -30,6 +30,15 @@ def check_reply(message: Message, uploads: frozenset[type[Payload]], context: Co
                     raise RemoteWireError(
                         "layout", f"a delta of {buffer.size} {buffer.dtype}, here {context.layout.size} float32"
                     )
+            case PartialDelta(layout_digest=digest, names=names, buffer=buffer, n_samples=samples):
+                if samples < 1:
+                    raise RemoteWireError("malformed", "a partial delta of no samples")
+                if digest != context.layout.digest or not set(names) <= set(context.layout.by_name):
+                    raise RemoteWireError("layout", "a partial delta of another layout")
+                if buffer.dtype != "float32" or buffer.size != context.layout.part(names).size:
+                    raise RemoteWireError("layout", f"a partial delta of {buffer.size} {buffer.dtype}")
+            case Metrics():
+                raise RemoteWireError("unexpected", "metrics nobody asked for")
             case ModalityPrototypes(image=image, text=text):
                 if image.size != context.dim or text.size != context.dim:
                     raise RemoteWireError("layout", f"prototypes of {image.size} and {text.size}, here {context.dim}")

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import assert_never
 
 import torch
 
 from coordinator import checkpoint as checkpoints
 from coordinator.accept import check_reply
+from coordinator.inline import Inline
 from coordinator.roster import Ready, Roster
 from coordinator.rounds import (
     Action,
@@ -30,23 +31,23 @@ from coordinator.rounds import (
     Merge,
     Merged,
     Phase,
-    Plan,
     Rounds,
     Send,
     SetDeadline,
     Stop,
+    Switched,
 )
+from coordinator.setting import Setting
 from coordinator.tally import Tally
-from coordinator.timeline import Entry, Timeline
+from coordinator.timeline import Due, Entry, Timeline
 from fedmq.audit import MessageLog
 from fedmq.clock import Clock
-from fedmq.cost import CostModel
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.link import BEAT_SECONDS, LOST_BEATS
 from fedmq.messages import Error, Kind, Loss, Message, Metrics, Model, TaskInfo
-from fedmq.protocol import Context, FederatedProtocol, Reply, SiloFacts, State
-from fedmq.runfolder import RunFolder, append_line
-from fedmq.scenario import Scenario
+from fedmq.protocol import Personalised, Releasing, Reply, SiloFacts, State
+from fedmq.runfolder import append_line
+from fedmq.staleness import damping, mixed
 from fedmq.status import Status
 from fedmq.transport import Listener
 
@@ -54,41 +55,6 @@ EVALUATOR = "evaluator"
 _POLL_SECONDS = 0.2
 #: Real seconds the finished run waits for an evaluator that went away.
 _EVALUATOR_PATIENCE = 60.0
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What the loop works with; fixed for the run.
-
-    Args:
-        scenario: as resolved.
-        protocol: the method.
-        context: facts for both halves of it.
-        samples: training samples of each silo, in silo order; only the cost model looks at them.
-        cost: of tasks in virtual time.
-        folder: the run folder.
-    """
-
-    scenario: Scenario
-    protocol: FederatedProtocol
-    context: Context
-    samples: tuple[int, ...]
-    cost: CostModel
-    folder: RunFolder
-
-    @property
-    def plan(self) -> Plan:
-        """The rounds machine's share of the scenario."""
-        silos = self.context.silos
-        return Plan(
-            seed=self.scenario.seed,
-            rounds=self.scenario.rounds,
-            silos=tuple(silo.name for silo in silos),
-            eligible=tuple(silo.name for silo in silos if self.protocol.eligible(silo)),
-            participation=self.scenario.participation,
-            quorum=self.scenario.aggregation.quorum,
-            deadline=self.scenario.aggregation.deadline,
-        )
 
 
 @dataclass
@@ -114,8 +80,8 @@ class Loop:
     rounds: Rounds
     states: dict[int, State]
     clock: Clock
-    listener: Listener
-    roster: Roster
+    listener: Listener | Inline
+    roster: Roster | Inline
     log: MessageLog
     tally: Tally
     due: dict[str, float]
@@ -132,6 +98,8 @@ class Loop:
         self._seen: set[str] = set()
         self._away: dict[str, float] = {}
         self._evaluations: list[int] = []
+        self._measuring: set[str] = set()
+        self.personal: dict[str, Metrics] = {}
         self._loss: float | None = None
         self._errors: list[str] = []
         self._began = self._reported = self._looked = self.clock.stopwatch()
@@ -140,6 +108,10 @@ class Loop:
         for silo, at in self.due.items():
             if at < math.inf:  # a wall clock knows no due times
                 self._timeline.arrival(at, self._facts[silo].index, silo, self.rounds.flights[silo].sequence)
+        now, trace = self.clock.now(), self.setting.trace
+        self.rounds = replace(self.rounds, off=frozenset(name for name in self._facts if not trace.on(name, now)))
+        for name in self._facts:
+            self._schedule_switch(name)
 
     # ------------------------------------------------------------------------------------------------- the loop
     def run(self) -> Phase:
@@ -153,10 +125,16 @@ class Loop:
         while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
             self._step()
         waiting = self.clock.stopwatch()
-        while self.rounds.phase is Phase.DONE and self._evaluations:
+        if self.rounds.phase is Phase.DONE:
+            self._ask_for_personal()
+        while self.rounds.phase is Phase.DONE and (self._evaluations or self._measuring):
             self._receive(_POLL_SECONDS)
             self._look_around()
-            if not self.roster.online(EVALUATOR) and self.clock.stopwatch() - waiting > _EVALUATOR_PATIENCE:
+            if (
+                self._evaluations
+                and not self.roster.online(EVALUATOR)
+                and self.clock.stopwatch() - waiting > _EVALUATOR_PATIENCE
+            ):
                 raise RunError(
                     "the evaluator stayed away; the model is trained and checkpointed, --resume evaluates it"
                 )
@@ -171,13 +149,17 @@ class Loop:
             self._handle(Stop())
             return
         entry = self._timeline.peek()
-        if entry is not None and self._is_ready(entry):
+        if entry is None and self.rounds.stranded:
+            raise RunError("no silo that may be asked is ever on again; see participation.trace")
+        # A resumed run's time stands still until all are back: what was under way is due in the rounds to come.
+        gathering = self.rounds.phase is Phase.GATHERING
+        if entry is not None and not gathering and self._is_ready(entry):
             self._timeline.pop()
             self.clock.advance_to(max(entry.at, self.clock.now()))
             self._handle(self._event(entry))
         else:
             wait = _POLL_SECONDS
-            if entry is not None and not self.clock.virtual:
+            if entry is not None and not gathering and not self.clock.virtual:
                 wait = min(wait, max(0.0, entry.at - self.clock.now()))
             self._receive(wait)
         self._look_around()
@@ -185,13 +167,27 @@ class Loop:
     def _is_ready(self, entry: Entry) -> bool:
         if not self.clock.virtual:
             return entry.at <= self.clock.now()
-        return entry.deadline or (entry.silo, entry.sequence) in self._inbox
+        return entry.due is not Due.ARRIVAL or (entry.silo, entry.sequence) in self._inbox
 
     def _event(self, entry: Entry) -> Event:
-        if entry.deadline:
-            return Deadline(entry.index)
-        outcome = self._inbox[entry.silo, entry.sequence]
-        return outcome if isinstance(outcome, Failed) else Arrived(entry.silo, entry.sequence)
+        match entry.due:
+            case Due.DEADLINE:
+                return Deadline(entry.index)
+            case Due.SWITCH:
+                self._schedule_switch(entry.silo)
+                return Switched(entry.silo, self.setting.trace.on(entry.silo, entry.at))
+            case Due.ARRIVAL:
+                outcome = self._inbox[entry.silo, entry.sequence]
+                if isinstance(outcome, Failed):
+                    return outcome
+                losses = [payload.value for payload in outcome.payloads if isinstance(payload, Loss)]
+                return Arrived(entry.silo, entry.sequence, losses[0] if losses else None)
+
+    def _schedule_switch(self, silo: str) -> None:
+        """Put a silo's next going on or off on the timeline."""
+        at = self.setting.trace.next_change(silo, self.clock.now())
+        if at < math.inf:
+            self._timeline.switch(at, self._facts[silo].index, silo)
 
     def _handle(self, event: Event) -> None:
         """Feed the machine, then do what it says; a merge feeds it again at once."""
@@ -254,6 +250,8 @@ class Loop:
         if ready.returned:
             self._handle(Lost(name))
         self._away.pop(name, None)
+        if name in self._measuring:
+            self._send_measuring(name)
         self._seen.add(name)
         self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.setting.context.layout))
         if len(self._seen) == len(self._facts) and "startup" not in self.tally.seconds:
@@ -264,6 +262,8 @@ class Loop:
         header = message.header
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
             self._evaluated(message)
+        elif header.sender in self._measuring and header.kind in (Kind.REPLY, Kind.ERROR) and self._measured(message):
+            pass
         elif header.kind is Kind.REPLY and header.reply_to is not None:
             try:
                 self._check_base(message)
@@ -319,9 +319,12 @@ class Loop:
                 self._away[name] = now
                 self._handle(Lost(name))
         patience = self.setting.scenario.aggregation.lost_after
+        for name in [name for name in self._measuring if now - self._away.get(name, now) > patience]:
+            self.log.note("peer stayed away: its own model is not measured", peer=name)
+            self._measuring.discard(name)
         for name, since in list(self._away.items()):
             flight = self.rounds.flights.get(name)
-            if now - since > patience and flight is not None:
+            if self.setting.gives_up and now - since > patience and flight is not None:
                 del self._away[name]
                 self._deliver(name, flight.sequence, Failed(name, flight.sequence, "stayed away", gone=True))
         self._report()
@@ -332,11 +335,13 @@ class Loop:
         if silo.name not in self.due:
             self.due[silo.name] = math.inf
             if self.clock.virtual:
-                at = self.clock.now() + self.setting.cost.duration(
-                    silo.name, action.sequence, self.setting.samples[silo.index]
-                )
+                at = self._outcome_at(silo, action.sequence)
                 self.due[silo.name] = at
                 self._timeline.arrival(at, silo.index, silo.name, action.sequence)
+        if self.clock.virtual and not self.setting.trace.on(silo.name, self.due[silo.name]):
+            # It goes off with the task; that is known, so it need not train for nothing.
+            self._inbox[silo.name, action.sequence] = Failed(silo.name, action.sequence, "went off")
+            return
         if not self.roster.online(silo.name):
             self._away.setdefault(silo.name, self.clock.stopwatch())
             return
@@ -352,6 +357,13 @@ class Loop:
         if self.roster.send(silo.name, Message(header, payloads, info)):
             self.tally.traffic("down", payloads)
 
+    def _outcome_at(self, silo: SiloFacts, sequence: int) -> float:
+        """When a task handed out now will have its outcome [s of virtual time]."""
+        now = self.clock.now()
+        due = now + self.setting.cost.duration(silo.name, sequence, self.setting.samples[silo.index])
+        wait = self.setting.scenario.participation.interrupted == "wait"
+        return self.setting.trace.outcome_at(silo.name, now, due, wait=wait)
+
     def _merge(self, round_: int, arrived: tuple[Arrived, ...]) -> None:
         """Merge, checkpoint, and tell the machine: one step, of which either all or nothing survives."""
         began = self.clock.stopwatch()
@@ -362,7 +374,7 @@ class Loop:
         log: Mapping[str, float] = {}
         if replies:
             merged = self.setting.protocol.merge(state, replies, round_)
-            state, log = merged.state, merged.log
+            state, log = self._mixed(state, merged.state, replies), merged.log
             if not bool(torch.isfinite(state.theta).all()):
                 raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")
         for item in arrived:
@@ -384,6 +396,7 @@ class Loop:
                 "version": version,
                 "now": self.clock.now(),
                 "replies": [reply.silo.name for reply in replies],
+                "staleness": [reply.staleness for reply in replies],
                 "loss": self._loss,
                 **log,
             },
@@ -395,7 +408,16 @@ class Loop:
         message = self._inbox[item.silo, item.sequence]
         assert isinstance(message, Message)  # noqa: S101 - the machine merges what arrived, and failures never arrive
         base = message.header.base_version
-        return Reply(self._facts[item.silo], item.sequence, base, self.rounds.version - base, 1.0, message.payloads)
+        age = self.rounds.version - base
+        factor = damping(self.setting.scenario.aggregation.staleness, age)
+        return Reply(self._facts[item.silo], item.sequence, base, age, factor, message.payloads)
+
+    def _mixed(self, before: State, after: State, replies: list[Reply]) -> State:
+        """In async mode the step of the parameters, which a lone reply's weight cannot damp, is scaled (FedAsync)."""
+        if self.setting.scenario.aggregation.mode != "async":
+            return after
+        rate = self.setting.scenario.aggregation.mixing * replies[0].damping
+        return replace(after, theta=mixed(before.theta, after.theta, rate))
 
     def _save(self, after: Rounds) -> None:
         self._settled = {
@@ -436,7 +458,9 @@ class Loop:
     def _send_evaluation(self, version: int) -> None:
         theta = self.states[version].theta.numpy()
         header = self.roster.header(EVALUATOR, Kind.EVALUATE, sequence=version, base_version=version)
-        self.roster.send(EVALUATOR, Message(header, (Model(self.setting.context.layout.digest, theta),)))
+        protocol = self.setting.protocol
+        more = protocol.release(self.states[version]) if isinstance(protocol, Releasing) else ()
+        self.roster.send(EVALUATOR, Message(header, (Model(self.setting.context.layout.digest, theta), *more)))
 
     def _evaluated(self, message: Message) -> None:
         version = message.header.base_version
@@ -453,6 +477,35 @@ class Loop:
             self.setting.folder.metrics,
             {"kind": "evaluation", "version": version, "metrics": self.metrics, "per_silo": self.per_silo},
         )
+
+    def _ask_for_personal(self) -> None:
+        """Ask the silos of a personalised method how their own models do; each measures its own, where it is."""
+        protocol = self.setting.protocol
+        if isinstance(protocol, Personalised) and protocol.personalised:
+            self._measuring = {name for name in self.setting.plan.eligible if name not in self.rounds.gone}
+            for name in sorted(self._measuring):
+                self._send_measuring(name)
+
+    def _send_measuring(self, name: str) -> None:
+        version = self.rounds.version
+        header = self.roster.header(name, Kind.EVALUATE, sequence=self._settled.get(name, 0), base_version=version)
+        payloads = self.setting.protocol.task(self.states[version], self._facts[name])
+        if not self.roster.send(name, Message(header, payloads)):
+            self._away.setdefault(name, self.clock.stopwatch())
+
+    def _measured(self, message: Message) -> bool:
+        """Take a silo's measurement of its own model, or its failure to make one."""
+        name, payload = message.header.sender, message.payloads[0]
+        if message.header.reply_to != self._settled.get(name, 0):
+            return False
+        if isinstance(payload, Metrics):
+            self.personal[name] = payload
+        elif isinstance(payload, Error):
+            self.log.note("error reported", peer=name, error=payload.text[:300])
+        else:
+            return False
+        self._measuring.discard(name)
+        return True
 
     # ------------------------------------------------------------------------------------------------------ display
     def _report(self, *, force: bool = False) -> None:

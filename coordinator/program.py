@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import platform
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from safetensors.torch import save_file
@@ -17,24 +20,31 @@ from safetensors.torch import save_file
 import fedmq
 import protocols
 from coordinator import checkpoint as checkpoints
-from coordinator.loop import EVALUATOR, Loop, Setting
+from coordinator.inline import Answer, Inline
+from coordinator.loop import EVALUATOR, Loop
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
+from coordinator.setting import Setting
 from coordinator.tally import Tally
 from fedmq import report
 from fedmq.audit import MessageLog
 from fedmq.clock import Clock, clock_for
 from fedmq.cost import CostModel
-from fedmq.crypto import load_accepted, load_identity
+from fedmq.crypto import Identity, load_accepted, load_identity
 from fedmq.errors import InputError
+from fedmq.handshake import Accepted
 from fedmq.layout import Layout
 from fedmq.link import COORDINATOR
 from fedmq.memory import keep_buffers
+from fedmq.messages import Loss
+from fedmq.messages import Payload
 from fedmq.metrics import fairness
+from fedmq.protocol import Releasing
+from fedmq.participation import trace_of
 from fedmq.runfolder import RunFolder, read_lines, write_atomically, write_json
 from fedmq.scenario import Scenario
 from fedmq.status import Status
-from fedmq.transport import listen
+from fedmq.transport import Listener, listen
 from fedmq.world import World, build_world, device_of, run_name
 
 #: Largest body accepted of a peer, whatever the method [bytes]; a larger model raises it to four times its size.
@@ -96,6 +106,7 @@ def run_coordinator(
     listening: Callable[[str], None] = lambda _: None,
     status: Callable[[Status], None] = lambda _: None,
     stop_wanted: Callable[[], bool] = lambda: False,
+    peers: Callable[[World], Mapping[str, Answer]] | None = None,
 ) -> Outcome:
     """Run a coordinator from the first round, or from a checkpoint, to the end.
 
@@ -104,6 +115,7 @@ def run_coordinator(
         listening: told the URI once silos can connect.
         status: told how things stand, a few times a second.
         stop_wanted: asked between events; true stops the run cleanly, to be resumed later.
+        peers: makes all silos and the evaluator as functions in this process; None lets them connect.
 
     Raises:
         InputError: a key, the data or a checkpoint is not as it must be.
@@ -113,26 +125,28 @@ def run_coordinator(
     torch.set_num_threads(1)
     keep_buffers()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
-    identity, accepted = load_identity(arguments.keys, COORDINATOR), load_accepted(arguments.keys)
-    missing = [name for name in (*scenario.silo_names, EVALUATOR) if name not in accepted]
-    if missing:
-        raise InputError(
-            f"{arguments.keys}: accepted", f"no key of {missing[0]}", "a public key for the evaluator and every silo"
-        )
-    world = build_world(scenario, folder=arguments.data)
+    keys = _keys(arguments) if peers is None else None
+    world = build_world(scenario, folder=arguments.data, pooled=protocols.pooled(scenario.protocol.name))
     setting, theta = _setting(scenario, world, folder)
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
-    max_body = max(_LEAST_BODY, 4 * setting.context.layout.nbytes)
-    # Frames up to twice that are read, so as to be refused by name and logged; ZeroMQ hangs up on larger ones unread.
-    listener = listen(arguments.bind, max_frame=2 * max_body)
     run = run_name(scenario)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     if not folder.scenario.exists():
         write_atomically(folder.scenario, lambda path: _write_text(path, scenario.dump()))
     log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)
+    listener: Listener | Inline | None = None
     try:
         log.note("resumed" if saved else "started", run=run, version=saved.rounds["version"] if saved else 0)
-        roster = Roster(listener, identity, accepted, run, log, clock, max_body)
+        roster: Roster | Inline
+        if peers is not None:
+            log.note("silos run inside the coordinator: no messages are exchanged, none are logged")
+            listener = roster = Inline(peers(world), run, log, clock)
+        else:
+            assert keys is not None  # noqa: S101 - read above where silos connect
+            max_body = max(_LEAST_BODY, 4 * setting.context.layout.nbytes)
+            # Frames up to twice that are read, so as to be refused by name and logged; ZeroMQ hangs up on larger ones.
+            listener = listen(arguments.bind, max_frame=2 * max_body)
+            roster = Roster(listener, *keys, run, log, clock, max_body)
         loop = _loop(setting, theta, saved, clock, listener, roster, log, status, stop_wanted)
         listening(listener.uri)
         began = clock.stopwatch()
@@ -144,8 +158,24 @@ def run_coordinator(
             return Outcome(phase, {})
         return Outcome(phase, _finish(loop, world, clock))
     finally:
-        listener.close()
+        if listener is not None:
+            listener.close()
         log.close()
+
+
+def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted]:
+    """The coordinator's own key and the keys it accepts.
+
+    Raises:
+        InputError: a key is missing.
+    """
+    identity, accepted = load_identity(arguments.keys, COORDINATOR), load_accepted(arguments.keys)
+    missing = [name for name in (*arguments.scenario.silo_names, EVALUATOR) if name not in accepted]
+    if missing:
+        raise InputError(
+            f"{arguments.keys}: accepted", f"no key of {missing[0]}", "a public key for the evaluator and every silo"
+        )
+    return identity, accepted
 
 
 def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setting, torch.Tensor]:
@@ -155,12 +185,18 @@ def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setti
     protocol_class = protocols.load(scenario.protocol.name)
     options = protocols.options_of(protocol_class, scenario.protocol.options)
     size = model.layout.nbytes
-    cost = CostModel(scenario.cost, scenario.seed, scenario.training.local_epochs, size, size)
+    cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)
+    trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     samples = tuple(len(rows) for rows in world.train)
-    setting = Setting(scenario, protocol_class(options, context), context, samples, cost, folder)
+    setting = Setting(scenario, protocol_class(options, context), context, samples, cost, folder, trace)
     if not any(setting.protocol.eligible(silo) for silo in world.silos):
         allowed = f"at least one silo that {scenario.protocol.name} may ask"
         raise InputError("missing_modality", "no such silo is left", allowed)
+    if scenario.participation.kind == "power_of_choice" and not all(
+        Loss in setting.protocol.uploads(silo) for silo in world.silos if setting.protocol.eligible(silo)
+    ):
+        allowed = f"uniform, by_data or availability: {scenario.protocol.name} reports no losses"
+        raise InputError("participation.kind", "power_of_choice", allowed)
     return setting, model.flat.detach().clone()
 
 
@@ -169,8 +205,8 @@ def _loop(
     theta: torch.Tensor,
     saved: checkpoints.Checkpoint | None,
     clock: Clock,
-    listener: Any,
-    roster: Roster,
+    listener: Listener | Inline,
+    roster: Roster | Inline,
     log: MessageLog,
     status: Callable[[Status], None],
     stop_wanted: Callable[[], bool],
@@ -212,23 +248,28 @@ def _write_text(path: Path, text: str) -> None:
 def _finish(loop: Loop, world: World, clock: Clock) -> dict[str, Any]:
     """Write the released model, the summary and the report."""
     setting, folder = loop.setting, loop.setting.folder
-    theta = loop.states[loop.rounds.version].theta
-    digest = model_digest(setting.context.layout, theta)
-    _release(setting, theta, digest)
+    state, protocol = loop.states[loop.rounds.version], setting.protocol
+    digest = model_digest(setting.context.layout, state.theta)
+    _release(setting, state.theta, protocol.release(state) if isinstance(protocol, Releasing) else (), digest)
     summary = _summary(loop, world, clock, digest)
     write_json(folder.summary, summary)
     report.write(folder)
     return summary
 
 
-def _release(setting: Setting, theta: torch.Tensor, digest: str) -> None:
-    """The model and all that inference needs, by the layout's names."""
+def _release(setting: Setting, theta: torch.Tensor, more: tuple[Payload, ...], digest: str) -> None:
+    """The model by the layout's names, and in files of their own what else inference needs."""
     layout, folder = setting.context.layout, setting.folder.model
     tensors = {name: torch.from_numpy(view.copy()) for name, view in layout.views(theta.numpy()).items()}
     write_atomically(folder / "model.safetensors", lambda path: save_file(tensors, path))
+    for payload in more:
+        arrays = {name: torch.tensor(value) for name, value in vars(payload).items() if isinstance(value, np.ndarray)}
+        write_atomically(folder / f"{payload.KIND}.safetensors", partial(save_file, arrays))
     config = {
         "backbone": setting.scenario.backbone.model_dump(mode="json"),
+        "objective": setting.scenario.objective.model_dump(mode="json"),
         "protocol": setting.scenario.protocol.name,
+        "with": [payload.KIND for payload in more],
         "dim": setting.context.dim,
         "layout_digest": layout.digest,
         "model_digest": digest,
@@ -266,6 +307,7 @@ def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, A
             for silo in world.silos
         },
         "fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
+        **_personal_summary(loop),
         "bytes": {"up": dict(sorted(tally.up.items())), "down": dict(sorted(tally.down.items()))},
         "messages": {"sent": tally.sent, "received": tally.received, "refused": tally.refused.total()},
         "seconds": {
@@ -280,4 +322,19 @@ def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, A
             "peak_pss_mb": round(psutil.Process().memory_full_info().pss / 2**20, 1),
         },
         "versions_of": {"fedmq": fedmq.__version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+
+
+def _personal_summary(loop: Loop) -> dict[str, Any]:
+    """What the silos' own models reach: means over silos on the whole split, and each on its own held-out share."""
+    if not loop.personal:
+        return {}
+    names = sorted(set.intersection(*(set(own.values) for own in loop.personal.values())))
+    means = {name: math.fsum(own.values[name] for own in loop.personal.values()) / len(loop.personal) for name in names}
+    shares = {silo: dict(own.per_silo.get(silo, {})) for silo, own in loop.personal.items()}
+    spread = fairness([own["mean_r1"] for own in shares.values()])
+    return {
+        "personal": means,
+        "personal_per_silo": shares,
+        "personal_fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
     }

@@ -38,10 +38,28 @@ class Peer:
 
 @dataclass(frozen=True)
 class Ready:
-    """A peer finished its handshake; a session it had before is over."""
+    """A peer finished its handshake, or came through again after messages of its were lost.
+
+    Args:
+        name: as its key is accepted under.
+        returned: it was here before; whatever was on its way to or from it may be lost.
+    """
 
     name: str
     returned: bool
+
+
+@dataclass(frozen=True)
+class Unusable:
+    """A peer's message proved authentic, but it cannot be read; it was refused, counted and logged.
+
+    Args:
+        header: of the message.
+        reason: of the refusal.
+    """
+
+    header: Header
+    reason: str
 
 
 class Roster:
@@ -81,30 +99,35 @@ class Roster:
         """Whether a peer has a session."""
         return name in self._by_name
 
-    def take(self, address: bytes, frames: Sequence[memoryview]) -> Message | Ready | None:
-        """Take what arrived: a message, a finished handshake, or nothing the loop needs to know of.
+    def take(self, address: bytes, frames: Sequence[memoryview]) -> Message | Ready | Unusable | None:
+        """Take what arrived: a message, a peer that is here (again), or nothing the loop needs to know of.
 
         Refusals are counted and logged here; they never raise.
         """
         size = sum(frame.nbytes for frame in frames)
         peer = self._by_address.get(address)
+        proven = peer.session.received if peer else 0
         try:
             # The clear header only says which door to knock at; each door checks it again under its own rules.
-            kind = decode_header(frames[0]).kind
-            if kind is Kind.HELLO:
+            header = decode_header(frames[0])
+            if header.kind is Kind.HELLO:
                 self._hello(address, frames, size)
                 return None
-            if kind is Kind.READY:
+            if header.kind is Kind.READY:
                 return self._ready(address, frames, size)
             if peer is None:
-                raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {kind} before a handshake")
+                raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {header.kind} before a handshake")
             return self._message(peer, frames, size)
         except RemoteWireError as error:
             self.refuse(peer.name if peer else "unknown", error, size)
-            if peer is not None and error.reason == Reason.GAP:
-                # Something was lost on the way: without a session the peer comes back, and gets its task again.
-                self.drop(peer.name)
-            return None
+            if peer is None or peer.session.received == proven:
+                return None
+            # The seal held, so this is the peer's own message and the peer is alive.
+            peer.heard = self._clock.stopwatch()
+            if error.reason == Reason.GAP:
+                # Something was lost on the way: what it was waiting for, it is sent again.
+                return Ready(peer.name, returned=True)
+            return Unusable(header, error.reason)
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
         """Count and log a refusal."""

@@ -11,10 +11,10 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, assert_never
+from typing import Any, Literal, assert_never
 
-from fedmq import seeds
 from fedmq.errors import FedmqError
+from fedmq.participation import Sampling, cohort_size
 
 
 class Phase(StrEnum):
@@ -44,10 +44,11 @@ class Lost:
 
 @dataclass(frozen=True)
 class Arrived:
-    """A well-formed reply is here."""
+    """A well-formed reply is here; ``loss`` is what it reports, if its method reports one."""
 
     silo: str
     sequence: int
+    loss: float | None = None
 
 
 @dataclass(frozen=True)
@@ -61,8 +62,16 @@ class Failed:
 
 
 @dataclass(frozen=True)
+class Switched:
+    """The availability trace turns a silo on or off; one that is off is not asked."""
+
+    silo: str
+    on: bool
+
+
+@dataclass(frozen=True)
 class Deadline:
-    """The time a round waits for stragglers is over."""
+    """The time a merge waits for more replies is over."""
 
     round: int
 
@@ -79,7 +88,7 @@ class Stop:
     """The user or the operating system asks to stop."""
 
 
-Event = Joined | Lost | Arrived | Failed | Deadline | Merged | Stop
+Event = Joined | Lost | Switched | Arrived | Failed | Deadline | Merged | Stop
 
 
 # --------------------------------------------------------------------------------------------------- actions out
@@ -111,7 +120,11 @@ class Merge:
 
 @dataclass(frozen=True)
 class Discard:
-    """Throw a reply away; it will never be merged."""
+    """Throw a reply away; it will never be merged.
+
+    ``reason`` is ``duplicate``, ``late`` (its round is merged), ``surplus`` (so it is, with enough of those asked) or
+    ``stale`` (older than allowed).
+    """
 
     silo: str
     sequence: int
@@ -129,11 +142,13 @@ TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
     Phase.GATHERING: {
         Joined: (Phase.GATHERING, Phase.COLLECTING),
         Lost: (Phase.GATHERING,),
+        Switched: (Phase.GATHERING,),
         Stop: (Phase.STOPPED,),
     },
     Phase.COLLECTING: {
         Joined: (Phase.COLLECTING,),
         Lost: (Phase.COLLECTING,),
+        Switched: (Phase.COLLECTING,),
         Arrived: (Phase.COLLECTING, Phase.MERGING),
         Failed: (Phase.COLLECTING, Phase.MERGING),
         Deadline: (Phase.COLLECTING, Phase.MERGING),
@@ -142,12 +157,14 @@ TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
     Phase.MERGING: {
         Joined: (Phase.MERGING,),
         Lost: (Phase.MERGING,),
+        Switched: (Phase.MERGING,),
         Merged: (Phase.COLLECTING, Phase.DONE),
         Stop: (Phase.STOPPED,),
     },
     Phase.DONE: {
         Joined: (Phase.DONE,),
         Lost: (Phase.DONE,),
+        Switched: (Phase.DONE,),
         Arrived: (Phase.DONE,),
         Failed: (Phase.DONE,),
         Deadline: (Phase.DONE,),
@@ -156,6 +173,7 @@ TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
     Phase.STOPPED: {
         Joined: (Phase.STOPPED,),
         Lost: (Phase.STOPPED,),
+        Switched: (Phase.STOPPED,),
         Arrived: (Phase.STOPPED,),
         Failed: (Phase.STOPPED,),
         Deadline: (Phase.STOPPED,),
@@ -177,9 +195,15 @@ class Plan:
         rounds: merges until the run is done.
         silos: all silos in their fixed order.
         eligible: the silos the method ever asks, in the same order.
-        participation: share of the eligible silos asked in a round.
-        quorum: share of the cohort that is enough once the deadline is over.
-        deadline: seconds a round waits for stragglers; None waits for all.
+        participation: share of the eligible silos asked in a round: the cohort.
+        sampling: how they are drawn.
+        mode: ``sync`` asks a cohort and merges it whole; ``buffered`` and ``async`` keep a cohort's number of tasks out
+            and merge whenever ``wanted`` replies are there.
+        quorum: sync: share of the cohort that is enough once ``patience`` is over.
+        over_select: sync: asks so many times the cohort; the first replies in its number make the merge.
+        buffer: buffered: replies in a merge, at most the cohort; None for a third of it.
+        patience: seconds a merge waits for more replies; None waits for all.
+        max_staleness: replies that are more versions old are discarded; None takes all.
     """
 
     seed: int
@@ -187,8 +211,13 @@ class Plan:
     silos: tuple[str, ...]
     eligible: tuple[str, ...]
     participation: float = 1.0
+    sampling: Sampling = field(default_factory=Sampling)
+    mode: Literal["sync", "buffered", "async"] = "sync"
     quorum: float = 1.0
-    deadline: float | None = None
+    over_select: float = 1.0
+    buffer: int | None = None
+    patience: float | None = None
+    max_staleness: int | None = None
 
     def __post_init__(self) -> None:
         if not self.eligible:
@@ -196,19 +225,24 @@ class Plan:
 
     @property
     def cohort_size(self) -> int:
-        """⌊C N⌋ of RCSR's Algorithm 1, at least one."""
-        # The small term keeps floor(0.29 * 100) at 29 in spite of binary fractions.
-        return max(1, math.floor(self.participation * len(self.eligible) + 1e-9))
+        """Silos of a full round."""
+        return cohort_size(self.participation, len(self.eligible))
 
-    def cohort(self, round_: int, free: tuple[str, ...]) -> tuple[str, ...]:
-        """The silos asked in a round: a uniform sample without replacement, in the fixed silo order.
+    @property
+    def out(self) -> int:
+        """Tasks handed out: for a round, or at any time in the modes without rounds."""
+        return math.ceil(self.over_select * self.cohort_size - 1e-9) if self.mode == "sync" else self.cohort_size
 
-        Every eligible silo draws a number of its own, and the lowest numbers among the free ones win, so one silo's
-        absence does not reshuffle the others.
-        """
-        rank = {silo: seeds.derive(self.seed, "participation", round_, silo) for silo in free}
-        chosen = set(sorted(free, key=rank.__getitem__)[: self.cohort_size])
-        return tuple(silo for silo in free if silo in chosen)
+    @property
+    def wanted(self) -> int:
+        """Replies that make a merge."""
+        match self.mode:
+            case "sync":
+                return self.cohort_size
+            case "buffered":
+                return min(self.buffer or math.ceil(self.cohort_size / 3), self.cohort_size)
+            case "async":
+                return 1
 
 
 @dataclass(frozen=True)
@@ -222,30 +256,38 @@ class Flight:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The machine. All fields but ``plan`` and ``online`` are checkpointed.
+    """The machine. All fields but ``plan``, ``online`` and ``off`` are checkpointed.
 
     Args:
         plan: facts of the scenario.
         phase: where the run stands.
         version: merges so far; also the number of the present round.
         online: silos with a live session.
+        off: silos that the availability trace has off.
         gone: silos given up; they are not asked again until they rejoin.
         flights: tasks that are out, by silo.
-        cohort: the silos whose replies the present round waits for or has.
-        arrived: replies of this round, by silo.
+        cohort: the silos asked at this version that have not failed. A silo is asked at most once per version.
+        arrived: replies to be merged next, by silo.
+        failed: silos whose task of this version failed.
         sequences: the last task number handed out, by silo.
-        overdue: whether the present round's deadline is over.
+        losses: last-known loss, by silo.
+        timed: whether the present merge's patience runs.
+        overdue: whether it is over.
     """
 
     plan: Plan
     phase: Phase = Phase.GATHERING
     version: int = 0
     online: frozenset[str] = frozenset()
+    off: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
     flights: Mapping[str, Flight] = field(default_factory=dict)
     cohort: tuple[str, ...] = ()
     arrived: Mapping[str, int] = field(default_factory=dict)
+    failed: frozenset[str] = frozenset()
     sequences: Mapping[str, int] = field(default_factory=dict)
+    losses: Mapping[str, float] = field(default_factory=dict)
+    timed: bool = False
     overdue: bool = False
 
     def handle(self, event: Event) -> tuple[Rounds, tuple[Action, ...]]:
@@ -271,8 +313,10 @@ class Rounds:
                 return self._joined(silo)
             case Lost(silo):
                 return replace(self, online=self.online - {silo}), ()
-            case Arrived(silo, sequence):
-                return self._arrived(silo, sequence)
+            case Switched(silo, on):
+                return replace(self, off=self.off - {silo} if on else self.off | {silo})._refilled()
+            case Arrived(silo, sequence, loss):
+                return self._arrived(silo, sequence, loss)
             case Failed(silo, sequence, _, gone):
                 return self._failed(silo, sequence, gone)
             case Deadline(round_):
@@ -292,65 +336,100 @@ class Rounds:
         flight = here.flights.get(silo)
         again = () if flight is None else (Send(silo, flight.sequence, flight.base_version, flight.round),)
         complete = here.phase is Phase.GATHERING and set(here.plan.silos) <= here.online
-        begun, actions = here._begin() if complete else here._unblock()
+        begun, actions = here._begin() if complete else here._refilled()
         return begun, again + actions
 
-    def _unblock(self) -> tuple[Rounds, tuple[Action, ...]]:
-        """Begin the round again if nobody could be asked when it began."""
-        return (self, ()) if self.phase is not Phase.COLLECTING or self.cohort else self._begin()
+    def _fresh(self) -> Rounds:
+        """Nothing known yet of the present version."""
+        return replace(self, cohort=(), arrived={}, failed=frozenset(), timed=False, overdue=False)
 
     def _begin(self) -> tuple[Rounds, tuple[Action, ...]]:
-        """Hand out the tasks of the round ``self.version``, or finish."""
+        """Begin to collect for the next merge, or finish."""
+        begun = replace(self._fresh(), phase=Phase.COLLECTING)
         if self.version >= self.plan.rounds:
-            return replace(self, phase=Phase.DONE, cohort=(), arrived={}), (Finish(),)
-        free = tuple(s for s in self.plan.eligible if s not in self.gone and s not in self.flights)
-        cohort = self.plan.cohort(self.version, free)
+            return replace(begun, phase=Phase.DONE), (Finish(),)
+        return begun._refilled()
+
+    def _refilled(self) -> tuple[Rounds, tuple[Action, ...]]:
+        """Hand out the tasks that are due now: a whole cohort if none is out, or as many as came back."""
+        plan = self.plan
+        if self.phase is not Phase.COLLECTING or (plan.mode == "sync" and self.cohort):
+            return self, ()
+        busy = {*self.gone, *self.off, *self.flights, *self.arrived, *self.cohort, *self.failed}
+        free = tuple(silo for silo in plan.eligible if silo not in busy)
+        # Stragglers of rounds merged before are no part of a synchronous round; elsewhere every task out counts.
+        count = plan.out if plan.mode == "sync" else plan.out - len(self.flights) - len(self.arrived)
+        chosen = plan.sampling.choose(plan.seed, self.version, free, count, self.losses)
         sequences, flights = dict(self.sequences), dict(self.flights)
         actions: list[Action] = []
-        for silo in cohort:
+        for silo in chosen:
             sequences[silo] = sequences.get(silo, 0) + 1
             flights[silo] = Flight(sequences[silo], self.version, self.version)
             actions.append(Send(silo, sequences[silo], self.version, self.version))
-        if self.plan.deadline is not None:
-            actions.append(SetDeadline(self.version, self.plan.deadline))
-        begun = replace(
-            self, phase=Phase.COLLECTING, cohort=cohort, arrived={}, sequences=sequences, flights=flights, overdue=False
-        )
-        return begun, tuple(actions)
+        cohort = self.cohort + chosen
+        begun = replace(self, cohort=cohort, sequences=sequences, flights=flights)
+        if plan.patience is None or self.timed or not (cohort or (plan.mode != "sync" and flights)):
+            return begun, tuple(actions)
+        return replace(begun, timed=True), (*actions, SetDeadline(self.version, plan.patience))
 
-    def _arrived(self, silo: str, sequence: int) -> tuple[Rounds, tuple[Action, ...]]:
+    def _arrived(self, silo: str, sequence: int, loss: float | None) -> tuple[Rounds, tuple[Action, ...]]:
         flight = self.flights.get(silo)
         if flight is None or flight.sequence != sequence:
             return self, (Discard(silo, sequence, "duplicate"),)
-        flights = {name: f for name, f in self.flights.items() if name != silo}
-        landed = replace(self, flights=flights)
-        if self.phase is not Phase.COLLECTING or flight.round != self.version or silo not in self.cohort:
-            unblocked, actions = landed._unblock()
-            return unblocked, (Discard(silo, sequence, "late"), *actions)
+        flights = {name: each for name, each in self.flights.items() if name != silo}
+        landed = replace(self, flights=flights, losses=self.losses if loss is None else {**self.losses, silo: loss})
+        reason = self._refusal(flight)
+        if reason is not None:
+            after, actions = landed._refilled()
+            after, more = after._merge_if_ready()
+            return after, (Discard(silo, sequence, reason), *actions, *more)
         return replace(landed, arrived={**self.arrived, silo: sequence})._merge_if_ready()
+
+    def _refusal(self, flight: Flight) -> str | None:
+        """Why a reply will not be merged; None if it will."""
+        if self.phase is not Phase.COLLECTING:
+            return "late"
+        age = self.version - flight.base_version
+        if self.plan.mode == "sync":
+            return None if age == 0 else "surplus" if self.plan.over_select > 1 else "late"
+        return None if self.plan.max_staleness is None or age <= self.plan.max_staleness else "stale"
 
     def _failed(self, silo: str, sequence: int, gone: bool) -> tuple[Rounds, tuple[Action, ...]]:
         flight = self.flights.get(silo)
         if flight is None or flight.sequence != sequence:
             return self, ()
-        flights = {name: f for name, f in self.flights.items() if name != silo}
+        flights = {name: each for name, each in self.flights.items() if name != silo}
         after = replace(self, flights=flights, gone=self.gone | {silo} if gone else self.gone)
-        if self.phase is not Phase.COLLECTING or flight.round != self.version:
-            return after._unblock()
-        return replace(after, cohort=tuple(name for name in self.cohort if name != silo))._merge_if_ready()
+        if self.phase is Phase.COLLECTING and flight.base_version == self.version:
+            cohort = tuple(name for name in self.cohort if name != silo)
+            after = replace(after, cohort=cohort, failed=self.failed | {silo})
+            if self.plan.mode == "sync":
+                return after._merge_if_ready()
+        after, actions = after._refilled()
+        after, more = after._merge_if_ready()
+        return after, (*actions, *more)
 
     def _deadline(self, round_: int) -> tuple[Rounds, tuple[Action, ...]]:
-        if self.phase is not Phase.COLLECTING or round_ != self.version or not self.cohort:
+        if self.phase is not Phase.COLLECTING or round_ != self.version:
             return self, ()
         return replace(self, overdue=True)._merge_if_ready()
 
     def _merge_if_ready(self) -> tuple[Rounds, tuple[Action, ...]]:
-        """Merge once the whole cohort answered, or a quorum did and the deadline is over."""
-        have, asked = len(self.arrived), len(self.cohort)
-        enough = self.overdue and have >= max(1, math.ceil(self.plan.quorum * asked - 1e-9))
-        if have == asked or enough:
-            # A cohort of which nobody is left still counts as a round: it merges nothing, and the run goes on.
-            replies = tuple(Arrived(silo, self.arrived[silo]) for silo in self.cohort if silo in self.arrived)
+        """Merge once enough replies are there, or as many as patience demands, or no more will come."""
+        if self.phase is not Phase.COLLECTING:
+            return self, ()
+        have, plan = len(self.arrived), self.plan
+        if plan.mode == "sync":
+            expected = min(len(self.cohort), plan.wanted)
+            enough = max(1, math.ceil(plan.quorum * expected - 1e-9)) if self.overdue else expected
+            over = not self.cohort
+        else:
+            enough = 1 if self.overdue else plan.wanted
+            over = not self.flights
+        # A version at which everybody asked failed still counts: it merges nothing, and the run goes on.
+        asked = bool(self.arrived or self.cohort or self.failed)
+        if asked and (over or have >= enough):
+            replies = tuple(Arrived(silo, self.arrived[silo]) for silo in plan.silos if silo in self.arrived)
             return replace(self, phase=Phase.MERGING), (Merge(self.version, replies),)
         return self, ()
 
@@ -359,26 +438,24 @@ class Rounds:
             raise IllegalEventError(f"Merged({version}) while version is {self.version}")
         return replace(self, version=version)._begin()
 
+    @property
+    def stranded(self) -> bool:
+        """Whether nothing is out, nobody can be asked, and no silo given up could change that by coming back."""
+        return self.phase is Phase.COLLECTING and not self.flights and not self.gone
+
     # ------------------------------------------------------------------------------------------- checkpoints
     def after_merge(self) -> Rounds:
         """The machine as the checkpoint of the merge under way records it: merged, next round not yet begun."""
-        return replace(
-            self,
-            phase=Phase.GATHERING,
-            version=self.version + 1,
-            cohort=(),
-            arrived={},
-            online=frozenset(),
-            overdue=False,
-        )
+        return replace(self._fresh(), phase=Phase.GATHERING, version=self.version + 1, online=frozenset())
 
     def to_plain(self) -> dict[str, Any]:
-        """As JSON-serialisable data, without ``plan``, ``online`` and whatever a checkpoint between rounds lacks."""
+        """As JSON-serialisable data, without what the loop knows and what a checkpoint between merges lacks."""
         return {
             "version": self.version,
             "gone": sorted(self.gone),
             "flights": {silo: [f.sequence, f.base_version, f.round] for silo, f in sorted(self.flights.items())},
             "sequences": dict(sorted(self.sequences.items())),
+            "losses": dict(sorted(self.losses.items())),
         }
 
     @classmethod
@@ -390,6 +467,7 @@ class Rounds:
             gone=frozenset(plain["gone"]),
             flights={silo: Flight(*f) for silo, f in plain["flights"].items()},
             sequences=dict(plain["sequences"]),
+            losses=dict(plain["losses"]),
         )
 
 

@@ -1,9 +1,18 @@
-"""What will happen when: arrivals and deadlines in the order of the run's time."""
+"""What will happen when: arrivals, deadlines and silos going on or off, in the order of the run's time."""
 
 from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass, field
+from enum import IntEnum
+
+
+class Due(IntEnum):
+    """What is due; the order settles what is due at the same time."""
+
+    SWITCH = 0  # who is off at a time is settled before anything else of that time
+    ARRIVAL = 1
+    DEADLINE = 2  # a reply that arrives on the stroke of the deadline counts
 
 
 @dataclass(frozen=True, order=True)
@@ -12,22 +21,17 @@ class Entry:
 
     Args:
         at: the run's time [s].
-        rank: 0 for an arrival, 1 for a deadline: a reply that arrives on the stroke of the deadline counts.
+        due: what it is.
         index: the silo's place in the fixed order, or the round; settles what is due at the same time.
-        sequence: the task's number; 0 for a deadline.
-        silo: who replies; empty for a deadline.
+        sequence: the task's number; 0 where there is none.
+        silo: who replies or goes on or off; empty for a deadline.
     """
 
     at: float
-    rank: int
+    due: Due
     index: int
     sequence: int = 0
     silo: str = field(default="", compare=False)
-
-    @property
-    def deadline(self) -> bool:
-        """Whether it is a round's deadline."""
-        return self.rank == 1
 
 
 class Timeline:
@@ -37,12 +41,16 @@ class Timeline:
         self._heap: list[Entry] = []
 
     def arrival(self, at: float, index: int, silo: str, sequence: int) -> None:
-        """A reply is due at ``at`` [s]."""
-        heapq.heappush(self._heap, Entry(at, 0, index, sequence, silo))
+        """A task's outcome is due at ``at`` [s]."""
+        heapq.heappush(self._heap, Entry(at, Due.ARRIVAL, index, sequence, silo))
 
     def deadline(self, at: float, round_: int) -> None:
         """A round's deadline is due at ``at`` [s]."""
-        heapq.heappush(self._heap, Entry(at, 1, round_))
+        heapq.heappush(self._heap, Entry(at, Due.DEADLINE, round_))
+
+    def switch(self, at: float, index: int, silo: str) -> None:
+        """A silo goes on or off at ``at`` [s]."""
+        heapq.heappush(self._heap, Entry(at, Due.SWITCH, index, silo=silo))
 
     def peek(self) -> Entry | None:
         """The earliest entry."""

@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedmq import __version__
+from fedmq import __version__, cli_compare
 from fedmq.errors import FedmqError, InputError
 
 _BEGAN = time.monotonic()
@@ -78,15 +78,12 @@ def _scenario_of(file: Path, settings: list[str] | None, seed: int | None) -> An
 
     extra = [*(settings or []), *([f"seed={seed}"] if seed is not None else [])]
     raw = scenarios.apply_settings(scenarios.read_yaml(file), extra)
-    scenario = scenarios.parse(raw, file)
-    protocol = protocols.load(scenario.protocol.name)
-    options = protocols.options_of(protocol, scenario.protocol.options, f"{file}: protocol")
-    resolved = scenarios.ProtocolChoice(name=scenario.protocol.name, **vars(options))
+    scenario = protocols.resolved(scenarios.parse(raw, file), str(file))
     data = scenario.data
     if data.path is not None:
         # Absolute, so that a resume finds it from any folder.
         data = data.model_copy(update={"path": data.path.resolve()})
-    return scenario.model_copy(update={"protocol": resolved, "data": data})
+    return scenario.model_copy(update={"data": data})
 
 
 def _bar() -> Callable[[str, int, int], None]:
@@ -159,9 +156,12 @@ def scenario_command(
         folder.root.mkdir(parents=True, exist_ok=True)
         write_atomically(folder.scenario, lambda path: _write(path, scenario.dump()))
     with live.display(scenario, err, quiet=quiet) as status:
-        simulated = simulate.simulate(
-            scenario, folder, resume=resume is not None, status=status, began=_BEGAN, data=data
-        )
+        if scenario.launcher == "inline":
+            simulated = simulate.simulate_inline(scenario, folder, resume=resume is not None, status=status, data=data)
+        else:
+            simulated = simulate.simulate(
+                scenario, folder, resume=resume is not None, status=status, began=_BEGAN, data=data
+            )
     if simulate.stopped(simulated.outcome):
         err.print(f"stopped; [bold]fedmq scenario {file} --resume {folder.root}[/bold] goes on", highlight=False)
         sys.exit(FAILED)
@@ -452,6 +452,17 @@ def report_command(runs: Annotated[list[Path], typer.Argument(metavar="RUN...", 
         folder = open_run(run)
         report.write(folder)
         out.print(str(folder.report), highlight=False)
+
+
+def _prepare(quiet: bool) -> Callable[[Any], Path]:
+    from fedmq import simulate  # noqa: PLC0415
+
+    return lambda scenario: simulate.prepare_world(scenario, None if quiet else _bar())
+
+
+_ROOTS = cli_compare.Roots(_scenario_of, _prepare, _until_stopped)
+cli_compare.add_compare(app, _ROOTS)
+cli_compare.add_sweep(app, _ROOTS)
 
 
 @app.callback(invoke_without_command=True)

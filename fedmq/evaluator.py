@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from fedmq import metrics
+from fedmq import metrics, ranking, seeds
 from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.crypto import load_accepted, load_identity
 from fedmq.data.share import Share, load_share
 from fedmq.link import Link
-from fedmq.messages import Error, Kind, Metrics, Model
+from fedmq.messages import Error, Kind, Memory, Metrics, Model, Payload
+from fedmq.models.networks import Tower
 from fedmq.models.two_tower import TwoTower
-from fedmq.protocol import take
+from fedmq.protocol import Encoders, take
 from fedmq.runfolder import RunFolder
-from fedmq.scenario import Scenario
+from fedmq.scenario import Evaluation, Scenario
 from fedmq.world import World, build_world, device_of, run_name
 
 NAME = "evaluator"
@@ -49,46 +50,155 @@ class EvaluatorArguments:
 
 @dataclass(frozen=True)
 class Embedded:
-    """The held-out split in the joint space.
+    """Items in the joint space.
 
     Args:
         image: float32 [n, d].
         text: float32 [m, d], one row per caption.
         owner: int64 [m], the image of each caption, 0 to n - 1.
+        labels: uint8 [n, L] multi-hot; None where the data set has none.
+        binary: the vectors are codes, of which the signs rank.
     """
 
     image: np.ndarray
     text: np.ndarray
     owner: np.ndarray
+    labels: np.ndarray | None = None
+    binary: bool = False
 
     def subset(self, items: np.ndarray) -> Embedded:
         """Some of the images [k] with their captions."""
         place = np.full(len(self.image), -1, np.int64)
         place[items] = np.arange(len(items))
         kept = place[self.owner] >= 0
-        return Embedded(self.image[items], self.text[kept], place[self.owner[kept]])
+        labels = None if self.labels is None else self.labels[items]
+        return replace(
+            self, image=self.image[items], text=self.text[kept], owner=place[self.owner[kept]], labels=labels
+        )
+
+    @property
+    def first_captions(self) -> np.ndarray:
+        """The first caption of each item, float32 [n, d]: label metrics take one text per item."""
+        return self.text[np.searchsorted(self.owner, np.arange(len(self.image)))]
 
 
-def embed(model: TwoTower, share: Share) -> Embedded:
+def encoders_of(model: TwoTower) -> Encoders:
+    """The model's own two towers."""
+    device = model.flat.device
+    return Encoders(lambda x: model.image(x.to(device)), lambda x: model.caption(x.to(device)))
+
+
+def embed(encoders: Encoders, share: Share, *, binary: bool) -> Embedded:
     """Embed every image and every caption of a share that has both."""
     if share.image is None or share.text is None:
         raise ValueError("evaluation needs both modalities")
     owner = torch.repeat_interleave(torch.arange(len(share)), share.captions)
     number = torch.cat([torch.arange(int(count)) for count in share.captions])
     with torch.no_grad():
-        image = torch.cat([model.image(part) for part in torch.split(share.image, _BATCH)])
+        image = torch.cat([encoders.image(part) for part in torch.split(share.image, _BATCH)])
         pairs = zip(torch.split(owner, _BATCH), torch.split(number, _BATCH), strict=True)
-        text = torch.cat([model.caption(share.text[item, caption]) for item, caption in pairs])
-    return Embedded(image.cpu().numpy(), text.cpu().numpy(), owner.numpy())
+        text = torch.cat([encoders.caption(share.text[item, caption]) for item, caption in pairs])
+    labels = None if share.labels is None else share.labels.numpy()
+    return Embedded(image.cpu().numpy(), text.cpu().numpy(), owner.numpy(), labels, binary)
 
 
-def measure(embedded: Embedded) -> dict[str, float]:
-    """Recall@{1,5,10} both ways and their means, as fractions."""
-    return metrics.recalls(embedded.image, embedded.text, embedded.owner)
+def measure(queries: Embedded, evaluation: Evaluation, gallery: Embedded | None = None, seed: int = 0) -> dict[str, float]:
+    """Recall@{1,5,10} both ways among the queries, and where there are labels mAP both ways, as fractions.
+
+    Args:
+        queries: the evaluated items.
+        evaluation: cut-offs of the label metrics.
+        gallery: what the label metrics retrieve from; None is the queries' own other modality.
+        seed: of the gallery's order, which settles ties.
+
+    Returns:
+        ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ...; ``map_i2t``, ``map_t2i``, ``map``, the mean over tied orders
+        ``map_expected`` of codes, and ``map_at50``, ``ndcg_at50`` ... for each cut-off (means of both ways).
+    """
+    image, text = (_signs(x) if queries.binary else x for x in (queries.image, queries.text))
+    found = metrics.recalls(image, text, queries.owner)
+    return found if queries.labels is None else {**found, **_label_metrics(queries, evaluation, gallery or queries, seed)}
+
+
+def _signs(codes: np.ndarray) -> np.ndarray:
+    """Codes as unit-length signs, whose products order as Hamming distances do; the sign of 0 is +1."""
+    return np.where(codes >= 0, 1, -1).astype(np.float32) / np.float32(np.sqrt(codes.shape[1]))
+
+
+def _label_metrics(queries: Embedded, evaluation: Evaluation, gallery: Embedded, seed: int) -> dict[str, float]:
+    if queries.labels is None or gallery.labels is None:
+        raise ValueError("label metrics need labels")
+    ranked = ranking.hamming_metrics if queries.binary else ranking.cosine_metrics
+    order = seeds.derive(seed, "gallery")
+    i2t, t2i = (
+        ranked(
+            query,
+            database,
+            queries.labels,
+            gallery.labels,
+            at=evaluation.map_at,
+            ndcg_at=evaluation.ndcg_at,
+            order_seed=order,
+        )
+        for query, database in (
+            (queries.image, gallery.first_captions),
+            (queries.first_captions, gallery.image),
+        )
+    )
+    found = {"map_i2t": i2t.map, "map_t2i": t2i.map, "map": (i2t.map + t2i.map) / 2}
+    if queries.binary:
+        found["map_expected"] = (i2t.map_expected + t2i.map_expected) / 2
+    for n in evaluation.map_at:
+        found |= {f"map_at{n}_i2t": i2t.map_at[n], f"map_at{n}_t2i": t2i.map_at[n]}
+        found[f"map_at{n}"] = (i2t.map_at[n] + t2i.map_at[n]) / 2
+    for n in evaluation.ndcg_at:
+        ndcg = [(each.ndcg if evaluation.ndcg_ideal == "database" else each.ndcg_retrieved)[n] for each in (i2t, t2i)]
+        found |= {f"ndcg_at{n}_i2t": ndcg[0], f"ndcg_at{n}_t2i": ndcg[1], f"ndcg_at{n}": sum(ndcg) / 2}
+    return found
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """What models are measured on.
+
+    Args:
+        scenario: cut-offs, and the seed of the gallery's order.
+        share: the evaluated split, in both modalities.
+        items: of each silo, places in the split that belong to it.
+        gallery: what label metrics retrieve from; None is the split itself.
+    """
+
+    scenario: Scenario
+    share: Share
+    items: Mapping[str, np.ndarray]
+    gallery: Share | None
+
+    @classmethod
+    def load(cls, scenario: Scenario, world: World) -> HeldOut:
+        """Load the evaluated split of a world."""
+        place = {int(row): index for index, row in enumerate(world.evaluated)}
+        items = {
+            silo.name: np.array([place[int(row)] for row in rows], np.int64)
+            for silo, rows in zip(world.silos, world.heldout, strict=True)
+        }
+        wanted = scenario.evaluation.gallery == "database" and bool(world.prepared.label_names)
+        gallery = load_share(world.prepared, world.database, image=True, text=True) if wanted else None
+        return cls(scenario, load_share(world.prepared, world.evaluated, image=True, text=True), items, gallery)
+
+    def measured(self, encoders: Encoders, *, binary: bool, names: Collection[str]) -> Metrics:
+        """Measure a model over the whole split, and for some silos within their own held-out share.
+
+        Within its own share a silo's gallery is that share.
+        """
+        evaluation, seed = self.scenario.evaluation, self.scenario.seed
+        embedded = embed(encoders, self.share, binary=binary)
+        gallery = None if self.gallery is None else embed(encoders, self.gallery, binary=binary)
+        per_silo = {name: measure(embedded.subset(self.items[name]), evaluation, None, seed) for name in names}
+        return Metrics(measure(embedded, evaluation, gallery, seed), per_silo)
 
 
 class Evaluator:
-    """The held-out split loaded, ready to measure models.
+    """The held-out split loaded, ready to measure global models.
 
     Args:
         scenario: as resolved.
@@ -98,19 +208,35 @@ class Evaluator:
 
     def __init__(self, scenario: Scenario, world: World, device: str) -> None:
         self.model = world.build_model(scenario, device, ("image", "text"))
-        self.share = load_share(world.prepared, world.evaluated, image=True, text=True)
-        place = {int(row): index for index, row in enumerate(world.evaluated)}
-        self.heldout = {
-            silo.name: np.array([place[int(row)] for row in rows], np.int64)
-            for silo, rows in zip(world.silos, world.heldout, strict=True)
-        }
+        self.heldout = HeldOut.load(scenario, world)
 
-    def evaluate(self, theta: np.ndarray) -> Metrics:
-        """Measure a model: over the whole split, and for each silo within its own held-out share."""
-        self.model.load(theta)
-        embedded = embed(self.model, self.share)
-        per_silo = {name: measure(embedded.subset(items)) for name, items in self.heldout.items()}
-        return Metrics(measure(embedded), per_silo)
+    def evaluate(self, payloads: Sequence[Payload]) -> Metrics:
+        """Measure a model.
+
+        Args:
+            payloads: the model, and whatever else its inference needs.
+
+        Raises:
+            RemoteWireError: no model, or more than one.
+        """
+        load_inference(self.model, payloads)
+        return self.heldout.measured(
+            encoders_of(self.model), binary=self.model.binary, names=tuple(self.heldout.items)
+        )
+
+
+def load_inference(model: TwoTower, payloads: Sequence[Payload]) -> None:
+    """Load a released model: its parameters and, where it has one, the memory that enhances its codes.
+
+    Raises:
+        RemoteWireError: no model, or more than one.
+    """
+    model.load(np.asarray(take(payloads, Model).buffer))
+    for memory in (payload for payload in payloads if isinstance(payload, Memory)):
+        centroids = torch.tensor(memory.centroids, device=model.flat.device)
+        for tower in (model.visual, model.text):
+            if isinstance(tower, Tower):
+                tower.memory = centroids
 
 
 def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None] = lambda _: None) -> None:
@@ -132,7 +258,7 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
         world = build_world(scenario, folder=arguments.data)
         evaluator = Evaluator(scenario, world, device_of(arguments.device or scenario.device))
         link.start()
-        progress(f"{NAME}: {len(evaluator.share)} held-out items, connecting to {arguments.connect}")
+        progress(f"{NAME}: {len(evaluator.heldout.share)} held-out items, connecting to {arguments.connect}")
         while True:
             message = link.receive()
             if message is None or message.header.kind is Kind.STOP:
@@ -142,7 +268,7 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
             told["at"] = message.header.sent_at
             header = message.header
             try:
-                result: Metrics | Error = evaluator.evaluate(np.asarray(take(message.payloads, Model).buffer))
+                result: Metrics | Error = evaluator.evaluate(message.payloads)
             except Exception as error:
                 result = Error("evaluation_failed", f"{type(error).__name__}: {error}"[:1000])
             kind = Kind.ERROR if isinstance(result, Error) else Kind.REPLY

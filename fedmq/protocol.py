@@ -57,6 +57,8 @@ class Context:
         training: optimiser, batch size, local epochs.
         objective: the base loss and its options.
         label_names: of the data set's L labels, in their order; empty where it has none.
+        participation: share of the eligible silos in a full round.
+        max_age: versions after which a table of last-known statistics forgets a silo; None keeps all.
     """
 
     seed: int
@@ -67,6 +69,8 @@ class Context:
     training: Training
     objective: Objective = Objective()
     label_names: tuple[str, ...] = ()
+    participation: float = 1.0
+    max_age: int | None = None
 
 
 @dataclass(frozen=True)

@@ -12,19 +12,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from fedmq.errors import InputError
+from fedmq.faults import AnyFault, named_silos
+from fedmq.parts import Aggregation, Cost, Count, Fraction, Name, NonNegative, Part, Participation, Positive
 
-Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
-Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
-NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
-Count = Annotated[int, Field(ge=1)]
-Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
-
-
-class Part(BaseModel):
-    """Every part of a scenario is frozen and refuses keys it does not know."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class ProtocolChoice(BaseModel):
@@ -40,24 +31,52 @@ class ProtocolChoice(BaseModel):
 
 
 class Data(Part):
-    """Which data set the silos share out among themselves."""
+    """Which data set the silos share out among themselves, and where it lies. Layouts: docs/data.md."""
 
-    name: Literal["openmoji", "features"] = Field(description="data set")
-    path: Path | None = Field(None, description="file of a `features` data set (.npz or .safetensors)")
+    name: str = Field(description="data set, of fedmq data list")
+    path: Path | None = Field(None, description="folder or file of the data set")
+    annotations: Path | None = Field(None, description="captions or labels where they are not in their usual place")
+    images: Path | None = Field(None, description="folder of the images or videos, likewise")
+    text: Literal["sentences", "bag"] | None = Field(
+        None, description="encoded sentences or a bag of words; null takes the data set's own"
+    )
+    queries: Count | None = Field(None, description="test items to draw; null takes the data set's own split")
+    val: int | None = Field(None, ge=0, description="validation items to draw")
+    train: Count | None = Field(None, description="training items to draw; the rest is database (gallery only)")
+    split_seed: int = Field(0, ge=0, description="of a drawn split, apart from the run's seed")
+    frames: Count = Field(12, description="frames of a video, evenly spaced")
+    missing: Literal["refuse", "skip"] = Field(
+        "refuse", description="items without their picture or without a caption: refuse the set, or leave them out"
+    )
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, value: str) -> str:
+        from fedmq.data import sets  # noqa: PLC0415 - the loaders themselves read this class
+
+        if value not in sets.names():
+            raise ValueError(f"one of {', '.join(sets.names())}")
+        return value
 
     @model_validator(mode="after")
     def _path_where_needed(self) -> Data:
         if self.name == "features" and self.path is None:
             raise ValueError("data.path is needed when data.name is features: a .npz or .safetensors file")
         if self.name == "openmoji" and self.path is not None:
-            raise ValueError("data.path is for data.name features; openmoji comes from a package")
+            raise ValueError("data.path is not for data.name openmoji, which comes from a package")
+        if self.path is None and self.name != "openmoji":
+            raise ValueError(f"data.path is needed when data.name is {self.name}; docs/data.md shows its layout")
+        if self.name in ("openmoji", "features"):
+            own = self.model_dump(exclude={"name", "path"}, exclude_defaults=True)
+            if own:
+                raise ValueError(f"data.{next(iter(own))} is not for data.name {self.name}")
         return self
 
 
 class Backbone(Part):
     """The frozen encoder under the trainable adapters and heads."""
 
-    name: str = Field("lite", min_length=1, description="lite, features, or the name of any open_clip model")
+    name: str = Field("lite", min_length=1, description="lite, features, an open_clip model, or timm:NAME")
     pretrained: str | None = Field(None, description="open_clip tag or local file; null means random weights")
     adapter_site: Literal["feature", "blocks"] = Field("feature", description="where the bottleneck adapters sit")
     bottleneck: Count = Field(64, description="width of the adapters")
@@ -68,8 +87,36 @@ class Backbone(Part):
 
     @model_validator(mode="after")
     def _site_fits(self) -> Backbone:
-        if self.adapter_site == "blocks" and self.name in ("lite", "features"):
+        if self.adapter_site == "blocks" and (self.name in ("lite", "features") or self.name.startswith("timm:")):
             raise ValueError(f"backbone.adapter_site blocks needs an open_clip model, not {self.name}")
+        return self
+
+
+Base = Literal[
+    "info_nce", "dcmh", "shdch", "dscmr", "dpsh", "dch", "greedyhash", "csq", "triplet", "dgcpn", "djsrh", "jdsh"
+]
+
+
+class Objective(BaseModel):
+    """What the silos learn: a base loss with its network; the other keys are that loss's own options.
+
+    Every federated method runs on every base loss that it can be defined on, so that methods are compared on equal terms.
+    """
+
+    model_config = ConfigDict(extra="allow", frozen=True, validate_default=True)
+    base: Base = Field("info_nce", description="base loss: info_nce trains adapters and heads, the others hash networks")
+    bits: Count | None = Field(None, description="length of a code; null takes the base's own default")
+    hidden: Count | None = Field(None, description="width of the layer before the code; null takes the paper's")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The base loss's own options as written."""
+        return dict(self.model_extra or {})
+
+    @model_validator(mode="after")
+    def _fits(self) -> Objective:
+        if self.base == "info_nce" and (self.bits or self.hidden):
+            raise ValueError("objective.bits and objective.hidden belong to hash networks; info_nce has backbone.dim")
         return self
 
 
@@ -130,32 +177,18 @@ class Training(Part):
         return self.learning_rate * (self.floor + (1 - self.floor) * 0.5 * (1 + math.cos(math.pi * min(1.0, done))))
 
 
-class Aggregation(Part):
-    """When replies are merged."""
-
-    mode: Literal["sync"] = Field("sync", description="a round waits for its cohort")
-    quorum: Fraction = Field(1.0, gt=0.0, description="share of the cohort that is enough once the deadline is over")
-    deadline: Positive | None = Field(None, description="seconds a round waits for stragglers; null waits for all")
-    lost_after: Positive = Field(60.0, description="real seconds after which a silo that stays away is given up")
-
-
 class Evaluation(Part):
     """What the evaluator measures and when."""
 
     every: int = Field(10, ge=0, description="rounds between evaluations; 0 only at the end")
     split: Literal["val", "test"] = "test"
-
-
-class Cost(Part):
-    """What a task costs in virtual time."""
-
-    seconds_per_sample: NonNegative = Field(
-        0.01, description="compute of one sample in one epoch on an average silo [s]"
+    gallery: Literal["split", "database"] = Field(
+        "split",
+        description="what label metrics retrieve from: the split's other modality, or all items outside the split",
     )
-    speed_sigma: NonNegative = Field(0.5, description="log-normal spread of silo speeds")
-    jitter_sigma: NonNegative = Field(0.1, description="log-normal spread from task to task")
-    latency: NonNegative = Field(0.05, description="one way [s]")
-    bandwidth: Positive = Field(10e6, description="of a silo's link, both ways [bytes/s]")
+    map_at: tuple[Count, ...] = Field((), description="cut-offs R of mAP@R, beside the mAP over the whole list")
+    ndcg_at: tuple[Count, ...] = Field((), description="cut-offs N of NDCG@N")
+    ndcg_ideal: Literal["database", "retrieved"] = Field("database", description="what NDCG's ideal list is made of")
 
 
 class Privacy(Part):
@@ -179,10 +212,11 @@ class Scenario(Part):
     name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,47}$")]
     seed: int = Field(0, ge=0, lt=2**63)
     rounds: Count = 200
-    participation: float = Field(1.0, gt=0.0, le=1.0, description="share of the eligible silos asked in a round")
+    participation: Participation = Participation()
     protocol: ProtocolChoice
     data: Data
     backbone: Backbone = Backbone()
+    objective: Objective = Objective()
     silos: Silos = Silos()
     partition: Partition = Partition()
     missing_modality: MissingModality = MissingModality()
@@ -191,14 +225,29 @@ class Scenario(Part):
     evaluation: Evaluation = Evaluation()
     cost: Cost = Cost()
     privacy: Privacy = Privacy()
+    faults: tuple[AnyFault, ...] = Field((), description="scripted faults; docs/faults.md lists them")
     clock: Literal["virtual", "wall"] = "virtual"
     device: Device = "cpu"
-    launcher: Literal["local", "none"] = Field("local", description="local starts the silos here; none waits for them")
+    launcher: Literal["local", "inline", "none"] = Field(
+        "local",
+        description="local starts the silos here; inline runs them in the coordinator's process without messages: the "
+        "same model to the bit, no message logs; none waits for silos started by hand",
+    )
 
     @field_validator("protocol", mode="before")
     @classmethod
     def _short_form(cls, value: object) -> object:
         return {"name": value} if isinstance(value, str) else value
+
+    @field_validator("objective", mode="before")
+    @classmethod
+    def _short_objective(cls, value: object) -> object:
+        return {"base": value} if isinstance(value, str) else value
+
+    @field_validator("participation", mode="before")
+    @classmethod
+    def _short_participation(cls, value: object) -> object:
+        return value if isinstance(value, dict | Participation) else {"rate": value}
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
@@ -208,6 +257,13 @@ class Scenario(Part):
             raise ValueError(
                 f"missing_modality.silos names {unknown[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}"
             )
+        aimed = sorted(named_silos(self.faults) - names)
+        if aimed:
+            raise ValueError(f"faults names {aimed[0]}, silos are {self.silo_names[0]} to {self.silo_names[-1]}")
+        strange = [silo for each in self.cost.classes.values() for silo in each.silos if silo not in names]
+        if strange:
+            known = f"{self.silo_names[0]} to {self.silo_names[-1]}"
+            raise ValueError(f"cost.classes names {strange[0]}, silos are {known}")
         if (
             self.training.warmup_rounds >= self.rounds > 1
             and self.training.schedule == "cosine"
@@ -294,14 +350,16 @@ def apply_settings(raw: Mapping[str, Any], settings: Sequence[str]) -> dict[str,
         *parents, leaf = key.split(".")
         for parent in parents:
             below = place.get(parent)
-            if isinstance(below, str) and parent == "protocol":
-                below = {"name": below}
+            if isinstance(below, str) and parent in ("protocol", "objective"):
+                below = {"name" if parent == "protocol" else "base": below}
+            if isinstance(below, int | float) and parent == "participation":
+                below = {"rate": below}
             if below is not None and not isinstance(below, dict):
                 raise InputError(f"--set {key}", setting, f"{parent} holds no further keys")
             place[parent] = {**(below or {})}
             place = place[parent]
-        if leaf == "protocol" and not parents and isinstance(value, str):
-            value = {"name": value}
+        if leaf in ("protocol", "objective") and not parents and isinstance(value, str):
+            value = {"name" if leaf == "protocol" else "base": value}
         place[leaf] = value
     return result
 

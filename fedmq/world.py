@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -33,6 +33,7 @@ Progress = Callable[[str, int, int], None]
 _FORMAT = 1
 _EVALUATED = {"val": 1, "test": 2}
 _TRAIN = 0
+_PUBLIC = 3
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class World:
         train: rows of the data set each silo trains on.
         heldout: rows of the evaluated split that belong to each silo.
         evaluated: all rows of the evaluated split.
+        database: all rows outside the evaluated split and the public one.
         cache: folder of the cache, where shared weights lie too.
     """
 
@@ -53,6 +55,7 @@ class World:
     train: tuple[I64, ...]
     heldout: tuple[I64, ...]
     evaluated: I64
+    database: I64
     cache: Path
 
     @cached_property
@@ -92,12 +95,14 @@ class World:
             scenario.training,
             scenario.objective,
             self.prepared.label_names,
+            scenario.participation.rate,
+            scenario.aggregation.max_age,
         )
 
 
 def run_name(scenario: Scenario) -> str:
     """The run's name on the wire: equal only for equal scenarios, wherever they run and wherever their files lie."""
-    here: dict[str, Any] = {"device": True, "launcher": True, "data": {"path"}, "silos": {"slots"}}
+    here: dict[str, Any] = {"device": True, "launcher": True, "data": {"path"}, "silos": {"slots"}, "participation": {"trace"}}
     facts = scenario.model_dump(mode="json", exclude=here)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return f"{scenario.name}-{digest[:12]}"
@@ -121,7 +126,12 @@ def device_of(name: str) -> str:
 
 
 def build_world(
-    scenario: Scenario, progress: Progress | None = None, cache: Path | None = None, *, folder: Path | None = None
+    scenario: Scenario,
+    progress: Progress | None = None,
+    cache: Path | None = None,
+    *,
+    folder: Path | None = None,
+    pooled: bool = False,
 ) -> World:
     """Prepare the data and share it out, or find both in the cache.
 
@@ -131,6 +141,8 @@ def build_world(
         cache: the cache folder; None takes the usual one.
         folder: of the prepared data, from whoever built this world before. Finding it takes half a second of hashing
             and twenty megabytes, which thirty silos of one machine need not all spend.
+        pooled: the first silo holds everybody's training data in both modalities, the others none: the centralised
+            upper bound. Held-out shares stay as they are.
 
     Raises:
         InputError: the data cannot be read, or cannot be shared out as asked.
@@ -147,7 +159,12 @@ def build_world(
         for index, (name, (image, text)) in enumerate(zip(scenario.silo_names, flags, strict=True))
     )
     train, heldout, evaluated = _shares(scenario, prepared, cache)
-    return World(prepared, silos, train, heldout, evaluated, cache)
+    if pooled:
+        nothing = np.zeros(0, np.int64)
+        train = (np.sort(np.concatenate(train)), *(nothing for _ in silos[1:]))
+        silos = (replace(silos[0], image=True, text=True), *silos[1:])
+    outside = ~np.isin(np.asarray(prepared.split), (_EVALUATED[scenario.evaluation.split], _PUBLIC))
+    return World(prepared, silos, train, heldout, evaluated, np.flatnonzero(outside), cache)
 
 
 def _shares(scenario: Scenario, prepared: Prepared, cache: Path) -> tuple[tuple[I64, ...], tuple[I64, ...], I64]:

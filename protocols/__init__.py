@@ -31,6 +31,15 @@ def load(name: str) -> type[FederatedProtocol]:
     return protocol
 
 
+def pooled(name: str) -> bool:
+    """Whether a method trains on everybody's data in one place, as a centralised upper bound.
+
+    Raises:
+        InputError: there is no such method.
+    """
+    return bool(getattr(load(name), "pooled", False))
+
+
 def summary(name: str) -> str:
     """First line of a method's docstring, for ``fedmq protocols``.
 

@@ -178,13 +178,19 @@ def outputs(local: Local, rows: I64, caption: I64 | None, runs: Sequence[Modalit
 
 @contextmanager
 def parameters(local: Local, theta: Tensor) -> Iterator[None]:
-    """The silo's model with other parameters [P] for a while, as the global or the previous net of a contrast."""
-    mine = local.model.flat.detach().clone()
-    local.model.load(theta)
+    """The silo's model with other parameters [P] for a while, as the global or the previous net of a contrast.
+
+    Dropout is off meanwhile. The step's own graph may be alive: its parameters are back before its backward pass, so
+    autograd, which would count the exchange as a change, is not told of it.
+    """
+    flat = local.model.flat.data
+    mine = flat.clone()
+    flat.copy_(theta)
     try:
-        yield
+        with _dropout(local.model, None):
+            yield
     finally:
-        local.model.load(mine)
+        flat.copy_(mine)
 
 
 def branches_of(local: Local) -> dict[str, slice]:
@@ -233,7 +239,8 @@ def train_epochs(
         name: optimiser(model, training, task.learning_rate, [part]) for name, part in branches_of(local).items()
     }
     total, seen, moved = torch.zeros((), dtype=torch.float64, device=base.device), 0, False
-    with _dropout(model, context, local, task):
+    path = ("dropout", local.silo.name, task.base_version, task.sequence)
+    with _dropout(model, torch_generator(context.seed, *path)):
         for epoch in range(training.local_epochs):
             for step in work.steps(epoch, generator):
                 model.grad.zero_()
@@ -261,17 +268,17 @@ def train_epochs(
 
 
 @contextmanager
-def _dropout(model: TwoTower, context: Context, local: Local, task: Task) -> Iterator[None]:
-    """Dropout masks from the task's own seed while training, none outside."""
+def _dropout(model: TwoTower, noise: torch.Generator | None) -> Iterator[None]:
+    """Dropout masks from a generator while training (all towers draw from the one), or none for a while."""
     towers = [tower for tower in (model.visual, model.text) if isinstance(tower, Tower)]
-    path = ("dropout", local.silo.name, task.base_version, task.sequence)
+    before = [tower.noise for tower in towers]
     for tower in towers:
-        tower.noise = torch_generator(context.seed, *path)
+        tower.noise = noise
     try:
         yield
     finally:
-        for tower in towers:
-            tower.noise = None
+        for tower, old in zip(towers, before, strict=True):
+            tower.noise = old
 
 
 def own_prototypes(local: Local, context: Context, task: Task) -> tuple[Tensor | None, Tensor | None]:

@@ -45,7 +45,7 @@ class Update:
 
 
 def branch_slices(layout: Layout) -> dict[str, slice]:
-    """Where each branch lies in the flat buffer: ``image``, ``text``, and ``shared`` where the network has such layers."""
+    """Where each branch lies in the flat buffer: ``image``, ``text``, and ``shared`` if the network has such layers."""
     found: dict[str, slice] = {modality: branch(layout, BRANCHES[modality]) for modality in MODALITIES}
     shared = branch(layout, SHARED)
     return {**found, "shared": shared} if shared.stop > shared.start else found
@@ -160,11 +160,6 @@ def sample_weights(samples: Sequence[int]) -> Tensor:
     """n_k / n over the reporters -> float64 [M] (FedAvg, McMahan et al. 2017, algorithm 1)."""
     counts = torch.tensor(samples, dtype=torch.float64)
     return counts / counts.sum()
-
-
-def damping(staleness: Tensor, exponent: float) -> Tensor:
-    """h(s) = (1 + s)^-a for staleness [M] in versions."""
-    return (1.0 + staleness) ** (-exponent)
 
 
 def damped(weights: Tensor, factors: Tensor) -> Tensor:

@@ -39,7 +39,7 @@ def parsed(schema: type[T], raw: Mapping[str, Any], place: str) -> T:
         InputError: an unknown option, a wrong type or a value out of bounds.
     """
     hints = get_type_hints(schema)
-    known = [field.name for field in dataclasses.fields(schema)]
+    known = [field.name for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
     for option in raw:
         if option not in known:
             raise InputError(place, option, f"one of the options {', '.join(known)}")

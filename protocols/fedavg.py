@@ -6,7 +6,7 @@ prototype of the modality it lacks, as RCSR's baselines do, or stays idle: it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -141,17 +141,24 @@ class FedAvg:
         """Add the damped, sample-weighted updates; average the prototypes in."""
         replies = _merge.ordered(replies)
         updates = [_merge.update_of(reply, self.context.layout) for reply in replies]
-        samples = [update.samples if self.options.weighting == "samples" else 1 for update in updates]
-        weights = _merge.sample_weights(samples)
-        weights = _merge.damped(weights, torch.tensor([update.damping for update in updates], dtype=torch.float64))
+        weights = self.weights(updates)
         theta = _merge.merge_updates(state.theta, updates, weights, self.branches, self.options.branch_renorm)
+        return Merged(State(theta, self.averaged(state.tensors, replies, weights), state.values))
+
+    def weights(self, updates: Sequence[_merge.Update]) -> Tensor:
+        """Damped weights float64 [M] of the updates, by samples or uniform."""
+        samples = [update.samples if self.options.weighting == "samples" else 1 for update in updates]
+        damping = torch.tensor([update.damping for update in updates], dtype=torch.float64)
+        return _merge.damped(_merge.sample_weights(samples), damping)
+
+    def averaged(self, tensors: Mapping[str, Tensor], replies: Sequence[Reply], weights: Tensor) -> Mapping[str, Tensor]:
+        """The coordinator's tensors after a merge: the prototypes averaged in, if anybody is anchored to them."""
         if not self.anchored:
-            return Merged(State(theta, state.tensors, state.values))
+            return tensors
         local, mask = _prototypes.read_uploads(replies, self.context.dim)
-        tensors = _prototypes.updated(
-            state.tensors, local, mask, weights, self.options.ema, unit_length=self.options.proto_unit
-        )
-        return Merged(State(theta, {**state.tensors, **tensors}, state.values))
+        options = self.options
+        updated = _prototypes.updated(tensors, local, mask, weights, options.ema, unit_length=options.proto_unit)
+        return {**tensors, **updated}
 
 
 PROTOCOL = FedAvg

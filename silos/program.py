@@ -18,12 +18,16 @@ from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.crypto import load_accepted, load_identity
 from fedmq.data.share import load_share
-from fedmq.errors import InputError
+from fedmq.errors import InputError, RemoteWireError
+from fedmq.evaluator import HeldOut
+from fedmq.faults import Drift, LabelNoise
 from fedmq.link import Link
-from fedmq.messages import Delta, Error, Kind, Message, Payload
-from fedmq.protocol import FederatedProtocol, Local, Task
+from fedmq.messages import Delta, Error, Kind, Message, Metrics, Payload
+from fedmq.models.two_tower import TwoTower
+from fedmq.protocol import FederatedProtocol, Local, Personalised, Task
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
+from fedmq.script import Script, Strike
 from fedmq.world import World, build_world, device_of, run_name
 from silos.slots import Slots, slots_folder
 from silos.state import StateStore
@@ -58,25 +62,48 @@ class Silo:
     Args:
         arguments: how it was started.
         world: the data and who holds what of it.
+        model: the two towers, where silos of one process take turns with one; None builds its own.
     """
 
-    def __init__(self, arguments: SiloArguments, world: World) -> None:
+    def __init__(self, arguments: SiloArguments, world: World, model: TwoTower | None = None) -> None:
         scenario = arguments.scenario
-        facts = world.facts(arguments.name)
-        held: tuple[Literal["image", "text"], ...] = (
-            ("image", "text") if facts.paired else ("image",) if facts.image else ("text",)
-        )
-        model = world.build_model(scenario, device_of(arguments.device or scenario.device), held)
+        self.scenario = scenario
+        self.world = world
+        self.script = Script(scenario.faults, scenario.seed, world.silos)
+        self._device = device_of(arguments.device or scenario.device)
+        self._standing: tuple[Strike, ...] | None = None
+        self._equip(arguments.name, 0)
         protocol_class = protocols.load(scenario.protocol.name)
-        self.context = world.context(scenario, model)
+        self.context = world.context(scenario, self.model)
         self.protocol: FederatedProtocol = protocol_class(
             protocols.options_of(protocol_class, scenario.protocol.options), self.context
         )
-        self.scenario = scenario
-        self.facts = facts
-        self.share = load_share(world.prepared, world.train[facts.index], image=facts.image, text=facts.text)
-        self.model = model
-        self.store = StateStore(RunFolder(arguments.out).silo_state(facts.name))
+        self.store = StateStore(RunFolder(arguments.out).silo_state(self.facts.name))
+
+    def _equip(self, name: str, version: int) -> None:
+        """Load what the silo holds at a version; it changes only where the scenario's faults say so."""
+        standing = self.script.standing(name, version)
+        if standing == self._standing:
+            return
+        self._standing, world = standing, self.world
+        self.facts = self.script.facts(world.facts(name), version)
+        held: tuple[Literal["image", "text"], ...] = (
+            ("image", "text") if self.facts.paired else ("image",) if self.facts.image else ("text",)
+        )
+        self.model = world.build_model(self.scenario, self._device, held)
+        rows = world.train[self.facts.index]
+        for place, fault in standing:
+            if isinstance(fault, Drift):
+                everybody = np.sort(np.concatenate(world.train))
+                rows = fault.rows(rows, everybody, self.script.generator(place, name))
+        self.share = load_share(world.prepared, rows, image=self.facts.image, text=self.facts.text)
+        for place, fault in standing:
+            if isinstance(fault, LabelNoise):
+                self.share = fault.spoil(self.share, self.script.generator(place, name))
+
+    def respond(self, message: Message) -> tuple[Payload, ...]:
+        """What a message of kind task or evaluate is answered with."""
+        return self.answer(message) if message.header.kind is Kind.TASK else (self.measure(message),)
 
     def answer(self, message: Message) -> tuple[Payload, ...]:
         """Train a task.
@@ -89,12 +116,41 @@ class Silo:
         """
         header, info = message.header, message.task
         assert info is not None  # noqa: S101 - a Message of kind task has it by construction
+        self._equip(self.facts.name, header.base_version)
         task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
         local = Local(self.facts, self.share, self.model, self.store.before(header.sequence))
         trained = self.protocol.train(local, task)
         payloads = tuple(self._transform(payload, task) for payload in trained.payloads)
+        # A Byzantine silo, if the scenario scripts one, lies after everything else: it would not clip itself.
+        name, number, version = self.facts.name, header.sequence, header.base_version
+        for fault, generator in self.script.poisons(name, number, version, header.sent_at):
+            payloads = tuple(fault.poison(payload, generator) for payload in payloads)
         self.store.keep(header.sequence, trained.state, info.settled)
         return payloads
+
+    def measure(self, message: Message) -> Metrics:
+        """Measure the silo's own model on held-out items in both modalities; only the figures leave the silo.
+
+        Args:
+            message: of kind evaluate; its number is that of the silo's last merged task, its payloads are what a task
+                of now would bring.
+
+        Raises:
+            RemoteWireError: the method has no models of the silos' own.
+        """
+        protocol = self.protocol
+        if not (isinstance(protocol, Personalised) and protocol.personalised):
+            raise RemoteWireError("unexpected", f"an evaluation at a silo of {self.scenario.protocol.name}")
+        self._equip(self.facts.name, message.header.base_version)
+        model = self.model
+        if not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
+            # The tower of the modality it lacks was never loaded; it is needed now, and only now.
+            model = self.world.build_model(self.scenario, str(model.flat.device), ("image", "text"))
+        # The state after its last merged task: a task still under way must not make a difference.
+        state = self.store.before(message.header.sequence + 1)
+        encoders = protocol.encoders(Local(self.facts, self.share, model, state), message.payloads)
+        heldout = HeldOut.load(self.scenario, self.world)
+        return heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
 
     def _transform(self, payload: Payload, task: Task) -> Payload:
         if not isinstance(payload, Delta):
@@ -129,7 +185,8 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
     link = Link(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"])
     try:
         # Data first: a silo that shakes hands is ready for tasks.
-        silo = Silo(arguments, build_world(scenario, folder=arguments.data))
+        pooled = protocols.pooled(scenario.protocol.name)
+        silo = Silo(arguments, build_world(scenario, folder=arguments.data, pooled=pooled))
         link.start()
         progress(f"{arguments.name}: {len(silo.share)} samples, connecting to {arguments.connect}")
         while True:
@@ -141,7 +198,7 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
                 case Kind.LAYOUT:
                     _agree(message, silo)
                     progress(f"{arguments.name}: joined")
-                case Kind.TASK:
+                case Kind.TASK | Kind.EVALUATE:
                     _reply(link, silo, slots, message, progress)
                 case _:
                     progress(f"{arguments.name}: a {message.header.kind} was ignored")
@@ -169,7 +226,7 @@ def _reply(link: Link, silo: Silo, slots: Slots, message: Message, progress: Cal
     header = message.header
     try:
         with slots.one():
-            payloads = silo.answer(message)
+            payloads = silo.respond(message)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
         text = f"task {header.sequence}: {type(error).__name__}: {error}"[:1000]
@@ -183,4 +240,5 @@ def _reply(link: Link, silo: Silo, slots: Slots, message: Message, progress: Cal
         return
     number, base = header.sequence, header.base_version
     link.send(Kind.REPLY, payloads, sequence=number, reply_to=number, base_version=base)
-    progress(f"{silo.facts.name}: task {header.sequence} of round {message.task.round if message.task else '?'} done")
+    done = f"task {header.sequence} of round {message.task.round}" if message.task else f"measuring version {base}"
+    progress(f"{silo.facts.name}: {done} done")

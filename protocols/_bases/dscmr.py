@@ -1,4 +1,4 @@
-"""DSCMR (Zhen et al. 2019): label discrimination in a common subspace, the base of FedSCMR and FedCMR; METHODS.md 1.3."""
+"""DSCMR (Zhen et al. 2019): label discrimination in a common subspace, the base of FedSCMR and FedCMR (METHODS 1.3)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ class Options:
 
 def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """J1 of one modality: mean_i ||p_i - l_i||, for logits and multi-hot labels [B, C]."""
-    return torch.linalg.vector_norm(logits - labels, dim=1).mean()
+    distance: Tensor = torch.linalg.vector_norm(logits - labels, dim=1)
+    return distance.mean()
 
 
 def pair_likelihood(a: Tensor, b: Tensor, similar: Tensor) -> Tensor:
@@ -58,7 +59,8 @@ def pair_likelihood(a: Tensor, b: Tensor, similar: Tensor) -> Tensor:
 
 def modality_distance(image: Tensor, text: Tensor) -> Tensor:
     """J3: mean_i ||v_i - t_i|| for [B, d]."""
-    return torch.linalg.vector_norm(image - text, dim=1).mean()
+    distance: Tensor = torch.linalg.vector_norm(image - text, dim=1)
+    return distance.mean()
 
 
 def loss(image: Out | None, text: Out | None, labels: Tensor, options: Options) -> Tensor:

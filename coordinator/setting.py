@@ -1,0 +1,63 @@
+"""What a coordinator works with, put together once from the scenario and fixed for the run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from coordinator.rounds import Plan
+from fedmq.cost import CostModel
+from fedmq.participation import Trace, cohort_size, sampling_of
+from fedmq.protocol import Context, FederatedProtocol
+from fedmq.runfolder import RunFolder
+from fedmq.scenario import Scenario
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What the loop works with; fixed for the run.
+
+    Args:
+        scenario: as resolved.
+        protocol: the method.
+        context: facts for both halves of it.
+        samples: training samples of each silo, in silo order; only the cost model looks at them.
+        cost: of tasks in virtual time.
+        folder: the run folder.
+        trace: when each silo is on.
+    """
+
+    scenario: Scenario
+    protocol: FederatedProtocol
+    context: Context
+    samples: tuple[int, ...]
+    cost: CostModel
+    folder: RunFolder
+    trace: Trace = field(default_factory=Trace)
+
+    @property
+    def plan(self) -> Plan:
+        """The rounds machine's share of the scenario."""
+        silos, participation, aggregation = self.context.silos, self.scenario.participation, self.scenario.aggregation
+        eligible = tuple(silo.name for silo in silos if self.protocol.eligible(silo))
+        samples = {silo.name: self.samples[silo.index] for silo in silos}
+        patience = {"sync": aggregation.deadline, "buffered": aggregation.timeout, "async": None}
+        return Plan(
+            seed=self.scenario.seed,
+            rounds=self.scenario.rounds,
+            silos=tuple(silo.name for silo in silos),
+            eligible=eligible,
+            participation=participation.rate,
+            sampling=sampling_of(participation, samples, cohort_size(participation.rate, len(eligible))),
+            mode=aggregation.mode,
+            quorum=aggregation.quorum,
+            over_select=aggregation.over_select,
+            buffer=aggregation.buffer,
+            patience=patience[aggregation.mode],
+            max_staleness=aggregation.max_staleness,
+        )
+
+    @property
+    def gives_up(self) -> bool:
+        """Whether a silo that stays away is given up; by default only where time is real."""
+        chosen = self.scenario.aggregation.on_lost
+        return self.scenario.clock == "wall" if chosen is None else chosen == "give_up"

@@ -28,7 +28,7 @@ bench: .venv/installed
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedmq needs Python 3.11 or newer, found " + sys.version)'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check torch torchvision
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[embedded,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[embedded,search,dev]'
 	touch $@
 
 clean:

@@ -1,4 +1,4 @@
-"""Run benchmarks: ``python -m benchmarks [--only delta,rounds,startup,loop] [--json FILE]``."""
+"""Run benchmarks: ``python -m benchmarks [--only delta,rounds,startup,hamming,loop] [--json FILE]``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import delta, rounds, startup, whole
+from benchmarks import delta, hamming, rounds, startup, whole
 from benchmarks.measure import Number, Result, load_average, machine
 
 BENCHMARKS: Mapping[str, Callable[[], Result]] = {
     "delta": delta.run,
     "rounds": rounds.run,
     "startup": startup.run,
+    "hamming": hamming.run,
     "loop": whole.run,
 }
 

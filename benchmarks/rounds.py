@@ -19,6 +19,7 @@ from coordinator import checkpoint, loop, roster
 from coordinator.loop import Loop, Setting
 from coordinator.rounds import Rounds
 from coordinator.tally import Tally
+from coordinator.trouble import Trouble
 from fedmq.clock import VirtualClock
 from fedmq.cost import CostModel
 from fedmq.messages import Delta, Kind, Model, Payload
@@ -129,15 +130,17 @@ def run(silos: int = 10, rounds: int = 20) -> Result:
             method = setting.protocol
             assert isinstance(method, Constant)
             with coordinator_end(f"ipc://{root / 'wire'}", root, scenario.silo_names) as (listener, peers, log):
+                clock = VirtualClock()
                 made = Loop(
                     setting,
                     Rounds(setting.plan),
                     {0: setting.protocol.initial(torch.zeros(PARAMETERS))},
-                    VirtualClock(),
+                    clock,
                     listener,
                     peers,
                     log,
                     Tally(),
+                    Trouble(setting.script, setting.folder, log, clock, order=None, wired=True, handed={}),
                     {},
                     set(range(rounds + 1)),  # nobody evaluates
                     report=lambda _: None,

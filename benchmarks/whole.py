@@ -44,7 +44,7 @@ def bare(scenario: Scenario, world: World, threads: int) -> Bare:
         method = method_class(protocols.options_of(method_class, scenario.protocol.options), context)
         names = tuple(silo.name for silo in world.silos)
         eligible = tuple(silo.name for silo in world.silos if method.eligible(silo))
-        plan = Plan(scenario.seed, scenario.rounds, names, eligible, scenario.participation)
+        plan = Plan(scenario.seed, scenario.rounds, names, eligible, scenario.participation.rate)
         shares = {
             silo.name: load_share(world.prepared, world.train[silo.index], image=silo.image, text=silo.text)
             for silo in world.silos
@@ -56,7 +56,7 @@ def bare(scenario: Scenario, world: World, threads: int) -> Bare:
         for round_ in range(scenario.rounds):
             rate = scenario.training.rate_at(round_, scenario.rounds)
             replies = []
-            for name in plan.cohort(round_, eligible):
+            for name in plan.sampling.choose(plan.seed, round_, eligible, plan.cohort_size, {}):
                 silo = world.facts(name)
                 sequences[name] += 1
                 task = Task(sequences[name], round_, round_, rate, method.task(state, silo))

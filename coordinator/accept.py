@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedmq.errors import RemoteWireError
-from fedmq.messages import Delta, Message, Metrics, ModalityPrototypes, PartialDelta, Payload
+from fedmq.messages import Delta, Memory, Message, Metrics, ModalityPrototypes, PartialDelta, Payload
 from fedmq.protocol import Context
 
 
@@ -22,25 +22,39 @@ def check_reply(message: Message, uploads: frozenset[type[Payload]], context: Co
         wanted = ", ".join(sorted(kind.KIND for kind in uploads))
         raise RemoteWireError("unexpected", f"a reply with {found}, allowed: {wanted}")
     for payload in message.payloads:
-        match payload:
-            case Delta(layout_digest=digest, buffer=buffer, n_samples=samples):
-                if samples < 1:
-                    raise RemoteWireError("malformed", "a delta of no samples")
-                if digest != context.layout.digest or buffer.dtype != "float32" or buffer.size != context.layout.size:
-                    raise RemoteWireError(
-                        "layout", f"a delta of {buffer.size} {buffer.dtype}, here {context.layout.size} float32"
-                    )
-            case PartialDelta(layout_digest=digest, names=names, buffer=buffer, n_samples=samples):
-                if samples < 1:
-                    raise RemoteWireError("malformed", "a partial delta of no samples")
-                if digest != context.layout.digest or not set(names) <= set(context.layout.by_name):
-                    raise RemoteWireError("layout", "a partial delta of another layout")
-                if buffer.dtype != "float32" or buffer.size != context.layout.part(names).size:
-                    raise RemoteWireError("layout", f"a partial delta of {buffer.size} {buffer.dtype}")
-            case Metrics():
-                raise RemoteWireError("unexpected", "metrics nobody asked for")
-            case ModalityPrototypes(image=image, text=text):
-                if image.size != context.dim or text.size != context.dim:
-                    raise RemoteWireError("layout", f"prototypes of {image.size} and {text.size}, here {context.dim}")
-            case _:
-                pass
+        if isinstance(payload, Delta | PartialDelta):
+            _check_update(payload, context)
+        else:
+            _check_statistics(payload, context)
+
+
+def _check_update(payload: Delta | PartialDelta, context: Context) -> None:
+    """An update has samples behind it and fits the run's layout, or the part of it that it names."""
+    if payload.n_samples < 1:
+        raise RemoteWireError("malformed", f"a {payload.KIND} of no samples")
+    layout = context.layout
+    if payload.layout_digest != layout.digest:
+        raise RemoteWireError("layout", f"a {payload.KIND} of another layout")
+    if isinstance(payload, PartialDelta):
+        if not set(payload.names) <= set(layout.by_name):
+            raise RemoteWireError("layout", "a partial delta of unknown layers")
+        layout = layout.part(payload.names)
+    buffer = payload.buffer
+    if buffer.dtype != "float32" or buffer.size != layout.size:
+        raise RemoteWireError("layout", f"a {payload.KIND} of {buffer.size} {buffer.dtype}, here {layout.size} float32")
+
+
+def _check_statistics(payload: Payload, context: Context) -> None:
+    """What travels beside an update has the run's own shapes, as far as they are the same for all methods."""
+    match payload:
+        case Memory(centroids=centroids):
+            classifier = context.layout.by_name.get("visual.classifier.weight")
+            if classifier is None or centroids.shape != classifier.shape:
+                raise RemoteWireError("layout", f"a memory of shape {centroids.shape}")
+        case Metrics():
+            raise RemoteWireError("unexpected", "metrics nobody asked for")
+        case ModalityPrototypes(image=image, text=text):
+            if image.size != context.dim or text.size != context.dim:
+                raise RemoteWireError("layout", f"prototypes of {image.size} and {text.size}, here {context.dim}")
+        case _:
+            pass

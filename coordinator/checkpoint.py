@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ class Checkpoint:
         now: the run's time [s].
         due: arrival time [s] of each task in flight, by silo.
         tally: counters for the summary.
+        handed: number and time of handing out [s] of each task in flight, by silo.
     """
 
     rounds: Mapping[str, Any]
@@ -41,9 +42,11 @@ class Checkpoint:
     now: float
     due: Mapping[str, float]
     tally: Mapping[str, Any]
+    handed: Mapping[str, tuple[int, float]] = field(default_factory=dict)
 
 
-def _sync(path: Path) -> None:
+def to_disk(path: Path) -> None:
+    """Wait until a file or a folder is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -56,12 +59,13 @@ def _existing(folder: Path) -> list[Path]:
     return sorted(folder.glob("version-*")) if folder.is_dir() else []
 
 
-def save(folder: Path, checkpoint: Checkpoint) -> Path:
+def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] = to_disk) -> Path:
     """Write a checkpoint beside the others, then drop all but the last two.
 
     Args:
         folder: ``checkpoints`` of the run folder.
         checkpoint: what to write.
+        to_disk: brings a file or folder to the disk.
 
     Returns:
         The new checkpoint's folder.
@@ -83,19 +87,21 @@ def save(folder: Path, checkpoint: Checkpoint) -> Path:
                 os.link(older, temporary / name)
             else:
                 _write_state(temporary / name, state)
+                to_disk(temporary / name)
         meta = {
             "rounds": checkpoint.rounds,
             "now": checkpoint.now,
             "due": dict(checkpoint.due),
             "tally": checkpoint.tally,
+            "handed": dict(checkpoint.handed),
             "values": {str(version): dict(state.values) for version, state in checkpoint.states.items()},
         }
         (temporary / "checkpoint.json").write_text(json.dumps(meta), encoding="utf-8")
-        _sync(temporary / "checkpoint.json")
+        to_disk(temporary / "checkpoint.json")
         if target.exists():
             shutil.rmtree(target)
         temporary.rename(target)
-        _sync(folder)
+        to_disk(folder)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise RunError(f"{target}: the checkpoint could not be written: {error}") from error
@@ -108,7 +114,6 @@ def _write_state(path: Path, state: State) -> None:
     tensors = {_THETA: state.theta, **{_PREFIX + name: tensor for name, tensor in state.tensors.items()}}
     # Clones: safetensors refuses tensors that share memory, as views of one buffer do.
     save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path)
-    _sync(path)
 
 
 def load(folder: Path) -> Checkpoint | None:
@@ -127,7 +132,8 @@ def load(folder: Path) -> Checkpoint | None:
             int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values)
             for version, values in meta["values"].items()
         }
-        return Checkpoint(meta["rounds"], states, meta["now"], meta["due"], meta["tally"])
+        handed = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta["handed"].items()}
+        return Checkpoint(meta["rounds"], states, meta["now"], meta["due"], meta["tally"], handed)
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise InputError(
             str(newest), f"a damaged checkpoint ({error})", "a whole one; delete it to go on from the one before"

@@ -13,12 +13,13 @@ from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from coordinator.roster import Ready
+from coordinator.roster import Ready, Unusable
 from fedmq.audit import MessageLog
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
+from fedmq.fields import all_finite
 from fedmq.link import COORDINATOR
-from fedmq.messages import Error, Header, Kind, Message, Payload
+from fedmq.messages import Error, Header, Kind, Message, Payload, Reason, tensors
 
 #: What a peer answers to a task or to an evaluation.
 Answer = Callable[[Message], tuple[Payload, ...]]
@@ -80,8 +81,13 @@ class Inline:
         )
 
     def take(self, address: bytes, frames: Sequence[Any]) -> Any:
-        """What :meth:`receive` gave."""
-        return frames[0]
+        """What :meth:`receive` gave; a reply that no codec would let through is refused as the roster does."""
+        taken = frames[0]
+        bulk = [array for payload in getattr(taken, "payloads", ()) for array in tensors(payload)]
+        if not all(map(all_finite, bulk)):
+            self.refuse(taken.header.sender, RemoteWireError(Reason.NOT_FINITE, "NaN or infinity"), 0)
+            return Unusable(taken.header, Reason.NOT_FINITE)
+        return taken
 
     def online(self, name: str) -> bool:
         """Whether a peer has joined."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import assert_never
 
 import torch
@@ -17,7 +18,7 @@ import torch
 from coordinator import checkpoint as checkpoints
 from coordinator.accept import check_reply
 from coordinator.inline import Inline
-from coordinator.roster import Ready, Roster
+from coordinator.roster import Ready, Roster, Unusable
 from coordinator.rounds import (
     Action,
     Arrived,
@@ -40,21 +41,26 @@ from coordinator.rounds import (
 from coordinator.setting import Setting
 from coordinator.tally import Tally
 from coordinator.timeline import Due, Entry, Timeline
+from coordinator.trouble import Trouble
 from fedmq.audit import MessageLog
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
+from fedmq.faults import Fate
 from fedmq.link import BEAT_SECONDS, LOST_BEATS
 from fedmq.messages import Error, Kind, Loss, Message, Metrics, Model, TaskInfo
-from fedmq.protocol import Personalised, Releasing, Reply, SiloFacts, State
+from fedmq.protocol import Checking, Personalised, Releasing, Reply, SiloFacts, State
 from fedmq.runfolder import append_line
 from fedmq.staleness import damping, mixed
 from fedmq.status import Status
 from fedmq.transport import Listener
+from protocols._robust import robust_replies
 
 EVALUATOR = "evaluator"
 _POLL_SECONDS = 0.2
 #: Real seconds the finished run waits for an evaluator that went away.
 _EVALUATOR_PATIENCE = 60.0
+#: A full disk may be full for a moment only; after that many refusals the run stops, to be resumed.
+_CHECKPOINT_TRIES = 3
 
 
 @dataclass
@@ -70,6 +76,7 @@ class Loop:
         roster: of peers.
         log: the message log.
         tally: counters.
+        trouble: the scenario's faults.
         due: arrival times of tasks in flight, from a checkpoint.
         evaluated: versions whose evaluation is on file already.
         report: called with a :class:`Status` a few times a second.
@@ -84,6 +91,7 @@ class Loop:
     roster: Roster | Inline
     log: MessageLog
     tally: Tally
+    trouble: Trouble
     due: dict[str, float]
     evaluated: set[int]
     report: Callable[[Status], None]
@@ -126,6 +134,7 @@ class Loop:
             self._step()
         waiting = self.clock.stopwatch()
         if self.rounds.phase is Phase.DONE:
+            self.trouble.bring_back()
             self._ask_for_personal()
         while self.rounds.phase is Phase.DONE and (self._evaluations or self._measuring):
             self._receive(_POLL_SECONDS)
@@ -156,7 +165,10 @@ class Loop:
         if entry is not None and not gathering and self._is_ready(entry):
             self._timeline.pop()
             self.clock.advance_to(max(entry.at, self.clock.now()))
-            self._handle(self._event(entry))
+            event = self._event(entry)
+            self._note_event(entry, event)
+            self._handle(event)
+            self.trouble.after_event(self.rounds.version)
         else:
             wait = _POLL_SECONDS
             if entry is not None and not gathering and not self.clock.virtual:
@@ -182,6 +194,11 @@ class Loop:
                     return outcome
                 losses = [payload.value for payload in outcome.payloads if isinstance(payload, Loss)]
                 return Arrived(entry.silo, entry.sequence, losses[0] if losses else None)
+
+    def _note_event(self, entry: Entry, event: Event) -> None:
+        """Put what happens, when, and at which version on record: a replay compares it event by event."""
+        what, version = type(event).__name__.lower(), self.rounds.version
+        self.log.note("event", event=what, silo=entry.silo, sequence=entry.sequence, now=entry.at, version=version)
 
     def _schedule_switch(self, silo: str) -> None:
         """Put a silo's next going on or off on the timeline."""
@@ -231,11 +248,23 @@ class Loop:
             if got is None:
                 return
             wait = 0.0
-            taken = self.roster.take(*got)
-            if isinstance(taken, Ready):
-                self._welcome(taken)
-            elif taken is not None:
-                self._take(taken)
+            arrived, lost = self.trouble.incoming(*got)
+            for failed in lost:
+                self._deliver(failed.silo, failed.sequence, failed)
+            for address, frames in arrived:
+                taken = self.roster.take(address, frames)
+                if isinstance(taken, Ready):
+                    self._welcome(taken)
+                elif isinstance(taken, Unusable):
+                    self._give_up(taken)
+                elif taken is not None:
+                    self._take(taken)
+
+    def _give_up(self, unusable: Unusable) -> None:
+        """A reply that cannot be read is this task's outcome; asking for it again would bring the same."""
+        header = unusable.header
+        if header.kind is Kind.REPLY and header.reply_to is not None and header.sender in self._facts:
+            self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, unusable.reason))
 
     def _welcome(self, ready: Ready) -> None:
         name = ready.name
@@ -267,7 +296,10 @@ class Loop:
         elif header.kind is Kind.REPLY and header.reply_to is not None:
             try:
                 self._check_base(message)
-                check_reply(message, self.setting.protocol.uploads(self._facts[header.sender]), self.setting.context)
+                silo = self._facts_at(header.sender, header.base_version)
+                check_reply(message, self.setting.protocol.uploads(silo), self.setting.context)
+                if isinstance(self.setting.protocol, Checking):
+                    self.setting.protocol.check(message.payloads)
                 self._deliver(header.sender, header.reply_to, message)
             except RemoteWireError as error:
                 self.roster.refuse(header.sender, error, 0)
@@ -292,8 +324,19 @@ class Loop:
             detail = f"base version {header.base_version}, the task had {flight.base_version}"
             raise RemoteWireError("unexpected", detail)
 
-    def _deliver(self, silo: str, sequence: int, outcome: Message | Failed) -> None:
-        """A task has its outcome; the first one counts, and its time is the timeline's business."""
+    def _facts_at(self, name: str, version: int) -> SiloFacts:
+        """A silo as it is at a version; only faults change it."""
+        return self.setting.script.facts(self._facts[name], version)
+
+    def _deliver(self, silo: str, sequence: int, outcome: Message | Failed, after: float | None = None) -> None:
+        """A task has its outcome; the first one counts, and its time is the timeline's business.
+
+        Args:
+            silo: whose task it was.
+            sequence: its number.
+            outcome: a checked reply, or why there is none.
+            after: seconds of real time from now, where time is real; None leaves it to the scenario's faults.
+        """
         flight = self.rounds.flights.get(silo)
         if flight is None or flight.sequence != sequence or (silo, sequence) in self._inbox:
             # Said before: it is merged, given up, or waits for its time already. The first answer stands.
@@ -304,7 +347,8 @@ class Loop:
         if isinstance(outcome, Message):
             self.tally.traffic("up", outcome.payloads)
         if not self.clock.virtual:
-            self._timeline.arrival(self.clock.now(), self._facts[silo].index, silo, sequence)
+            at = self.clock.now() + (self.trouble.delay(silo) if after is None else after)
+            self._timeline.arrival(at, self._facts[silo].index, silo, sequence)
 
     def _look_around(self) -> None:
         """Who went silent, who stayed away too long, and is it time to tell how things stand."""
@@ -331,17 +375,23 @@ class Loop:
 
     # -------------------------------------------------------------------------------------------------- to outside
     def _send(self, action: Send) -> None:
-        silo = self._facts[action.silo]
+        silo = self._facts_at(action.silo, action.base_version)
+        fate = self._fate(silo, action)
         if silo.name not in self.due:
             self.due[silo.name] = math.inf
             if self.clock.virtual:
-                at = self._outcome_at(silo, action.sequence)
+                at = self._outcome_at(silo, fate)
                 self.due[silo.name] = at
                 self._timeline.arrival(at, silo.index, silo.name, action.sequence)
-        if self.clock.virtual and not self.setting.trace.on(silo.name, self.due[silo.name]):
-            # It goes off with the task; that is known, so it need not train for nothing.
-            self._inbox[silo.name, action.sequence] = Failed(silo.name, action.sequence, "went off")
+        off = self.clock.virtual and not self.setting.trace.on(silo.name, self.due[silo.name])
+        if off or not fate.sent:
+            # It goes off with the task, or never hears of it; that is known, so it need not train for nothing.
+            self.trouble.kept_from(silo.name, fate)
+            if (silo.name, action.sequence) not in self._inbox:
+                failed = Failed(silo.name, action.sequence, fate.fails or "went off")
+                self._deliver(silo.name, action.sequence, failed, max(0.0, fate.due - self.clock.now()))
             return
+        self.trouble.before_sending(silo.name)
         if not self.roster.online(silo.name):
             self._away.setdefault(silo.name, self.clock.stopwatch())
             return
@@ -354,15 +404,25 @@ class Loop:
             learning_rate=training.rate_at(action.round, self.setting.scenario.rounds),
         )
         header = self.roster.header(silo.name, Kind.TASK, sequence=action.sequence, base_version=action.base_version)
-        if self.roster.send(silo.name, Message(header, payloads, info)):
+        # Stamped with its first handing out, so that a silo that is sent it again does the same again.
+        message = Message(replace(header, sent_at=fate.handed), payloads, info)
+        if self.roster.send(silo.name, message):
             self.tally.traffic("down", payloads)
+            self.trouble.after_sending(silo.name, action.sequence)
 
-    def _outcome_at(self, silo: SiloFacts, sequence: int) -> float:
+    def _fate(self, silo: SiloFacts, action: Send) -> Fate:
+        """What becomes of a task: from the cost model and the scenario's faults, the same whenever it is sent."""
+        work = self.setting.cost.duration(silo.name, action.sequence, self.setting.samples[silo.index])
+        fate = self.trouble.fate(silo.name, action.sequence, action.base_version, work)
+        if not self.setting.protocol.eligible(silo):
+            return replace(fate, due=fate.handed, fails="not eligible", sent=False)
+        return fate
+
+    def _outcome_at(self, silo: SiloFacts, fate: Fate) -> float:
         """When a task handed out now will have its outcome [s of virtual time]."""
-        now = self.clock.now()
-        due = now + self.setting.cost.duration(silo.name, sequence, self.setting.samples[silo.index])
         wait = self.setting.scenario.participation.interrupted == "wait"
-        return self.setting.trace.outcome_at(silo.name, now, due, wait=wait)
+        on = self.setting.trace.outcome_at(silo.name, fate.handed, fate.due, wait=wait)
+        return on if fate.sent else fate.due
 
     def _merge(self, round_: int, arrived: tuple[Arrived, ...]) -> None:
         """Merge, checkpoint, and tell the machine: one step, of which either all or nothing survives."""
@@ -373,7 +433,7 @@ class Loop:
         state = self.states[self.rounds.version]
         log: Mapping[str, float] = {}
         if replies:
-            merged = self.setting.protocol.merge(state, replies, round_)
+            merged = self.setting.protocol.merge(state, self._robust(replies), round_)
             state, log = self._mixed(state, merged.state, replies), merged.log
             if not bool(torch.isfinite(state.theta).all()):
                 raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")
@@ -410,22 +470,38 @@ class Loop:
         base = message.header.base_version
         age = self.rounds.version - base
         factor = damping(self.setting.scenario.aggregation.staleness, age)
-        return Reply(self._facts[item.silo], item.sequence, base, age, factor, message.payloads)
+        return Reply(self._facts_at(item.silo, base), item.sequence, base, age, factor, message.payloads)
+
+    def _robust(self, replies: list[Reply]) -> list[Reply]:
+        """The replies as the scenario's robust rule leaves them."""
+        kept = robust_replies(replies, self.setting.scenario.aggregation.robust, self.setting.context.layout)
+        for name in sorted({reply.silo.name for reply in replies} - {reply.silo.name for reply in kept}):
+            self.log.note("reply left out by krum", silo=name, version=self.rounds.version)
+        return kept
 
     def _mixed(self, before: State, after: State, replies: list[Reply]) -> State:
-        """In async mode the step of the parameters, which a lone reply's weight cannot damp, is scaled (FedAsync)."""
-        if self.setting.scenario.aggregation.mode != "async":
-            return after
-        rate = self.setting.scenario.aggregation.mixing * replies[0].damping
-        return replace(after, theta=mixed(before.theta, after.theta, rate))
+        """Apply the scenario's share of the parameters' step; a lone reply's damping, too, can only act there."""
+        aggregation = self.setting.scenario.aggregation
+        damped = replies[0].damping if aggregation.mode == "async" else 1.0
+        return replace(after, theta=mixed(before.theta, after.theta, aggregation.rate * damped))
 
     def _save(self, after: Rounds) -> None:
         self._settled = {
             silo: after.flights[silo].sequence - 1 if silo in after.flights else sequence
             for silo, sequence in after.sequences.items()
         }
-        record = checkpoints.Checkpoint(after.to_plain(), self.states, self.clock.now(), self.due, self._tallied())
-        checkpoints.save(self.setting.folder.checkpoints, record)
+        handed = {silo: self.trouble.handed[silo] for silo in after.flights}
+        plain, now, tallied = after.to_plain(), self.clock.now(), self._tallied()
+        record = checkpoints.Checkpoint(plain, self.states, now, self.due, tallied, handed)
+        for left in reversed(range(_CHECKPOINT_TRIES)):
+            try:
+                checkpoints.save(self.setting.folder.checkpoints, record, partial(self.trouble.to_disk, after.version))
+                return
+            except RunError as error:
+                self.log.note("checkpoint refused", version=after.version, error=str(error)[:300])
+                if not left:
+                    raise
+                self.clock.pause(_POLL_SECONDS)
 
     def _settled_now(self) -> dict[str, int]:
         flights = self.rounds.flights
@@ -489,7 +565,7 @@ class Loop:
     def _send_measuring(self, name: str) -> None:
         version = self.rounds.version
         header = self.roster.header(name, Kind.EVALUATE, sequence=self._settled.get(name, 0), base_version=version)
-        payloads = self.setting.protocol.task(self.states[version], self._facts[name])
+        payloads = self.setting.protocol.task(self.states[version], self._facts_at(name, version))
         if not self.roster.send(name, Message(header, payloads)):
             self._away.setdefault(name, self.clock.stopwatch())
 

@@ -7,7 +7,7 @@ import json
 import math
 import platform
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.setting import Setting
 from coordinator.tally import Tally
+from coordinator.trouble import Order, Trouble
 from fedmq import report
 from fedmq.audit import MessageLog
 from fedmq.clock import Clock, clock_for
@@ -36,11 +37,10 @@ from fedmq.handshake import Accepted
 from fedmq.layout import Layout
 from fedmq.link import COORDINATOR
 from fedmq.memory import keep_buffers
-from fedmq.messages import Loss
-from fedmq.messages import Payload
+from fedmq.messages import Loss, Payload
 from fedmq.metrics import fairness
+from fedmq.participation import cohort_size, trace_of
 from fedmq.protocol import Releasing
-from fedmq.participation import trace_of
 from fedmq.runfolder import RunFolder, read_lines, write_atomically, write_json
 from fedmq.scenario import Scenario
 from fedmq.status import Status
@@ -107,6 +107,7 @@ def run_coordinator(
     status: Callable[[Status], None] = lambda _: None,
     stop_wanted: Callable[[], bool] = lambda: False,
     peers: Callable[[World], Mapping[str, Answer]] | None = None,
+    order: Callable[[Order], None] | None = None,
 ) -> Outcome:
     """Run a coordinator from the first round, or from a checkpoint, to the end.
 
@@ -115,6 +116,7 @@ def run_coordinator(
         listening: told the URI once silos can connect.
         status: told how things stand, a few times a second.
         stop_wanted: asked between events; true stops the run cleanly, to be resumed later.
+        order: carries out what scripted faults need of whoever started the processes; None where nobody can.
         peers: makes all silos and the evaluator as functions in this process; None lets them connect.
 
     Raises:
@@ -147,7 +149,9 @@ def run_coordinator(
             # Frames up to twice that are read, so as to be refused by name and logged; ZeroMQ hangs up on larger ones.
             listener = listen(arguments.bind, max_frame=2 * max_body)
             roster = Roster(listener, *keys, run, log, clock, max_body)
-        loop = _loop(setting, theta, saved, clock, listener, roster, log, status, stop_wanted)
+        wired, handed = isinstance(roster, Roster), saved.handed if saved else {}
+        trouble = Trouble(setting.script, folder, log, clock, order=order, wired=wired, handed=handed)
+        loop = _loop(setting, theta, saved, clock, listener, roster, log, trouble, status, stop_wanted)
         listening(listener.uri)
         began = clock.stopwatch()
         phase = loop.run()
@@ -184,14 +188,16 @@ def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setti
     context = world.context(scenario, model)
     protocol_class = protocols.load(scenario.protocol.name)
     options = protocols.options_of(protocol_class, scenario.protocol.options)
+    asked = sum(map(protocol_class(options, context).eligible, world.silos))
+    if not asked:
+        allowed = f"at least one silo that {scenario.protocol.name} may ask"
+        raise InputError("missing_modality", "no such silo is left", allowed)
+    context = replace(context, cohort=cohort_size(scenario.participation.rate, asked))
     size = model.layout.nbytes
     cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     samples = tuple(len(rows) for rows in world.train)
     setting = Setting(scenario, protocol_class(options, context), context, samples, cost, folder, trace)
-    if not any(setting.protocol.eligible(silo) for silo in world.silos):
-        allowed = f"at least one silo that {scenario.protocol.name} may ask"
-        raise InputError("missing_modality", "no such silo is left", allowed)
     if scenario.participation.kind == "power_of_choice" and not all(
         Loss in setting.protocol.uploads(silo) for silo in world.silos if setting.protocol.eligible(silo)
     ):
@@ -208,6 +214,7 @@ def _loop(
     listener: Listener | Inline,
     roster: Roster | Inline,
     log: MessageLog,
+    trouble: Trouble,
     status: Callable[[Status], None],
     stop_wanted: Callable[[], bool],
 ) -> Loop:
@@ -227,6 +234,7 @@ def _loop(
         roster,
         log,
         tally,
+        trouble,
         due,
         evaluated,
         report=status,
@@ -309,7 +317,12 @@ def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, A
         "fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
         **_personal_summary(loop),
         "bytes": {"up": dict(sorted(tally.up.items())), "down": dict(sorted(tally.down.items()))},
-        "messages": {"sent": tally.sent, "received": tally.received, "refused": tally.refused.total()},
+        "messages": {
+            "sent": tally.sent,
+            "received": tally.received,
+            "refused": tally.refused.total(),
+            "logged": scenario.launcher != "inline",
+        },
         "seconds": {
             **{
                 name: round(seconds.get(name, 0.0), 3)

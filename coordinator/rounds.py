@@ -140,7 +140,7 @@ Action = Send | SetDeadline | Merge | Discard | Finish
 
 TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
     Phase.GATHERING: {
-        Joined: (Phase.GATHERING, Phase.COLLECTING),
+        Joined: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),  # done: restored after the last merge
         Lost: (Phase.GATHERING,),
         Switched: (Phase.GATHERING,),
         Stop: (Phase.STOPPED,),
@@ -353,12 +353,15 @@ class Rounds:
     def _refilled(self) -> tuple[Rounds, tuple[Action, ...]]:
         """Hand out the tasks that are due now: a whole cohort if none is out, or as many as came back."""
         plan = self.plan
-        if self.phase is not Phase.COLLECTING or (plan.mode == "sync" and self.cohort):
+        begun = plan.mode == "sync" and (self.cohort or self.failed)
+        if self.phase is not Phase.COLLECTING or begun or self._enough:
             return self, ()
         busy = {*self.gone, *self.off, *self.flights, *self.arrived, *self.cohort, *self.failed}
         free = tuple(silo for silo in plan.eligible if silo not in busy)
-        # Stragglers of rounds merged before are no part of a synchronous round; elsewhere every task out counts.
-        count = plan.out if plan.mode == "sync" else plan.out - len(self.flights) - len(self.arrived)
+        # Stragglers of rounds merged before are no part of a synchronous round; elsewhere every task out counts. A silo
+        # whose reply waits makes room for another, but not for a full buffer: that is to be a round.
+        waiting = len(self.arrived) if plan.wanted == plan.out else 0
+        count = plan.out if plan.mode == "sync" else plan.out - len(self.flights) - waiting
         chosen = plan.sampling.choose(plan.seed, self.version, free, count, self.losses)
         sequences, flights = dict(self.sequences), dict(self.flights)
         actions: list[Action] = []
@@ -367,10 +370,10 @@ class Rounds:
             flights[silo] = Flight(sequences[silo], self.version, self.version)
             actions.append(Send(silo, sequences[silo], self.version, self.version))
         cohort = self.cohort + chosen
-        begun = replace(self, cohort=cohort, sequences=sequences, flights=flights)
+        asked = replace(self, cohort=cohort, sequences=sequences, flights=flights)
         if plan.patience is None or self.timed or not (cohort or (plan.mode != "sync" and flights)):
-            return begun, tuple(actions)
-        return replace(begun, timed=True), (*actions, SetDeadline(self.version, plan.patience))
+            return asked, tuple(actions)
+        return replace(asked, timed=True), (*actions, SetDeadline(self.version, plan.patience))
 
     def _arrived(self, silo: str, sequence: int, loss: float | None) -> tuple[Rounds, tuple[Action, ...]]:
         flight = self.flights.get(silo)
@@ -379,11 +382,10 @@ class Rounds:
         flights = {name: each for name, each in self.flights.items() if name != silo}
         landed = replace(self, flights=flights, losses=self.losses if loss is None else {**self.losses, silo: loss})
         reason = self._refusal(flight)
-        if reason is not None:
-            after, actions = landed._refilled()
-            after, more = after._merge_if_ready()
-            return after, (Discard(silo, sequence, reason), *actions, *more)
-        return replace(landed, arrived={**self.arrived, silo: sequence})._merge_if_ready()
+        if reason is None:
+            return replace(landed, arrived={**self.arrived, silo: sequence})._onward()
+        after, actions = landed._onward()
+        return after, (Discard(silo, sequence, reason), *actions)
 
     def _refusal(self, flight: Flight) -> str | None:
         """Why a reply will not be merged; None if it will."""
@@ -403,9 +405,11 @@ class Rounds:
         if self.phase is Phase.COLLECTING and flight.base_version == self.version:
             cohort = tuple(name for name in self.cohort if name != silo)
             after = replace(after, cohort=cohort, failed=self.failed | {silo})
-            if self.plan.mode == "sync":
-                return after._merge_if_ready()
-        after, actions = after._refilled()
+        return after._onward()
+
+    def _onward(self) -> tuple[Rounds, tuple[Action, ...]]:
+        """Ask somebody else, or merge, or neither."""
+        after, actions = self._refilled()
         after, more = after._merge_if_ready()
         return after, (*actions, *more)
 
@@ -418,20 +422,22 @@ class Rounds:
         """Merge once enough replies are there, or as many as patience demands, or no more will come."""
         if self.phase is not Phase.COLLECTING:
             return self, ()
-        have, plan = len(self.arrived), self.plan
-        if plan.mode == "sync":
-            expected = min(len(self.cohort), plan.wanted)
-            enough = max(1, math.ceil(plan.quorum * expected - 1e-9)) if self.overdue else expected
-            over = not self.cohort
-        else:
-            enough = 1 if self.overdue else plan.wanted
-            over = not self.flights
+        over = not (self.cohort if self.plan.mode == "sync" else self.flights)
         # A version at which everybody asked failed still counts: it merges nothing, and the run goes on.
         asked = bool(self.arrived or self.cohort or self.failed)
-        if asked and (over or have >= enough):
-            replies = tuple(Arrived(silo, self.arrived[silo]) for silo in plan.silos if silo in self.arrived)
+        if self._enough or (asked and over):
+            replies = tuple(Arrived(silo, self.arrived[silo]) for silo in self.plan.silos if silo in self.arrived)
             return replace(self, phase=Phase.MERGING), (Merge(self.version, replies),)
         return self, ()
+
+    @property
+    def _enough(self) -> bool:
+        """Whether as many replies are there as make a merge, or as patience demands."""
+        plan, have = self.plan, len(self.arrived)
+        if plan.mode != "sync":
+            return have >= (1 if self.overdue else plan.wanted)
+        expected = min(len(self.cohort), plan.wanted)
+        return have >= max(1, math.ceil(plan.quorum * expected - 1e-9) if self.overdue else expected)
 
     def _merged(self, version: int) -> tuple[Rounds, tuple[Action, ...]]:
         if version != self.version + 1:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from coordinator.rounds import Plan
 from fedmq.cost import CostModel
@@ -10,6 +11,7 @@ from fedmq.participation import Trace, cohort_size, sampling_of
 from fedmq.protocol import Context, FederatedProtocol
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
+from fedmq.script import Script
 
 
 @dataclass(frozen=True)
@@ -34,11 +36,20 @@ class Setting:
     folder: RunFolder
     trace: Trace = field(default_factory=Trace)
 
+    @cached_property
+    def script(self) -> Script:
+        """The scenario's faults."""
+        return Script(self.scenario.faults, self.scenario.seed, self.context.silos)
+
     @property
     def plan(self) -> Plan:
         """The rounds machine's share of the scenario."""
         silos, participation, aggregation = self.context.silos, self.scenario.participation, self.scenario.aggregation
-        eligible = tuple(silo.name for silo in silos if self.protocol.eligible(silo))
+        eligible = tuple(
+            silo.name
+            for silo in silos
+            if any(self.protocol.eligible(state) for state in self.script.phases(silo, self.scenario.rounds))
+        )
         samples = {silo.name: self.samples[silo.index] for silo in silos}
         patience = {"sync": aggregation.deadline, "buffered": aggregation.timeout, "async": None}
         return Plan(

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from fedmq.clock import Clock
 from fedmq.errors import InputError
-from fedmq.messages import Header, Message, tensor_bytes
+from fedmq.messages import Header, Message, digest, tensor_bytes
 
 GENESIS = "0" * 64
 Action = Literal["sent", "received", "refused", "note"]
@@ -110,6 +110,8 @@ class MessageLog:
                 "action": action,
                 **_header(message.header),
                 "payloads": [[payload.KIND, tensor_bytes(payload)] for payload in message.payloads],
+                # The sender's record alone: hashing costs, and the tag binds the receiver's record to it.
+                **({"digests": [digest(payload) for payload in message.payloads]} if action == "sent" else {}),
                 "bytes": size,
                 "tag": tag,
             }

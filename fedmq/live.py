@@ -112,11 +112,16 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
 def print_summary(summary: Mapping[str, Any], folder: RunFolder, console: Console) -> None:
     """What a run came to, and where to look further."""
     metrics = summary["metrics"]
-    table = Table(
-        "", "R@1", "R@5", "R@10", title=f"{summary['scenario']}: {summary['protocol']}, seed {summary['seed']}"
-    )
-    for name, way in (("image to text", "i2t"), ("text to image", "t2i"), ("mean", "mean")):
-        table.add_row(name, *(f"{metrics[f'{way}_r{k}']:.4f}" for k in (1, 5, 10)))
+    labels = "map" in metrics
+    head = ("", "R@1", "R@5", "R@10", *(["mAP"] if labels else []))
+    table = Table(*head, title=f"{summary['scenario']}: {summary['protocol']}, seed {summary['seed']}")
+    models = [("", metrics)] + ([("own models, ", summary["personal"])] if "personal" in summary else [])
+    for whose, measured in models:
+        for name, way in (("image to text", "i2t"), ("text to image", "t2i"), ("mean", "mean")):
+            cells = [f"{measured[f'{way}_r{k}']:.4f}" for k in (1, 5, 10)]
+            if labels:
+                cells.append(f"{measured['map' if way == 'mean' else f'map_{way}']:.4f}")
+            table.add_row(whose + name, *cells)
     console.print(table)
     fairness, seconds, traffic = summary["fairness"], summary["seconds"], summary["bytes"]
     console.print(
@@ -127,7 +132,8 @@ def print_summary(summary: Mapping[str, Any], folder: RunFolder, console: Consol
         f"time: {seconds['total']:.1f} s ({seconds['startup']:.1f} s until all silos were ready), "
         f"memory of all processes {summary['processes']['peak_pss_mb']:.0f} MB\n"
         f"model digest {summary['model_digest']}\n"
-        f"run folder {folder.root}: report.html to look at, fedmq audit {folder.root} to check the message logs",
+        f"run folder {folder.root}: report.html to look at"
+        + (f", fedmq audit {folder.root} to check the message logs" if summary["messages"]["logged"] else ""),
         highlight=False,
         soft_wrap=True,
     )

@@ -33,6 +33,7 @@ from fedmq.payloads import (
     Representations,
     RouterStatistics,
     Share,
+    digest,
     tensor_bytes,
     tensors,
 )
@@ -71,6 +72,7 @@ __all__ = [
     "RouterStatistics",
     "Share",
     "TaskInfo",
+    "digest",
     "tensor_bytes",
     "tensors",
 ]

@@ -4,6 +4,8 @@ All values are fractions in [0, 1]. Ties are ordered by (distance, database inde
 inner workings; for Hamming ranking :func:`mean_expected_ap` gives the number that does not depend on the order at all.
 Distances are [Q, N] arrays where smaller is closer; a similarity is ranked by its negative. Public hashing code leaves
 ties to an unstable sort, which moves the third decimal.
+
+These are the definitions, on whole matrices. ``fedmq.ranking`` finds the same values for galleries of any size.
 """
 
 from __future__ import annotations
@@ -15,14 +17,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from fedmq.ranking import Denominator, Empty, harmonic_numbers, tie_averaged_ap
+
 Floats = npt.NDArray[np.floating[Any]]
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 Array = npt.NDArray[Any] | torch.Tensor
 
 Ties = Literal["stable", "best", "worst"]
-Denominator = Literal["retrieved", "total", "min"]
-Empty = Literal["zero", "skip"]
 
 RECALLS = (1, 5, 10)
 #: Scores looked at together, so that memory stays bounded however large the gallery is.
@@ -179,25 +181,12 @@ def average_precision(
 
 
 def expected_ap(distance: Floats, relevant: Floats) -> F64:
-    """AP of each query [Q] averaged over all orders inside tied blocks, in closed form over the whole list.
-
-    In a block of n items, r of them relevant, with A items and B relevant ones before it, the item at place i of the
-    block is relevant with probability r/n, and given that, (i-1)(r-1)/(n-1) relevant ones precede it in the block.
-    """
-    harmonic = np.concatenate([[0.0], np.cumsum(1.0 / np.arange(1, distance.shape[1] + 1))])
+    """AP of each query [Q] averaged over all orders inside tied blocks; see ``fedmq.ranking.tie_averaged_ap``."""
+    harmonic = harmonic_numbers(distance.shape[1])
     result = np.zeros(len(distance))
     for row, (d, rel) in enumerate(zip(distance, relevant, strict=True)):
-        total = rel.sum()
-        if total == 0:
-            continue
         _, block = np.unique(d, return_inverse=True)
-        n = np.bincount(block)
-        r = np.bincount(block, weights=rel)
-        A, B = np.cumsum(n) - n, np.cumsum(r) - r
-        inner = np.divide(r - 1, n - 1, out=np.zeros(len(n)), where=n > 1)
-        inverse = harmonic[A + n] - harmonic[A]  # sum over i of 1 / (A + i)
-        precisions = (B + 1) * inverse + inner * (n - (A + 1) * inverse)
-        result[row] = (r / n * precisions).sum() / total
+        result[row] = tie_averaged_ap(np.bincount(block), np.bincount(block, weights=rel), harmonic)
     return result
 
 
@@ -223,17 +212,6 @@ def mean_ap(
 def mean_expected_ap(distance: Floats, relevant: Floats, empty: Empty = "zero") -> float:
     """Mean AP over the whole list averaged over orders of ties."""
     return _mean_over_queries(expected_ap(distance, relevant), relevant, empty)
-
-
-def hamming_map(
-    queries: Array, database: Array, query_labels: Array, database_labels: Array, cutoff: int | None = None
-) -> float:
-    """Mean AP of codes and labels in bounded memory, stable ties, retrieved denominator, empty queries zero."""
-    q, b, ql, bl = map(_numpy, (queries, database, query_labels, database_labels))
-    if not len(q):
-        return 0.0
-    parts = [average_precision(hamming(q[c], b), relevance(ql[c], bl), cutoff) for c in _chunks(len(q), len(b))]
-    return float(np.concatenate(parts).mean())
 
 
 # --------------------------------------------------------------------------- NDCG, precision, recall, curves

@@ -64,7 +64,9 @@ class Aggregation(Part):
     timeout: Positive | None = Field(
         None, description="buffered: seconds after which fewer replies are merged; null waits for them"
     )
-    mixing: Fraction = Field(0.6, gt=0.0, description="async: share of a fresh reply's update that is applied")
+    mixing: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
+        None, description="buffered and async: share of a merge's step that is applied; null means 1 and 0.6"
+    )
     staleness: Staleness = Staleness()
     max_staleness: int | None = Field(None, ge=0, description="older replies are discarded; null takes all")
     max_age: int | None = Field(
@@ -76,6 +78,18 @@ class Aggregation(Part):
         "virtual time, where nothing may depend on how long it really takes, and gives up in real time",
     )
     lost_after: Positive = Field(60.0, description="real seconds after which a silo that stays away is given up")
+
+    @property
+    def rate(self) -> float:
+        """The share of a merge's step that is applied (FedBuff's server learning rate, FedAsync's mixing rate)."""
+        match self.mode:
+            case "sync":
+                return 1.0
+            case "buffered":
+                return self.mixing or 1.0
+            case "async":
+                return self.mixing or 0.6
+
     robust: Robust = Robust()
 
 

@@ -5,6 +5,7 @@ A payload declares its fields once, in ``FIELDS``; construction and decoding bot
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -390,3 +391,17 @@ def tensors(payload: Payload) -> list[npt.NDArray[Any]]:
 def tensor_bytes(payload: Payload) -> int:
     """Bytes of the payload's tensors; scalars and names are not counted."""
     return sum(array.nbytes for array in tensors(payload))
+
+
+def digest(payload: Payload) -> str:
+    """SHA-256 (hex) over a payload's kind and every field of it: equal digests, equal payloads, to the bit."""
+    total = hashlib.sha256(payload.KIND.encode())
+    for name in payload.FIELDS:
+        value = getattr(payload, name)
+        if isinstance(value, np.ndarray):
+            total.update(f"\0{name}\0{value.dtype.name}{value.shape}\0".encode())
+            total.update(np.ascontiguousarray(value).data)
+        else:
+            plain = dict(sorted(value.items())) if isinstance(value, Mapping) else value
+            total.update(f"\0{name}\0{plain!r}".encode())
+    return total.hexdigest()

@@ -57,7 +57,7 @@ class Context:
         training: optimiser, batch size, local epochs.
         objective: the base loss and its options.
         label_names: of the data set's L labels, in their order; empty where it has none.
-        participation: share of the eligible silos in a full round.
+        cohort: silos of a full synchronous round, for merges of fewer; None takes every merge for a full one.
         max_age: versions after which a table of last-known statistics forgets a silo; None keeps all.
     """
 
@@ -69,7 +69,7 @@ class Context:
     training: Training
     objective: Objective = Objective()
     label_names: tuple[str, ...] = ()
-    participation: float = 1.0
+    cohort: int | None = None
     max_age: int | None = None
 
 
@@ -181,6 +181,12 @@ class Merged:
     log: Mapping[str, float] = field(default_factory=dict)
 
 
+def encoders_of(model: TwoTower) -> Encoders:
+    """The model's own two towers."""
+    device = model.flat.device
+    return Encoders(lambda x: model.image(x.to(device)), lambda x: model.caption(x.to(device)))
+
+
 def take(payloads: Sequence[Payload], kind: type[P]) -> P:
     """The one payload of a kind.
 
@@ -243,6 +249,19 @@ class Personalised(Protocol):
         """A silo's own model, from its state and from what a task of now would bring.
 
         The silo measures it on held-out items in both modalities; nothing but the figures leaves the silo.
+        """
+        ...
+
+
+@runtime_checkable
+class Checking(Protocol):
+    """What a method adds whose replies hold payloads of shapes that only it knows, as FedHAP's discriminator."""
+
+    def check(self, payloads: Sequence[Payload]) -> None:
+        """Check a reply's payloads, whose kinds are right, before it counts as one.
+
+        Raises:
+            RemoteWireError: a payload is not of this run's shape; the reply is refused, the run goes on.
         """
         ...
 

@@ -46,6 +46,11 @@ class RunFolder:
         return self.root / "checkpoints"
 
     @property
+    def faults(self) -> Path:
+        """One line per scripted fault that must not strike again, whoever restarts."""
+        return self.root / "faults.jsonl"
+
+    @property
     def model(self) -> Path:
         """The released model."""
         return self.root / "model"

@@ -18,6 +18,12 @@ from fedmq.parts import Aggregation, Cost, Count, Fraction, Name, NonNegative, P
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
 
+#: Before the name of a timm model in ``backbone.name``.
+TIMM = "timm:"
+#: ``backbone.name`` of an image network in a .mat file of MatConvNet, as CNN-F is distributed.
+MATCONVNET = "matconvnet"
+
+
 class ProtocolChoice(BaseModel):
     """Which federated method runs; the other keys are that method's own options, checked by its dataclass."""
 
@@ -76,19 +82,30 @@ class Data(Part):
 class Backbone(Part):
     """The frozen encoder under the trainable adapters and heads."""
 
-    name: str = Field("lite", min_length=1, description="lite, features, an open_clip model, or timm:NAME")
+    name: str = Field("lite", min_length=1, description="lite, features, an open_clip model, timm:NAME, or matconvnet")
     pretrained: str | None = Field(None, description="open_clip tag or local file; null means random weights")
     adapter_site: Literal["feature", "blocks"] = Field("feature", description="where the bottleneck adapters sit")
     bottleneck: Count = Field(64, description="width of the adapters")
+    adapter: Literal["bottleneck", "mma"] = Field(
+        "bottleneck", description="each tower's own, or multi-modal with a middle layer both towers share, for pfedmma"
+    )
+    adapter_scale: NonNegative = Field(0.5, description="factor of what multi-modal adapters add; others know none")
     head: Literal["residual", "mlp"] = Field("residual", description="z = x + mlp(x), or z = mlp(x) as RCSR prints it")
     dim: Count | None = Field(None, description="joint dimension of an mlp head; null means the encoder's own")
+    precision: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the frozen towers' products with adapters in the blocks; bfloat16 by autocast"
+    )
     adapter_std: NonNegative = Field(0.01, description="initial standard deviation of adapter weights")
     head_std: NonNegative = Field(0.02, description="initial standard deviation of head weights")
 
     @model_validator(mode="after")
     def _site_fits(self) -> Backbone:
-        if self.adapter_site == "blocks" and (self.name in ("lite", "features") or self.name.startswith("timm:")):
+        if self.adapter_site == "blocks" and (
+            self.name in ("lite", "features", MATCONVNET) or self.name.startswith(TIMM)
+        ):
             raise ValueError(f"backbone.adapter_site blocks needs an open_clip model, not {self.name}")
+        if self.precision == "bfloat16" and self.adapter_site == "feature":
+            raise ValueError("backbone.precision bfloat16 is for adapter_site blocks; features are extracted in float32")
         return self
 
 
@@ -161,6 +178,7 @@ class Training(Part):
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
     learning_rate: Positive = 1e-4
     weight_decay: NonNegative = 0.01
+    momentum: float = Field(0.9, ge=0.0, lt=1.0, description="of sgd")
     batch_size: Count = 128
     local_epochs: Count = 1
     schedule: Literal["cosine", "constant"] = "cosine"

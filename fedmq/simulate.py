@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
 import shutil
 import signal
 import sys
@@ -15,6 +16,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -26,6 +28,7 @@ import protocols
 from coordinator.inline import Answer, Inline
 from coordinator.program import CoordinatorArguments, Outcome, check, run_coordinator
 from coordinator.rounds import Phase
+from coordinator.trouble import Order
 from fedmq.crypto import init_keys
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.evaluator import NAME as EVALUATOR
@@ -66,6 +69,7 @@ def _coordinator_process(arguments: CoordinatorArguments, line: Connection) -> N
             listening=line.send,
             status=line.send,
             stop_wanted=lambda: line.poll(0),
+            order=lambda order: _pass_on(order, line),
         )
     except InputError as error:
         line.send((error.place, str(error.found), error.allowed))
@@ -73,6 +77,13 @@ def _coordinator_process(arguments: CoordinatorArguments, line: Connection) -> N
         line.send((str(error),))
     else:
         line.send(outcome)
+
+
+def _pass_on(order: Order, line: Connection) -> None:
+    """Tell the parent what a scripted fault needs; dying is the coordinator's own part of it."""
+    line.send(order)
+    if order.what == "die":
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _silo_process(arguments: SiloArguments) -> None:
@@ -94,15 +105,20 @@ def _evaluator_process(arguments: EvaluatorArguments) -> None:
 def _world_process(scenario: Scenario, line: Connection) -> None:
     _settle_in()
     try:
-        pooled = protocols.pooled(scenario.protocol.name)
-        world = build_world(scenario, lambda what, done, total: line.send((what, done, total)), pooled=pooled)
-        check(scenario, world)
+        folder = world_here(scenario, lambda what, done, total: line.send((what, done, total)))
     except InputError as error:
         line.send(("input", error.place, str(error.found), error.allowed))
     except FedmqError as error:
         line.send((str(error),))
     else:
-        line.send(world.prepared.folder)
+        line.send(folder)
+
+
+def world_here(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> Path:
+    """Make the run's world in the cache, in this process; as :func:`prepare_world` otherwise."""
+    world = build_world(scenario, progress, pooled=protocols.pooled(scenario.protocol.name))
+    check(scenario, world)
+    return world.prepared.folder
 
 
 # ------------------------------------------------------------------------------------------------- in the parent
@@ -164,6 +180,8 @@ class _Supervisor:
     data: Path | None
     processes: dict[str, ForkServerProcess] = field(default_factory=dict)
     deaths: dict[str, int] = field(default_factory=dict)
+    frozen: dict[str, float] = field(default_factory=dict)
+    fresh: set[str] = field(default_factory=set)
     peak_pss: int = 0
     uri: str = ""
 
@@ -176,6 +194,13 @@ class _Supervisor:
         theirs.close()
         return ours
 
+    def start_peers(self, uri: str) -> None:
+        """Start the evaluator and every silo that does not run yet."""
+        self.uri = uri
+        for name in (EVALUATOR, *self.scenario.silo_names):
+            if name not in self.processes:
+                self.start_peer(name)
+
     def start_peer(self, name: str) -> None:
         """Start, or start again, a silo or the evaluator."""
         if name == EVALUATOR:
@@ -184,6 +209,50 @@ class _Supervisor:
         else:
             silo = SiloArguments(self.scenario, name, self.uri, self.keys, self.folder.root, data=self.data)
             self._start(name, _silo_process, silo)
+
+    def carry_out(self, order: Order) -> Connection | None:
+        """Do to a process what a scripted fault asks for; such deaths do not count as its own.
+
+        Returns:
+            The line of the coordinator if it was started again.
+        """
+        process = self.processes.get(order.name)
+        match order.what:
+            case "kill" | "stop" if process is not None:
+                self.thaw(order.name)
+                process.kill()
+                process.join()
+                del self.processes[order.name]
+                if order.what == "kill":
+                    self.start_peer(order.name)
+                    self.fresh.add(order.name)
+            case "freeze" if process is not None and process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGSTOP)
+                self.frozen[order.name] = time.monotonic() + order.seconds
+            case "start" if process is None:
+                self.start_peer(order.name)
+                self.fresh.add(order.name)
+            case "die":
+                return self.restart_coordinator()
+            case _:
+                pass
+        return None
+
+    def thaw(self, *names: str) -> None:
+        """Let frozen processes go on: those named, and those whose time is over."""
+        now = time.monotonic()
+        for name, until in list(self.frozen.items()):
+            if name in names or now >= until:
+                del self.frozen[name]
+                process = self.processes.get(name)
+                if process is not None and process.pid is not None and process.is_alive():
+                    os.kill(process.pid, signal.SIGCONT)
+
+    def restart_coordinator(self) -> Connection:
+        """Start the coordinator again from its checkpoint; silos that had left come back, for it waits for all."""
+        self.processes[COORDINATOR].join()
+        self.resume = True
+        return self.start_coordinator()
 
     def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
         process = CONTEXT.Process(target=target, args=arguments, name=name, daemon=True)
@@ -219,9 +288,12 @@ class _Supervisor:
 
     def end(self) -> None:
         """End whatever still runs; only processes started here."""
-        deadline = time.monotonic() + _STOP_PATIENCE
+        self.thaw(*self.frozen)
+        began = time.monotonic()
         for process in self.processes.values():
-            process.join(max(0.0, deadline - time.monotonic()) if process.name != COORDINATOR else 0.1)
+            # One started again by a scripted fault may not have joined in time to be told that the run is over.
+            patience = 0.1 if process.name == COORDINATOR else 2.0 if process.name in self.fresh else _STOP_PATIENCE
+            process.join(max(0.0, began + patience - time.monotonic()))
         for process in self.processes.values():
             if process.is_alive():
                 process.kill()
@@ -304,6 +376,18 @@ def simulate(
     return Simulated(outcome, time.monotonic() - began, ready, supervisor.peak_pss / 2**20)
 
 
+def inline_peers(scenario: Scenario, folder: RunFolder, data: Path | None, world: World) -> dict[str, Answer]:
+    """The evaluator and every silo of a run as functions, by name; they take turns with one model."""
+    device = device_of(scenario.device)
+    model = world.build_model(scenario, device, ("image", "text"))
+    evaluator = Evaluator(scenario, world, device)
+    answers: dict[str, Answer] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
+    for name in scenario.silo_names:
+        arguments = SiloArguments(scenario, name, Inline.uri, folder.root, folder.root, data=data)
+        answers[name] = Silo(arguments, world, model).respond
+    return answers
+
+
 def simulate_inline(
     scenario: Scenario, folder: RunFolder, *, resume: bool, status: Callable[[Status], None], data: Path | None = None
 ) -> Simulated:
@@ -314,23 +398,12 @@ def simulate_inline(
     """
     began = time.monotonic()
 
-    def peers(world: World) -> dict[str, Answer]:
-        device = device_of(scenario.device)
-        model = world.build_model(scenario, device, ("image", "text"))
-        evaluator = Evaluator(scenario, world, device)
-        answers: dict[str, Answer] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
-        for name in scenario.silo_names:
-            arguments = SiloArguments(scenario, name, Inline.uri, folder.root, folder.root, data=data)
-            silo = Silo(arguments, world, model)
-            answers[name] = silo.respond
-        return answers
-
     with _signals() as caught:
         outcome = run_coordinator(
             CoordinatorArguments(scenario, Inline.uri, folder.root, folder.root, resume, data),
             status=status,
             stop_wanted=lambda: bool(caught),
-            peers=peers,
+            peers=partial(inline_peers, scenario, folder, data),
         )
     memory = psutil.Process().memory_full_info().pss / 2**20
     return Simulated(outcome, time.monotonic() - began, None, memory)
@@ -352,9 +425,10 @@ def _watch(
             case None:
                 pass
             case str(uri):
-                supervisor.uri = uri
-                for name in (EVALUATOR, *supervisor.scenario.silo_names):
-                    supervisor.start_peer(name)
+                supervisor.start_peers(uri)
+            case Order():
+                line = supervisor.carry_out(item) or line
+                asked_to_stop = asked_to_stop and item.what != "die"
             case Status():
                 if ready is None and item.online == supervisor.scenario.silos.count:
                     ready = time.monotonic() - began
@@ -367,6 +441,7 @@ def _watch(
                 raise InputError(place, found, allowed)
             case (str(text),):
                 raise RunError(text)
+        supervisor.thaw()
         if not asked_to_stop:
             supervisor.revive()
         if time.monotonic() - weighed > _MEMORY_SECONDS:
@@ -381,7 +456,7 @@ def _next(line: Connection, supervisor: _Supervisor) -> Any:
         RunError: the coordinator died.
     """
     sentinel = supervisor.processes[COORDINATOR].sentinel
-    ready = wait([line, sentinel], timeout=0.5)
+    ready = wait([line, sentinel], timeout=0.1 if supervisor.frozen else 0.5)
     if line in ready:
         with contextlib.suppress(EOFError, ConnectionResetError):
             return line.recv()

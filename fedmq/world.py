@@ -71,7 +71,7 @@ class World:
     ) -> TwoTower:
         """The two towers with their initial parameters; frozen encoders only for the modalities asked for."""
         if scenario.objective.base != "info_nce":
-            classes = len(self.prepared.label_names)
+            classes = networks.classes_of(scenario.objective.base, self.prepared.label_names)
             return networks.build(
                 scenario.objective, self.prepared.inputs, classes, scenario.seed, torch.device(device)
             )
@@ -95,14 +95,19 @@ class World:
             scenario.training,
             scenario.objective,
             self.prepared.label_names,
-            scenario.participation.rate,
-            scenario.aggregation.max_age,
+            max_age=scenario.aggregation.max_age,
         )
 
 
 def run_name(scenario: Scenario) -> str:
     """The run's name on the wire: equal only for equal scenarios, wherever they run and wherever their files lie."""
-    here: dict[str, Any] = {"device": True, "launcher": True, "data": {"path"}, "silos": {"slots"}, "participation": {"trace"}}
+    here: dict[str, Any] = {
+        "device": True,
+        "launcher": True,
+        "data": {"path", "annotations", "images"},
+        "silos": {"slots"},
+        "participation": {"trace"},
+    }
     facts = scenario.model_dump(mode="json", exclude=here)
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     return f"{scenario.name}-{digest[:12]}"

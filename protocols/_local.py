@@ -84,6 +84,25 @@ def embed(local: Local, rows: I64, caption: I64 | None) -> tuple[Tensor | None, 
     return None if image is None else image.code, None if text is None else text.code
 
 
+def embed_all(local: Local, caption: I64 | None, batch_size: int) -> tuple[Tensor | None, Tensor | None]:
+    """Embeddings [n, d] of all the silo's items by the model as it is, on the CPU, without gradient.
+
+    Args:
+        local: the silo.
+        caption: int64 [n], the caption to take of every item; None where the silo has no text.
+        batch_size: items embedded at a time.
+    """
+    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    with torch.no_grad():
+        for start in range(0, len(local.share), batch_size):
+            rows = np.arange(start, min(start + batch_size, len(local.share)))
+            for parts, z in zip(found, embed(local, rows, caption), strict=True):
+                if z is not None:
+                    parts.append(z.cpu())
+    image, text = (torch.cat(parts) if parts else None for parts in found)
+    return image, text
+
+
 @dataclass(frozen=True)
 class Step:
     """One optimiser step of local training, as a base loss asks for it.
@@ -262,7 +281,8 @@ def train_epochs(
                 seen += len(step.rows)
     delta = (model.flat.detach() - base).cpu()
     mean = float(total) / max(1, seen)
-    if not (math.isfinite(mean) and bool(torch.isfinite(delta).all())):
+    # The largest magnitude is finite if and only if all are; one pass without a mask of the size of the model.
+    if not (math.isfinite(mean) and math.isfinite(float(torch.linalg.vector_norm(delta, math.inf)))):
         raise RunError(f"training diverged at {local.silo.name}: loss {mean}; lower training.learning_rate")
     return Outcome(delta, mean)
 

@@ -168,6 +168,17 @@ def damped(weights: Tensor, factors: Tensor) -> Tensor:
     return scaled / scaled.sum()
 
 
+def kept_share(rate: float, replies: int, cohort: int | None) -> float:
+    """mu^(M / |S|): what a moving average keeps at a merge of M replies so that it forgets mu per full round.
+
+    Args:
+        rate: mu, the share kept at a full round.
+        replies: M.
+        cohort: |S|, the silos of a full round; None takes this merge for one.
+    """
+    return rate if cohort is None else float(rate ** (replies / cohort))
+
+
 def trained(delta: Tensor, part: slice, has_modality: bool) -> bool:
     """Whether an update changes a branch: the silo has the modality and Δ is not all zero there."""
     # The first few elements nearly always answer it; a full pass over float32 costs more than adding the update.

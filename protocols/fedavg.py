@@ -29,7 +29,7 @@ class FedAvgOptions:
         tau: temperature of InfoNCE.
         single_modality: what silos with one modality do, ``anchor`` or ``idle``.
         lambda_anc: weight of the anchoring loss.
-        ema: share of the old global prototype kept at a merge.
+        ema: share of the old global prototype kept at a full round.
         proto_unit: global prototypes are kept at length 1.
         branch_renorm: each branch is averaged over the silos that trained it; the papers' plain sum if false.
         weighting: by ``samples``, n_k / n, or ``uniform``, 1 / m, as FedHAP and PLFedCMH average.
@@ -151,13 +151,16 @@ class FedAvg:
         damping = torch.tensor([update.damping for update in updates], dtype=torch.float64)
         return _merge.damped(_merge.sample_weights(samples), damping)
 
-    def averaged(self, tensors: Mapping[str, Tensor], replies: Sequence[Reply], weights: Tensor) -> Mapping[str, Tensor]:
+    def averaged(
+        self, tensors: Mapping[str, Tensor], replies: Sequence[Reply], weights: Tensor
+    ) -> Mapping[str, Tensor]:
         """The coordinator's tensors after a merge: the prototypes averaged in, if anybody is anchored to them."""
         if not self.anchored:
             return tensors
         local, mask = _prototypes.read_uploads(replies, self.context.dim)
         options = self.options
-        updated = _prototypes.updated(tensors, local, mask, weights, options.ema, unit_length=options.proto_unit)
+        rate = _merge.kept_share(options.ema, len(replies), self.context.cohort)
+        updated = _prototypes.updated(tensors, local, mask, weights, rate, unit_length=options.proto_unit)
         return {**tensors, **updated}
 
 

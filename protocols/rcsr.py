@@ -1,9 +1,10 @@
-"""RCSR: retrieval-centric semantic routing for silos that may lack a modality (without personalisation).
+"""RCSR: retrieval-centric semantic routing for silos that may lack a modality, and RCSR-p with personal adapters.
 
 Silos train InfoNCE, or are anchored to the global prototype of the modality they lack, with a regulariser towards the
 prototypes and the downloaded model (eqs 2 to 5). They report prototypes, the update's geometry and the loss (eq 6). The
 coordinator weighs their updates by a learned router (eqs 7 to 9) times a minimax weight (eq 10), and keeps the global
-prototypes as moving averages (eq 11). Where the paper is silent or contradicts itself, docs and option texts say what
+prototypes as moving averages (eq 11). With ``personal`` each silo also fine-tunes an adapter on its embeddings that
+never leaves it (eqs 12 and 13, RCSR-p). Where the paper is silent or contradicts itself, docs and option texts say what
 is done; the switches reach the other readings.
 """
 
@@ -18,10 +19,22 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.messages import Delta, Geometry, Loss, ModalityPrototypes, Model, Payload
-from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.messages import Delta, Geometry, Loss, ModalityPrototypes, Model, Payload, RouterStatistics
+from fedmq.protocol import (
+    Context,
+    Encoders,
+    Local,
+    Merged,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    encoders_of,
+    take,
+)
 from fedmq.seeds import torch_generator
-from protocols import _fairness, _local, _merge, _prototypes, _router
+from protocols import _fairness, _local, _merge, _personal, _prototypes, _router
 from protocols._losses import anchor, info_nce, local_prototype, prototype_regulariser, unit
 from protocols._merge import as_tensor
 from protocols._options import check
@@ -45,7 +58,7 @@ class RcsrOptions:
         lambda_a: weight of the prototype regulariser (the paper's table calls it lambda_align).
         lambda_s: weight of the proximal term, squared norm as eq 4 prints it.
         warmup: merges during which n_k weights stand in for the router's, which is not trained meanwhile (algorithm 1).
-        ema: share of the old global prototype kept at a merge.
+        ema: share of the old global prototype kept at a full round.
         proto_unit: global prototypes are kept at length 1.
         masked_ema: fillers stay out of the moving average; included, as printed, if false.
         beta1: weight of the image prototype in eq 8.
@@ -61,11 +74,19 @@ class RcsrOptions:
             to the reporters and renormalised; the latter keeps a meaning when few replies are merged at a time.
         fair_eta: step size of q.
         fair_tau: weight of q's entropy.
-        fair_ema: share of the old group mean loss kept at a merge.
+        fair_ema: share of the old group mean loss kept at a full round.
         fair_update: ``entropic``, ``paper`` or ``code``, see protocols._fairness.
         fair_center: pull by the normalised loss minus 1, so that an average silo stays where it is however often it
             reports; the normalised loss itself, as printed, if false. Not used by ``code``, which takes raw losses.
         branch_renorm: each branch is averaged over the silos that trained it; the paper's plain sum if false.
+        personal: RCSR-p's adapters: ``none``, of ``fixed`` strength lambda_p, or weighed by the ``router`` (eq 13).
+        lambda_p: strength of personalisation.
+        personal_onset: round T_p from which adapters are fine-tuned.
+        personal_hidden: width of an adapter.
+        personal_epochs: epochs of fine-tuning after each local training.
+        personal_rate: learning rate of fine-tuning, as a share of the round's.
+        s_norm: router weights enter eq 13 ``plain``, as printed, or ``relative`` to a uniform weight, w_k |S|: with 15
+            reporters every plain weight is near 1/15 and eq 13 nearly constant.
     """
 
     router: bool = True
@@ -97,6 +118,13 @@ class RcsrOptions:
     fair_update: Literal["entropic", "paper", "code"] = "entropic"
     fair_center: bool = True
     branch_renorm: bool = True
+    personal: Literal["none", "fixed", "router"] = "none"
+    lambda_p: float = 0.2
+    personal_onset: int = 50
+    personal_hidden: int = 64
+    personal_epochs: int = 1
+    personal_rate: float = 0.1
+    s_norm: Literal["plain", "relative"] = "plain"
 
     def __post_init__(self) -> None:
         check("tau", self.tau, 0.0, open_low=True)
@@ -106,6 +134,11 @@ class RcsrOptions:
         check("warmup", self.warmup, 0)
         check("ema", self.ema, 0.0, 1.0)
         check("fair_ema", self.fair_ema, 0.0, 1.0)
+        check("lambda_p", self.lambda_p, 0.0, _personal.STRONGEST)
+        check("personal_onset", self.personal_onset, 0)
+        check("personal_hidden", self.personal_hidden, 1)
+        check("personal_epochs", self.personal_epochs, 1)
+        check("personal_rate", self.personal_rate, 0.0, open_low=True)
 
 
 def local_loss(
@@ -182,6 +215,7 @@ class Rcsr:
         loss = self._loss(local, received)
         work = None if loss is None else _local.EveryBatch(local, self.context.training.batch_size, loss)
         outcome = _local.train_epochs(local, self.context, task, base, work, lambda_s=self.options.lambda_s)
+        kept = {"previous_update": outcome.delta.clone(), **self._personal(local, task, received)}
         samples = len(local.share)
         geometry = _router.geometry(
             outcome.delta,
@@ -197,7 +231,48 @@ class Rcsr:
             Geometry(values=geometry.float().numpy()),
             Loss(value=max(0.0, outcome.loss)),  # 1 - cos may round to just below 0
         )
-        return Trained(payloads, {"previous_update": outcome.delta.clone()}, outcome.loss)
+        return Trained(payloads, kept, outcome.loss)
+
+    @property
+    def personalised(self) -> bool:
+        """Whether silos have adapters of their own."""
+        return self.options.personal != "none"
+
+    def _strength(self, payloads: Sequence[Payload]) -> float:
+        """s_k of eq 13, from the silo's own router weight of its last participation."""
+        if self.options.personal == "fixed":
+            return self.options.lambda_p
+        weight = take(payloads, RouterStatistics).weight
+        return _personal.strength(self.options.lambda_p, 0.0 if weight is None else weight)
+
+    def _personal(self, local: Local, task: Task, received: Shared) -> dict[str, Tensor]:
+        """The silo's adapter, fine-tuned once personalisation has begun; nothing where there is none."""
+        options = self.options
+        old = {_personal.STATE: local.state[_personal.STATE]} if _personal.STATE in local.state else {}
+        missing = received[1] if local.silo.image else received[0]
+        if (
+            not self.personalised
+            or task.round < options.personal_onset
+            or not (local.silo.paired or missing is not None)
+        ):
+            return old
+        # Eq 2 or eq 3 on personalised features; the regulariser of eq 4 is about what is shared.
+        loss = partial(local_loss, shared=received, options=options, anchored=True, aligned=False)
+        tuning = _personal.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
+        strength = self._strength(task.payloads)
+        return {_personal.STATE: _personal.fine_tuned(local, self.context, task, tuning, strength, loss)}
+
+    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+        """The global model with the silo's own adapter behind both towers (eq 12)."""
+        _local.load_model(local, take(payloads, Model).buffer)
+        encoders, adapter = encoders_of(local.model), local.state.get(_personal.STATE)
+        if adapter is None:  # never asked since the onset: its own model is the global one
+            return encoders
+        strength = self._strength(payloads)
+        return Encoders(
+            lambda x: _personal.embed(encoders.image(x).cpu(), adapter, strength),
+            lambda x: _personal.embed(encoders.caption(x).cpu(), adapter, strength),
+        )
 
     def _loss(self, local: Local, received: Shared) -> _local.LossFunction | None:
         """The silo's loss; None while it has no term, as a single-modality silo before the first prototypes."""
@@ -230,12 +305,19 @@ class Rcsr:
             "router_first": torch.zeros_like(router),
             "router_second": torch.zeros_like(router),
         }
+        if self.options.personal == "router":
+            # Until a silo's first participation: what it would weigh among equals, which relative to them is 1.
+            relative = self.options.s_norm == "relative"
+            tensors["personal_weights"] = torch.full((count,), 1.0 if relative else 1 / count, dtype=torch.float64)
         return State(theta, tensors, {"merges": 0, "router_steps": 0})
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The model and the global prototypes."""
         model = Model(layout_digest=self.context.layout.digest, buffer=state.theta.numpy())
-        return (model, _prototypes.download(state.tensors))
+        down = (model, _prototypes.download(state.tensors))
+        if self.options.personal != "router":
+            return down
+        return (*down, RouterStatistics(weight=float(state.tensors["personal_weights"][silo.index])))
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Weigh, step the router, move q, add the updates, average the prototypes: algorithm 1, in its order."""
@@ -254,10 +336,11 @@ class Rcsr:
         log: dict[str, float] = {}
         if options.router and state.values["merges"] >= options.warmup:
             # Algorithm 1 weighs by the router and steps it in the same breath, both only once the warm-up is over.
-            pool, where = self._pool(table, rows, statistics)
+            pool, where = self._pool(table, rows, statistics, round_)
             weights = self._routed(adam.values, pool, tensors)[where]
             weights = weights / weights.sum()
             adam, log["router_loss"] = self._router_stepped(adam, pool, tensors, int(state.values["merges"]))
+        personal = self._told(tensors, rows, weights)
         fairness: Mapping[str, Tensor] = {}
         if options.minimax:
             fairness, log["fair_value"] = self._fairness(tensors, rows, statistics, damping, replies)
@@ -270,14 +353,22 @@ class Rcsr:
             _router.filled(statistics.prototypes, statistics.mask, self._filler(adam.values, tensors)),
             statistics.mask,
             weights,
-            options.ema,
+            _merge.kept_share(options.ema, len(replies), self.context.cohort),
             unit_length=options.proto_unit,
             masked=options.masked_ema,
         )
         router = {"router": adam.values, "router_first": adam.first, "router_second": adam.second}
         log |= {"weight_entropy": float(_router.entropy(weights)), "weight_largest": float(weights.max())}
         values = {**state.values, "merges": state.values["merges"] + 1, "router_steps": adam.steps}
-        return Merged(State(theta, {**tensors, **table, **prototypes, **fairness, **router}, values), log)
+        return Merged(State(theta, {**tensors, **table, **prototypes, **fairness, **router, **personal}, values), log)
+
+    def _told(self, tensors: Mapping[str, Tensor], rows: Tensor, weights: Tensor) -> dict[str, Tensor]:
+        """The router weights that silos will be told, each its own (eq 13)."""
+        if self.options.personal != "router":
+            return {}
+        told = tensors["personal_weights"].clone()
+        told[rows] = (weights * len(rows) if self.options.s_norm == "relative" else weights).clamp(0.0, 1.0)
+        return {"personal_weights": told}
 
     def _read(self, replies: Sequence[Reply]) -> Statistics:
         """The reporters' statistics, checked.
@@ -292,11 +383,17 @@ class Rcsr:
         losses = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]
         return Statistics(prototypes, mask, geometry, torch.tensor(losses, dtype=torch.float64))
 
-    def _pool(self, table: Mapping[str, Tensor], rows: Tensor, statistics: Statistics) -> tuple[Statistics, Tensor]:
-        """The silos the router looks at, and where the reporters stand among them."""
+    def _pool(
+        self, table: Mapping[str, Tensor], rows: Tensor, statistics: Statistics, version: int
+    ) -> tuple[Statistics, Tensor]:
+        """The silos the router looks at, and where the reporters stand among them; rows too old are left out."""
         if self.options.router_over == "reporters":
             return statistics, torch.arange(len(rows))
-        known = (table["table_versions"] >= 0).nonzero().squeeze(1)
+        there = table["table_versions"] >= 0
+        if self.context.max_age is not None:
+            there &= table["table_versions"] >= version - self.context.max_age
+        there[rows] = True
+        known = there.nonzero().squeeze(1)
         mask = torch.tensor([_prototypes.has(silo) for silo in self.context.silos])
         pool = Statistics(
             table["table_prototypes"][known], mask[known], table["table_geometry"][known], table["table_losses"][known]
@@ -352,7 +449,11 @@ class Rcsr:
         options = self.options
         groups = torch.tensor([_fairness.group_of(reply.silo) for reply in replies])
         losses, running, seen = _fairness.normalised_losses(
-            statistics.losses, groups, tensors["fair_running"], tensors["fair_seen"], options.fair_ema
+            statistics.losses,
+            groups,
+            tensors["fair_running"],
+            tensors["fair_seen"],
+            _merge.kept_share(options.fair_ema, len(replies), self.context.cohort),
         )
         pull = losses - 1 if options.fair_center else losses
         log_q = _fairness.updated_log_q(

@@ -71,6 +71,7 @@ class Silo:
         self.world = world
         self.script = Script(scenario.faults, scenario.seed, world.silos)
         self._device = device_of(arguments.device or scenario.device)
+        self._shared = model
         self._standing: tuple[Strike, ...] | None = None
         self._equip(arguments.name, 0)
         protocol_class = protocols.load(scenario.protocol.name)
@@ -90,7 +91,7 @@ class Silo:
         held: tuple[Literal["image", "text"], ...] = (
             ("image", "text") if self.facts.paired else ("image",) if self.facts.image else ("text",)
         )
-        self.model = world.build_model(self.scenario, self._device, held)
+        self.model = self._shared or world.build_model(self.scenario, self._device, held)
         rows = world.train[self.facts.index]
         for place, fault in standing:
             if isinstance(fault, Drift):

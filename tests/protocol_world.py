@@ -4,17 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from torch.nn.functional import one_hot
 
 import protocols
 from fedmq.data.share import Share
+from fedmq.models import networks
 from fedmq.models.two_tower import InputSpec, TwoTower, build
 from fedmq.protocol import Context, FederatedProtocol, Local, Reply, SiloFacts, State, Task, Trained
-from fedmq.scenario import Backbone, Training
+from fedmq.scenario import Backbone, Objective, Training
 
 DIM = 12
+LABELS = ("a", "b", "c", "d")
+#: what a method is run on that not every base suits; the others take info_nce
+OBJECTIVES = {
+    "fedcmr": Objective(base="dscmr", bits=8, hidden=16, leaky=True),
+    "fedscmr": Objective(base="dscmr", bits=8, hidden=16, enhance=True),
+    "fedcafe": Objective(base="dcmh", bits=8, hidden=16),
+    "plfedcmh": Objective(base="shdch", bits=8, hidden=16),
+}
 #: paired, image only, text only, paired
 MIXED = ((True, True), (True, False), (False, True), (True, True))
 
@@ -27,7 +37,7 @@ def share(silo: SiloFacts, size: int, captions: int = 3) -> Share:
         image=latent + 0.3 * torch.randn(size, DIM, generator=generator) if silo.image else None,
         text=text if silo.text else None,
         captions=torch.randint(1, captions + 1, (size,), generator=generator),
-        labels=None,
+        labels=one_hot(latent[:, : len(LABELS)].argmax(1), len(LABELS)).to(torch.uint8),
         rows=torch.arange(size),
     )
 
@@ -75,11 +85,19 @@ def world(
     sizes: Sequence[int] | None = None,
     seed: int = 0,
     training: Training | None = None,
+    objective: Objective | None = None,
+    labels: tuple[str, ...] = LABELS,
 ) -> World:
     torch.set_num_threads(1)  # as in a silo; two threads on a busy machine wait for each other more than they compute
     silos = tuple(SiloFacts(f"silo-{i:02d}", i, image, text) for i, (image, text) in enumerate(kinds))
-    model = build(Backbone(name="features", bottleneck=4, head_std=0.2), InputSpec((DIM,), (DIM,)), seed)
-    context = Context(seed, 5, silos, model.layout, DIM, training or Training(batch_size=8, local_epochs=2))
+    inputs, objective = InputSpec((DIM,), (DIM,)), objective or OBJECTIVES.get(name, Objective())
+    if objective.base == "info_nce":
+        adapter: Literal["mma", "bottleneck"] = "mma" if name == "pfedmma" else "bottleneck"
+        model = build(Backbone(name="features", bottleneck=4, head_std=0.2, adapter=adapter), inputs, seed)
+    else:
+        model = networks.build(objective, inputs, len(LABELS), seed, torch.device("cpu"))
+    training = training or Training(batch_size=8, local_epochs=2)
+    context = Context(seed, 5, silos, model.layout, model.dim, training, objective, labels)
     kind = protocols.load(name)
     protocol = kind(protocols.options_of(kind, options or {}), context)
     shares = {

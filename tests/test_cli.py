@@ -122,7 +122,7 @@ def test_data_check_shows_who_would_hold_what(
 ) -> None:
     assert fedmq(monkeypatch, "data", "check", tiny, "--json") == 0
     facts = json.loads(capfd.readouterr().out)
-    assert facts["splits"] == {"train": 100, "val": 20, "test": 30, "public": 0}
+    assert facts["splits"] == {"train": 100, "val": 20, "test": 30, "public": 0, "database": 0}
     assert facts["silos"]["silo-02"]["modalities"] == ["image"]
     assert sum(own["samples"] for own in facts["silos"].values()) == 100
     assert fedmq(monkeypatch, "data", "list") == 0

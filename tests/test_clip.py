@@ -285,3 +285,28 @@ def test_frozen_features_equal_open_clips_own(tiny: Path, cache: Path) -> None:
     assert told == [2, 3, 2, 3]
     assert np.allclose(image, wanted[0].numpy(), atol=1e-5)
     assert np.allclose(text, wanted[1].numpy(), atol=1e-5)
+
+
+def test_bfloat16_products_stay_near_float32_and_train(tiny: Path, cache: Path) -> None:
+    exact = make(tiny, cache)
+    half = build(
+        backbone(tiny).model_copy(update={"precision": "bfloat16"}), InputSpec((3, 32, 32), (77,)), 0, cache=cache
+    )
+    with torch.no_grad():
+        close = torch.nn.functional.cosine_similarity(half.image(PIXELS), exact.image(PIXELS))
+    assert half.image(PIXELS).dtype == torch.float32
+    assert not torch.equal(half.image(PIXELS), exact.image(PIXELS))
+    assert close.min() > 0.99
+    half.caption(captions(tiny))[:, 0].sum().backward()
+    assert torch.isfinite(half.grad).all()
+    assert half.grad[half.branch("text")].any()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_gpu_and_cpu_agree_to_tolerance(tiny: Path, cache: Path) -> None:
+    shapes = InputSpec((3, 32, 32), (77,))
+    here, there = (build(backbone(tiny), shapes, 0, device, cache=cache) for device in ("cpu", "cuda:0"))
+    for model in (here, there):
+        model.image(PIXELS.to(model.flat.device))[:, 0].sum().backward()
+    torch.testing.assert_close(there.image(PIXELS.cuda()).cpu(), here.image(PIXELS), rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(there.grad.cpu(), here.grad, rtol=1e-2, atol=1e-3)

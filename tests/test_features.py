@@ -130,7 +130,7 @@ SPLIT = arrays()["split"]
         ({"labels": np.zeros((10, 2), dtype=int), "label_names": np.array(["a"])}, "label_names", r"\[2\]"),
         ({"labels": np.zeros((10, 2), dtype=int), "label_names": np.array(["a", "a"])}, "label_names", "twice"),
         ({"split": np.array(["train"] * 9 + ["tset"])}, "split", "'tset' in row 9.*train, val, test, public"),
-        ({"split": np.array([0] * 9 + [4])}, "split", "4 in row 9"),
+        ({"split": np.array([0] * 9 + [5])}, "split", "5 in row 9"),
         ({"split": np.array(["train"] * 10)}, "split", "no test item"),
         ({"split": np.array(["test"] * 10)}, "split", "no train item"),
         ({"split": SPLIT[:9]}, "split", r"\[10\]"),

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
-from fedmq import metrics
+from fedmq import metrics, ranking
 from fedmq.data import partition
 from tests.golden_checks import Check, Inputs, compare, every
 
@@ -43,7 +44,7 @@ def counts(x: Inputs) -> np.ndarray:
 CHECKS: dict[str, Check] = {
     "hamming": distance,
     "relevance": relevance,
-    "map_all": lambda x: metrics.hamming_map(x["qB"], x["rB"], x["qL"], x["rL"]),
+    "map_all": mean_ap(),
     "map_all_skip_empty": mean_ap(empty="skip"),
     "map_all_best": mean_ap(ties="best"),
     "map_all_worst": mean_ap(ties="worst"),
@@ -82,3 +83,37 @@ for name in ("size", "size_std", "js_mean", "js_std", "js_mean_bits", "eff_class
 @every(CHECKS)
 def test_golden_metrics(key: str) -> None:
     compare("metrics", key, CHECKS[key])
+
+
+def full_scale(**options: Any) -> Callable[[Inputs], ranking.RankingMetrics]:
+    return lambda x: ranking.hamming_metrics(x["qB"], x["rB"], x["qL"], x["rL"], **options)
+
+
+def curve(which: str, values: str) -> Check:
+    return lambda x: getattr(getattr(full_scale(curves=True)(x), which), values)
+
+
+#: The same values once more, from the one pass over packed codes that the evaluator uses.
+FULL_SCALE: dict[str, Check] = {
+    "map_all": lambda x: full_scale()(x).map,
+    "map_all_skip_empty": lambda x: full_scale(empty="skip")(x).map,
+    "map_all_expected": lambda x: full_scale()(x).map_expected,
+    "pr_rank_p": curve("pr_rank", "precision"),
+    "pr_rank_r": curve("pr_rank", "recall"),
+    "pr_radius_p": curve("pr_radius", "precision"),
+    "pr_radius_r": curve("pr_radius", "recall"),
+}
+for cutoff in (5, 10, 20):
+    FULL_SCALE[f"map_{cutoff}"] = lambda x, n=cutoff: full_scale(at=(n,))(x).map_at[n]  # type: ignore[misc]
+    for below in ("total", "min"):
+        FULL_SCALE[f"map_{cutoff}_denom_{below}"] = lambda x, n=cutoff, below=below: (  # type: ignore[misc]
+            full_scale(at=(n,), denominator=below)(x).map_at[n]
+        )
+    FULL_SCALE[f"ndcg_{cutoff}_binary_hamming"] = lambda x, n=cutoff: full_scale(ndcg_at=(n,))(x).ndcg[n]  # type: ignore[misc]
+    FULL_SCALE[f"precision_{cutoff}"] = lambda x, n=cutoff: full_scale(top_n=(n,))(x).top_n[n][0]  # type: ignore[misc]
+    FULL_SCALE[f"recall_top_{cutoff}"] = lambda x, n=cutoff: full_scale(top_n=(n,))(x).top_n[n][1]  # type: ignore[misc]
+
+
+@every(FULL_SCALE)
+def test_one_pass_over_packed_codes_gives_the_golden_metrics(key: str) -> None:
+    compare("metrics", key, FULL_SCALE[key])

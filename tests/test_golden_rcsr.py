@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from protocols import _fairness, _losses, _merge, _prototypes, _router, rcsr
+from protocols import _fairness, _losses, _merge, _personal, _prototypes, _router, rcsr
 from tests.golden_checks import Check, Inputs, compare, every, t
 
 SILOS = range(4)
@@ -162,6 +162,26 @@ CHECKS: dict[str, Check] = {
     "ema_I_code_twice": ema_twice,
     "geometry": lambda x: geometry(x, first=False),
     "geometry_first": lambda x: geometry(x, first=True),
+}
+
+
+def strengths(x: Inputs, lambda_p: float) -> np.ndarray:
+    return np.array([_personal.strength(lambda_p, float(weight)) for weight in x["wR_grid"]])
+
+
+def personal(x: Inputs, z: str) -> torch.Tensor:
+    strength = _personal.strength(float(x["lam_p"]), float(x["wR_grid"][2]))
+    return _personal.corrected(t(x[z]), t(x["W1"]), t(x["W2"]), strength)
+
+
+CHECKS |= {
+    "eq12_A": lambda x: _personal.correction(t(x["zI"]), t(x["W1"]), t(x["W2"])),
+    "eq12_z": lambda x: personal(x, "zI"),
+    "eq12_loss_paired": lambda x: _losses.info_nce(
+        _losses.unit(personal(x, "zI")), _losses.unit(personal(x, "zT")), rcsr.RcsrOptions().tau
+    ),
+    "eq13_s_grid": lambda x: strengths(x, float(x["lam_p"])),
+    "eq13_s_cap": lambda x: strengths(x, 0.45),
 }
 
 #: The golden gradient is a finite difference with a step of 1e-6.

@@ -146,15 +146,6 @@ def test_tie_averaged_ap_is_the_mean_over_all_orders() -> None:
     assert metrics.mean_expected_ap(distance, relevant) == pytest.approx(np.mean(values), abs=1e-12)
 
 
-def test_codes_are_ranked_in_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = np.random.default_rng(0)
-    codes = [np.where(generator.random((n, 8)) < 0.5, -1.0, 1.0) for n in (30, 50)]
-    labels = [(generator.random((n, 5)) < 0.3).astype(float) for n in (30, 50)]
-    whole = metrics.mean_ap(metrics.hamming(*codes), metrics.relevance(*labels), 10)
-    monkeypatch.setattr(metrics, "CHUNK_SCORES", 100)
-    assert metrics.hamming_map(codes[0], codes[1], labels[0], labels[1], 10) == pytest.approx(whole, abs=1e-15)
-
-
 def test_the_ideal_order_has_an_ndcg_of_one() -> None:
     gains = np.random.default_rng(0).integers(0, 4, (6, 20)).astype(float)
     assert metrics.ndcg(-gains, gains, 10) == pytest.approx(1)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import json
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import given, settings
@@ -31,7 +32,9 @@ from coordinator.rounds import (
     Send,
     SetDeadline,
     Stop,
+    Switched,
 )
+from fedmq.participation import Sampling
 
 SILOS = ("silo-00", "silo-01", "silo-02", "silo-03")
 
@@ -97,6 +100,7 @@ def test_illegal_events_raise_and_change_nothing(phase: Phase) -> None:
     samples: list[Event] = [
         Joined("silo-00"),
         Lost("silo-00"),
+        Switched("silo-00", False),
         Arrived("silo-00", 1),
         Failed("silo-00", 1, "x"),
         Deadline(0),
@@ -120,7 +124,7 @@ def test_an_unknown_silo_and_a_wrong_version_are_illegal() -> None:
 
 
 def test_the_deadline_merges_what_is_there_if_it_is_a_quorum() -> None:
-    rounds, sends = gathered(plan(deadline=5.0, quorum=0.5))
+    rounds, sends = gathered(plan(patience=5.0, quorum=0.5))
     rounds, _ = answer(rounds, sends[:1])
     rounds, actions = rounds.handle(Deadline(0))
     assert actions == ()  # one of four is no quorum
@@ -129,7 +133,7 @@ def test_the_deadline_merges_what_is_there_if_it_is_a_quorum() -> None:
 
 
 def test_stragglers_are_not_asked_again_until_they_answered_and_come_too_late() -> None:
-    rounds, sends = gathered(plan(deadline=5.0, quorum=0.5))
+    rounds, sends = gathered(plan(patience=5.0, quorum=0.5))
     rounds, _ = answer(rounds, sends[:2])
     rounds, _ = rounds.handle(Deadline(0))
     rounds, actions = rounds.handle(Merged(1))
@@ -175,23 +179,13 @@ def test_participation_takes_the_floor_and_at_least_one() -> None:
     assert Plan(0, 1, tuple(map(str, range(100))), tuple(map(str, range(100))), participation=0.29).cohort_size == 29
 
 
-def test_sampling_is_uniform_and_one_absence_does_not_reshuffle_the_others() -> None:
-    half = plan(participation=0.5)
-    counts = Counter(silo for round_ in range(2000) for silo in half.cohort(round_, SILOS))
-    assert all(abs(counts[silo] - 1000) < 100 for silo in SILOS)
-    for round_ in range(50):
-        everyone = half.cohort(round_, SILOS)
-        without = half.cohort(round_, SILOS[:-1])
-        assert set(everyone) - {"silo-03"} <= set(without)
-
-
 def test_a_method_that_may_ask_nobody_is_refused() -> None:
     with pytest.raises(ValueError, match="none of the silos"):
         plan(eligible=())
 
 
 def test_the_machine_survives_a_checkpoint_between_rounds() -> None:
-    rounds, sends = gathered(plan(deadline=5.0, quorum=0.5))
+    rounds, sends = gathered(plan(patience=5.0, quorum=0.5))
     rounds, _ = answer(rounds, sends[:2])
     rounds, _ = rounds.handle(Deadline(0))
     restored = Rounds.from_plain(rounds.plan, rounds.after_merge().to_plain())
@@ -210,21 +204,42 @@ def test_the_machine_survives_a_checkpoint_between_rounds() -> None:
 EVENTS = st.one_of(
     st.builds(Joined, st.sampled_from(SILOS)),
     st.builds(Lost, st.sampled_from(SILOS)),
-    st.builds(Arrived, st.sampled_from(SILOS), st.integers(1, 4)),
+    st.builds(Switched, st.sampled_from(SILOS), st.booleans()),
+    st.builds(Arrived, st.sampled_from(SILOS), st.integers(1, 4), st.none() | st.floats(0, 9)),
     st.builds(Failed, st.sampled_from(SILOS), st.integers(1, 4), st.just("x"), st.booleans()),
     st.builds(Deadline, st.integers(0, 3)),
     st.just(Merged(0)),  # the version is filled in below
 )
 
+PLANS = st.builds(
+    plan,
+    mode=st.sampled_from(["sync", "buffered", "async"]),
+    rounds=st.integers(1, 6),
+    participation=st.sampled_from([0.5, 0.75, 1.0]),
+    quorum=st.sampled_from([0.5, 1.0]),
+    over_select=st.sampled_from([1.0, 1.5]),
+    buffer=st.sampled_from([None, 1, 2, 4]),
+    patience=st.sampled_from([None, 1.0]),
+    max_staleness=st.sampled_from([None, 0, 1]),
+    sampling=st.sampled_from([Sampling(), Sampling(dict.fromkeys(SILOS, 3)), Sampling(dict.fromkeys(SILOS, 3), 3)]),
+)
 
-@settings(max_examples=300, deadline=None)
-@given(st.lists(EVENTS, max_size=80), st.sampled_from([None, 1.0]), st.sampled_from([0.5, 1.0]))
-def test_whatever_happens_nothing_is_merged_twice_and_versions_rise_by_one(
-    events: list[Event], deadline: float | None, quorum: float
+
+def stalled(rounds: Rounds) -> bool:
+    """Whether nothing is out though somebody could be asked."""
+    askable = set(rounds.plan.eligible) - rounds.gone - rounds.off
+    return rounds.phase is Phase.COLLECTING and not rounds.flights and bool(askable)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(EVENTS, max_size=80), PLANS)
+def test_whatever_happens_nothing_is_merged_twice_too_stale_or_never_and_versions_rise_by_one(
+    events: list[Event], plan_: Plan
 ) -> None:
-    rounds = Rounds(plan(deadline=deadline, quorum=quorum, participation=0.75))
+    rounds = Rounds(plan_)
     merged: set[tuple[str, int]] = set()
-    for event in events:
+    bases: dict[tuple[str, int], int] = {}
+    for event in [*map(Joined, SILOS), *events]:
         actual = Merged(rounds.version + 1) if isinstance(event, Merged) else event
         before = rounds
         try:
@@ -234,15 +249,78 @@ def test_whatever_happens_nothing_is_merged_twice_and_versions_rise_by_one(
             continue
         assert rounds.version - before.version == (1 if isinstance(actual, Merged) else 0)
         assert rounds.phase in TABLE[before.phase][type(actual)]
+        assert not stalled(rounds)
         for action in actions:
             if isinstance(action, Merge):
                 keys = {(reply.silo, reply.sequence) for reply in action.replies}
                 assert not keys & merged
+                assert len({silo for silo, _ in keys}) == len(keys)
+                assert all(rounds.version - bases[key] <= allowed_age(plan_) for key in keys)
                 merged |= keys
             if isinstance(action, Send):
                 assert rounds.flights[action.silo].sequence == action.sequence
-                assert action.base_version <= rounds.version
-        assert len(rounds.flights) <= len(SILOS)
+                assert bases.setdefault((action.silo, action.sequence), action.base_version) == action.base_version
+                assert action.silo not in rounds.off or isinstance(actual, Joined)
+        if plan_.mode != "sync":
+            waiting = len(rounds.arrived) if plan_.wanted == plan_.cohort_size else 0
+            assert len(rounds.flights) + waiting <= plan_.cohort_size
+
+
+def allowed_age(plan_: Plan) -> float:
+    if plan_.mode == "sync":
+        return 0
+    return float("inf") if plan_.max_staleness is None else plan_.max_staleness
+
+
+@settings(max_examples=80, deadline=None)
+@given(PLANS, st.randoms(use_true_random=False))
+def test_replies_in_any_order_and_a_failure_now_and_then_lead_to_the_end(plan_: Plan, chance: Random) -> None:
+    rounds, _ = gathered(plan_)
+    failures, events = 6, 0
+    while rounds.phase is not Phase.DONE:
+        events += 1
+        assert events < 400
+        event: Event
+        if rounds.phase is Phase.MERGING:
+            event = Merged(rounds.version + 1)
+        else:
+            silo = chance.choice(sorted(rounds.flights))
+            sequence = rounds.flights[silo].sequence
+            if failures and chance.random() < 0.3:
+                failures -= 1
+                event = Failed(silo, sequence, "x")
+            else:
+                event = Arrived(silo, sequence, chance.random())
+        rounds, _ = rounds.handle(event)
+    assert rounds.version == plan_.rounds
+
+
+@settings(max_examples=60, deadline=None)
+@given(PLANS, st.randoms(use_true_random=False))
+def test_a_machine_restored_from_any_checkpoint_sends_and_merges_the_same(plan_: Plan, chance: Random) -> None:
+    """Killed after a merge and restored, it hands out the open tasks again and then goes on as it would have."""
+    rounds, _ = gathered(plan_)
+    for _ in range(chance.randrange(30)):
+        if rounds.phase is Phase.COLLECTING:
+            silo = chance.choice(sorted(rounds.flights))
+            rounds, _ = rounds.handle(Arrived(silo, rounds.flights[silo].sequence, chance.random()))
+        elif rounds.phase is Phase.MERGING:
+            rounds, _ = rounds.handle(Merged(rounds.version + 1))
+    while rounds.phase is Phase.COLLECTING:
+        silo = min(rounds.flights)
+        rounds, _ = rounds.handle(Arrived(silo, rounds.flights[silo].sequence, 0.5))
+    if rounds.phase is not Phase.MERGING:
+        return
+    restored = Rounds.from_plain(plan_, json.loads(json.dumps(rounds.after_merge().to_plain())))
+    open_tasks = dict(restored.flights)
+    again: list[Action] = []
+    for name in SILOS:
+        restored, some = restored.handle(Joined(name))
+        again += some
+    live, expected = rounds.handle(Merged(rounds.version + 1))
+    resent = [Send(name, each.sequence, each.base_version, each.round) for name, each in open_tasks.items()]
+    assert set(again) == {*resent, *expected}
+    assert replace(restored, online=live.online) == live
 
 
 def test_the_documented_diagram_is_the_table() -> None:

@@ -186,15 +186,15 @@ def test_an_absent_branch_stays_exactly_as_it_was(kind: str, present: str, absen
     assert not torch.equal(model.flat[model.branch(present)], start[model.branch(present)])
 
 
-@pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
-def test_steps_on_flat_branches_equal_torchs_steps_on_single_parameters(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "momentum"), [("adamw", 0.9), ("adam", 0.9), ("sgd", 0.9), ("sgd", 0.0)])
+def test_steps_on_flat_branches_equal_torchs_steps_on_single_parameters(kind: str, momentum: float) -> None:
     flat, single = small(), small()
-    training = Training(optimizer=kind, weight_decay=0.1)
+    training = Training(optimizer=kind, weight_decay=0.1, momentum=momentum)
     step = optimiser(flat, training, 1e-2, [flat.branch("image"), flat.branch("text")])
     plain: torch.optim.Optimizer = {
         "adamw": lambda p: torch.optim.AdamW(p, lr=1e-2, weight_decay=0.1, foreach=False),
         "adam": lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, foreach=False),
-        "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, weight_decay=0.1, foreach=False),
+        "sgd": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=momentum, weight_decay=0.1, foreach=False),
     }[kind](list(single.parameters()))
     for _ in range(4):
         for model, update in ((flat, step), (single, plain)):

@@ -22,7 +22,8 @@ from fedmq.seeds import numpy_generator
 
 Array = npt.NDArray[Any]
 
-SPLITS = ("train", "val", "test", "public")  # a split's number is its place here
+# A split's number is its place here. `database` is neither trained on nor queried: it only stands in the gallery.
+SPLITS = ("train", "val", "test", "public", "database")
 KNOWN = ("image", "text", "captions", "labels", "label_names", "split", "keys", "filename")
 MAX_LABELS = 10_000
 FLOATS = ("float16", "float32", "float64")
@@ -206,8 +207,18 @@ def _labels(path: Path, value: Array, n: int, names: Array | None) -> tuple[npt.
     return multi, _names(path, "label_names", names, multi.shape[1])
 
 
-def _split(path: Path, value: Array, n: int) -> npt.NDArray[np.uint8]:
-    place, allowed = f"{path}: split", f"[{n}] of {', '.join(SPLITS)}, or of their numbers 0 to 3"
+def split_codes(path: Path, value: Array, n: int) -> npt.NDArray[np.uint8]:
+    """A file's ``split`` as places in ``SPLITS``.
+
+    Args:
+        path: what an error names.
+        value: [n] names or numbers.
+        n: items.
+
+    Raises:
+        InputError: another shape or type, an unknown value, or no item to train on or to test on.
+    """
+    place, allowed = f"{path}: split", f"[{n}] of {', '.join(SPLITS)}, or of their numbers 0 to {len(SPLITS) - 1}"
     if value.shape != (n,) or value.dtype.kind not in "USiu":
         raise InputError(place, f"{value.dtype} {list(value.shape)}", allowed)
     if value.dtype.kind == "S":
@@ -238,7 +249,17 @@ def draw_split(n: int, seed: int) -> npt.NDArray[np.uint8]:
     return split
 
 
-def _checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
+def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
+    """Check arrays by the keys of :func:`read_features`, whatever file they came from.
+
+    Args:
+        path: what an error names.
+        arrays: by key.
+        seed: of the split, where ``arrays`` has none.
+
+    Raises:
+        InputError: as :func:`read_features`.
+    """
     for name in ("image", "text"):
         if name not in arrays:
             raise InputError(f"{path}: {name}", "no such key", "image [n, d_i] and text [n, d_t] or [n, C, d_t]")
@@ -265,7 +286,7 @@ def _checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
         captions=captions,
         labels=labels,
         label_names=label_names,
-        split=_split(path, arrays["split"], n) if "split" in arrays else draw_split(n, seed),
+        split=split_codes(path, arrays["split"], n) if "split" in arrays else draw_split(n, seed),
         split_given="split" in arrays,
         keys=_names(path, key, arrays[key], n) if key else tuple(f"{index:06d}" for index in range(n)),
     )
@@ -276,8 +297,8 @@ def read_features(path: Path, seed: int = 0) -> FeatureSet:
 
     Keys: ``image`` [n, d_i] and ``text`` [n, d_t] or [n, C, d_t] in float16, float32 or float64; optionally
     ``captions`` int [n], ``labels`` int [n] or 0/1 [n, L], ``label_names`` strings [L] (in a .safetensors file a JSON
-    list in the metadata), ``split`` [n] of train, val, test, public or 0 to 3, ``keys`` (or ``filename``) strings [n].
-    Further keys are passed over.
+    list in the metadata), ``split`` [n] of train, val, test, public, database or 0 to 4, ``keys`` (or ``filename``)
+    strings [n]. Further keys are passed over.
 
     Args:
         path: a .npz or .safetensors file.
@@ -286,4 +307,4 @@ def read_features(path: Path, seed: int = 0) -> FeatureSet:
     Raises:
         InputError: anything is not as above; names file, key, what was found and what is allowed.
     """
-    return _checked(path, _read_arrays(path), seed)
+    return checked(path, _read_arrays(path), seed)

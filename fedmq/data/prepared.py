@@ -23,10 +23,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.data.features import SPLITS, FeatureSet, file_digest, read_features
+from fedmq.data.features import SPLITS, FeatureSet, checked, file_digest, read_features
 from fedmq.errors import InputError, RunError
 from fedmq.models.two_tower import InputSpec
-from fedmq.scenario import Backbone, Data
+from fedmq.scenario import MATCONVNET, TIMM, Backbone, Data
 
 FORMAT = 1  # of the folder; another number makes another folder
 BATCH = 32  # items encoded at once
@@ -147,7 +147,7 @@ class Prepared:
 
     @cached_property
     def split(self) -> npt.NDArray[np.uint8]:
-        """uint8 [n]: 0 train, 1 val, 2 test, 3 public."""
+        """uint8 [n]: 0 train, 1 val, 2 test, 3 public, 4 database."""
         return self._map("split.npy")
 
     @cached_property
@@ -195,7 +195,7 @@ def write_once(path: Path, value: Array) -> None:
     unfinished.replace(path)
 
 
-def _finish(
+def finish(
     folder: Path,
     digest: str,
     source: Mapping[str, Any],
@@ -225,7 +225,8 @@ def _finish(
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
-def _save(folder: Path, **arrays: Array | None) -> None:
+def save_arrays(folder: Path, **arrays: Array | None) -> None:
+    """Write each array that is there as ``<name>.npy``."""
     for name, value in arrays.items():
         if value is not None:
             np.save(folder / f"{name}.npy", value, allow_pickle=False)
@@ -241,15 +242,17 @@ def _prepare_features(path: Path, cache: Path, seed: int) -> Prepared:
     digest = key_of("features", content) if found.split_given else key_of("features", content, seed)
 
     def fill(folder: Path) -> None:
-        _save(
+        save_arrays(
             folder, image=found.image, text=found.text, captions=found.captions, labels=found.labels, split=found.split
         )
-        _finish(folder, digest, {"data": "features", "content": content, "seed": seed}, found.keys, found.label_names)
+        finish(folder, digest, {"data": "features", "content": content, "seed": seed}, found.keys, found.label_names)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 
 
-def _tell(progress: Progress | None, what: str, total: int) -> Callable[[int], None]:
+def tell(progress: Progress | None, what: str, total: int) -> Callable[[int], None]:
+    """A function that is told how many of ``total`` are done and tells ``progress``."""
+
     def told(done: int) -> None:
         if progress is not None:
             progress(what, done, total)
@@ -287,7 +290,7 @@ def _prepare_openmoji(backbone: Backbone, cache: Path, seed: int, progress: Prog
     names = sorted({item.category for item in items})
     labels = np.array([[item.category == name for name in names] for item in items], dtype=np.uint8)
     split = np.array([SPLITS.index(item.split) for item in items], dtype=np.uint8)
-    told = (_tell(progress, "images", len(items)), _tell(progress, "captions", len(texts)))
+    told = (tell(progress, "images", len(items)), tell(progress, "captions", len(texts)))
 
     def fill(folder: Path) -> None:
         image: Array | None
@@ -312,7 +315,7 @@ def _prepare_openmoji(backbone: Backbone, cache: Path, seed: int, progress: Prog
                     mapped[row] = drawing.transpose(2, 0, 1)
                     told[0](row + 1)
                 mapped.flush()
-        _save(folder, image=image, text=_spread(text, counts), captions=counts, labels=labels, split=split)
+        save_arrays(folder, image=image, text=_spread(text, counts), captions=counts, labels=labels, split=split)
         source = {
             "data": "openmoji",
             "content": content,
@@ -320,36 +323,75 @@ def _prepare_openmoji(backbone: Backbone, cache: Path, seed: int, progress: Prog
             "weights": weights,
             "seed": seed,
         }
-        _finish(folder, digest, source, [item.key for item in items], names, mean=mean, std=std)
+        finish(folder, digest, source, [item.key for item in items], names, mean=mean, std=std)
+
+    return open_prepared(build_once(cache / "data" / digest, fill))
+
+
+def _prepare_arrays(data: Data, cache: Path) -> Prepared:
+    """Precomputed features of a named set, in the .mat, .h5 and .npz files that circulate."""
+    from fedmq.data import arrays, raw, sets  # noqa: PLC0415 - loaders are needed for their own sets only
+
+    read = arrays.read_arrays(data)
+    split = raw.split_of(read.get("split"), len(read["image"]), data, sets.SETS[data.name].draw)
+    found = checked(data.path or Path(data.name), {**read, "split": split}, 0)
+    content = hashlib.sha256()
+    for part in (found.image, found.text, found.split, found.labels):
+        if part is not None:
+            content.update(repr(part.shape).encode() + np.ascontiguousarray(part).data)
+    digest = key_of(data.name, "arrays", content.hexdigest(), found.label_names)
+
+    def fill(folder: Path) -> None:
+        save_arrays(
+            folder, image=found.image, text=found.text, captions=found.captions, labels=found.labels, split=found.split
+        )
+        finish(folder, digest, {"data": data.name, "content": content.hexdigest()}, found.keys, found.label_names)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 
 
 def prepare(
-    data: Data, backbone: Backbone, cache: Path | None = None, seed: int = 0, progress: Progress | None = None
+    data: Data,
+    backbone: Backbone,
+    cache: Path | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    device: str = "cpu",
 ) -> Prepared:
     """Turn a data set into arrays, or find them in the cache. Several processes may call this at once.
 
     Args:
         data: which data set.
-        backbone: which frozen encoder; ``features`` data and the ``features`` backbone go together.
+        backbone: which frozen encoder; with ``features`` the data set is a file of features itself.
         cache: folder; None means :func:`cache_folder`.
-        seed: of a split that the file does not say, and of random weights.
+        seed: of a split that a ``features`` file does not say, and of random weights.
         progress: told while encoding.
+        device: where the frozen encoders of a set on disk compute.
 
     Raises:
         InputError: data and backbone do not go together, or the data or the weights are not allowed.
         RunError: the cache cannot be written.
     """
     cache = cache_folder() if cache is None else cache
-    if (data.name == "features") != (backbone.name == "features"):
-        allowed = "features with data.name features" if data.name == "features" else "lite or an open_clip model"
-        raise InputError("backbone.name", f"{backbone.name} with data.name {data.name}", allowed)
+    if data.name == "features" and backbone.name != "features":
+        raise InputError(
+            "backbone.name", f"{backbone.name} with data.name features", "features with data.name features"
+        )
+    if data.name == "openmoji" and backbone.name == "features":
+        raise InputError("backbone.name", "features with data.name openmoji", "lite or an open_clip model")
     if data.name == "features":
         if data.path is None:
             raise InputError("data.path", None, "a .npz or .safetensors file")
         return _prepare_features(data.path, cache, seed)
-    return _prepare_openmoji(backbone, cache, seed, progress)
+    if data.name == "openmoji":
+        if backbone.name.startswith(TIMM) or backbone.name == MATCONVNET:
+            raise InputError("backbone.name", f"{backbone.name} with data.name openmoji", "lite or an open_clip model")
+        return _prepare_openmoji(backbone, cache, seed, progress)
+    if backbone.name == "features":
+        return _prepare_arrays(data, cache)
+    from fedmq.data import extract  # noqa: PLC0415 - as above
+
+    return extract.prepare_raw(data, backbone, cache, seed, progress, device)
 
 
 def text_features(
@@ -380,7 +422,7 @@ def text_features(
             backbone = Backbone.model_validate(source["backbone"])
             frozen = clip_weights.weights(backbone, source["seed"], cache or prepared.folder.parent.parent)
             tokens = prepared.text[seen]
-            encoded = clip.encode_texts(frozen, tokens, BATCH, _tell(progress, "captions", len(tokens)))
+            encoded = clip.encode_texts(frozen, tokens, BATCH, tell(progress, "captions", len(tokens)))
             write_once(kept, _mean_of(_spread(encoded, counts), counts))
     found: npt.NDArray[np.float32] = np.load(kept, allow_pickle=False)
     return found

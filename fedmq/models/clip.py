@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from fedmq.data.prepared import cache_folder
 from fedmq.errors import InputError, RunError
 from fedmq.models.clip_weights import SCALES, Weights, config_of, context_length, image_size, skeleton, weights
-from fedmq.models.two_tower import MODALITIES, Branch, InputSpec, Modality, TwoTower, joint_dim
+from fedmq.models.two_tower import MODALITIES, Branch, InputSpec, Modality, TwoTower, joint_dim, shared_adapters
 from fedmq.scenario import Backbone
 
 Pixels = npt.NDArray[np.uint8]
@@ -43,14 +43,18 @@ class Frozen(nn.Module):
         tower: open_clip's module; its parameters need no gradient.
         mean: of an image tower, per channel; empty for a text tower.
         std: likewise.
+        half: products in bfloat16 by autocast, those of the adapters inside included; sums and outputs stay float32.
     """
 
     mean: Tensor
     std: Tensor
 
-    def __init__(self, tower: nn.Module, mean: Sequence[float] = (), std: Sequence[float] = ()) -> None:
+    def __init__(
+        self, tower: nn.Module, mean: Sequence[float] = (), std: Sequence[float] = (), *, half: bool = False
+    ) -> None:
         super().__init__()
         self.tower = tower
+        self.half_products = half
         self.register_buffer("mean", 255 * torch.tensor(mean).view(-1, 1, 1))
         self.register_buffer("std", 255 * torch.tensor(std).view(-1, 1, 1))
         self.eval()
@@ -62,13 +66,14 @@ class Frozen(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Pixels uint8 [B, 3, S, S] or token ids int [B, 77] to float32 [B, e]."""
-        if isinstance(self.tower, CLIP):
-            encoded: Tensor = self.tower.encode_text(x.long())
-        elif x.ndim == 4:
-            encoded = self.tower((x.float() - self.mean) / self.std)
-        else:
-            encoded = self.tower(x.long())
-        return encoded
+        with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half_products):
+            if isinstance(self.tower, CLIP):
+                encoded: Tensor = self.tower.encode_text(x.long())
+            elif x.ndim == 4:
+                encoded = self.tower((x.float() - self.mean) / self.std)
+            else:
+                encoded = self.tower(x.long())
+        return encoded.float()
 
 
 def _tower_of(model: nn.Module, modality: Modality) -> nn.Module:
@@ -120,8 +125,16 @@ def _assign(model: nn.Module, path: Path) -> None:
         raise RunError(f"{path} cannot be read ({error}): delete its folder, it is made again") from error
 
 
-def load_tower(found: Weights, modality: Modality, device: str | torch.device = "cpu") -> Frozen:
+def load_tower(
+    found: Weights, modality: Modality, device: str | torch.device = "cpu", *, half: bool = False
+) -> Frozen:
     """One frozen tower; on the CPU its weights are shared with every process that loads it.
+
+    Args:
+        found: the model's weights in the cache.
+        modality: which tower.
+        device: where it computes.
+        half: products in bfloat16.
 
     Raises:
         RunError: the cached file is damaged.
@@ -129,7 +142,7 @@ def load_tower(found: Weights, modality: Modality, device: str | torch.device = 
     model = skeleton(found.name, found.config)
     _assign(model, found.folder / f"{modality}.safetensors")
     scales = (found.mean, found.std) if modality == "image" else ((), ())
-    frozen = Frozen(_tower_of(model, modality), *scales)
+    frozen = Frozen(_tower_of(model, modality), *scales, half=half)
     for scale in SCALES:
         # Left on the meta device, which cannot be moved; no tower needs them.
         if hasattr(frozen.tower, scale):
@@ -151,18 +164,27 @@ def adapted(backbone: Backbone, device: str | torch.device = "cpu") -> TwoTower:
     """The two towers with one adapter per block, without frozen weights, parameters not yet drawn.
 
     Raises:
-        InputError: unknown model, or one without such blocks.
+        InputError: unknown model, one without such blocks, or multi-modal adapters and towers of different depth.
     """
     config = config_of(backbone.name)
     bare = skeleton(backbone.name, config)
     width = int(config["embed_dim"])
     dim = joint_dim(backbone, width, width)
-    branches = []
+    sites = []
     for modality in MODALITIES:
         blocks, block_width = blocks_of(_tower_of(bare, modality), backbone.name)
-        sites, residual = [block_width] * len(blocks), backbone.head == "residual"
-        branches.append(Branch(sites, backbone.bottleneck, width, dim, residual=residual, blocks=True))
-    return TwoTower(branches[0], branches[1], dim, torch.device(device))
+        sites.append([block_width] * len(blocks))
+    counts, residual = [len(each) for each in sites], backbone.head == "residual"
+    if backbone.adapter == "mma" and counts[0] != counts[1]:
+        raise InputError(
+            "backbone.adapter", f"mma with towers of {counts[0]} and {counts[1]} blocks", "towers of as many blocks"
+        )
+    shared = shared_adapters(backbone, counts[0])
+    branches = [
+        Branch(widths, backbone.bottleneck, width, dim, residual=residual, blocks=True, shared=shared)
+        for widths in sites
+    ]
+    return TwoTower(branches[0], branches[1], dim, torch.device(device), shared=shared)
 
 
 def build(
@@ -193,7 +215,7 @@ def build(
         found = weights(backbone, seed, cache_folder() if cache is None else cache)
         branch = model.visual if modality == "image" else model.text
         assert isinstance(branch, Branch)  # noqa: S101 - `adapted` made it
-        branch.frozen = load_tower(found, modality, device)
+        branch.frozen = load_tower(found, modality, device, half=backbone.precision == "bfloat16")
         blocks, _ = blocks_of(branch.frozen.tower, found.name)
         for block, adapter in zip(blocks, branch.adapters.values(), strict=True):
             _follow(block, adapter)

@@ -118,7 +118,7 @@ class Weights:
     std: tuple[float, ...]
 
 
-def _read_checkpoint(path: Path) -> dict[str, Tensor]:
+def read_checkpoint(path: Path) -> dict[str, Tensor]:
     """The state dict of a local file, never unpickled beyond tensors.
 
     Raises:
@@ -148,7 +148,7 @@ def _load_checkpoint(model: nn.Module, path: Path) -> None:
     Raises:
         InputError: a parameter is missing, unknown or of another shape.
     """
-    state = convert_state_dict(model, _read_checkpoint(path))
+    state = convert_state_dict(model, read_checkpoint(path))
     if "positional_embedding" in state and not hasattr(model, "positional_embedding"):
         state = convert_to_custom_text_state_dict(state)
     state = {name: value for name, value in state.items() if name not in (*SCALES, *PASSED_OVER)}
@@ -189,7 +189,7 @@ def _source_of(backbone: Backbone) -> tuple[str, str]:
     raise InputError("backbone.pretrained", wanted, known)
 
 
-def _digest_of(path: Path, cache: Path) -> str:
+def digest_of(path: Path, cache: Path) -> str:
     """SHA-256 (hex) of a file, kept by path, size and time of change: thirty silos need not read it thirty times."""
     about = path.stat()
     kept = cache / "digests" / key_of(str(path.resolve()), about.st_size, about.st_mtime_ns)
@@ -212,7 +212,7 @@ def weights_digest(backbone: Backbone, seed: int, cache: Path) -> str:
     if kind == "random":
         what = str(seed)
     elif kind == "file":
-        what = _digest_of(Path(what), cache)
+        what = digest_of(Path(what), cache)
     return key_of("weights", open_clip.__version__, backbone.name, config, kind, what)
 
 

@@ -6,8 +6,8 @@ Each base loss has its own network (METHODS.md 1.1 to 1.5); the widths are the p
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedmq.errors import InputError
+from fedmq.labels import fine_columns
 from fedmq.layout import Layout
 from fedmq.models.two_tower import InputSpec, Out, TwoTower
 from fedmq.scenario import Base, Objective
@@ -117,7 +118,39 @@ def enhanced(raw: Tensor, logits: Tensor, memory: Tensor) -> Tensor:
         logits: [B, C] of the tower's classifier.
         memory: [C, r] global memory P_g; all zero before the first merge, which leaves O as it is.
     """
-    return raw + torch.tanh(raw) * (logits.softmax(1) @ memory)
+    return raw + torch.tanh(raw) * memory_feature(logits, memory)
+
+
+def memory_feature(logits: Tensor, memory: Tensor) -> Tensor:
+    """V_P = L' P_g: what the memory [C, r] says to predicted labels, logits [B, C] -> [B, r] (FedCAFE eq 3)."""
+    return logits.softmax(1) @ memory
+
+
+def signs(x: Tensor) -> Tensor:
+    """Binary codes in {-1, 1} of the same shape; sign(0) = +1."""
+    return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
+
+
+def straight_through(x: Tensor) -> Tensor:
+    """Binary codes whose gradient is passed on to ``x`` as it is: the sign itself has none."""
+    return signs(x.detach()) + (x - x.detach())
+
+
+class SignHead(nn.Module):
+    """GreedyHash's linear classifier of binary codes, without bias; one for both modalities, which ties their codes.
+
+    Args:
+        bits: length of the code.
+        classes: labels of the data set.
+    """
+
+    def __init__(self, bits: int, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(bits, classes, bias=False, device="meta")
+
+    def forward(self, out: Out, tower: Tower) -> Out:
+        """Adds label predictions [B, C] of the binary codes to a tower's Out."""
+        return replace(out, logits=self.head(straight_through(out.code)))
 
 
 class FirstLayer(nn.Module):
@@ -168,6 +201,11 @@ class CommonSpace(nn.Module):
         return Out(common, common, code, self.label(common))
 
 
+def classes_of(base: Base, label_names: Sequence[str]) -> int:
+    """Classes of a base's classifier: those of DCMH and SHDCH tell the fine labels apart, the others all labels."""
+    return len(fine_columns(label_names)) if base in ("dcmh", "shdch") else len(label_names)
+
+
 def initial_parameters(layout: Layout, plan: Plan, seed: int) -> Tensor:
     """The initial parameters float32 [P]; each has a generator of its own."""
     by_name = layout.by_name
@@ -202,7 +240,8 @@ def build(objective: Objective, inputs: InputSpec, classes: int, seed: int, devi
     """
     for what, shape in (("image", inputs.image_shape), ("text", inputs.text_shape)):
         if len(shape) != 1:
-            raise InputError(f"data: {what}", f"items of shape {list(shape)}", f"features [d] with base {objective.base}")
+            found = f"items of shape {list(shape)}"
+            raise InputError(f"data: {what}", found, f"features [d] with base {objective.base}")
     widths = inputs.image_shape[0], inputs.text_shape[0]
     if objective.base not in ("dgcpn", "djsrh", "jdsh") and classes == 0:
         raise InputError("objective.base", objective.base, "dgcpn, djsrh, jdsh or info_nce: the data set has no labels")
@@ -214,7 +253,8 @@ def build(objective: Objective, inputs: InputSpec, classes: int, seed: int, devi
         Tower(width, tuple(objective.hidden or each for each in hidden), bits, classes if plan.classifier else 0, plan)
         for width, hidden in zip(widths, (plan.image, plan.text), strict=True)
     ]
-    model = TwoTower(towers[0], towers[1], bits, device, binary=True)
+    shared = SignHead(bits, classes) if objective.base == "greedyhash" else None
+    model = TwoTower(towers[0], towers[1], bits, device, shared=shared, binary=True)
     return _drawn(model, partial(initial_parameters, model.layout, plan, seed))
 
 

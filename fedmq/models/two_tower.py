@@ -27,6 +27,7 @@ from fedmq.scenario import Backbone, Training
 from fedmq.seeds import torch_generator
 
 Modality = Literal["image", "text"]
+Layer = Callable[[Tensor], Tensor]
 MODALITIES: tuple[Modality, Modality] = ("image", "text")
 # Name prefixes of a modality's trainable parameters; each branch is one contiguous range of the flat buffer.
 BRANCHES: Mapping[Modality, str] = {"image": "visual.", "text": "text."}
@@ -34,7 +35,6 @@ BRANCHES: Mapping[Modality, str] = {"image": "visual.", "text": "text."}
 SHARED = "shared."
 # Joint dimension of an mlp head where the two towers' own dimensions differ and the scenario names none.
 DEFAULT_DIM = 512
-MOMENTUM = 0.9
 
 
 @dataclass(frozen=True)
@@ -94,6 +94,59 @@ class Adapter(nn.Module):
         return x + change
 
 
+def through_shared(x: Tensor, down: Layer, shared: Layer, up: Layer, scale: float) -> Tensor:
+    """Multi-modal adapter x + s up(relu(shared(relu(down x)))) of x [..., width] (pFedMMA; METHODS.md 7.6)."""
+    return x + scale * up(F.relu(shared(F.relu(down(x)))))
+
+
+class SharedAdapters(nn.Module):
+    """The middle layers of multi-modal adapters, one per site, that both towers go through.
+
+    Args:
+        sites: how many adapters a tower has.
+        bottleneck: width of the layers.
+        scale: s of every adapter.
+    """
+
+    def __init__(self, sites: int, bottleneck: int, scale: float) -> None:
+        super().__init__()
+        layers = {_site(i): nn.Linear(bottleneck, bottleneck, device="meta") for i in range(sites)}
+        self.adapters = nn.ModuleDict(layers)
+        self.scale = scale
+
+    def forward(self, out: Out, tower: nn.Module) -> Out:
+        """What a tower made, as it is: the layers did their part inside it."""
+        del tower
+        return out
+
+
+class MultiModalAdapter(nn.Module):
+    """One tower's layers of a multi-modal adapter, around one that belongs to both towers.
+
+    Args:
+        width: last dimension of x.
+        bottleneck: width of the middle layer.
+        shared: the middle layer; a parameter of :class:`SharedAdapters`, not of this module.
+        scale: s.
+    """
+
+    def __init__(self, width: int, bottleneck: int, shared: Layer, scale: float) -> None:
+        super().__init__()
+        self.down = nn.Linear(width, bottleneck, device="meta")
+        self.up = nn.Linear(bottleneck, width, device="meta")
+        self._shared = (shared,)  # in a tuple, so that torch does not list its parameters here too
+        self._scale = scale
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 [..., width] to the same shape."""
+        return through_shared(x, self.down, self._shared[0], self.up, self._scale)
+
+
+def _site(index: int) -> str:
+    """Name of an adapter site; two digits, for the layout sorts by name and a reader expects 2 before 10."""
+    return f"{index:02d}"
+
+
 class Branch(nn.Module):
     """One tower: frozen encoder (if any), adapters, head, unit length.
 
@@ -104,14 +157,29 @@ class Branch(nn.Module):
         dim: joint dimension d.
         residual: z = x + W2 relu(W1 x) instead of z = W2 relu(W1 x).
         blocks: the adapters sit inside ``frozen``, which runs them itself.
+        shared: middle layers of multi-modal adapters; None has adapters of the tower's own alone.
     """
 
     def __init__(
-        self, widths: Sequence[int], bottleneck: int, head_in: int, dim: int, *, residual: bool, blocks: bool
+        self,
+        widths: Sequence[int],
+        bottleneck: int,
+        head_in: int,
+        dim: int,
+        *,
+        residual: bool,
+        blocks: bool,
+        shared: SharedAdapters | None = None,
     ) -> None:
         super().__init__()
-        # Two digits: the layout sorts by name, and a reader expects block 2 before block 10.
-        self.adapters = nn.ModuleDict({f"{i:02d}": Adapter(width, bottleneck) for i, width in enumerate(widths)})
+        self.adapters = nn.ModuleDict(
+            {
+                _site(i): Adapter(width, bottleneck)
+                if shared is None
+                else MultiModalAdapter(width, bottleneck, shared.adapters[_site(i)], shared.scale)
+                for i, width in enumerate(widths)
+            }
+        )
         self.head = nn.ModuleDict(
             {"0": nn.Linear(head_in, dim, device="meta"), "1": nn.Linear(dim, dim, device="meta")}
         )
@@ -320,10 +388,20 @@ def initial_parameters(layout: Layout, backbone: Backbone, seed: int) -> Tensor:
     return torch.cat(parts)
 
 
-def _feature_tower(backbone: Backbone, shape: Sequence[int], dim: int) -> Branch:
-    width = shape[0]
-    residual = backbone.head == "residual"
-    return Branch([width], backbone.bottleneck, width, dim, residual=residual, blocks=False)
+def shared_adapters(backbone: Backbone, sites: int) -> SharedAdapters | None:
+    """The layers that multi-modal adapters share between the towers; None where adapters are each tower's own."""
+    if backbone.adapter == "bottleneck":
+        return None
+    return SharedAdapters(sites, backbone.bottleneck, backbone.adapter_scale)
+
+
+def _feature_towers(backbone: Backbone, inputs: InputSpec, dim: int, device: torch.device) -> TwoTower:
+    shared, residual = shared_adapters(backbone, 1), backbone.head == "residual"
+    towers = [
+        Branch([width], backbone.bottleneck, width, dim, residual=residual, blocks=False, shared=shared)
+        for (width,) in (inputs.image_shape, inputs.text_shape)
+    ]
+    return TwoTower(towers[0], towers[1], dim, device, shared=shared)
 
 
 def build(
@@ -360,8 +438,7 @@ def build(
                     f"data: {what}", f"items of shape {list(shape)}", "features [d] with adapter_site feature"
                 )
         dim = joint_dim(backbone, inputs.image_shape[0], inputs.text_shape[0])
-        visual, text = (_feature_tower(backbone, shape, dim) for shape in (inputs.image_shape, inputs.text_shape))
-        model = TwoTower(visual, text, dim, place)
+        model = _feature_towers(backbone, inputs, dim, place)
     model.initial = partial(initial_parameters, model.layout, backbone, seed)
     model.load(model.initial())
     return model
@@ -405,7 +482,7 @@ class FlatOptimiser:
                 self._momentum,
                 fused=True,
                 weight_decay=self._training.weight_decay,
-                momentum=MOMENTUM,
+                momentum=self._training.momentum,
                 lr=self._rate,
                 dampening=0.0,
                 nesterov=False,

@@ -1,0 +1,319 @@
+"""``fedmq compare`` and ``fedmq sweep``: one engine, two ways to say what is compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.live import Live
+
+from fedmq.clock import WallClock
+from fedmq.errors import InputError
+
+if TYPE_CHECKING:
+    from fedmq.compare import Comparison, Prepare
+    from fedmq.jobs import Progress
+    from fedmq.plan import Plan, Resolve
+    from fedmq.tables import Grid
+
+FAILED = 1
+_PLAIN_SECONDS = 30.0
+
+Seeds = Annotated[str, typer.Option("--seeds", metavar="A,B,...", help="Every row is run with each of them.")]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Folder of the results; named by its rows by default.")
+]
+Runs = Annotated[
+    Path | None,
+    typer.Option("--runs", metavar="DIR", help="Folder of the runs; one for several comparisons shares what is equal."),
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key in all of them.")
+]
+Vary = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--vary",
+        metavar="[NAME:]KEY=A,B,...",
+        help="A row for each value (YAML), of all scenarios or the one named; several --vary give all combinations. "
+        "E.g. silos.count=6,10,30 or 'protocol=fedavg,{name: rcsr, filler: zero}'.",
+    ),
+]
+Select = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--select",
+        metavar="[METHOD:]KEY=A,B,...",
+        help="Values to choose from on the validation split, for all rows or one method's; only the chosen one is run "
+        "on the test split.",
+    ),
+]
+SelectSeed = Annotated[int, typer.Option("--select-seed", min=0, help="Seed of the runs that --select chooses by.")]
+Metric = Annotated[
+    str,
+    typer.Option(
+        "--metric",
+        metavar="A,B,...",
+        help="Columns: mean_r1, i2t_r5, map, fairness.worst_r1, personal.mean_r1, bytes.up, seconds.virtual, ... "
+        "The first one decides what --select chooses.",
+    ),
+]
+Baseline = Annotated[
+    str | None,
+    typer.Option("--baseline", metavar="NAME", help="Method or row the others are compared to; the first by default."),
+]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option("--target", metavar="METRIC=VALUE", help="Add a column: virtual time until an evaluation reaches it."),
+]
+ZeroShot = Annotated[
+    bool, typer.Option("--zero-shot", help="Add a row: version 0 of the first row's runs, before any training.")
+]
+Jobs = Annotated[
+    int | None, typer.Option("--jobs", min=1, help="Runs at once; as many as cores, half of that with --processes.")
+]
+Processes = Annotated[
+    bool,
+    typer.Option(
+        "--processes",
+        help="Start the silos as the scenario's launcher says; by default those of a run share one process without "
+        "messages, which gives the same model to the bit.",
+    ),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for, as it was written."""
+
+    kind: str
+    files: list[Path]
+    seeds: str
+    out_dir: Path | None
+    runs_dir: Path | None
+    settings: list[str] | None
+    vary: list[str] | None
+    select: list[str] | None
+    select_seed: int
+    metric: str
+    baseline: str | None
+    target: list[str] | None
+    zero_shot: bool
+    jobs: int | None
+    processes: bool
+    as_json: bool
+    quiet: bool
+
+
+@dataclass(frozen=True)
+class Roots:
+    """What only the command line can put together.
+
+    Args:
+        resolve: reads and checks a scenario, the method's options included.
+        prepare: makes a scenario's data, from whether to be quiet.
+        until_stopped: catches Ctrl-C from now on; gives what tells whether it came.
+    """
+
+    resolve: Resolve
+    prepare: Callable[[bool], Prepare]
+    until_stopped: Callable[[], Callable[[], bool]]
+
+
+def add_compare(app: typer.Typer, roots: Roots) -> None:
+    """Add ``fedmq compare`` to the command line."""
+
+    @app.command("compare")
+    def compare_command(
+        files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Scenarios.", show_default=False)],
+        seeds: Seeds = "0,1,2",
+        out_dir: Out = None,
+        runs_dir: Runs = None,
+        settings: Settings = None,
+        vary: Vary = None,
+        select: Select = None,
+        select_seed: SelectSeed = 0,
+        metric: Metric = "mean_r1,mean_r10",
+        baseline: Baseline = None,
+        target: Targets = None,
+        zero_shot: ZeroShot = False,
+        jobs: Jobs = None,
+        processes: Processes = False,
+        as_json: AsJson = False,
+        quiet: Quiet = False,
+    ) -> None:
+        """Compare scenarios or methods on equal terms: mean and spread over seeds, paired differences, plots.
+
+        Finished runs are kept: the same command goes on where it was stopped, and more seeds or columns can be asked
+        for later. The folder holds table.csv, runs.csv, table.tex, table.md and plots.html.
+
+        Example: [bold]fedmq compare scenarios/fedavg_mr50.yaml scenarios/rcsr_mr50.yaml --seeds 0,1,2[/bold]
+
+        Learning rate and a method's own option chosen on the validation split: [bold]fedmq compare
+        scenarios/rcsr/main.yaml --vary protocol=fedavg,rcsr --select training.learning_rate=1e-4,3e-4,1e-3
+        --select rcsr:protocol.lambda_anc=0.3,1[/bold]
+        """
+        options = Options(
+            "compare", files, seeds, out_dir, runs_dir, settings, vary, select, select_seed, metric, baseline, target,
+            zero_shot, jobs, processes, as_json, quiet,
+        )  # fmt: skip
+        _carry_out(options, roots)
+
+
+def add_sweep(app: typer.Typer, roots: Roots) -> None:
+    """Add ``fedmq sweep`` to the command line."""
+
+    @app.command("sweep")
+    def sweep_command(
+        file: Annotated[Path, typer.Argument(metavar="FILE", help="A scenario.", show_default=False)],
+        vary: Vary = None,
+        seeds: Seeds = "0,1,2",
+        out_dir: Out = None,
+        runs_dir: Runs = None,
+        settings: Settings = None,
+        select: Select = None,
+        select_seed: SelectSeed = 0,
+        metric: Metric = "mean_r1,mean_r10",
+        baseline: Baseline = None,
+        target: Targets = None,
+        zero_shot: ZeroShot = False,
+        jobs: Jobs = None,
+        processes: Processes = False,
+        as_json: AsJson = False,
+        quiet: Quiet = False,
+    ) -> None:
+        """Vary keys of a scenario: every combination with every seed, and plots of each metric against the value.
+
+        With [bold]--select val[/bold] the varied values are chosen from: each is tried on the validation split, and
+        only the best one is run on the test split. Files and resuming are those of [bold]fedmq compare[/bold].
+
+        Example: [bold]fedmq sweep scenarios/rcsr/main.yaml --vary silos.count=6,10,30,50 --vary
+        protocol=fedavg,rcsr[/bold]
+        """
+        if not vary:
+            raise InputError("--vary", "nothing", "at least one key with its values, e.g. --vary silos.count=6,10,30")
+        if select and "val" in select:
+            select, vary = [*(each for each in select if each != "val"), *vary], None
+        options = Options(
+            "sweep", [file], seeds, out_dir, runs_dir, settings, vary, select, select_seed, metric, baseline, target,
+            zero_shot, jobs, processes, as_json, quiet,
+        )  # fmt: skip
+        _carry_out(options, roots)
+
+
+def _plan(options: Options, resolve: Resolve) -> Plan:
+    from fedmq import plan, rows  # noqa: PLC0415 - brings torch, which --help does without
+
+    made = plan.Plan(
+        entries=plan.entries(
+            options.files,
+            options.settings or [],
+            [plan.parse_variation(text, "--vary") for text in options.vary or []],
+            [plan.parse_variation(text, "--select") for text in options.select or []],
+            resolve,
+        ),
+        seeds=plan.parse_seeds(options.seeds),
+        metrics=plan.parse_metrics(options.metric),
+        targets=tuple(plan.parse_target(text) for text in options.target or []),
+        baseline=options.baseline,
+        select_seed=options.select_seed,
+        zero_shot=options.zero_shot,
+    )
+    rows.baselines(made)
+    return made
+
+
+def _carry_out(options: Options, roots: Roots) -> None:
+    """Plan, run, write the tables and plots, and say what came out."""
+    plan = _plan(options, roots.resolve)
+    from fedmq import compare, tables  # noqa: PLC0415
+    from fedmq.plan import default_folder  # noqa: PLC0415
+
+    err, command = Console(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
+    folder = options.out_dir or default_folder(plan, options.kind, roots.resolve)
+    jobs = options.jobs or max(1, (os.cpu_count() or 1) // (2 if options.processes else 1))
+    data_digest = compare.digest_once(roots.prepare(options.quiet))
+    place = compare.Workplace(options.runs_dir or folder / "runs", roots.resolve, data_digest, options.processes, jobs)
+    if not options.quiet:
+        trials = sum(len(entry.candidates) for entry in plan.entries if len(entry.candidates) > 1)
+        size = f"{len(plan.entries)} rows x {len(plan.seeds)} seeds" + f", {trials} trials on validation" * bool(trials)
+        err.print(f"{size}; at most {jobs} runs at once, in {folder}", highlight=False, soft_wrap=True)
+    with _display(err, quiet=options.quiet) as told:
+        comparison = compare.carry_out(plan, place, told, roots.until_stopped)
+    if comparison.stopped:
+        err.print(f"stopped; the same command goes on: [bold]{_plain(command)}[/bold]", highlight=False, soft_wrap=True)
+        sys.exit(FAILED)
+    table = tables.grid(comparison.rows, plan)
+    _write_results(comparison, table, folder, command, sweep=options.kind == "sweep")
+    if options.as_json:
+        print(json.dumps({"folder": str(folder), "rows": tables.plain(comparison.rows), "errors": comparison.errors}))
+    else:
+        out = Console()
+        out.print(tables.terminal(table, f"{options.kind}: {', '.join(map(str, options.files))}"))
+        out.print(f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html", highlight=False, soft_wrap=True)
+    for name, line in comparison.errors.items():
+        err.print(f"[red]failed[/red] {name}: {_plain(line)}", highlight=False, soft_wrap=True)
+    if comparison.errors:
+        err.print("the others are done; the same command tries those that failed again", highlight=False)
+        sys.exit(FAILED)
+
+
+def _plain(text: str) -> str:
+    """Brackets are no markup."""
+    return text.replace("[", "\\[")
+
+
+def _write_results(comparison: Comparison, table: Grid, folder: Path, command: str, *, sweep: bool) -> None:
+    from fedmq import plots, tables  # noqa: PLC0415
+    from fedmq.runfolder import write_atomically  # noqa: PLC0415
+
+    results = {
+        "table.csv": tables.as_csv(tables.plain(comparison.rows)),
+        "runs.csv": tables.as_csv(tables.runs(comparison.rows)),
+        "table.tex": tables.latex(table, command),
+        "table.md": tables.markdown(table, command),
+        "plots.html": plots.page(comparison.rows, command, table.notes, sweep=sweep),
+    }
+    for name, text in results.items():
+        write_atomically(folder / name, lambda path, text=text: _write(path, text))  # type: ignore[misc]
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
+def _progress_line(what: str, how: Progress) -> str:
+    """One line: ``runs: 5 of 12 done, fedavg-seed1 40 %, 3.1 min left``."""
+    running = [f"{name} {share:.0%}" for name, share in how.running]
+    left = [] if how.left is None else [f"{how.left:.0f} s left" if how.left < 120 else f"{how.left / 60:.1f} min left"]
+    return ", ".join([f"{what}: {how.done} of {how.total} done", *running, *left])
+
+
+@contextmanager
+def _display(console: Console, *, quiet: bool) -> Iterator[Callable[[str, Progress], None]]:
+    """One line that is kept up to date; if nobody watches, a line at each run's end and every half minute."""
+    if quiet:
+        yield lambda what, how: None
+    elif console.is_terminal:
+        with Live("", console=console, refresh_per_second=2, transient=True) as shown:
+            yield lambda what, how: shown.update(_progress_line(what, how))
+    else:
+        clock, told = WallClock(), {"done": -1, "at": 0.0}
+
+        def plain(what: str, how: Progress) -> None:
+            if how.done != told["done"] or clock.now() - told["at"] >= _PLAIN_SECONDS:
+                told.update(done=how.done, at=clock.now())
+                console.print(_progress_line(what, how), highlight=False, soft_wrap=True)
+
+        yield plain

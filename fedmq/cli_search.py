@@ -1,0 +1,127 @@
+"""``fedmq search`` and ``fedmq export``: what a released model makes of a gallery, and what it finds there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+Bar = Callable[[], Callable[[str, int, int], None]]
+
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]
+Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="What to look for.", show_default=False)]
+Chosen = Annotated[
+    Path | None,
+    typer.Option(
+        "--gallery",
+        metavar="FILE|DIR",
+        help="A scenario whose data set is searched, or a folder of pictures; the run's own data set by default.",
+    ),
+]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda:N; the scenario's by default.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+
+
+class Side(StrEnum):
+    """Of an item."""
+
+    IMAGE = "image"
+    TEXT = "text"
+
+
+class Among(StrEnum):
+    """What is looked through."""
+
+    IMAGES = "images"
+    CAPTIONS = "captions"
+
+
+def add_search(app: typer.Typer, bar: Bar) -> None:
+    """Add ``fedmq search`` to the command line."""
+
+    @app.command("search")
+    def search_command(
+        run: Run,
+        text: Text = None,
+        image: Annotated[Path | None, typer.Option("--image", metavar="FILE", help="A picture to look for.")] = None,
+        item: Annotated[
+            str | None, typer.Option("--item", metavar="KEY", help="An item of the gallery to look for.")
+        ] = None,
+        side: Annotated[Side, typer.Option("--side", help="Which side of --item is the query.")] = Side.IMAGE,
+        among: Annotated[
+            Among | None,
+            typer.Option("--among", help="What to look through; by default what the query is not, image or text."),
+        ] = None,
+        top: Annotated[int, typer.Option("--top", min=1, help="How many items.")] = 10,
+        chosen: Chosen = None,
+        device: Device = None,
+        as_json: AsJson = False,
+    ) -> None:
+        """Search a gallery with a run's released model: images by a text, captions by a picture.
+
+        The first search encodes the gallery and keeps it under RUN/model/gallery; see [bold]fedmq export[/bold].
+
+        Example: [bold]fedmq search runs/smoke-20260101-120000 "a dog in the snow"[/bold]
+        """
+        from fedmq import search  # noqa: PLC0415 - brings torch, which --help does without
+        from fedmq.release import open_release  # noqa: PLC0415
+
+        query = search.Query(text, image, item, side.value)
+        found = search.find(
+            open_release(run, device),
+            query,
+            chosen=chosen,
+            among=None if among is None else among.value,
+            top=top,
+            progress=bar(),
+        )
+        measure = "distance" if found.gallery.binary else "cosine"
+        if as_json:
+            facts = {"gallery": str(found.gallery.folder), "among": found.among, "measure": measure}
+            results = [dataclasses.asdict(hit) for hit in found.hits]
+            print(json.dumps({**facts, "results": results}, ensure_ascii=False))
+            return
+        table = Table("rank", measure, "item", "caption")
+        for hit in found.hits:
+            score = f"{hit.score:.0f}" if found.gallery.binary else f"{hit.score:.3f}"
+            table.add_row(str(hit.rank), score, _literal(hit.item), _literal(hit.caption))
+        Console().print(table)
+
+
+def add_export(app: typer.Typer, bar: Bar) -> None:
+    """Add ``fedmq export`` to the command line."""
+
+    @app.command("export")
+    def export_command(run: Run, chosen: Chosen = None, device: Device = None, as_json: AsJson = False) -> None:
+        """Encode a gallery with a run's released model: embeddings or packed hash codes (.npz), and faiss indexes.
+
+        Example: [bold]fedmq export runs/smoke-20260101-120000 --gallery photos[/bold]
+        """
+        from fedmq import gallery as galleries  # noqa: PLC0415
+        from fedmq.release import open_release  # noqa: PLC0415
+
+        gallery = galleries.export(open_release(run, device), chosen, bar())
+        facts: dict[str, Any] = {key: value for key, value in gallery.meta.items() if key != "prepared"}
+        files = sorted(path.name for path in gallery.folder.iterdir())
+        if as_json:
+            print(json.dumps({"folder": str(gallery.folder), "files": files, **facts}))
+            return
+        size = f"codes of {facts['bits']} bits" if gallery.binary else f"embeddings of {facts['dim']} numbers"
+        Console().print(
+            f"{gallery.folder}: {facts['items']} images, {facts['captions']} captions, {size}\n{', '.join(files)}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _literal(text: str) -> str:
+    """A caption as it is: brackets in it are no markup."""
+    return text.replace("[", r"\[")

@@ -1,0 +1,380 @@
+"""The .mat, .h5 and .npz files that circulate: which array is the image, the text, the labels, and of which part.
+
+Names are read as words: ``I_tr``, ``train_imgs_deep`` and ``img_train`` are the training images, ``LAll`` and ``Label``
+all labels. An array of two dimensions is features, one of four is pixels. Nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import re
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.data.features import SPLITS, split_codes
+from fedmq.data.folders import WIKIPEDIA_CLASSES, WIKIPEDIA_LISTS, wikipedia_lists, wikipedia_split
+from fedmq.data.pictures import Pixels, Rows, package
+from fedmq.data.raw import RawSet, checked
+from fedmq.errors import InputError
+from fedmq.scenario import Data
+
+Array = npt.NDArray[Any]
+What = Literal["image", "text", "labels"]
+
+ENDINGS = frozenset({".mat", ".h5", ".hdf5", ".h5py", ".npz"})
+HDF5 = b"\x89HDF\r\n\x1a\n"
+PARTS: Mapping[str, frozenset[str]] = {
+    "train": frozenset({"tr", "train", "training"}),
+    "val": frozenset({"val", "valid", "validation"}),
+    "test": frozenset({"te", "test", "query", "q"}),
+    "database": frozenset({"db", "database", "retrieval"}),
+}
+# Labels come first: `train_imgs_labels` are labels.
+WORDS: Mapping[What, frozenset[str]] = {
+    "labels": frozenset({"l", "lab", "labs", "label", "labels", "lall"}),
+    "text": frozenset({"t", "y", "txt", "txts", "text", "texts", "tag", "tags", "sentence", "sentences", "bow"}),
+    "image": frozenset({"i", "f", "x", "img", "imgs", "image", "images"}),
+}
+#: Coarse and fine labels of the sets with two levels, in the order of their columns (Sun et al. 2019, SHDCH).
+LEVELS: Mapping[str, tuple[int, int]] = {"fashionvc": (8, 27), "ssense": (4, 28)}
+
+
+@dataclass(frozen=True)
+class Stored:
+    """One array in a file.
+
+    Args:
+        path: the file.
+        key: its name there.
+        shape: as MATLAB or NumPy would say it.
+        matlab: stored by MATLAB in HDF5, where the axes are the other way round.
+    """
+
+    path: Path
+    key: str
+    shape: tuple[int, ...]
+    matlab: bool = False
+
+    @property
+    def place(self) -> str:
+        """What a message calls it."""
+        return f"{self.path}: {self.key}"
+
+    def read(self) -> Array:
+        """The whole array.
+
+        Raises:
+            InputError: unreadable, or of Python objects.
+        """
+        found: Array = _guarded(self.path, self._read)
+        return found
+
+    def _read(self) -> Array:
+        if self.path.suffix == ".npz":
+            with np.load(self.path, allow_pickle=False) as opened:
+                return np.asarray(opened[self.key])
+        if _is_hdf5(self.path):
+            with package("h5py", "formats", str(self.path)).File(self.path, "r") as opened:
+                value = np.asarray(opened[self.key][()])
+            return value.transpose() if self.matlab else value
+        return np.asarray(
+            package("scipy.io", "formats", str(self.path)).loadmat(self.path, variable_names=[self.key])[self.key]
+        )
+
+
+def _is_hdf5(path: Path) -> bool:
+    with path.open("rb") as file:
+        head = file.read(520)
+    return head.startswith(HDF5) or head[512:] == HDF5
+
+
+def _guarded(path: Path, work: Callable[[], Any]) -> Any:
+    """Run a reader; whatever it raises on a broken file becomes one line."""
+    try:
+        return work()
+    except InputError:
+        raise
+    except (MemoryError, Exception) as error:  # each format's reader raises something else
+        if isinstance(
+            error, NotImplementedError | zipfile.BadZipFile | OSError | ValueError | KeyError | MemoryError | TypeError
+        ):
+            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+            raise InputError(str(path), reason, f"a readable {path.suffix} file of plain arrays") from None
+        raise
+
+
+def _inside(path: Path) -> list[Stored]:
+    """The arrays of one file, without reading them."""
+    if path.suffix == ".npz":
+        with np.load(path, allow_pickle=False) as opened:
+            # The header of each member has its shape.
+            return [Stored(path, key, _npy_shape(opened, key)) for key in opened.files]
+    if _is_hdf5(path):
+        with package("h5py", "formats", str(path)).File(path, "r") as opened:
+            datasets = {
+                key: value for key, value in opened.items() if hasattr(value, "shape") and value.dtype.kind in "iufb"
+            }
+            facts = [
+                (key, tuple(map(int, value.shape)), "MATLAB_class" in value.attrs) for key, value in datasets.items()
+            ]
+        return [Stored(path, key, shape[::-1] if matlab else shape, matlab) for key, shape, matlab in facts]
+    listed = package("scipy.io", "formats", str(path)).whosmat(path)
+    return [
+        Stored(path, key, tuple(map(int, shape)))
+        for key, shape, kind in listed
+        if kind not in ("cell", "struct", "object")
+    ]
+
+
+def _listed(path: Path) -> list[Stored]:
+    found: list[Stored] = _guarded(path, lambda: _inside(path))
+    return found
+
+
+def _npy_shape(opened: Any, key: str) -> tuple[int, ...]:
+    with opened.zip.open(f"{key}.npy") as member:
+        version = np.lib.format.read_magic(member)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        return tuple(map(int, read(member)[0]))
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files with arrays: the path itself, or those in the folder."""
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if file.suffix.lower() in ENDINGS)
+    return [path] if path.suffix.lower() in ENDINGS else []
+
+
+def meaning(key: str) -> tuple[str, What] | None:
+    """The part (``all``, or a split) and what an array is, from the words of its name; None where they do not say.
+
+    >>> meaning("train_imgs_labels"), meaning("I_te"), meaning("YAll")
+    (('train', 'labels'), ('test', 'image'), ('all', 'text'))
+    """
+    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[A-Z]", key)}
+    part = next((part for part, known in PARTS.items() if words & known), "all")
+    return next(((part, what) for what, known in WORDS.items() if words & known), None)
+
+
+def recognise(path: Path, pixels: bool) -> dict[tuple[str, What], Stored]:
+    """Which array is what.
+
+    Args:
+        path: a file, or a folder whose files belong together.
+        pixels: whether the images wanted are pixels (four dimensions) or features (two).
+
+    Returns:
+        By part and meaning; parts are either ``all`` or splits.
+
+    Raises:
+        InputError: a file is unreadable, or two arrays are the same thing.
+    """
+    found: dict[tuple[str, What], Stored] = {}
+    for file in files_of(path):
+        for array in _listed(file):
+            known = meaning(array.key)
+            if known is None or (known[1] == "image" and (len(array.shape) == 4) != pixels) or not array.shape:
+                continue
+            before = found.get(known)
+            # Labels are often there once for each modality, and agree.
+            if before is not None and known[1] != "labels":
+                raise InputError(str(path), f"{before.key} and {array.key}, both {known[0]} {known[1]}", "one of them")
+            found.setdefault(known, array)
+    return found
+
+
+def parts_of(found: Mapping[tuple[str, What], Stored], place: str) -> list[str]:
+    """The parts there are: ``["all"]``, or splits that each have image and text.
+
+    Raises:
+        InputError: an image array without its text or the other way round, or none at all.
+    """
+    parts = sorted({part for part, what in found if what != "labels"}, key=("all", *SPLITS).index)
+    if "all" in parts:
+        parts = ["all"]
+    lacking = [f"{part} {what}" for part in parts for what in ("image", "text") if (part, what) not in found]
+    if lacking or not parts:
+        names = ", ".join(stored.key for stored in found.values()) or "no array that is known"
+        allowed = "image and text under names like I_tr, T_tr, L_tr, I_te, T_te, L_te or IAll, TAll, LAll"
+        raise InputError(place, f"{names}; no {lacking[0] if lacking else 'image'}", allowed)
+    return parts
+
+
+def _flat_labels(stored: Stored) -> Array:
+    """Class numbers [n] from 0, or multi-hot [n, L]."""
+    value = stored.read()
+    if value.ndim == 2 and 1 in value.shape:
+        value = value.reshape(-1)
+    if value.dtype.kind == "f":
+        if not np.array_equal(value, np.round(value)):
+            raise InputError(stored.place, "values that are not whole", "class numbers [n] or multi-hot 0/1 [n, L]")
+        value = value.astype(np.int64)
+    return value.astype(np.int64) if value.ndim == 1 else (value > 0).astype(np.uint8)
+
+
+def _labels(found: Mapping[tuple[str, What], Stored], parts: Sequence[str], data: Data) -> dict[str, Array]:
+    """``labels`` and ``label_names`` of all parts; empty where there are none."""
+    if not all((part, "labels") in found for part in parts):
+        return {}
+    value = np.concatenate([_flat_labels(found[part, "labels"]) for part in parts])
+    if value.ndim == 1:
+        # MATLAB counts classes from 1.
+        value = value - value.min()
+    names = level_names(data.name, value.shape[1]) if value.ndim == 2 else ()
+    return {"labels": value, **({"label_names": np.array(names)} if names else {})}
+
+
+def level_names(name: str, columns: int) -> tuple[str, ...]:
+    """``coarse:`` and ``fine:`` names of a set with two levels; none for other sets.
+
+    Raises:
+        InputError: another number of columns.
+    """
+    if name not in LEVELS:
+        return ()
+    coarse, fine = LEVELS[name]
+    if columns != coarse + fine:
+        raise InputError(f"data: {name}: labels", f"{columns} columns", f"{coarse} coarse and {fine} fine labels")
+    return (*(f"coarse:{i:02d}" for i in range(coarse)), *(f"fine:{i:02d}" for i in range(fine)))
+
+
+def _wikipedia(folder: Path, sizes: Mapping[str, int]) -> dict[str, Array]:
+    """Labels of ``raw_features.mat``, which has none, from the list files beside it."""
+    if not all((folder / name).is_file() for name in WIKIPEDIA_LISTS.values()):
+        return {}
+    lists = wikipedia_lists(folder)
+    if {split: len(pairs) for split, pairs in lists.items()} != dict(sizes):
+        raise InputError(str(folder), f"lists of {[len(v) for v in lists.values()]} pairs", f"as the arrays: {sizes}")
+    numbers = [number for pairs in lists.values() for _, _, number in pairs]
+    return {"labels": np.array(numbers), "label_names": np.array(WIKIPEDIA_CLASSES)}
+
+
+def read_arrays(data: Data) -> dict[str, Array]:
+    """Precomputed features of any set, by the keys of ``features.read_features``.
+
+    Raises:
+        InputError: the arrays are not recognised, or their sizes differ.
+    """
+    path = data.path
+    if path is None or not files_of(path):
+        raise InputError("data.path", str(path), f"a file or folder of features ({', '.join(sorted(ENDINGS))})")
+    found = recognise(path, pixels=False)
+    parts = parts_of(found, str(path))
+    arrays: dict[str, Array] = {}
+    sizes = {part: found[part, "image"].shape[0] for part in parts}
+    for what in ("image", "text"):
+        read = [found[part, what].read() for part in parts]
+        for part, value in zip(parts, read, strict=True):
+            if value.ndim < 2 or len(value) != sizes[part]:
+                allowed = f"{sizes[part]} rows, as the images have"
+                raise InputError(found[part, what].place, f"shape {list(value.shape)}", allowed)
+        # Counts and 0/1 tags are features too.
+        arrays[what] = np.concatenate([v if v.dtype.kind == "f" else v.astype(np.float32) for v in read])
+    arrays.update(_labels(found, parts, data))
+    if data.name == "wikipedia" and "labels" not in arrays:
+        arrays.update(_wikipedia(path if path.is_dir() else path.parent, sizes))
+    own = next((array for file in files_of(path) for array in _listed(file) if array.key == "split"), None)
+    if parts == ["all"] and own is not None:
+        arrays["split"] = split_codes(path, own.read(), len(arrays["image"]))
+    elif parts != ["all"]:
+        if data.name == "wikipedia" and list(sizes) == ["train", "test"]:
+            arrays["split"] = wikipedia_split(sizes["train"], sizes["test"])
+        else:
+            codes = [SPLITS.index(part if "train" in parts or part != "database" else "train") for part in parts]
+            arrays["split"] = np.repeat(codes, list(sizes.values())).astype(np.uint8)
+    return arrays
+
+
+# --- pixels ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pile:
+    """Pictures of one stored array, for ``pictures.Rows``; rows of an HDF5 file are read one by one.
+
+    Args:
+        stored: of four dimensions; one of the ends counts the pictures, one of the rest the three channels.
+        n: pictures.
+    """
+
+    stored: Stored
+    n: int
+
+    def __len__(self) -> int:
+        return self.n
+
+    @property
+    def place(self) -> str:
+        """What a message calls it."""
+        return self.stored.place
+
+    @cached_property
+    def stamp(self) -> str:
+        """The file's name, size and time of change, and the array's name."""
+        about = self.stored.path.stat()
+        return f"{self.stored.path.name}|{about.st_size}|{about.st_mtime_ns}|{self.stored.key}"
+
+    @cached_property
+    def _source(self) -> Any:
+        path = self.stored.path
+        if path.suffix != ".npz" and _is_hdf5(path):
+            return package("h5py", "formats", str(path)).File(path, "r")[self.stored.key]
+        return self.stored.read()
+
+    def picture(self, row: int) -> Pixels:
+        """uint8 [height, width, 3]."""
+        source = self._source
+        found = np.asarray(source[row] if source.shape[0] == self.n else source[..., row])
+        # A picture that MATLAB stored in HDF5 comes with all its axes the other way round.
+        found = found.transpose() if self.stored.matlab else found
+        found = found.transpose(1, 2, 0) if found.shape[2] != 3 and found.shape[0] == 3 else found
+        if found.ndim != 3 or found.shape[2] != 3 or found.dtype.kind not in "uif":
+            raise InputError(f"{self.place}[{row}]", f"{found.dtype} {list(found.shape)}", "pixels with three channels")
+        return np.ascontiguousarray(np.clip(found, 0, 255).astype(np.uint8))
+
+
+def read_pixels(data: Data) -> RawSet:
+    """A set whose pictures are pixels in an array, beside tags and labels: ``IAll``, ``YAll``, ``LAll`` and the like.
+
+    Sources: FLICKR-25K.mat of DCMH; *-iall.mat, *-yall.mat, *-lall.mat of DJSRH and DGCPN; image.mat, tag.mat and
+    label.mat of SHDCH (FashionVC, Ssense).
+
+    Raises:
+        InputError: the arrays are not recognised, or their sizes differ.
+    """
+    path = data.path
+    if path is None or not files_of(path):
+        raise InputError("data.path", str(path), f"a folder or file of {data.name}; see docs/data.md for its layout")
+    found = recognise(path, pixels=True)
+    if parts_of(found, str(path)) != ["all"] or ("all", "labels") not in found:
+        raise InputError(
+            str(path), ", ".join(stored.key for stored in found.values()), "pixels, tags and labels of all items"
+        )
+    bag, image = found["all", "text"].read(), found["all", "image"]
+    labels = _flat_labels(found["all", "labels"])
+    n = len(labels)
+    if len(bag) != n or n not in (image.shape[0], image.shape[-1]):
+        raise InputError(str(path), f"{n} labels, tags {list(bag.shape)}, images {list(image.shape)}", "equally many")
+    if labels.ndim == 1:
+        labels = (labels[:, None] == np.unique(labels)).astype(np.uint8)
+    names = level_names(data.name, labels.shape[1]) or tuple(f"label-{i:03d}" for i in range(labels.shape[1]))
+    # MATLAB keeps even 0 and 1 as doubles.
+    with np.errstate(invalid="ignore"):
+        narrow = bag.astype(np.uint8)
+    return checked(
+        RawSet(
+            place=str(path),
+            keys=tuple(f"{row:06d}" for row in range(n)),
+            pictures=Rows(Pile(image, n), tuple(range(n))),
+            captions=((),) * n,
+            bag=narrow if np.array_equal(narrow, bag) else bag.astype(np.float32),
+            labels=labels.astype(np.uint8),
+            label_names=names,
+        )
+    )

@@ -1,0 +1,168 @@
+"""``fedmq data check``: what lies on the disk, before any encoder is loaded, and every file that is not right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from fedmq.data import extract
+from fedmq.data.features import SPLITS
+from fedmq.data.prepared import Progress, cache_folder, tell
+from fedmq.data.raw import RawSet, split_of
+from fedmq.data.sets import OTHERS, SETS
+from fedmq.errors import InputError
+from fedmq.scenario import Data, Scenario
+from fedmq.world import World, build_world
+
+BATCH = 256  # pictures read between two marks of progress
+SHOWN = 20  # names printed of each kind; JSON has all
+
+
+def unreadable(raw: RawSet, progress: Progress | None = None) -> Iterator[str]:
+    """Decode every picture that is there; ``name: reason`` of each that cannot be read.
+
+    Args:
+        raw: the set.
+        progress: told while reading.
+
+    Raises:
+        InputError: the package that reads these files is missing, which no file is to blame for.
+    """
+
+    def attempt(row: int) -> str | None:
+        if raw.pictures.missing(row):
+            return None
+        try:
+            raw.pictures.frames(row)
+        except InputError as error:
+            if isinstance(error.__context__, ImportError):
+                raise
+            return f"{error.place}: {error.found}"
+        return None
+
+    told = tell(progress, "images", len(raw))
+    with ThreadPoolExecutor(extract.READERS) as pool:
+        for start in range(0, len(raw), BATCH):
+            rows = range(start, min(start + BATCH, len(raw)))
+            yield from (found for found in pool.map(attempt, rows) if found is not None)
+            told(rows.stop)
+
+
+def check_raw(data: Data, progress: Progress | None = None) -> dict[str, Any]:
+    """The facts about a set on disk, as plain values.
+
+    Args:
+        data: of the scenario.
+        progress: told while pictures are read.
+
+    Returns:
+        ``data``, ``items``, ``captions``, ``splits``, ``labels`` (items of each), ``without_labels``, and by name
+        ``missing``, ``unreadable`` and ``without_captions``; ``usable`` says whether a run would take the set.
+
+    Raises:
+        InputError: the annotations cannot be read.
+    """
+    entry = SETS[data.name]
+    raw = entry.read(data)
+    kind = data.text or entry.text
+    missing = [row for row in range(len(raw)) if raw.pictures.missing(row)]
+    silent = [row for row, own in enumerate(raw.captions) if not own] if kind == "sentences" else []
+    broken = list(unreadable(raw, progress))
+    left_out = {*missing, *silent} if data.missing == "skip" else set()
+    kept = raw.subset([row for row in range(len(raw)) if row not in left_out])
+    problem = None
+    split = None
+    try:
+        split = split_of(kept.split, len(kept), data, entry.draw)
+    except InputError as error:
+        problem = str(error)
+    lacking = data.missing == "refuse" and (missing or silent)
+    labelled = np.zeros(len(raw), bool) if raw.labels is None else raw.labels.any(axis=1)
+    return {
+        "data": data.name,
+        "items": len(kept),
+        "captions": sum(map(len, kept.captions)) if kind == "sentences" else len(kept),
+        "splits": {} if split is None else {name: int((split == code).sum()) for code, name in enumerate(SPLITS)},
+        "labels": dict(zip(raw.label_names, raw.labels.sum(axis=0).tolist(), strict=True))
+        if raw.labels is not None
+        else {},
+        "without_labels": int((~labelled).sum()),
+        "missing": [raw.pictures.name(row) for row in missing],
+        "unreadable": broken,
+        "without_captions": [raw.keys[row] for row in silent],
+        "problem": problem,
+        "usable": not (broken or lacking or problem),
+    }
+
+
+def _world_facts(world: World) -> dict[str, Any]:
+    split = np.asarray(world.prepared.split)
+    return {
+        "items": int(world.prepared.n),
+        "captions": int(np.asarray(world.prepared.captions).sum()),
+        "splits": {name: int((split == code).sum()) for code, name in enumerate(SPLITS)},
+        "silos": {
+            silo.name: {
+                "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
+                "samples": len(world.train[silo.index]),
+                "heldout": len(world.heldout[silo.index]),
+            }
+            for silo in world.silos
+        },
+    }
+
+
+def check(scenario: Scenario, progress: Progress | None = None) -> dict[str, Any]:
+    """The facts about a scenario's data, and who would hold what as far as that is known without encoding anything.
+
+    Args:
+        scenario: as resolved.
+        progress: told during anything long.
+
+    Returns:
+        As :func:`check_raw`, and ``silos`` where the features are there: openmoji's are made at once, those of a set
+        on disk by ``fedmq data features``.
+
+    Raises:
+        InputError: the data cannot be read, or cannot be shared out as asked.
+    """
+    data, backbone = scenario.data, scenario.backbone
+    if data.name in OTHERS or backbone.name == "features":
+        return {"data": data.name, **_world_facts(build_world(scenario, progress)), "usable": True}
+    facts = check_raw(data, progress)
+    if facts["usable"] and extract.find(data, backbone, cache_folder(), scenario.seed) is not None:
+        facts |= _world_facts(build_world(scenario, progress))
+    return facts
+
+
+def show(facts: dict[str, Any], out: Console) -> None:
+    """Print the facts of :func:`check`."""
+    splits = ", ".join(f"{count} {name}" for name, count in facts["splits"].items() if count)
+    line = f"{facts['data']}: {facts['items']} items, {facts['captions']} captions" + (splits and f" ({splits})")
+    labels = facts.get("labels")
+    if labels:
+        line += f", {len(labels)} labels, {facts['without_labels']} items without one"
+    out.print(line, highlight=False, markup=False)
+    for kind in ("missing", "unreadable", "without_captions"):
+        found = facts.get(kind, [])
+        if found:
+            rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""
+            out.print(f"{len(found)} {kind.replace('_', ' ')}{rest}:", highlight=False)
+            for name in found[:SHOWN]:
+                out.print(f"  {name}", highlight=False, markup=False, soft_wrap=True)
+    if facts.get("problem"):
+        out.print(facts["problem"], highlight=False, markup=False, soft_wrap=True)
+    if "silos" in facts:
+        table = Table("silo", "modalities", "samples", "held out")
+        for name, own in facts["silos"].items():
+            table.add_row(name, " + ".join(own["modalities"]), str(own["samples"]), str(own["heldout"]))
+        out.print(table)
+    elif facts["usable"]:
+        out.print(
+            "fedmq data features FILE extracts the features; then this shows who would hold what", highlight=False
+        )

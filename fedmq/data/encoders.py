@@ -1,0 +1,149 @@
+"""Frozen encoders behind one interface: pictures to rows, captions to rows; loaded when the first row is asked for."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedmq.data.pictures import Pixels, fit
+from fedmq.data.prepared import BATCH, key_of
+from fedmq.scenario import MATCONVNET, TIMM, Backbone
+
+Array = npt.NDArray[Any]
+
+EDGE = 224  # pixels, of CNN-F and VGG
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """One modality's frozen encoder.
+
+    Args:
+        digest: of its weights and of whatever else changes its rows.
+        encode: items to rows [n, ...]; a row depends on nothing but its item and its place in the call.
+        fit: what happens to a picture right after it was read.
+        mean: per channel, where rows are pixels that are normalised later; else empty.
+        std: likewise.
+    """
+
+    digest: str
+    encode: Callable[[Sequence[Any]], Array]
+    fit: Callable[[Pixels], Pixels] = lambda picture: picture
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+
+def _batches(encode: Callable[[Array], torch.Tensor], items: Array) -> Array:
+    with torch.inference_mode():
+        parts = [encode(items[start : start + BATCH]).float().cpu().numpy() for start in range(0, len(items), BATCH)]
+    return np.concatenate(parts)
+
+
+def _channels_first(pictures: Sequence[Pixels]) -> Array:
+    return np.ascontiguousarray(np.stack(pictures).transpose(0, 3, 1, 2))
+
+
+def _timm_images(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
+    from fedmq.models import timm_images  # noqa: PLC0415 - seconds to import, and only this backbone needs it
+
+    loaded = functools.cache(lambda: timm_images.load(backbone, seed, device))
+
+    def fitted(picture: Pixels) -> Pixels:
+        how = loaded()[1]
+        return fit(picture, int(how["input_size"][-1]), float(how["crop_pct"]), str(how["interpolation"]).upper())
+
+    def encode(pictures: Sequence[Pixels]) -> Array:
+        model, how = loaded()
+        mean, std = (255 * torch.tensor(how[name], device=device).view(-1, 1, 1) for name in ("mean", "std"))
+        return _batches(
+            lambda rows: model((torch.from_numpy(rows).to(device).float() - mean) / std), _channels_first(pictures)
+        )
+
+    return Encoder(timm_images.weights_digest(backbone, seed, cache), encode, fitted)
+
+
+def _matconvnet_images(backbone: Backbone, device: str) -> Encoder:
+    from fedmq.models import matconvnet  # noqa: PLC0415
+
+    loaded = functools.cache(lambda: matconvnet.load(backbone, device))
+
+    def encode(pictures: Sequence[Pixels]) -> Array:
+        return _batches(lambda rows: loaded()(torch.from_numpy(rows).to(device).float()), _channels_first(pictures))
+
+    return Encoder(matconvnet.weights_digest(backbone), encode, lambda picture: fit(picture, EDGE))
+
+
+def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
+    """The image side of a backbone.
+
+    Args:
+        backbone: of the scenario; not ``features``.
+        seed: of random weights.
+        cache: folder of shared weights.
+        device: where open_clip and timm models compute; lite always computes on the CPU.
+
+    Raises:
+        InputError: unknown model, tag or file, or a package is missing.
+    """
+    if backbone.name == "lite":
+        from fedmq.models import lite  # noqa: PLC0415
+
+        return Encoder(key_of("image", lite.weights_digest()), lite.encode_images)
+    if backbone.name.startswith(TIMM):
+        return _timm_images(backbone, seed, cache, device)
+    if backbone.name == MATCONVNET:
+        return _matconvnet_images(backbone, device)
+    from fedmq.models import clip, clip_weights  # noqa: PLC0415
+
+    size = clip_weights.image_size(backbone.name, clip_weights.config_of(backbone.name))
+    digest = clip_weights.weights_digest(backbone, seed, cache)
+    if backbone.adapter_site == "blocks":
+        frozen = clip_weights.weights(backbone, seed, cache)
+        return Encoder(
+            key_of("pixels", size), _channels_first, lambda picture: fit(picture, size), frozen.mean, frozen.std
+        )
+    tower = functools.cache(lambda: clip.load_tower(clip_weights.weights(backbone, seed, cache), "image", device))
+
+    def encode(pictures: Sequence[Pixels]) -> Array:
+        return _batches(lambda rows: tower()(torch.from_numpy(rows).to(device)), _channels_first(pictures))
+
+    return Encoder(key_of("image", digest, size), encode, lambda picture: fit(picture, size))
+
+
+def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
+    """The text side of a backbone; beside a timm model or a MatConvNet file it is lite's sentence encoder.
+
+    Args:
+        backbone: of the scenario; not ``features``.
+        seed: of random weights.
+        cache: folder of shared weights.
+        device: where open_clip models compute.
+
+    Raises:
+        InputError: unknown model, tag or file, or a package is missing.
+    """
+    if backbone.name in ("lite", MATCONVNET) or backbone.name.startswith(TIMM):
+        from fedmq.models import lite  # noqa: PLC0415
+
+        # Lite's heads were aligned with lite's own images; beside another encoder the plain sentence vector is honest.
+        plain = backbone.name != "lite"
+        encode = lite.text_features if plain else lite.encode_texts
+        return Encoder(key_of("sentence" if plain else "text", lite.weights_digest()), encode)
+    from fedmq.models import clip, clip_weights  # noqa: PLC0415
+
+    if backbone.adapter_site == "blocks":
+        config = clip_weights.config_of(backbone.name)
+        return Encoder(key_of("tokens", config["text_cfg"]), lambda texts: clip.tokenise(backbone.name, texts))
+    tower = functools.cache(lambda: clip.load_tower(clip_weights.weights(backbone, seed, cache), "text", device))
+
+    def encode_texts(texts: Sequence[str]) -> Array:
+        return _batches(lambda rows: tower()(torch.from_numpy(rows).to(device)), clip.tokenise(backbone.name, texts))
+
+    return Encoder(key_of("text", clip_weights.weights_digest(backbone, seed, cache)), encode_texts)

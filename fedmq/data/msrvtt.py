@@ -1,0 +1,80 @@
+"""MSR-VTT: one or two JSON files of captions, and videos or one folder of frames per video.
+
+Source of the split: the files' own ``split`` (Xu et al. 2016: 6,513 train, 497 validate, 2,990 test). A video's vector
+is the mean of its frames' embeddings, scaled to unit length (``fedmq.data.extract``).
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from fedmq.data.pictures import IMAGE_ENDINGS, VIDEO_ENDINGS, Files
+from fedmq.data.raw import RawSet, checked, folder_of, multi_hot, read_json, split_numbers
+from fedmq.errors import InputError
+from fedmq.scenario import Data
+
+NAMES = ("MSRVTT_data.json", "videodatainfo.json", "train_val_videodatainfo.json", "test_videodatainfo.json")
+
+
+def _annotations(data: Data, folder: Path) -> list[Path]:
+    if data.annotations is not None:
+        return [data.annotations]
+    places = (folder, folder / "annotation", folder / "annotations")
+    found = [place / name for place in places for name in NAMES if (place / name).is_file()]
+    if not found:
+        raise InputError("data.annotations", "no annotation file", f"{' or '.join(NAMES)} in {folder}")
+    # A file of everything makes its parts superfluous.
+    return found[:1] if found[0].name in NAMES[:2] else found
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Where each video lies, by its name: a video file, or a folder with images."""
+    found: dict[str, Path] = {}
+    for root, _, files in os.walk(folder):
+        here = Path(root)
+        for name in sorted(files):
+            if Path(name).suffix.lower() in VIDEO_ENDINGS:
+                found[Path(name).stem] = here / name
+        if here.name not in found and any(Path(name).suffix.lower() in IMAGE_ENDINGS for name in files):
+            found[here.name] = here
+    return found
+
+
+def read_msrvtt(data: Data) -> RawSet:
+    """The set, in the order of its files.
+
+    Raises:
+        InputError: no annotation file, or one of another structure.
+    """
+    folder = folder_of(data)
+    paths = _annotations(data, folder)
+    videos: list[dict[str, Any]] = []
+    captions: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        loaded = read_json(path)
+        try:
+            videos += [{"id": str(v["video_id"]), "split": str(v["split"]), **v} for v in loaded["videos"]]
+            for said in loaded["sentences"]:
+                if text := str(said["caption"]).strip():
+                    captions[str(said["video_id"])].append(text)
+        except (KeyError, TypeError) as error:
+            allowed = "MSR-VTT's JSON: videos with video_id and split, sentences with video_id and caption"
+            raise InputError(str(path), f"{type(error).__name__}: {error}", allowed) from None
+    places = _places(data.images or folder)
+    root = data.images or folder
+    labels, names = multi_hot([{f"category-{int(v['category']):02d}"} if "category" in v else set() for v in videos])
+    keys = tuple(str(video["video_id"]) for video in videos)
+    return checked(
+        RawSet(
+            place=str(paths[0]),
+            keys=keys,
+            pictures=Files(tuple(places.get(key, root / f"{key}.mp4") for key in keys), root, data.frames),
+            captions=tuple(tuple(captions[key]) for key in keys),
+            labels=labels,
+            label_names=names,
+            split=split_numbers(str(paths[0]), [v["split"] for v in videos], {"validate": "val", "trainval": "train"}),
+        )
+    )

@@ -1,0 +1,260 @@
+"""Pictures of a data set: image files, videos, folders of frames, or rows of a stored array; decoded when asked for."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, Self, cast
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.errors import InputError
+
+Pixels = npt.NDArray[np.uint8]
+
+IMAGE_ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
+VIDEO_ENDINGS = frozenset({".mp4", ".avi", ".webm", ".mkv", ".mov"})
+#: A larger picture is a decompression bomb or a mistake.
+MAX_PIXELS = 300_000_000
+
+
+class Pictures(Protocol):
+    """n pictures in a fixed order."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def clips(self) -> bool:
+        """Whether these are videos, whose frames are pooled."""
+        ...
+
+    def frames(self, row: int) -> list[Pixels]:
+        """One image, or a video's frames: uint8 [height, width, 3] each.
+
+        Raises:
+            InputError: it cannot be read; its file is named.
+        """
+        ...
+
+    def name(self, row: int) -> str:
+        """What a message calls this picture."""
+        ...
+
+    def stamp(self, row: int) -> str:
+        """What changes when the picture is replaced by another."""
+        ...
+
+    def missing(self, row: int) -> bool:
+        """Whether there is no such file."""
+        ...
+
+    def subset(self, rows: Sequence[int]) -> Pictures:
+        """Some of them."""
+        ...
+
+
+def package(name: str, extra: str, what: str) -> Any:
+    """Import an optional package.
+
+    Raises:
+        InputError: it is not installed; names the extra that brings it.
+    """
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise InputError(what, f"package {name} missing", f"pip install 'fedmq[{extra}]'") from None
+
+
+def spread_evenly(total: int, wanted: int) -> list[int]:
+    """Indices of ``wanted`` frames in the middle of as many equal parts of ``total``; each at most once.
+
+    >>> spread_evenly(24, 12)[:3]
+    [1, 3, 5]
+    """
+    return sorted({(2 * index + 1) * total // (2 * wanted) for index in range(wanted)}) if total else []
+
+
+def decode(path: Path) -> Pixels:
+    """An image file as uint8 [height, width, 3], turned as its EXIF tag says.
+
+    Raises:
+        InputError: missing, truncated, or no image.
+    """
+    image, ops = (package(f"PIL.{part}", "embedded", str(path)) for part in ("Image", "ImageOps"))
+    try:
+        with image.open(path) as opened:
+            if opened.width * opened.height > MAX_PIXELS:
+                raise InputError(str(path), f"{opened.width} x {opened.height} pixels", f"at most {MAX_PIXELS}")
+            return np.asarray(ops.exif_transpose(opened).convert("RGB")).copy()
+    except FileNotFoundError:
+        raise InputError(str(path), "no such file", "an image") from None
+    except InputError:
+        raise
+    except Exception as error:  # Pillow's readers raise whatever they like on a broken file
+        reason = str(error).replace(str(path), "file") or type(error).__name__
+        raise InputError(str(path), reason, "a readable image; fedmq data check lists all that are not") from None
+
+
+def video_frames(path: Path, wanted: int) -> list[Pixels]:
+    """Evenly spaced frames of a video: uint8 [height, width, 3] each.
+
+    Raises:
+        InputError: PyAV is not installed, or the file is no video.
+    """
+    av = package("av", "video", str(path))
+    try:
+        with av.open(str(path)) as container:
+            # Counting packets decodes nothing; the number in the header is often absent or wrong.
+            total = sum(1 for packet in container.demux(video=0) if packet.size)
+        keep, found = set(spread_evenly(total, wanted)), []
+        with av.open(str(path)) as container:
+            for index, frame in enumerate(container.decode(video=0)):
+                if index in keep:
+                    found.append(cast("Pixels", frame.to_ndarray(format="rgb24")))
+                if len(found) == len(keep):
+                    break
+    except Exception as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+        raise InputError(str(path), reason, "a readable video; fedmq data check lists all that are not") from None
+    if not found:
+        raise InputError(str(path), "no frame", "a readable video")
+    return found
+
+
+@dataclass(frozen=True)
+class Files:
+    """Pictures in files.
+
+    Args:
+        paths: of each an image, a video, or a folder of a video's frames in the order of their names.
+        wanted: frames taken of a video or a folder.
+        root: what names and stamps are relative to.
+    """
+
+    paths: tuple[Path, ...]
+    root: Path
+    wanted: int = 1
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    @property
+    def clips(self) -> bool:
+        """Whether more than one frame is wanted."""
+        return self.wanted > 1
+
+    def name(self, row: int) -> str:
+        """The path as given."""
+        return str(self.paths[row])
+
+    def stamp(self, row: int) -> str:
+        """Path below the root, size, and time of change."""
+        path = self.paths[row]
+        about = path.stat()
+        inner = path.relative_to(self.root) if path.is_relative_to(self.root) else path
+        # A folder's time changes with its list of files, which is what its frames are.
+        return f"{inner}|{about.st_size}|{about.st_mtime_ns}|{self.wanted}"
+
+    def missing(self, row: int) -> bool:
+        """Whether neither a file nor a folder lies there."""
+        return not self.paths[row].exists()
+
+    def frames(self, row: int) -> list[Pixels]:
+        """One image, or ``wanted`` evenly spaced frames."""
+        path = self.paths[row]
+        if path.is_dir():
+            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_ENDINGS)
+            if not inside:
+                raise InputError(str(path), "a folder without images", "a folder of a video's frames")
+            return [decode(inside[index]) for index in spread_evenly(len(inside), self.wanted)]
+        return video_frames(path, self.wanted) if path.suffix.lower() in VIDEO_ENDINGS else [decode(path)]
+
+    def subset(self, rows: Sequence[int]) -> Self:
+        """Some of them."""
+        return type(self)(tuple(self.paths[row] for row in rows), self.root, self.wanted)
+
+
+class Stack(Protocol):
+    """An array of n pictures, opened and read only when needed."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def place(self) -> str:
+        """What a message calls it."""
+        ...
+
+    @property
+    def stamp(self) -> str:
+        """What changes when the file is replaced by another."""
+        ...
+
+    def picture(self, row: int) -> Pixels:
+        """uint8 [height, width, 3]."""
+        ...
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Pictures that are rows of an array in a file.
+
+    Args:
+        stack: the array.
+        rows: places in it.
+    """
+
+    stack: Stack
+    rows: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    @property
+    def clips(self) -> bool:
+        """Never."""
+        return False
+
+    def name(self, row: int) -> str:
+        """File, array and row."""
+        return f"{self.stack.place}[{self.rows[row]}]"
+
+    def stamp(self, row: int) -> str:
+        """The file's stamp and the row."""
+        return f"{self.stack.stamp}|{self.rows[row]}"
+
+    def missing(self, row: int) -> bool:
+        """Never: the file holds as many as it says."""
+        del row
+        return False
+
+    def frames(self, row: int) -> list[Pixels]:
+        """The one image."""
+        return [self.stack.picture(self.rows[row])]
+
+    def subset(self, rows: Sequence[int]) -> Self:
+        """Some of them."""
+        return type(self)(self.stack, tuple(self.rows[row] for row in rows))
+
+
+def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC") -> Pixels:
+    """Scale the shorter side to ``edge / crop`` and cut the middle out, as CLIP and timm do.
+
+    Args:
+        pixels: uint8 [height, width, 3].
+        edge: of the result.
+        crop: share of the shorter side that is kept.
+        resample: Pillow's name of the interpolation.
+
+    Returns:
+        uint8 [edge, edge, 3].
+    """
+    image = package("PIL.Image", "embedded", "image")
+    height, width = pixels.shape[:2]
+    short = max(edge, int(edge / crop))
+    size = (max(edge, round(width * short / min(height, width))), max(edge, round(height * short / min(height, width))))
+    scaled = image.fromarray(pixels).resize(size, getattr(image.Resampling, resample))
+    left, top = (size[0] - edge) // 2, (size[1] - edge) // 2
+    return np.asarray(scaled.crop((left, top, left + edge, top + edge)))

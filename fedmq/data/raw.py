@@ -1,0 +1,278 @@
+"""A data set as it lies on a user's disk: pictures, captions or tags, labels, split; before any encoder.
+
+Every loader returns a :class:`RawSet`; what is common to all of them is here: the check of a set, splits drawn as
+papers draw them, labels from names, reading text and JSON files with errors of one line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.data.features import MAX_LABELS, SPLITS, draw_split
+from fedmq.data.pictures import Pictures
+from fedmq.errors import InputError
+from fedmq.scenario import Data
+from fedmq.seeds import numpy_generator
+
+Array = npt.NDArray[Any]
+U8 = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class RawSet:
+    """Items of a data set, in a fixed order.
+
+    Args:
+        place: what an error names, e.g. the annotation file.
+        keys: n names of the items, all different.
+        pictures: n images or videos.
+        captions: n tuples of captions, possibly empty.
+        bag: [n, V] bag of words (0/1 or counts), or None where the set has none.
+        labels: uint8 [n, L] multi-hot, or None.
+        label_names: L names; two levels are told apart by ``coarse:`` and ``fine:`` before the name.
+        split: uint8 [n], places in ``SPLITS``, or None where the set has no split of its own.
+    """
+
+    place: str
+    keys: tuple[str, ...]
+    pictures: Pictures
+    captions: tuple[tuple[str, ...], ...]
+    bag: Array | None = None
+    labels: U8 | None = None
+    label_names: tuple[str, ...] = ()
+    split: U8 | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def subset(self, rows: Sequence[int]) -> RawSet:
+        """Some of the items, in the order asked for."""
+        chosen = np.asarray(rows, dtype=np.int64)
+        return replace(
+            self,
+            keys=tuple(self.keys[row] for row in chosen),
+            pictures=self.pictures.subset(chosen.tolist()),
+            captions=tuple(self.captions[row] for row in chosen),
+            bag=None if self.bag is None else self.bag[chosen],
+            labels=None if self.labels is None else self.labels[chosen],
+            split=None if self.split is None else self.split[chosen],
+        )
+
+    @cached_property
+    def image_digest(self) -> str:
+        """SHA-256 (hex) of which pictures these are: names, sizes and times of change, not every pixel."""
+        return _digest(self.pictures.stamp(row) for row in range(len(self)))
+
+    def text_digest(self, kind: str) -> str:
+        """SHA-256 (hex) of the captions (``sentences``) or of the bags (``bag``)."""
+        if kind == "bag" and self.bag is not None:
+            return array_digest(self.bag)
+        return _digest("\0".join(captions) for captions in self.captions)
+
+
+def array_digest(value: Array) -> str:
+    """SHA-256 (hex) of an array's type, shape and values."""
+    found = hashlib.sha256(repr((value.shape, value.dtype.name)).encode())
+    found.update(np.ascontiguousarray(value).data)
+    return found.hexdigest()
+
+
+def _digest(lines: Iterable[str]) -> str:
+    found = hashlib.sha256()
+    for line in lines:
+        found.update(f"{line}\n".encode())
+    return found.hexdigest()
+
+
+def checked(found: RawSet) -> RawSet:
+    """A loader's result, if it is one.
+
+    Raises:
+        InputError: fewer than two items, a key twice, or too many labels.
+    """
+    if len(found) < 2:
+        raise InputError(found.place, f"{len(found)} items", "at least 2: one to train on, one to test on")
+    twice = [key for key, count in Counter(found.keys).items() if count > 1]
+    if twice:
+        raise InputError(found.place, f"{twice[0]!r} twice ({len(twice)} keys in all)", "every item once")
+    if len(found.label_names) > MAX_LABELS:
+        raise InputError(found.place, f"{len(found.label_names)} labels", f"at most {MAX_LABELS}")
+    return found
+
+
+# --- splits ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How many items a set's papers draw for each split, where the set comes without one.
+
+    Args:
+        queries: test items; None draws 80/10/10.
+        val: validation items.
+        train: training items; the rest is ``database``. None trains on the whole rest.
+    """
+
+    queries: int | None = None
+    val: int = 0
+    train: int | None = None
+
+
+def draw_parts(n: int, sizes: Draw, seed: int) -> U8:
+    """Queries, validation and training items drawn at random, in this order; what is left is ``database``.
+
+    Args:
+        n: items.
+        sizes: how many of each.
+        seed: ``data.split_seed``, apart from the run's seed: runs of several seeds share one split.
+
+    Returns:
+        uint8 [n], places in ``SPLITS``.
+
+    Raises:
+        InputError: the set is too small for these numbers.
+    """
+    queries = sizes.queries or 0
+    rest = n - queries - sizes.val
+    train = rest if sizes.train is None else sizes.train
+    if queries < 1 or train < 1 or train > rest:
+        found = f"queries {queries}, val {sizes.val}, train {'the rest' if sizes.train is None else train}"
+        raise InputError("data.queries, data.val, data.train", found, f"together at most the {n} items there are")
+    order = numpy_generator(seed, "data", "split").permutation(n)
+    split = np.full(n, SPLITS.index("database"), dtype=np.uint8)
+    for name, start, size in (("test", 0, queries), ("val", queries, sizes.val), ("train", queries + sizes.val, train)):
+        split[order[start : start + size]] = SPLITS.index(name)
+    return split
+
+
+def split_of(own: U8 | None, n: int, data: Data, usual: Draw) -> U8:
+    """The split in use: the scenario's numbers, else the set's own, else the numbers its papers use.
+
+    Args:
+        own: uint8 [n] of the set, or None.
+        n: items.
+        data: of the scenario; any of queries, val, train replaces the set's own split.
+        usual: of the data set.
+
+    Returns:
+        uint8 [n], places in ``SPLITS``.
+
+    Raises:
+        InputError: no number of queries, or the set is too small.
+    """
+    given = (data.queries, data.val, data.train) != (None, None, None)
+    if own is not None and not given:
+        for name in ("train", "test"):
+            if not (own == SPLITS.index(name)).any():
+                raise InputError(f"data: {data.name}", f"no {name} item", "at least one train and one test item")
+        return own
+    if not given and usual.queries is None:
+        return draw_split(n, data.split_seed)
+    queries = data.queries if data.queries is not None else usual.queries
+    if queries is None:
+        raise InputError("data.queries", None, "a number of test items where data.val or data.train is given")
+    val = usual.val if data.val is None else data.val
+    return draw_parts(n, Draw(queries, val, usual.train if data.train is None else data.train), data.split_seed)
+
+
+def split_numbers(place: str, names: Sequence[str], aliases: Mapping[str, str]) -> U8:
+    """Split names to places in ``SPLITS``.
+
+    Args:
+        place: what an error names.
+        names: [n], as the file has them.
+        aliases: the file's own words for ours.
+
+    Raises:
+        InputError: an unknown word, with its item's number.
+    """
+    known = {**{name: name for name in SPLITS}, **aliases}
+    for row, name in enumerate(names):
+        if name not in known:
+            raise InputError(f"{place}: split", f"{name!r} of item {row}", ", ".join(known))
+    return np.array([SPLITS.index(known[name]) for name in names], dtype=np.uint8)
+
+
+# --- labels and files -----------------------------------------------------------------------------------------------
+
+
+def multi_hot(
+    labels: Sequence[Collection[str]], names: Sequence[str] | None = None
+) -> tuple[U8 | None, tuple[str, ...]]:
+    """Label names of each item to columns.
+
+    Args:
+        labels: [n] names of each item.
+        names: all names in their order; None takes those that occur, sorted.
+
+    Returns:
+        uint8 [n, L] and the L names; None and none where nobody has a label.
+    """
+    names = tuple(sorted({name for own in labels for name in own}) if names is None else names)
+    if not names:
+        return None, ()
+    column = {name: index for index, name in enumerate(names)}
+    hot = np.zeros((len(labels), len(names)), dtype=np.uint8)
+    for row, own in enumerate(labels):
+        for name in own:
+            hot[row, column[name]] = 1
+    return hot, names
+
+
+def read_text(path: Path, encoding: str = "utf-8") -> str:
+    """A whole text file.
+
+    Raises:
+        InputError: missing or unreadable.
+    """
+    try:
+        return path.read_text(encoding=encoding)
+    except FileNotFoundError:
+        raise InputError(str(path), "no such file", "a file of the data set; see docs/data.md for its layout") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(str(path), str(error), f"a readable {encoding} file") from None
+
+
+def read_json(path: Path) -> Any:
+    """A JSON file.
+
+    Raises:
+        InputError: missing, unreadable or no JSON.
+    """
+    try:
+        return json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise InputError(str(path), str(error), "valid JSON") from None
+
+
+def folder_of(data: Data) -> Path:
+    """``data.path`` where it must be a folder.
+
+    Raises:
+        InputError: it is none.
+    """
+    if data.path is None or not data.path.is_dir():
+        raise InputError("data.path", str(data.path), f"the folder of {data.name}; see docs/data.md for its layout")
+    return data.path
+
+
+def first_existing(paths: Sequence[Path], place: str, what: str) -> Path:
+    """The first path that exists.
+
+    Raises:
+        InputError: none does; all are listed.
+    """
+    for path in paths:
+        if path.exists():
+            return path
+    raise InputError(place, f"no {what}", " or ".join(map(str, paths)))

@@ -1,0 +1,319 @@
+"""A gallery of a run's released model: what it makes of a data set or a folder of pictures, and an index to search it.
+
+A gallery is a folder that is there complete or not at all:
+
+    embeddings.npz or codes.npz   image [n, .], text [m, .], owner [m], keys [n]; codes are packed, eight bits to a byte
+    images.faiss, captions.faiss  IndexFlatIP of unit-length embeddings, IndexBinaryFlat of codes
+    items.json                    keys, and the captions as text where the data set has any
+    gallery.json                  what it was made from
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedmq import codes
+from fedmq.data.features import file_digest
+from fedmq.data.pictures import IMAGE_ENDINGS, decode, package
+from fedmq.data.prepared import Prepared, build_once, key_of, prepare
+from fedmq.errors import InputError
+from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
+from fedmq.release import Release
+from fedmq.scenario import Data, load
+
+Array = npt.NDArray[Any]
+Among = Literal["images", "captions"]
+Progress = Callable[[str, int, int], None]
+
+FORMAT = 1
+_BATCH = 256
+_SIDE: Mapping[Among, Modality] = {"images": "image", "captions": "text"}
+
+
+@dataclass(frozen=True)
+class Items:
+    """What a gallery holds, for a reader.
+
+    Args:
+        keys: names of the n items.
+        captions: of each item, as texts; none where the data set has vectors only.
+    """
+
+    keys: tuple[str, ...]
+    captions: tuple[tuple[str, ...], ...]
+
+    def caption(self, item: int, number: int = 0) -> str:
+        """One caption; empty where it is not known."""
+        own = self.captions[item]
+        return own[number] if number < len(own) else ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a gallery is made of.
+
+    Args:
+        name: of its folder.
+        described: in words, for ``gallery.json``.
+        items: names and captions; reading them may take a while.
+        image: the images' inputs, batch by batch.
+        text: the captions' inputs, likewise; None where there are no captions.
+        owner: int64 [m], the item of each caption.
+    """
+
+    name: str
+    described: str
+    items: Callable[[], Items]
+    image: Callable[[], Iterable[Array]]
+    text: Callable[[], Iterable[Array]] | None
+    owner: npt.NDArray[np.int64]
+
+
+def of_data(data: Data, prepared: Prepared, name: str) -> Source:
+    """A data set, every split of it."""
+    counts = np.asarray(prepared.captions)
+
+    def images() -> Iterator[Array]:
+        for start in range(0, prepared.n, _BATCH):
+            yield prepared.image[start : start + _BATCH]
+
+    def texts() -> Iterator[Array]:
+        for start in range(0, prepared.n, _BATCH):
+            part = slice(start, start + _BATCH)
+            yield prepared.text[part][np.arange(prepared.text.shape[1]) < counts[part, None]]
+
+    return Source(
+        name=name,
+        described=f"{data.name} {prepared.digest}",
+        items=lambda: Items(prepared.keys, caption_texts(data, prepared.keys)),
+        image=images,
+        text=texts,
+        owner=np.repeat(np.arange(prepared.n, dtype=np.int64), counts),
+    )
+
+
+def caption_texts(data: Data, keys: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Captions of each item as texts; empty where a data set has vectors only."""
+    known: dict[str, tuple[str, ...]] = {}
+    if data.name == "openmoji":
+        from fedmq.data import openmoji  # noqa: PLC0415 - needs optional packages
+
+        known = {item.key: item.captions for item in openmoji.load_items()}
+    elif data.name != "features":
+        from fedmq.data.sets import SETS  # noqa: PLC0415 - likewise
+
+        found = SETS[data.name].read(data)
+        known = dict(zip(found.keys, found.captions, strict=True))
+    return tuple(known.get(key, ()) for key in keys)
+
+
+def of_folder(release: Release, folder: Path) -> Source:
+    """All pictures below a folder, by their relative paths.
+
+    Raises:
+        InputError: there are none, or the run has no encoder for them.
+    """
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
+    if not files:
+        raise InputError(f"--gallery {folder}", "no picture", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
+    keys = tuple(str(path.relative_to(folder)) for path in files)
+    content = key_of(
+        "folder", release.digest, [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]
+    )
+
+    encoder = release.encoder("image")
+
+    def images() -> Iterator[Array]:
+        for start in range(0, len(files), _BATCH):
+            yield encoder.encode([encoder.fit(decode(path)) for path in files[start : start + _BATCH]])
+
+    return Source(
+        name=f"{_plain(folder.resolve().name)}-{content[:12]}",
+        described=f"folder {folder.resolve().name}",
+        items=lambda: Items(keys, ((),) * len(keys)),
+        image=images,
+        text=None,
+        owner=np.zeros(0, np.int64),
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name) or "gallery"
+
+
+def embed(model: TwoTower, modality: Modality, batches: Iterable[Array], told: Callable[[int], None]) -> Array:
+    """Vectors that an index takes.
+
+    Args:
+        model: the released model.
+        modality: which tower.
+        batches: the tower's inputs.
+        told: called with the number of items done.
+
+    Returns:
+        packed codes uint8 [n, bytes] of a binary model, else float32 [n, d] of unit length.
+    """
+    tower = model.image if modality == "image" else model.caption
+    found: list[Array] = []
+    done = 0
+    for batch in batches:
+        with torch.inference_mode():
+            # Copied: a memory map starts at any address, and the last bit depends on it.
+            vectors = tower(torch.from_numpy(np.array(batch)).to(model.flat.device)).cpu()
+        unit = vectors if model.binary else torch.nn.functional.normalize(vectors, dim=1)
+        found.append(codes.pack(unit) if model.binary else unit.numpy())
+        done += len(batch)
+        told(done)
+    return np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """An exported gallery.
+
+    Args:
+        folder: where its files lie.
+        meta: ``gallery.json``.
+    """
+
+    folder: Path
+    meta: Mapping[str, Any]
+
+    @property
+    def binary(self) -> bool:
+        """Whether it holds codes, ranked by Hamming distance."""
+        return bool(self.meta["binary"])
+
+    @property
+    def vectors(self) -> Path:
+        """The file of codes or embeddings."""
+        return self.folder / ("codes.npz" if self.binary else "embeddings.npz")
+
+    @property
+    def prepared(self) -> Prepared:
+        """Shapes and labels of the run's data set, all that building its model needs; not the data themselves."""
+        return Prepared(self.folder, self.meta["prepared"])
+
+    @cached_property
+    def items(self) -> Items:
+        """Names and captions."""
+        found = json.loads((self.folder / "items.json").read_text(encoding="utf-8"))
+        return Items(tuple(found["keys"]), tuple(map(tuple, found["captions"])))
+
+    def array(self, name: str) -> Array:
+        """One array of :attr:`vectors`."""
+        with np.load(self.vectors, allow_pickle=False) as stored:
+            found: Array = stored[name]
+        return found
+
+
+def faiss() -> Any:
+    """The package.
+
+    Raises:
+        InputError: it is not installed; says which extra installs it.
+    """
+    return package("faiss", "search", "fedmq search")
+
+
+def _index(vectors: Array, path: Path) -> None:
+    """Write an exact index of codes or embeddings."""
+    library = faiss()
+    if vectors.dtype == np.uint8:
+        index = library.IndexBinaryFlat(8 * vectors.shape[1])
+        index.add(vectors)
+        library.write_index_binary(index, str(path))
+        return
+    index = library.IndexFlatIP(vectors.shape[1])
+    index.add(vectors)
+    library.write_index(index, str(path))
+
+
+def export(release: Release, chosen: Path | None = None, progress: Progress | None = None) -> Gallery:
+    """Encode a gallery and index it, or find it where it was exported before.
+
+    Args:
+        release: the run.
+        chosen: a scenario whose data set is encoded by the run's model, or a folder of pictures; None is the run's own
+            data set. That one is encoded once for each model: later changes of its files are not looked for.
+        progress: told while encoding.
+
+    Raises:
+        InputError: nothing to encode, an encoder or a package is missing.
+        RunError: the run folder cannot be written.
+    """
+    faiss()
+    root = release.run.model / "gallery"
+    own = f"data-{release.digest[:12]}"
+    if chosen is None and (root / own).is_dir():
+        return open_gallery(root / own)
+    scenario = release.scenario
+    prepared = prepare(scenario.data, scenario.backbone, release.cache, scenario.seed, progress)
+    if chosen is None:
+        source = of_data(scenario.data, prepared, own)
+    elif chosen.is_dir():
+        source = of_folder(release, chosen)
+    else:
+        data = load(chosen).data
+        other = prepare(data, scenario.backbone, release.cache, scenario.seed, progress)
+        if other.inputs != prepared.inputs:
+            raise InputError(f"--gallery {chosen}", f"items like {other.inputs}", f"items like {prepared.inputs}")
+        source = of_data(data, other, f"{_plain(chosen.stem)}-{key_of(release.digest, other.digest)[:12]}")
+    if (root / source.name).is_dir():
+        return open_gallery(root / source.name)
+    fill = partial(_fill, release=release, prepared=prepared, source=source, progress=progress)
+    return open_gallery(build_once(root / source.name, fill))
+
+
+def _fill(folder: Path, release: Release, prepared: Prepared, source: Source, progress: Progress | None) -> None:
+    model, items = release.model(prepared, MODALITIES if source.text else ("image",)), source.items()
+
+    def vectors(modality: Modality, batches: Iterable[Array], total: int) -> Array:
+        what = "images" if modality == "image" else "captions"
+        return embed(model, modality, batches, lambda done: progress(what, done, total) if progress else None)
+
+    arrays = {"image": vectors("image", source.image(), len(items.keys))}
+    if source.text is not None:
+        arrays["text"] = vectors("text", source.text(), len(source.owner))
+    meta = {
+        "format": FORMAT,
+        "model_digest": release.digest,
+        "made_of": source.described,
+        "binary": model.binary,
+        "bits" if model.binary else "dim": model.dim,
+        "items": len(items.keys),
+        "captions": len(source.owner),
+        "prepared": dict(prepared.meta),
+    }
+    gallery = Gallery(folder, meta)
+    np.savez(gallery.vectors, owner=source.owner, keys=np.array(items.keys), **arrays, allow_pickle=False)
+    for among, side in _SIDE.items():
+        if side in arrays:
+            _index(arrays[side], folder / f"{among}.faiss")
+    (folder / "items.json").write_text(json.dumps(vars(items)), encoding="utf-8")
+    (folder / "gallery.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+
+
+def open_gallery(folder: Path) -> Gallery:
+    """Open an exported gallery.
+
+    Raises:
+        InputError: it is none.
+    """
+    try:
+        meta = json.loads((folder / "gallery.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(str(folder), str(error), "an exported gallery; delete the folder to make it again") from None
+    if meta.get("format") != FORMAT:
+        raise InputError(str(folder), "another format", f"format {FORMAT}; delete the folder to make it again")
+    return Gallery(folder, meta)

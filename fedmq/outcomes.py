@@ -1,0 +1,195 @@
+"""What finished runs came to: metrics by name, the time they took to get somewhere, and statistics over seeds."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedmq.errors import InputError
+from fedmq.metrics import fairness
+from fedmq.runfolder import RunFolder, read_lines
+
+CONFIDENCE = 0.95
+#: What is better when it is less; everything else is better when it is more.
+_LESS = (
+    "fairness.std",
+    "fairness.gap",
+    "personal_fairness.std",
+    "personal_fairness.gap",
+    "bytes.",
+    "seconds.",
+    "messages.",
+    "processes.",
+)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """One evaluation of a run.
+
+    Args:
+        version: merges before it.
+        now: the run's time of that version [s].
+        metrics: name to value.
+        fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
+    """
+
+    version: int
+    now: float
+    metrics: Mapping[str, float]
+    fairness: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run.
+
+    Args:
+        folder: where it lies.
+        summary: its ``summary.json``.
+        evaluations: in order of versions.
+    """
+
+    folder: RunFolder
+    summary: Mapping[str, Any]
+    evaluations: tuple[Evaluation, ...]
+
+    def value(self, metric: str) -> float | None:
+        """A metric by name: ``mean_r1``, or a place in the summary as ``fairness.worst_r1`` or ``bytes.up``.
+
+        Counts by kind (``bytes.up``) are added up. None if the run has no such number.
+        """
+        found: Any = self.summary if "." in metric else self.summary["metrics"]
+        for part in metric.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if isinstance(found, Mapping) and found and all(isinstance(each, int) for each in found.values()):
+            found = sum(found.values())
+        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+
+    def untrained(self) -> Outcome:
+        """The same run as of version 0: what the frozen encoders and the initial parameters do by themselves."""
+        first = self.evaluations[0]
+        return Outcome(self.folder, {"metrics": first.metrics, "fairness": first.fairness}, (first,))
+
+    def time_to(self, target: Target) -> float | None:
+        """The run's time [s] of the first evaluation that reaches a target; None if none does."""
+        reached = (each.now for each in self.evaluations if each.metrics.get(target.metric, -math.inf) >= target.value)
+        return next(reached, None)
+
+
+@dataclass(frozen=True)
+class Target:
+    """A value that a metric of the evaluations is to reach."""
+
+    metric: str
+    value: float
+
+    @property
+    def title(self) -> str:
+        """Of its column."""
+        return f"seconds to {self.metric} {self.value:g}"
+
+
+def read(folder: RunFolder) -> Outcome:
+    """Read a finished run.
+
+    Raises:
+        InputError: it is not finished, or its files are no run's.
+    """
+    try:
+        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
+        lines = list(read_lines(folder.metrics))
+        times = {0: 0.0, **{line["version"]: line["now"] for line in lines if line["kind"] == "merge"}}
+        evaluations = {
+            line["version"]: Evaluation(
+                line["version"], times[line["version"]], line["metrics"], _fairness_of(line.get("per_silo", {}))
+            )
+            for line in lines
+            if line["kind"] == "evaluation"
+        }
+    except (OSError, ValueError, KeyError) as error:
+        raise InputError(str(folder.root), f"{type(error).__name__}: {error}", "the folder of a finished run") from None
+    return Outcome(folder, summary, tuple(evaluations[version] for version in sorted(evaluations)))
+
+
+def _fairness_of(per_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    spread = fairness([own["mean_r1"] for own in per_silo.values() if "mean_r1" in own])
+    return {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")}
+
+
+def unknown_metric(metric: str, outcome: Outcome) -> InputError:
+    """That no run has a metric, with those that an outcome has."""
+    known = ", ".join((*outcome.summary["metrics"], *(f"fairness.{name}" for name in outcome.summary["fairness"])))
+    return InputError("--metric", metric, f"{known}, bytes.up, bytes.down, seconds.virtual and the like")
+
+
+def less_is_better(column: str) -> bool:
+    """Whether a smaller value of this column is the better one."""
+    return column.startswith((*_LESS, "seconds to "))
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """A column of a row.
+
+    Args:
+        n: seeds that have a value.
+        mean: over seeds; nan without any.
+        std: sample standard deviation; nan below two seeds.
+        difference: mean paired difference to the baseline over the seeds that both have; nan without a baseline.
+        low: lower end of its 95 % t-interval; nan below two seeds.
+        high: upper end.
+    """
+
+    n: int
+    mean: float
+    std: float
+    difference: float
+    low: float
+    high: float
+
+
+def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None) -> Statistic:
+    """Mean, spread, and the paired difference to a baseline that ran with the same seeds.
+
+    Args:
+        values: by seed.
+        baseline: by seed; None for the baseline itself.
+    """
+    import numpy as np  # noqa: PLC0415
+    from scipy import stats  # noqa: PLC0415 - a second that only a comparison needs
+
+    nan = math.nan
+    own = np.array([values[seed] for seed in sorted(values)])
+    mean = float(own.mean()) if len(own) else nan
+    std = float(own.std(ddof=1)) if len(own) > 1 else nan
+    common = sorted(set(values) & set(baseline or {}))
+    if baseline is None or not common:
+        return Statistic(len(own), mean, std, nan, nan, nan)
+    pairs = np.array([(values[seed], baseline[seed]) for seed in common])
+    difference = float((pairs[:, 0] - pairs[:, 1]).mean())
+    if len(common) < 2:
+        return Statistic(len(own), mean, std, difference, nan, nan)
+    with warnings.catch_warnings():
+        # Equal differences have no spread: scipy then warns about precision, and the interval is the point it is.
+        warnings.simplefilter("ignore", RuntimeWarning)
+        interval = stats.ttest_rel(pairs[:, 0], pairs[:, 1]).confidence_interval(CONFIDENCE)
+    return Statistic(len(own), mean, std, difference, float(interval.low), float(interval.high))
+
+
+def best(statistics: Sequence[Statistic], column: str) -> set[int]:
+    """Which of several rows are best in a column; rows with fewer seeds than the others do not take part.
+
+    Returns:
+        Indices; none if there is nothing to compare.
+    """
+    most = max((each.n for each in statistics), default=0)
+    means = {index: each.mean for index, each in enumerate(statistics) if each.n == most and most > 0}
+    if len(means) < 2:
+        return set()
+    top = min(means.values()) if less_is_better(column) else max(means.values())
+    return {index for index, mean in means.items() if mean == top}

@@ -1,0 +1,272 @@
+"""What a comparison is made of, from its options: the rows, and what each of them runs.
+
+A row is an :class:`Entry`: a scenario file with settings. What is compared are *methods* (the file, and ``protocol`` or
+``protocol.name`` where those are varied); every other varied key makes a *point*, and methods are compared at the same
+point.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fedmq.errors import InputError
+from fedmq.outcomes import Target
+from fedmq.scenario import Scenario
+
+Resolve = Callable[[Path, list[str], int | None], Scenario]
+"""A scenario file with settings and a seed, every default written out."""
+
+_METHOD_KEYS = ("protocol", "protocol.name")
+_VARIATION = re.compile(r"(?:(?P<who>[\w.-]+):)?(?P<key>[\w]+(?:\.[\w]+)*)=(?P<values>.+)", re.DOTALL)
+_METRIC = re.compile(r"\w+(\.[\w-]+)*")
+
+
+@dataclass(frozen=True)
+class Variation:
+    """A key and the values to try: ``--vary`` and ``--select``.
+
+    Args:
+        key: of the scenario, e.g. ``training.learning_rate``.
+        values: as YAML gives them.
+        who: method it is for; None for all.
+    """
+
+    key: str
+    values: tuple[Any, ...]
+    who: str | None = None
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """As ``--set`` takes them; JSON is YAML too."""
+        return tuple(f"{self.key}={json.dumps(value, default=str)}" for value in self.values)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row: what is run with every seed.
+
+    Args:
+        name: the row's.
+        method: what is compared.
+        point: other varied keys and their values as shown.
+        file: the scenario.
+        settings: ``--set`` for all its runs.
+        candidates: further settings, one of which is chosen on the validation split.
+    """
+
+    name: str
+    method: str
+    point: tuple[tuple[str, str], ...]
+    file: Path
+    settings: tuple[str, ...]
+    candidates: tuple[tuple[str, ...], ...] = ((),)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a comparison is made of.
+
+    Args:
+        entries: the rows, in order.
+        seeds: each row is run with each.
+        metrics: the columns; choices are made by the first.
+        targets: further columns: time to reach a value.
+        baseline: name of a method or of a row; None takes the first method.
+        select_seed: seed of the runs on the validation split.
+        zero_shot: put a row before the others with version 0 of the first entry's runs.
+    """
+
+    entries: tuple[Entry, ...]
+    seeds: tuple[int, ...]
+    metrics: tuple[str, ...] = ("mean_r1", "mean_r10")
+    targets: tuple[Target, ...] = ()
+    baseline: str | None = None
+    select_seed: int = 0
+    zero_shot: bool = False
+
+
+# --------------------------------------------------------------------------------------------------- from the options
+def parse_variation(text: str, option: str) -> Variation:
+    """Read ``key=a,b,c`` or ``method:key=a,b,c``; values are YAML.
+
+    Raises:
+        InputError: it is no such thing.
+    """
+    match = _VARIATION.fullmatch(text)
+    try:
+        values = yaml.safe_load(f"[{match['values']}]") if match else None
+    except yaml.YAMLError:
+        values = None
+    if not match or not values:
+        raise InputError(option, text, "key=value,value,... with YAML values, e.g. silos.count=6,10,30")
+    texts = [json.dumps(value, sort_keys=True, default=str) for value in values]
+    if twice := [value for value, count in Counter(texts).items() if count > 1]:
+        raise InputError(f"{option} {match['key']}", twice[0], "each value once")
+    return Variation(match["key"], tuple(values), match["who"])
+
+
+def parse_seeds(text: str) -> tuple[int, ...]:
+    """Read ``0,1,2``.
+
+    Raises:
+        InputError: they are no whole numbers from 0, or one is there twice.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() for part in parts) or len({int(part) for part in parts}) < len(parts):
+        raise InputError("--seeds", text, "different whole numbers from 0, e.g. 0,1,2")
+    return tuple(int(part) for part in parts)
+
+
+def parse_metrics(text: str) -> tuple[str, ...]:
+    """Read ``mean_r1,fairness.worst_r1``.
+
+    Raises:
+        InputError: one is no name.
+    """
+    parts = tuple(part.strip() for part in text.split(","))
+    for part in parts:
+        if not _METRIC.fullmatch(part):
+            raise InputError("--metric", part, "names such as mean_r1, fairness.worst_r1, bytes.up, seconds.virtual")
+    return tuple(dict.fromkeys(parts))
+
+
+def parse_target(text: str) -> Target:
+    """Read ``mean_r10=0.5``.
+
+    Raises:
+        InputError: it is no such thing.
+    """
+    metric, _, value = text.partition("=")
+    try:
+        return Target(metric, float(value))
+    except ValueError:
+        raise InputError("--target", text, "metric=value, e.g. mean_r10=0.5") from None
+
+
+def entries(
+    files: Sequence[Path],
+    settings: Sequence[str],
+    varied: Sequence[Variation],
+    select: Sequence[Variation],
+    resolve: Resolve,
+) -> tuple[Entry, ...]:
+    """The rows: every file at every combination of its varied values. Everything is validated here.
+
+    Args:
+        files: scenarios.
+        settings: ``--set``, for all.
+        varied: keys whose values make rows, of all files or of the scenario or method named.
+        select: keys whose values are candidates, of all rows or of one method's.
+        resolve: reads and checks a scenario.
+
+    Raises:
+        InputError: a scenario, key or value is not allowed, or two rows would be the same.
+    """
+    scenarios = {file: resolve(file, list(settings), None) for file in files}
+    names_of = {file: {own.name, own.protocol.name} for file, own in scenarios.items()}
+    _refuse_idle("--vary", varied, {name for names in names_of.values() for name in names})
+    drafts = [
+        _Draft(file, scenarios[file].name, tuple(zip(own, values, strict=True)))
+        for file in files
+        for own in [_fitting(varied, names_of[file])]
+        for values in itertools.product(*(each.values for each in own))
+    ]
+    methods = _methods(drafts)
+    made: list[Entry] = []
+    known: set[str] = set()
+    for draft, method in zip(drafts, methods, strict=True):
+        whole = [method] if len(set(methods)) > 1 or not draft.point else []
+        name = ", ".join([*whole, *(f"{key}={text}" for key, text in draft.point)])
+        own = (*settings, *draft.settings)
+        names = {resolve(draft.file, list(own), None).protocol.name, draft.scenario, method, name}
+        known |= names
+        candidates = tuple(itertools.product(*(each.settings for each in _fitting(select, names))))
+        for candidate in candidates:
+            resolve(draft.file, [*own, *candidate], None)
+        made.append(Entry(name, method, draft.point, draft.file, own, candidates))
+    _refuse_idle("--select", select, known)
+    if twice := [name for name, count in Counter(entry.name for entry in made).items() if count > 1]:
+        raise InputError("FILE", twice[0], "scenarios with different names, so that their rows can be told apart")
+    return tuple(made)
+
+
+@dataclass(frozen=True)
+class _Draft:
+    """A row before it has its name: a file, its scenario's name, and each varied key with the row's value."""
+
+    file: Path
+    scenario: str
+    pairs: tuple[tuple[Variation, Any], ...]
+
+    @property
+    def varied_method(self) -> str:
+        """As shown; empty where the method is not varied."""
+        return " ".join(shown(value) for each, value in self.pairs if each.key in _METHOD_KEYS)
+
+    @property
+    def point(self) -> tuple[tuple[str, str], ...]:
+        return tuple((each.key, shown(value)) for each, value in self.pairs if each.key not in _METHOD_KEYS)
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        return tuple(setting for each, value in self.pairs for setting in Variation(each.key, (value,)).settings)
+
+
+def _methods(drafts: Sequence[_Draft]) -> list[str]:
+    """Names of the methods: what is varied, else the scenario; both where several files vary the same methods."""
+    taken = Counter((draft.varied_method, draft.point) for draft in drafts)
+    return [
+        f"{draft.scenario} {draft.varied_method}"
+        if draft.varied_method and taken[draft.varied_method, draft.point] > 1
+        else draft.varied_method or draft.scenario
+        for draft in drafts
+    ]
+
+
+def _refuse_idle(option: str, variations: Sequence[Variation], names: Collection[str]) -> None:
+    for each in variations:
+        if each.who is not None and each.who not in names:
+            raise InputError(f"{option} {each.who}:{each.key}", each.who, f"one of {', '.join(sorted(names))}")
+
+
+def _fitting(select: Sequence[Variation], names: Collection[str]) -> list[Variation]:
+    """What a row chooses from; its own list of a key takes the place of the list for all."""
+    own = [each for each in select if each.who in names]
+    return [each for each in select if each in own or (each.who is None and each.key not in {one.key for one in own})]
+
+
+def shown(value: Any) -> str:
+    """A varied value as people read it: a protocol with options as ``rcsr filler=zero``."""
+    if isinstance(value, dict):
+        named = [str(value["name"])] if "name" in value else []
+        return " ".join([*named, *(f"{key}={shown(own)}" for key, own in value.items() if key != "name")])
+    return value if isinstance(value, str) else json.dumps(value, default=str)
+
+
+def default_folder(plan: Plan, kind: str, resolve: Resolve) -> Path:
+    """``runs/<kind>-<names>-<digest>``: the same for the same rows, so that a second call goes on in it.
+
+    Seeds and columns do not count: more of them can be asked for later.
+    """
+    facts = [
+        [resolve(entry.file, list(entry.settings), 0).model_dump(mode="json"), entry.candidates]
+        for entry in plan.entries
+    ]
+    names = "-".join(dict.fromkeys(entry.method for entry in plan.entries))
+    slug = re.sub(r"[^a-z0-9_.]+", "-", names.lower())[:40].strip("-")
+    return Path("runs") / f"{kind}-{slug}-{digest(facts)}"
+
+
+def digest(facts: object) -> str:
+    """Twelve hexadecimal digits that stand for plain data."""
+    return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -1,0 +1,158 @@
+"""A comparison's rows as plots, on one self-contained HTML page."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.outcomes import Outcome
+from fedmq.rows import Row
+
+F64 = npt.NDArray[np.float64]
+#: Values further apart than this are easier to tell on a logarithmic axis.
+_LOGARITHMIC_FROM = 50.0
+
+
+def page(rows: Sequence[Row], title: str, notes: Sequence[str], *, sweep: bool) -> str:
+    """Curves over merges and over virtual time, bars, and for a sweep each column against the varied value.
+
+    Args:
+        rows: of a comparison; at least one.
+        title: of the page.
+        notes: shown below it.
+        sweep: draw the columns against the varied value too.
+    """
+    figures = [figure for column in rows[0].columns for figure in _column(rows, column, sweep=sweep)]
+    parts = [figure.to_html(full_html=False, include_plotlyjs=place == 0) for place, figure in enumerate(figures)]
+    head = "<!doctype html><html lang='en'><meta charset='utf-8'>"
+    style = "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem}</style>"
+    words = f"<h1>{html.escape(title)}</h1><p>{html.escape('; '.join(notes))}</p>"
+    return f"{head}<title>{html.escape(title)}</title>{style}{words}{''.join(parts)}</html>"
+
+
+def _column(rows: Sequence[Row], column: str, *, sweep: bool) -> list[Any]:
+    """The figures of one column."""
+    figures = [_against_value(rows, column)] if sweep and any(row.entry.point for row in rows) else []
+    figures.append(_bars(rows, column))
+    if any(column in each.metrics for row in rows for outcome in row.outcomes.values() for each in outcome.evaluations):
+        figures += [_curves(rows, column, over_time=False), _curves(rows, column, over_time=True)]
+    return figures
+
+
+def _figure(title: str, x: str, y: str) -> Any:
+    import plotly.graph_objects as go  # noqa: PLC0415 - half a second that only a page of plots needs
+
+    figure = go.Figure()
+    figure.update_layout(title=title, xaxis_title=x, yaxis_title=y, template="plotly_white", height=420)
+    return figure
+
+
+def _colour(place: int, opacity: float = 1.0) -> str:
+    from plotly import colors  # noqa: PLC0415
+
+    palette = colors.qualitative.Plotly
+    red, green, blue = colors.hex_to_rgb(palette[place % len(palette)])
+    return f"rgba({red},{green},{blue},{opacity})"
+
+
+def _line(figure: Any, place: int, name: str, x: Sequence[Any], mean: F64, std: F64) -> None:
+    """A line with a band of one sample standard deviation on both sides."""
+    std = np.nan_to_num(std)
+    if std.any():
+        band = [*(mean + std), *(mean - std)[::-1]]
+        figure.add_scatter(
+            x=[*x, *reversed(x)],
+            y=band,
+            fill="toself",
+            fillcolor=_colour(place, 0.15),
+            line={"width": 0},
+            hoverinfo="skip",
+            showlegend=False,
+            legendgroup=name,
+        )
+    figure.add_scatter(
+        x=list(x), y=mean, name=name, legendgroup=name, mode="lines+markers", line={"color": _colour(place)}
+    )
+
+
+def _bars(rows: Sequence[Row], column: str) -> Any:
+    figure = _figure(column, "", column)
+    figure.add_bar(
+        x=[row.entry.name for row in rows],
+        y=[row.columns[column].mean for row in rows],
+        error_y={"type": "data", "array": [row.columns[column].std for row in rows]},
+        marker_color=[_colour(place) for place in range(len(rows))],
+    )
+    return figure
+
+
+def _curves(rows: Sequence[Row], metric: str, *, over_time: bool) -> Any:
+    figure = _figure(
+        f"{metric} over {'virtual time' if over_time else 'merges'}", "s" if over_time else "merges", metric
+    )
+    for place, row in enumerate(rows):
+        found = [_curve(outcome, metric, over_time=over_time) for outcome in row.outcomes.values()]
+        curves = [(x, y) for x, y in found if len(x) > 1]
+        if curves:
+            x, values = on_common_grid(curves)
+            std = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(len(x))
+            _line(figure, place, row.entry.name, x.tolist(), values.mean(axis=0), std)
+    return figure
+
+
+def _curve(outcome: Outcome, metric: str, *, over_time: bool) -> tuple[F64, F64]:
+    known = [each for each in outcome.evaluations if metric in each.metrics]
+    return (
+        np.array([each.now if over_time else each.version for each in known], float),
+        np.array([each.metrics[metric] for each in known], float),
+    )
+
+
+def on_common_grid(curves: Sequence[tuple[F64, F64]]) -> tuple[F64, F64]:
+    """Several curves at the same places, straight between their points, as far as all of them go.
+
+    Args:
+        curves: (x, y), each [n] with its own n; x rising.
+
+    Returns:
+        x [m] and the values [curves, m].
+    """
+    last = min(x[-1] for x, _ in curves)
+    grid = np.unique(np.concatenate([x[x <= last] for x, _ in curves]))
+    return grid, np.stack([np.interp(grid, x, y) for x, y in curves])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _against_value(rows: Sequence[Row], column: str) -> Any:
+    """A column against the first varied key whose values are numbers, a line for everything else that differs."""
+    rows = [row for row in rows if row.entry.point]
+    points = {row.entry.name: dict(row.entry.point) for row in rows}
+    keys = list(points[rows[0].entry.name])
+    numeric = [key for key in keys if all(_is_number(point[key]) for point in points.values())]
+    key = (numeric or keys)[0]
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        rest = [f"{name}={value}" for name, value in row.entry.point if name != key]
+        lines.setdefault(", ".join([row.entry.method, *rest]), []).append(row)
+    figure = _figure(f"{column} against {key}", key, column)
+    if numeric:
+        least, most = (edge(float(point[key]) for point in points.values()) for edge in (min, max))
+        if least > 0 and most / least >= _LOGARITHMIC_FROM:
+            figure.update_xaxes(type="log")
+        lines = {name: sorted(own, key=lambda row: float(points[row.entry.name][key])) for name, own in lines.items()}
+    for place, (name, own) in enumerate(lines.items()):
+        x = [float(points[row.entry.name][key]) if numeric else points[row.entry.name][key] for row in own]
+        mean, std = (np.array([getattr(row.columns[column], part) for row in own]) for part in ("mean", "std"))
+        _line(figure, place, name, x, mean, std)
+    return figure

@@ -1,0 +1,118 @@
+"""A finished run's released model, opened for inference from the run folder and the cache alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.data.encoders import Encoder, image_encoder, text_encoder
+from fedmq.data.prepared import Prepared, cache_folder
+from fedmq.data.sets import SETS
+from fedmq.errors import InputError
+from fedmq.evaluator import load_inference
+from fedmq.messages import Memory, Model, Payload
+from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
+from fedmq.runfolder import RunFolder, load_aligned, open_run
+from fedmq.scenario import Data, Scenario, load
+from fedmq.world import World, device_of
+
+
+@dataclass(frozen=True)
+class Release:
+    """A finished run, opened for inference.
+
+    Args:
+        run: its folder.
+        scenario: as resolved.
+        config: ``model/config.json``.
+        cache: folder of prepared data and shared weights.
+        device: ``cpu`` or ``cuda:N``.
+    """
+
+    run: RunFolder
+    scenario: Scenario
+    config: Mapping[str, Any]
+    cache: Path
+    device: str
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the model."""
+        return str(self.config["model_digest"])
+
+    def model(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> TwoTower:
+        """The model with its released parameters.
+
+        Args:
+            prepared: a data set of the kind it was trained on; only shapes and labels are looked at.
+            modalities: towers that will be used.
+
+        Raises:
+            InputError: the release is damaged, or of another model.
+        """
+        nothing = np.zeros(0, np.int64)
+        world = World(prepared, silos=(), train=(), heldout=(), evaluated=nothing, database=nothing, cache=self.cache)
+        model = world.build_model(self.scenario, self.device, modalities)
+        if model.layout.digest != self.config["layout_digest"]:
+            raise InputError(str(self.run.model), "parameters of another model", "the release of this very scenario")
+        tensors = self._tensors("model")
+        theta = torch.cat([tensors[entry.name].reshape(-1) for entry in model.layout.entries])
+        more: list[Payload] = []
+        if Memory.KIND in self.config.get("with", ()):
+            arrays = {name: tensor.numpy() for name, tensor in self._tensors(Memory.KIND).items()}
+            more.append(Memory(**arrays))
+        load_inference(model, (Model(model.layout.digest, theta.numpy()), *more))
+        return model
+
+    def encoder(self, modality: Modality) -> Encoder:
+        """The frozen encoder that the run's data went through, for texts and pictures of anybody.
+
+        Raises:
+            InputError: there is none, the data being vectors or bags of words.
+        """
+        data, backbone = self.scenario.data, self.scenario.backbone
+        allowed = "--item KEY, an item of the gallery: free queries need the run's own encoder (lite, open_clip, timm)"
+        if backbone.name == "features":
+            raise InputError("search", f"a run on the bare vectors of data set {data.name}", allowed)
+        if modality == "text" and _kind_of_text(data) == "bag":
+            raise InputError("search", f"a run whose texts are bags of words ({data.name})", allowed)
+        make = image_encoder if modality == "image" else text_encoder
+        return make(backbone, self.scenario.seed, self.cache, self.device)
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        path = self.run.model / f"{name}.safetensors"
+        try:
+            return load_aligned(path)
+        except Exception as error:  # safetensors and the file system raise what they like
+            raise InputError(str(path), str(error), "a file of the run's release") from None
+
+
+def _kind_of_text(data: Data) -> str:
+    return data.text or (SETS[data.name].text if data.name in SETS else "sentences")
+
+
+def open_release(root: Path, device: str | None = None) -> Release:
+    """Open a finished run.
+
+    Args:
+        root: the run folder.
+        device: None takes the scenario's.
+
+    Raises:
+        InputError: no run, or one that has not finished.
+    """
+    run = open_run(root)
+    path = run.model / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise InputError(str(root), "no released model in it", "the folder of a finished run") from None
+    scenario = load(run.scenario)
+    return Release(run, scenario, config, cache_folder(), device_of(device or scenario.device))

@@ -1,0 +1,145 @@
+"""Replay: was a run done again the same run? Compared event by event, from what the run folders hold.
+
+Compared are the order of events with their virtual times, every merge with its replies and their staleness, what
+every task and reply held (kinds, sizes, digests), every evaluation, and the model's digest. Not compared is what real
+time decides: tags and sessions, dates, and how often a message had to be sent again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from fedmq.audit import read_log
+from fedmq.errors import InputError
+from fedmq.link import COORDINATOR
+from fedmq.messages import Kind
+from fedmq.runfolder import RunFolder, read_lines
+
+_EVENT = ("event", "silo", "sequence", "now", "version")
+_CONTENT = ("sender", "receiver", "base_version", "reply_to", "payloads", "digests")
+_KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
+
+#: A message by its kind, the silo at one end, and the task's number.
+Key = tuple[str, str, int]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What of a run must be the same in its replay.
+
+    Args:
+        digest: of the released model.
+        events: in their order; a coordinator that was started again takes back what came after its checkpoint.
+        messages: what each task and reply held, one entry per different content; one unless something is wrong.
+        lines: of ``metrics.jsonl`` by kind and version.
+    """
+
+    digest: str
+    events: tuple[Mapping[str, Any], ...]
+    messages: Mapping[Key, tuple[str, ...]]
+    lines: Mapping[tuple[str, int], Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that is not the same.
+
+    Args:
+        place: what it is about.
+        was: in the run.
+        now: in the replay.
+    """
+
+    place: str
+    was: str
+    now: str
+
+
+def read_record(folder: RunFolder) -> Record:
+    """Read a finished run.
+
+    Raises:
+        InputError: the run is not finished, or its coordinator's log is missing.
+    """
+    if not folder.summary.is_file():
+        raise InputError(str(folder.root), "no summary.json in it", "the folder of a finished run")
+    own = folder.messages(COORDINATOR)
+    if not own.is_file():
+        raise InputError(str(folder.root), f"no {own.name} in its messages", "a run folder with its coordinator's log")
+    messages: dict[Key, list[str]] = {}
+    for path in sorted(own.parent.glob("*.jsonl")):
+        for key, content in _sent(path):
+            known = messages.setdefault(key, [])
+            if content not in known:
+                known.append(content)
+    return Record(
+        digest=json.loads(folder.summary.read_text(encoding="utf-8"))["model_digest"],
+        events=_events(own),
+        messages={key: tuple(contents) for key, contents in messages.items()},
+        lines={(line["kind"], line["version"]): line for line in read_lines(folder.metrics)},
+    )
+
+
+def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
+    events: list[Mapping[str, Any]] = []
+    for _, record in read_log(path):
+        if record is None or record.get("action") != "note":
+            continue
+        if record["text"] in ("started", "resumed"):
+            events = [event for event in events if event["version"] < record["version"]]
+        elif record["text"] == "event":
+            events.append({name: record[name] for name in _EVENT})
+    return tuple(events)
+
+
+def _sent(path: Path) -> Iterator[tuple[Key, str]]:
+    """Tasks and replies that a process sent, with what they held."""
+    for _, record in read_log(path):
+        if record is None or record.get("action") != "sent" or record.get("kind") not in _KINDS:
+            continue
+        silo = record["receiver"] if record["kind"] == Kind.TASK else record["sender"]
+        content = json.dumps({name: record.get(name) for name in _CONTENT}, sort_keys=True)
+        yield (record["kind"], silo, record["sequence"]), content
+
+
+def first_difference(was: Record, now: Record) -> Difference | None:
+    """The first difference in the order of the run's time, or None.
+
+    Args:
+        was: the run.
+        now: its replay.
+    """
+    for number, (before, after) in enumerate(zip_longest(was.events, now.events), 1):
+        if before != after:
+            return Difference(f"event {number}", _shown(before), _shown(after))
+        if before is None:
+            continue
+        for kind in _KINDS:
+            found = _message_difference((kind, before["silo"], before["sequence"]), was, now)
+            if found is not None:
+                return found
+    for key in sorted(was.messages.keys() & now.messages.keys()):
+        found = _message_difference(key, was, now)
+        if found is not None:
+            return found
+    for key in sorted(was.lines.keys() | now.lines.keys(), key=lambda key: (key[1], key[0] == "evaluation")):
+        if was.lines.get(key) != now.lines.get(key):
+            return Difference(f"{key[0]} of version {key[1]}", _shown(was.lines.get(key)), _shown(now.lines.get(key)))
+    return Difference("model_digest", was.digest, now.digest) if was.digest != now.digest else None
+
+
+def _message_difference(key: Key, was: Record, now: Record) -> Difference | None:
+    before, after = was.messages.get(key, ()), now.messages.get(key, ())
+    if before == after and len(before) <= 1:
+        return None
+    kind, silo, number = key
+    return Difference(f"{kind} {number} of {silo}", " and ".join(before) or "nothing", " and ".join(after) or "nothing")
+
+
+def _shown(facts: Mapping[str, Any] | None) -> str:
+    return "nothing" if facts is None else json.dumps(facts, sort_keys=True)

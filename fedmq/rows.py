@@ -1,0 +1,140 @@
+"""The rows of a comparison: statistics over seeds, each row against its baseline, the best at each point."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedmq import outcomes
+from fedmq.errors import InputError
+from fedmq.outcomes import Outcome, Statistic
+from fedmq.plan import Entry, Plan
+
+ZERO_SHOT = "zero-shot"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the result.
+
+    Args:
+        entry: what ran.
+        chosen: settings chosen on the validation split.
+        outcomes: by seed; a run that failed is not there.
+        columns: statistics by column.
+        best: columns in which no other row of the same point is better.
+        against: name of the row the differences are to; None for a baseline.
+    """
+
+    entry: Entry
+    chosen: tuple[str, ...]
+    outcomes: Mapping[int, Outcome]
+    columns: Mapping[str, Statistic]
+    best: frozenset[str]
+    against: str | None
+
+
+def entries_of(plan: Plan) -> tuple[Entry, ...]:
+    """All rows: those that are run, and version 0 before them where it is asked for."""
+    if not plan.zero_shot:
+        return plan.entries
+    first = plan.entries[0]
+    return (Entry(ZERO_SHOT, ZERO_SHOT, first.point, first.file, first.settings), *plan.entries)
+
+
+def _peers(entry: Entry, plan: Plan) -> list[Entry]:
+    """The rows an entry is compared with: other methods at its point, or all rows if there is but one method."""
+    everything = entries_of(plan)
+    if len({each.method for each in plan.entries}) == 1:
+        return list(everything)
+    return [each for each in everything if each.point == entry.point]
+
+
+def baselines(plan: Plan) -> dict[str, str | None]:
+    """The row that each row is compared to, by name; None for one that others are compared to.
+
+    Raises:
+        InputError: there is no method or row of the name asked for.
+    """
+    found: dict[str, str | None] = {}
+    everything = entries_of(plan)
+    for entry in everything:
+        peers = _peers(entry, plan)
+        fitting = [each for each in everything if each.name == plan.baseline]
+        fitting = fitting or [each for each in peers if plan.baseline in (None, each.method)]
+        fitting = [each for each in fitting if each.name != ZERO_SHOT or plan.baseline == ZERO_SHOT]
+        if not fitting:
+            allowed = ", ".join(dict.fromkeys(name for each in everything for name in (each.method, each.name)))
+            raise InputError("--baseline", plan.baseline, allowed)
+        found[entry.name] = None if fitting[0].name == entry.name else fitting[0].name
+    return found
+
+
+def rows(
+    plan: Plan,
+    chosen: Mapping[str, tuple[str, ...] | None],
+    finished: Mapping[str, Mapping[int, Outcome]],
+) -> tuple[Row, ...]:
+    """Statistics of every row against its baseline.
+
+    Args:
+        plan: what is compared.
+        chosen: settings chosen, by row.
+        finished: outcomes by row and seed.
+
+    Raises:
+        InputError: no run has a metric asked for, or there is no such baseline.
+    """
+    results = dict(finished)
+    if plan.zero_shot:
+        results[ZERO_SHOT] = {seed: own.untrained() for seed, own in finished[plan.entries[0].name].items()}
+    columns = {name: _columns(own, plan) for name, own in results.items()}
+    _check_metrics(plan, columns, results)
+    against = baselines(plan)
+    statistics = {
+        name: {
+            column: outcomes.statistic(values, columns[base][column] if (base := against[name]) else None)
+            for column, values in own.items()
+        }
+        for name, own in columns.items()
+    }
+    return tuple(
+        Row(
+            entry,
+            chosen.get(entry.name) or (),
+            results[entry.name],
+            statistics[entry.name],
+            _best_columns(entry, plan, statistics),
+            against[entry.name],
+        )
+        for entry in entries_of(plan)
+    )
+
+
+def _columns(results: Mapping[int, Outcome], plan: Plan) -> dict[str, dict[int, float]]:
+    """Values by column and seed; a run without a value is left out."""
+    metrics = {metric: {seed: own.value(metric) for seed, own in results.items()} for metric in plan.metrics}
+    times = {target.title: {seed: own.time_to(target) for seed, own in results.items()} for target in plan.targets}
+    return {
+        column: {seed: value for seed, value in values.items() if value is not None}
+        for column, values in {**metrics, **times}.items()
+    }
+
+
+def _check_metrics(
+    plan: Plan, columns: Mapping[str, Mapping[str, Mapping[int, float]]], results: Mapping[str, Mapping[int, Outcome]]
+) -> None:
+    some = next((outcome for own in results.values() for outcome in own.values()), None)
+    for metric in plan.metrics:
+        if some is not None and not any(own[metric] for own in columns.values()):
+            raise outcomes.unknown_metric(metric, some)
+
+
+def _best_columns(entry: Entry, plan: Plan, statistics: Mapping[str, Mapping[str, Statistic]]) -> frozenset[str]:
+    peers = [each.name for each in _peers(entry, plan)]
+    place = peers.index(entry.name)
+    return frozenset(
+        column
+        for column in statistics[entry.name]
+        if place in outcomes.best([statistics[name][column] for name in peers], column)
+    )

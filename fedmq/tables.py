@@ -1,0 +1,232 @@
+"""A comparison's rows as tables: for the terminal, as CSV, LaTeX and Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.table import Table
+
+from fedmq.outcomes import Statistic
+from fedmq.plan import Plan, shown
+from fedmq.rows import Row
+
+_DIFFERENCE = "difference"
+_LATEX = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "\\": "\\textbackslash{}",
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+    "±": "$\\pm$",
+    "−": "$-$",
+    "[": "{[}",  # after \\ a bracket would be an argument
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text of a cell, and whether it is the best of its column."""
+
+    text: str
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table before it takes a form.
+
+    Args:
+        head: column titles.
+        body: rows of cells.
+        notes: what a reader has to know, a sentence each.
+    """
+
+    head: tuple[str, ...]
+    body: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...]
+
+
+def _number(value: float, like: float, *, sign: bool = False) -> str:
+    """With as many digits as a number of the size of ``like`` deserves; a dash for what is not known."""
+    if math.isnan(value):
+        return "-"
+    form = ",.0f" if abs(like) >= 1000 else ".2f" if abs(like) >= 10 else ".4f"
+    return format(value, ("+" if sign else "") + form).replace("-", "−")
+
+
+def _mean(own: Statistic, seeds: int) -> str:
+    """``0.2446 ± 0.0031``; with a count if some seeds have no value."""
+    text = _number(own.mean, own.mean)
+    if own.n > 1:
+        text += f" ± {_number(own.std, own.mean)}"
+    return text if own.n in (0, seeds) else f"{text} ({own.n} of {seeds} seeds)"
+
+
+def _difference(own: Statistic) -> str:
+    """``+0.0123 [+0.0010, +0.0236]``."""
+    middle, low, high = (_number(value, own.mean, sign=True) for value in (own.difference, own.low, own.high))
+    return middle if math.isnan(own.low) else f"{middle} [{low}, {high}]"
+
+
+def _setting(text: str, *, short: bool) -> str:
+    """A chosen setting as it would be typed; for a short one the last part of its key must do."""
+    key, _, value = text.partition("=")
+    return f"{key.rpartition('.')[2] if short else key}={shown(json.loads(value))}"
+
+
+def grid(rows: Sequence[Row], plan: Plan) -> Grid:
+    """Mean and spread of every column, the difference to the baseline, and what was chosen."""
+    columns = list(rows[0].columns)
+    compared = any(row.against for row in rows)
+    selected = any(len(entry.candidates) > 1 for entry in plan.entries)
+    head = ["", *(title for column in columns for title in [column, _DIFFERENCE][: 1 + compared])]
+    body = []
+    for row in rows:
+        cells = [Cell(row.entry.name)]
+        for column in columns:
+            cells.append(Cell(_mean(row.columns[column], len(plan.seeds)), column in row.best))
+            if compared:
+                cells.append(Cell(_difference(row.columns[column])))
+        if selected:
+            of = len(row.entry.candidates)
+            cells += [
+                Cell(", ".join(_setting(text, short=True) for text in row.chosen) or "-"),
+                Cell(str(of) if of > 1 else "-"),
+            ]
+        body.append(tuple(cells))
+    return Grid(
+        (*head, *(("chosen", "tried") if selected else ())), tuple(body), _notes(rows, plan, selected, compared)
+    )
+
+
+def _notes(rows: Sequence[Row], plan: Plan, selected: bool, compared: bool) -> tuple[str, ...]:
+    several = len(plan.seeds) > 1
+    seeds = ", ".join(map(str, plan.seeds))
+    notes = [f"mean ± sample standard deviation over seeds {seeds}" if several else f"seed {seeds}"]
+    if compared:
+        against = {row.against for row in rows if row.against}
+        bases = dict.fromkeys(row.entry.method for row in rows if row.against is None)
+        name = against.pop() if len(against) == 1 else f"{', '.join(bases)} at the same point"
+        with_interval = ", with a 95 % t-interval over seeds" if several else ""
+        notes.append(f"difference: paired by seed, to {name}{with_interval}")
+    if any(row.best for row in rows):
+        notes.append("bold: best")
+    if selected:
+        metric = plan.metrics[0]
+        notes.append(f"chosen: best of so many tried, by {metric} on the validation split, seed {plan.select_seed}")
+        if len(tried := {len(entry.candidates) for entry in plan.entries}) > 1:
+            notes.append(f"not the same budget for all: between {min(tried)} and {max(tried)} candidates were tried")
+    return tuple(notes)
+
+
+def terminal(table: Grid, title: str) -> Table:
+    """For people; a difference stands below its mean, so that several columns fit side by side."""
+    below = {place for place, name in enumerate(table.head) if name == _DIFFERENCE}
+    view = Table(title=title, title_justify="left", caption="; ".join(table.notes), caption_justify="left")
+    for place, name in enumerate(table.head):
+        if place not in below:
+            width = max(len(row[place].text) for row in table.body) if place + 1 in below else None
+            view.add_column(name, justify="left" if place == 0 else "right", overflow="fold", min_width=width)
+    for row in table.body:
+        cells = [f"[bold]{_plain(cell.text)}[/bold]" if cell.best else _plain(cell.text) for cell in row]
+        for place in below:
+            if row[place].text != "-":
+                cells[place - 1] += f"\n[dim]{cells[place]}[/dim]"
+        view.add_row(*(cell for place, cell in enumerate(cells) if place not in below))
+    return view
+
+
+def _plain(text: str) -> str:
+    """Brackets are no markup."""
+    return text.replace("[", "\\[")
+
+
+def markdown(table: Grid, command: str) -> str:
+    """For documents; the command is in a block before it."""
+    lines = ["| " + " | ".join(table.head) + " |", "|" + "---|" + "---:|" * (len(table.head) - 1)]
+    lines += [
+        "| " + " | ".join(f"**{cell.text}**" if cell.best else cell.text for cell in row) + " |" for row in table.body
+    ]
+    return f"    {command}\n\n" + "\n".join(lines) + f"\n\n{'; '.join(table.notes)}.\n"
+
+
+def latex(table: Grid, command: str) -> str:
+    """For papers; needs the package booktabs."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "  " + " & ".join(cells) + " \\\\"
+
+    head = line([_latex(name) for name in table.head])
+    body = [
+        line([f"\\textbf{{{_latex(cell.text)}}}" if cell.best else _latex(cell.text) for cell in row])
+        for row in table.body
+    ]
+    columns = "l" + "r" * (len(table.head) - 1)
+    return "\n".join(
+        [
+            f"% {command}",
+            *(f"% {note}" for note in table.notes),
+            f"\\begin{{tabular}}{{{columns}}}",
+            "  \\toprule",
+            head,
+            "  \\midrule",
+            *body,
+            "  \\bottomrule",
+            "\\end{tabular}",
+            "",
+        ]
+    )
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(sign, sign) for sign in text)
+
+
+def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as plain data, one mapping each; what is not known is None."""
+    return [
+        {
+            "name": row.entry.name,
+            "method": row.entry.method,
+            **dict(row.entry.point),
+            "chosen": " ".join(_setting(text, short=False) for text in row.chosen),
+            "tried": len(row.entry.candidates),
+            "against": row.against,
+            **{
+                f"{column}.{part}": None if isinstance(value, float) and math.isnan(value) else value
+                for column, own in row.columns.items()
+                for part, value in vars(own).items()
+            },
+        }
+        for row in rows
+    ]
+
+
+def runs(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """Every run as plain data: its row, seed, values, model and folder."""
+    return [
+        {
+            "name": row.entry.name,
+            "seed": seed,
+            **{metric: outcome.value(metric) for metric in row.columns if not metric.startswith("seconds to ")},
+            "model_digest": outcome.summary.get("model_digest"),
+            "folder": str(outcome.folder.root),
+        }
+        for row in rows
+        for seed, outcome in row.outcomes.items()
+    ]
+
+
+def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
+    """Records as CSV with a line of names; a record without a field has it empty."""
+    names = list(dict.fromkeys(name for record in records for name in record))
+    text = io.StringIO()
+    writer = csv.DictWriter(text, names, restval="", lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records)
+    return text.getvalue()

@@ -1,0 +1,172 @@
+"""DGCPN (Yu et al. 2021): codes that keep a graph of neighbours, FedUCH's first base (METHODS 1.5, FedUCH eqs 4-7).
+
+Needs no labels. A silo with one modality keeps the intra-modal term, with the similarity of what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.models.networks import signs
+from fedmq.models.two_tower import Out
+from fedmq.protocol import Context, Local, Task
+from protocols import _local
+from protocols._options import check
+from protocols._similarity import Graph, codes, cosines, item_features, mean_square
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of DGCPN; defaults are those of FedUCH's code.
+
+    Args:
+        a1: share of the text in the pairwise similarity; 0.01 in DGCPN's own code.
+        a2: share of the neighbours' agreement.
+        scale_share: scale of the neighbours' agreement, as a share of the silo's n items; 0.8 in DGCPN's code.
+        zeroed_share: smallest entries dropped from a row, as a share of that scale; 0.75 in DGCPN's code.
+        coexistence: K, what the similarity of a pair is drawn to.
+        lambda1: weight of the graph term Q_g.
+        lambda2: weight of the consistency term Q_i.
+        form: ``code`` takes mean squares and leaves the diagonal out of Q_g; ``paper`` takes the trace and the
+            Frobenius norms that FedUCH prints.
+        binary_steps: two more updates per batch, each modality against the other's binary codes, as the code does.
+    """
+
+    a1: float = 0.3
+    a2: float = 0.3
+    scale_share: float = 0.9
+    zeroed_share: float = 0.45
+    coexistence: float = 1.5
+    lambda1: float = 1.0
+    lambda2: float = 1.0
+    form: Literal["code", "paper"] = "code"
+    binary_steps: bool = True
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if each.name in ("a1", "a2", "scale_share", "zeroed_share"):
+                check(each.name, getattr(self, each.name), 0.0, 1.0)
+        for name in ("coexistence", "lambda1", "lambda2"):
+            check(name, getattr(self, name), 0.0)
+
+
+class Terms(NamedTuple):
+    """Q_c, Q_g and Q_i, scalars."""
+
+    coexistence: Tensor
+    graph: Tensor
+    consistency: Tensor
+
+
+def terms_of_code(image: Tensor, text: Tensor, similar: Tensor, coexistence: float) -> Terms:
+    """Q_c, Q_g, Q_i as DGCPN's code computes them: means of squares, the diagonal left out of Q_g.
+
+    Args:
+        image: [B, r] codes.
+        text: [B, r] codes.
+        similar: [B, B] S.
+        coexistence: K.
+    """
+    vv, tt, vt = cosines(image, image), cosines(text, text), cosines(image, text)
+    graph = [graph_term(each, similar) for each in (vv, tt, vt)]
+    consistency = [mean_square(vt, vv), mean_square(vt, tt), mean_square(vv, tt), mean_square(vt, vt.T)]
+    return Terms(
+        (vt.diagonal() - coexistence).square().mean(), torch.stack(graph).sum(), torch.stack(consistency).sum()
+    )
+
+
+def graph_term(cosine: Tensor, similar: Tensor) -> Tensor:
+    """Mean over [B, B] of (cosine - S)^2 off the diagonal, the diagonal counting as 0."""
+    off = 1 - torch.eye(len(similar), dtype=similar.dtype, device=similar.device)
+    return mean_square(cosine * off, similar * off)
+
+
+def terms_of_paper(image: Tensor, text: Tensor, similar: Tensor, coexistence: float) -> Terms:
+    """Q_c, Q_g, Q_i as FedUCH prints them (eqs 5 to 7): a trace and Frobenius norms; arguments as above."""
+    vv, tt, vt = cosines(image, image), cosines(text, text), cosines(image, text)
+    norm = torch.linalg.matrix_norm
+    return Terms(
+        (vt.diagonal() - coexistence).sum().abs(),
+        norm(vv - similar) + norm(tt - similar) + norm(vt - similar),
+        norm(vt - vv) + norm(vt - tt) + norm(vt - vt.T) + norm(vv - tt),
+    )
+
+
+def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Options) -> Tensor:
+    """Q_c + lambda1 Q_g + lambda2 Q_i (FedUCH eq 4); of one modality alone its part of lambda1 Q_g.
+
+    Args:
+        image: [B, r] codes; None if the silo has no images.
+        text: [B, r] likewise.
+        similar: [B, B] S.
+        options: weights and form.
+    """
+    if image is not None and text is not None:
+        terms = terms_of_code if options.form == "code" else terms_of_paper
+        found = terms(image, text, similar, options.coexistence)
+        return found.coexistence + options.lambda1 * found.graph + options.lambda2 * found.consistency
+    held = image if image is not None else text
+    if held is None:
+        raise ValueError("a silo has at least one modality")
+    cosine = cosines(held, held)
+    if options.form == "code":
+        return options.lambda1 * graph_term(cosine, similar)
+    norm: Tensor = torch.linalg.matrix_norm(cosine - similar)
+    return options.lambda1 * norm
+
+
+@dataclass(frozen=True)
+class Dgcpn:
+    """DGCPN at work: the relaxed pair, then image against binary text, then text against binary image."""
+
+    options: Options
+    local: Local
+    batch_size: int
+    graph: Graph
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
+        """Three steps per batch of a paired silo, one of the others; a method's own terms go into the first."""
+        caption = _local.choose_captions(self.local, generator)
+        device = self.local.model.flat.device
+        for rows in _local.batches(len(self.local.share), self.batch_size, generator):
+            similar = self.graph.similarity(torch.from_numpy(rows).to(device))
+
+            def relaxed(image: Out | None, text: Out | None, similar: Tensor = similar) -> Tensor:
+                return loss(*codes(image, text), similar, self.options)
+
+            yield _local.Step(rows, caption, relaxed)
+            if self.options.binary_steps and self.local.silo.paired:
+                yield from self._binary_steps(rows, caption, similar)
+
+    def _binary_steps(self, rows: _local.I64, caption: _local.I64 | None, similar: Tensor) -> Iterator[_local.Step]:
+        binary_image: list[Tensor] = []  # of before the image's own step
+
+        def image_step(image: Out | None, text: Out | None) -> Tensor:
+            relaxed, other = codes(image, text)
+            if relaxed is None or other is None:
+                raise ValueError("a paired silo runs both towers")
+            binary_image.append(signs(relaxed.detach()))
+            return loss(relaxed, signs(other.detach()), similar, self.options)
+
+        def text_step(image: Out | None, text: Out | None) -> Tensor:
+            return loss(binary_image[0], codes(image, text)[1], similar, self.options)
+
+        yield _local.Step(rows, caption, image_step, trains=("image",), main=False)
+        yield _local.Step(rows, caption, text_step, runs=("text",), trains=("text",), main=False)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Nothing: the graph is made of the data."""
+        return {}
+
+
+def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn:
+    """DGCPN at work in one task; every silo can train it, with what it has."""
+    image, text = (each.to(local.model.flat.device) for each in item_features(local.share))
+    graph = Graph(image, text, options.a1, options.a2, options.scale_share, options.zeroed_share)
+    return Dgcpn(options, local, context.training.batch_size, graph)

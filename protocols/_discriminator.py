@@ -1,0 +1,133 @@
+"""FedHAP's discriminator: tells silos' codes of a class from the class's global prototype (eq 8; METHODS.md 4).
+
+Two layers over [code ; label vector], in a flat buffer with a layout of its own. Its initial parameters are drawn from
+the run's seed in every process; on the wire it travels as its change since then.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedmq.layout import Layout
+from fedmq.models.networks import Plan, initial_parameters
+from fedmq.models.two_tower import FlatOptimiser
+from fedmq.scenario import Training
+
+Eq8 = Literal["corrected", "printed"]
+Adversarial = Literal["nonsat", "minimax", "literal"]
+
+
+def layout_of(bits: int, classes: int, hidden: int) -> Layout:
+    """Its parameters: r + C inputs, a ReLU layer of ``hidden``, one output."""
+    shapes: dict[str, tuple[int, ...]] = {
+        "discriminator.hidden.weight": (hidden, bits + classes),
+        "discriminator.hidden.bias": (hidden,),
+        "discriminator.output.weight": (1, hidden),
+        "discriminator.output.bias": (1,),
+    }
+    return Layout.of((name, shape, "float32") for name, shape in shapes.items())
+
+
+def initial(layout: Layout, seed: int) -> Tensor:
+    """Its initial parameters float32 [Q], as torch draws a linear layer's."""
+    return initial_parameters(layout, Plan(), seed)
+
+
+def logits(theta: Tensor, layout: Layout, codes: Tensor, labels: Tensor) -> Tensor:
+    """Log-odds [B] that codes [B, r] with label vectors [B, C] are prototypes; D is their logistic function.
+
+    Args:
+        theta: [Q] parameters.
+        layout: of the discriminator.
+        codes: [B, r].
+        labels: [B, C].
+    """
+    parts = torch.split(theta, [entry.size for entry in layout.entries])
+    w1, b1, w2, b2 = (part.view(entry.shape) for part, entry in zip(parts, layout.entries, strict=True))
+    hidden = functional.relu(functional.linear(torch.cat([codes, labels], 1), w1, b1))
+    return functional.linear(hidden, w2, b2)[:, 0]
+
+
+def label_vectors(labels: Tensor) -> Tensor:
+    """What stands beside a code: its labels [B, C] sharing 1; nothing for a sample without a label."""
+    return labels / labels.sum(1, keepdim=True).clamp_min(1)
+
+
+def discriminator_loss(local: Tensor, prototypes: Tensor, eq8: Eq8 = "corrected") -> Tensor:
+    """Cross-entropy with local codes as 0 and prototypes as 1 (eq 8), from log-odds [B] and [C].
+
+    Printed is 1 - log D where log(1 - D) is meant; that falls as D takes local codes for prototypes and cannot be
+    trained with.
+    """
+    real = functional.softplus(-prototypes).mean()
+    if eq8 == "printed":
+        return real - (1 + functional.softplus(-local)).mean()
+    return functional.softplus(local).mean() + real
+
+
+def generator_loss(local: Tensor, prototypes: Tensor, kind: Adversarial, eq8: Eq8 = "corrected") -> Tensor:
+    """What the hashing network gets out of fooling the discriminator, from log-odds [B] and [C].
+
+    Args:
+        local: of the batch's codes.
+        prototypes: of the prototypes.
+        kind: ``nonsat`` is -mean log D, ``minimax`` mean log(1 - D); ``literal`` takes L_d itself, as algorithm 1 does,
+            with which the network helps the discriminator.
+        eq8: the form of L_d.
+    """
+    match kind:
+        case "nonsat":
+            return functional.softplus(-local).mean()
+        case "minimax":
+            return -functional.softplus(local).mean()
+        case "literal":
+            return discriminator_loss(local, prototypes, eq8)
+
+
+class Discriminator:
+    """A discriminator in local training, with its own optimiser.
+
+    Args:
+        theta: float32 [Q] parameters to start from; left as they are.
+        layout: of the discriminator.
+        prototypes: [V, r] valid global prototypes.
+        prototype_labels: [V, C] their one-hot labels.
+        training: kind of optimiser and weight decay.
+        learning_rate: of this round.
+    """
+
+    def __init__(
+        self,
+        theta: Tensor,
+        layout: Layout,
+        prototypes: Tensor,
+        prototype_labels: Tensor,
+        training: Training,
+        learning_rate: float,
+    ) -> None:
+        self.theta = theta.clone()
+        self._layout = layout
+        self._prototypes, self._prototype_labels = prototypes, prototype_labels
+        self._gradient = torch.zeros_like(self.theta)
+        self._optimiser = FlatOptimiser([self.theta], [self._gradient], training, learning_rate)
+
+    def step(self, codes: Tensor, labels: Tensor, eq8: Eq8) -> None:
+        """One step on eq 8 for binary codes [B, r] and label vectors [B, C], neither of which is changed by it."""
+        theta = self.theta.clone().requires_grad_()
+        lost = discriminator_loss(self._logits(theta, codes, labels), self._real(theta), eq8)
+        self._gradient.copy_(torch.autograd.grad(lost, theta)[0])
+        self._optimiser.step()
+
+    def fooled(self, codes: Tensor, labels: Tensor, kind: Adversarial, eq8: Eq8) -> Tensor:
+        """The hashing network's adversarial loss for codes [B, r]; the discriminator stands still."""
+        return generator_loss(self._logits(self.theta, codes, labels), self._real(self.theta), kind, eq8)
+
+    def _logits(self, theta: Tensor, codes: Tensor, labels: Tensor) -> Tensor:
+        return logits(theta, self._layout, codes, labels)
+
+    def _real(self, theta: Tensor) -> Tensor:
+        return self._logits(theta, self._prototypes, self._prototype_labels)

@@ -1,0 +1,231 @@
+"""FedCAFE's memories: centroids of enhanced features, one row per class, at a silo and over all silos.
+
+Plain K-means gives rows without a class, yet eqs 3 and 9 speak of row c as class c. So K-means starts from class means,
+which keeps the order of classes; the paper's two stages and its code's random start are there too. A row that nothing
+stands behind has support 0 and is left out of what follows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from protocols._class_prototypes import class_means
+from protocols._losses import unit
+
+#: How memories are made: cosine K-means from class means, class means alone, K-means from random rows as FedCAFE's
+#: code, or K-means of each modality and of the two results as its paper.
+Kind = Literal["kmeans_seeded", "class_mean", "kmeans_random", "kmeans_two_stage"]
+#: Rows [C, r] and their supports int64 [C].
+Rows = tuple[Tensor, Tensor]
+
+_ITERATIONS = 20
+
+
+def has_classes(kind: Kind) -> bool:
+    """Whether row c of such memories stands for class c."""
+    return kind in ("kmeans_seeded", "class_mean")
+
+
+def fused(features: Sequence[Tensor]) -> Tensor:
+    """Unit-length mean over the modalities that are there of their enhanced features, [n, r] each."""
+    return unit(torch.stack(list(features)).mean(0))
+
+
+def spherical_kmeans(points: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosine K-means from given centroids; an empty cluster keeps its own, and row c goes on being seed c.
+
+    Args:
+        points: [n, r], scaled to unit length here.
+        seeds: [C, r], likewise.
+
+    Returns:
+        Centroids [C, r] of unit length, and the cluster int64 [n] of each point.
+    """
+    points, centroids = unit(points), unit(seeds)
+    assigned = nearest(points, centroids)
+    for _ in range(_ITERATIONS):
+        sums = torch.zeros_like(centroids).index_add_(0, assigned, points)
+        filled = torch.bincount(assigned, minlength=len(centroids)) > 0
+        centroids = torch.where(filled[:, None], unit(sums), centroids)
+        again = nearest(points, centroids)
+        if torch.equal(again, assigned):
+            break
+        assigned = again
+    return centroids, assigned
+
+
+def nearest(points: Tensor, centroids: Tensor) -> Tensor:
+    """The centroid [C, r] of largest cosine for each point [n, r] -> int64 [n]."""
+    return (unit(points) @ unit(centroids).T).argmax(1)
+
+
+def random_kmeans(points: Tensor, classes: int, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
+    """Cosine K-means from random points; with fewer points than classes, as many clusters as points."""
+    chosen = generator.permutation(len(points))[:classes]
+    return spherical_kmeans(points, points[torch.from_numpy(chosen)])
+
+
+def local_memory(
+    features: Sequence[Tensor], labels: Tensor, kind: Kind, generator: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """A silo's memory P_k (FedCAFE section 3.2).
+
+    Args:
+        features: enhanced features V_E [n, r] of each modality the silo has.
+        labels: multi-hot [n, C].
+        kind: see :data:`Kind`.
+        generator: of random seeds.
+
+    Returns:
+        Centroids [C, r] and supports int64 [C]: samples of the class, or of the cluster where rows have no class. Rows
+        of support 0 are zero.
+    """
+    classes, width = labels.shape[1], features[0].shape[1]
+    centroids = torch.zeros(classes, width, dtype=features[0].dtype)
+    support = torch.zeros(classes, dtype=torch.int64)
+    match kind:
+        case "class_mean" | "kmeans_seeded":
+            points = fused(features)
+            means, counts = class_means(points, labels)
+            present = counts > 0
+            if kind == "kmeans_seeded" and bool(present.any()):
+                means[present] = spherical_kmeans(points, means[present])[0]
+            return means, counts
+        case "kmeans_random":
+            found, assigned = random_kmeans(fused(features), classes, generator)
+            counts = torch.bincount(assigned, minlength=len(found))
+        case "kmeans_two_stage":
+            stages = [random_kmeans(each, classes, generator) for each in features]
+            sizes = torch.cat([torch.bincount(assigned, minlength=len(rows)) for rows, assigned in stages])
+            found, assigned = random_kmeans(torch.cat([rows for rows, _ in stages]), classes, generator)
+            counts = torch.zeros(len(found), dtype=torch.int64).index_add_(0, assigned, sizes)
+    filled = counts > 0
+    centroids[: len(found)][filled], support[: len(found)] = found[filled], counts
+    return centroids, support
+
+
+def global_memory(
+    rows: Tensor, support: Tensor, previous: Tensor, kind: Kind, generator: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """The global memory P_g over the silos' last memories.
+
+    Class by class, K-means starts from the means of the silos' rows weighted by their supports, so row c keeps class c.
+
+    Args:
+        rows: [K, C, r] memories.
+        support: int64 [K, C].
+        previous: [C, r] memory so far; rows that nobody supports keep it.
+        kind: see :data:`Kind`.
+        generator: of random seeds.
+
+    Returns:
+        P_g [C, r], rows of unit length, and bool [C], which of them are supported now.
+    """
+    memory, filled = previous.clone(), torch.zeros(len(previous), dtype=torch.bool)
+    points = rows[support > 0]
+    if len(points) == 0:
+        return memory, filled
+    if has_classes(kind):
+        total = support.sum(0)
+        filled = total > 0
+        weights = support.to(rows.dtype) / total.clamp(min=1)
+        means = torch.stack([weights[k][:, None] * rows[k] for k in range(len(rows))]).sum(0)[filled]
+        memory[filled] = unit(means) if kind == "class_mean" else spherical_kmeans(points, means)[0]
+    else:
+        found, _ = random_kmeans(points, len(memory), generator)
+        memory[: len(found)], filled[: len(found)] = found, True
+    return memory, filled
+
+
+def difference(local: Tensor, shared: Tensor, similar: Tensor) -> Tensor:
+    """Sim_k = -sum_ij [S_ij theta_ij - log(1 + e^theta_ij)], theta = P_k P_g^T / 2 (FedCAFE eq 9).
+
+    A negative log-likelihood: the larger, the less alike, in spite of the paper's name for it.
+
+    Args:
+        local: [i, r] rows of a silo's memory.
+        shared: [j, r] rows of the global one.
+        similar: [i, j] S, 1 where two rows should be alike.
+    """
+    theta = 0.5 * local @ shared.T
+    return (functional.softplus(theta) - similar * theta).sum()
+
+
+def differences(memories: Sequence[Rows], shared: Tensor, filled: Tensor, *, by_class: bool) -> Tensor:
+    """:func:`difference` of each reporter's memory, over the rows that have support, scaled to C x C pairs.
+
+    The scaling keeps a silo that lacks classes from looking alike merely because it has fewer pairs.
+
+    Args:
+        memories: (rows [C, r], support [C]) of M reporters.
+        shared: [C, r] global memory.
+        filled: bool [C], rows of it that are supported.
+        by_class: rows of one index are alike (S = identity); otherwise those that K-means puts into one cluster.
+
+    Returns:
+        float64 [M]; log 2 per pair where a silo has no row, as for rows that are neither alike nor different.
+    """
+    classes = len(shared)
+    columns = filled.nonzero().squeeze(1)
+    found = []
+    for rows, support in memories:
+        present = (support > 0).nonzero().squeeze(1)
+        if len(present) == 0 or len(columns) == 0:
+            found.append(torch.tensor(classes**2 * math.log(2.0), dtype=torch.float64))
+            continue
+        own, common = rows[present].double(), shared[columns].double()
+        index = present if by_class else columns[nearest(own, common)]
+        similar = (index[:, None] == columns[None]).double()
+        found.append(difference(own, common, similar) * classes**2 / (len(present) * len(columns)))
+    return torch.stack(found)
+
+
+def shares(differences_: Tensor, weight: Literal["linear", "softmax"], temperature: float = 1.0) -> Tensor:
+    """Weights alpha_k [M] of the reporters (FedCAFE eq 10).
+
+    ``softmax`` as printed, which saturates: differences are in the hundreds. ``linear`` is Sim_k / sum Sim, what the
+    released code's softmax of logarithms amounts to.
+    """
+    if weight == "linear":
+        return differences_ / differences_.sum()
+    return (differences_ / temperature).softmax(0)
+
+
+def capped(weights: Tensor, limits: Tensor) -> Tensor:
+    """Weights [M] of sum 1 held below limits [M], what is cut off going to the others in proportion.
+
+    Args:
+        weights: [M].
+        limits: [M]; infinite where there is none, and at least 1 / M each, so that the sum can be kept.
+    """
+    held, result = torch.zeros(len(weights), dtype=torch.bool), weights
+    while not bool(held.all()):
+        free, rest = 1 - limits[held].sum(), weights[~held].sum()
+        others = weights / rest if float(rest) > 0 else torch.ones_like(weights) / (~held).sum()
+        result = torch.where(held, limits, others * free)
+        over = (result > limits) & ~held
+        if not bool(over.any()):
+            break
+        held = held | over
+    return result
+
+
+def updated_table(table: Mapping[str, Tensor], reports: Sequence[tuple[int, int, Rows]]) -> dict[str, Tensor]:
+    """The table of last memories after a merge; a report older than the entry leaves it alone.
+
+    Args:
+        table: ``rows`` [K, C, r], ``support`` int64 [K, C], ``versions`` int64 [K], -1 where nothing is known.
+        reports: (silo index, base version, memory) each.
+    """
+    result = {name: tensor.clone() for name, tensor in table.items()}
+    for silo, version, (rows, support) in reports:
+        if version >= int(result["versions"][silo]):
+            result["rows"][silo], result["support"][silo], result["versions"][silo] = rows, support, version
+    return result

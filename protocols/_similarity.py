@@ -1,0 +1,161 @@
+"""Similarities of unlabelled pairs, the targets of the unsupervised hashing bases (METHODS.md 1.5).
+
+Features are frozen, so a silo's targets never change. DGCPN's look at the silo's whole training set; they are made for
+one batch at a time, because nobody needs more than the batch's own rows and columns of the n x n matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedmq.data.share import Share
+from fedmq.models.two_tower import Out
+from fedmq.protocol import Local
+from protocols import _local
+from protocols._losses import EPSILON, unit
+
+
+def cosines(a: Tensor, b: Tensor) -> Tensor:
+    """Cosine of each row of ``a`` [A, d] with each row of ``b`` [B, d] -> [A, B]."""
+    return unit(a) @ unit(b).T
+
+
+def mean_square(a: Tensor, b: Tensor) -> Tensor:
+    """MSE over all entries of two matrices of one shape."""
+    return (a - b).square().mean()
+
+
+def codes(image: Out | None, text: Out | None) -> tuple[Tensor | None, Tensor | None]:
+    """Relaxed codes [B, r] of a batch, None for what was not run."""
+    return None if image is None else image.code, None if text is None else text.code
+
+
+def affinity(features: Tensor) -> Tensor:
+    """S_m = 2 F F^T - 1 with the rows of F [B, d] at length 1 -> [B, B] (DJSRH, JDSH)."""
+    return 2 * cosines(features, features) - 1
+
+
+# --------------------------------------------------------------------------------------------------- batch features
+def batch_features(local: Local, step_rows: _local.I64, caption: _local.I64 | None) -> tuple[Tensor, Tensor]:
+    """Image and text features [B, d_i] and [B, d_t] of a batch; what a silo lacks is stood in for by what it has.
+
+    A similarity mixed from both modalities so becomes that of the one, whatever the weights of the mixture.
+
+    Args:
+        local: the silo.
+        step_rows: int64 [B].
+        caption: int64 [n], the caption taken of every item; None where the silo has no text.
+    """
+    rows = torch.from_numpy(step_rows)
+    image = text = None
+    if local.share.image is not None:
+        image = local.share.image[rows].float()
+    if local.share.text is not None and caption is not None:
+        text = local.share.text[rows, torch.from_numpy(caption[step_rows])].float()
+    return _both(image, text)
+
+
+def item_features(share: Share) -> tuple[Tensor, Tensor]:
+    """Unit-length features of all items [n, d_i] and [n, d_t]; an item's captions are averaged, each at unit length.
+
+    What a silo lacks is stood in for by what it has.
+    """
+    image = None if share.image is None else unit(share.image.float())
+    return _both(image, None if share.text is None else unit(_mean_caption(share.text, share.captions)))
+
+
+def _mean_caption(text: Tensor, counts: Tensor) -> Tensor:
+    if text.shape[1] == 1:
+        return text[:, 0].float()
+    total = torch.zeros(text.shape[0], text.shape[2])
+    for number in range(text.shape[1]):
+        held = (number < counts)[:, None]
+        total += torch.where(held, unit(text[:, number].float()), 0)
+    return total
+
+
+def _both(image: Tensor | None, text: Tensor | None) -> tuple[Tensor, Tensor]:
+    held = image if image is not None else text
+    if held is None:
+        raise ValueError("a silo has at least one modality")
+    return held if image is None else image, held if text is None else text
+
+
+# --------------------------------------------------------------------------------------------------- DGCPN's graph
+def smallest(values: Tensor, count: int) -> Tensor:
+    """Mask of the ``count`` smallest entries in each row [B, n], the first among equals, as a stable sort has them."""
+    if count == 0:
+        return torch.zeros_like(values, dtype=torch.bool)
+    threshold = values.kthvalue(count, dim=1, keepdim=True).values
+    below, equal = values < threshold, values == threshold
+    room = count - below.sum(1, keepdim=True)
+    return below | (equal & (equal.cumsum(1) <= room))
+
+
+@dataclass(frozen=True)
+class Graph:
+    """DGCPN's similarity over a silo's whole training set, given out batch by batch.
+
+    A batch costs memory for [B, n]; the rows of a batch are computed again whenever it comes, which is cheap beside the
+    networks, and n x n numbers are never there.
+
+    Args:
+        image: [n, d_i] unit-length features.
+        text: [n, d_t] likewise.
+        a1: share of the text in the pairwise similarity.
+        a2: share of the neighbours' agreement in the result.
+        scale_share: rho / n, the scale of the neighbours' agreement.
+        zeroed_share: z / rho, the entries of a row that are dropped as too small.
+    """
+
+    image: Tensor
+    text: Tensor
+    a1: float = 0.3
+    a2: float = 0.3
+    scale_share: float = 0.9
+    zeroed_share: float = 0.45
+
+    @property
+    def scale(self) -> int:
+        """The scale rho of the neighbours' agreement."""
+        return round(self.scale_share * len(self.image))
+
+    @property
+    def zeroed(self) -> int:
+        """The number z of entries dropped from a row."""
+        return min(round(self.zeroed_share * self.scale), len(self.image))
+
+    def pairs(self, rows: Tensor) -> Tensor:
+        """P[rows] = a1 F_T F_T^T + (1 - a1) F_I F_I^T -> [B, n]."""
+        return self.a1 * self.text[rows] @ self.text.T + (1 - self.a1) * self.image[rows] @ self.image.T
+
+    def neighbours(self, rows: Tensor, pairs: Tensor) -> Tensor:
+        """A[rows]: P without each row's z smallest entries and the item itself, rows summing to 1 -> [B, n].
+
+        An item is the largest entry of its own row. Entries below 0 are no neighbours; the features of the papers have
+        none, and a row whose entries sum to nearly 0 could not be scaled.
+
+        Args:
+            rows: int64 [B].
+            pairs: [B, n], P[rows].
+        """
+        kept = pairs.clamp_min(0).masked_fill(smallest(pairs, self.zeroed), 0)
+        kept[torch.arange(len(rows)), rows] = 0
+        return kept / kept.sum(1, keepdim=True).clamp_min(EPSILON)
+
+    def agreement(self, rows: Tensor, pairs: Tensor) -> Tensor:
+        """The neighbours' agreement rho A A^T among some rows -> [B, B]."""
+        near = self.neighbours(rows, pairs)
+        return self.scale * near @ near.T
+
+    def similarity(self, rows: Tensor) -> Tensor:
+        """S = 2 [(1 - a2) P + a2 rho A A^T] - 1 among some rows -> [B, B].
+
+        Args:
+            rows: int64 [B].
+        """
+        pairs = self.pairs(rows)
+        return 2 * ((1 - self.a2) * pairs[:, rows] + self.a2 * self.agreement(rows, pairs)) - 1

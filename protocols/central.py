@@ -1,0 +1,72 @@
+"""Central: one silo holds everybody's data in both modalities and trains alone; the upper bound, no federated method.
+
+Those data are in one place before the run begins; no message carries them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedmq.messages import Payload
+from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from protocols import fedavg
+from protocols._options import check
+
+
+@dataclass(frozen=True)
+class CentralOptions:
+    """Options of central training.
+
+    Args:
+        tau: temperature of InfoNCE.
+    """
+
+    tau: float = 0.07
+
+    def __post_init__(self) -> None:
+        check("tau", self.tau, 0.0, open_low=True)
+
+
+class Central:
+    """Central training: FedAvg of one silo.
+
+    Attributes:
+        pooled: the first silo is given everybody's training data, in both modalities.
+    """
+
+    Options: ClassVar[type[Any]] = CentralOptions
+    pooled: ClassVar[bool] = True
+
+    def __init__(self, options: CentralOptions, context: Context) -> None:
+        self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"), context)
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """The first silo alone, which holds everything."""
+        return silo.index == 0
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """The update and the loss."""
+        return self.fedavg.uploads(silo)
+
+    def initial(self, theta: Tensor) -> State:
+        """The model."""
+        return self.fedavg.initial(theta)
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """The model."""
+        return self.fedavg.task(state, silo)
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs over all the data."""
+        return self.fedavg.train(local, task)
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """Take the update as it is."""
+        return self.fedavg.merge(state, replies, round_)
+
+
+PROTOCOL = Central

@@ -1,0 +1,167 @@
+"""CreamFL with averaged parameters, our reading: contrasts with global and last local embeddings (Yu et al. 2023).
+
+The original exchanges representations of a public set between different models. This is the variant of RCSR's
+comparison (METHODS.md 7.7): one architecture, averaged parameters, no public data. RCSR names the contrast, an average
+of global features with decay 0.9 and a distillation weight of 0.3; the rest is our reading: a silo keeps, for each of
+its samples and modalities, a moving average of the embeddings that the downloaded models gave it. That bank takes the
+place of the public set's global representations: it is the target of the contrasts between and within modalities and
+of the distillation. It never leaves the silo. A silo with one modality has the contrast within it and the distillation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedmq.messages import Model, Payload
+from fedmq.models.two_tower import MODALITIES, Out
+from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from protocols import _local, fedavg
+from protocols._merge import as_tensor
+from protocols._options import check
+
+#: Names of the bank, of the last model's embeddings, and of the samples of both, among a silo's personal tensors.
+BANK, LAST, ROWS = "creamfl_bank_", "creamfl_last_", "creamfl_rows"
+
+
+@dataclass(frozen=True)
+class CreamFlOptions(fedavg.FedAvgOptions):
+    """Options of CreamFL: FedAvg's and
+
+    Args:
+        inter: weight of the contrast with the other modality's global embeddings.
+        intra: weight of the contrast of the global embedding against the last local one.
+        contrast_tau: temperature of both.
+        kd: weight of the distillation, the mean squared distance to the global embeddings.
+        bank_ema: share of a sample's old global embedding kept when a new model comes.
+    """
+
+    inter: float = 0.5
+    intra: float = 0.5
+    contrast_tau: float = 0.07
+    kd: float = 0.3
+    bank_ema: float = 0.9
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("inter", "intra", "kd"):
+            check(name, getattr(self, name), 0.0)
+        check("contrast_tau", self.contrast_tau, 0.0, open_low=True)
+        check("bank_ema", self.bank_ema, 0.0, 1.0)
+
+
+def inter_modal(z: Tensor, other: Tensor, rows: Tensor, tau: float) -> Tensor:
+    """Cross-entropy of z G_other^T / tau with the sample's own row right (CreamFL, inter-modal contrast).
+
+    Args:
+        z: [B, d] embeddings of one modality.
+        other: [n, d] global embeddings of the other modality.
+        rows: int64 [B], rows of the batch in ``other``.
+        tau: temperature.
+    """
+    scores = z @ other.T / tau
+    own: Tensor = scores.gather(1, rows[:, None]).squeeze(1)
+    return (scores.logsumexp(1) - own).mean()
+
+
+def intra_modal(z: Tensor, shared: Tensor, last: Tensor, tau: float) -> Tensor:
+    """Cross-entropy over [z . g, z . z_old] / tau with the global embedding right (CreamFL, intra-modal contrast).
+
+    Args:
+        z: [B, d] embeddings of one modality.
+        shared: [B, d] global embeddings of the same samples and modality.
+        last: [B, d] those of the silo's last model.
+        tau: temperature.
+    """
+    scores = torch.stack([(z * shared).sum(1), (z * last).sum(1)], dim=1) / tau
+    return (scores.logsumexp(1) - scores[:, 0]).mean()
+
+
+def distillation(z: Tensor, shared: Tensor) -> Tensor:
+    """Mean squared distance over all entries [B, d] (CreamFL)."""
+    return (z - shared).square().mean()
+
+
+class CreamFl:
+    """CreamFL with averaged parameters, see the module's text."""
+
+    Options: ClassVar[type[Any]] = CreamFlOptions
+    our_reading: ClassVar[bool] = True
+
+    def __init__(self, options: CreamFlOptions, context: Context) -> None:
+        self.options = options
+        self.context = context
+        self.fedavg = fedavg.FedAvg(options, context)
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return self.fedavg.eligible(silo)
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """As FedAvg."""
+        return self.fedavg.uploads(silo)
+
+    def initial(self, theta: Tensor) -> State:
+        """As FedAvg."""
+        return self.fedavg.initial(theta)
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """As FedAvg."""
+        return self.fedavg.task(state, silo)
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs on the base loss and the contrasts; bank and last embeddings are kept."""
+        rows = local.state.get(ROWS)
+        known = local.state if rows is not None and torch.equal(rows, local.share.rows) else {}
+        with _local.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
+            bank = averaged(known, self._embedded(local, task, "bank"), self.options.bank_ema)
+        trained = self.fedavg.trained(local, task, extra=self._contrast(local, bank, known))
+        last = {LAST + name: z for name, z in self._embedded(local, task, "last").items()}
+        kept = {BANK + name: z for name, z in bank.items()}
+        return replace(trained, state={**trained.state, **kept, **last, ROWS: local.share.rows.clone()})
+
+    def _embedded(self, local: Local, task: Task, purpose: str) -> dict[str, Tensor]:
+        """Embeddings [n, d] of the silo's samples by the model as it is, one random caption each, on the CPU."""
+        caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, f"creamfl {purpose}"))
+        found = _local.embed_all(local, caption, self.context.training.batch_size)
+        return {name: z for name, z in zip(MODALITIES, found, strict=True) if z is not None}
+
+    def _contrast(self, local: Local, bank: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> _local.Extra | None:
+        options, device = self.options, local.model.flat.device
+        if not (options.inter or options.intra or options.kd):
+            return None
+        shared = {name: z.to(device) for name, z in bank.items()}
+        last = {name: known[LAST + name].to(device) for name in bank if LAST + name in known}
+
+        def contrast(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
+            rows = torch.from_numpy(step.rows).to(device)
+            terms = []
+            for name, other, out in (("image", "text", image), ("text", "image", text)):
+                if out is None:
+                    continue
+                if options.inter and other in shared:
+                    terms.append(options.inter * inter_modal(out.code, shared[other], rows, options.contrast_tau))
+                if options.intra and name in last:
+                    parts = out.code, shared[name][rows], last[name][rows]
+                    terms.append(options.intra * intra_modal(*parts, options.contrast_tau))
+                if options.kd:
+                    terms.append(options.kd * distillation(out.code, shared[name][rows]))
+            return torch.stack(terms).sum() if terms else None
+
+        return contrast
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """As FedAvg."""
+        return self.fedavg.merge(state, replies, round_)
+
+
+def averaged(known: Mapping[str, Tensor], new: Mapping[str, Tensor], ema: float) -> dict[str, Tensor]:
+    """The bank [n, d] of each modality with a new model's embeddings averaged in; the first are taken as they are."""
+    return {name: ema * known[BANK + name] + (1 - ema) * z if BANK + name in known else z for name, z in new.items()}
+
+
+PROTOCOL = CreamFl

@@ -1,0 +1,274 @@
+"""FedBridge: single-modality silos learn from centroids of what they lack, late and gently (this project's own method).
+
+Anchoring a silo to one prototype of its missing modality pulls all its embeddings onto one point. Here a silo reports
+several centroids per modality it has, each the mean of at least ``support`` embeddings. After a warm-up, in which only
+paired silos train, a silo that lacks a modality gets all silos' centroids c_j of it and trains each sample to keep, and
+sharpen, the soft assignment the downloaded model makes of it:
+
+    L = KL(softmax(t_i . c / tau_teacher) || softmax(z_i . c / tau))
+        + lambda_pair NCE(z_i, z_i') + lambda_keep (1 - z_i . t_i)
+
+with t_i the downloaded model's embedding of sample i, z_i the trained one, and z_i' that of another caption of the same
+item (text silos only). docs/fedbridge.md derives it, states its traffic and what it reveals, and shows the ablations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from sklearn.cluster import KMeans
+from torch import Tensor
+
+from fedmq.messages import ClassPrototypes, Delta, Loss, Model, Payload
+from fedmq.models.two_tower import MODALITIES, Out
+from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.seeds import derive
+from protocols import _local, _merge, fedavg
+from protocols._losses import info_nce, unit
+from protocols._merge import as_tensor
+from protocols._options import check
+
+_CENTROIDS = "bridge_centroids"
+_COUNTS = "bridge_counts"
+
+
+@dataclass(frozen=True)
+class FedBridgeOptions:
+    """Options of FedBridge.
+
+    Args:
+        tau: temperature of InfoNCE and of the trained assignment.
+        tau_teacher: temperature of the downloaded model's assignment; the lower, the sharper.
+        warmup: share of the rounds during which silos that lack a modality stay idle.
+        centroids: per silo and modality, at most.
+        support: least samples behind a centroid that is reported.
+        lambda_pseudo: weight of the assignment term.
+        lambda_pair: weight of the contrast between two captions of one item, in silos that have only captions.
+        lambda_keep: weight of staying near the downloaded model's embeddings.
+        single_weight: factor of a single-modality silo's weight in a merge.
+        branch_renorm: each branch is averaged over the silos that trained it.
+    """
+
+    tau: float = 0.07
+    tau_teacher: float = 0.05
+    warmup: float = 0.4
+    centroids: int = 16
+    support: int = 4
+    lambda_pseudo: float = 1.0
+    lambda_pair: float = 1.0
+    lambda_keep: float = 1.0
+    single_weight: float = 0.5
+    branch_renorm: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("tau", "tau_teacher", "single_weight"):
+            check(name, getattr(self, name), 0.0, open_low=True)
+        for name in ("lambda_pseudo", "lambda_pair", "lambda_keep"):
+            check(name, getattr(self, name), 0.0)
+        check("warmup", self.warmup, 0.0, 1.0)
+        check("centroids", self.centroids, 1)
+        check("support", self.support, 1)
+
+
+def assignment_loss(z: Tensor, teacher: Tensor, centroids: Tensor, tau: float, tau_teacher: float) -> Tensor:
+    """KL between the teacher's and the student's soft assignments to centroids, mean over the batch.
+
+    Args:
+        z: [B, d] unit-length embeddings in training.
+        teacher: [B, d] of the downloaded model, a constant.
+        centroids: [J, d] of unit length.
+        tau: of the student.
+        tau_teacher: of the teacher.
+    """
+    target = (teacher @ centroids.T / tau_teacher).softmax(1)
+    student = (z @ centroids.T / tau).log_softmax(1)
+    return (target * (target.clamp_min(1e-12).log() - student)).sum(1).mean()
+
+
+def centroids_of(z: Tensor, count: int, support: int, seed: int) -> tuple[Tensor, Tensor]:
+    """At most ``count`` K-means centroids of embeddings, those of fewer than ``support`` samples left out.
+
+    Args:
+        z: [n, d] of unit length.
+        count: most centroids.
+        support: least samples behind one.
+        seed: of K-means.
+
+    Returns:
+        float32 [count, d] of unit length and int64 [count]; rows not used are zero.
+    """
+    found, sizes = torch.zeros(count, z.shape[1]), torch.zeros(count, dtype=torch.int64)
+    clusters = min(count, len(z) // support)
+    if clusters == 0:
+        return found, sizes
+    model = KMeans(clusters, n_init=1, max_iter=20, random_state=seed % (1 << 32)).fit(z.double().numpy())
+    labels = torch.from_numpy(model.labels_.astype(np.int64))
+    sums = torch.zeros(clusters, z.shape[1], dtype=torch.float64).index_add_(0, labels, z.double())
+    number = torch.bincount(labels, minlength=clusters)
+    kept = number >= support
+    found[:clusters] = unit(sums).float() * kept.unsqueeze(1)
+    sizes[:clusters] = number * kept
+    return found, sizes
+
+
+@dataclass(frozen=True)
+class Assigning:
+    """A single-modality silo's loss at work."""
+
+    options: FedBridgeOptions
+    local: Local
+    batch_size: int
+    centroids: Tensor
+    teacher: Tensor
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
+        """One step per batch over a permutation."""
+        caption = _local.choose_captions(self.local, generator)
+        other = _local.choose_captions(self.local, generator)
+        for rows in _local.batches(len(self.local.share), self.batch_size, generator):
+
+            def loss(image: Out | None, text: Out | None, rows: Any = rows) -> Tensor:
+                return self._loss(image, text, rows, caption, other)
+
+            yield _local.Step(rows, caption, loss)
+
+    def _loss(self, image: Out | None, text: Out | None, rows: Any, caption: Any, other: Any) -> Tensor:
+        options, held = self.options, image if image is not None else text
+        assert held is not None  # noqa: S101 - a silo has at least one modality
+        z, index = held.code, torch.from_numpy(rows)
+        teacher = self.teacher[index] if text is None else self.teacher[index, torch.from_numpy(caption[rows])]
+        loss = options.lambda_pseudo * assignment_loss(z, teacher, self.centroids, options.tau, options.tau_teacher)
+        loss = loss + options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
+        if text is not None and options.lambda_pair:
+            _, second = _local.embed(self.local, rows, other)
+            assert second is not None  # noqa: S101 - the silo has captions
+            loss = loss + options.lambda_pair * info_nce(z, second, options.tau)
+        return loss
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Nothing."""
+        return {}
+
+
+class FedBridge:
+    """FedBridge, see the module's text."""
+
+    Options: ClassVar[type[Any]] = FedBridgeOptions
+
+    def __init__(self, options: FedBridgeOptions, context: Context) -> None:
+        self.options = options
+        self.context = context
+        plain = fedavg.FedAvgOptions(tau=options.tau, single_modality="idle", branch_renorm=options.branch_renorm)
+        self.fedavg = fedavg.FedAvg(plain, context)
+        self.onset = round(options.warmup * context.rounds)
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part; silos that lack a modality idle through the warm-up."""
+        return silo.image or silo.text
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """The update, the loss, and centroids."""
+        return frozenset({Delta, Loss, ClassPrototypes})
+
+    def initial(self, theta: Tensor) -> State:
+        """The model, and no centroid yet."""
+        count, most, dim = len(self.context.silos), self.options.centroids, self.context.dim
+        tensors = {
+            _CENTROIDS: torch.zeros(count, 2, most, dim),
+            _COUNTS: torch.zeros(count, 2, most, dtype=torch.int64),
+        }
+        return State(theta, tensors, {})
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """The model; for a silo that lacks a modality also everybody's centroids of it."""
+        down = self.fedavg.task(state, silo)
+        if silo.paired:
+            return down
+        lacking = 1 if silo.image else 0
+        counts = state.tensors[_COUNTS][:, lacking].reshape(-1)
+        rows = state.tensors[_CENTROIDS][:, lacking].reshape(-1, self.context.dim)
+        known = counts > 0
+        if not bool(known.any()):
+            return down
+        name = MODALITIES[lacking]
+        return (*down, ClassPrototypes(rows[known].numpy(), counts[known].numpy(), name))
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs on InfoNCE, on the assignment loss, or nothing during the warm-up; then the centroids."""
+        if local.silo.paired:
+            trained = self.fedavg.trained(local, task)
+            update, loss = trained.payloads
+        else:
+            base = _local.load_model(local, take(task.payloads, Model).buffer)
+            outcome = _local.train_epochs(local, self.context, task, base, self._work(local, task))
+            update, loss = _local.delta_payload(self.context, outcome, len(local.share)), Loss(max(0.0, outcome.loss))
+        return Trained((update, loss, self._centroids(local, task)), {}, loss.value if isinstance(loss, Loss) else 0.0)
+
+    def _work(self, local: Local, task: Task) -> Assigning | None:
+        given = [payload for payload in task.payloads if isinstance(payload, ClassPrototypes)]
+        if task.round < self.onset or not given:
+            return None
+        device = local.model.flat.device
+        centroids = unit(as_tensor(given[0].prototypes)).to(device)
+        return Assigning(
+            self.options, local, self.context.training.batch_size, centroids, self._everything(local).to(device)
+        )
+
+    def _everything(self, local: Local) -> Tensor:
+        """The downloaded model's embeddings of all the silo's images [n, d], or of all its captions [n, C, d]."""
+        share, model = local.share, local.model
+        with torch.no_grad():
+            if share.image is not None:
+                return torch.cat([model.image(x.to(model.flat.device)) for x in share.image.split(256)])
+            assert share.text is not None  # noqa: S101 - a silo has at least one modality
+            flat = share.text.flatten(0, 1)
+            z = torch.cat([model.caption(x.to(model.flat.device)) for x in flat.split(256)])
+            return z.view(*share.text.shape[:2], -1)
+
+    def _centroids(self, local: Local, task: Task) -> ClassPrototypes:
+        """Image centroids, then text centroids; all rows of a modality the silo lacks are empty."""
+        options, context = self.options, self.context
+        generator = _local.generator_of(context, local, task, "centroids")
+        rows = np.arange(len(local.share))
+        with torch.no_grad():
+            pair = _local.embed(local, rows, _local.choose_captions(local, generator))
+        seed = derive(context.seed, "centroids", local.silo.name, task.base_version, task.sequence)
+        found = [
+            (torch.zeros(options.centroids, context.dim), torch.zeros(options.centroids, dtype=torch.int64))
+            if z is None
+            else centroids_of(z.cpu(), options.centroids, options.support, seed)
+            for z in pair
+        ]
+        prototypes, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
+        return ClassPrototypes(prototypes.numpy(), counts.numpy(), "both")
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """Average each branch over the silos that trained it; remember everybody's last centroids."""
+        options = self.options
+        replies = _merge.ordered(replies)
+        updates = [_merge.update_of(reply, self.context.layout) for reply in replies]
+        factors = [update.damping * (1.0 if update.silo.paired else options.single_weight) for update in updates]
+        weights = _merge.sample_weights([update.samples for update in updates])
+        weights = _merge.damped(weights, torch.tensor(factors, dtype=torch.float64))
+        theta = _merge.merge_updates(state.theta, updates, weights, self.fedavg.branches, options.branch_renorm)
+        centroids, counts = state.tensors[_CENTROIDS].clone(), state.tensors[_COUNTS].clone()
+        for reply in replies:
+            given = take(reply.payloads, ClassPrototypes)
+            own = torch.tensor([_has(reply.silo)]).T.unsqueeze(2)
+            shape = (2, options.centroids)
+            counts[reply.silo.index] = as_tensor(given.counts).view(shape) * own.squeeze(2)
+            rows = unit(as_tensor(given.prototypes)).view(*shape, -1)
+            centroids[reply.silo.index] = rows * own * (counts[reply.silo.index] > 0).unsqueeze(2)
+        known = float((counts > 0).sum())
+        return Merged(State(theta, {_CENTROIDS: centroids, _COUNTS: counts}, state.values), {"centroids": known})
+
+
+def _has(silo: SiloFacts) -> tuple[bool, bool]:
+    return silo.image, silo.text
+
+
+PROTOCOL = FedBridge

@@ -1,0 +1,353 @@
+"""FedCAFE: hashing with features enhanced by a global memory of classes (ACM MM 2024), for two towers.
+
+Silos train their base loss on DCMH or SHDCH networks with a classifier per modality. The global memory P_g, weighed by
+the predicted labels, enhances a tower's outputs (eqs 3 and 4); three terms pull the plain outputs towards the enhanced
+ones (eq 5), the silo towards the downloaded model (eq 6) and the predictions towards the labels (eq 7). A silo reports
+its update and its memory; the coordinator makes the global memory of all silos' last ones and weighs an update the more
+the less its silo's memory is like the global one (eqs 9 to 11). Inference needs the memory, so it is released with the
+model.
+
+Where the paper is silent, contradicts itself or differs from its code, option texts say what is done. How the hash loss
+is scaled and which outputs it sees are options of the base, so that FedAvg beside it learns the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.errors import InputError, RemoteWireError
+from fedmq.labels import fine_columns
+from fedmq.messages import Delta, Loss, Memory, Model, Payload
+from fedmq.models.networks import PLANS, Tower
+from fedmq.models.two_tower import MODALITIES, Modality, Out, TwoTower
+from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.seeds import numpy_generator
+from protocols import _local, _memory, _merge, fedavg
+from protocols._bases import _alternating
+from protocols._losses import cosine
+from protocols._merge import as_tensor
+from protocols._options import check
+
+#: Items or captions whose features are computed at once.
+_BLOCK = 1024
+#: What a label that a sample does not have counts in the printed order of eq 7's divergence.
+_SMOOTHING = 1e-6
+_TABLE = "table_"
+
+
+@dataclass(frozen=True)
+class FedCafeOptions:
+    """Options of FedCAFE; defaults are the paper's numbers and, where METHODS.md marks a choice, that choice.
+
+    Args:
+        afe: adaptive feature enhancement: the memory enhances the codes; without it they are the plain outputs.
+        loss_e: eq 5, plain outputs towards enhanced ones.
+        loss_c: eq 6, enhanced outputs towards the downloaded model's in both modalities.
+        loss_d: eq 7, predicted labels towards the labels.
+        weighted_agg: eqs 9 and 10; without it updates are averaged as FedAvg does.
+        alpha: weight of eq 5.
+        eta: weight of eq 6.
+        gamma: weight of eq 7; the released code calls it mu.
+        kl: eq 7 as KL(L / |L| || L') per sample, ``normalised``; as the released ``code``, on raw labels and averaged
+            over classes too, which is about C times smaller; or in the order ``printed``, on smoothed labels.
+        le_detach: no gradient through the enhanced features of eq 5.
+        memory: cosine K-means from class means, ``kmeans_seeded``, so that rows keep their classes; ``class_mean``;
+            ``kmeans_random`` as the released code; ``kmeans_two_stage`` as the paper.
+        similarity: which rows eq 9 takes as alike: of one class, ``identity``, or in one ``cluster``, as the released
+            code; memories whose rows have no class always go by cluster.
+        weight: eq 10 ``linear`` as the released code, or ``softmax`` as printed.
+        temperature: of the softmax.
+        cap: a stale silo weighs at most so many equal shares: it is far from the memory because it is old.
+        branch_renorm: each branch is averaged over the silos that trained it; the paper's plain sum if false.
+        weighting: of FedAvg's average where weighted_agg is off, by ``samples`` or ``uniform``.
+    """
+
+    afe: bool = True
+    loss_e: bool = True
+    loss_c: bool = True
+    loss_d: bool = True
+    weighted_agg: bool = True
+    alpha: float = 0.1
+    eta: float = 0.1
+    gamma: float = 1.0
+    kl: Literal["normalised", "code", "printed"] = "normalised"
+    le_detach: bool = False
+    memory: _memory.Kind = "kmeans_seeded"
+    similarity: Literal["identity", "cluster"] = "identity"
+    weight: Literal["linear", "softmax"] = "linear"
+    temperature: float = 1.0
+    cap: float = 3.0
+    branch_renorm: bool = True
+    weighting: Literal["samples", "uniform"] = "samples"
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "eta", "gamma"):
+            check(name, getattr(self, name), 0.0)
+        check("temperature", self.temperature, 0.0, open_low=True)
+        check("cap", self.cap, 1.0)
+
+
+def enhancement_loss(enhanced: Tensor, plain: Tensor) -> Tensor:
+    """L_E = mean of 1 - cos(V_E, O) over rows [B, r] (eq 5)."""
+    return 1 - cosine(enhanced, plain).mean()
+
+
+def consistency_loss(enhanced: Tensor, references: Sequence[Tensor]) -> Tensor:
+    """L_C: mean over the modalities' references of 1 - cos(V_E, V_E,g), rows [B, r] (eq 6).
+
+    Args:
+        enhanced: of the model in training.
+        references: of the downloaded model, of each modality the silo has: both halves, or one of weight 1.
+    """
+    return torch.stack([1 - cosine(enhanced, reference).mean() for reference in references]).mean()
+
+
+def label_divergence(logits: Tensor, labels: Tensor, kl: Literal["normalised", "code", "printed"]) -> Tensor:
+    """L_D of predicted labels, logits and multi-hot labels [B, C] (eq 7); see ``FedCafeOptions.kl``."""
+    predicted = logits.log_softmax(1)
+    match kl:
+        case "normalised":
+            target = labels / labels.sum(1, keepdim=True).clamp(min=1)
+            return (torch.xlogy(target, target) - target * predicted).sum(1).mean()
+        case "code":
+            return (torch.xlogy(labels, labels) - labels * predicted).mean()
+        case "printed":
+            smooth = labels + _SMOOTHING
+            target = smooth / smooth.sum(1, keepdim=True)
+            return (predicted.exp() * (predicted - target.log())).sum(1).mean()
+
+
+def auxiliary_loss(
+    enhanced: Tensor,
+    plain: Tensor,
+    logits: Tensor,
+    labels: Tensor,
+    references: Sequence[Tensor],
+    options: FedCafeOptions,
+) -> Tensor | None:
+    """What eq 8 adds to the hash loss of one modality's batch: alpha L_E + eta L_C + gamma L_D, those that are on."""
+    parts = []
+    if options.loss_e:
+        parts.append(options.alpha * enhancement_loss(enhanced.detach() if options.le_detach else enhanced, plain))
+    if options.loss_c:
+        parts.append(options.eta * consistency_loss(enhanced, references))
+    if options.loss_d:
+        parts.append(options.gamma * label_divergence(logits, labels, options.kl))
+    return torch.stack(parts).sum() if parts else None
+
+
+@contextmanager
+def remembering(model: TwoTower, memory: Tensor | None) -> Iterator[None]:
+    """The model with a memory [C, r] that enhances its codes, for a while; None leaves it as it is."""
+    towers = [tower for tower in (model.visual, model.text) if isinstance(tower, Tower)]
+    for tower in towers:
+        tower.memory = None if memory is None else memory.to(model.flat.device)
+    try:
+        yield
+    finally:
+        for tower in towers:
+            tower.memory = None
+
+
+@dataclass(frozen=True)
+class References:
+    """The downloaded model's enhanced features of all local items, of the modalities the silo has.
+
+    Args:
+        image: [n, r], or None.
+        text: [n, captions, r], or None.
+    """
+
+    image: Tensor | None
+    text: Tensor | None
+
+    def of(self, step: _local.Step) -> list[Tensor]:
+        """Those [B, r] of a step's rows, each with the caption the step takes."""
+        rows = torch.from_numpy(step.rows)
+        found = [] if self.image is None else [self.image[rows]]
+        if self.text is not None and step.caption is not None:
+            found.append(self.text[rows, torch.from_numpy(step.caption[step.rows])])
+        return found
+
+
+def references(local: Local) -> References:
+    """Enhanced features of all local items, computed once: the downloaded model stays as it is during a task."""
+    share, model = local.share, local.model
+
+    def features(modality: Modality, items: Tensor) -> Tensor:
+        with torch.no_grad():
+            parts = [model.outputs(modality, part.to(model.flat.device)).code for part in torch.split(items, _BLOCK)]
+        return torch.cat(parts)
+
+    image = None if share.image is None else features("image", share.image)
+    if share.text is None:
+        return References(image, None)
+    text = features("text", share.text.flatten(0, 1))
+    return References(image, text.view(*share.text.shape[:2], -1))
+
+
+class FedCafe:
+    """FedCAFE, see the module's text."""
+
+    Options: ClassVar[type[Any]] = FedCafeOptions
+
+    def __init__(self, options: FedCafeOptions, context: Context) -> None:
+        base = context.objective.base
+        plan = None if base == "info_nce" else PLANS.get(base)
+        if plan is None or not plan.classifier:
+            known = ", ".join(name for name, each in PLANS.items() if each.classifier)
+            raise InputError("objective.base", base, f"{known}: FedCAFE needs a classifier in each tower")
+        self.options = options
+        self.context = context
+        self.squashed = plan.tanh
+        self.classes, self.bits = context.layout.by_name["visual.classifier.weight"].shape
+        self.columns = fine_columns(context.label_names)
+        self.fedavg = fedavg.FedAvg(
+            fedavg.FedAvgOptions(branch_renorm=options.branch_renorm, weighting=options.weighting), context
+        )
+
+    @property
+    def remembers(self) -> bool:
+        """Whether anything needs the memories."""
+        return self.options.afe or self.options.weighted_agg
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return silo.image or silo.text
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """The update, the loss, and the memory if anything needs it."""
+        return frozenset({Delta, Loss, Memory} if self.remembers else {Delta, Loss})
+
+    # ----------------------------------------------------------------------- the silo's half
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs on eq 8, then the memory of the features as they are now."""
+        _local.load_model(local, take(task.payloads, Model).buffer)
+        memory = as_tensor(take(task.payloads, Memory).centroids) if self.options.afe else None
+        with remembering(local.model, memory):
+            known = references(local) if self.options.loss_c else References(None, None)
+            labels = self._labels(local, np.arange(len(local.share)))
+
+            def extra(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
+                own = labels[torch.from_numpy(step.rows).to(labels.device)]
+                parts = [self._auxiliary(out, own, known.of(step)) for out in (image, text) if out is not None]
+                terms = [part for part in parts if part is not None]
+                return torch.stack(terms).sum() if terms else None
+
+            trained = self.fedavg.trained(local, task, extra=extra)
+            if not self.remembers:
+                return trained
+            centroids, support = self._own_memory(local, task, labels)
+        up = Memory(centroids=centroids.numpy(), support=support.numpy())
+        return Trained((*trained.payloads, up), trained.state, trained.loss)
+
+    def _labels(self, local: Local, rows: _local.I64) -> Tensor:
+        return _local.labels_of(local, rows)[:, self.columns]
+
+    def _auxiliary(self, out: Out, labels: Tensor, known: Sequence[Tensor]) -> Tensor | None:
+        if out.logits is None:
+            raise ValueError("FedCAFE's towers have classifiers")
+        plain = _alternating.plain(out, squashed=self.squashed)
+        return auxiliary_loss(out.code, plain, out.logits, labels, known, self.options)
+
+    def _own_memory(self, local: Local, task: Task, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """The silo's memory, of one caption per item."""
+        generator = _local.generator_of(self.context, local, task, "memory")
+        caption = _local.choose_captions(local, generator)
+        found: dict[Modality, list[Tensor]] = {modality: [] for modality in MODALITIES}
+        with torch.no_grad():
+            for start in range(0, len(local.share), _BLOCK):
+                rows = np.arange(start, min(start + _BLOCK, len(local.share)))
+                for modality, out in zip(MODALITIES, _local.outputs(local, rows, caption), strict=True):
+                    if out is not None:
+                        found[modality].append(out.code.cpu())
+        features = [torch.cat(parts) for parts in found.values() if parts]
+        return _memory.local_memory(features, labels.cpu(), self.options.memory, generator)
+
+    # ----------------------------------------------------------------------- the coordinator's half
+    def initial(self, theta: Tensor) -> State:
+        """The model, a memory of zeros, which enhances nothing, and nothing known of any silo."""
+        if not self.remembers:
+            return self.fedavg.initial(theta)
+        count = len(self.context.silos)
+        tensors = {
+            "memory": torch.zeros(self.classes, self.bits),
+            "memory_support": torch.zeros(self.classes, dtype=torch.int64),
+            f"{_TABLE}rows": torch.zeros(count, self.classes, self.bits),
+            f"{_TABLE}support": torch.zeros(count, self.classes, dtype=torch.int64),
+            f"{_TABLE}versions": torch.full((count,), -1, dtype=torch.int64),
+        }
+        return State(theta, tensors)
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """The model, and the memory if it enhances anything."""
+        return (*self.fedavg.task(state, silo), *self.release(state))
+
+    def release(self, state: State) -> tuple[Payload, ...]:
+        """The global memory: codes are signs of enhanced features at inference too."""
+        if not self.options.afe:
+            return ()
+        return (Memory(centroids=state.tensors["memory"].numpy(), support=state.tensors["memory_support"].numpy()),)
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """The global memory from the table, weights from it, then the updates (algorithm 1)."""
+        if not self.remembers:
+            return self.fedavg.merge(state, replies, round_)
+        replies = _merge.ordered(replies)
+        reports = [self._report(reply) for reply in replies]
+        table = {name.removeprefix(_TABLE): each for name, each in state.tensors.items() if name.startswith(_TABLE)}
+        places = [(reply.silo.index, reply.base_version) for reply in replies]
+        table = _memory.updated_table(table, [(*place, report) for place, report in zip(places, reports, strict=True)])
+        memory, support, filled = self._global_memory(state.tensors["memory"], table, round_)
+        tensors = {"memory": memory, "memory_support": support, **{_TABLE + name: each for name, each in table.items()}}
+        if not self.options.weighted_agg:
+            merged = self.fedavg.merge(State(state.theta), replies, round_)
+            return Merged(State(merged.state.theta, tensors, state.values), merged.log)
+        by_class = self.options.similarity == "identity" and _memory.has_classes(self.options.memory)
+        differences = _memory.differences(reports, memory, filled, by_class=by_class)
+        weights = self._weights(differences, replies)
+        updates = [_merge.update_of(reply, self.context.layout) for reply in replies]
+        theta = _merge.merge_updates(state.theta, updates, weights, self.fedavg.branches, self.options.branch_renorm)
+        log = {"weight_largest": float(weights.max()), "difference_mean": float(differences.mean())}
+        return Merged(State(theta, tensors, state.values), log)
+
+    def _report(self, reply: Reply) -> _memory.Rows:
+        """A reply's memory, checked; its rows are scaled to unit length where K-means made them.
+
+        Raises:
+            RemoteWireError: none, or of another shape.
+        """
+        payload = take(reply.payloads, Memory)
+        if payload.centroids.shape != (self.classes, self.bits):
+            found = f"{payload.centroids.shape}, not ({self.classes}, {self.bits})"
+            raise RemoteWireError("layout", f"{reply.silo.name}: a memory of shape {found}")
+        return as_tensor(payload.centroids), as_tensor(payload.support)
+
+    def _global_memory(self, previous: Tensor, table: dict[str, Tensor], round_: int) -> tuple[Tensor, Tensor, Tensor]:
+        """P_g [C, r], the samples behind its rows int64 [C], and which of them are supported now bool [C]."""
+        known = table["versions"] >= 0
+        if self.context.max_age is not None:
+            known &= round_ - table["versions"] <= self.context.max_age
+        generator = numpy_generator(self.context.seed, "fedcafe", "memory", round_)
+        support = table["support"][known]
+        memory, filled = _memory.global_memory(table["rows"][known], support, previous, self.options.memory, generator)
+        behind = support.sum(0) if _memory.has_classes(self.options.memory) else filled.long()
+        return memory, behind, filled
+
+    def _weights(self, differences: Tensor, replies: Sequence[Reply]) -> Tensor:
+        """Eq 10, damped by staleness; what is stale is held below the cap."""
+        weights = _memory.shares(differences, self.options.weight, self.options.temperature)
+        weights = _merge.damped(weights, torch.tensor([reply.damping for reply in replies], dtype=torch.float64))
+        stale = torch.tensor([reply.staleness > 0 for reply in replies])
+        limits = torch.where(stale, self.options.cap / len(replies), torch.inf).double()
+        return _memory.capped(weights, limits)
+
+
+PROTOCOL = FedCafe

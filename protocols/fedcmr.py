@@ -1,0 +1,177 @@
+"""FedCMR: only the common layer travels, weighed by size, categories and loss; silos keep a residual (Zong 2021).
+
+A silo trains a part of its batches right after the download, the rest before the upload. It goes on from the merged
+layer minus half of its own last displacement: the minus sign is the official code's (METHODS.md 7.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.errors import InputError
+from fedmq.messages import LabelCount, Loss, PartialDelta, Payload
+from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from protocols import _local, _merge, _own, fedavg
+from protocols._options import check
+from protocols._partial import PartialFedAvg
+
+#: The common layer of each kind of network: DSCMR's, or the hash layers (FedHAP's comparison).
+_COMMON = ("shared.base.", "visual.last.", "text.last.")
+#: Silo-side: the displacement of the common layer in the last task.
+_DISPLACEMENT = "common_displacement"
+_LOSSES = "cmr_losses"
+
+
+@dataclass(frozen=True)
+class FedCmrOptions:
+    """Options of FedCMR.
+
+    Args:
+        local_share: share of the batches trained right after the download, before the displacement is counted.
+        residual_beta: share of the own displacement taken off the merged layer; 0 takes the layer as it comes.
+        sharpness: factor of the loss term in the weights.
+        sums: the mean loss is that of the ``reporters`` of a merge, or of the ``table`` of all silos' last losses.
+    """
+
+    local_share: float = 0.2
+    residual_beta: float = 0.5
+    sharpness: float = 100.0
+    sums: Literal["reporters", "table"] = "reporters"
+
+    def __post_init__(self) -> None:
+        check("local_share", self.local_share, 0.0, 1.0)
+        check("residual_beta", self.residual_beta, 0.0, 1.0)
+        check("sharpness", self.sharpness, 0.0)
+
+
+def weights_of(samples: Tensor, labels: Tensor, losses: Tensor, mean: float, sharpness: float) -> Tensor:
+    """Softmax over silos of p_k + sharpness exp(-exp(l_k / mean)), p_k = n_k c_k / sum n_j c_j; [M] float64."""
+    size = samples * labels
+    ratio = losses / mean if mean > 0 else torch.ones_like(losses)
+    return (size / size.sum() + sharpness * torch.exp(-torch.exp(ratio))).softmax(0)
+
+
+def residual(merged: Tensor, displacement: Tensor, beta: float) -> Tensor:
+    """What a silo goes on from, W_glob - beta (W_k - W_k,start); layers flat [p]."""
+    return merged - beta * displacement
+
+
+@dataclass(frozen=True)
+class SomeBatches:
+    """A base loss on some of its batches.
+
+    Args:
+        work: the base.
+        first: the first batch of an epoch that is trained.
+        stop: the first that no longer is.
+    """
+
+    work: _local.Work
+    first: int
+    stop: int
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
+        """The steps of the batches wanted; a batch begins with its main step."""
+        batch = -1
+        for step in self.work.steps(epoch, generator):
+            batch += step.main
+            if self.first <= batch < self.stop:
+                yield step
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """The base's."""
+        return self.work.kept()
+
+
+class FedCmr:
+    """FedCMR, see the module's text."""
+
+    Options: ClassVar[type[Any]] = FedCmrOptions
+
+    def __init__(self, options: FedCmrOptions, context: Context) -> None:
+        self.options = options
+        self.context = context
+        names = [entry.name for entry in context.layout.entries if entry.name.startswith(_COMMON)]
+        if not names:
+            allowed = "dscmr, or a base with a hash network: FedCMR needs a common or hash layer, and labels"
+            raise InputError("objective.base", context.objective.base, allowed)
+        self.partial = PartialFedAvg(fedavg.FedAvgOptions(), context, names)
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return silo.image or silo.text
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """The common layer's update, the loss and the number of categories."""
+        return frozenset({PartialDelta, Loss, LabelCount})
+
+    def initial(self, theta: Tensor) -> State:
+        """The model, and no silo's loss."""
+        return State(theta, {_LOSSES: torch.full((len(self.context.silos),), -1.0, dtype=torch.float64)})
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """The common layer."""
+        return self.partial.task(state, silo)
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """A few batches after the download, then the rest, whose displacement of the common layer is remembered."""
+        layout, model, shared = self.context.layout, local.model, self.partial.shared
+        downloaded = self.partial.parameters(local, task.payloads)
+        common = _merge.extract(downloaded, layout, shared)
+        displacement = local.state.get(_DISPLACEMENT)
+        start = common if displacement is None else residual(common, displacement, self.options.residual_beta)
+        model.load(_merge.inserted(downloaded, layout, shared, start))
+        work = self.partial.fedavg.work(local, task)
+        losses, kept = [0.0], dict[str, Tensor]()
+        if work is not None:
+            batches = -(-len(local.share) // self.context.training.batch_size)
+            cut = round(self.options.local_share * batches)
+            for first, stop in ((0, cut), (cut, batches)):
+                if first < stop:
+                    start = _merge.extract(model.flat.detach().cpu(), layout, shared)
+                    here = model.flat.detach().clone()
+                    some = SomeBatches(work, first, stop)
+                    losses.append(_local.train_epochs(local, self.context, task, here, some).loss)
+            kept = dict(work.kept())
+        end = _merge.extract(model.flat.detach().cpu(), layout, shared)
+        up = (
+            PartialDelta(layout.digest, shared, (end - common).numpy(), len(local.share)),
+            Loss(losses[-1] * len(local.share)),
+            LabelCount(0 if local.share.labels is None else int(local.share.labels.any(0).sum())),
+        )
+        own = _merge.extract(model.flat.detach().cpu(), layout, self.partial.personal)
+        return Trained(up, {**kept, _own.OWN: own, _DISPLACEMENT: end - start}, losses[-1])
+
+    @property
+    def personalised(self) -> bool:
+        """Always: the common layer alone is no model."""
+        return True
+
+    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+        """The common layer of now with the silo's own layers around it."""
+        return self.partial.encoders(local, payloads)
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """The weighted, damped updates of the common layer."""
+        replies = _merge.ordered(replies)
+        samples = [take(reply.payloads, PartialDelta).n_samples for reply in replies]
+        labels = [max(1, take(reply.payloads, LabelCount).value) for reply in replies]
+        losses = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]
+        table = state.tensors[_LOSSES].clone()
+        for reply, loss in zip(replies, losses, strict=True):
+            table[reply.silo.index] = loss
+        reported = torch.tensor(losses, dtype=torch.float64)
+        pool = reported if self.options.sums == "reporters" else table[table >= 0]
+        sizes = (torch.tensor(column, dtype=torch.float64) for column in (samples, labels))
+        weights = weights_of(*sizes, reported, float(pool.mean()), self.options.sharpness)
+        merged = self.partial.merge(state, replies, weights)
+        return Merged(State(merged.state.theta, {**merged.state.tensors, _LOSSES: table}, state.values))
+
+
+PROTOCOL = FedCmr

@@ -1,0 +1,296 @@
+"""FedHAP: federated hashing with global prototypes and a discriminator (Yang et al. 2022).
+
+Silos train their base (objective ``triplet``: eqs 2 and 7), draw their codes to the global prototype of their class and
+away from others' (eq 3), and fool a discriminator that tells their codes from the prototypes (eq 8). They report the
+mean code of each class (eq 5); a prototype is the sign of the mean over the silos that hold the class (eq 6). Networks
+and discriminators are averaged over silos alike (algorithm 1).
+
+In the paper silos hold images alone. With two modalities there is one tower for each and one set of prototypes, for
+which a silo votes with the codes of what it has; triplets mix modalities (METHODS.md 4). The coordinator keeps the last
+vote of every silo, so that a class does not vanish where few silos report at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.errors import InputError, RemoteWireError
+from fedmq.messages import ClassPrototypes, Delta, DiscriminatorDelta, Payload
+from fedmq.models.networks import signs, straight_through
+from fedmq.models.two_tower import Out
+from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from protocols import _bases, _class_prototypes, _local, _merge, fedavg
+from protocols import _discriminator as adversary
+from protocols._bases import triplet
+from protocols._bases._labelled import Samples, samples_of
+from protocols._merge import as_tensor
+from protocols._options import check
+
+_CHANGE = "fedhap.discriminator_change"
+_CODES = "fedhap.prototypes"
+_OWN = "fedhap.discriminator"
+
+
+@dataclass(frozen=True)
+class FedHapOptions(fedavg.FedAvgOptions):
+    """Options of FedHAP: FedAvg's, with uniform weights, and
+
+    Args:
+        proto_triplet: triplets with the global prototypes (eq 3); FedHAP-1 and -2 lack them.
+        discriminator: the adversarial loss (eq 8); FedHAP-1 and -3 lack it.
+        lambda_d: weight of the adversarial loss in the hashing network's.
+        eq8: ``corrected``, or as ``printed``, for comparison only.
+        adv_g: the hashing network's side of eq 8: ``nonsat``, ``minimax``, or ``literal`` as algorithm 1 writes it.
+        adv_input: what the discriminator sees of a code while the network trains: its sign, gradient passed straight
+            through (``ste``), or the code itself (``relaxed``).
+        disc_hidden: width of the discriminator.
+        share_disc: discriminators are averaged; each silo keeps its own if false.
+        proto_counts: silos report how many samples are behind a class mean, and not only that there are some.
+        hysteresis: a prototype's bit flips only if the mean behind it is larger than this; 0 is eq 6, 0.05 steadies
+            runs in which silos report one by one.
+    """
+
+    weighting: Literal["samples", "uniform"] = "uniform"
+    proto_triplet: bool = True
+    discriminator: bool = True
+    lambda_d: float = 0.1
+    eq8: adversary.Eq8 = "corrected"
+    adv_g: adversary.Adversarial = "nonsat"
+    adv_input: Literal["ste", "relaxed"] = "ste"
+    disc_hidden: int = 128
+    share_disc: bool = True
+    proto_counts: bool = True
+    hysteresis: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check("lambda_d", self.lambda_d, 0.0)
+        check("disc_hidden", self.disc_hidden, 1)
+        check("hysteresis", self.hysteresis, 0.0)
+
+
+def binary_prototypes(means: Tensor, valid: Tensor, old: Tensor, hysteresis: float = 0.0) -> Tensor:
+    """The sign of the mean of the silos' class means (eq 6), [C, r] in {-1, 1}.
+
+    Args:
+        means: [C, r] over the silos that hold the class. A silo without it would add a zero vector to the printed sum,
+            which changes no sign.
+        valid: bool [C], whether anybody does; the others keep their old prototype.
+        old: [C, r] in {-1, 1}; all 0 where there was none.
+        hysteresis: bits whose mean is no larger than this keep their old value.
+    """
+    steady = (means.abs() <= hysteresis) & (old != 0) if hysteresis > 0 else torch.zeros_like(old, dtype=torch.bool)
+    return torch.where(valid[:, None] & ~steady, signs(means).to(old.dtype), old)
+
+
+def prototype_triplets(
+    samples: Samples,
+    prototypes: Tensor,
+    valid: Tensor,
+    options: triplet.Options,
+    generator: np.random.Generator,
+) -> Tensor:
+    """Triplets of codes with the prototypes of their own and of other classes (eq 3).
+
+    Args:
+        samples: a batch.
+        prototypes: [C, r].
+        valid: bool [C].
+        options: distance, margin, mining.
+        generator: draws one class of each kind per anchor.
+    """
+    own = samples.labels > 0
+    return triplet.ranking_loss(samples.codes, prototypes, own & valid, ~own & valid, options, generator)
+
+
+class FedHap:
+    """FedHAP, see the module's text."""
+
+    Options: ClassVar[type[Any]] = FedHapOptions
+
+    def __init__(self, options: FedHapOptions, context: Context) -> None:
+        self.options = options
+        self.context = context
+        self.fedavg = fedavg.FedAvg(options, context)
+        self.prototypes = options.proto_triplet or options.discriminator
+        if self.prototypes and not context.label_names:
+            raise InputError("protocol.name", "fedhap", "another method: the data set has no labels")
+        self.layout = adversary.layout_of(context.dim, len(context.label_names), options.disc_hidden)
+        triplets = context.objective.base == "triplet"
+        self.triplets = _bases.options_of(context.objective) if triplets else triplet.Options()
+
+    @property
+    def _shares_discriminator(self) -> bool:
+        return self.options.discriminator and self.options.share_disc
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return self.fedavg.eligible(silo)
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """As FedAvg, with class means and the discriminator's change where these are used."""
+        more: set[type[Payload]] = {ClassPrototypes} if self.prototypes else set()
+        if self._shares_discriminator:
+            more.add(DiscriminatorDelta)
+        return self.fedavg.uploads(silo) | more
+
+    def check(self, payloads: Sequence[Payload]) -> None:
+        """Check what only this method can check of a reply.
+
+        Raises:
+            RemoteWireError: class means or a discriminator of another shape.
+        """
+        for payload in payloads:
+            if isinstance(payload, ClassPrototypes):
+                _class_prototypes.check_rows(payload, len(self.context.label_names), self.context.dim)
+            elif isinstance(payload, DiscriminatorDelta) and (
+                payload.layout_digest != self.layout.digest or payload.buffer.size != self.layout.size
+            ):
+                raise RemoteWireError("layout", "a discriminator of another layout")
+
+    def initial(self, theta: Tensor) -> State:
+        """The model, no prototype yet, and the discriminator as drawn."""
+        state = self.fedavg.initial(theta)
+        tensors = dict(state.tensors)
+        if self.prototypes:
+            silos, classes, bits = len(self.context.silos), len(self.context.label_names), self.context.dim
+            tensors |= {
+                _class_prototypes.TABLE: torch.zeros(silos, classes, bits),
+                _class_prototypes.COUNTS: torch.zeros(silos, classes, dtype=torch.int64),
+                _class_prototypes.VERSIONS: torch.full((silos,), -1, dtype=torch.int64),
+                _class_prototypes.GLOBAL: torch.zeros(classes, bits),
+                _class_prototypes.VALID: torch.zeros(classes, dtype=torch.bool),
+                _CODES: torch.zeros(classes, bits),
+            }
+        if self._shares_discriminator:
+            tensors[_CHANGE] = torch.zeros(self.layout.size)
+        return replace(state, tensors=tensors)
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """As FedAvg, with the binary prototypes (count 1 if valid) and the discriminator's change since its draw."""
+        payloads = self.fedavg.task(state, silo)
+        if self.prototypes:
+            valid = state.tensors[_class_prototypes.VALID]
+            payloads = (*payloads, _class_prototypes.payload(state.tensors[_CODES], valid))
+        if self._shares_discriminator:
+            payloads = (*payloads, DiscriminatorDelta(self.layout.digest, state.tensors[_CHANGE].numpy(), 0))
+        return payloads
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs with FedHAP's terms, a step of the discriminator before each of the network's."""
+        if not self.prototypes:
+            return self.fedavg.trained(local, task)
+        start = self._discriminator(local, task) if self.options.discriminator else None
+        terms = Terms(self, local, task, start)
+        trained = self.fedavg.trained(local, task, extra=terms if terms.valid.any() else None)
+        payloads, state = (*trained.payloads, self._class_means(local, task)), trained.state
+        if start is not None and terms.discriminator is not None:
+            end = terms.discriminator.theta.cpu()
+            if self.options.share_disc:
+                change = (end - start).numpy()
+                payloads = (*payloads, DiscriminatorDelta(self.layout.digest, change, len(local.share)))
+            else:
+                state = {**state, _OWN: end}
+        return replace(trained, payloads=payloads, state=state)
+
+    def _discriminator(self, local: Local, task: Task) -> Tensor:
+        """The discriminator a task starts from, float32 [Q]: the shared one, or the silo's own."""
+        drawn = adversary.initial(self.layout, self.context.seed)
+        if self.options.share_disc:
+            return drawn + as_tensor(take(task.payloads, DiscriminatorDelta).buffer)
+        return local.state.get(_OWN, drawn)
+
+    def _class_means(self, local: Local, task: Task) -> ClassPrototypes:
+        """The silo's vote (eq 5): the mean code of each class over the modalities it has, one caption per item."""
+        caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, "class prototypes"))
+        size, step = len(local.share), self.context.training.batch_size
+        with torch.no_grad():
+            parts = [
+                samples_of(*_local.outputs(local, rows, caption), _local.labels_of(local, rows))
+                for rows in np.split(np.arange(size), range(step, size, step))
+            ]
+        codes, labels = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in ("codes", "labels"))
+        means, counts = _class_prototypes.class_means(codes.double(), labels)
+        modality = "both" if local.silo.paired else "image" if local.silo.image else "text"
+        return _class_prototypes.payload(means, counts if self.options.proto_counts else counts.clamp(max=1), modality)
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """Average networks and discriminators; the table of votes gives the next prototypes."""
+        merged = self.fedavg.merge(state, replies, round_)
+        replies = _merge.ordered(replies)
+        tensors = dict(merged.state.tensors)
+        if self.prototypes:
+            votes = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies]
+            tensors |= _class_prototypes.updated(tensors, votes, round_, max_age=self.context.max_age, weighted=False)
+            means, valid = tensors[_class_prototypes.GLOBAL], tensors[_class_prototypes.VALID]
+            tensors[_CODES] = binary_prototypes(means, valid, tensors[_CODES], self.options.hysteresis)
+        if self._shares_discriminator:
+            tensors[_CHANGE] = self._merged_discriminator(state.tensors[_CHANGE], replies)
+        return replace(merged, state=replace(merged.state, tensors=tensors))
+
+    def _merged_discriminator(self, change: Tensor, replies: Sequence[Reply]) -> Tensor:
+        updates = [_merge.update_of(_as_delta(reply), self.layout) for reply in replies]
+        weights = self.fedavg.weights(updates)
+        step = _merge.weighted_sum([update.delta for update in updates], weights)
+        return (change.double() + step).float()
+
+
+class Terms:
+    """FedHAP's terms in one task of one silo; called in each batch's main step.
+
+    Args:
+        method: options and context.
+        local: the silo.
+        task: with the prototypes.
+        start: float32 [Q], the discriminator to start from; None without one.
+    """
+
+    def __init__(self, method: FedHap, local: Local, task: Task, start: Tensor | None) -> None:
+        device = local.model.flat.device
+        received = take(task.payloads, ClassPrototypes)
+        self.options, self.triplets, self.local = method.options, method.triplets, local
+        self.prototypes = as_tensor(received.prototypes).to(device)
+        self.valid = as_tensor(received.counts).to(device) > 0
+        self.generator = _local.generator_of(method.context, local, task, "fedhap")
+        self.discriminator = None
+        if start is not None:
+            one_hot = torch.eye(len(self.valid), device=device)[self.valid]
+            self.discriminator = adversary.Discriminator(
+                start.to(device),
+                method.layout,
+                self.prototypes[self.valid],
+                one_hot,
+                method.context.training,
+                task.learning_rate,
+            )
+
+    def __call__(self, step: _local.Step, image: Out | None, text: Out | None) -> Tensor:
+        """Eq 3 and lambda_d times the adversarial loss of a batch, after the discriminator's own step."""
+        samples = samples_of(image, text, _local.labels_of(self.local, step.rows))
+        terms: list[Tensor] = []
+        if self.options.proto_triplet:
+            terms.append(prototype_triplets(samples, self.prototypes, self.valid, self.triplets, self.generator))
+        if self.discriminator is not None:
+            terms.append(self.options.lambda_d * self._adversarial(self.discriminator, samples))
+        return torch.stack(terms).sum()
+
+    def _adversarial(self, discriminator: adversary.Discriminator, samples: Samples) -> Tensor:
+        options, labels = self.options, adversary.label_vectors(samples.labels)
+        discriminator.step(signs(samples.codes.detach()), labels, options.eq8)
+        seen = straight_through(samples.codes) if options.adv_input == "ste" else samples.codes
+        return discriminator.fooled(seen, labels, options.adv_g, options.eq8)
+
+
+def _as_delta(reply: Reply) -> Reply:
+    """A reply whose update is its discriminator's."""
+    payload = take(reply.payloads, DiscriminatorDelta)
+    return replace(reply, payloads=(Delta(payload.layout_digest, payload.buffer, payload.n_samples),))
+
+
+PROTOCOL = FedHap

@@ -1,0 +1,120 @@
+"""FedMEKT with averaged parameters, our reading: silos distil the global model's embeddings (Le et al. 2025).
+
+This is the variant of RCSR's comparison (METHODS.md 7.8): FedAvg, plus the divergence at temperature 3 between the
+embeddings of the silo's model and those of the downloaded one, on the silo's own batches. Its details are our reading.
+The original, which exchanges embeddings of a public set between autoencoders and averages no parameters, is not built.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedmq.messages import Model, Payload
+from fedmq.models.two_tower import Out
+from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from protocols import _local, _own, fedavg
+from protocols._merge import as_tensor
+from protocols._options import check
+
+
+@dataclass(frozen=True)
+class FedMektOptions(fedavg.FedAvgOptions):
+    """Options of FedMEKT: FedAvg's and
+
+    Args:
+        weight: of the divergence; 0 is FedAvg.
+        temperature: T of the divergence.
+        personal: silos are measured by their own models as their last training left them, not by the global one.
+    """
+
+    weight: float = 0.5
+    temperature: float = 3.0
+    personal: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check("weight", self.weight, 0.0)
+        check("temperature", self.temperature, 0.0, open_low=True)
+
+
+def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
+    """T^2 KL(softmax(teacher / T) || softmax(student / T)) over the d entries, mean over the batch (FedMEKT).
+
+    Args:
+        student: [B, d] embeddings, whose gradient is wanted.
+        teacher: [B, d] embeddings.
+        temperature: T.
+    """
+    wanted, found = ((each / temperature).log_softmax(1) for each in (teacher, student))
+    return temperature**2 * (wanted.exp() * (wanted - found)).sum(1).mean()
+
+
+class FedMekt:
+    """FedMEKT with averaged parameters, see the module's text."""
+
+    Options: ClassVar[type[Any]] = FedMektOptions
+    our_reading: ClassVar[bool] = True
+
+    def __init__(self, options: FedMektOptions, context: Context) -> None:
+        self.options = options
+        self.fedavg = fedavg.FedAvg(options, context)
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return self.fedavg.eligible(silo)
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """As FedAvg."""
+        return self.fedavg.uploads(silo)
+
+    def initial(self, theta: Tensor) -> State:
+        """As FedAvg."""
+        return self.fedavg.initial(theta)
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """As FedAvg."""
+        return self.fedavg.task(state, silo)
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs on the base loss and the divergence."""
+        trained = self.fedavg.trained(local, task, extra=self._distillation(task, local))
+        if not self.options.personal:
+            return trained
+        return replace(trained, state={**trained.state, **_own.kept(local)})
+
+    def _distillation(self, task: Task, local: Local) -> _local.Extra | None:
+        if self.options.weight == 0:
+            return None
+        shared = as_tensor(take(task.payloads, Model).buffer)
+
+        def distillation(step: _local.Step, image: Out | None, text: Out | None) -> Tensor:
+            terms = [
+                divergence(own.code, glob.code, self.options.temperature)
+                for own, glob in zip((image, text), _own.reference(local, shared, step), strict=True)
+                if own is not None and glob is not None
+            ]
+            return self.options.weight * torch.stack(terms).sum()
+
+        return distillation
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """As FedAvg."""
+        return self.fedavg.merge(state, replies, round_)
+
+    @property
+    def personalised(self) -> bool:
+        """If its option says so."""
+        return self.options.personal
+
+    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+        """The silo's model as its last training left it; the global one before the first."""
+        own = local.state.get(_own.OWN)
+        return _own.encoders_of(local, take(payloads, Model).buffer if own is None else own)
+
+
+PROTOCOL = FedMekt

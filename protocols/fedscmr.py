@@ -1,0 +1,267 @@
+"""FedSCMR: two common subspaces, of which the shared layers are merged by each silo's contribution (2024).
+
+Every silo trains label prediction, discrimination and consistency in a common subspace S and an enhanced one S' (eqs 1
+to 8); only the layers both modalities share travel. The coordinator weighs them by size and categories, by training
+progress and by validation mAP (eqs 9 to 13). The rest of a silo's model is its own, and each silo is measured with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.errors import InputError
+from fedmq.messages import LabelCount, Loss, MeanAveragePrecision, PartialDelta, Payload
+from fedmq.models.two_tower import Out
+from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.ranking import cosine_metrics
+from fedmq.seeds import numpy_generator
+from protocols import _local, _merge, _own, _scmr, fedavg
+from protocols._options import check
+from protocols._partial import PartialFedAvg
+
+_LAYERS = {"base": ("shared.base.",), "base_enhance": ("shared.base.", "shared.enhance."), "all": ("",)}
+#: Columns of the table of last-known scalars: samples, categories, loss, mAP; -1 where nothing is known.
+_TABLE = "scmr_table"
+_SAMPLES, _LABELS, _LOSS, _MAP = range(4)
+
+
+@dataclass(frozen=True)
+class FedScmrOptions:
+    """Options of FedSCMR; defaults are the paper's best and, where METHODS.md marks a choice, that choice.
+
+    Args:
+        loss_cs: discrimination and consistency in the common subspaces (eq 4).
+        loss_ccs: the constraint across subspaces (eq 7).
+        alpha: weight of eq 4.
+        beta: weight of eq 7.
+        gamma: weight of the validation mAP in eq 13.
+        use_phi: the validation mAP is part of eq 13.
+        agg: ``adaptive`` (eq 13), ``proportional`` (eq 10 alone, renormalised), or ``samples`` as FedAvg.
+        norm: ``row`` or ``frob``, see protocols._scmr.
+        pairs: of modalities in eq 2: 4 as printed, 3 as public code has it.
+        eval_space: what is retrieved by: the enhanced features ``enhanced`` (S') or the ``common`` ones (S).
+        shared_layers: what travels: both common layers, the first alone as in FedCMR, or ``all`` as in FedAvg.
+        sums: the sums of eqs 10 to 13 run over the ``reporters`` of a merge, as printed, or over the ``table`` of all
+            silos' last scalars, which keeps a meaning when few replies are merged at a time.
+        validation: share of a silo's items that only measure its mAP.
+    """
+
+    loss_cs: bool = True
+    loss_ccs: bool = True
+    alpha: float = 0.1
+    beta: float = 0.1
+    gamma: float = 30.0
+    use_phi: bool = True
+    agg: Literal["adaptive", "proportional", "samples"] = "adaptive"
+    norm: Literal["row", "frob"] = "row"
+    pairs: Literal[3, 4] = 4
+    eval_space: Literal["enhanced", "common"] = "enhanced"
+    shared_layers: Literal["base", "base_enhance", "all"] = "base_enhance"
+    sums: Literal["reporters", "table"] = "reporters"
+    validation: float = 0.2
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta", "gamma"):
+            check(name, getattr(self, name), 0.0)
+        check("validation", self.validation, 0.0, 0.9)
+
+
+def local_loss(image: Out | None, text: Out | None, labels: Tensor, options: FedScmrOptions) -> Tensor:
+    """Eq 8: alpha L_cs + beta L_ccs + L_imd in the modalities that are there; what needs both is left out of one.
+
+    Args:
+        image: S in ``raw``, S' in ``code`` [B, d], label predictions in ``logits`` [B, C].
+        text: likewise.
+        labels: float [B, C], multi-hot.
+        options: weights and switches.
+    """
+    held = [out for out in (image, text) if out is not None]
+    norm = options.norm
+    total = torch.stack([_scmr.label_loss(_logits(out), labels, norm) for out in held]).sum()
+    if options.loss_cs:
+        counts = labels @ labels.T
+        similar = (counts > 0).to(labels.dtype) if options.pairs == 4 else counts
+        pair = (None if image is None else image.raw, None if text is None else text.raw)
+        term = _scmr.discrimination(*pair, similar, options.pairs)
+        if image is not None and text is not None:
+            term = term + _scmr.consistency(image.raw, text.raw, image.code, text.code, norm)
+        total = total + options.alpha * term
+    if options.loss_ccs and image is not None and text is not None:
+        total = total + options.beta * _scmr.cross_space(image.raw, text.raw, image.code, text.code, norm)
+    return total
+
+
+def _logits(out: Out) -> Tensor:
+    if out.logits is None:
+        raise ValueError("the network has no label head")
+    return out.logits
+
+
+@dataclass(frozen=True)
+class Supervised:
+    """FedSCMR's local loss at work on some of a silo's items: one step per batch."""
+
+    options: FedScmrOptions
+    local: Local
+    rows: _local.I64
+    batch_size: int
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
+        """One step per batch over a permutation; the last batch is never dropped."""
+        caption = _local.choose_captions(self.local, generator)
+        for places in _local.batches(len(self.rows), self.batch_size, generator):
+            rows = self.rows[places]
+            labels = _local.labels_of(self.local, rows)
+
+            def loss(image: Out | None, text: Out | None, labels: Tensor = labels) -> Tensor:
+                return local_loss(image, text, labels, self.options)
+
+            yield _local.Step(rows, caption, loss)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Nothing: the loss looks at batches alone."""
+        return {}
+
+
+class FedScmr:
+    """FedSCMR, see the module's text."""
+
+    Options: ClassVar[type[Any]] = FedScmrOptions
+
+    def __init__(self, options: FedScmrOptions, context: Context) -> None:
+        self.options = options
+        self.context = context
+        layers = [entry.name for entry in context.layout.entries]
+        if "shared.enhance.weight" not in layers:
+            found = f"{context.objective.base} with layers {', '.join(layers[:3])}, ..."
+            raise InputError("objective", found, "base dscmr with enhance true: FedSCMR has an EnhanceNet")
+        names = [name for name in layers if name.startswith(_LAYERS[options.shared_layers])]
+        self.partial = PartialFedAvg(fedavg.FedAvgOptions(), context, names)
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return silo.image or silo.text
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """The shared layers' update and the scalars of eqs 10 to 12; without both modalities there is no mAP."""
+        scalars = {PartialDelta, Loss, LabelCount}
+        return frozenset(scalars | {MeanAveragePrecision} if silo.paired else scalars)
+
+    def initial(self, theta: Tensor) -> State:
+        """The model, and nothing known of any silo."""
+        return State(theta, {_TABLE: torch.full((len(self.context.silos), 4), -1.0, dtype=torch.float64)})
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """The shared layers."""
+        return self.partial.task(state, silo)
+
+    # ----------------------------------------------------------------------- the silo's half
+    def _split(self, local: Local) -> tuple[_local.I64, _local.I64]:
+        """The silo's rows to train on and to validate on, the same in every task; one item does both."""
+        size = len(local.share)
+        order = numpy_generator(self.context.seed, "validation", local.silo.name).permutation(size)
+        held = min(round(self.options.validation * size), size - 1) if local.silo.paired else 0
+        return np.sort(order[held:]), np.sort(order[:held] if held else order)
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs on eq 8 over all layers; what is shared goes up with the scalars, the rest is kept."""
+        layout, model = self.context.layout, local.model
+        model.load(self.partial.parameters(local, task.payloads))
+        base = model.flat.detach().clone()
+        rows, validation = self._split(local)
+        work = Supervised(self.options, local, rows, self.context.training.batch_size)
+        outcome = _local.train_epochs(local, self.context, task, base, work)
+        change = _merge.extract(outcome.delta, layout, self.partial.shared)
+        labels = local.share.labels
+        categories = 0 if labels is None else int(labels.any(0).sum())
+        up: tuple[Payload, ...] = (
+            PartialDelta(layout.digest, self.partial.shared, change.numpy(), len(rows)),
+            Loss(outcome.loss),
+            LabelCount(categories),
+        )
+        if local.silo.paired:
+            up = (*up, MeanAveragePrecision(self._validated(local, validation)))
+        state = {}
+        if self.partial.personal:
+            state[_own.OWN] = _merge.extract(model.flat.detach().cpu(), layout, self.partial.personal)
+        return Trained(up, state, outcome.loss)
+
+    def _validated(self, local: Local, rows: _local.I64) -> float:
+        """v_k: mean of both directions' mAP among the validation items, each with its first caption."""
+        first = np.zeros(len(local.share), np.int64)
+        with torch.no_grad():
+            image, text = _local.outputs(local, rows, first)
+        assert image is not None and text is not None  # noqa: S101 - only paired silos validate
+        labels = _local.labels_of(local, rows).cpu().numpy()
+        a, b = (self._space(out).cpu().numpy() for out in (image, text))
+        found = [cosine_metrics(x, y, labels, labels, at=()).map for x, y in ((a, b), (b, a))]
+        return min(1.0, max(0.0, sum(found) / 2))
+
+    def _space(self, out: Out) -> Tensor:
+        return out.code if self.options.eval_space == "enhanced" else out.raw
+
+    @property
+    def personalised(self) -> bool:
+        """Unless everything is shared: the shared layers alone are no model."""
+        return bool(self.partial.personal)
+
+    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+        """The shared layers of now with the silo's own around them."""
+        model = local.model
+        model.load(self.partial.parameters(local, payloads))
+        device = model.flat.device
+        return Encoders(
+            lambda x: self._space(model.outputs("image", x.to(device))),
+            lambda x: self._space(model.outputs("text", x.to(device))),
+        )
+
+    # ----------------------------------------------------------------------- the coordinator's half
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """Eq 9: the shared layers' updates weighed by eq 13, times the damping of stale replies."""
+        replies = _merge.ordered(replies)
+        table = self._updated(state.tensors[_TABLE], replies)
+        rows = torch.tensor([reply.silo.index for reply in replies])
+        weights = self._weights(table, rows)
+        merged = self.partial.merge(state, replies, weights)
+        log = {f"weight_{reply.silo.name}": float(weight) for reply, weight in zip(replies, weights, strict=True)}
+        return Merged(State(merged.state.theta, {**merged.state.tensors, _TABLE: table}, state.values), log)
+
+    def _updated(self, table: Tensor, replies: Sequence[Reply]) -> Tensor:
+        table = table.clone()
+        for reply in replies:
+            payload = take(reply.payloads, PartialDelta)
+            row = [payload.n_samples, take(reply.payloads, LabelCount).value, take(reply.payloads, Loss).value]
+            quality = take(reply.payloads, MeanAveragePrecision).value if reply.silo.paired else -1.0
+            table[reply.silo.index] = torch.tensor([*row, quality], dtype=torch.float64)
+        return table
+
+    def _weights(self, table: Tensor, rows: Tensor) -> Tensor:
+        """Eq 13 for the reporters, [M], summing to 1."""
+        options = self.options
+        known = rows if options.sums == "reporters" else (table[:, _SAMPLES] >= 0).nonzero().squeeze(1)
+        samples, labels, losses, maps = table[known].unbind(1)
+        if options.agg == "samples":
+            return samples[torch.isin(known, rows)] / samples[torch.isin(known, rows)].sum()
+        if options.agg == "proportional":
+            weights = _scmr.proportion(samples, labels.clamp_min(1))
+        else:
+            weights = _scmr.contribution(
+                samples, labels.clamp_min(1), losses, _filled(maps), options.gamma if options.use_phi else 0.0
+            )
+        chosen = weights[torch.isin(known, rows)]
+        return chosen / chosen.sum()
+
+
+def _filled(maps: Tensor) -> Tensor:
+    """Validation mAPs [M] with the median of the known ones for silos that cannot measure theirs; zeros if nobody can."""
+    known = maps[maps >= 0]
+    return torch.where(maps >= 0, maps, known.median() if len(known) else torch.zeros((), dtype=maps.dtype))
+
+
+PROTOCOL = FedScmr

@@ -1,0 +1,178 @@
+"""FedUCH: unsupervised cross-modal hashing, contrasted and distilled with the global nets (Zhu et al. 2023).
+
+FedAvg (eq 3) on an unsupervised base (dgcpn, djsrh or jdsh; METHODS.md 5) with two terms of its own (eq 14): the local
+net of one modality is drawn to the global net of the other and away from the silo's last one of the other (eq 11), and
+its codes to the global net's codes of the same modality (eq 12). The global net is that of the version the silo starts
+from, the last one the end of its own last training; a first participation has none and skips eq 11, which would be the
+constant log 2. Where a base takes several updates per batch, both terms are in the first. A silo with one modality has
+no pairs to contrast and keeps eq 12.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedmq.messages import Model, Payload
+from fedmq.models.two_tower import Out
+from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from protocols import _local, fedavg
+from protocols._losses import cosine
+from protocols._merge import as_tensor
+from protocols._options import check
+from protocols._similarity import mean_square
+
+_PREVIOUS = "feduch.previous"
+
+
+@dataclass(frozen=True)
+class FedUchOptions(fedavg.FedAvgOptions):
+    """Options of FedUCH: FedAvg's and
+
+    Args:
+        contrast: the contrast between modalities (eq 11); FedUCH-1 and -3 lack it.
+        distill: the distillation within a modality (eq 12); FedUCH-1 and -2 lack it.
+        mu: weight of the contrast (IAPR 0.5, COCO 0.4, NUS-WIDE 0.3).
+        phi: weight of the distillation (IAPR 0.5, COCO 0.7, NUS-WIDE 0.7).
+        contrast_tau: temperature of the contrast.
+        kd: distance of the distillation: ``kl`` of softmaxed codes, as eq 13 names it, or ``mse`` of the codes.
+        kd_temperature: of ``kl``, as the released code sets it.
+    """
+
+    contrast: bool = True
+    distill: bool = True
+    mu: float = 0.6
+    phi: float = 0.4
+    contrast_tau: float = 1.0
+    kd: Literal["kl", "mse"] = "kl"
+    kd_temperature: float = 1.5
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check("mu", self.mu, 0.0)
+        check("phi", self.phi, 0.0)
+        check("contrast_tau", self.contrast_tau, 0.0, open_low=True)
+        check("kd_temperature", self.kd_temperature, 0.0, open_low=True)
+
+
+def cross_modal_contrast(local: Tensor, shared: Tensor, previous: Tensor, tau: float) -> Tensor:
+    """Eq 11 of one modality's anchors: -log of e^{cos(z, z_G)/tau} over itself plus e^{cos(z, z_prev)/tau}, batch mean.
+
+    Args:
+        local: [B, h] projections of one modality by the net that is trained.
+        shared: [B, h] of the paired items of the *other* modality by the global net.
+        previous: [B, h] of the same by the silo's previous net.
+        tau: temperature.
+    """
+    excess = (cosine(local, previous) - cosine(local, shared)) / tau
+    lost: Tensor = torch.nn.functional.softplus(excess)
+    return lost.mean()
+
+
+def distillation(shared: Tensor, local: Tensor, temperature: float) -> Tensor:
+    """Eqs 12 and 13: KL(softmax(H_G / T) || softmax(H_k / T)) T^2, summed over bits, batch mean.
+
+    Codes are no distributions; the softmax over their bits is the reading of METHODS.md 5.
+
+    Args:
+        shared: [B, r] relaxed codes by the global net.
+        local: [B, r] by the net that is trained.
+        temperature: T.
+    """
+    teacher, student = (shared / temperature).log_softmax(1), (local / temperature).log_softmax(1)
+    return (teacher.exp() * (teacher - student)).sum(1).mean() * temperature**2
+
+
+def terms(own: _local.Outs, shared: _local.Outs, previous: _local.Outs | None, options: FedUchOptions) -> Tensor | None:
+    """What eq 14 adds to the base, mu J_CR + phi J_KD, for one batch and the silo's modalities; None for nothing.
+
+    Args:
+        own: image and text outputs of the nets that are trained.
+        shared: of the global nets.
+        previous: of the silo's previous nets; None at its first participation or without contrast.
+        options: weights and switches.
+    """
+    found: list[Tensor] = []
+    if previous is not None:
+        found += [
+            options.mu * cross_modal_contrast(mine.hidden, glob.hidden, old.hidden, options.contrast_tau)
+            for mine, glob, old in zip(own, shared[::-1], previous[::-1], strict=True)
+            if mine is not None and glob is not None and old is not None
+        ]
+    if options.distill:
+        found += [
+            options.phi
+            * (
+                mean_square(glob.code, mine.code)
+                if options.kd == "mse"
+                else distillation(glob.code, mine.code, options.kd_temperature)
+            )
+            for mine, glob in zip(own, shared, strict=True)
+            if mine is not None and glob is not None
+        ]
+    return torch.stack(found).sum() if found else None
+
+
+class FedUch:
+    """FedUCH, see the module's text."""
+
+    Options: ClassVar[type[Any]] = FedUchOptions
+
+    def __init__(self, options: FedUchOptions, context: Context) -> None:
+        self.options = options
+        self.fedavg = fedavg.FedAvg(options, context)
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return self.fedavg.eligible(silo)
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """As FedAvg."""
+        return self.fedavg.uploads(silo)
+
+    def initial(self, theta: Tensor) -> State:
+        """As FedAvg."""
+        return self.fedavg.initial(theta)
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """As FedAvg."""
+        return self.fedavg.task(state, silo)
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs with FedUCH's terms; the nets they end in are the next ones' previous nets."""
+        trained = self.fedavg.trained(local, task, extra=self._extra(local, task))
+        if not self._contrasts(local.silo):
+            return trained
+        return replace(trained, state={**trained.state, _PREVIOUS: local.model.flat.detach().cpu().clone()})
+
+    def _contrasts(self, silo: SiloFacts) -> bool:
+        return self.options.contrast and silo.paired
+
+    def _extra(self, local: Local, task: Task) -> _local.Extra | None:
+        previous = local.state.get(_PREVIOUS) if self._contrasts(local.silo) else None
+        if previous is None and not self.options.distill:
+            return None
+        shared = as_tensor(take(task.payloads, Model).buffer)
+
+        def extra(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
+            references = [None if theta is None else _reference(local, theta, step) for theta in (shared, previous)]
+            return terms((image, text), references[0] or (None, None), references[1], self.options)
+
+        return extra
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """As FedAvg: the nets averaged by samples (eq 3)."""
+        return self.fedavg.merge(state, replies, round_)
+
+
+def _reference(local: Local, theta: Tensor, step: _local.Step) -> _local.Outs:
+    """What other parameters [P] make of a step's batch, without dropout and without gradient."""
+    with _local.parameters(local, theta), torch.no_grad():
+        return _local.outputs(local, step.rows, step.caption)
+
+
+PROTOCOL = FedUch

@@ -1,0 +1,84 @@
+"""Local: every silo trains a model of its own and nobody aggregates; what federation must improve on.
+
+A silo's model goes on from where its last task left it. Nothing comes down, and nothing but the loss goes up. A silo
+with one modality has nothing to minimise under InfoNCE and stays at the initial model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from fedmq.messages import Loss, Payload
+from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from protocols import _local, _merge, _own, fedavg
+from protocols._options import check
+
+
+@dataclass(frozen=True)
+class AloneOptions:
+    """Options of local training.
+
+    Args:
+        tau: temperature of InfoNCE.
+    """
+
+    tau: float = 0.07
+
+    def __post_init__(self) -> None:
+        check("tau", self.tau, 0.0, open_low=True)
+
+
+class Alone:
+    """Local training, see the module's text."""
+
+    Options: ClassVar[type[Any]] = AloneOptions
+
+    def __init__(self, options: AloneOptions, context: Context) -> None:
+        self.context = context
+        self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"), context)
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return self.fedavg.eligible(silo)
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """The loss, for the log."""
+        return frozenset({Loss})
+
+    def initial(self, theta: Tensor) -> State:
+        """The initial model, which stays what it is."""
+        return State(theta)
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """Nothing: every silo draws the same initial model by itself."""
+        return ()
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs from the silo's own parameters, which are kept."""
+        local.model.load(_own.own_parameters(local))
+        base = local.model.flat.detach().clone()
+        work = self.fedavg.work(local, task)
+        outcome = _local.train_epochs(local, self.context, task, base, work)
+        state = {**({} if work is None else work.kept()), **_own.kept(local)}
+        return Trained((Loss(outcome.loss),), state, outcome.loss)
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """Nothing to merge."""
+        _merge.ordered(replies)
+        return Merged(state)
+
+    @property
+    def personalised(self) -> bool:
+        """Always: there is no other model worth measuring."""
+        return True
+
+    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+        """The silo's own model."""
+        return _own.encoders_of(local, _own.own_parameters(local))
+
+
+PROTOCOL = Alone

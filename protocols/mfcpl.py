@@ -1,0 +1,262 @@
+"""MFCPL, our reading: class prototypes of paired silos teach the silos that lack a modality (Le et al. 2025).
+
+No official code was found and the abstract leaves weights and details open (METHODS.md 7.9), so results are of our
+reading. Silos with both modalities report the mean embedding of each class and modality; the coordinator averages them
+class by class, equally over silos. Every silo adds three terms to FedAvg's loss, each of weight 1:
+
+- CMPR, squared distance to the class's complete prototype, the mean of its two modalities';
+- CMPC, cosine contrast at temperature 0.5 against the *other* modality's prototypes, the own class being right;
+- CMA, 1 - cos between the two embeddings of a pair, in paired silos.
+
+Without labels there are ten pseudo-classes. At its first participation a paired silo reports K-means centroids of its
+captions, embedded by the initial model, which is nearly the frozen encoder; the coordinator merges the first that come
+by seeded K-means, and the classes then stay. Silos with captions class a sample by the centroid nearest to its first
+caption, silos with images alone by the nearest image prototype, with the downloaded model. A centroid of few samples is
+close to them: whoever minds should not run this on tiny silos.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.messages import ClassPrototypes, Model, Payload
+from fedmq.models.two_tower import Out
+from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.seeds import numpy_generator
+from protocols import _class_prototypes, _clusters, _local, _merge, fedavg
+from protocols._class_prototypes import Shared
+from protocols._losses import cosine, unit
+from protocols._merge import as_tensor
+from protocols._options import check
+
+CENTRES = "pseudo_classes"
+SIZES = "pseudo_classes_sizes"
+
+
+@dataclass(frozen=True)
+class MfcplOptions(fedavg.FedAvgOptions):
+    """Options of MFCPL: FedAvg's and
+
+    Args:
+        cmpr: weight of the regulariser towards complete prototypes.
+        cmpc: weight of the contrast with the other modality's prototypes.
+        cma: weight of the alignment of pairs.
+        proto_tau: temperature of the contrast.
+        classes: how many pseudo-classes there are where the data set has no labels.
+    """
+
+    cmpr: float = 1.0
+    cmpc: float = 1.0
+    cma: float = 1.0
+    proto_tau: float = 0.5
+    classes: int = 10
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for name in ("cmpr", "cmpc", "cma"):
+            check(name, getattr(self, name), 0.0)
+        check("proto_tau", self.proto_tau, 0.0, open_low=True)
+        check("classes", self.classes, 2)
+
+
+def prototype_distance(z: Tensor, members: Tensor, prototypes: Tensor) -> Tensor:
+    """CMPR of one modality: mean_i ||z_i - sum_c m_ic P_c||^2.
+
+    Args:
+        z: [B, d].
+        members: [B, C], rows sum to 1; one-hot for a sample with one label.
+        prototypes: [C, d].
+    """
+    return (z - members @ prototypes).square().sum(1).mean()
+
+
+def prototype_contrast(z: Tensor, members: Tensor, prototypes: Tensor, tau: float) -> Tensor:
+    """CMPC of one modality: cross-entropy of ``members`` [B, C] and softmax_c cos(z [B, d], P_c [C, d]) / tau."""
+    scores = unit(z) @ unit(prototypes).T / tau
+    return -(members * scores.log_softmax(1)).sum(1).mean()
+
+
+def modal_alignment(image: Tensor, text: Tensor) -> Tensor:
+    """CMA: mean 1 - cos of the two embeddings [B, d] of a pair."""
+    return 1 - cosine(image, text).mean()
+
+
+def proto_terms(
+    image: Tensor | None, text: Tensor | None, members: Tensor, shared: Shared, options: MfcplOptions
+) -> list[Tensor]:
+    """CMPR and CMPC of a batch, weighted, for the samples and classes that have prototypes.
+
+    Args:
+        image: [B, d]; None if the silo has no images.
+        text: [B, d] likewise.
+        members: [B, C], rows sum to 1, or to 0 for a sample of no class.
+        shared: the global prototypes.
+        options: weights and temperature.
+    """
+    valid = shared.image_valid & shared.text_valid
+    known = members * valid
+    rows = known.sum(1) > 0
+    if not bool(rows.any()):
+        return []
+    known = (known[rows] / known[rows].sum(1, keepdim=True))[:, valid]
+    by_modality = (shared.image[valid], shared.text[valid])
+    complete, terms = (by_modality[0] + by_modality[1]) / 2, []
+    for z, other in zip((image, text), by_modality[::-1], strict=True):
+        if z is None:
+            continue
+        if options.cmpr:
+            terms.append(options.cmpr * prototype_distance(z[rows], known, complete))
+        if options.cmpc:
+            terms.append(options.cmpc * prototype_contrast(z[rows], known, other, options.proto_tau))
+    return terms
+
+
+class Mfcpl:
+    """MFCPL as we read it, see the module's text."""
+
+    Options: ClassVar[type[Any]] = MfcplOptions
+    our_reading: ClassVar[bool] = True
+
+    def __init__(self, options: MfcplOptions, context: Context) -> None:
+        self.options = options
+        self.context = context
+        self.fedavg = fedavg.FedAvg(options, context)
+        self.classes = len(context.label_names) or options.classes
+        self.pseudo = not context.label_names
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return self.fedavg.eligible(silo)
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """As FedAvg, and of a paired silo its class prototypes, at first its centroids."""
+        kinds = self.fedavg.uploads(silo)
+        return kinds | {ClassPrototypes} if silo.paired else kinds
+
+    # ----------------------------------------------------------------------- the silo's half
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs on FedAvg's loss and the three terms; then the report of a paired silo."""
+        device = local.model.flat.device
+        received = [payload for payload in task.payloads if isinstance(payload, ClassPrototypes)]
+        (found,) = (payload for payload in received if payload.modality == "both")
+        shared = _class_prototypes.read_download(found, device)
+        members = self._members(local, task, received, shared)
+        trained = self.fedavg.trained(local, task, extra=self._terms(members, shared))
+        if not local.silo.paired:
+            return trained
+        report = self._centroids(local, task) if members is None else self._prototypes(local, task, members)
+        return replace(trained, payloads=(*trained.payloads, report))
+
+    def _members(self, local: Local, task: Task, received: Sequence[ClassPrototypes], shared: Shared) -> Tensor | None:
+        """Which classes each of the silo's samples belongs to, 0/1 [n, C]; None while nobody can say."""
+        device = local.model.flat.device
+        if not self.pseudo:
+            return (_local.labels_of(local, np.arange(len(local.share))) > 0).float()
+        (centres,) = (payload for payload in received if payload.modality == "text")
+        there = torch.from_numpy(np.asarray(centres.counts) > 0)
+        if not bool(there.any()):
+            return None
+        if local.silo.text:
+            points, rows = self._first_captions(local), as_tensor(centres.prototypes)
+        else:
+            there = shared.image_valid.cpu()
+            if not bool(there.any()):
+                return None
+            with _local.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
+                points, rows = self._embedded(local, None)[0], unit(shared.image.cpu())
+        found = there.nonzero().squeeze(1)[_clusters.nearest(points, rows[there])]
+        return torch.nn.functional.one_hot(found, self.classes).float().to(device)
+
+    def _first_captions(self, local: Local) -> Tensor:
+        """The first caption of each of the silo's samples as the initial model embeds it, [n, d]."""
+        with _local.parameters(local, local.model.initial()):
+            return self._embedded(local, np.zeros(len(local.share), np.int64))[-1]
+
+    def _embedded(self, local: Local, caption: _local.I64 | None) -> list[Tensor]:
+        """Embeddings [n, d] of all the silo's samples in the modalities it has."""
+        found = _local.embed_all(local, caption, self.context.training.batch_size)
+        return [z for z in found if z is not None]
+
+    def _terms(self, members: Tensor | None, shared: Shared) -> _local.Extra | None:
+        options = self.options
+        if not (options.cmpr or options.cmpc or options.cma):
+            return None
+
+        def terms(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
+            codes = None if image is None else image.code, None if text is None else text.code
+            found: list[Tensor] = []
+            if members is not None:
+                own = members[torch.from_numpy(step.rows).to(members.device)]
+                found = proto_terms(*codes, own / own.sum(1, keepdim=True).clamp(min=1), shared, options)
+            if options.cma and codes[0] is not None and codes[1] is not None:
+                found.append(options.cma * modal_alignment(codes[0], codes[1]))
+            return torch.stack(found).sum() if found else None
+
+        return terms
+
+    def _prototypes(self, local: Local, task: Task, members: Tensor) -> ClassPrototypes:
+        """The class prototypes of both modalities with the model as training left it."""
+        caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, "class prototypes"))
+        found = [_class_prototypes.class_means(z, members.cpu()) for z in self._embedded(local, caption)]
+        means, counts = zip(*found, strict=True)
+        return _class_prototypes.payload(torch.cat(means), torch.cat(counts))
+
+    def _centroids(self, local: Local, task: Task) -> ClassPrototypes:
+        """Centroids of the silo's captions, of which the coordinator makes the pseudo-classes."""
+        points = self._first_captions(local)
+        generator = _local.generator_of(self.context, local, task, "centroids")
+        centres, sizes = _clusters.k_means(points, torch.ones(len(points)), self.classes, generator)
+        return _class_prototypes.payload(centres, sizes.round(), "text")
+
+    # ----------------------------------------------------------------------- the coordinator's half
+    def initial(self, theta: Tensor) -> State:
+        """As FedAvg; no prototype and no pseudo-class yet."""
+        state, dim = self.fedavg.initial(theta), self.context.dim
+        tensors = {**state.tensors, **_class_prototypes.initial(len(self.context.silos), self.classes, dim)}
+        if self.pseudo:
+            tensors |= {CENTRES: torch.zeros(self.classes, dim), SIZES: torch.zeros(self.classes, dtype=torch.int64)}
+        return State(theta, tensors)
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """As FedAvg, and the class prototypes; without labels the pseudo-classes' centroids too."""
+        payloads = (*self.fedavg.task(state, silo), _class_prototypes.download(state.tensors))
+        if not self.pseudo:
+            return payloads
+        return (*payloads, _class_prototypes.payload(state.tensors[CENTRES], state.tensors[SIZES], "text"))
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """As FedAvg; then the class prototypes, or the pseudo-classes from the first centroids that come."""
+        merged = self.fedavg.merge(state, replies, round_)
+        found = [
+            (reply, take(reply.payloads, ClassPrototypes)) for reply in _merge.ordered(replies) if reply.silo.paired
+        ]
+        tensors = dict(merged.state.tensors)
+        if self.pseudo and not bool((tensors[SIZES] > 0).any()):
+            tensors |= self._pseudo_classes(tensors, [each for _, each in found if each.modality == "text"])
+        reported = [each for each in found if each[1].modality == "both"]
+        tensors |= _class_prototypes.updated(tensors, reported, round_, max_age=self.context.max_age, weighted=False)
+        return Merged(replace(merged.state, tensors=tensors), merged.log)
+
+    def _pseudo_classes(self, tensors: Mapping[str, Tensor], found: Sequence[ClassPrototypes]) -> Mapping[str, Tensor]:
+        """The silos' centroids merged by seeded K-means."""
+        for each in found:
+            _class_prototypes.check_rows(each, self.classes, self.context.dim)
+        if not found:
+            return {}
+        points = torch.cat([as_tensor(each.prototypes) for each in found])
+        sizes = torch.cat([as_tensor(each.counts) for each in found])
+        there = sizes > 0
+        if not bool(there.any()):
+            return {}
+        generator = numpy_generator(self.context.seed, "mfcpl", "classes")
+        centres, held = _clusters.k_means(points[there], sizes[there], self.classes, generator)
+        return {CENTRES: centres.float(), SIZES: held.round().long()}
+
+
+PROTOCOL = Mfcpl

@@ -1,0 +1,121 @@
+"""MOON: FedAvg with a model contrast, towards the global model and away from the silo's last one (Li et al. 2021).
+
+For two towers there is one contrast per modality, summed (METHODS.md 7.1). The positive is the net of the version the
+silo starts from, the negative the end of its own last training; a silo's first participation has no negative and skips
+the term, which would be the constant log 2. Both reference nets run in eval mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from fedmq.messages import Model, Payload
+from fedmq.models.two_tower import Out
+from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from protocols import _local, _own, fedavg
+from protocols._losses import cosine
+from protocols._merge import as_tensor
+from protocols._options import check
+
+
+@dataclass(frozen=True)
+class MoonOptions(fedavg.FedAvgOptions):
+    """Options of MOON: FedAvg's and
+
+    Args:
+        mu: weight of the contrast; 0 is FedAvg.
+        contrast_tau: its temperature.
+        personal: silos are measured by their own models as their last training left them, not by the global one.
+    """
+
+    mu: float = 1.0
+    contrast_tau: float = 0.5
+    personal: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check("mu", self.mu, 0.0)
+        check("contrast_tau", self.contrast_tau, 0.0, open_low=True)
+
+
+def model_contrast(z: Tensor, shared: Tensor, previous: Sequence[Tensor], tau: float) -> Tensor:
+    """Cross-entropy over [cos(z, z_glob), cos(z, z_prev), ...] / tau with class 0 right (MOON, eq 3).
+
+    Args:
+        z: [B, h] projections of a batch.
+        shared: [B, h] the global model's of the same batch.
+        previous: [B, h] each, the previous local models', newest last.
+        tau: temperature.
+    """
+    logits = torch.stack([cosine(z, shared), *(cosine(z, each) for each in previous)], dim=1) / tau
+    return (logits.logsumexp(1) - logits[:, 0]).mean()
+
+
+class Moon:
+    """MOON, see the module's text."""
+
+    Options: ClassVar[type[Any]] = MoonOptions
+
+    def __init__(self, options: MoonOptions, context: Context) -> None:
+        self.options = options
+        self.fedavg = fedavg.FedAvg(options, context)
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return self.fedavg.eligible(silo)
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """As FedAvg."""
+        return self.fedavg.uploads(silo)
+
+    def initial(self, theta: Tensor) -> State:
+        """As FedAvg."""
+        return self.fedavg.initial(theta)
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """As FedAvg."""
+        return self.fedavg.task(state, silo)
+
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs on the base loss and the contrast; the model they end in is the next ones' negative."""
+        trained = self.fedavg.trained(local, task, extra=self._contrast(local, task))
+        return replace(trained, state={**trained.state, **_own.kept(local)})
+
+    def _contrast(self, local: Local, task: Task) -> _local.Extra | None:
+        previous = local.state.get(_own.OWN)
+        if previous is None or self.options.mu == 0:
+            return None
+        shared = as_tensor(take(task.payloads, Model).buffer)
+
+        def contrast(step: _local.Step, image: Out | None, text: Out | None) -> Tensor:
+            references = (_own.reference(local, theta, step) for theta in (shared, previous))
+            terms = [
+                model_contrast(own.hidden, glob.hidden, [old.hidden], self.options.contrast_tau)
+                for own, glob, old in zip((image, text), *references, strict=True)
+                if own is not None and glob is not None and old is not None
+            ]
+            return self.options.mu * torch.stack(terms).sum()
+
+        return contrast
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """As FedAvg."""
+        return self.fedavg.merge(state, replies, round_)
+
+    @property
+    def personalised(self) -> bool:
+        """If its option says so."""
+        return self.options.personal
+
+    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+        """The silo's model as its last training left it; the global one before the first."""
+        own = local.state.get(_own.OWN)
+        return _own.encoders_of(local, take(payloads, Model).buffer if own is None else own)
+
+
+PROTOCOL = Moon

@@ -1,0 +1,252 @@
+"""PLFedCMH: personal hashing models mixed layer by layer by a hypernetwork at the server (Liu et al. 2022).
+
+Every silo is sent a model of its own: each layer a weighted mean of all silos' last ones, the weights from a small
+network per silo and branch. It trains its base loss with two terms towards the global class prototypes, and its update
+trains its network in turn. Evaluated by each silo's own model; the global model is the plain average of the updates.
+
+An update applies to the mixture as it is at the merge: of a fresh reply that is the one the silo was sent; of a stale
+one it is what that mixture has become, as updates apply everywhere in asynchronous runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.errors import InputError
+from fedmq.labels import fine_columns
+from fedmq.messages import ClassPrototypes, Delta, Loss, Model, Payload
+from fedmq.models.two_tower import Out
+from fedmq.protocol import (
+    Context,
+    Encoders,
+    Local,
+    Merged,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    encoders_of,
+    take,
+)
+from fedmq.seeds import torch_generator
+from protocols import _class_prototypes, _hypernetwork, _local, _merge, fedavg
+from protocols._merge import as_tensor
+from protocols._options import check
+
+_MODELS = "table_models"
+_VERSIONS = "table_model_versions"
+_BLOCK = 1024
+
+
+@dataclass(frozen=True)
+class PlFedCmhOptions:
+    """Options of PLFedCMH; defaults are its released code's, except for the direction of the hypernetworks' steps.
+
+    Args:
+        beta: weight of the codes' products with the class prototypes.
+        eta: weight of the features' distance to the class prototypes.
+        hn_rate: learning rate of the hypernetworks.
+        hn_sign: ``descent`` moves a mixture where the silo's update points; the released ``code`` moves it away.
+        branch_renorm: each branch of the global model is averaged over the silos that trained it.
+        weighting: of the global model's average, ``uniform`` as the released code, or by ``samples``.
+    """
+
+    beta: float = 0.5
+    eta: float = 1e5
+    hn_rate: float = 1e-3
+    hn_sign: Literal["descent", "code"] = "descent"
+    branch_renorm: bool = True
+    weighting: Literal["samples", "uniform"] = "uniform"
+
+    def __post_init__(self) -> None:
+        check("beta", self.beta, 0.0)
+        check("eta", self.eta, 0.0)
+        check("hn_rate", self.hn_rate, 0.0)
+
+
+def prototype_loss(
+    codes: Tensor, features: Tensor, labels: Tensor, prototypes: Tensor, valid: Tensor, options: PlFedCmhOptions
+) -> Tensor:
+    """Prototype terms beta ||r L - H P^T||^2 + eta MSE(P_y, f) of one modality's batch, before division by B n_k.
+
+    A sample of several classes is drawn to the mean of its classes' prototypes; one whose classes have none counts 0.
+
+    Args:
+        codes: H [B, r].
+        features: f [B, r], the outputs before tanh.
+        labels: multi-hot [B, C].
+        prototypes: P [C, r]; rows of classes without one are zero in a run.
+        valid: bool [C], which classes have one.
+        options: beta and eta.
+    """
+    products = (codes.shape[1] * labels - codes @ prototypes.T).square().sum()
+    mine = labels * valid
+    counts = mine.sum(1, keepdim=True)
+    target = torch.where(counts > 0, mine @ prototypes / counts.clamp(min=1), features)
+    return options.beta * products + options.eta * (target - features).square().mean()
+
+
+class PlFedCmh:
+    """PLFedCMH, see the module's text."""
+
+    Options: ClassVar[type[Any]] = PlFedCmhOptions
+
+    def __init__(self, options: PlFedCmhOptions, context: Context) -> None:
+        if context.objective.base == "info_nce" or not context.label_names:
+            raise InputError("objective.base", context.objective.base, "a hashing base, and data with labels")
+        self.options = options
+        self.context = context
+        self.columns = fine_columns(context.label_names)
+        self.fedavg = fedavg.FedAvg(
+            fedavg.FedAvgOptions(branch_renorm=options.branch_renorm, weighting=options.weighting), context
+        )
+        self.parts = {name: _hypernetwork.blocks(context.layout, part) for name, part in self.fedavg.branches.items()}
+        self.shapes = {
+            name: _hypernetwork.layout(list(parts), len(context.silos)) for name, parts in self.parts.items()
+        }
+
+    @property
+    def personalised(self) -> bool:
+        """Always: every silo has a model of its own."""
+        return True
+
+    def eligible(self, silo: SiloFacts) -> bool:
+        """Everybody takes part."""
+        return silo.image or silo.text
+
+    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
+        """The update of the mixture, the loss, and class prototypes."""
+        return frozenset({Delta, Loss, ClassPrototypes})
+
+    # ----------------------------------------------------------------------- the silo's half
+    def train(self, local: Local, task: Task) -> Trained:
+        """Local epochs with the prototype terms, then the prototypes of the features as they are now."""
+        shared = _class_prototypes.read_download(take(task.payloads, ClassPrototypes), local.model.flat.device)
+        labels = _local.labels_of(local, np.arange(len(local.share)))[:, self.columns]
+
+        def extra(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
+            own = labels[torch.from_numpy(step.rows).to(labels.device)]
+            given = ((image, shared.image, shared.image_valid), (text, shared.text, shared.text_valid))
+            parts = [
+                prototype_loss(out.code, out.raw, own, prototypes, valid, self.options)
+                for out, prototypes, valid in given
+                if out is not None and bool(valid.any())
+            ]
+            return torch.stack(parts).sum() / (len(step.rows) * len(local.share)) if parts else None
+
+        trained = self.fedavg.trained(local, task, extra=extra)
+        return replace(trained, payloads=(*trained.payloads, self._own_prototypes(local, task, labels)))
+
+    def _own_prototypes(self, local: Local, task: Task, labels: Tensor) -> ClassPrototypes:
+        """Class means of the outputs before tanh, of one caption per item; count 0 for a modality the silo lacks."""
+        caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, "prototypes"))
+        rows, counts = [], []
+        for place in (0, 1):
+            with torch.no_grad():
+                outs = [
+                    _local.outputs(local, np.arange(start, min(start + _BLOCK, len(local.share))), caption)[place]
+                    for start in range(0, len(local.share), _BLOCK)
+                ]
+            raw = [out.raw for out in outs if out is not None]
+            features = torch.cat(raw) if raw else torch.zeros(0, self.context.dim, device=labels.device)
+            means, count = _class_prototypes.class_means(features, labels[: len(features)])
+            rows.append(means)
+            counts.append(count)
+        return _class_prototypes.payload(torch.cat(rows), torch.cat(counts))
+
+    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+        """The silo's own mixture."""
+        _local.load_model(local, take(payloads, Model).buffer)
+        return encoders_of(local.model)
+
+    # ----------------------------------------------------------------------- the coordinator's half
+    def initial(self, theta: Tensor) -> State:
+        """No silo's model and no prototype yet, fresh hypernetworks."""
+        count = len(self.context.silos)
+        tensors = {
+            _MODELS: torch.zeros(count, len(theta)),
+            _VERSIONS: torch.full((count,), -1, dtype=torch.int64),
+            **_class_prototypes.initial(count, len(self.columns), self.context.dim),
+        }
+        for name, shape in self.shapes.items():
+            tensors[f"hyper_{name}"] = torch.stack(
+                [
+                    _hypernetwork.initial(shape, torch_generator(self.context.seed, "plfedcmh", name, silo.name))
+                    for silo in self.context.silos
+                ]
+            )
+        return State(theta, tensors)
+
+    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
+        """The silo's mixture and the global prototypes."""
+        model = Model(layout_digest=self.context.layout.digest, buffer=self.mixture(state, silo).numpy())
+        return (model, _class_prototypes.download(state.tensors))
+
+    def mixture(self, state: State, silo: SiloFacts) -> Tensor:
+        """The silo's personal model float32 [P]; branches that nobody has trained yet are the global model's."""
+        theta = state.theta.clone()
+        for name, parts in self.parts.items():
+            allowed = self._known(state, name)
+            if not bool(allowed.any()):
+                continue
+            found = _hypernetwork.scores(state.tensors[f"hyper_{name}"][silo.index], self.shapes[name], list(parts))
+            weights = _hypernetwork.shares(found, allowed)
+            for block, values in _hypernetwork.mixed(weights, state.tensors[_MODELS], parts).items():
+                theta[parts[block]] = values
+        return theta
+
+    def _known(self, state: State, name: str) -> Tensor:
+        """Silos bool [K] whose branch can be mixed: they have it and have trained."""
+        owners = torch.tensor([_merge.owns(silo, name) for silo in self.context.silos])
+        return owners & (state.tensors[_VERSIONS] >= 0)
+
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        """Each reporter's model and hypernetworks move by its update; prototypes and the global model are averaged."""
+        replies = _merge.ordered(replies)
+        merged = self.fedavg.merge(State(state.theta), replies, round_)
+        models, versions = state.tensors[_MODELS].clone(), state.tensors[_VERSIONS].clone()
+        networks = {name: state.tensors[f"hyper_{name}"].clone() for name in self.parts}
+        for reply in replies:
+            update = as_tensor(take(reply.payloads, Delta).buffer)
+            for name in self.parts:
+                if _merge.owns(reply.silo, name):
+                    networks[name][reply.silo.index] = self._stepped(state, reply, name, update)
+            if reply.base_version >= int(versions[reply.silo.index]):
+                models[reply.silo.index] = self.mixture(state, reply.silo) + update
+                versions[reply.silo.index] = reply.base_version
+        prototypes = _class_prototypes.updated(
+            state.tensors,
+            [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies],
+            round_,
+            max_age=self.context.max_age,
+            weighted=False,
+        )
+        hyper = {f"hyper_{name}": each for name, each in networks.items()}
+        tensors = {_MODELS: models, _VERSIONS: versions, **hyper, **prototypes}
+        return Merged(State(merged.state.theta, tensors, state.values), merged.log)
+
+    def _stepped(self, state: State, reply: Reply, name: str, update: Tensor) -> Tensor:
+        """The hypernetwork of a reporter's branch after its step; nothing was mixed before anybody had trained."""
+        network = state.tensors[f"hyper_{name}"][reply.silo.index]
+        allowed = self._known(state, name)
+        if not bool(allowed.any()):
+            return network
+        return _hypernetwork.stepped(
+            network,
+            self.shapes[name],
+            self.parts[name],
+            models=state.tensors[_MODELS],
+            allowed=allowed,
+            direction=-update if self.options.hn_sign == "descent" else update,
+            rate=self.options.hn_rate * reply.damping,
+        )
+
+
+PROTOCOL = PlFedCmh

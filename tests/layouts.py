@@ -1,0 +1,157 @@
+"""Small folders in the layouts in which data sets are distributed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+SPLITS = ("train", "train", "train", "val", "test", "test")
+
+
+def photo(path: Path, number: int, size: tuple[int, int] = (16, 16)) -> None:
+    """A picture of its own for each number, written as the file's ending says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    pixels = np.random.default_rng(number).integers(0, 256, (*size, 3), dtype=np.uint8)
+    Image.fromarray(pixels).save(path)
+
+
+def write(path: Path, text: str, encoding: str = "utf-8") -> Path:
+    """A text file with its folders."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding=encoding)
+    return path
+
+
+def truncate(path: Path) -> None:
+    """Cut a file in half."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flickr(folder: Path, name: str = "flickr8k", splits: Sequence[str] = SPLITS) -> Path:
+    """Karpathy's JSON and images; item i has 1 + i % 3 captions."""
+    images = []
+    for row, split in enumerate(splits):
+        photo(folder / "images" / f"{row}.jpg", row, (16, 20))
+        sentences = [{"raw": f"picture {row} as number {k} sees it", "tokens": []} for k in range(1 + row % 3)]
+        images.append({"filename": f"{row}.jpg", "split": split, "sentences": sentences, "imgid": row, "sentids": []})
+    write(folder / f"dataset_{name}.json", json.dumps({"dataset": name, "images": images}))
+    return folder
+
+
+def coco(folder: Path) -> Path:
+    """Karpathy's JSON, two image folders, and instances with categories."""
+    images = []
+    for row, split in enumerate(("train", "restval", "val", "test", "test")):
+        inner = "train2014" if split == "train" else "val2014"
+        photo(folder / inner / f"COCO_{row}.jpg", row)
+        said = [{"raw": f"scene {row}"}]
+        images.append(
+            {"filename": f"COCO_{row}.jpg", "filepath": inner, "split": split, "cocoid": 70 + row, "sentences": said}
+        )
+    write(folder / "dataset_coco.json", json.dumps({"images": images}))
+    categories = [{"id": 18, "name": "dog"}, {"id": 1, "name": "person"}]
+    for part, found in (("train2014", [(70, 18)]), ("val2014", [(71, 1), (71, 18), (73, 1)])):
+        annotations = [{"image_id": image, "category_id": category} for image, category in found]
+        content = {"annotations": annotations, "categories": categories}
+        write(folder / "annotations" / f"instances_{part}.json", json.dumps(content))
+    return folder
+
+
+def iapr(folder: Path, n: int = 5) -> Path:
+    """Images and annotations by folder, in the set's own encoding, with an ampersand that XML would not allow."""
+    for row in range(n):
+        inner = f"{row // 3:02d}"
+        photo(folder / "images" / inner / f"{row}.jpg", row)
+        text = (
+            f"<DOC>\n<DOCNO>annotations/{inner}/{row}.eng</DOCNO>\n<TITLE>Title {row}</TITLE>\n"
+            f"<DESCRIPTION>{'' if row == 1 else f'a café & {row} trees;'}</DESCRIPTION>\n"
+            f"<IMAGE>images/{inner}/{row}.jpg</IMAGE>\n</DOC>\n"
+        )
+        write(folder / "annotations_complete_eng" / inner / f"{row}.eng", text, "cp1252")
+    write(folder / "saiapr_tc-12" / "00" / "labels.txt", "0 1 3\n0 2 7\n1 1 3\n")
+    write(folder / "saiapr_tc-12" / "wlist.txt", "3 sky\n7 tree\n9 unused\n")
+    return folder
+
+
+def msrvtt(folder: Path, frames: int = 15) -> Path:
+    """JSON and one folder of frames per video."""
+    videos, sentences = [], []
+    for row, split in enumerate(("train", "train", "validate", "test")):
+        for frame in range(frames):
+            photo(folder / "frames" / f"video{row}" / f"{frame:03d}.jpg", 100 * row + frame)
+        videos.append({"video_id": f"video{row}", "split": split, "category": 9 + row % 2, "id": row})
+        sentences += [{"video_id": f"video{row}", "caption": f"clip {row} {k}", "sen_id": k} for k in range(2)]
+    write(folder / "MSRVTT_data.json", json.dumps({"videos": videos, "sentences": sentences}))
+    return folder
+
+
+def mirflickr(folder: Path, n: int = 8) -> Path:
+    """Images, tags, common tags and label files; the last item has no common tag."""
+    for number in range(1, n + 1):
+        photo(folder / "mirflickr" / f"im{number}.jpg", number)
+        tags = "rare" if number == n else "sky\nsea\nsky\nrare" if number % 2 else "dog"
+        write(folder / "mirflickr" / "meta" / "tags" / f"tags{number}.txt", tags)
+    write(folder / "mirflickr" / "doc" / "common_tags.txt", "sky 845\ndog 641\nsea 301\n")
+    notes = folder / "mirflickr25k_annotations_v080"
+    write(notes / "animals.txt", "2\n4\n6\n8\n")
+    write(notes / "sea.txt", "1\n3\n")
+    write(notes / "sea_r1.txt", "3\n")
+    write(notes / "README.txt", "not a label")
+    return folder
+
+
+def nuswide(folder: Path, n: int = 9, labels: int = 23) -> Path:
+    """Lists, tags and ground truth; label k holds for the items after k, so that the last two are the rarest."""
+    names = [f"actor\\{row:04d}_{row}.jpg" for row in range(n)]
+    for row in range(n):
+        photo(folder / "Flickr" / "actor" / f"{row:04d}_{row}.jpg", row)
+    write(folder / "ImageList" / "Imagelist.txt", "\n".join(names) + "\n")
+    tags = ["\t".join(str(int(column % n == row and row > 1)) for column in range(1000)) + "\t" for row in range(n)]
+    write(folder / "NUS_WID_Tags" / "AllTags1k.txt", "\n".join(tags) + "\n")
+    write(folder / "NUS_WID_Tags" / "TagList1k.txt", "\n".join(f"word{column}" for column in range(1000)))
+    for label in range(labels):
+        # Item 0 has but the rarest label, which is cut off.
+        column = [str(int(row == 0 if label == labels - 1 else row >= 1 + label % 4)) for row in range(n)]
+        write(folder / "Groundtruth" / "AllLabels" / f"Labels_l{label:02d}.txt", "\n".join(column) + "\n")
+    return folder
+
+
+def wikipedia(folder: Path) -> Path:
+    """Texts in XML, images by class, and the two lists."""
+    lists: Mapping[str, Sequence[tuple[int, int]]] = {
+        "trainset": [(0, 1), (1, 2)],
+        "testset": [(2, 1), (3, 9), (4, 10)],
+    }
+    names = {1: "art", 2: "biology", 9: "sport", 10: "warfare"}
+    for part, pairs in lists.items():
+        lines = []
+        for number, category in pairs:
+            photo(folder / "images" / names[category] / f"img{number}.jpg", number)
+            write(
+                folder / "texts" / f"txt{number}-7.xml",
+                f"<?xml version='1.0'?>\n<document><text>A &amp; {number}\n</text>",
+            )
+            lines.append(f"txt{number}-7\timg{number}\t{category}")
+        write(folder / f"{part}_txt_img_cat.list", "\n".join(lines) + "\n")
+    return folder
+
+
+def pascal(folder: Path, per_class: int = 3) -> Path:
+    """Images and sentences, both with one folder per class."""
+    for row in range(2 * per_class):
+        name = f"{('cat', 'sofa')[row % 2]}/2008_{row:06d}"
+        photo(folder / "dataset" / f"{name}.jpg", row)
+        write(folder / "sentence" / f"{name}.txt", f"One {row}.\nTwo {row}.\n")
+    return folder
+
+
+def manifest(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
+    """A JSONL manifest; its images are made."""
+    for number, row in enumerate(rows):
+        photo(folder / str(row["image"]), number)
+    return write(folder / "list.jsonl", "".join(json.dumps(row) + "\n" for row in rows))

@@ -1,0 +1,607 @@
+"""Comparisons: which runs a command means, how they are done, and what is made of their results."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+import yaml
+from rich.console import Console
+from scipy import stats
+
+import protocols
+from fedmq import cli, cli_compare, compare, jobs, outcomes, plots, tables
+from fedmq import plan as planning
+from fedmq import rows as made_rows
+from fedmq import scenario as scenarios
+from fedmq.errors import InputError
+from fedmq.outcomes import Target
+from fedmq.plan import Entry, Plan
+from fedmq.runfolder import RunFolder
+from fedmq.scenario import Scenario
+from tests.threads import resolved, run
+
+ROOT = Path(__file__).parent.parent
+
+
+def resolve(file: Path, settings: list[str], seed: int | None) -> Scenario:
+    return scenarios.load(file, [*settings, *([] if seed is None else [f"seed={seed}"])])
+
+
+def entries(tiny: Path, vary: list[str], select: list[str] | None = None) -> tuple[Entry, ...]:
+    varied = [planning.parse_variation(text, "--vary") for text in vary]
+    chosen = [planning.parse_variation(text, "--select") for text in select or []]
+    return planning.entries([tiny], [], varied, chosen, resolve)
+
+
+def place(folder: Path) -> compare.Workplace:
+    return compare.Workplace(folder, resolve, lambda scenario: "data", processes=True, jobs=2)
+
+
+# ------------------------------------------------------------------------------------------------------ what is meant
+@pytest.mark.parametrize("text", ["rounds", "rounds=", "=3", "a b=3", "rounds=[", "rounds=3,3", "x:=1"])
+def test_a_variation_that_is_none_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(InputError, match="--vary") as caught:
+        planning.parse_variation(text, "--vary")
+    assert "\n" not in str(caught.value)
+
+
+def test_values_are_yaml_and_may_be_for_one_method() -> None:
+    own = planning.parse_variation("rcsr:protocol.lambda_anc=0.3,1", "--select")
+    assert (own.who, own.key, own.values) == ("rcsr", "protocol.lambda_anc", (0.3, 1))
+    whole = planning.parse_variation("protocol=fedavg,{name: rcsr, filler: zero}", "--vary")
+    assert whole.values == ("fedavg", {"name": "rcsr", "filler": "zero"})
+
+
+@pytest.mark.parametrize("text", ["", "a", "0,0", "-1", "1.5", "0,,1"])
+def test_seeds_are_different_whole_numbers(text: str) -> None:
+    with pytest.raises(InputError, match="--seeds"):
+        planning.parse_seeds(text)
+
+
+def test_every_combination_of_varied_values_is_a_row_named_by_what_differs(tiny: Path) -> None:
+    rows = entries(tiny, ["silos.count=4,5", "protocol=fedavg,{name: rcsr, filler: zero}"])
+    assert [row.name for row in rows] == [
+        "fedavg, silos.count=4",
+        "rcsr filler=zero, silos.count=4",
+        "fedavg, silos.count=5",
+        "rcsr filler=zero, silos.count=5",
+    ]
+    scenario = resolve(tiny, list(rows[3].settings), None)
+    assert (scenario.silos.count, scenario.protocol.name, scenario.protocol.options["filler"]) == (5, "rcsr", "zero")
+    assert [row.name for row in entries(tiny, ["silos.count=4,5"])] == ["silos.count=4", "silos.count=5"]
+
+
+def test_a_variation_may_be_for_one_of_several_scenarios(tiny: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(tiny.read_text().replace("name: tiny", "name: other"))
+
+    def names(*vary: str) -> list[str]:
+        varied = [planning.parse_variation(text, "--vary") for text in vary]
+        return [row.name for row in planning.entries([tiny, other], [], varied, [], resolve)]
+
+    assert names() == ["tiny", "other"]
+    assert names("tiny:protocol=fedavg,rcsr") == ["fedavg", "rcsr", "other"]
+    assert names("protocol=fedavg", "silos.count=4,5") == [
+        f"{name} fedavg, silos.count={count}" for name in ("tiny", "other") for count in (4, 5)
+    ]
+    with pytest.raises(InputError, match=r"--vary nobody:rounds.*tiny"):
+        names("nobody:rounds=1,2")
+
+
+def test_a_bad_value_is_found_before_anything_runs(tiny: Path) -> None:
+    with pytest.raises(InputError, match=r"silos\.count"):
+        entries(tiny, ["silos.count=4,0"])
+    with pytest.raises(InputError, match=r"training\.learning_rate"):
+        entries(tiny, [], ["training.learning_rate=0.1,-1"])
+
+
+def test_the_same_file_twice_is_refused(tiny: Path) -> None:
+    with pytest.raises(InputError, match="different names"):
+        planning.entries([tiny, tiny], [], [], [], resolve)
+
+
+def test_a_methods_own_candidates_take_the_place_of_those_for_all(tiny: Path) -> None:
+    fedavg, rcsr = entries(
+        tiny,
+        ["protocol=fedavg,rcsr"],
+        ["training.learning_rate=1,2,3,4", "rcsr:training.learning_rate=1,2", "rcsr:protocol.tau=0.1,0.2"],
+    )
+    assert [candidate[0] for candidate in fedavg.candidates] == [
+        f"training.learning_rate={rate}" for rate in (1, 2, 3, 4)
+    ]
+    assert len(rcsr.candidates) == 4
+    assert rcsr.candidates[1] == ("training.learning_rate=1", "protocol.tau=0.2")
+
+
+def test_candidates_for_nobody_are_refused_with_who_there_is(tiny: Path) -> None:
+    with pytest.raises(InputError, match=r"'moon'.*fedavg.*rcsr"):
+        entries(tiny, ["protocol=fedavg,rcsr"], ["moon:protocol.mu=1,2"])
+
+
+def test_the_same_rows_find_the_same_folder_whatever_is_measured(tiny: Path) -> None:
+    def folder(vary: str, **more: Any) -> Path:
+        return planning.default_folder(Plan(entries(tiny, [vary]), (0,), **more), "compare", resolve)
+
+    assert folder("silos.count=4,5") == folder("silos.count=4,5", metrics=("map",), baseline="silos.count=5")
+    assert folder("silos.count=4,5") != folder("silos.count=4,6")
+
+
+def test_a_run_is_named_by_what_it_computes(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [])
+    name = compare.run_of(entry, (), 0, place(tmp_path)).name
+    assert compare.run_of(entry, ("launcher=none",), 0, place(tmp_path)).name == name
+    assert compare.run_of(entry, ("silos.slots=1",), 0, place(tmp_path)).name == name
+    others = [
+        compare.run_of(entry, (), 1, place(tmp_path)),
+        compare.run_of(entry, ("rounds=5",), 0, place(tmp_path)),
+        compare.run_of(entry, (), 0, place(tmp_path), trial=True),
+        compare.run_of(entry, (), 0, compare.Workplace(tmp_path, resolve, lambda scenario: "other", True, 1)),
+    ]
+    assert len({name, *(other.name for other in others)}) == 5
+
+
+def test_data_are_prepared_once_for_all_runs_that_share_them(tiny: Path) -> None:
+    asked: list[int] = []
+
+    def prepare(scenario: Scenario) -> Path:
+        asked.append(scenario.seed)
+        return Path("cache") / f"digest-{scenario.seed}"
+
+    data_digest = compare.digest_once(prepare)
+    found = [data_digest(resolve(tiny, [f"silos.count={count}"], seed)) for count in (4, 5) for seed in (0, 1)]
+    assert found == ["digest-0", "digest-1"] * 2
+    assert asked == [0, 1]
+
+
+# ------------------------------------------------------------------------------------------------------- doing them
+def job(tmp_path: Path, name: str, program: str, rounds: int = 4) -> jobs.Job:
+    return jobs.Job(name, (sys.executable, "-c", program), tmp_path / f"{name}.log", tmp_path / f"{name}.jsonl", rounds)
+
+
+def test_one_that_fails_is_told_by_its_last_word_and_the_others_go_on(tmp_path: Path) -> None:
+    todo = [
+        job(tmp_path, "good", "pass"),
+        job(tmp_path, "bad", "import sys; print('noise', file=sys.stderr); sys.exit('fedmq: no such thing\\n')"),
+        job(tmp_path, "mute", "import sys; sys.exit(7)"),
+        job(tmp_path, "killed", "import os; os.kill(os.getpid(), 9)"),
+        job(tmp_path, "last", f"open({str(tmp_path / 'done')!r}, 'w')"),
+    ]
+    told: list[jobs.Progress] = []
+    ended = jobs.run_all(todo, 2, told.append, lambda: False)
+    assert ended == jobs.Ended(
+        {"bad": "no such thing", "mute": "ended with exit code 7", "killed": "killed by SIGKILL"}, stopped=False
+    )
+    assert (tmp_path / "done").exists()
+    assert (told[-1].done, told[-1].total, told[-1].running) == (5, 5, ())
+
+
+def test_no_more_run_at_once_than_asked_and_each_on_one_thread(tmp_path: Path) -> None:
+    program = (
+        f"import os, time, pathlib; here = pathlib.Path({str(tmp_path)!r}); own = here / f'{{os.getpid()}}.on';"
+        "own.touch(); time.sleep(0.2);"
+        "(here / f'{os.getpid()}.seen').write_text(str(len(list(here.glob('*.on')))));"
+        "own.unlink(); assert os.environ['OMP_NUM_THREADS'] == '1'"
+    )
+    ended = jobs.run_all(
+        [job(tmp_path, str(number), program) for number in range(4)], 2, lambda how: None, lambda: False
+    )
+    assert not ended.errors
+    assert {path.read_text() for path in tmp_path.glob("*.seen")} <= {"1", "2"}
+
+
+def test_a_stop_is_passed_on_and_nothing_is_started_after_it(tmp_path: Path) -> None:
+    catching = (
+        "import signal, sys, time, pathlib; path = pathlib.Path({path!r});"
+        "signal.signal(signal.SIGTERM, lambda *_: (path.write_text('stopped'), sys.exit(1)));"
+        "pathlib.Path({ready!r}).touch(); time.sleep(30)"
+    ).format(path=str(tmp_path / "how"), ready=str(tmp_path / "ready"))
+    todo = [job(tmp_path, "first", catching), job(tmp_path, "second", f"open({str(tmp_path / 'never')!r}, 'w')")]
+    began = time.monotonic()
+    ended = jobs.run_all(todo, 1, lambda how: None, (tmp_path / "ready").exists)
+    assert ended == jobs.Ended({}, stopped=True)
+    assert (tmp_path / "how").read_text() == "stopped"
+    assert not (tmp_path / "never").exists()
+    assert time.monotonic() - began < 20
+
+
+def test_the_time_left_follows_from_the_merges_on_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"kind": "merge"}\n{"kind": "evaluation"}\n')
+    told: list[jobs.Progress] = []
+    program = (
+        "import time; f = open({path!r}, 'a'); f.write('{{\"kind\": \"merge\"}}\\n'); f.close(); time.sleep(1.6)"
+    ).format(path=str(tmp_path / "a.jsonl"))
+    jobs.run_all([job(tmp_path, "a", program)], 1, told.append, lambda: False)
+    assert told[0].running == (("a", 0.25),)
+    assert told[0].left is None
+    middle = next(how for how in told if how.running == (("a", 0.5),))
+    assert middle.left is not None
+    assert 0 < middle.left < 60
+
+
+def test_a_run_with_a_scenario_on_file_is_resumed_and_another_begun(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [])
+    begun = compare.run_of(entry, (), 3, place(tmp_path))
+    fresh = compare.job_of(begun).command
+    assert fresh[1:4] == ("-m", "fedmq.cli", "scenario")
+    assert fresh[5:7] == ("--out", str(begun.folder.root))
+    assert scenarios.load(Path(fresh[4])) == begun.scenario
+    begun.folder.root.mkdir()
+    (begun.folder.root / "half").write_text("x")
+    assert "--out" in compare.job_of(begun).command
+    assert not begun.folder.root.exists()
+    begun.folder.root.mkdir()
+    begun.folder.scenario.write_text(begun.scenario.dump())
+    assert compare.job_of(begun).command[5:7] == ("--resume", str(begun.folder.root))
+
+
+def test_two_comparisons_never_work_on_the_same_runs_at_once(tmp_path: Path) -> None:
+    plan = Plan((), (0,))
+    here = place(tmp_path)
+    with compare._alone(tmp_path), pytest.raises(InputError, match="one at a time"):
+        compare.carry_out(plan, here, lambda what, how: None, lambda: lambda: False)
+
+
+# --------------------------------------------------------------------------------------------------- what they came to
+def finish(folder: RunFolder, recall: float, *, scenario: str = "tiny", reached: float = 3.0) -> None:
+    """Files of a finished run of two merges, evaluated before and after."""
+    per_silo = {"silo-00": {"mean_r1": recall}, "silo-01": {"mean_r1": recall / 2}}
+    lines: list[dict[str, Any]] = [
+        {"kind": "evaluation", "version": 0, "metrics": {"mean_r1": 0.1}, "per_silo": per_silo},
+        {"kind": "merge", "version": 1, "now": 1.5},
+        {"kind": "merge", "version": 2, "now": reached},
+        {"kind": "evaluation", "version": 2, "metrics": {"mean_r1": recall}, "per_silo": per_silo},
+    ]
+    folder.root.mkdir(parents=True, exist_ok=True)
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    folder.summary.write_text(
+        json.dumps(
+            {
+                "scenario": scenario,
+                "model_digest": f"digest-{recall}",
+                "metrics": {"mean_r1": recall},
+                "fairness": {"std_r1": 0.2, "worst_r1": recall / 2, "gap_r1": 0.3},
+                "bytes": {"up": {"delta": 100, "loss": 8}, "down": {"model": 50}},
+                "seconds": {"virtual": reached},
+                "processes": {"silos": 2},
+                "protocol": "fedavg",
+            }
+        )
+    )
+
+
+def test_values_are_found_by_metric_or_by_place_in_the_summary(tmp_path: Path) -> None:
+    finish(RunFolder(tmp_path), 0.5)
+    outcome = outcomes.read(RunFolder(tmp_path))
+    assert outcome.value("mean_r1") == 0.5
+    assert outcome.value("fairness.worst_r1") == 0.25
+    assert (outcome.value("bytes.up"), outcome.value("bytes.up.delta")) == (108.0, 100.0)
+    assert outcome.value("seconds.virtual") == 3.0
+    assert [outcome.value(name) for name in ("personal.mean_r1", "protocol", "map", "bytes", "fairness")] == [None] * 5
+
+
+def test_the_time_to_a_target_is_that_of_the_first_evaluation_that_reaches_it(tmp_path: Path) -> None:
+    finish(RunFolder(tmp_path), 0.5)
+    outcome = outcomes.read(RunFolder(tmp_path))
+    assert outcome.time_to(Target("mean_r1", 0.1)) == 0.0
+    assert outcome.time_to(Target("mean_r1", 0.3)) == 3.0
+    assert outcome.time_to(Target("mean_r1", 0.6)) is None
+
+
+def test_version_0_is_what_no_training_gives(tmp_path: Path) -> None:
+    finish(RunFolder(tmp_path), 0.5)
+    before = outcomes.read(RunFolder(tmp_path)).untrained()
+    assert before.value("mean_r1") == 0.1
+    assert before.value("fairness.gap_r1") == pytest.approx(0.25)
+    assert before.value("bytes.up") is None
+
+
+def test_an_unfinished_run_is_not_read(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="finished run"):
+        outcomes.read(RunFolder(tmp_path))
+
+
+def test_the_interval_is_the_paired_t_interval() -> None:
+    own, base = {0: 0.50, 1: 0.61, 2: 0.55}, {0: 0.45, 1: 0.52, 2: 0.53}
+    found = outcomes.statistic(own, base)
+    differences = np.array([0.05, 0.09, 0.02])
+    half = stats.t.ppf(0.975, 2) * differences.std(ddof=1) / np.sqrt(3)
+    assert (found.n, found.mean, found.std) == (3, pytest.approx(np.mean([0.5, 0.61, 0.55])), pytest.approx(0.0550757))
+    assert found.difference == pytest.approx(differences.mean())
+    assert (found.low, found.high) == (
+        pytest.approx(differences.mean() - half),
+        pytest.approx(differences.mean() + half),
+    )
+
+
+def test_differences_are_taken_over_the_seeds_that_both_have() -> None:
+    found = outcomes.statistic({0: 1.0, 2: 3.0}, {0: 0.5, 1: 9.0, 2: 2.5})
+    assert (found.n, found.difference, found.low, found.high) == (2, 0.5, 0.5, 0.5)
+    single = outcomes.statistic({0: 1.0}, {0: 0.25, 1: 3.0})
+    assert single.difference == 0.75
+    assert np.isnan([single.std, single.low, single.high]).all()
+    assert np.isnan(outcomes.statistic({}, {0: 1.0}).mean)
+
+
+def test_the_best_is_the_least_where_less_is_better_and_an_incomplete_row_is_left_out() -> None:
+    rows = [outcomes.statistic(values, None) for values in ({0: 1.0, 1: 2.0}, {0: 2.0, 1: 2.0}, {0: 9.0})]
+    assert outcomes.best(rows, "mean_r1") == {1}
+    assert outcomes.best(rows, "fairness.std_r1") == {0}
+    assert outcomes.best(rows, "bytes.up") == {0}
+    assert outcomes.best(rows[:1], "mean_r1") == set()
+
+
+@pytest.fixture
+def study(tiny: Path, tmp_path: Path) -> tuple[Plan, tuple[made_rows.Row, ...]]:
+    """Two methods at two points, three seeds each; rcsr is .1 better and slower."""
+    rows = entries(tiny, ["silos.count=4,50", "protocol=fedavg,rcsr"])
+    plan = Plan(rows, (0, 1, 2), ("mean_r1", "fairness.worst_r1"), (Target("mean_r1", 0.55),), zero_shot=True)
+    finished: dict[str, dict[int, outcomes.Outcome]] = {}
+    for place_, row in enumerate(rows):
+        for seed in plan.seeds:
+            folder = RunFolder(tmp_path / f"{place_}-{seed}")
+            finish(folder, 0.5 + 0.1 * (row.method == "rcsr") + 0.01 * seed, reached=3.0 + place_ + seed)
+            finished.setdefault(row.name, {})[seed] = outcomes.read(folder)
+    del finished["rcsr, silos.count=50"][2]
+    return plan, made_rows.rows(plan, {row.name: () for row in rows}, finished)
+
+
+def test_methods_are_compared_at_the_same_point(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
+    _, rows = study
+    assert {row.entry.name: row.against for row in rows} == {
+        "zero-shot": "fedavg, silos.count=4",
+        "fedavg, silos.count=4": None,
+        "rcsr, silos.count=4": "fedavg, silos.count=4",
+        "fedavg, silos.count=50": None,
+        "rcsr, silos.count=50": "fedavg, silos.count=50",
+    }
+    best = {row.entry.name for row in rows if "mean_r1" in row.best}
+    assert best == {"rcsr, silos.count=4"}, "the other point has but one complete row"
+    assert rows[2].columns["mean_r1"].difference == pytest.approx(0.1)
+
+
+def test_the_baseline_is_a_method_or_a_row_by_name(tiny: Path) -> None:
+    rows = entries(tiny, ["silos.count=4,5", "protocol=fedavg,rcsr"])
+    by_method = made_rows.baselines(Plan(rows, (0,), baseline="rcsr"))
+    assert by_method["fedavg, silos.count=5"] == "rcsr, silos.count=5"
+    by_row = made_rows.baselines(Plan(rows, (0,), baseline="rcsr, silos.count=4"))
+    assert by_row["fedavg, silos.count=5"] == "rcsr, silos.count=4"
+    with pytest.raises(InputError, match=r"--baseline.*'moon'.*fedavg, silos\.count=4"):
+        made_rows.baselines(Plan(rows, (0,), baseline="moon"))
+
+
+def test_a_metric_that_no_run_has_is_refused_with_those_there_are(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [])
+    finish(RunFolder(tmp_path), 0.5)
+    with pytest.raises(InputError, match=r"'mean_r2'.*mean_r1"):
+        made_rows.rows(
+            Plan((entry,), (0,), ("mean_r2",)), {entry.name: ()}, {entry.name: {0: outcomes.read(RunFolder(tmp_path))}}
+        )
+
+
+def test_the_tables_say_the_same_in_every_form(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
+    plan, rows = study
+    grid = tables.grid(rows, plan)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(tables.terminal(grid, "title"))
+    text, latex, markdown = console.export_text(), tables.latex(grid, "fedmq x_y"), tables.markdown(grid, "fedmq x_y")
+    for form in (text, markdown):
+        assert "0.6100 ± 0.0100" in form
+        assert "0.6050 ± 0.0071 (2 of 3 seeds)" in form
+        assert "+0.1000 [+0.1000, +0.1000]" in form
+        assert "to fedavg at the same point" in re.sub(r"\s+", " ", form)
+    assert "**0.6100 ± 0.0100**" in markdown
+    assert "\\textbf{0.6100 $\\pm$ 0.0100}" in latex
+    assert "rcsr, silos.count=4 & " in latex
+    assert "mean\\_r1 & difference & fairness.worst\\_r1" in latex
+    assert latex.splitlines()[0] == "% fedmq x_y"
+    assert [latex.count(rule) for rule in ("\\toprule", "\\midrule", "\\bottomrule")] == [1, 1, 1]
+    assert all(line.count(" & ") == len(grid.head) - 1 for line in latex.splitlines() if line.endswith("\\\\"))
+    records = list(csv.DictReader(io.StringIO(tables.as_csv(tables.plain(rows)))))
+    assert float(records[2]["mean_r1.mean"]) == pytest.approx(0.61)
+    assert records[2]["silos.count"] == "4"
+    assert records[1]["mean_r1.low"] == ""
+    runs = list(csv.DictReader(io.StringIO(tables.as_csv(tables.runs(rows)))))
+    assert len(runs) == 14
+    assert runs[3]["model_digest"] == "digest-0.5"
+
+
+def test_a_target_that_not_all_seeds_reach_is_counted(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
+    _, rows = study
+    column = "seconds to mean_r1 0.55"
+    assert [row.columns[column].n for row in rows] == [0, 0, 3, 0, 2]
+    assert rows[2].columns[column].mean == pytest.approx(5.0)
+
+
+def test_the_page_of_plots_draws_every_column_in_every_way(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
+    _, rows = study
+    page = plots.page(rows, "title & more", ["note"], sweep=True)
+    assert "title &amp; more" in page
+    for title in ("mean_r1 against silos.count", "mean_r1 over merges", "mean_r1 over virtual time"):
+        assert title in page
+    assert "against silos.count" not in plots.page(rows, "title", [], sweep=False)
+    assert page.count("Plotly.newPlot(") == 2 + 2 + 2 + 2  # against and bars of three columns, two curves of one
+
+
+def test_curves_of_different_lengths_are_averaged_where_all_have_values() -> None:
+    x, values = plots.on_common_grid(
+        [(np.array([0.0, 2.0, 4.0]), np.array([0.0, 2.0, 4.0])), (np.array([0.0, 3.0]), np.array([1.0, 4.0]))]
+    )
+    assert x.tolist() == [0.0, 2.0, 3.0]
+    assert values.tolist() == [[0.0, 2.0, 3.0], [1.0, 3.0, 4.0]]
+
+
+# ------------------------------------------------------------------------------------------------------ choosing
+def test_the_candidate_that_is_best_on_validation_is_chosen(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2,0.3,0.4"])
+    trials = compare.trials_of(Plan((entry,), (0, 1)), place(tmp_path))
+    assert {trial.scenario.evaluation.split for trial in trials.values()} == {"val"}
+    for trial, recall in zip(trials.values(), (0.3, 0.5, 0.5), strict=False):
+        finish(trial.folder, recall)
+    assert compare.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.2",)
+    assert compare.choose(entry, trials, "fairness.std_r1") == ("training.learning_rate=0.1",)
+    with pytest.raises(InputError, match="--metric"):
+        compare.choose(entry, trials, "mean_r2")
+
+
+def test_without_a_finished_trial_nothing_is_chosen(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2"])
+    assert compare.choose(entry, compare.trials_of(Plan((entry,), (0,)), place(tmp_path)), "mean_r1") is None
+
+
+def test_finished_runs_are_read_and_not_done_again(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = entries(tiny, ["protocol=fedavg,rcsr"], ["rcsr:training.learning_rate=0.1,0.2"])
+    here, plan = place(tmp_path), Plan(rows, (0, 1), ("mean_r1",))
+    started: list[str] = []
+
+    def pretend(todo: list[jobs.Job], *_: object) -> jobs.Ended:
+        for each in todo:
+            started.append(each.name)
+            finish(RunFolder(each.metrics.parent), 0.5 + 0.1 * ("0.2" in each.name))
+        return jobs.Ended({}, stopped=False)
+
+    monkeypatch.setattr(jobs, "run_all", pretend)
+    first = compare.carry_out(plan, here, lambda what, how: None, lambda: lambda: False)
+    assert started == [
+        "rcsr, seed 0 (training.learning_rate=0.1)",
+        "rcsr, seed 0 (training.learning_rate=0.2)",
+        "fedavg, seed 0",
+        "fedavg, seed 1",
+        "rcsr, seed 0",
+        "rcsr, seed 1",
+    ]
+    assert first.rows[1].chosen == ("training.learning_rate=0.2",)
+    assert "not the same budget for all" in "; ".join(tables.grid(first.rows, plan).notes)
+    again = compare.carry_out(Plan(rows, (0, 1, 2), ("mean_r1",)), here, lambda what, how: None, lambda: lambda: False)
+    assert started[6:] == ["fedavg, seed 2", "rcsr, seed 2"]
+    assert [len(row.outcomes) for row in again.rows] == [3, 3]
+
+
+# ----------------------------------------------------------------------------------------------- the command line
+def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.parametrize("command", ["compare", "sweep"])
+def test_the_help_shows_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, command, "--help") == 0
+    assert f"Example: fedmq {command} " in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["compare", "nowhere.yaml"], "nowhere.yaml"),
+        (["compare", "TINY", "--seeds", "x"], "--seeds"),
+        (["compare", "TINY", "--set", "protocol.colour=red"], "colour"),
+        (["compare", "TINY", "--vary", "protocol=fedavg,fedsgd"], "fedsgd"),
+        (["compare", "TINY", "--baseline", "moon"], "--baseline"),
+        (["compare", "TINY", "--target", "mean_r1"], "--target"),
+        (["compare", "TINY", "--metric", "a b"], "--metric"),
+        (["sweep", "TINY"], "--vary"),
+        (["sweep", "TINY", "--vary", "silos"], "--vary"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    expected: str,
+) -> None:
+    out = tmp_path / "out"
+    code = fedmq(monkeypatch, *(str(tiny) if each == "TINY" else each for each in arguments), "--out", out)
+    error = capfd.readouterr().err.strip()
+    assert (code, len(error.splitlines())) == (2, 1), error
+    assert expected in error
+    assert not out.exists()
+
+
+def commands() -> list[str]:
+    """The commands that the scenarios' README and the document give."""
+    texts = [(ROOT / name).read_text() for name in ("scenarios/rcsr/README.md", "docs/compare.md")]
+    return [line.strip() for text in texts for line in text.splitlines() if line.startswith("    fedmq ")]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_every_documented_command_can_be_planned(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    _, name, *arguments = shlex.split(command)
+    asked: list[cli_compare.Options] = []
+    monkeypatch.setattr(cli_compare, "_carry_out", lambda options, roots: asked.append(options))
+    group: Any = typer.main.get_command(cli.app)
+    group.main([name, *arguments], standalone_mode=False)
+
+    def known(file: Path, settings: list[str], seed: int | None) -> Scenario:
+        scenario = resolve(file, settings, seed)
+        if scenario.protocol.name in protocols.names():
+            protocols.options_of(protocols.load(scenario.protocol.name), scenario.protocol.options)
+        return scenario
+
+    plan = cli_compare._plan(asked[0], known)
+    assert plan.entries
+    assert len({len(entry.candidates) for entry in plan.entries}) == 1, "the same budget for all"
+
+
+def test_every_scenario_of_the_paper_is_in_its_readme() -> None:
+    folder = ROOT / "scenarios" / "rcsr"
+    named = set(re.findall(r"\| `(\w+\.yaml)`", (folder / "README.md").read_text()))
+    assert named == {path.name for path in folder.glob("*.yaml")}
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_goes_on_after_a_stop_and_gives_what_single_runs_give(tiny: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.yaml"
+    short.write_text(yaml.safe_dump({**yaml.safe_load(tiny.read_text()), "name": "short", "rounds": 12}))
+    out, base = tmp_path / "out", [sys.executable, "-m", "fedmq.cli"]
+    command = [
+        *base,
+        "sweep",
+        str(short),
+        "--vary",
+        "protocol=fedavg,rcsr",
+        "--seeds",
+        "0",
+        "--jobs",
+        "1",
+        "--out",
+        str(out),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(out.glob("runs/*/metrics.jsonl")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "the same command goes on" in error
+    assert not (out / "table.csv").exists()
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=250, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [row["name"] for row in result["rows"]] == ["fedavg", "rcsr"]
+    assert not result["errors"]
+    runs = list(csv.DictReader((out / "runs.csv").read_text().splitlines()))
+    alone = run(resolved(short, "protocol=fedavg"), tmp_path / "one")
+    assert alone.summary["model_digest"] == runs[0]["model_digest"]
+    assert {path.name for path in out.iterdir()} == {
+        "runs", "runs.csv", "table.csv", "table.md", "table.tex", "plots.html",
+    }  # fmt: skip

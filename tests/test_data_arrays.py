@@ -1,0 +1,203 @@
+"""The .mat, .h5 and .npz files that circulate: which array is what, in features and in pixels."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedmq.data.arrays import meaning, read_arrays, read_pixels
+from fedmq.data.features import SPLITS
+from fedmq.data.prepared import prepare
+from fedmq.data.sets import SETS
+from fedmq.errors import InputError
+from fedmq.scenario import Backbone, Data
+from tests import layouts
+
+scipy_io = pytest.importorskip("scipy.io")
+h5py = pytest.importorskip("h5py")
+FEATURES = Backbone(name="features")
+RNG = np.random.default_rng(3)
+
+
+def rows(n: int, d: int = 4) -> Any:
+    return RNG.standard_normal((n, d)).astype(np.float32)
+
+
+def matlab_hdf5(path: Path, **arrays: Any) -> Path:
+    """What MATLAB writes with -v7.3: a header of 512 bytes, then HDF5 with all axes the other way round."""
+    with h5py.File(path, "w", userblock_size=512) as file:
+        for key, value in arrays.items():
+            file[key] = np.asarray(value).transpose()
+            file[key].attrs["MATLAB_class"] = np.bytes_("double")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("key", "expected"),
+    [
+        ("I_tr", ("train", "image")),
+        ("T_te", ("test", "text")),
+        ("L_te", ("test", "labels")),
+        ("IAll", ("all", "image")),
+        ("YAll", ("all", "text")),
+        ("LAll", ("all", "labels")),
+        ("train_imgs_deep", ("train", "image")),
+        ("train_imgs_labels", ("train", "labels")),
+        ("test_texts_doc", ("test", "text")),
+        ("valid_imgs_deep", ("val", "image")),
+        ("img_train", ("train", "image")),
+        ("tr_img_lab", ("train", "labels")),
+        ("Image", ("all", "image")),
+        ("Tag", ("all", "text")),
+        ("I_db", ("database", "image")),
+        ("param", None),
+        ("__header__", None),
+    ],
+)
+def test_the_words_of_a_name_say_what_an_array_is(key: str, expected: object) -> None:
+    assert meaning(key) == expected
+
+
+@pytest.mark.parametrize("kind", ["mat", "v73", "h5", "npz"])
+def test_train_and_test_parts_become_one_set_with_its_split(kind: str, tmp_path: Path) -> None:
+    arrays = {
+        "I_tr": rows(6), "T_tr": rows(6, 3), "L_tr": np.array([[1], [2], [3], [1], [2], [3]]),
+        "I_te": rows(2), "T_te": rows(2, 3), "L_te": np.array([[3], [1]]),
+    }  # fmt: skip
+    path = tmp_path / {"mat": "a.mat", "v73": "a.mat", "h5": "a.h5", "npz": "a.npz"}[kind]
+    if kind == "mat":
+        scipy_io.savemat(path, {**arrays, "note": "hello"})
+    elif kind == "v73":
+        matlab_hdf5(path, **arrays)
+    elif kind == "h5":
+        with h5py.File(path, "w") as file:
+            for key, value in arrays.items():
+                file[key] = value
+    else:
+        np.savez(path, **arrays)
+    found = prepare(Data(name="pascal", path=path), FEATURES, tmp_path / "cache")
+    assert np.array_equal(found.image, np.concatenate([arrays["I_tr"], arrays["I_te"]]))
+    assert found.text.shape == (8, 1, 3)
+    assert found.labels is not None
+    # Classes counted from 1 become columns from 0.
+    assert found.labels.argmax(axis=1).tolist() == [0, 1, 2, 0, 1, 2, 2, 0]
+    assert found.split.tolist() == [0] * 6 + [2] * 2
+
+
+def test_arrays_of_a_whole_set_get_the_split_its_papers_draw(tmp_path: Path) -> None:
+    scipy_io.savemat(tmp_path / "mirflickr25k-fall.mat", {"FAll": rows(20)})
+    scipy_io.savemat(tmp_path / "mirflickr25k-yall.mat", {"YAll": (rows(20, 5) > 0).astype(np.uint8)})
+    scipy_io.savemat(tmp_path / "mirflickr25k-lall.mat", {"LAll": np.eye(4)[np.arange(20) % 4]})
+    with pytest.raises(InputError, match=r"data\.queries.*20 items"):
+        prepare(Data(name="mirflickr", path=tmp_path), FEATURES, tmp_path / "cache")
+    data = Data(name="mirflickr", path=tmp_path, queries=5, train=8)
+    found = prepare(data, FEATURES, tmp_path / "cache")
+    assert np.bincount(found.split, minlength=5).tolist() == [8, 0, 5, 0, 7]
+    assert len(found.rows("database")) == 7
+    assert found.text.dtype == np.float32
+    other = prepare(data.model_copy(update={"split_seed": 1}), FEATURES, tmp_path / "cache")
+    assert other.folder != found.folder
+
+
+def test_a_split_in_the_file_is_kept(tmp_path: Path) -> None:
+    split = np.array(["train"] * 5 + ["test"] * 3)
+    np.savez(tmp_path / "a.npz", image=rows(8), text=rows(8), split=split)
+    found = prepare(Data(name="wikipedia", path=tmp_path / "a.npz"), FEATURES, tmp_path / "cache")
+    assert found.split.tolist() == [0] * 5 + [2] * 3
+
+
+def test_wikipedias_raw_features_take_their_classes_from_the_lists_beside_them(tmp_path: Path) -> None:
+    layouts.wikipedia(tmp_path)
+    arrays = {"I_tr": rows(2), "T_tr": rows(2), "I_te": rows(3), "T_te": rows(3)}
+    scipy_io.savemat(tmp_path / "raw_features.mat", arrays)
+    found = read_arrays(Data(name="wikipedia", path=tmp_path / "raw_features.mat"))
+    assert found["labels"].tolist() == [0, 1, 0, 8, 9]
+    assert [SPLITS[code] for code in found["split"]] == ["train", "train", "val", "test", "test"]
+
+
+def test_two_label_levels_are_told_apart_by_name(tmp_path: Path) -> None:
+    labels = np.zeros((10, 35))
+    labels[:, 2] = labels[:, 20] = 1
+    scipy_io.savemat(tmp_path / "vgg.mat", {"images": rows(10), "tags": rows(10), "labels": labels})
+    found = prepare(Data(name="fashionvc", path=tmp_path / "vgg.mat", queries=2), FEATURES, tmp_path / "cache")
+    assert found.label_names[:2] == ("coarse:00", "coarse:01")
+    assert found.label_names[8] == "fine:00"
+    assert len(found.label_names) == 35
+    scipy_io.savemat(tmp_path / "vgg.mat", {"images": rows(10), "tags": rows(10), "labels": labels[:, 1:]})
+    with pytest.raises(InputError, match="8 coarse and 27 fine"):
+        read_arrays(Data(name="fashionvc", path=tmp_path / "vgg.mat"))
+
+
+PIXELS = RNG.integers(0, 256, (6, 8, 9, 3), dtype=np.uint8)  # items, height, width, channels
+
+
+@pytest.mark.parametrize("layout", ["mat", "v73 items last", "v73 items first", "h5 channels first"])
+def test_pixels_come_out_upright_however_they_were_stored(layout: str, tmp_path: Path) -> None:
+    if layout == "mat":
+        scipy_io.savemat(tmp_path / "image.mat", {"Image": PIXELS})
+    elif layout == "v73 items last":
+        matlab_hdf5(tmp_path / "iall.mat", IAll=PIXELS.transpose(1, 2, 3, 0))
+    elif layout == "v73 items first":
+        matlab_hdf5(tmp_path / "image.mat", Image=PIXELS)
+    else:
+        with h5py.File(tmp_path / "image.h5", "w") as file:
+            file["images"] = PIXELS.transpose(0, 3, 1, 2)
+    scipy_io.savemat(tmp_path / "tag.mat", {"Tag": np.eye(6, 5)})
+    scipy_io.savemat(tmp_path / "label.mat", {"Label": np.eye(6, 32)})
+    found = read_pixels(Data(name="ssense", path=tmp_path))
+    for row in range(6):
+        assert np.array_equal(found.pictures.frames(row)[0], PIXELS[row])
+    assert np.array_equal(found.pictures.subset([4, 2]).frames(1)[0], PIXELS[2])
+    assert found.bag is not None
+    assert found.bag.dtype == np.uint8
+    assert found.label_names[4] == "fine:00"
+    assert SETS["ssense"].text == "bag"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "expected"),
+    [
+        ({"I_tr": rows(4), "L_tr": np.ones(4)}, "no train text"),
+        ({"foo": rows(4)}, "no array that is known"),
+        ({"IAll": rows(4), "image": rows(4), "TAll": rows(4)}, "both all image"),
+        ({"IAll": rows(4), "TAll": rows(5)}, r"TAll.*4 rows"),
+        ({"IAll": rows(4), "TAll": rows(4), "LAll": np.array([0.5, 1, 2, 3])}, "not whole"),
+        ({"IAll": np.full((4, 2), np.nan), "TAll": rows(4)}, "not finite"),
+    ],
+)
+def test_arrays_that_do_not_fit_are_named(arrays: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", **arrays)
+    with pytest.raises(InputError, match=expected):
+        prepare(Data(name="pascal", path=tmp_path / "a.npz", queries=1, val=0), FEATURES, tmp_path / "cache")
+
+
+@pytest.mark.parametrize("name", ["a.mat", "a.h5", "a.npz"])
+def test_a_broken_file_is_one_line(name: str, tmp_path: Path) -> None:
+    head = b"\x89HDF\r\n\x1a\n" if name == "a.h5" else b""
+    (tmp_path / name).write_bytes(head + b"nonsense" * 100)
+    with pytest.raises(InputError, match=name) as caught:
+        read_arrays(Data(name="pascal", path=tmp_path / name))
+    assert "\n" not in str(caught.value)
+
+
+def test_an_array_of_python_objects_is_never_unpickled(tmp_path: Path) -> None:
+    class Trap:
+        def __reduce__(self) -> Any:
+            return (Path.touch, (tmp_path / "ran",))
+
+    np.savez(tmp_path / "a.npz", IAll=rows(2), TAll=np.array([[Trap()], [1]], dtype=object))
+    with pytest.raises(InputError, match="plain arrays"):
+        read_arrays(Data(name="pascal", path=tmp_path / "a.npz"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_without_the_readers_package_the_error_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    matlab_hdf5(tmp_path / "a.mat", IAll=rows(3), TAll=rows(3))
+    monkeypatch.setitem(__import__("sys").modules, "h5py", None)
+    with pytest.raises(InputError, match=r"package h5py missing.*fedmq\[formats\]"):
+        read_arrays(Data(name="pascal", path=tmp_path / "a.mat"))

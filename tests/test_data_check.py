@@ -1,0 +1,114 @@
+"""`fedmq data check` and `fedmq data features` on sets on disk."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedmq import cli
+from tests import layouts
+from tests.test_data_extract import tiny_clip
+
+pytest.importorskip("PIL")
+
+
+def scenario(folder: Path, data: dict[str, Any]) -> Path:
+    backbone = tiny_clip(folder)
+    content = {
+        "name": "disk", "rounds": 2, "protocol": "fedavg", "data": data, "backbone": {"name": backbone.name},
+        "silos": {"count": 2}, "partition": {"kind": "iid"}, "training": {"warmup_rounds": 0},
+    }  # fmt: skip
+    return layouts.write(folder / "disk.yaml", yaml.safe_dump(content))
+
+
+def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_whole_set_is_counted_and_after_extraction_shared_out(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layouts.coco(tmp_path / "set")
+    path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set")})
+    assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["splits"] == {"train": 2, "val": 1, "test": 2, "public": 0, "database": 0}
+    assert facts["labels"] == {"dog": 2, "person": 2}
+    assert facts["without_labels"] == 2
+    assert "silos" not in facts
+    assert not (tmp_path / "cache" / "features").exists()
+    assert fedmq(monkeypatch, "data", "features", path, "--json") == 0
+    made = json.loads(capfd.readouterr().out)
+    assert (made["n"], made["image_shape"]) == (5, [16])
+    assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert [own["samples"] for own in facts["silos"].values()] == [1, 1]
+    assert fedmq(monkeypatch, "data", "features", path) == 0
+    assert made["folder"] in capfd.readouterr().out
+
+
+def test_missing_and_unreadable_files_are_all_named_and_the_exit_code_is_2(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = layouts.flickr(tmp_path / "set", splits=["train"] * 30 + ["test"] * 2)
+    for row in range(25):
+        (folder / "images" / f"{row}.jpg").unlink()
+    layouts.truncate(folder / "images" / "26.jpg")
+    (folder / "images" / "27.jpg").write_bytes(b"")
+    path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
+    assert fedmq(monkeypatch, "data", "check", path, "--json") == 2
+    facts = json.loads(capfd.readouterr().out)
+    assert len(facts["missing"]) == 25
+    assert [Path(name.split(": ")[0]).name for name in facts["unreadable"]] == ["26.jpg", "27.jpg"]
+    assert facts["usable"] is False
+    assert fedmq(monkeypatch, "data", "check", path) == 2
+    shown = capfd.readouterr().out
+    assert "25 missing (the first 20; --json has all)" in shown
+    assert "26.jpg: " in shown
+    assert shown.count(".jpg") == 22
+    assert fedmq(monkeypatch, "data", "check", path, "--set", "data.missing=skip") == 2
+    for row in (26, 27):
+        (folder / "images" / f"{row}.jpg").unlink()
+    capfd.readouterr()
+    assert fedmq(monkeypatch, "data", "check", path, "--set", "data.missing=skip", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["items"] == 5
+
+
+def test_a_set_too_small_for_its_papers_split_says_which_numbers_to_give(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = scenario(tmp_path, {"name": "mirflickr", "path": str(layouts.mirflickr(tmp_path / "set"))})
+    assert fedmq(monkeypatch, "data", "check", path) == 2
+    assert "data.queries, data.val, data.train: found 'queries 2000" in capfd.readouterr().out
+
+
+def test_a_broken_annotation_file_is_bad_input(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = layouts.flickr(tmp_path / "set")
+    (folder / "dataset_flickr8k.json").write_text("{")
+    path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
+    for command in ("check", "features"):
+        assert fedmq(monkeypatch, "data", command, path) == 2
+        error = capfd.readouterr().err.strip()
+        assert error.startswith("fedmq: ")
+        assert len(error.splitlines()) == 1
+
+
+def test_every_set_is_listed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert fedmq(monkeypatch, "data", "list") == 0
+    shown = capfd.readouterr().out
+    assert all(name in shown for name in ("openmoji", "features", "coco", "nuswide", "manifest"))

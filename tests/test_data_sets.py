@@ -1,0 +1,297 @@
+"""Every data set in the layout it is distributed in, whole and broken."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedmq.data.features import SPLITS
+from fedmq.data.raw import Draw, RawSet, draw_parts, split_of
+from fedmq.data.sets import SETS
+from fedmq.errors import InputError
+from fedmq.scenario import Data
+from tests import layouts
+
+pytest.importorskip("PIL")
+
+
+def read(name: str, path: Path, **options: Any) -> RawSet:
+    data = Data(name=name, path=path, **options)
+    return SETS[name].read(data)
+
+
+def words(found: RawSet) -> list[str]:
+    assert found.split is not None
+    return [SPLITS[code] for code in found.split]
+
+
+def labels_of(found: RawSet, row: int) -> list[str]:
+    assert found.labels is not None
+    return [name for name, hot in zip(found.label_names, found.labels[row], strict=True) if hot]
+
+
+@pytest.mark.parametrize("name", ["flickr8k", "flickr30k"])
+def test_karpathys_json_gives_captions_and_splits_in_its_order(name: str, tmp_path: Path) -> None:
+    found = read(name, layouts.flickr(tmp_path, name))
+    assert found.keys == tuple(f"{row}.jpg" for row in range(6))
+    assert words(found) == list(layouts.SPLITS)
+    assert [len(own) for own in found.captions] == [1, 2, 3, 1, 2, 3]
+    assert found.captions[1][1] == "picture 1 as number 1 sees it"
+    assert found.labels is None
+    assert found.pictures.frames(0)[0].shape == (16, 20, 3)
+
+
+def test_annotations_and_images_may_lie_elsewhere(tmp_path: Path) -> None:
+    layouts.flickr(tmp_path / "a")
+    (tmp_path / "a" / "images").rename(tmp_path / "photos")
+    (tmp_path / "a" / "dataset_flickr8k.json").rename(tmp_path / "k.json")
+    with pytest.raises(InputError, match=r"data\.annotations.*dataset_flickr8k\.json"):
+        read("flickr8k", tmp_path / "a")
+    found = read("flickr8k", tmp_path / "a", annotations=tmp_path / "k.json", images=tmp_path / "photos")
+    assert not any(found.pictures.missing(row) for row in range(len(found)))
+
+
+def test_coco_trains_on_restval_and_takes_its_labels_from_the_instances(tmp_path: Path) -> None:
+    found = read("coco", layouts.coco(tmp_path))
+    assert words(found) == ["train", "train", "val", "test", "test"]
+    assert found.label_names == ("dog", "person")
+    assert [labels_of(found, row) for row in range(5)] == [["dog"], ["dog", "person"], [], ["person"], []]
+    assert found.pictures.frames(1)[0].shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("{", "valid JSON"),
+        ("[]", "Karpathy's JSON"),
+        (json.dumps({"images": [{"filename": "a.jpg", "split": "train"}]}), r"images\[0\].*sentences"),
+        (json.dumps({"images": [{"filename": "a", "split": "tain", "sentences": []}] * 2}), "'tain' of item 0"),
+        (json.dumps({"images": [{"filename": "a", "split": "test", "sentences": []}] * 2}), "'a' twice"),
+        (json.dumps({"images": []}), "0 items"),
+    ],
+)
+def test_a_broken_annotation_file_is_one_line(content: str, expected: str, tmp_path: Path) -> None:
+    layouts.flickr(tmp_path)
+    (tmp_path / "dataset_flickr8k.json").write_text(content)
+    with pytest.raises(InputError, match=expected) as caught:
+        read("flickr8k", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_iapr_reads_descriptions_in_their_own_encoding_and_saiapr_labels(tmp_path: Path) -> None:
+    found = read("iapr", layouts.iapr(tmp_path))
+    assert found.keys == ("00/0", "00/1", "00/2", "01/3", "01/4")
+    assert found.captions[0] == ("a café & 0 trees;",)
+    assert found.captions[1] == ("Title 1",)
+    assert found.label_names == ("sky", "tree")
+    assert [labels_of(found, row) for row in (0, 1, 2)] == [["sky", "tree"], ["sky"], []]
+    assert found.split is None
+
+
+def test_an_iapr_annotation_cannot_name_a_file_outside_the_set(tmp_path: Path) -> None:
+    layouts.iapr(tmp_path)
+    layouts.write(tmp_path / "annotations_complete_eng" / "00" / "9.eng", "<IMAGE>../../etc/passwd</IMAGE>")
+    with pytest.raises(InputError, match=r"9\.eng: IMAGE"):
+        read("iapr", tmp_path)
+
+
+def test_msrvtt_takes_evenly_spaced_frames_of_each_folder(tmp_path: Path) -> None:
+    found = read("msrvtt", layouts.msrvtt(tmp_path))
+    assert words(found) == ["train", "train", "val", "test"]
+    assert found.captions[2] == ("clip 2 0", "clip 2 1")
+    assert labels_of(found, 1) == ["category-10"]
+    assert found.pictures.clips
+    assert len(found.pictures.frames(0)) == 12
+    assert len(read("msrvtt", tmp_path, frames=4).pictures.frames(0)) == 4
+
+
+def test_msrvtt_in_two_files_is_one_set(tmp_path: Path) -> None:
+    layouts.msrvtt(tmp_path, frames=1)
+    whole = json.loads((tmp_path / "MSRVTT_data.json").read_text())
+    for name, tests in (("train_val_videodatainfo.json", False), ("test_videodatainfo.json", True)):
+        chosen = {"videos": [v for v in whole["videos"] if (v["split"] == "test") == tests]}
+        layouts.write(tmp_path / name, json.dumps({**chosen, "sentences": whole["sentences"] if not tests else []}))
+    (tmp_path / "MSRVTT_data.json").unlink()
+    assert words(read("msrvtt", tmp_path)) == ["train", "train", "val", "test"]
+
+
+def test_a_video_gives_twelve_frames_in_order_and_a_broken_one_is_named(tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    layouts.msrvtt(tmp_path, frames=1)
+    path = tmp_path / "TrainValVideo" / "video0.mp4"
+    path.parent.mkdir()
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 32
+        for shade in range(30):
+            frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), 8 * shade, np.uint8), format="rgb24")
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
+    found = read("msrvtt", tmp_path, images=tmp_path / "TrainValVideo")
+    shades = [int(frame.mean()) for frame in found.pictures.frames(0)]
+    assert len(shades) == 12
+    assert shades == sorted(shades)
+    assert shades[0] < 20
+    assert shades[-1] > 210
+    path.write_bytes(b"no video")
+    with pytest.raises(InputError, match=r"video0\.mp4.*readable video"):
+        found.pictures.frames(0)
+
+
+def test_without_a_decoder_a_video_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layouts.msrvtt(tmp_path, frames=1)
+    layouts.write(tmp_path / "videos" / "video0.mp4", "x")
+    monkeypatch.setitem(__import__("sys").modules, "av", None)
+    found = read("msrvtt", tmp_path, images=tmp_path / "videos")
+    with pytest.raises(InputError, match=r"package av missing.*fedmq\[video\]"):
+        found.pictures.frames(0)
+
+
+def test_mirflickr_keeps_items_with_a_common_tag_and_leaves_the_strict_labels_out(tmp_path: Path) -> None:
+    found = read("mirflickr", layouts.mirflickr(tmp_path))
+    assert found.keys == tuple(f"im{number}" for number in range(1, 8))
+    assert found.bag is not None
+    assert found.bag.tolist()[:2] == [[1, 0, 1], [0, 1, 0]]
+    assert found.captions[0] == ("sky sea",)
+    assert found.label_names == ("animals", "sea")
+    assert [labels_of(found, row) for row in (0, 1, 4)] == [["sea"], ["animals"], []]
+
+
+def test_nuswide_keeps_the_21_most_frequent_labels_and_the_items_that_have_one(tmp_path: Path) -> None:
+    found = read("nuswide", layouts.nuswide(tmp_path))
+    assert len(found.label_names) == 21
+    assert "l22" not in found.label_names
+    assert found.keys[0] == "actor/0001_1.jpg"
+    assert len(found) == 8
+    assert found.bag is not None
+    assert found.bag.shape == (8, 1000)
+    # Item 1 has a label but no tag: an empty bag, and no sentence.
+    assert not found.bag[0].any()
+    assert found.captions[0] == ()
+    assert found.captions[1][0].startswith("word2 word11 ")
+
+
+def test_nuswide_files_of_unequal_length_are_named(tmp_path: Path) -> None:
+    layouts.nuswide(tmp_path)
+    layouts.write(tmp_path / "Groundtruth" / "AllLabels" / "Labels_l03.txt", "0\n1\n")
+    with pytest.raises(InputError, match=r"Labels_l03\.txt: found '2 lines', allowed: 9"):
+        read("nuswide", tmp_path)
+    layouts.write(tmp_path / "Groundtruth" / "AllLabels" / "Labels_l03.txt", "0\n2\n")
+    with pytest.raises(InputError, match=r"Labels_l03\.txt: line 2"):
+        read("nuswide", tmp_path)
+
+
+def test_wikipedia_reads_its_lists_and_halves_the_test_list_into_validation_and_queries(tmp_path: Path) -> None:
+    found = read("wikipedia", layouts.wikipedia(tmp_path))
+    assert words(found) == ["train", "train", "val", "test", "test"]
+    assert found.captions[1] == ("A & 1",)
+    assert [labels_of(found, row) for row in range(5)] == [["art"], ["biology"], ["art"], ["sport"], ["warfare"]]
+    assert len(found.label_names) == 10
+    layouts.write(tmp_path / "testset_txt_img_cat.list", "a b 11\n")
+    with pytest.raises(InputError, match=r"testset_txt_img_cat\.list: line 1"):
+        read("wikipedia", tmp_path)
+
+
+def test_pascal_takes_the_folder_as_the_class_and_lines_as_captions(tmp_path: Path) -> None:
+    layouts.pascal(tmp_path)
+    (tmp_path / "dataset" / "sofa" / "2008_000001.jpg").unlink()
+    found = read("pascal", tmp_path)
+    assert len(found) == 6
+    assert found.captions[0] == ("One 0.", "Two 0.")
+    assert found.label_names == ("cat", "sofa")
+    assert [row for row in range(6) if found.pictures.missing(row)] == [found.keys.index("sofa/2008_000001")]
+
+
+# --- manifest -------------------------------------------------------------------------------------------------------
+
+ROWS = [
+    {"image": "a.png", "captions": ["one", "two"], "labels": ["x", "y"], "split": "train"},
+    {"image": "in/b.png", "caption": "three", "labels": "y", "split": "test"},
+]
+
+
+def test_a_manifest_in_jsonl_starts_its_paths_at_its_own_folder(tmp_path: Path) -> None:
+    found = read("manifest", layouts.manifest(tmp_path, ROWS))
+    assert found.keys == ("a.png", "in/b.png")
+    assert found.captions == (("one", "two"), ("three",))
+    assert [labels_of(found, row) for row in (0, 1)] == [["x", "y"], ["y"]]
+    assert words(found) == ["train", "test"]
+    assert found.pictures.frames(1)[0].shape == (16, 16, 3)
+
+
+def test_a_manifest_in_csv_is_the_same_set(tmp_path: Path) -> None:
+    whole = read("manifest", layouts.manifest(tmp_path, ROWS))
+    path = layouts.write(
+        tmp_path / "list.csv", "image,captions,labels,split\na.png,one|two,x|y,train\nin/b.png,three,y,test\n"
+    )
+    found = read("manifest", path)
+    assert (found.keys, found.captions, found.label_names) == (whole.keys, whole.captions, whole.label_names)
+    assert found.image_digest == whole.image_digest
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("list.jsonl", '{"image": "a.png"}\n{', r"line 2.*valid JSON"),
+        ("list.jsonl", '{"image": "a.png", "colour": 1}', r"line 1: found 'colour'"),
+        ("list.jsonl", '{"caption": "a"}', r"line 1: image"),
+        ("list.jsonl", '{"image": "a", "captions": 3}', r"line 1: captions"),
+        ("list.jsonl", '{"image": "a"}\n{"image": "a"}', "'a' twice"),
+        ("list.jsonl", '{"image": "a", "split": "train"}\n{"image": "b"}', "item 1"),
+        ("list.jsonl", "7", "line 1: found 'int'"),
+        ("list.csv", "image,caption\na,b,c\n", r"line 2.*as many fields"),
+        ("list.csv", "picture\na\n", "line 2: found 'picture'"),
+        ("list.txt", "", r"\.csv or \.jsonl"),
+    ],
+)
+def test_what_is_wrong_in_a_manifest_is_named_by_line(name: str, content: str, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=expected):
+        read("manifest", layouts.write(tmp_path / name, content))
+
+
+# --- splits ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_drawn_split_has_the_sizes_asked_for_and_the_rest_is_database() -> None:
+    split = draw_parts(100, Draw(10, 5, 30), 0)
+    assert np.bincount(split, minlength=5).tolist() == [30, 5, 10, 0, 55]
+    assert (split == draw_parts(100, Draw(10, 5, 30), 0)).all()
+    assert (split != draw_parts(100, Draw(10, 5, 30), 1)).any()
+    # More training items do not move the queries.
+    assert (np.flatnonzero(draw_parts(100, Draw(10, 5, 40), 0) == 2) == np.flatnonzero(split == 2)).all()
+
+
+@pytest.mark.parametrize("sizes", [Draw(100), Draw(10, 90), Draw(10, 0, 91)])
+def test_a_set_too_small_for_the_numbers_says_so(sizes: Draw) -> None:
+    with pytest.raises(InputError, match=r"data\.queries.*the 100 items"):
+        draw_parts(100, sizes, 0)
+
+
+def test_the_scenarios_numbers_replace_a_sets_own_split() -> None:
+    own = np.array([0] * 8 + [2, 2], dtype=np.uint8)
+    plain = Data(name="flickr8k", path=Path("x"))
+    assert (split_of(own, 10, plain, Draw()) == own).all()
+    drawn = split_of(own, 10, plain.model_copy(update={"queries": 3, "train": 2}), Draw())
+    assert np.bincount(drawn, minlength=5).tolist() == [2, 0, 3, 0, 5]
+    with pytest.raises(InputError, match=r"data\.queries"):
+        split_of(own, 10, plain.model_copy(update={"train": 2}), Draw())
+    assert np.bincount(split_of(None, 10, plain, Draw())).tolist() == [8, 1, 1]
+    assert np.bincount(split_of(None, 10, plain, Draw(4)), minlength=5).tolist() == [6, 0, 4, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"name": "flicker8k", "path": "x"}, "openmoji, features, flickr8k"),
+        ({"name": "coco"}, "data.path is needed"),
+        ({"name": "openmoji", "frames": 3}, "data.frames is not for"),
+        ({"name": "features", "path": "x", "train": 3}, "data.train is not for"),
+    ],
+)
+def test_a_scenario_names_a_known_set_and_only_its_own_options(options: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected):
+        Data.model_validate(options)

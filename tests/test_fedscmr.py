@@ -1,0 +1,134 @@
+"""What FedSCMR and FedCMR do beyond what every method does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.errors import InputError
+from fedmq.messages import Loss, MeanAveragePrecision, PartialDelta
+from fedmq.protocol import Reply
+from fedmq.scenario import Objective
+from protocols import _merge
+from protocols._own import OWN
+from tests.protocol_world import world
+
+PAIRED = ((True, True),) * 3
+
+
+def with_map(reply: Reply, value: float) -> Reply:
+    new = MeanAveragePrecision(value)
+    return dataclasses.replace(
+        reply, payloads=tuple(new if isinstance(each, MeanAveragePrecision) else each for each in reply.payloads)
+    )
+
+
+def test_with_every_switch_off_fedscmr_is_fedavg_on_its_base_to_the_bit() -> None:
+    objective = Objective(base="dscmr", bits=8, hidden=16, enhance=True, alpha=0.0, beta=0.0)
+    off = {"loss_cs": False, "loss_ccs": False, "agg": "samples", "shared_layers": "all", "validation": 0.0}
+    plain, run = world("fedavg", objective=objective), world("fedscmr", off, objective=objective)
+    for _ in range(3):
+        plain.round()
+        run.round()
+        assert torch.equal(plain.state.theta, run.state.theta)
+
+
+def test_only_the_shared_linear_layers_leave_a_silo() -> None:
+    run = world("fedscmr")
+    for reply in run.replies():
+        (update,) = [payload for payload in reply.payloads if isinstance(payload, PartialDelta)]
+        assert {name.rpartition(".")[0] for name in update.names} == {"shared.base", "shared.enhance"}
+        kept = run.personal[reply.silo.index][OWN]
+        assert len(kept) + len(update.buffer) == run.model.layout.size
+
+
+def test_a_silo_with_a_better_validation_map_weighs_more() -> None:
+    run = world("fedscmr", kinds=PAIRED)
+    replies = run.replies()
+    weights = [
+        run.protocol.merge(run.state, [with_map(reply, value) for reply, value in zip(replies, values, strict=True)], 0)
+        for values in ((0.5, 0.5, 0.5), (0.9, 0.5, 0.5))
+    ]
+    first = [merged.log["weight_silo-00"] for merged in weights]
+    assert first[1] > first[0] + 0.1
+
+
+def test_without_phi_the_map_makes_no_difference() -> None:
+    run = world("fedscmr", {"use_phi": False}, kinds=PAIRED)
+    replies = run.replies()
+    thetas = [
+        run.protocol.merge(run.state, [with_map(replies[0], value), *replies[1:]], 0).state.theta
+        for value in (0.1, 0.9)
+    ]
+    assert torch.equal(*thetas)
+
+
+def test_maps_of_zero_everywhere_weigh_nobody_out() -> None:
+    run = world("fedscmr", kinds=PAIRED)
+    merged = run.protocol.merge(run.state, [with_map(reply, 0.0) for reply in run.replies()], 0)
+    weights = [merged.log[f"weight_silo-0{index}"] for index in range(3)]
+    assert sum(weights) == pytest.approx(1.0)
+    assert min(weights) > 0.2
+
+
+def test_a_silo_without_captions_measures_no_map_and_still_counts() -> None:
+    run = world("fedscmr")
+    replies = run.replies()
+    single = [reply for reply in replies if not reply.silo.paired]
+    assert single
+    for reply in single:
+        assert not any(isinstance(payload, MeanAveragePrecision) for payload in reply.payloads)
+    log = run.protocol.merge(run.state, replies, 0).log
+    assert all(log[f"weight_{reply.silo.name}"] > 0 for reply in single)
+
+
+def test_validation_items_are_never_trained_on() -> None:
+    run = world("fedscmr", kinds=PAIRED, sizes=(10, 10, 10))
+    update = next(each for each in run.replies()[0].payloads if isinstance(each, PartialDelta))
+    assert update.n_samples == 8
+
+
+def test_fedscmr_refuses_a_network_without_an_enhancenet() -> None:
+    with pytest.raises(InputError, match=r"objective.*enhance"):
+        world("fedscmr", objective=Objective(base="dscmr", bits=8, hidden=16))
+
+
+def test_fedcmr_goes_on_from_the_merged_layer_minus_half_its_own_displacement() -> None:
+    run = world("fedcmr", {"local_share": 0.0}, kinds=PAIRED[:1], sizes=(8,))
+    layout, shared = run.model.layout, run.protocol.partial.shared  # type: ignore[attr-defined]
+    run.round()
+    displacement = run.personal[0]["common_displacement"]
+    common = _merge.extract(run.state.theta, layout, shared)
+    run.train(run.context.silos[0], learning_rate=1e-30)
+    started = _merge.extract(run.model.flat.detach(), layout, shared)
+    torch.testing.assert_close(started, common - 0.5 * displacement)
+    assert displacement.any()
+
+
+def test_fedcmr_favours_silos_with_a_small_loss() -> None:
+    run = world("fedcmr", kinds=PAIRED, sizes=(8, 8, 8))
+    replies = run.replies()
+
+    def step(losses: tuple[float, ...]) -> np.ndarray:
+        given = [
+            dataclasses.replace(
+                reply, payloads=tuple(Loss(loss) if isinstance(each, Loss) else each for each in reply.payloads)
+            )
+            for reply, loss in zip(replies, losses, strict=True)
+        ]
+        theta = run.protocol.merge(run.state, given, 0).state.theta - run.state.theta
+        return _merge.extract(theta, run.model.layout, run.protocol.partial.shared).numpy()  # type: ignore[attr-defined]
+
+    first = next(each for each in replies[0].payloads if isinstance(each, PartialDelta)).buffer
+    assert np.linalg.norm(step((0.1, 5.0, 5.0)) - first) < np.linalg.norm(step((5.0, 0.1, 5.0)) - first)
+
+
+def test_fedcmr_runs_on_hash_layers_too() -> None:
+    run = world("fedcmr", objective=Objective(base="dcmh", bits=8, hidden=16))
+    run.round()
+    assert torch.isfinite(run.state.theta).all()
+    with pytest.raises(InputError, match=r"objective\.base"):
+        world("fedcmr", objective=Objective())

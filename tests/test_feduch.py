@@ -1,0 +1,321 @@
+"""FedUCH and the unsupervised bases it stands on: DGCPN, DJSRH, JDSH."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.errors import InputError
+from fedmq.messages import Delta
+from fedmq.models.two_tower import Out
+from fedmq.protocol import Local, Task
+from fedmq.scenario import Objective, Training
+from fedmq.seeds import torch_generator
+from protocols import _bases, _local, feduch
+from protocols._bases import _reconstruction, dgcpn
+from protocols._losses import unit
+from protocols._similarity import Graph, batch_features, item_features, smallest
+from tests.protocol_world import World, share, world
+
+BASES = ("dgcpn", "djsrh", "jdsh")
+every_base = pytest.mark.parametrize("base", BASES)
+SGD = Training(optimizer="sgd", batch_size=4, local_epochs=2)
+LONE = ((True, True), (True, False), (False, True))
+
+
+def small(base: str, name: str = "fedavg", options: dict[str, Any] | None = None, **changes: Any) -> World:
+    objective = Objective(base=base, bits=8, hidden=16)
+    return world(name, options, objective=objective, **{"training": SGD, **changes})
+
+
+def local_of(run: World, index: int) -> Local:
+    return Local(run.context.silos[index], run.shares[index], run.model, run.personal.get(index, {}))
+
+
+def deltas(run: World) -> list[np.ndarray]:
+    return [payload.buffer for reply in run.replies() for payload in reply.payloads if isinstance(payload, Delta)]
+
+
+def features(n: int, seed: int = 0, twins: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    image, text = (torch.rand(n, d, generator=generator, dtype=torch.float64) for d in (6, 4))
+    image[n - twins :], text[n - twins :] = image[:twins].clone(), text[:twins].clone()
+    return unit(image), unit(text)
+
+
+def dense(image: torch.Tensor, text: torch.Tensor, a1: float = 0.3, a2: float = 0.3) -> torch.Tensor:
+    """The similarity over all items at once, by sorting whole rows."""
+    n = len(image)
+    scale = round(0.9 * n)
+    pairs = a1 * text @ text.T + (1 - a1) * image @ image.T
+    near = pairs.clone()
+    for i, row in enumerate(near):
+        row[torch.argsort(pairs[i], stable=True)[: round(0.45 * scale)]] = 0
+        row[i] = 0
+    near /= near.sum(1, keepdim=True).clamp_min(1e-12)
+    return 2 * ((1 - a2) * pairs + a2 * scale * near @ near.T) - 1
+
+
+# --------------------------------------------------------------------------------------------------- similarity
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 40])
+def test_similarity_block_by_block_is_the_dense_one(n: int) -> None:
+    image, text = features(n)
+    wanted, graph = dense(image, text), Graph(image, text)
+    for rows in torch.randperm(n, generator=torch.Generator().manual_seed(1)).split(3):
+        torch.testing.assert_close(graph.similarity(rows), wanted[rows][:, rows], rtol=1e-10, atol=1e-12)
+
+
+def test_items_that_are_there_twice_keep_each_other_as_neighbours() -> None:
+    image, text = features(20, twins=4)
+    graph, rows = Graph(image, text), torch.arange(20)
+    near = graph.neighbours(rows, graph.pairs(rows))
+    assert torch.equal(near.diagonal(), torch.zeros(20, dtype=near.dtype))
+    assert (near[torch.arange(4), torch.arange(16, 20)] > 0).all()
+    torch.testing.assert_close(near.sum(1), torch.ones(20, dtype=near.dtype))
+
+
+def test_features_that_point_apart_are_no_neighbours() -> None:
+    generator = torch.Generator().manual_seed(0)
+    image, text = (unit(torch.randn(30, 5, generator=generator)) for _ in range(2))
+    graph, rows = Graph(image, text), torch.arange(30)
+    assert (graph.neighbours(rows, graph.pairs(rows)) >= 0).all()
+    assert torch.isfinite(graph.similarity(rows)).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 6])
+def test_the_smallest_entries_are_those_a_stable_sort_puts_first(count: int) -> None:
+    values = torch.tensor([[3.0, 1.0, 1.0, 2.0, 1.0, 0.0], [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]])
+    wanted = torch.zeros_like(values, dtype=torch.bool).scatter(
+        1, torch.argsort(values, dim=1, stable=True)[:, :count], True
+    )
+    assert torch.equal(smallest(values, count), wanted)
+
+
+def test_a_silo_without_text_has_the_similarity_of_its_images() -> None:
+    lone = share(small("dgcpn").context.silos[1], 9)
+    image, text = item_features(lone)
+    assert lone.text is None
+    torch.testing.assert_close(image, text)
+    pairs = Graph(image, text).pairs(torch.arange(9))
+    torch.testing.assert_close(pairs, image @ image.T)
+
+
+def test_captions_an_item_does_not_have_do_not_enter_its_features() -> None:
+    paired = share(small("dgcpn").context.silos[0], 6)
+    assert paired.text is not None
+    before = item_features(paired)[1]
+    for row, count in enumerate(paired.captions.tolist()):
+        paired.text[row, count:] = 1e6
+    torch.testing.assert_close(item_features(paired)[1], before)
+
+
+def test_a_batch_takes_the_features_of_the_captions_it_trains_on() -> None:
+    run = small("djsrh")
+    local, rows = local_of(run, 0), np.array([2, 0])
+    caption = np.zeros(len(local.share), np.int64)
+    assert local.share.text is not None
+    _, text = batch_features(local, rows, caption)
+    assert torch.equal(text, local.share.text[[2, 0], 0])
+
+
+# --------------------------------------------------------------------------------------------------- bases
+@every_base
+def test_a_base_trains_every_branch_a_silo_has_and_no_other(base: str) -> None:
+    run = small(base, kinds=LONE)
+    for silo, delta in zip(run.context.silos, deltas(run), strict=True):
+        for modality in ("image", "text"):
+            assert bool(delta[run.model.branch(modality)].any()) == getattr(silo, modality)
+
+
+@every_base
+def test_a_base_trains_a_silo_of_one_item(base: str) -> None:
+    run = small(base, kinds=LONE, sizes=[1, 1, 1])
+    for _ in range(2):
+        run.round()
+    assert torch.isfinite(run.state.theta).all()
+
+
+@every_base
+def test_a_base_needs_no_labels(base: str) -> None:
+    run, blind = small(base), small(base)
+    blind.shares = {index: replace(each, labels=None) for index, each in blind.shares.items()}
+    for one, other in zip(deltas(run), deltas(blind), strict=True):
+        assert np.array_equal(one, other)
+
+
+@every_base
+def test_a_base_learns_to_match_its_pairs(base: str) -> None:
+    run = small(base, kinds=((True, True),), sizes=[40], training=Training(optimizer="adam", batch_size=20))
+    (silo,) = run.context.silos
+    losses = []
+    for _ in range(15):
+        trained = run.train(silo, 3e-3)
+        losses.append(trained.loss)
+        run.state = run.protocol.merge(run.state, [run.reply(silo, trained)], run.version).state
+        run.version += 1
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("option", ["a1", "coexistence", "no_such_option"])
+def test_a_base_refuses_an_option_that_is_not_allowed(option: str) -> None:
+    with pytest.raises(InputError, match=option):
+        _bases.options_of(Objective(base="dgcpn", **{option: -1.0}))
+
+
+def test_dgcpn_takes_three_updates_of_a_paired_batch_and_one_of_the_others() -> None:
+    run = small("dgcpn", kinds=LONE, sizes=[4, 4, 4])
+    found = [list(work_of(run, index).steps(0, np.random.default_rng(0))) for index in range(3)]
+    assert [len(steps) for steps in found] == [3, 1, 1]
+    assert [step.main for step in found[0]] == [True, False, False]
+    assert [step.trains for step in found[0][1:]] == [("image",), ("text",)]
+
+
+def work_of(run: World, index: int) -> _local.Work:
+    task = Task(1, 0, 0, 1e-3, ())
+    work = _bases.begin(_bases.options_of(run.context.objective), local_of(run, index), run.context, task)
+    assert work is not None
+    return work
+
+
+def test_dgcpns_text_step_sees_the_image_codes_of_before_the_image_step() -> None:
+    run = small("dgcpn", sizes=[4, 4, 4, 4])
+    _, image_step, text_step = work_of(run, 0).steps(0, np.random.default_rng(0))
+    generator = torch.Generator().manual_seed(0)
+    first, second, text = (torch.randn(4, 8, generator=generator) for _ in range(3))
+
+    def out(code: torch.Tensor) -> Out:
+        return Out(code, code, code)
+
+    value = image_step.loss(out(first), out(text))
+    assert torch.equal(image_step.loss(out(first), out(text.abs() * text.sign() * 3)), value)
+    seen = text_step.loss(None, out(text))
+    assert torch.equal(text_step.loss(out(second), out(text)), seen)
+
+
+def test_without_binary_steps_dgcpn_takes_one_update_per_batch() -> None:
+    options = dgcpn.Options(binary_steps=False)
+    run = small("dgcpn", sizes=[4, 4, 4, 4])
+    work = dgcpn.begin(options, local_of(run, 0), run.context, Task(1, 0, 0, 1e-3, ()))
+    assert len(list(work.steps(0, np.random.default_rng(0)))) == 1
+
+
+@pytest.mark.parametrize("base", ["djsrh", "jdsh"])
+def test_sharpness_grows_with_the_silos_own_epochs_over_all_its_tasks(base: str) -> None:
+    run = small(base)
+    seen: list[float] = []
+    for _ in range(2):
+        work = work_of(run, 0)
+        for epoch in range(2):
+            with contextlib.closing(work.steps(epoch, np.random.default_rng(0))) as steps:
+                next(steps)
+                seen.append(run.model.visual.sharpness)
+        run.personal[0] = work.kept()
+    assert seen == pytest.approx([1.0, 2**0.5, 3**0.5, 2.0])
+    assert run.model.visual.sharpness == run.model.text.sharpness == 1.0
+
+
+def test_sharpness_goes_back_to_one_when_training_fails() -> None:
+    run = small("djsrh")
+    with pytest.raises(ZeroDivisionError), _reconstruction.sharpened(local_of(run, 0), 3.0):
+        raise ZeroDivisionError
+    assert run.model.visual.sharpness == 1.0
+
+
+# --------------------------------------------------------------------------------------------------- FedUCH
+@pytest.mark.parametrize("base", [*BASES, "info_nce"])
+def test_with_both_switches_off_feduch_is_fedavg_to_the_bit(base: str) -> None:
+    objective = Objective() if base == "info_nce" else Objective(base=base, bits=8, hidden=16)
+    off = {"contrast": False, "distill": False}
+    runs = [world(name, options, objective=objective) for name, options in (("feduch", off), ("fedavg", {}))]
+    for _ in range(3):
+        for run in runs:
+            run.round()
+    assert torch.equal(runs[0].state.theta, runs[1].state.theta)
+    assert runs[0].personal.keys() == runs[1].personal.keys()
+
+
+@pytest.mark.parametrize("switch", ["contrast", "distill"])
+def test_each_switch_changes_what_is_learned(switch: str) -> None:
+    off = {"contrast": False, "distill": False}
+    runs = [small("dgcpn", "feduch", options) for options in (off, {**off, switch: True})]
+    for _ in range(2):
+        for run in runs:
+            run.round()
+    assert not torch.equal(runs[0].state.theta, runs[1].state.theta)
+
+
+def test_the_first_participation_has_no_contrast() -> None:
+    runs = [small("dgcpn", "feduch", {"distill": False, "contrast": on}) for on in (True, False)]
+    for one, other in zip(*(deltas(run) for run in runs), strict=True):
+        assert np.array_equal(one, other)
+    (later, plain) = (deltas(run) for run in runs)
+    assert not np.array_equal(later[0], plain[0])
+
+
+def test_a_silo_of_one_modality_is_distilled_but_not_contrasted() -> None:
+    def second(**switches: bool) -> list[np.ndarray]:
+        run = small("dgcpn", "feduch", switches, kinds=LONE)
+        run.replies()
+        return deltas(run)
+
+    none, contrast, both = (
+        second(contrast=False, distill=False),
+        second(contrast=True, distill=False),
+        second(contrast=True, distill=True),
+    )
+    for index in (1, 2):
+        assert np.array_equal(none[index], contrast[index])
+        assert not np.array_equal(none[index], both[index])
+    assert not np.array_equal(none[0], contrast[0])
+
+
+def test_only_paired_silos_keep_their_previous_nets() -> None:
+    run = small("dgcpn", "feduch", kinds=LONE)
+    run.replies()
+    kept = [run.personal[index].keys() for index in range(3)]
+    assert [bool(names) for names in kept] == [True, False, False]
+
+
+def test_the_terms_are_added_once_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small("dgcpn", "feduch", sizes=[8, 4, 4, 4])
+    batches: list[int] = []
+    real = feduch.terms
+
+    def counted(own: Sequence[Out | None], *rest: Any) -> torch.Tensor | None:
+        batches.append(len(own[0].code))  # type: ignore[union-attr]
+        return real(own, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(feduch, "terms", counted)
+    run.train(run.context.silos[0])
+    assert batches == [4] * 4  # two batches in each of two epochs, three updates each
+
+
+def test_reference_nets_run_without_dropout_and_leave_the_model_as_it_was() -> None:
+    run = small("dgcpn", "feduch")
+    local, step = local_of(run, 0), _local.Step(np.arange(4), np.zeros(11, np.int64), lambda *_: torch.zeros(()))
+    other = run.state.theta * 1.5
+    before = run.model.flat.detach().clone()
+    run.model.visual.noise = run.model.text.noise = torch_generator(0, "dropout")
+    image, text = feduch._reference(local, other, step)
+    again, _ = feduch._reference(local, other, step)
+    run.model.visual.noise = run.model.text.noise = None
+    assert image is not None and text is not None and again is not None
+    assert torch.equal(image.code, again.code)
+    assert not image.code.requires_grad
+    assert torch.equal(run.model.flat.detach(), before)
+
+
+def test_distillation_of_equal_codes_is_nothing_whatever_its_form() -> None:
+    code = torch.tanh(torch.randn(5, 8, generator=torch.Generator().manual_seed(0)))
+    same = Out(code, code, code)
+    for kd in ("kl", "mse"):
+        options = feduch.FedUchOptions(contrast=False, kd=kd)
+        value = feduch.terms((same, None), (same, None), None, options)
+        assert value is not None
+        assert float(value) == pytest.approx(0.0, abs=1e-6)

@@ -1,0 +1,100 @@
+"""Silos that go silent: noticed within two beats, waited for or given up, and back as if nothing had been."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import loop
+from coordinator.rounds import Phase
+from fedmq import link, transport
+from fedmq.audit import read_log
+from fedmq.crypto import load_accepted, load_identity, seal_message
+from fedmq.handshake import complete, initiate
+from fedmq.messages import Header, Kind, Message
+from fedmq.runfolder import RunFolder
+from fedmq.scenario import Scenario
+from fedmq.world import run_name
+from silos.program import SiloArguments, run_silo
+from tests.threads import resolved, run
+
+pytestmark = pytest.mark.slow
+BEAT = 0.4
+
+
+@pytest.fixture(autouse=True)
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "BEAT_SECONDS", BEAT)
+    monkeypatch.setattr(link, "BEAT_SECONDS", BEAT)
+    monkeypatch.setattr(link, "_TURN_MILLISECONDS", 50)
+
+
+def silent(scenario: Scenario, out: Path, *, returns: bool) -> Callable[[str, Path], None]:
+    """A silo-00 that joins, takes its task and is never heard again; or whose machine comes back after a while."""
+
+    def join(uri: str, keys: Path) -> None:
+        connection = transport.connect(uri)
+        hello, initiated = initiate(load_identity(keys, "silo-00"), "coordinator", run_name(scenario), 0.0)
+        connection.send(hello)
+        frames = connection.receive(10.0)
+        assert frames is not None
+        ready, session = complete(initiated, load_accepted(keys), frames, 0.0)
+        connection.send(ready)
+        beat = Header(
+            run=run_name(scenario),
+            kind=Kind.HEARTBEAT,
+            sender="silo-00",
+            receiver="coordinator",
+            sequence=0,
+            sent_at=0.0,
+        )
+        connection.send(seal_message(session, Message(beat)).frames)
+        time.sleep(4 * BEAT)
+        if returns:
+            connection.close()
+            run_silo(SiloArguments(scenario, "silo-00", uri, keys, out))
+
+    return join
+
+
+def records(out: Path) -> list[dict[str, Any]]:
+    return [record for _, record in read_log(RunFolder(out).messages("coordinator")) if record is not None]
+
+
+def at(record: dict[str, Any]) -> float:
+    return datetime.fromisoformat(record["wall"]).timestamp()
+
+
+def test_a_lost_silo_is_noticed_within_two_beats_waited_for_and_changes_nothing(tiny: Path, tmp_path: Path) -> None:
+    scenario = resolved(tiny, "rounds=3", "participation=1")
+    whole = run(scenario, tmp_path / "whole").summary
+    out = tmp_path / "lost"
+    outcome = run(scenario, out, silos=scenario.silo_names[1:], others=[silent(scenario, out, returns=True)])
+    log = records(out)
+    (lost, *_) = [
+        index for index, each in enumerate(log) if each.get("text") == "peer lost" and each["peer"] == "silo-00"
+    ]
+    heard = [each for each in log[:lost] if each["action"] == "received" and each.get("sender") == "silo-00"]
+    silence = at(log[lost]) - at(heard[-1])
+    assert 2 * BEAT <= silence < 2 * BEAT + 2.0  # and the time until the loop looks around on a busy machine
+    assert not any(each.get("text") == "task failed" for each in log)
+    assert outcome.summary["model_digest"] == whole["model_digest"]
+
+
+@pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
+def test_in_real_time_a_silo_that_stays_away_is_given_up_and_the_others_go_on(
+    tiny: Path, tmp_path: Path, mode: str
+) -> None:
+    settings = ("clock=wall", "rounds=3", "participation=1", "aggregation.lost_after=2", f"aggregation.mode={mode}")
+    scenario = resolved(tiny, *settings, "aggregation.buffer=4")
+    outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[silent(scenario, tmp_path, returns=False)])
+    assert outcome.phase is Phase.DONE
+    assert outcome.summary["per_silo"]["silo-00"]["participations"] == 0
+    failed = {(each["silo"], each["reason"]) for each in records(tmp_path) if each.get("text") == "task failed"}
+    # Without rounds to wait for it, the run may be over before the silo is.
+    assert ("silo-00", "stayed away") in failed or mode == "async"

@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SCENARIO ?= scenarios/rcsr_mr50.yaml
 
-.PHONY: run test check bench clean
+.PHONY: run test check bench chaos clean
 
 run: .venv/installed
 	$(BIN)/fedmq scenario $(SCENARIO)
@@ -20,6 +20,9 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -m "not slow"
+
+chaos: .venv/installed
+	FEDMQ_CHAOS=200 timeout 3600 $(BIN)/pytest tests/test_chaos.py
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks

@@ -1,4 +1,4 @@
-"""Run benchmarks: ``python -m benchmarks [--only delta,rounds,startup,hamming,loop] [--json FILE]``."""
+"""Run benchmarks: ``python -m benchmarks [--only delta,rounds,startup,hamming,loop,soak] [--json FILE]``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import delta, hamming, rounds, startup, whole
+from benchmarks import delta, hamming, rounds, soak, startup, whole
 from benchmarks.measure import Number, Result, load_average, machine
 
 BENCHMARKS: Mapping[str, Callable[[], Result]] = {
@@ -21,7 +21,10 @@ BENCHMARKS: Mapping[str, Callable[[], Result]] = {
     "startup": startup.run,
     "hamming": hamming.run,
     "loop": whole.run,
+    "soak": soak.run,
 }
+#: Run only when asked for by name: minutes each.
+LONG = ("soak",)
 
 
 def _names(text: str) -> list[str]:
@@ -50,7 +53,13 @@ def _table(result: Result) -> Table:
 def main() -> None:
     """Run what was chosen; a table of each, then all of it as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure fedmq on this machine.")
-    parser.add_argument("--only", type=_names, default=list(BENCHMARKS), metavar="A,B", help=", ".join(BENCHMARKS))
+    parser.add_argument(
+        "--only",
+        type=_names,
+        default=[name for name in BENCHMARKS if name not in LONG],
+        metavar="A,B",
+        help=", ".join(BENCHMARKS),
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here instead of printing it")
     arguments = parser.parse_args()
     console = Console()

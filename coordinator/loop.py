@@ -435,6 +435,7 @@ class Loop:
         if replies:
             merged = self.setting.protocol.merge(state, self._robust(replies), round_)
             state, log = self._mixed(state, merged.state, replies), merged.log
+            self._errors.clear()
             if not bool(torch.isfinite(state.theta).all()):
                 raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")
         for item in arrived:
@@ -448,7 +449,7 @@ class Loop:
         self._forget_states(version)
         losses = [payload.value for reply in replies for payload in reply.payloads if isinstance(payload, Loss)]
         self._loss = sum(losses) / len(losses) if losses else None
-        self._save(after)
+        # Before the checkpoint: a resume from the one before drops the line again. After it, the line could be lost.
         append_line(
             self.setting.folder.metrics,
             {
@@ -461,6 +462,7 @@ class Loop:
                 **log,
             },
         )
+        self._save(after)
         self.tally.spend("merge", self.clock.stopwatch() - began)
         self._handle(Merged(version))
 

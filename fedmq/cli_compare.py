@@ -57,6 +57,12 @@ Select = Annotated[
         "on the test split.",
     ),
 ]
+SelectRounds = Annotated[
+    int | None,
+    typer.Option(
+        "--select-rounds", min=1, help="Rounds of the runs that --select chooses by; the scenario's by default."
+    ),
+]
 SelectSeed = Annotated[int, typer.Option("--select-seed", min=0, help="Seed of the runs that --select chooses by.")]
 Metric = Annotated[
     str,
@@ -106,6 +112,7 @@ class Options:
     vary: list[str] | None
     select: list[str] | None
     select_seed: int
+    select_rounds: int | None
     metric: str
     baseline: str | None
     target: list[str] | None
@@ -144,6 +151,7 @@ def add_compare(app: typer.Typer, roots: Roots) -> None:
         vary: Vary = None,
         select: Select = None,
         select_seed: SelectSeed = 0,
+        select_rounds: SelectRounds = None,
         metric: Metric = "mean_r1,mean_r10",
         baseline: Baseline = None,
         target: Targets = None,
@@ -165,8 +173,8 @@ def add_compare(app: typer.Typer, roots: Roots) -> None:
         --select rcsr:protocol.lambda_anc=0.3,1[/bold]
         """
         options = Options(
-            "compare", files, seeds, out_dir, runs_dir, settings, vary, select, select_seed, metric, baseline, target,
-            zero_shot, jobs, processes, as_json, quiet,
+            "compare", files, seeds, out_dir, runs_dir, settings, vary, select, select_seed,
+            select_rounds, metric, baseline, target, zero_shot, jobs, processes, as_json, quiet,
         )  # fmt: skip
         _carry_out(options, roots)
 
@@ -184,6 +192,7 @@ def add_sweep(app: typer.Typer, roots: Roots) -> None:
         settings: Settings = None,
         select: Select = None,
         select_seed: SelectSeed = 0,
+        select_rounds: SelectRounds = None,
         metric: Metric = "mean_r1,mean_r10",
         baseline: Baseline = None,
         target: Targets = None,
@@ -206,8 +215,8 @@ def add_sweep(app: typer.Typer, roots: Roots) -> None:
         if select and "val" in select:
             select, vary = [*(each for each in select if each != "val"), *vary], None
         options = Options(
-            "sweep", [file], seeds, out_dir, runs_dir, settings, vary, select, select_seed, metric, baseline, target,
-            zero_shot, jobs, processes, as_json, quiet,
+            "sweep", [file], seeds, out_dir, runs_dir, settings, vary, select, select_seed,
+            select_rounds, metric, baseline, target, zero_shot, jobs, processes, as_json, quiet,
         )  # fmt: skip
         _carry_out(options, roots)
 
@@ -228,6 +237,7 @@ def _plan(options: Options, resolve: Resolve) -> Plan:
         targets=tuple(plan.parse_target(text) for text in options.target or []),
         baseline=options.baseline,
         select_seed=options.select_seed,
+        select_rounds=options.select_rounds,
         zero_shot=options.zero_shot,
     )
     rows.baselines(made)
@@ -255,7 +265,7 @@ def _carry_out(options: Options, roots: Roots) -> None:
         err.print(f"stopped; the same command goes on: [bold]{_plain(command)}[/bold]", highlight=False, soft_wrap=True)
         sys.exit(FAILED)
     table = tables.grid(comparison.rows, plan)
-    _write_results(comparison, table, folder, command, sweep=options.kind == "sweep")
+    _write_results(comparison, table, folder, command)
     if options.as_json:
         print(json.dumps({"folder": str(folder), "rows": tables.plain(comparison.rows), "errors": comparison.errors}))
     else:
@@ -274,7 +284,7 @@ def _plain(text: str) -> str:
     return text.replace("[", "\\[")
 
 
-def _write_results(comparison: Comparison, table: Grid, folder: Path, command: str, *, sweep: bool) -> None:
+def _write_results(comparison: Comparison, table: Grid, folder: Path, command: str) -> None:
     from fedmq import plots, tables  # noqa: PLC0415
     from fedmq.runfolder import write_atomically  # noqa: PLC0415
 
@@ -283,7 +293,7 @@ def _write_results(comparison: Comparison, table: Grid, folder: Path, command: s
         "runs.csv": tables.as_csv(tables.runs(comparison.rows)),
         "table.tex": tables.latex(table, command),
         "table.md": tables.markdown(table, command),
-        "plots.html": plots.page(comparison.rows, command, table.notes, sweep=sweep),
+        "plots.html": plots.page(comparison.rows, command, table.notes),
     }
     for name, text in results.items():
         write_atomically(folder / name, lambda path, text=text: _write(path, text))  # type: ignore[misc]
@@ -307,13 +317,13 @@ def _display(console: Console, *, quiet: bool) -> Iterator[Callable[[str, Progre
         yield lambda what, how: None
     elif console.is_terminal:
         with Live("", console=console, refresh_per_second=2, transient=True) as shown:
-            yield lambda what, how: shown.update(_progress_line(what, how))
+            yield lambda what, how: shown.update(_plain(_progress_line(what, how)))
     else:
         clock, told = WallClock(), {"done": -1, "at": 0.0}
 
         def plain(what: str, how: Progress) -> None:
             if how.done != told["done"] or clock.now() - told["at"] >= _PLAIN_SECONDS:
                 told.update(done=how.done, at=clock.now())
-                console.print(_progress_line(what, how), highlight=False, soft_wrap=True)
+                console.print(_plain(_progress_line(what, how)), highlight=False, soft_wrap=True)
 
         yield plain

@@ -100,7 +100,9 @@ def digest_once(prepare: Prepare) -> Callable[[Scenario], str]:
     return data_digest
 
 
-def run_of(entry: Entry, chosen: Settings, seed: int, place: Workplace, *, trial: bool = False) -> Run:
+def run_of(
+    entry: Entry, chosen: Settings, seed: int, place: Workplace, *, trial: bool = False, rounds: int | None = None
+) -> Run:
     """A run of an entry with the chosen settings; its data are in the cache afterwards.
 
     Args:
@@ -109,13 +111,15 @@ def run_of(entry: Entry, chosen: Settings, seed: int, place: Workplace, *, trial
         seed: of the run.
         place: where and how.
         trial: evaluate on the validation split, once at the end.
+        rounds: in place of the scenario's.
 
     Raises:
         InputError: the data cannot be read, or cannot be shared out as asked.
     """
     split = ["evaluation.split=val", "evaluation.every=0"] if trial else []
+    length = [] if rounds is None else [f"rounds={rounds}"]
     launcher = [] if place.processes else ["launcher=inline"]
-    scenario = place.resolve(entry.file, [*entry.settings, *chosen, *split, *launcher], seed)
+    scenario = place.resolve(entry.file, [*entry.settings, *chosen, *split, *length, *launcher], seed)
     # Neither changes what comes out: how the silos are started, and where the same data lie.
     facts = scenario.model_dump(mode="json", exclude={"launcher": True, "silos": {"slots"}, "data": {"path"}})
     name = f"{scenario.name}-{scenario.protocol.name}-seed{seed}-{digest([facts, place.data_digest(scenario)])}"
@@ -209,7 +213,9 @@ def carry_out(
 def trials_of(plan: Plan, place: Workplace) -> dict[tuple[str, Settings], Run]:
     """The runs on the validation split, by row and candidate; rows with one candidate need none."""
     return {
-        (entry.name, candidate): run_of(entry, candidate, plan.select_seed, place, trial=True)
+        (entry.name, candidate): run_of(
+            entry, candidate, plan.select_seed, place, trial=True, rounds=plan.select_rounds
+        )
         for entry in plan.entries
         if len(entry.candidates) > 1
         for candidate in entry.candidates

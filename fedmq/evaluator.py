@@ -110,13 +110,15 @@ def measure(
 
     Returns:
         ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ...; ``map_i2t``, ``map_t2i``, ``map``, the mean over tied orders
-        ``map_expected`` of codes, and ``map_at50``, ``ndcg_at50`` ... for each cut-off (means of both ways).
+        ``map_expected`` of codes, and ``map_at50``, ``ndcg_at50`` ... for each cut-off (means of both ways);
+        with ``evaluation.within`` and a gallery of its own also ``map_i2i``, ``map_t2t`` and their cut-offs.
     """
     image, text = (_signs(x) if queries.binary else x for x in (queries.image, queries.text))
     found = metrics.recalls(image, text, queries.owner)
-    return (
-        found if queries.labels is None else {**found, **_label_metrics(queries, evaluation, gallery or queries, seed)}
-    )
+    if queries.labels is None:
+        return found
+    found |= _label_metrics(queries, evaluation, gallery or queries, seed)
+    return found if gallery is None or not evaluation.within else found | _within(queries, evaluation, gallery, seed)
 
 
 def _signs(codes: np.ndarray) -> np.ndarray:
@@ -125,24 +127,12 @@ def _signs(codes: np.ndarray) -> np.ndarray:
 
 
 def _label_metrics(queries: Embedded, evaluation: Evaluation, gallery: Embedded, seed: int) -> dict[str, float]:
-    if queries.labels is None or gallery.labels is None:
-        raise ValueError("label metrics need labels")
-    ranked = ranking.hamming_metrics if queries.binary else ranking.cosine_metrics
-    order = seeds.derive(seed, "gallery")
-    i2t, t2i = (
-        ranked(
-            query,
-            database,
-            queries.labels,
-            gallery.labels,
-            at=evaluation.map_at,
-            ndcg_at=evaluation.ndcg_at,
-            order_seed=order,
-        )
-        for query, database in (
-            (queries.image, gallery.first_captions),
-            (queries.first_captions, gallery.image),
-        )
+    i2t, t2i = _ranked(
+        queries,
+        evaluation,
+        gallery,
+        seed,
+        [(queries.image, gallery.first_captions), (queries.first_captions, gallery.image)],
     )
     found = {"map_i2t": i2t.map, "map_t2i": t2i.map, "map": (i2t.map + t2i.map) / 2}
     if queries.binary:
@@ -154,6 +144,42 @@ def _label_metrics(queries: Embedded, evaluation: Evaluation, gallery: Embedded,
         ndcg = [(each.ndcg if evaluation.ndcg_ideal == "database" else each.ndcg_retrieved)[n] for each in (i2t, t2i)]
         found |= {f"ndcg_at{n}_i2t": ndcg[0], f"ndcg_at{n}_t2i": ndcg[1], f"ndcg_at{n}": sum(ndcg) / 2}
     return found
+
+
+def _within(queries: Embedded, evaluation: Evaluation, gallery: Embedded, seed: int) -> dict[str, float]:
+    """What retrieval within a modality finds, as image hashing measures it: mAP and its cut-offs."""
+    pairs = [(queries.image, gallery.image), (queries.first_captions, gallery.first_captions)]
+    ranked = _ranked(queries, evaluation, gallery, seed, pairs)
+    found: dict[str, float] = {}
+    for way, each in zip(("i2i", "t2t"), ranked, strict=True):
+        found |= {f"map_{way}": each.map, **{f"map_at{n}_{way}": each.map_at[n] for n in evaluation.map_at}}
+    return found
+
+
+def _ranked(
+    queries: Embedded,
+    evaluation: Evaluation,
+    gallery: Embedded,
+    seed: int,
+    pairs: Sequence[tuple[np.ndarray, np.ndarray]],
+) -> list[ranking.RankingMetrics]:
+    """Label metrics of pairs of query and gallery vectors [n, d] and [m, d]."""
+    if queries.labels is None or gallery.labels is None:
+        raise ValueError("label metrics need labels")
+    metrics_of = ranking.hamming_metrics if queries.binary else ranking.cosine_metrics
+    order = seeds.derive(seed, "gallery")
+    return [
+        metrics_of(
+            query,
+            database,
+            queries.labels,
+            gallery.labels,
+            at=evaluation.map_at,
+            ndcg_at=evaluation.ndcg_at,
+            order_seed=order,
+        )
+        for query, database in pairs
+    ]
 
 
 def _judged(world: World, rows: np.ndarray) -> Share:

@@ -285,7 +285,10 @@ class Representations:
 
 @dataclass(frozen=True, eq=False)
 class DiscriminatorDelta:
-    """A silo's change of FedHAP's discriminator; fields as in Delta, the layout is the discriminator's own."""
+    """A silo's change of FedHAP's discriminator; fields as in Delta, the layout is the discriminator's own.
+
+    Downwards the shared discriminator's change since it was drawn, with ``n_samples`` 0.
+    """
 
     KIND: ClassVar[str] = "discriminator_delta"
     FIELDS: ClassVar[Mapping[str, Field]] = Delta.FIELDS

@@ -83,6 +83,7 @@ class Plan:
         targets: further columns: time to reach a value.
         baseline: name of a method or of a row; None takes the first method.
         select_seed: seed of the runs on the validation split.
+        select_rounds: rounds of those runs; None takes the scenario's.
         zero_shot: put a row before the others with version 0 of the first entry's runs.
     """
 
@@ -92,6 +93,7 @@ class Plan:
     targets: tuple[Target, ...] = ()
     baseline: str | None = None
     select_seed: int = 0
+    select_rounds: int | None = None
     zero_shot: bool = False
 
 

@@ -17,16 +17,15 @@ F64 = npt.NDArray[np.float64]
 _LOGARITHMIC_FROM = 50.0
 
 
-def page(rows: Sequence[Row], title: str, notes: Sequence[str], *, sweep: bool) -> str:
-    """Curves over merges and over virtual time, bars, and for a sweep each column against the varied value.
+def page(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
+    """Bars, curves over merges and over virtual time, and each column against the varied value where there is one.
 
     Args:
         rows: of a comparison; at least one.
         title: of the page.
         notes: shown below it.
-        sweep: draw the columns against the varied value too.
     """
-    figures = [figure for column in rows[0].columns for figure in _column(rows, column, sweep=sweep)]
+    figures = [figure for column in rows[0].columns for figure in _column(rows, column)]
     parts = [figure.to_html(full_html=False, include_plotlyjs=place == 0) for place, figure in enumerate(figures)]
     head = "<!doctype html><html lang='en'><meta charset='utf-8'>"
     style = "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem}</style>"
@@ -34,9 +33,9 @@ def page(rows: Sequence[Row], title: str, notes: Sequence[str], *, sweep: bool) 
     return f"{head}<title>{html.escape(title)}</title>{style}{words}{''.join(parts)}</html>"
 
 
-def _column(rows: Sequence[Row], column: str, *, sweep: bool) -> list[Any]:
+def _column(rows: Sequence[Row], column: str) -> list[Any]:
     """The figures of one column."""
-    figures = [_against_value(rows, column)] if sweep and any(row.entry.point for row in rows) else []
+    figures = [_against_value(rows, column)] if any(row.entry.point for row in rows) else []
     figures.append(_bars(rows, column))
     if any(column in each.metrics for row in rows for outcome in row.outcomes.values() for each in outcome.evaluations):
         figures += [_curves(rows, column, over_time=False), _curves(rows, column, over_time=True)]

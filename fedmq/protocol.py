@@ -59,6 +59,9 @@ class Context:
         label_names: of the data set's L labels, in their order; empty where it has none.
         cohort: silos of a full synchronous round, for merges of fewer; None takes every merge for a full one.
         max_age: versions after which a table of last-known statistics forgets a silo; None keeps all.
+        public: loads the items that belong to no silo and may be seen by all, in both modalities; None where the data
+            set marks none.
+        build: builds the model with both its frozen towers, for a coordinator that trains on public items.
     """
 
     seed: int
@@ -71,6 +74,8 @@ class Context:
     label_names: tuple[str, ...] = ()
     cohort: int | None = None
     max_age: int | None = None
+    public: Callable[[], Share | None] = field(default=lambda: None, compare=False)
+    build: Callable[[], TwoTower] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

@@ -127,9 +127,11 @@ def first_difference(was: Record, now: Record) -> Difference | None:
         found = _message_difference(key, was, now)
         if found is not None:
             return found
-    for key in sorted(was.lines.keys() | now.lines.keys(), key=lambda key: (key[1], key[0] == "evaluation")):
-        if was.lines.get(key) != now.lines.get(key):
-            return Difference(f"{key[0]} of version {key[1]}", _shown(was.lines.get(key)), _shown(now.lines.get(key)))
+    for line in sorted(was.lines.keys() | now.lines.keys(), key=lambda line: (line[1], line[0] == "evaluation")):
+        kind, version = line
+        if was.lines.get(line) != now.lines.get(line):
+            before, after = was.lines.get(line), now.lines.get(line)
+            return Difference(f"{kind} of version {version}", _shown(before), _shown(after))
     return Difference("model_digest", was.digest, now.digest) if was.digest != now.digest else None
 
 

@@ -161,6 +161,9 @@ class MissingModality(Part):
 
     rate: Fraction = Field(0.0, description="share of silos with a single modality")
     seed: int = Field(42, ge=0, description="of the assignment, apart from the run's seed")
+    only: Literal["image", "text"] | None = Field(
+        None, description="the modality that silos with a single one have; null draws it, either alike"
+    )
     silos: dict[Name, Literal["image", "text"]] = Field(
         default_factory=dict, description="listed by hand: silo name to the one modality it has; replaces rate"
     )
@@ -169,6 +172,8 @@ class MissingModality(Part):
     def _one_way(self) -> MissingModality:
         if self.silos and self.rate > 0:
             raise ValueError("give missing_modality.rate or missing_modality.silos, not both")
+        if self.only and self.rate == 0:
+            raise ValueError("missing_modality.only is for missing_modality.rate above 0")
         return self
 
 
@@ -204,9 +209,16 @@ class Evaluation(Part):
         "split",
         description="what label metrics retrieve from: the split's other modality, or all items outside the split",
     )
+    within: bool = Field(False, description="also retrieve images by images and texts by texts, from the database")
     map_at: tuple[Count, ...] = Field((), description="cut-offs R of mAP@R, beside the mAP over the whole list")
     ndcg_at: tuple[Count, ...] = Field((), description="cut-offs N of NDCG@N")
     ndcg_ideal: Literal["database", "retrieved"] = Field("database", description="what NDCG's ideal list is made of")
+
+    @model_validator(mode="after")
+    def _no_query_finds_itself(self) -> Evaluation:
+        if self.within and self.gallery != "database":
+            raise ValueError("evaluation.within needs evaluation.gallery database: in the split a query finds itself")
+        return self
 
 
 class Privacy(Part):

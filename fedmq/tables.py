@@ -118,7 +118,9 @@ def _notes(rows: Sequence[Row], plan: Plan, selected: bool, compared: bool) -> t
         notes.append("bold: best")
     if selected:
         metric = plan.metrics[0]
-        notes.append(f"chosen: best of so many tried, by {metric} on the validation split, seed {plan.select_seed}")
+        length = "" if plan.select_rounds is None else f", {plan.select_rounds} rounds"
+        where = f"on the validation split, seed {plan.select_seed}{length}"
+        notes.append(f"chosen: best of so many tried, by {metric} {where}")
         if len(tried := {len(entry.candidates) for entry in plan.entries}) > 1:
             notes.append(f"not the same budget for all: between {min(tried)} and {max(tried)} candidates were tried")
     return tuple(notes)

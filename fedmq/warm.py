@@ -9,6 +9,8 @@ import multiprocessing
 import os
 from multiprocessing import forkserver
 
+from fedmq.scenario import MATCONVNET, TIMM
+
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
@@ -18,7 +20,8 @@ def warm_up(backbone: str) -> None:
     Args:
         backbone: name of the scenario's.
     """
-    CONTEXT.set_forkserver_preload(["fedmq.preload", *(["open_clip"] if backbone not in ("lite", "features") else [])])
+    bare = backbone in ("lite", "features", MATCONVNET) or backbone.startswith(TIMM)
+    CONTEXT.set_forkserver_preload(["fedmq.preload", *([] if bare else ["open_clip"])])
     settings = {
         # One thread per process: the silos share the cores, and a library that starts threads while it is imported
         # would leave every fork with a broken pool.

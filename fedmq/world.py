@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,6 +21,7 @@ import torch
 
 from fedmq.data import partition
 from fedmq.data.prepared import Prepared, cache_folder, open_prepared, prepare, text_features
+from fedmq.data.share import Share, load_share
 from fedmq.errors import InputError
 from fedmq.models import networks
 from fedmq.models.two_tower import TwoTower, build
@@ -96,7 +97,14 @@ class World:
             scenario.objective,
             self.prepared.label_names,
             max_age=scenario.aggregation.max_age,
+            public=self.public_share,
+            build=partial(self.build_model, scenario, "cpu", ("image", "text")),
         )
+
+    def public_share(self) -> Share | None:
+        """The items of the split ``public``, which belong to no silo; None where there are none."""
+        rows = np.flatnonzero(np.asarray(self.prepared.split) == _PUBLIC)
+        return load_share(self.prepared, rows, image=True, text=True) if len(rows) else None
 
 
 def run_name(scenario: Scenario) -> str:

@@ -18,10 +18,10 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.layout import Layout
-from fedmq.messages import Delta, Payload
+from fedmq.messages import Delta, PartialDelta, Payload
 from fedmq.parts import Robust
 from fedmq.protocol import Reply
-from protocols._merge import branch_slices, ordered
+from protocols._merge import branch_slices, ordered, owns
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -111,7 +111,8 @@ def robust_replies(replies: Sequence[Reply], rule: Robust, layout: Layout) -> li
     """The replies a method merges in place of those that came.
 
     Args:
-        replies: as they came; of their payloads only Delta is looked at and changed.
+        replies: as they came. Of their payloads only updates (Delta, PartialDelta) are looked at and changed, and only
+            if all are of the same parameters.
         rule: as in the scenario.
         layout: of the shared parameters.
 
@@ -119,36 +120,38 @@ def robust_replies(replies: Sequence[Reply], rule: Robust, layout: Layout) -> li
         In the fixed silo order; the same objects where nothing is changed.
     """
     replies = ordered(replies)
-    places = [k for k, reply in enumerate(replies) if _update(reply) is not None]
-    if rule.rule == "none" or not places:
+    sent = [(place, update) for place, reply in enumerate(replies) if (update := _update(reply)) is not None]
+    named = {update.names if isinstance(update, PartialDelta) else None for _, update in sent}
+    if rule.rule == "none" or len(named) != 1:
         return replies
-    updates = [update for reply in replies if (update := _update(reply)) is not None]
-    branches = branch_slices(layout)
+    (names,) = named
+    branches = branch_slices(layout if names is None else layout.part(names))
+    updates = [update.buffer.astype(np.float32, copy=False) for _, update in sent]
     active = {
-        modality: np.array(
-            [getattr(replies[k].silo, modality) and bool(u[part].any()) for k, u in zip(places, updates, strict=True)]
-        )
-        for modality, part in branches.items()
+        name: np.array([owns(replies[k].silo, name) and u[part].any() for (k, _), u in zip(sent, updates, strict=True)])
+        for name, part in branches.items()
     }
-    match rule.rule:
-        case "norm_bound":
-            norms = np.array([np.linalg.norm(update.astype(np.float64)) for update in updates])
-            factors = norm_bound_factors(norms, rule.bound)
-            changed: list[F32] = [
-                u if f == 1.0 else u * np.float32(f) for u, f in zip(updates, factors.tolist(), strict=True)
-            ]
-        case "krum":
-            byzantine = math.ceil(rule.byzantine * len(places) - 1e-9)
-            scores = krum_scores(distances(updates, active, branches), byzantine)
-            kept = multi_krum(scores, rule.keep or max(1, len(places) - byzantine))
-            left_out = set(places) - {places[k] for k in kept}
-            return [reply for k, reply in enumerate(replies) if k not in left_out]
-        case _:
-            changed = _replaced(updates, active, branches, rule)
+    if rule.rule == "krum":
+        kept = _krum(distances(updates, active, branches), rule)
+        left_out = {place for k, (place, _) in enumerate(sent) if k not in kept}
+        return [reply for place, reply in enumerate(replies) if place not in left_out]
+    changed = _bounded(updates, rule) if rule.rule == "norm_bound" else _replaced(updates, active, branches, rule)
     result = list(replies)
-    for k, update in zip(places, changed, strict=True):
-        result[k] = _with_update(replies[k], update)
+    for (place, _), update in zip(sent, changed, strict=True):
+        result[place] = _with_update(replies[place], update)
     return result
+
+
+def _krum(apart: F64, rule: Robust) -> list[int]:
+    """The updates Krum keeps, from their distances [M, M]."""
+    byzantine = math.ceil(rule.byzantine * len(apart) - 1e-9)
+    return multi_krum(krum_scores(apart, byzantine), rule.keep or max(1, len(apart) - byzantine))
+
+
+def _bounded(updates: Sequence[F32], rule: Robust) -> list[F32]:
+    norms = np.array([np.linalg.norm(update.astype(np.float64)) for update in updates])
+    factors = norm_bound_factors(norms, rule.bound).tolist()
+    return [u if factor == 1.0 else u * np.float32(factor) for u, factor in zip(updates, factors, strict=True)]
 
 
 def _replaced(
@@ -175,14 +178,13 @@ def _blocks(part: slice) -> list[slice]:
     return [slice(start, min(start + _BLOCK, part.stop)) for start in range(part.start, part.stop, _BLOCK)]
 
 
-def _update(reply: Reply) -> F32 | None:
-    """The update [P] of a reply that brings one of all parameters."""
-    found = [payload.buffer for payload in reply.payloads if isinstance(payload, Delta)]
-    return None if not found else found[0].astype(np.float32, copy=False)
+def _update(reply: Reply) -> Delta | PartialDelta | None:
+    """The update that a reply brings, if it brings one."""
+    return next((payload for payload in reply.payloads if isinstance(payload, Delta | PartialDelta)), None)
 
 
 def _with_update(reply: Reply, update: F32) -> Reply:
     def exchanged(payload: Payload) -> Payload:
-        return replace(payload, buffer=update) if isinstance(payload, Delta) else payload
+        return replace(payload, buffer=update) if isinstance(payload, Delta | PartialDelta) else payload
 
     return replace(reply, payloads=tuple(exchanged(payload) for payload in reply.payloads))

@@ -1,6 +1,6 @@
 """CreamFL with averaged parameters, our reading: contrasts with global and last local embeddings (Yu et al. 2023).
 
-The original exchanges representations of a public set between different models. This is the variant of RCSR's
+The original exchanges representations of a public set (``creamfl_public``). This is the variant of RCSR's
 comparison (METHODS.md 7.7): one architecture, averaged parameters, no public data. RCSR names the contrast, an average
 of global features with decay 0.9 and a distillation weight of 0.3; the rest is our reading: a silo keeps, for each of
 its samples and modalities, a moving average of the embeddings that the downloaded models gave it. That bank takes the
@@ -26,6 +26,23 @@ from protocols._options import check
 
 #: Names of the bank, of the last model's embeddings, and of the samples of both, among a silo's personal tensors.
 BANK, LAST, ROWS = "creamfl_bank_", "creamfl_last_", "creamfl_rows"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Weights of a silo's terms, and the temperature of its contrasts; see the options.
+
+    Args:
+        inter: of the contrast between modalities.
+        intra: of the contrast within one.
+        kd: of the distillation.
+        tau: temperature.
+    """
+
+    inter: float
+    intra: float
+    kd: float
+    tau: float
 
 
 @dataclass(frozen=True)
@@ -86,6 +103,36 @@ def distillation(z: Tensor, shared: Tensor) -> Tensor:
     return (z - shared).square().mean()
 
 
+def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights: Weights) -> _local.Extra | None:
+    """The silo's terms: both contrasts and the distillation, summed over the modalities it has.
+
+    Args:
+        shared: global embeddings [n, d] of the items trained on, by modality.
+        last: those of the silo's last model; a modality without any has no contrast within it.
+        weights: of the terms, and the temperature.
+    """
+    if not (weights.inter or weights.intra or weights.kd):
+        return None
+
+    def terms(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
+        found = []
+        for name, other, out in (("image", "text", image), ("text", "image", text)):
+            if out is None:
+                continue
+            z, rows = out.code, torch.from_numpy(step.rows)
+            if weights.inter and other in shared:
+                bank = shared[other].to(z.device)
+                found.append(weights.inter * inter_modal(z, bank, rows.to(z.device), weights.tau))
+            if weights.intra and name in last:
+                new, old = (each[name][rows].to(z.device) for each in (shared, last))
+                found.append(weights.intra * intra_modal(z, new, old, weights.tau))
+            if weights.kd:
+                found.append(weights.kd * distillation(z, shared[name][rows].to(z.device)))
+        return torch.stack(found).sum() if found else None
+
+    return terms
+
+
 class CreamFl:
     """CreamFL with averaged parameters, see the module's text."""
 
@@ -119,7 +166,9 @@ class CreamFl:
         known = local.state if rows is not None and torch.equal(rows, local.share.rows) else {}
         with _local.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
             bank = averaged(known, self._embedded(local, task, "bank"), self.options.bank_ema)
-        trained = self.fedavg.trained(local, task, extra=self._contrast(local, bank, known))
+        before = {name: known[LAST + name] for name in bank if LAST + name in known}
+        weights = Weights(self.options.inter, self.options.intra, self.options.kd, self.options.contrast_tau)
+        trained = self.fedavg.trained(local, task, extra=contrasts(bank, before, weights))
         last = {LAST + name: z for name, z in self._embedded(local, task, "last").items()}
         kept = {BANK + name: z for name, z in bank.items()}
         return replace(trained, state={**trained.state, **kept, **last, ROWS: local.share.rows.clone()})
@@ -129,30 +178,6 @@ class CreamFl:
         caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, f"creamfl {purpose}"))
         found = _local.embed_all(local, caption, self.context.training.batch_size)
         return {name: z for name, z in zip(MODALITIES, found, strict=True) if z is not None}
-
-    def _contrast(self, local: Local, bank: Mapping[str, Tensor], known: Mapping[str, Tensor]) -> _local.Extra | None:
-        options, device = self.options, local.model.flat.device
-        if not (options.inter or options.intra or options.kd):
-            return None
-        shared = {name: z.to(device) for name, z in bank.items()}
-        last = {name: known[LAST + name].to(device) for name in bank if LAST + name in known}
-
-        def contrast(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
-            rows = torch.from_numpy(step.rows).to(device)
-            terms = []
-            for name, other, out in (("image", "text", image), ("text", "image", text)):
-                if out is None:
-                    continue
-                if options.inter and other in shared:
-                    terms.append(options.inter * inter_modal(out.code, shared[other], rows, options.contrast_tau))
-                if options.intra and name in last:
-                    parts = out.code, shared[name][rows], last[name][rows]
-                    terms.append(options.intra * intra_modal(*parts, options.contrast_tau))
-                if options.kd:
-                    terms.append(options.kd * distillation(out.code, shared[name][rows]))
-            return torch.stack(terms).sum() if terms else None
-
-        return contrast
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """As FedAvg."""

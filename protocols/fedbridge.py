@@ -223,10 +223,10 @@ class FedBridge:
         share, model = local.share, local.model
         with torch.no_grad():
             if share.image is not None:
-                return torch.cat([model.image(x.to(model.flat.device)) for x in share.image.split(256)])
+                return torch.cat([model.image(x.to(model.flat.device)) for x in torch.split(share.image, 256)])
             assert share.text is not None  # noqa: S101 - a silo has at least one modality
             flat = share.text.flatten(0, 1)
-            z = torch.cat([model.caption(x.to(model.flat.device)) for x in flat.split(256)])
+            z = torch.cat([model.caption(x.to(model.flat.device)) for x in torch.split(flat, 256)])
             return z.view(*share.text.shape[:2], -1)
 
     def _centroids(self, local: Local, task: Task) -> ClassPrototypes:

@@ -40,6 +40,8 @@ _BLOCK = 1024
 #: What a label that a sample does not have counts in the printed order of eq 7's divergence.
 _SMOOTHING = 1e-6
 _TABLE = "table_"
+#: Largest support taken at its word, so that sums of them stay whole numbers.
+_MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
@@ -319,7 +321,7 @@ class FedCafe:
         return Merged(State(theta, tensors, state.values), log)
 
     def _report(self, reply: Reply) -> _memory.Rows:
-        """A reply's memory, checked; its rows are scaled to unit length where K-means made them.
+        """A reply's memory, checked, and bounded: no row is longer than 1, as none of an honest silo is.
 
         Raises:
             RemoteWireError: none, or of another shape.
@@ -328,7 +330,9 @@ class FedCafe:
         if payload.centroids.shape != (self.classes, self.bits):
             found = f"{payload.centroids.shape}, not ({self.classes}, {self.bits})"
             raise RemoteWireError("layout", f"{reply.silo.name}: a memory of shape {found}")
-        return as_tensor(payload.centroids), as_tensor(payload.support)
+        rows = as_tensor(payload.centroids)
+        lengths = torch.linalg.vector_norm(rows, dim=1, keepdim=True)
+        return rows / lengths.clamp(min=1.0), as_tensor(payload.support).clamp(max=_MOST)
 
     def _global_memory(self, previous: Tensor, table: dict[str, Tensor], round_: int) -> tuple[Tensor, Tensor, Tensor]:
         """P_g [C, r], the samples behind its rows int64 [C], and which of them are supported now bool [C]."""

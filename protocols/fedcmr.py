@@ -168,8 +168,8 @@ class FedCmr:
             table[reply.silo.index] = loss
         reported = torch.tensor(losses, dtype=torch.float64)
         pool = reported if self.options.sums == "reporters" else table[table >= 0]
-        sizes = (torch.tensor(column, dtype=torch.float64) for column in (samples, labels))
-        weights = weights_of(*sizes, reported, float(pool.mean()), self.options.sharpness)
+        size, count = torch.tensor(samples, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
+        weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)
         merged = self.partial.merge(state, replies, weights)
         return Merged(State(merged.state.theta, {**merged.state.tensors, _LOSSES: table}, state.values))
 

@@ -85,6 +85,14 @@ class FedPer:
         """FedAvg of the shared layers."""
         return self.partial.merge(state, replies)
 
+    def check(self, payloads: Sequence[Payload]) -> None:
+        """Check that an update is of the shared layers.
+
+        Raises:
+            RemoteWireError: it is of other layers.
+        """
+        self.partial.check(payloads)
+
     @property
     def personalised(self) -> bool:
         """Always: the shared layers alone are no model."""

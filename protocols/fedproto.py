@@ -156,6 +156,14 @@ class FedProto:
         )
         return Merged(replace(state, tensors=tensors), {"classes_known": float(tensors[_class_prototypes.VALID].sum())})
 
+    def check(self, payloads: Sequence[Payload]) -> None:
+        """Check the prototypes' shape.
+
+        Raises:
+            RemoteWireError: another number of rows or columns.
+        """
+        _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * self.classes, self.context.dim)
+
     @property
     def personalised(self) -> bool:
         """Always: there is no other model worth measuring."""

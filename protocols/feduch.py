@@ -20,13 +20,12 @@ from torch import Tensor
 from fedmq.messages import Model, Payload
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _local, fedavg
-from protocols._losses import cosine
+from protocols import _local, _own, fedavg
 from protocols._merge import as_tensor
 from protocols._options import check
 from protocols._similarity import mean_square
-
-_PREVIOUS = "feduch.previous"
+from protocols.fedmekt import divergence
+from protocols.moon import model_contrast
 
 
 @dataclass(frozen=True)
@@ -57,34 +56,6 @@ class FedUchOptions(fedavg.FedAvgOptions):
         check("phi", self.phi, 0.0)
         check("contrast_tau", self.contrast_tau, 0.0, open_low=True)
         check("kd_temperature", self.kd_temperature, 0.0, open_low=True)
-
-
-def cross_modal_contrast(local: Tensor, shared: Tensor, previous: Tensor, tau: float) -> Tensor:
-    """Eq 11 of one modality's anchors: -log of e^{cos(z, z_G)/tau} over itself plus e^{cos(z, z_prev)/tau}, batch mean.
-
-    Args:
-        local: [B, h] projections of one modality by the net that is trained.
-        shared: [B, h] of the paired items of the *other* modality by the global net.
-        previous: [B, h] of the same by the silo's previous net.
-        tau: temperature.
-    """
-    excess = (cosine(local, previous) - cosine(local, shared)) / tau
-    lost: Tensor = torch.nn.functional.softplus(excess)
-    return lost.mean()
-
-
-def distillation(shared: Tensor, local: Tensor, temperature: float) -> Tensor:
-    """Eqs 12 and 13: KL(softmax(H_G / T) || softmax(H_k / T)) T^2, summed over bits, batch mean.
-
-    Codes are no distributions; the softmax over their bits is the reading of METHODS.md 5.
-
-    Args:
-        shared: [B, r] relaxed codes by the global net.
-        local: [B, r] by the net that is trained.
-        temperature: T.
-    """
-    teacher, student = (shared / temperature).log_softmax(1), (local / temperature).log_softmax(1)
-    return (teacher.exp() * (teacher - student)).sum(1).mean() * temperature**2
 
 
 def terms(own: _local.Outs, shared: _local.Outs, previous: _local.Outs | None, options: FedUchOptions) -> Tensor | None:
@@ -147,19 +118,19 @@ class FedUch:
         trained = self.fedavg.trained(local, task, extra=self._extra(local, task))
         if not self._contrasts(local.silo):
             return trained
-        return replace(trained, state={**trained.state, _PREVIOUS: local.model.flat.detach().cpu().clone()})
+        return replace(trained, state={**trained.state, **_own.kept(local)})
 
     def _contrasts(self, silo: SiloFacts) -> bool:
         return self.options.contrast and silo.paired
 
     def _extra(self, local: Local, task: Task) -> _local.Extra | None:
-        previous = local.state.get(_PREVIOUS) if self._contrasts(local.silo) else None
+        previous = local.state.get(_own.OWN) if self._contrasts(local.silo) else None
         if previous is None and not self.options.distill:
             return None
         shared = as_tensor(take(task.payloads, Model).buffer)
 
         def extra(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
-            references = [None if theta is None else _reference(local, theta, step) for theta in (shared, previous)]
+            references = [None if theta is None else _own.reference(local, theta, step) for theta in (shared, previous)]
             return terms((image, text), references[0] or (None, None), references[1], self.options)
 
         return extra
@@ -167,12 +138,6 @@ class FedUch:
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """As FedAvg: the nets averaged by samples (eq 3)."""
         return self.fedavg.merge(state, replies, round_)
-
-
-def _reference(local: Local, theta: Tensor, step: _local.Step) -> _local.Outs:
-    """What other parameters [P] make of a step's batch, without dropout and without gradient."""
-    with _local.parameters(local, theta), torch.no_grad():
-        return _local.outputs(local, step.rows, step.caption)
 
 
 PROTOCOL = FedUch

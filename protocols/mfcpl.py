@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.errors import RemoteWireError
 from fedmq.messages import ClassPrototypes, Model, Payload
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
@@ -243,10 +244,21 @@ class Mfcpl:
         tensors |= _class_prototypes.updated(tensors, reported, round_, max_age=self.context.max_age, weighted=False)
         return Merged(replace(merged.state, tensors=tensors), merged.log)
 
+    def check(self, payloads: Sequence[Payload]) -> None:
+        """Check the shape of class prototypes or centroids, where a reply has them.
+
+        Raises:
+            RemoteWireError: another number of rows or columns, or centroids where there are labels.
+        """
+        for payload in payloads:
+            if isinstance(payload, ClassPrototypes):
+                if payload.modality != "both" and not (self.pseudo and payload.modality == "text"):
+                    raise RemoteWireError("unexpected", f"class prototypes of modality {payload.modality}")
+                rows = self.classes if payload.modality == "text" else 2 * self.classes
+                _class_prototypes.check_rows(payload, rows, self.context.dim)
+
     def _pseudo_classes(self, tensors: Mapping[str, Tensor], found: Sequence[ClassPrototypes]) -> Mapping[str, Tensor]:
         """The silos' centroids merged by seeded K-means."""
-        for each in found:
-            _class_prototypes.check_rows(each, self.classes, self.context.dim)
         if not found:
             return {}
         points = torch.cat([as_tensor(each.prototypes) for each in found])

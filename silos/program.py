@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -22,7 +22,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluator import HeldOut
 from fedmq.faults import Drift, LabelNoise
 from fedmq.link import Link
-from fedmq.messages import Delta, Error, Kind, Message, Metrics, Payload
+from fedmq.messages import Delta, Error, Kind, Message, Metrics, PartialDelta, Payload
 from fedmq.models.two_tower import TwoTower
 from fedmq.protocol import FederatedProtocol, Local, Personalised, Task
 from fedmq.runfolder import RunFolder
@@ -154,11 +154,11 @@ class Silo:
         return heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
 
     def _transform(self, payload: Payload, task: Task) -> Payload:
-        if not isinstance(payload, Delta):
+        if not isinstance(payload, Delta | PartialDelta):
             return payload
         path = (self.facts.name, task.base_version, task.sequence)
         buffer = privacy.transform(np.asarray(payload.buffer), self.scenario.privacy, self.scenario.seed, path)
-        return payload if buffer is payload.buffer else Delta(payload.layout_digest, buffer, payload.n_samples)
+        return payload if buffer is payload.buffer else replace(payload, buffer=buffer)
 
 
 def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda _: None) -> None:

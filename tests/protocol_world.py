@@ -93,11 +93,14 @@ def world(
     inputs, objective = InputSpec((DIM,), (DIM,)), objective or OBJECTIVES.get(name, Objective())
     if objective.base == "info_nce":
         adapter: Literal["mma", "bottleneck"] = "mma" if name == "pfedmma" else "bottleneck"
-        model = build(Backbone(name="features", bottleneck=4, head_std=0.2, adapter=adapter), inputs, seed)
+        backbone = Backbone(name="features", bottleneck=4, head_std=0.2, adapter=adapter)
+        model, another = (build(backbone, inputs, seed) for _ in range(2))
     else:
-        model = networks.build(objective, inputs, len(LABELS), seed, torch.device("cpu"))
+        model, another = (networks.build(objective, inputs, len(LABELS), seed, torch.device("cpu")) for _ in range(2))
     training = training or Training(batch_size=8, local_epochs=2)
-    context = Context(seed, 5, silos, model.layout, model.dim, training, objective, labels)
+    facts = (seed, 5, silos, model.layout, model.dim, training, objective, labels)
+    public = share(SiloFacts("public", len(silos), True, True), 10)
+    context = Context(*facts, public=lambda: public, build=lambda: another)
     kind = protocols.load(name)
     protocol = kind(protocols.options_of(kind, options or {}), context)
     shares = {

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import types
+from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
 
 import protocols
-from fedmq.errors import InputError
-from fedmq.messages import ClassPrototypes, Delta, Loss, PartialDelta
-from fedmq.protocol import Local, Personalised, Reply
-from fedmq.scenario import Objective, Training
-from protocols import _class_prototypes, _clusters, _merge, fedproto
+from fedmq.errors import InputError, RemoteWireError
+from fedmq.messages import ClassPrototypes, Delta, Loss, PartialDelta, Representations
+from fedmq.protocol import Checking, Local, Personalised, Reply, Task
+from fedmq.scenario import Base, Objective, Privacy, Training
+from protocols import _class_prototypes, _clusters, _merge, creamfl_public, fedproto
 from protocols._own import OWN
+from silos.program import Silo
 from tests.protocol_world import DIM, LABELS, MIXED, World, equal_states, world
 
 DSCMR = Objective(base="dscmr", bits=8, hidden=16)
@@ -86,6 +88,18 @@ def test_other_baselines_run_on_a_supervised_base(name: str) -> None:
     for _ in range(2):
         run.round()
     moved = run.state.theta if name in ("central", "fedper") else run.personal[1][OWN]
+    assert torch.isfinite(moved).all()
+    assert not torch.equal(moved, run.model.initial())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("base", [base for base in get_args(Base) if base != "info_nce"])
+@pytest.mark.parametrize("name", ["central", "fedprox", "local", "moon"])
+def test_general_baselines_run_on_every_base(name: str, base: str) -> None:
+    run = world(name, objective=Objective.model_validate({"base": base, "bits": 8, "hidden": 16}))
+    for _ in range(2):
+        run.round()
+    moved = run.personal[0][OWN] if name == "local" else run.state.theta
     assert torch.isfinite(moved).all()
     assert not torch.equal(moved, run.model.initial())
 
@@ -196,6 +210,19 @@ def test_personal_layers_never_leave_the_silo(name: str) -> None:
         }
         assert changed
         assert changed <= set(update.names)
+
+
+@pytest.mark.parametrize("name", ["fedavg", "fedper"])
+def test_an_update_is_clipped_whether_it_is_of_all_layers_or_of_some(name: str) -> None:
+    run = world(name)
+    (reply,) = run.replies(run.eligible[:1])
+    silo = types.SimpleNamespace(
+        facts=reply.silo, scenario=types.SimpleNamespace(privacy=Privacy(clip_norm=1e-3), seed=0)
+    )
+    task = Task(1, 0, 0, 1e-3, ())
+    sent = [Silo._transform(silo, payload, task) for payload in reply.payloads]  # type: ignore[arg-type]
+    (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]
+    assert float(np.linalg.norm(update.buffer)) == pytest.approx(1e-3, rel=1e-4)
 
 
 @pytest.mark.parametrize("name", PERSONALISED)
@@ -332,6 +359,67 @@ def test_a_silo_whose_data_changed_starts_a_new_bank() -> None:
     said = run.model.image(run.shares[0].image).detach()
     run.round()
     torch.testing.assert_close(run.personal[0]["creamfl_bank_image"], said)
+
+
+def test_with_a_public_set_representations_travel_and_parameters_do_not() -> None:
+    run = world("creamfl_public")
+    items = len(run.protocol.public)  # type: ignore[attr-defined]
+    for _ in range(2):
+        for reply in run.replies():
+            sent = payload_of(reply, Representations)
+            assert sent.values.shape == (items * (2 if reply.silo.paired else 1), DIM)
+            assert {type(payload) for payload in reply.payloads} == {Representations, Loss}
+        run.round()
+        (down,) = run.protocol.task(run.state, run.eligible[0])
+        run.model.load(run.state.theta)
+        said = run.model.image(run.protocol.public.image).detach()  # type: ignore[attr-defined]
+        torch.testing.assert_close(torch.from_numpy(down.values[:items].astype(np.float32)), said, atol=1e-3, rtol=0)
+
+
+def test_public_training_alone_teaches_the_coordinator_where_nobody_replies_with_a_modality() -> None:
+    run = world("creamfl_public", kinds=((True, False),), sizes=(5,))
+    log = run.round()
+    assert log["server_loss"] > 0
+    assert not torch.equal(run.state.theta, run.model.initial())
+
+
+def test_the_silo_whose_representation_finds_its_pair_weighs_more() -> None:
+    shared = torch.eye(3)
+    good, bad = 5 * torch.eye(3), 5 * torch.eye(3).roll(1, 0)
+    weights = creamfl_public.item_weights(torch.stack([good, bad]), shared)
+    assert (weights[0] > 0.9).all()
+    torch.testing.assert_close(weights.sum(0), torch.ones(3))
+
+
+def test_creamfl_with_a_public_set_refuses_data_without_one() -> None:
+    context = dataclasses.replace(world("fedavg").context, public=lambda: None)
+    kind = protocols.load("creamfl_public")
+    with pytest.raises(InputError, match="public"):
+        kind(protocols.options_of(kind, {}), context)
+
+
+# --------------------------------------------------------------------------- what a peer may not send
+def resized(payload: Any) -> Any:
+    """A payload with one row, or one layer, too few."""
+    match payload:
+        case ClassPrototypes(prototypes=rows, counts=counts, modality=modality):
+            return ClassPrototypes(rows[:-1].copy(), counts[:-1].copy(), modality)
+        case Representations(values=values, modality=modality):
+            return Representations(values[:-1].copy(), modality)
+        case PartialDelta(layout_digest=digest, names=names, buffer=buffer, n_samples=samples):
+            return PartialDelta(digest, names[1:], buffer[1:].copy(), samples)
+        case _:
+            return payload
+
+
+@pytest.mark.parametrize("name", ["creamfl_public", "fedper", "fedproto", "mfcpl", "pfedmma"])
+def test_payloads_of_another_shape_are_refused_before_the_merge(name: str) -> None:
+    run = world(name)
+    assert isinstance(run.protocol, Checking)
+    (reply,) = run.replies(run.eligible[:1])
+    run.protocol.check(reply.payloads)
+    with pytest.raises(RemoteWireError):
+        run.protocol.check([resized(payload) for payload in reply.payloads])
 
 
 # --------------------------------------------------------------------------- FedProto

@@ -127,8 +127,12 @@ def test_an_adapter_follows_every_block_as_printed(tiny: Path, cache: Path) -> N
         assert torch.allclose(adapted, wanted, atol=1e-5)
 
 
-def test_gradients_reach_every_adapter_through_the_frozen_blocks_and_nothing_else(tiny: Path, cache: Path) -> None:
-    model = make(tiny, cache)
+@pytest.mark.parametrize("adapter", ["bottleneck", "mma"])
+def test_gradients_reach_every_adapter_through_the_frozen_blocks_and_nothing_else(
+    tiny: Path, cache: Path, adapter: str
+) -> None:
+    model = make(tiny, cache, adapter=adapter)
+    assert (model.branch("shared").stop > 0) == (adapter == "mma")
     scores = model.image(PIXELS) @ model.caption(captions(tiny)).T
     F.cross_entropy(scores, torch.arange(3)).backward()
     for name, parameter in model.named_parameters():

@@ -20,6 +20,7 @@ import typer
 import yaml
 from rich.console import Console
 from scipy import stats
+from typer.testing import CliRunner
 
 import protocols
 from fedmq import cli, cli_compare, compare, jobs, outcomes, plots, tables
@@ -427,11 +428,10 @@ def test_a_target_that_not_all_seeds_reach_is_counted(study: tuple[Plan, tuple[m
 
 def test_the_page_of_plots_draws_every_column_in_every_way(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
     _, rows = study
-    page = plots.page(rows, "title & more", ["note"], sweep=True)
+    page = plots.page(rows, "title & more", ["note"])
     assert "title &amp; more" in page
     for title in ("mean_r1 against silos.count", "mean_r1 over merges", "mean_r1 over virtual time"):
         assert title in page
-    assert "against silos.count" not in plots.page(rows, "title", [], sweep=False)
     assert page.count("Plotly.newPlot(") == 2 + 2 + 2 + 2  # against and bars of three columns, two curves of one
 
 
@@ -533,6 +533,82 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert (code, len(error.splitlines())) == (2, 1), error
     assert expected in error
     assert not out.exists()
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> tuple[typer.Typer, list[str]]:
+    """Both commands, whose runs are over at once: the higher the learning rate the better, and seed 9 fails."""
+    started: list[str] = []
+
+    def pretend(todo: list[jobs.Job], *_: object) -> jobs.Ended:
+        started.extend(each.name for each in todo)
+        for each in todo:
+            scenario = scenarios.load(Path(each.command[4]))
+            if scenario.seed != 9:
+                finish(RunFolder(each.metrics.parent), scenario.training.learning_rate)
+        return jobs.Ended({each.name: "no luck" for each in todo if "seed 9" in each.name}, stopped=False)
+
+    monkeypatch.setattr(jobs, "run_all", pretend)
+    app = typer.Typer()
+    roots = cli_compare.Roots(resolve, lambda quiet: lambda scenario: Path("data"), lambda: lambda: False)
+    cli_compare.add_compare(app, roots)
+    cli_compare.add_sweep(app, roots)
+    return app, started
+
+
+def test_a_comparison_with_a_failed_run_writes_what_there_is_and_exits_with_1(
+    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
+) -> None:
+    app, started = pretended
+    arguments = ["compare", str(tiny), "--vary", "training.learning_rate=0.1,0.2", "--metric", "mean_r1", "--json"]
+    done = CliRunner().invoke(app, [*arguments, "--quiet", "--seeds", "0,9", "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    result = json.loads(done.stdout)
+    assert result["errors"] == {f"training.learning_rate={rate}, seed 9": "no luck" for rate in (0.1, 0.2)}
+    assert [(row["mean_r1.n"], row["mean_r1.mean"], row["mean_r1.std"]) for row in result["rows"]] == [
+        (1, 0.1, None),
+        (1, 0.2, None),
+    ]
+    assert "failed training.learning_rate=0.1, seed 9: no luck" in done.stderr
+    for name in ("table.csv", "runs.csv", "table.tex", "table.md", "plots.html"):
+        assert (tmp_path / name).stat().st_size > 0
+    again = CliRunner().invoke(app, [*arguments, "--quiet", "--seeds", "0,1", "--out", str(tmp_path)])
+    assert again.exit_code == 0
+    assert started[4:] == ["training.learning_rate=0.1, seed 1", "training.learning_rate=0.2, seed 1"]
+
+
+def test_a_sweep_can_choose_among_the_varied_values_and_runs_only_the_best(
+    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
+) -> None:
+    app, started = pretended
+    arguments = ["sweep", str(tiny), "--vary", "training.learning_rate=0.1,0.3,0.2", "--select", "val"]
+    done = CliRunner().invoke(
+        app,
+        [
+            *arguments,
+            "--select-seed",
+            "4",
+            "--select-rounds",
+            "3",
+            "--seeds",
+            "0,1",
+            "--metric",
+            "mean_r1",
+            "--out",
+            str(tmp_path),
+        ],
+    )
+    assert done.exit_code == 0, done.stderr
+    assert started == [
+        *(f"tiny, seed 4 (training.learning_rate={rate})" for rate in (0.1, 0.3, 0.2)),
+        "tiny, seed 0",
+        "tiny, seed 1",
+    ]
+    assert "learning_rate=0.3" in done.stdout
+    assert "seed 4, 3 rounds" in (tmp_path / "table.md").read_text()
+    lengths = [scenarios.load(path).rounds for path in sorted(tmp_path.glob("runs/*seed[04]-*.yaml"))]
+    assert sorted(lengths) == [3, 3, 3, 4]
+    assert "tiny,tiny,training.learning_rate=0.3,3," in (tmp_path / "table.csv").read_text()
 
 
 def commands() -> list[str]:

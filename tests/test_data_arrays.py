@@ -17,6 +17,7 @@ from fedmq.scenario import Backbone, Data
 from tests import layouts
 
 scipy_io = pytest.importorskip("scipy.io")
+scipy_sparse = pytest.importorskip("scipy.sparse")
 h5py = pytest.importorskip("h5py")
 FEATURES = Backbone(name="features")
 RNG = np.random.default_rng(3)
@@ -89,7 +90,8 @@ def test_train_and_test_parts_become_one_set_with_its_split(kind: str, tmp_path:
 
 def test_arrays_of_a_whole_set_get_the_split_its_papers_draw(tmp_path: Path) -> None:
     scipy_io.savemat(tmp_path / "mirflickr25k-fall.mat", {"FAll": rows(20)})
-    scipy_io.savemat(tmp_path / "mirflickr25k-yall.mat", {"YAll": (rows(20, 5) > 0).astype(np.uint8)})
+    tags = scipy_sparse.csc_matrix((rows(20, 5) > 0).astype(float))
+    scipy_io.savemat(tmp_path / "mirflickr25k-yall.mat", {"YAll": tags})
     scipy_io.savemat(tmp_path / "mirflickr25k-lall.mat", {"LAll": np.eye(4)[np.arange(20) % 4]})
     with pytest.raises(InputError, match=r"data\.queries.*20 items"):
         prepare(Data(name="mirflickr", path=tmp_path), FEATURES, tmp_path / "cache")
@@ -98,6 +100,7 @@ def test_arrays_of_a_whole_set_get_the_split_its_papers_draw(tmp_path: Path) -> 
     assert np.bincount(found.split, minlength=5).tolist() == [8, 0, 5, 0, 7]
     assert len(found.rows("database")) == 7
     assert found.text.dtype == np.float32
+    assert np.array_equal(found.text[:, 0], tags.toarray())
     other = prepare(data.model_copy(update={"split_seed": 1}), FEATURES, tmp_path / "cache")
     assert other.folder != found.folder
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +12,8 @@ import numpy as np
 import pytest
 
 from fedmq.data.features import SPLITS
-from fedmq.data.raw import Draw, RawSet, draw_parts, split_of
-from fedmq.data.sets import SETS
+from fedmq.data.raw import RawSet, draw_parts, split_of
+from fedmq.data.sets import SETS, Draw
 from fedmq.errors import InputError
 from fedmq.scenario import Data
 from tests import layouts
@@ -243,6 +245,7 @@ def test_a_manifest_in_csv_is_the_same_set(tmp_path: Path) -> None:
         ("list.jsonl", '{"image": "a"}\n{"image": "a"}', "'a' twice"),
         ("list.jsonl", '{"image": "a", "split": "train"}\n{"image": "b"}', "item 1"),
         ("list.jsonl", "7", "line 1: found 'int'"),
+        ("list.jsonl", '{"image": "a", "caption": "x\u2028y"}', "1 items"),
         ("list.csv", "image,caption\na,b,c\n", r"line 2.*as many fields"),
         ("list.csv", "picture\na\n", "line 2: found 'picture'"),
         ("list.txt", "", r"\.csv or \.jsonl"),
@@ -295,3 +298,41 @@ def test_the_scenarios_numbers_replace_a_sets_own_split() -> None:
 def test_a_scenario_names_a_known_set_and_only_its_own_options(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         Data.model_validate(options)
+
+
+# --- documents ------------------------------------------------------------------------------------------------------
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_the_document_has_a_layout_and_a_snippet_for_every_set() -> None:
+    text = (ROOT / "docs" / "data.md").read_text()
+    for name in SETS:
+        assert f"| `{name}` |" in text, name
+        assert f"data: {{name: {name}, path:" in text, name
+
+
+def test_the_data_set_of_contributing_is_a_data_set(tmp_path: Path) -> None:
+    lines = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+    start = lines.index("    def read_mine(data: Data) -> RawSet:")
+    code = "\n".join(line[4:] for line in lines[start : lines.index("", start)])
+    from fedmq.data import raw
+    from fedmq.data.pictures import Files
+
+    names = {**vars(raw), "Files": Files, "Data": Data}
+    exec(code, names)
+    layouts.photo(tmp_path / "photos" / "a.png", 1)
+    entries = [{"file": "a.png", "class": "x", "text": "one"}, {"file": "b.png", "class": "y", "text": "two"}]
+    layouts.write(tmp_path / "list.json", json.dumps(entries))
+    found = names["read_mine"](Data(name="manifest", path=tmp_path))
+    assert found.captions == (("one",), ("two",))
+    assert found.label_names == ("x", "y")
+    assert found.pictures.missing(1)
+
+
+def test_reading_a_scenario_brings_no_torch() -> None:
+    code = (
+        "import sys; from fedmq.scenario import Data; Data(name='coco', path='x');"
+        "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

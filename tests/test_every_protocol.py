@@ -28,7 +28,7 @@ every_protocol = pytest.mark.parametrize("name", NAMES)
 
 
 #: Methods whose silos send no update: their own models move instead of the coordinator's.
-NO_UPDATE = {"fedproto", "local"}
+NO_UPDATE = {"creamfl_public", "fedproto", "local"}
 updating_protocol = pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_UPDATE])
 
 

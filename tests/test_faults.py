@@ -73,9 +73,7 @@ def test_a_share_is_the_same_silos_for_the_whole_run_and_others_for_another_seed
     assert len({frozenset(struck(seed)) for seed in range(20)}) > 1
 
 
-@pytest.mark.parametrize(
-    ("rounds", "on"), [(None, [0, 1, 2, 3, 4]), ([1, 3], [1, 3]), ("1-2", [1, 2]), ("3-", [3, 4])]
-)
+@pytest.mark.parametrize(("rounds", "on"), [(None, [0, 1, 2, 3, 4]), ([1, 3], [1, 3]), ("1-2", [1, 2]), ("3-", [3, 4])])
 def test_rounds_are_a_list_or_a_range(rounds: object, on: list[int]) -> None:
     made = fault(kind="late", seconds=1, rounds=rounds)
     assert [round_ for round_ in range(5) if made.in_rounds(round_)] == on
@@ -243,7 +241,9 @@ def test_poisoned_prototypes_point_the_other_way_and_losses_stay() -> None:
     row, table = np.array([1.0, -2.0], np.float32), np.array([[1.0, -2.0]], np.float32)
     counts, generator = np.array([4]), np.random.default_rng(0)
     np.testing.assert_array_equal(poison.poison(ModalityPrototypes(row, row, 3), generator).text, [-3, 6])
-    np.testing.assert_array_equal(poison.poison(ClassPrototypes(table, counts, "both"), generator).prototypes, [[-3, 6]])
+    np.testing.assert_array_equal(
+        poison.poison(ClassPrototypes(table, counts, "both"), generator).prototypes, [[-3, 6]]
+    )
     np.testing.assert_array_equal(poison.poison(Memory(table, counts), generator).centroids, [[-3, 6]])
     loss = Loss(0.5)
     assert poison.poison(loss, generator) is loss
@@ -259,6 +259,7 @@ def failed(out: Path) -> list[tuple[str, int, str]]:
     return [(note["silo"], note["sequence"], note["reason"]) for note in notes(out, "task failed")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(FAULTS))
 def test_every_fault_runs_and_is_on_record(kind: str, tiny: Path, tmp_path: Path) -> None:
     more = {
@@ -297,6 +298,7 @@ def test_nan_is_refused_by_name_and_only_its_task_fails(tiny: Path, tmp_path: Pa
     assert outcome.summary["messages"]["refused"] == 1
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_once_loses_no_merge(tiny: Path, tmp_path: Path) -> None:
     whole = inline.run(resolved(tiny), tmp_path / "whole").summary["model_digest"]
     outcome = inline.run(resolved(tiny, "faults=[{kind: disk_full, round: 2}]"), tmp_path / "full")
@@ -305,6 +307,7 @@ def test_a_disk_that_is_full_once_loses_no_merge(tiny: Path, tmp_path: Path) -> 
     assert "No space left" in notes(tmp_path / "full", "checkpoint refused")[0]["error"]
 
 
+@pytest.mark.slow
 def test_a_disk_that_stays_full_stops_the_run_and_a_resume_goes_on(tiny: Path, tmp_path: Path) -> None:
     whole = inline.run(resolved(tiny), tmp_path / "whole").summary["model_digest"]
     scenario = resolved(tiny, "faults=[{kind: disk_full, round: 2, times: 3}]")
@@ -313,6 +316,7 @@ def test_a_disk_that_stays_full_stops_the_run_and_a_resume_goes_on(tiny: Path, t
     assert inline.run(scenario, tmp_path / "full", resume=True).summary["model_digest"] == whole
 
 
+@pytest.mark.slow
 def test_a_lost_modality_uploads_nothing_from_that_round_on(tiny: Path, tmp_path: Path) -> None:
     """The silo's facts change at both ends: what it trains, and what its reply counts for."""
     scenario = resolved(
@@ -320,12 +324,9 @@ def test_a_lost_modality_uploads_nothing_from_that_round_on(tiny: Path, tmp_path
     )
     seen: dict[int, bool] = {}
 
-    def spy(order: object) -> None:
-        raise AssertionError(order)
-
     from protocols import rcsr
 
-    original = rcsr.RCSR.merge
+    original = rcsr.PROTOCOL.merge
 
     def merge(self: Any, state: Any, replies: Any, round_: int) -> Any:
         reply = next(each for each in replies if each.silo.name == "silo-00")
@@ -335,11 +336,12 @@ def test_a_lost_modality_uploads_nothing_from_that_round_on(tiny: Path, tmp_path
         return original(self, state, replies, round_)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(rcsr.RCSR, "merge", merge)
-        inline.run(scenario, tmp_path, order=spy)
+        patch.setattr(rcsr.PROTOCOL, "merge", merge)
+        inline.run(scenario, tmp_path)
     assert seen == {0: True, 1: True, 2: False, 3: False}
 
 
+@pytest.mark.slow
 def test_a_silo_the_method_no_longer_asks_is_left_alone(tiny: Path, tmp_path: Path) -> None:
     scenario = resolved(
         tiny,
@@ -352,15 +354,18 @@ def test_a_silo_the_method_no_longer_asks_is_left_alone(tiny: Path, tmp_path: Pa
     assert [line["replies"].count("silo-00") for line in lines(tmp_path, "merge")] == [1, 0, 0, 1]
 
 
+@pytest.mark.slow
 def test_a_coordinator_nobody_would_start_again_does_not_kill_itself_and_says_so(tiny: Path, tmp_path: Path) -> None:
     outcome = inline.run(resolved(tiny, "faults=[{kind: coordinator_crash, after_round: 1}]"), tmp_path)
     assert outcome.phase is Phase.DONE
     assert [note["kind"] for note in notes(tmp_path, "fault without its process")] == ["coordinator_crash"]
 
 
+@pytest.mark.slow
 def test_with_a_wall_clock_the_run_ends_and_says_that_it_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
-    faults = "faults=[{kind: late, seconds: 0.2}, {kind: drop, silos: [silo-01], rounds: [1]}, {kind: split, time: [0, 0.3]}]"
-    assert inline.run(resolved(tiny, faults, "clock=wall"), tmp_path).phase is Phase.DONE
+    late, drop = "{kind: late, seconds: 0.2}", "{kind: drop, silos: [silo-01], rounds: [1]}"
+    split = "{kind: split, noticed: 0.1, time: [0, 0.3]}"
+    assert inline.run(resolved(tiny, f"faults=[{late}, {drop}, {split}]", "clock=wall"), tmp_path).phase is Phase.DONE
     assert notes(tmp_path, "wall clock: the faults are real, but this run cannot be replayed")
     assert "unreachable" in {reason for *_, reason in failed(tmp_path)}
 

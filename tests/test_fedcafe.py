@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.accept import check_reply
+from fedmq import evaluator
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.labels import coarse_columns, fine_columns
 from fedmq.messages import Memory, Model
@@ -251,6 +253,18 @@ def test_a_stale_silo_far_from_the_memory_is_held_below_the_cap() -> None:
     torch.testing.assert_close(held, torch.full((4,), 0.25, dtype=torch.float64))
 
 
+def test_a_silo_cannot_shout_with_long_rows_or_huge_supports() -> None:
+    run = world("fedcafe")
+    replies = run.replies()
+    sent = memory_of(replies[0])
+    loud = with_memory(replies[0], centroids=sent.centroids * np.float32(1e18), support=sent.support * 2**60)
+    run.state = run.protocol.merge(run.state, [loud, *replies[1:]], 0).state
+    assert float(run.state.tensors["table_rows"].norm(dim=2).max()) == pytest.approx(1)
+    assert int(run.state.tensors["memory_support"].min()) >= 0
+    assert torch.isfinite(run.state.tensors["memory"]).all()
+    assert run.round()["weight_largest"] < 0.5
+
+
 def test_a_memory_of_another_shape_is_refused() -> None:
     run = world("fedcafe")
     replies = run.replies()
@@ -374,6 +388,15 @@ def test_levels_are_told_apart_by_the_names() -> None:
     assert (coarse_columns(LABELS), fine_columns(LABELS)) == ([], [0, 1, 2, 3])
     assert networks.classes_of("shdch", LEVELS) == 2
     assert networks.classes_of("dscmr", LEVELS) == 4
+
+
+def test_relevance_goes_by_the_fine_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = share(PAIRED, 5)
+    monkeypatch.setattr(evaluator, "load_share", lambda *_, **__: whole)
+    held_out: Any = SimpleNamespace(prepared=SimpleNamespace(label_names=LEVELS))
+    assert torch.equal(evaluator._judged(held_out, np.arange(5)).labels, whole.labels[:, [0, 2]])
+    held_out.prepared.label_names = LABELS
+    assert torch.equal(evaluator._judged(held_out, np.arange(5)).labels, whole.labels)
 
 
 def test_shdch_takes_as_many_levels_as_the_names_have_or_fewer() -> None:

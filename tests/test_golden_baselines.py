@@ -15,6 +15,7 @@ from protocols import (
     _losses,
     _merge,
     creamfl,
+    creamfl_public,
     fedcmr,
     fedmekt,
     fedproto,
@@ -130,6 +131,10 @@ CHECKS: dict[str, Check] = {
     "proto_l2": lambda x: mfcpl.prototype_distance(t(x["z"]), one_hot(x, 4), t(x["protos"])),
     "creamfl_inter": lambda x: creamfl.inter_modal(
         t(x["reps"][0][x["idx"]]), t(x["g_other"]), torch.from_numpy(x["idx"]), 0.5
+    ),
+    "creamfl_w": lambda x: creamfl_public.item_weights(t(x["reps"]), t(x["g_other"])),
+    "creamfl_agg": lambda x: creamfl_public.ensemble(
+        t(x["reps"]), creamfl_public.item_weights(t(x["reps"]), t(x["g_other"]))
     ),
     "creamfl_intra": lambda x: creamfl.intra_modal(*(t(x["reps"][k][x["idx"]]) for k in range(3)), 0.5),
     "shdch": shdch_objective,

@@ -202,6 +202,16 @@ def test_power_of_choice_asks_by_loss_and_needs_a_method_that_reports_one(
         inline(tiny, tmp_path / "refused", *scenario)
 
 
+def test_a_coordinator_that_died_after_the_last_merge_ends_the_run_when_it_is_back(tiny: Path, tmp_path: Path) -> None:
+    whole = inline(tiny, tmp_path)
+    RunFolder(tmp_path).summary.unlink()
+    scenario = resolved(tiny, "launcher=inline", "evaluation.every=0", "protocol.warmup=2")
+    again = simulate_inline(scenario, RunFolder(tmp_path), resume=True, status=lambda _: None).outcome
+    assert again.phase is Phase.DONE
+    assert again.summary["model_digest"] == whole["model_digest"]
+    assert len(merges(tmp_path)) == 4
+
+
 def stop_after(count: int, out: Path) -> Callable[[], bool]:
     path = RunFolder(out).metrics
     return lambda: path.exists() and path.read_text().count('"merge"') >= count

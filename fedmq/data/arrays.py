@@ -7,6 +7,7 @@ all labels. An array of two dimensions is features, one of four is pixels. Nothi
 from __future__ import annotations
 
 import re
+import threading
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ Array = npt.NDArray[Any]
 What = Literal["image", "text", "labels"]
 
 ENDINGS = frozenset({".mat", ".h5", ".hdf5", ".h5py", ".npz"})
+_OPENING = threading.Lock()
 HDF5 = b"\x89HDF\r\n\x1a\n"
 PARTS: Mapping[str, frozenset[str]] = {
     "train": frozenset({"tr", "train", "training"}),
@@ -83,9 +85,9 @@ class Stored:
             with package("h5py", "formats", str(self.path)).File(self.path, "r") as opened:
                 value = np.asarray(opened[self.key][()])
             return value.transpose() if self.matlab else value
-        return np.asarray(
-            package("scipy.io", "formats", str(self.path)).loadmat(self.path, variable_names=[self.key])[self.key]
-        )
+        value = package("scipy.io", "formats", str(self.path)).loadmat(self.path, variable_names=[self.key])[self.key]
+        # Tags are often stored as a sparse matrix.
+        return np.asarray(value.toarray() if hasattr(value, "toarray") else value)
 
 
 def _is_hdf5(path: Path) -> bool:
@@ -329,14 +331,26 @@ class Pile:
 
     def picture(self, row: int) -> Pixels:
         """uint8 [height, width, 3]."""
-        source = self._source
+        # A file of version 5 is read as a whole: once, not by every thread that asks first.
+        with _OPENING:
+            source = self._source
         found = np.asarray(source[row] if source.shape[0] == self.n else source[..., row])
         # A picture that MATLAB stored in HDF5 comes with all its axes the other way round.
         found = found.transpose() if self.stored.matlab else found
         found = found.transpose(1, 2, 0) if found.shape[2] != 3 and found.shape[0] == 3 else found
-        if found.ndim != 3 or found.shape[2] != 3 or found.dtype.kind not in "uif":
-            raise InputError(f"{self.place}[{row}]", f"{found.dtype} {list(found.shape)}", "pixels with three channels")
+        if found.ndim != 3 or found.shape[2] != 3 or found.dtype.kind not in "ui":
+            raise InputError(
+                f"{self.place}[{row}]", f"{found.dtype} {list(found.shape)}", "whole numbers 0 to 255 in three channels"
+            )
         return np.ascontiguousarray(np.clip(found, 0, 255).astype(np.uint8))
+
+
+def holds_pixels(data: Data) -> bool:
+    """Whether ``data.path`` is a file of arrays, or a folder of such files and of no folders: no set as distributed."""
+    path = data.path
+    if path is None or not files_of(path):
+        return False
+    return not (path.is_dir() and any(inner.is_dir() for inner in path.iterdir()))
 
 
 def read_pixels(data: Data) -> RawSet:

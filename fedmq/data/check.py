@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from rich.console import Console
 from rich.table import Table
 
@@ -62,7 +63,8 @@ def check_raw(data: Data, progress: Progress | None = None) -> dict[str, Any]:
 
     Returns:
         ``data``, ``items``, ``captions``, ``splits``, ``labels`` (items of each), ``without_labels``, and by name
-        ``missing``, ``unreadable`` and ``without_captions``; ``usable`` says whether a run would take the set.
+        ``missing``, ``unreadable`` and ``without_captions``; ``problems`` are the lines a run would end with, and
+        ``usable`` says whether it would take the set.
 
     Raises:
         InputError: the annotations cannot be read.
@@ -73,36 +75,43 @@ def check_raw(data: Data, progress: Progress | None = None) -> dict[str, Any]:
     missing = [row for row in range(len(raw)) if raw.pictures.missing(row)]
     silent = [row for row, own in enumerate(raw.captions) if not own] if kind == "sentences" else []
     broken = list(unreadable(raw, progress))
-    left_out = {*missing, *silent} if data.missing == "skip" else set()
-    kept = raw.subset([row for row in range(len(raw)) if row not in left_out])
-    problem = None
-    split = None
+    kept, split, problems = raw, None, []
+    try:
+        kept = extract.complete(raw, data, kind)
+    except InputError as error:
+        problems.append(str(error))
     try:
         split = split_of(kept.split, len(kept), data, entry.draw)
     except InputError as error:
-        problem = str(error)
-    lacking = data.missing == "refuse" and (missing or silent)
-    labelled = np.zeros(len(raw), bool) if raw.labels is None else raw.labels.any(axis=1)
+        problems.append(str(error))
     return {
         "data": data.name,
         "items": len(kept),
         "captions": sum(map(len, kept.captions)) if kind == "sentences" else len(kept),
         "splits": {} if split is None else {name: int((split == code).sum()) for code, name in enumerate(SPLITS)},
-        "labels": dict(zip(raw.label_names, raw.labels.sum(axis=0).tolist(), strict=True))
-        if raw.labels is not None
-        else {},
-        "without_labels": int((~labelled).sum()),
+        **_label_facts(raw.labels, raw.label_names, len(raw)),
         "missing": [raw.pictures.name(row) for row in missing],
         "unreadable": broken,
         "without_captions": [raw.keys[row] for row in silent],
-        "problem": problem,
-        "usable": not (broken or lacking or problem),
+        "problems": problems,
+        "usable": not (broken or problems),
+    }
+
+
+def _label_facts(labels: npt.NDArray[np.uint8] | None, names: Sequence[str], n: int) -> dict[str, Any]:
+    if labels is None:
+        return {"labels": {}, "without_labels": n}
+    counts = np.asarray(labels).sum(axis=0, dtype=np.int64).tolist()
+    return {
+        "labels": dict(zip(names, counts, strict=True)),
+        "without_labels": int((~np.asarray(labels).any(axis=1)).sum()),
     }
 
 
 def _world_facts(world: World) -> dict[str, Any]:
     split = np.asarray(world.prepared.split)
     return {
+        **_label_facts(world.prepared.labels, world.prepared.label_names, world.prepared.n),
         "items": int(world.prepared.n),
         "captions": int(np.asarray(world.prepared.captions).sum()),
         "splits": {name: int((split == code).sum()) for code, name in enumerate(SPLITS)},
@@ -155,8 +164,8 @@ def show(facts: dict[str, Any], out: Console) -> None:
             out.print(f"{len(found)} {kind.replace('_', ' ')}{rest}:", highlight=False)
             for name in found[:SHOWN]:
                 out.print(f"  {name}", highlight=False, markup=False, soft_wrap=True)
-    if facts.get("problem"):
-        out.print(facts["problem"], highlight=False, markup=False, soft_wrap=True)
+    for problem in facts.get("problems", []):
+        out.print(problem, highlight=False, markup=False, soft_wrap=True)
     if "silos" in facts:
         table = Table("silo", "modalities", "samples", "held out")
         for name, own in facts["silos"].items():

@@ -37,7 +37,7 @@ from fedmq.scenario import Backbone, Data
 Array = npt.NDArray[Any]
 
 CHUNK = 128  # pictures decoded and encoded before the next mark; captions go by twice as many items
-READERS = 4  # threads that decode pictures: Pillow lets go of the interpreter while it does
+READERS = min(16, os.cpu_count() or 4)  # threads that decode pictures: Pillow lets go of the interpreter while it does
 
 
 # --- rows in the cache ----------------------------------------------------------------------------------------------

@@ -48,19 +48,19 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     return images
 
 
-def _categories(folder: Path) -> dict[int, set[str]]:
+def _categories(folder: Path) -> dict[str, set[str]]:
     """COCO's category names of each image number, from ``instances_*.json`` files.
 
     Raises:
         InputError: a file has another structure.
     """
-    found: dict[int, set[str]] = defaultdict(set)
+    found: dict[str, set[str]] = defaultdict(set)
     for path in sorted([*folder.glob("instances_*.json"), *folder.glob("annotations/instances_*.json")]):
         loaded = read_json(path)
         try:
             names = {entry["id"]: str(entry["name"]) for entry in loaded["categories"]}
             for entry in loaded["annotations"]:
-                found[int(entry["image_id"])].add(names[entry["category_id"]])
+                found[str(entry["image_id"])].add(names[entry["category_id"]])
         except (KeyError, TypeError, ValueError) as error:
             allowed = "COCO's instances: annotations with image_id and category_id, categories with id and name"
             raise InputError(str(path), f"{type(error).__name__}: {error}", allowed) from None
@@ -83,7 +83,7 @@ def read_karpathy(data: Data) -> RawSet:
     # COCO's images lie in train2014 and val2014, which `filepath` names.
     files = tuple(images / str(entry.get("filepath") or "") / entry["filename"] for entry in entries)
     categories = _categories(folder) if data.name == "coco" else {}
-    labels, names = multi_hot([categories.get(int(entry.get("cocoid", -1)), set()) for entry in entries])
+    labels, names = multi_hot([categories.get(str(entry.get("cocoid")), set()) for entry in entries])
     return checked(
         RawSet(
             place=str(path),

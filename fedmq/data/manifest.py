@@ -8,6 +8,7 @@ labels are a string or a list. Videos are read like MSR-VTT's. Relative paths st
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,7 @@ KNOWN = ("image", "captions", "caption", "labels", "label", "split", "key")
 
 
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    reader = csv.DictReader(read_text(path, "utf-8-sig").splitlines(keepends=True), restkey="too many", strict=True)
+    reader = csv.DictReader(io.StringIO(read_text(path, "utf-8-sig"), newline=""), restkey="too many", strict=True)
     try:
         for record in reader:
             if "too many" in record:
@@ -38,7 +39,7 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, line in enumerate(read_text(path).splitlines(), 1):
+    for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
                 record = json.loads(line)

@@ -56,7 +56,9 @@ def read_msrvtt(data: Data) -> RawSet:
     for path in paths:
         loaded = read_json(path)
         try:
-            videos += [{"id": str(v["video_id"]), "split": str(v["split"]), **v} for v in loaded["videos"]]
+            videos += [
+                {**video, "split": str(video["split"]), "key": str(video["video_id"])} for video in loaded["videos"]
+            ]
             for said in loaded["sentences"]:
                 if text := str(said["caption"]).strip():
                     captions[str(said["video_id"])].append(text)
@@ -65,8 +67,10 @@ def read_msrvtt(data: Data) -> RawSet:
             raise InputError(str(path), f"{type(error).__name__}: {error}", allowed) from None
     places = _places(data.images or folder)
     root = data.images or folder
-    labels, names = multi_hot([{f"category-{int(v['category']):02d}"} if "category" in v else set() for v in videos])
-    keys = tuple(str(video["video_id"]) for video in videos)
+    labels, names = multi_hot(
+        [{f"category-{str(v['category']).zfill(2)}"} if "category" in v else set() for v in videos]
+    )
+    keys = tuple(video["key"] for video in videos)
     return checked(
         RawSet(
             place=str(paths[0]),

@@ -366,7 +366,7 @@ def group_counts(groups: I64, shares: Sequence[I64]) -> I64:
 
 # --------------------------------------------------------------------------- missing modalities
 def modalities(missing: MissingModality, names: Sequence[str]) -> tuple[tuple[bool, bool], ...]:
-    """(image, text) of each silo: listed by name, or round(rate K) silos, image or text with equal probability.
+    """(image, text) of each silo: listed by name, or round(rate K) silos, either alike unless ``only`` says which.
 
     The draw has its own seed, so that changing the run's seed leaves it alone (RCSR uses 42 throughout).
     """
@@ -376,5 +376,6 @@ def modalities(missing: MissingModality, names: Sequence[str]) -> tuple[tuple[bo
         generator = numpy_generator(missing.seed, "missing_modality")
         chosen = generator.permutation(len(names))[: round(missing.rate * len(names))]
         coins = generator.random(len(chosen)) < 0.5
-        only = {names[index]: "image" if coin else "text" for index, coin in zip(chosen, coins, strict=True)}
+        drawn = [missing.only or ("image" if coin else "text") for coin in coins]
+        only = {names[index]: held for index, held in zip(chosen, drawn, strict=True)}
     return tuple((only.get(name) != "text", only.get(name) != "image") for name in names)

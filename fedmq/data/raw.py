@@ -20,6 +20,7 @@ import numpy.typing as npt
 
 from fedmq.data.features import MAX_LABELS, SPLITS, draw_split
 from fedmq.data.pictures import Pictures
+from fedmq.data.sets import Draw
 from fedmq.errors import InputError
 from fedmq.scenario import Data
 from fedmq.seeds import numpy_generator
@@ -77,7 +78,7 @@ class RawSet:
         """SHA-256 (hex) of the captions (``sentences``) or of the bags (``bag``)."""
         if kind == "bag" and self.bag is not None:
             return array_digest(self.bag)
-        return _digest("\0".join(captions) for captions in self.captions)
+        return _digest(json.dumps(captions) for captions in self.captions)
 
 
 def array_digest(value: Array) -> str:
@@ -111,21 +112,6 @@ def checked(found: RawSet) -> RawSet:
 
 
 # --- splits ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Draw:
-    """How many items a set's papers draw for each split, where the set comes without one.
-
-    Args:
-        queries: test items; None draws 80/10/10.
-        val: validation items.
-        train: training items; the rest is ``database``. None trains on the whole rest.
-    """
-
-    queries: int | None = None
-    val: int = 0
-    train: int | None = None
 
 
 def draw_parts(n: int, sizes: Draw, seed: int) -> U8:

@@ -1,20 +1,40 @@
 """The data sets a scenario can name: one line for each.
 
 Queries are the ``test`` split, and what a paper retrieves from without training on it is ``database``. ``docs/data.md``
-gives layouts, sizes and sources.
+gives layouts, sizes and sources. Importing this module brings no loader and no torch: scenarios are read before both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Literal
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from fedmq.data import arrays, folders, karpathy, manifest, msrvtt, tags
-from fedmq.data.raw import Draw, RawSet
-from fedmq.scenario import Data
+if TYPE_CHECKING:
+    from fedmq.data.raw import RawSet
+    from fedmq.scenario import Data
 
 TextKind = Literal["sentences", "bag"]
+
+
+@dataclass(frozen=True)
+class Draw:
+    """How many items a set's papers draw for each split, where the set comes without one.
+
+    Args:
+        queries: test items; None draws 80/10/10.
+        val: validation items.
+        train: training items; the rest is ``database``. None trains on the whole rest.
+    """
+
+    queries: int | None = None
+    val: int = 0
+    train: int | None = None
+
+
+#: For sets that come with a split, and for those nobody has drawn before us.
+OWN = Draw()
 
 
 @dataclass(frozen=True)
@@ -23,42 +43,42 @@ class DataSet:
 
     Args:
         summary: for ``fedmq data list``.
-        read: reads it from ``data.path``, or ``data.path`` is a folder or file of arrays.
-        draw: how many items its papers draw for each split, where the set has none of its own.
+        reader: ``module.function`` below ``fedmq.data``.
+        draw: how its papers split it, where it has no split of its own.
         text: what a method sees of an item's text unless ``data.text`` says otherwise.
     """
 
     summary: str
-    read: Callable[[Data], RawSet]
-    draw: Draw = field(default_factory=Draw)
+    reader: str
+    draw: Draw = OWN
     text: TextKind = "sentences"
 
+    def read(self, data: Data) -> RawSet:
+        """Read the set from ``data.path``: its annotations, not its pictures.
 
-def _or_pixels(read: Callable[[Data], RawSet]) -> Callable[[Data], RawSet]:
-    """Read pixels from arrays where ``data.path`` is a file or a folder of them, else the set as distributed."""
+        Raises:
+            InputError: something is missing or of another form.
+        """
+        module, _, name = self.reader.partition(".")
+        found: RawSet = getattr(importlib.import_module(f"fedmq.data.{module}"), name)(data)
+        return found
 
-    def either(data: Data) -> RawSet:
-        stored = data.path is not None and arrays.files_of(data.path)
-        return arrays.read_pixels(data) if stored else read(data)
-
-    return either
-
-
-MIRFLICKR, NUSWIDE = _or_pixels(tags.read_mirflickr), _or_pixels(tags.read_nuswide)
 
 SETS: Mapping[str, DataSet] = {
-    "flickr8k": DataSet("Karpathy's JSON and images: 6,000 / 1,000 / 1,000", karpathy.read_karpathy),
-    "flickr30k": DataSet("Karpathy's JSON and images: 29,000 / 1,014 / 1,000", karpathy.read_karpathy),
-    "coco": DataSet("MS-COCO, Karpathy's JSON and images: 113,287 / 5,000 / 5,000", karpathy.read_karpathy),
-    "iapr": DataSet("IAPR TC-12, images and .eng files: 16,000 / 2,000 / 2,000", folders.read_iapr, Draw(2000, 2000)),
-    "msrvtt": DataSet("MSR-VTT, JSON and videos or frames: 6,513 / 497 / 2,990", msrvtt.read_msrvtt),
-    "mirflickr": DataSet("MIRFlickr-25K: 20,015 photos, tags, 24 labels", MIRFLICKR, Draw(2000, 0, 10_000), "bag"),
-    "nuswide": DataSet("NUS-WIDE: 195,834 photos, tags, 21 labels", NUSWIDE, Draw(2100, 0, 10_500), "bag"),
-    "fashionvc": DataSet("19,862 items in .mat files, 8 + 27 labels", arrays.read_pixels, Draw(3000), "bag"),
-    "ssense": DataSet("15,696 items in .mat files, 4 + 28 labels", arrays.read_pixels, Draw(2000), "bag"),
-    "wikipedia": DataSet("images, texts and two lists, 10 classes: 2,173 / 231 / 462", folders.read_wikipedia),
-    "pascal": DataSet("Pascal Sentence, 20 classes: 800 / 100 / 100", folders.read_pascal, Draw(100, 100)),
-    "manifest": DataSet("anything: a CSV or JSONL file of images, captions, labels, split", manifest.read_manifest),
+    "flickr8k": DataSet("Karpathy's JSON and images: 6,000 / 1,000 / 1,000", "karpathy.read_karpathy"),
+    "flickr30k": DataSet("Karpathy's JSON and images: 29,000 / 1,014 / 1,000", "karpathy.read_karpathy"),
+    "coco": DataSet("MS-COCO, Karpathy's JSON and images: 113,287 / 5,000 / 5,000", "karpathy.read_karpathy"),
+    "iapr": DataSet("IAPR TC-12, images and .eng files: 16,000 / 2,000 / 2,000", "folders.read_iapr", Draw(2000, 2000)),
+    "msrvtt": DataSet("MSR-VTT, JSON and videos or frames: 6,513 / 497 / 2,990", "msrvtt.read_msrvtt"),
+    "mirflickr": DataSet(
+        "MIRFlickr-25K: 20,015 photos, tags, 24 labels", "tags.read_mirflickr", Draw(2000, 0, 10_000), "bag"
+    ),
+    "nuswide": DataSet("NUS-WIDE: 195,834 photos, tags, 21 labels", "tags.read_nuswide", Draw(2100, 0, 10_500), "bag"),
+    "fashionvc": DataSet("19,862 items in .mat files, 8 + 27 labels", "arrays.read_pixels", Draw(3000), "bag"),
+    "ssense": DataSet("15,696 items in .mat files, 4 + 28 labels", "arrays.read_pixels", Draw(2000), "bag"),
+    "wikipedia": DataSet("images, texts and two lists, 10 classes: 2,173 / 231 / 462", "folders.read_wikipedia"),
+    "pascal": DataSet("Pascal Sentence, 20 classes: 800 / 100 / 100", "folders.read_pascal", Draw(100, 100)),
+    "manifest": DataSet("anything: a CSV or JSONL file of images, captions, labels, split", "manifest.read_manifest"),
 }
 
 #: Prepared in ways of their own: ``fedmq.data.openmoji`` and ``fedmq.data.features``.

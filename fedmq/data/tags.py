@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from fedmq.data.arrays import holds_pixels, read_pixels
 from fedmq.data.pictures import Files
 from fedmq.data.raw import U8, RawSet, checked, first_existing, folder_of, read_text
 from fedmq.errors import InputError
@@ -30,6 +31,24 @@ def _bags(tags: Sequence[Sequence[str]], vocabulary: Sequence[str]) -> U8:
 
 
 def read_mirflickr(data: Data) -> RawSet:
+    """MIRFlickr-25K, as distributed or as arrays of pixels, tags and labels.
+
+    Raises:
+        InputError: as :func:`mirflickr_photos` and ``arrays.read_pixels``.
+    """
+    return read_pixels(data) if holds_pixels(data) else mirflickr_photos(data)
+
+
+def read_nuswide(data: Data) -> RawSet:
+    """NUS-WIDE-21, as distributed or as arrays of pixels, tags and labels.
+
+    Raises:
+        InputError: as :func:`nuswide_photos` and ``arrays.read_pixels``.
+    """
+    return read_pixels(data) if holds_pixels(data) else nuswide_photos(data)
+
+
+def mirflickr_photos(data: Data) -> RawSet:
     """MIRFlickr-25K (Huiskes and Lew 2008).
 
     ``im<N>.jpg``, ``meta/tags/tags<N>.txt``, ``doc/common_tags.txt`` (the 1,386 tags that occur at least 20 times) and
@@ -106,7 +125,7 @@ def _first(folder: Path, *names: str) -> Path:
     return first_existing([folder / name for name in names], "data.path", names[0].rpartition("/")[2])
 
 
-def read_nuswide(data: Data) -> RawSet:
+def nuswide_photos(data: Data) -> RawSet:
     """NUS-WIDE (Chua et al. 2009), cut to its 21 most frequent labels.
 
     ``ImageList/Imagelist.txt``, ``NUS_WID_Tags/AllTags1k.txt`` (and ``TagList1k.txt``),

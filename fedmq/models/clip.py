@@ -164,7 +164,7 @@ def adapted(backbone: Backbone, device: str | torch.device = "cpu") -> TwoTower:
     """The two towers with one adapter per block, without frozen weights, parameters not yet drawn.
 
     Raises:
-        InputError: unknown model, one without such blocks, or multi-modal adapters and towers of different depth.
+        InputError: unknown model, or one without such blocks.
     """
     config = config_of(backbone.name)
     bare = skeleton(backbone.name, config)
@@ -174,12 +174,8 @@ def adapted(backbone: Backbone, device: str | torch.device = "cpu") -> TwoTower:
     for modality in MODALITIES:
         blocks, block_width = blocks_of(_tower_of(bare, modality), backbone.name)
         sites.append([block_width] * len(blocks))
-    counts, residual = [len(each) for each in sites], backbone.head == "residual"
-    if backbone.adapter == "mma" and counts[0] != counts[1]:
-        raise InputError(
-            "backbone.adapter", f"mma with towers of {counts[0]} and {counts[1]} blocks", "towers of as many blocks"
-        )
-    shared = shared_adapters(backbone, counts[0])
+    # Where one tower has more blocks, the layers of its last ones are shared with nobody.
+    shared, residual = shared_adapters(backbone, max(map(len, sites))), backbone.head == "residual"
     branches = [
         Branch(widths, backbone.bottleneck, width, dim, residual=residual, blocks=True, shared=shared)
         for widths in sites

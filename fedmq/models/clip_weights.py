@@ -54,7 +54,11 @@ def config_of(name: str) -> dict[str, Any]:
             by_case = {model.lower(): model for model in known}
             near = [by_case[found] for found in difflib.get_close_matches(name.lower(), by_case, 5, 0.5)]
             hint = f", close: {', '.join(near)}" if near else ""
-            raise InputError("backbone.name", name, f"lite, features, or a name of open_clip.list_models(){hint}")
+            raise InputError(
+                "backbone.name",
+                name,
+                f"lite, features, timm:NAME, matconvnet, or a name of open_clip.list_models(){hint}",
+            )
         config = open_clip.get_model_config(name)
     if "multimodal_cfg" in config:
         raise InputError("backbone.name", name, "a model with two towers only; CoCa has a decoder over both")

@@ -17,7 +17,7 @@ from protocols import _local
 from protocols._bases._labelled import Samples, samples_of
 from protocols._options import check
 
-_BANK = "base.bank"
+_BANK, _ROWS = "base.bank", "base.rows"
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,17 @@ class Dpsh:
         self.bank[:, index] = samples.codes.detach().view(len(self.bank), len(rows), -1)
 
     def kept(self) -> Mapping[str, Tensor]:
-        """The bank."""
-        return {_BANK: self.bank.cpu()}
+        """The bank, and whose codes are in it."""
+        return {_BANK: self.bank.cpu(), _ROWS: self.local.share.rows.clone()}
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
-    """DPSH at work in one task; every silo can train it, with what it has."""
-    modalities = local.silo.image + local.silo.text
-    old = local.state.get(_BANK)
-    empty = torch.zeros(modalities, len(local.share), context.dim)
-    bank = (empty if old is None else old.clone()).to(local.model.flat.device)
-    return Dpsh(local, context.training.batch_size, options.alpha, bank)
+    """DPSH at work in one task; every silo can train it, with what it has.
+
+    A bank of an earlier task is of no use once the silo holds other items, as after a scenario's drift.
+    """
+    bank = torch.zeros(local.silo.image + local.silo.text, len(local.share), context.dim)
+    old, rows = local.state.get(_BANK), local.state.get(_ROWS)
+    if old is not None and old.shape == bank.shape and rows is not None and torch.equal(rows, local.share.rows):
+        bank.copy_(old)
+    return Dpsh(local, context.training.batch_size, options.alpha, bank.to(local.model.flat.device))

@@ -1,0 +1,106 @@
+"""A day of virtual time with churn and 10,000 messages: does anybody's memory grow?"""
+
+from __future__ import annotations
+
+import statistics
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import psutil
+
+from benchmarks.measure import Number, Result
+from fedmq import simulate
+from fedmq.runfolder import RunFolder
+from fedmq.scenario import Scenario
+from fedmq.status import Status
+
+SILOS = 12
+DAY = 86_400.0
+_EVERY = 1.0
+_COORDINATOR, _SILO = "coordinator.jsonl", "silo-"
+
+
+@dataclass
+class Memory:
+    """Private memory of the coordinator and of the silos over a run.
+
+    Args:
+        samples: run's time [s], the coordinator's USS, the mean of the silos' USS [bytes].
+    """
+
+    samples: list[tuple[float, float, float]] = field(default_factory=list)
+    looked: float = 0.0
+
+    def look(self, status: Status) -> None:
+        """Take a sample, at most one in a second."""
+        if status.phase != "collecting" or time.monotonic() - self.looked < _EVERY:
+            return
+        self.looked = time.monotonic()
+        found: dict[str, list[int]] = {_COORDINATOR: [], _SILO: []}
+        for process in psutil.Process().children(recursive=True):
+            try:
+                logs = [Path(file.path).name for file in process.open_files() if file.path.endswith(".jsonl")]
+                for name, sizes in found.items():
+                    if any(log.startswith(name) for log in logs):
+                        sizes.append(process.memory_full_info().uss)
+            except psutil.Error:
+                continue
+        if all(found.values()):
+            coordinator, silos = found.values()
+            self.samples.append((status.now, statistics.mean(coordinator), statistics.mean(silos)))
+
+    def fifths(self, which: int) -> tuple[float, float]:
+        """Median of the first and of the last fifth of the samples [MB]."""
+        fifth = max(1, len(self.samples) // 5)
+        values = [sample[which] / 2**20 for sample in self.samples]
+        return statistics.median(values[:fifth]), statistics.median(values[-fifth:])
+
+
+def scenario(path: Path) -> Scenario:
+    """Twelve small silos, three in ten of them away by turns; a task takes about 200 virtual seconds."""
+    generator = np.random.default_rng(0)
+    latent = generator.normal(size=(300, 24)).astype(np.float32)
+    np.savez(path, image=latent, text=latent[:, None], split=np.array(["train"] * 240 + ["test"] * 60))
+    return Scenario.model_validate(
+        {
+            "name": "soak",
+            "rounds": 1250,
+            "protocol": {"name": "fedavg"},
+            "data": {"name": "features", "path": path},
+            "backbone": {"name": "features", "bottleneck": 4},
+            "silos": {"count": SILOS},
+            "partition": {"kind": "iid"},
+            "training": {"learning_rate": 1e-4, "schedule": "constant", "warmup_rounds": 0},
+            "aggregation": {"mode": "buffered", "buffer": 4},
+            "cost": {"seconds_per_sample": 9.0, "speed_sigma": 0.2},
+            "faults": [{"kind": "leave", "share": 0.3, "every": 14_400, "away": 3600}],
+            "evaluation": {"every": 250},
+        }
+    )
+
+
+def run() -> Result:
+    """Run the day once, with real processes."""
+    memory = Memory()
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        root = Path(name)
+        made = scenario(root / "soak.npz")
+        data = simulate.prepare_world(made, None)
+        done = simulate.simulate(made, RunFolder(root / "run"), resume=False, status=memory.look, data=data)
+    messages, seconds = done.outcome.summary["messages"], done.outcome.summary["seconds"]
+    numbers = [
+        Number("messages", messages["sent"] + messages["received"], "", "10,000"),
+        Number("virtual time", seconds["virtual"] / 3600, "h", "24"),
+        Number("real time", done.seconds, "s"),
+    ]
+    for which, name in ((1, "coordinator"), (2, "a silo, mean")):
+        first, last = memory.fifths(which)
+        numbers += [
+            Number(f"private memory of {name}, first fifth", first, "MB"),
+            Number(f"private memory of {name}, last fifth", last, "MB"),
+            Number(f"growth of {name}", 100 * (last / first - 1), "%", "within 5"),
+        ]
+    return Result("A day with churn", tuple(numbers), (f"{len(memory.samples)} samples, one a second",))

@@ -1,0 +1,200 @@
+"""Replay: a run done again is the same run, and if it is not, the first difference is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import loop
+from coordinator.rounds import Phase
+from fedmq import link
+from fedmq.audit import audit_run
+from fedmq.errors import InputError
+from fedmq.replay import Difference, first_difference, read_record
+from fedmq.runfolder import RunFolder, write_json
+from fedmq.scenario import Scenario
+from tests import inline
+from tests.inline import notes, run_restarted
+from tests.test_faults import struck
+from tests.threads import resolved, run
+
+FEDMQ = str(Path(sys.executable).parent / "fedmq")
+
+
+@pytest.fixture
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats of a fifth of a second, so that what is lost is missed soon."""
+    for module in (link, loop):
+        monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
+
+
+def finished(scenario: Scenario, out: Path, *, calls: bool = True) -> RunFolder:
+    outcome = run_restarted(scenario, out) if calls else run(scenario, out)
+    assert outcome.phase is Phase.DONE
+    return RunFolder(out)
+
+
+def difference(one: RunFolder, other: RunFolder) -> Difference | None:
+    return first_difference(read_record(one), read_record(other))
+
+
+def test_a_run_done_again_is_the_same(tiny: Path, tmp_path: Path) -> None:
+    first, second = (finished(resolved(tiny), tmp_path / name) for name in ("first", "second"))
+    assert difference(first, second) is None
+    assert len(read_record(first).events) == 12
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_is_the_same_as_one_that_was_not(tiny: Path, tmp_path: Path) -> None:
+    whole = finished(resolved(tiny), tmp_path / "whole")
+    crashing = resolved(
+        tiny, "faults=[{kind: coordinator_crash, after_event: 4}, {kind: disk_full, round: 3, times: 3}]"
+    )
+    assert difference(whole, finished(crashing, tmp_path / "killed")) is None
+
+
+@pytest.mark.slow
+def test_calls_and_messages_have_the_same_events(tiny: Path, tmp_path: Path) -> None:
+    called = read_record(finished(resolved(tiny), tmp_path / "called"))
+    sent = read_record(finished(resolved(tiny), tmp_path / "sent", calls=False))
+    assert called.events == sent.events
+    assert called.digest == sent.digest
+    assert sum(silo != "evaluator" for _, silo, _ in sent.messages) == 2 * len(sent.events)
+    assert not called.messages
+
+
+@pytest.mark.slow
+def test_the_first_difference_is_named(tiny: Path, tmp_path: Path) -> None:
+    first = finished(resolved(tiny), tmp_path / "first")
+    late = resolved(tiny, "faults=[{kind: late, seconds: 5, silos: [silo-00], rounds: [2]}]")
+    found = difference(first, finished(late, tmp_path / "late"))
+    assert found is not None
+    assert found.place.startswith("event ")
+    assert "silo-00" in found.was
+
+
+@pytest.mark.slow
+def test_a_payload_that_differs_is_named_by_its_silo_and_task(tiny: Path, tmp_path: Path) -> None:
+    first = finished(resolved(tiny), tmp_path / "first", calls=False)
+    lying = resolved(tiny, "faults=[{kind: sign_flip, silos: [silo-02], rounds: [1]}]")
+    found = difference(first, finished(lying, tmp_path / "lying", calls=False))
+    assert found is not None
+    assert found.place.startswith("reply 2 of silo-02") or found.place.startswith("reply 1 of silo-02")
+
+
+@pytest.mark.slow
+def test_a_changed_metric_and_a_changed_digest_are_found(tiny: Path, tmp_path: Path) -> None:
+    first, second = (finished(resolved(tiny), tmp_path / name) for name in ("first", "second"))
+    text = second.metrics.read_text()
+    second.metrics.write_text(text.replace('"kind": "evaluation", "version": 4', '"kind": "evaluation", "version": 5'))
+    found = difference(first, second)
+    assert found is not None
+    assert found.place == "evaluation of version 4"
+    second.metrics.write_text(text)
+    summary = json.loads(second.summary.read_text())
+    write_json(second.summary, {**summary, "model_digest": "0" * 64})
+    assert difference(first, second) == Difference("model_digest", read_record(first).digest, "0" * 64)
+
+
+def test_an_unfinished_run_is_no_run_to_compare(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"summary\.json"):
+        read_record(RunFolder(tmp_path))
+
+
+WIRE = {
+    "drop": "{kind: drop, silos: [silo-00, silo-01], rounds: [1, 2], again: 3}",
+    "duplicate": "{kind: duplicate, silos: [silo-00, silo-01], rounds: [1, 2]}",
+    "reorder": "{kind: reorder, silos: [silo-00, silo-01], rounds: [1, 2]}",
+    "corrupt": "{kind: corrupt, silos: [silo-00, silo-01], rounds: [1, 2]}",
+    "split": "{kind: split, silos: [silo-00, silo-01], time: [0.05, 3]}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "refusals"),
+    [
+        ("drop", {"gap"}),
+        ("duplicate", {"replay"}),
+        ("reorder", {"gap", "replay"}),
+        ("corrupt", {"tampered", "gap"}),
+        ("split", {"gap"}),
+    ],
+)
+@pytest.mark.usefixtures("quick_beats")
+def test_frames_that_go_wrong_are_refused_and_the_model_is_the_one_of_the_calls(
+    kind: str, refusals: set[str], tiny: Path, tmp_path: Path
+) -> None:
+    """Real frames are mistreated between transport and roster; the outcome is what the fate said beforehand."""
+    scenario = resolved(tiny, f"faults=[{WIRE[kind]}]", "participation=1.0")
+    sent = finished(scenario, tmp_path / "sent", calls=False)
+    called = finished(scenario, tmp_path / "called")
+    assert struck(sent.root, kind)
+    assert struck(sent.root, kind) == struck(called.root, kind)
+    refused = {note["reason"] for note in _refused(sent)}
+    assert refusals <= refused
+    assert read_record(sent).events == read_record(called).events
+    assert read_record(sent).digest == read_record(called).digest
+    assert not audit_run(sent.root).findings
+
+
+def _refused(folder: RunFolder) -> list[dict[str, Any]]:
+    path = folder.messages("coordinator")
+    return [record for record in map(json.loads, path.read_text().splitlines()) if record["action"] == "refused"]
+
+
+def fedmq(*arguments: object, code: int = 0) -> str:
+    done = subprocess.run([FEDMQ, *map(str, arguments)], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_real_processes_are_killed_frozen_and_taken_away_and_the_run_replays(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    struck_by = (
+        "{kind: crash, silos: [silo-00], rounds: [1]}",
+        "{kind: freeze, silos: [silo-01], rounds: [1], seconds: 9}",
+        "{kind: leave, silos: [silo-02], rounds: [2]}",
+        "{kind: coordinator_crash, after_round: 3}",
+    )
+    faults = f"faults=[{', '.join(struck_by)}]"
+    fedmq("scenario", tiny, "--out", out, "--quiet", "--set", faults, "--set", "participation=1.0")
+    for kind, silo in (("crash", "silo-00"), ("freeze", "silo-01"), ("leave", "silo-02")):
+        assert {name for name, _ in struck(out, kind)} == {silo}
+    assert struck(out, "coordinator_crash") == [("coordinator", 3)]
+    assert not notes(out, "fault without its process")
+    assert [len(notes(out, "started", name)) for name in ("silo-00", "silo-01", "silo-02")] == [2, 1, 2]
+    assert len(notes(out, "resumed")) == 1
+    assert {note["peer"] for note in notes(out, "peer lost")} >= {"silo-01"}
+    assert not audit_run(out).findings
+    called = inline.run_restarted(resolved(tiny, faults, "participation=1.0"), tmp_path / "called")
+    assert json.loads((out / "summary.json").read_text())["model_digest"] == called.summary["model_digest"]
+    assert json.loads(fedmq("replay", out, "--quiet", "--json"))["same"]
+
+
+@pytest.mark.slow
+def test_replay_exits_with_3_and_names_the_difference(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    fedmq("scenario", tiny, "--out", out, "--quiet", "--set", "launcher=inline")
+    assert "the same run" in fedmq("replay", out, "--quiet")
+    log = out / "messages" / "coordinator.jsonl"
+    log.write_text(log.read_text().replace('"event":"arrived"', '"event":"failed"', 1))
+    assert "event 1\n" in fedmq("replay", out, "--quiet", code=3)
+
+
+@pytest.mark.slow
+def test_a_run_in_real_time_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
+    folder = finished(resolved(tiny, "clock=wall"), tmp_path / "run")
+    assert "real time does not happen twice" in _error("replay", folder.root)
+
+
+def _error(*arguments: object) -> str:
+    done = subprocess.run([FEDMQ, *map(str, arguments)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    return done.stderr

@@ -316,6 +316,7 @@ def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, A
         },
         "fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
         **_personal_summary(loop),
+        **({"our_reading": True} if getattr(loop.setting.protocol, "our_reading", False) else {}),
         "bytes": {"up": dict(sorted(tally.up.items())), "down": dict(sorted(tally.down.items()))},
         "messages": {
             "sent": tally.sent,

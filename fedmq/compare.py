@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from fedmq import jobs, outcomes
 from fedmq.errors import InputError
@@ -121,7 +122,8 @@ def run_of(
     launcher = [] if place.processes else ["launcher=inline"]
     scenario = place.resolve(entry.file, [*entry.settings, *chosen, *split, *length, *launcher], seed)
     # Neither changes what comes out: how the silos are started, and where the same data lie.
-    facts = scenario.model_dump(mode="json", exclude={"launcher": True, "silos": {"slots"}, "data": {"path"}})
+    here: dict[str, Any] = {"launcher": True, "silos": {"slots"}, "data": {"path", "annotations", "images"}}
+    facts = scenario.model_dump(mode="json", exclude=here)
     name = f"{scenario.name}-{scenario.protocol.name}-seed{seed}-{digest([facts, place.data_digest(scenario)])}"
     title = f"{entry.name}, seed {seed}" + f" ({' '.join(chosen)})" * trial
     return Run(name, title, RunFolder(place.runs / name), scenario)

@@ -207,8 +207,8 @@ def take(payloads: Sequence[Payload], kind: type[P]) -> P:
 class FederatedProtocol(Protocol):
     """A federated method.
 
-    ``Options`` is a frozen dataclass: the schema of ``protocol:`` in a scenario. A class may be :class:`Personalised` or
-    :class:`Releasing` too, and may say ``pooled = True``: the first silo then holds everybody's training data, in both
+    ``Options`` is a frozen dataclass: the schema of ``protocol:`` in a scenario. A class may be :class:`Personalised`,
+    :class:`Releasing` or :class:`Checking` too, and may say ``pooled = True``: the first silo then holds everybody's training data, in both
     modalities, as a centralised upper bound needs.
     """
 

@@ -128,10 +128,9 @@ def first_difference(was: Record, now: Record) -> Difference | None:
         if found is not None:
             return found
     for line in sorted(was.lines.keys() | now.lines.keys(), key=lambda line: (line[1], line[0] == "evaluation")):
-        kind, version = line
         if was.lines.get(line) != now.lines.get(line):
             before, after = was.lines.get(line), now.lines.get(line)
-            return Difference(f"{kind} of version {version}", _shown(before), _shown(after))
+            return Difference("{} of version {}".format(*line), _shown(before), _shown(after))
     return Difference("model_digest", was.digest, now.digest) if was.digest != now.digest else None
 
 

@@ -393,8 +393,8 @@ def simulate_inline(
 ) -> Simulated:
     """Run a scenario in this process alone: silos and evaluator are calls, nothing is sent or sealed.
 
-    The same programs' parts and the same rounds as with real processes give the same model to the bit, in about half the
-    processor time; there are no messages to audit. Arguments and errors as in :func:`simulate`.
+    The same programs' parts and the same rounds as with real processes give the same model to the bit, in about half
+    the processor time; there are no messages to audit. Arguments and errors as in :func:`simulate`.
     """
     began = time.monotonic()
 

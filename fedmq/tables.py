@@ -114,6 +114,10 @@ def _notes(rows: Sequence[Row], plan: Plan, selected: bool, compared: bool) -> t
         name = against.pop() if len(against) == 1 else f"{', '.join(bases)} at the same point"
         with_interval = ", with a 95 % t-interval over seeds" if several else ""
         notes.append(f"difference: paired by seed, to {name}{with_interval}")
+    ours = (row.entry.method for row in rows if any("our_reading" in own.summary for own in row.outcomes.values()))
+    read = dict.fromkeys(ours)
+    if read:
+        notes.append(f"our reading of what its paper leaves open: {', '.join(read)}")
     if any(row.best for row in rows):
         notes.append("bold: best")
     if selected:

@@ -137,8 +137,8 @@ def robust_replies(replies: Sequence[Reply], rule: Robust, layout: Layout) -> li
         return [reply for place, reply in enumerate(replies) if place not in left_out]
     changed = _bounded(updates, rule) if rule.rule == "norm_bound" else _replaced(updates, active, branches, rule)
     result = list(replies)
-    for (place, _), update in zip(sent, changed, strict=True):
-        result[place] = _with_update(replies[place], update)
+    for (place, _), buffer in zip(sent, changed, strict=True):
+        result[place] = _with_update(replies[place], buffer)
     return result
 
 

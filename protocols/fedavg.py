@@ -98,9 +98,7 @@ class FedAvg:
         """Local epochs."""
         return self.trained(local, task)
 
-    def trained(
-        self, local: Local, task: Task, *, extra: _local.Extra | None = None, lambda_s: float = 0.0
-    ) -> Trained:
+    def trained(self, local: Local, task: Task, *, extra: _local.Extra | None = None, lambda_s: float = 0.0) -> Trained:
         """Local epochs on the base loss; a method that is FedAvg with a term of its own passes it here.
 
         Args:

@@ -58,6 +58,40 @@ class FedUchOptions(fedavg.FedAvgOptions):
         check("kd_temperature", self.kd_temperature, 0.0, open_low=True)
 
 
+def cross_modal_contrast(own: _local.Outs, shared: _local.Outs, previous: _local.Outs, tau: float) -> list[Tensor]:
+    """Eq 11 for each modality: MOON's contrast of its projections with those of the *other* modality of each pair.
+
+    Args:
+        own: image and text outputs of the nets that are trained.
+        shared: of the global nets, the positives.
+        previous: of the silo's previous nets, the negatives.
+        tau: temperature.
+    """
+    return [
+        model_contrast(mine.hidden, glob.hidden, [old.hidden], tau)
+        for mine, glob, old in zip(own, shared[::-1], previous[::-1], strict=True)
+        if mine is not None and glob is not None and old is not None
+    ]
+
+
+def distillation(own: _local.Outs, shared: _local.Outs, options: FedUchOptions) -> list[Tensor]:
+    """Eqs 12 and 13 for each modality: its codes against the global net's.
+
+    Codes are no distributions; the softmax over their bits is the reading of METHODS.md 5.
+
+    Args:
+        own: image and text outputs of the nets that are trained.
+        shared: of the global nets.
+        options: form and temperature.
+    """
+    pairs = [
+        (mine.code, glob.code) for mine, glob in zip(own, shared, strict=True) if mine is not None and glob is not None
+    ]
+    if options.kd == "mse":
+        return [mean_square(mine, glob) for mine, glob in pairs]
+    return [divergence(mine, glob, options.kd_temperature) for mine, glob in pairs]
+
+
 def terms(own: _local.Outs, shared: _local.Outs, previous: _local.Outs | None, options: FedUchOptions) -> Tensor | None:
     """What eq 14 adds to the base, mu J_CR + phi J_KD, for one batch and the silo's modalities; None for nothing.
 
@@ -69,22 +103,9 @@ def terms(own: _local.Outs, shared: _local.Outs, previous: _local.Outs | None, o
     """
     found: list[Tensor] = []
     if previous is not None:
-        found += [
-            options.mu * cross_modal_contrast(mine.hidden, glob.hidden, old.hidden, options.contrast_tau)
-            for mine, glob, old in zip(own, shared[::-1], previous[::-1], strict=True)
-            if mine is not None and glob is not None and old is not None
-        ]
+        found += [options.mu * each for each in cross_modal_contrast(own, shared, previous, options.contrast_tau)]
     if options.distill:
-        found += [
-            options.phi
-            * (
-                mean_square(glob.code, mine.code)
-                if options.kd == "mse"
-                else distillation(glob.code, mine.code, options.kd_temperature)
-            )
-            for mine, glob in zip(own, shared, strict=True)
-            if mine is not None and glob is not None
-        ]
+        found += [options.phi * each for each in distillation(own, shared, options)]
     return torch.stack(found).sum() if found else None
 
 

@@ -22,7 +22,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluator import HeldOut
 from fedmq.faults import Drift, LabelNoise
 from fedmq.link import Link
-from fedmq.messages import Delta, Error, Kind, Message, Metrics, PartialDelta, Payload
+from fedmq.messages import Delta, DiscriminatorDelta, Error, Kind, Message, Metrics, PartialDelta, Payload
 from fedmq.models.two_tower import TwoTower
 from fedmq.protocol import FederatedProtocol, Local, Personalised, Task
 from fedmq.runfolder import RunFolder
@@ -154,9 +154,11 @@ class Silo:
         return heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
 
     def _transform(self, payload: Payload, task: Task) -> Payload:
-        if not isinstance(payload, Delta | PartialDelta):
+        if not isinstance(payload, Delta | PartialDelta | DiscriminatorDelta):
             return payload
-        path = (self.facts.name, task.base_version, task.sequence)
+        # A second update in one reply must not repeat the first one's noise.
+        second = (payload.KIND,) if isinstance(payload, DiscriminatorDelta) else ()
+        path = (self.facts.name, task.base_version, task.sequence, *second)
         buffer = privacy.transform(np.asarray(payload.buffer), self.scenario.privacy, self.scenario.seed, path)
         return payload if buffer is payload.buffer else replace(payload, buffer=buffer)
 

@@ -165,6 +165,20 @@ def test_dpshs_bank_holds_the_last_codes_of_every_sample_and_is_kept() -> None:
         assert torch.equal(bank, before)  # a task leaves the state it was given alone
 
 
+def test_a_bank_of_other_items_is_begun_anew() -> None:
+    run = small("dpsh", kinds=((True, True),), sizes=[9])
+    (silo,) = run.context.silos
+    fresh = run.train(silo)
+    old = {**fresh.state, "base.bank": fresh.state["base.bank"] + 5}
+    deltas = []
+    for rows in (run.shares[0].rows, run.shares[0].rows + 100):
+        run.shares = {0: replace(run.shares[0], rows=rows)}
+        run.personal[0] = old
+        deltas.append(payload(run.reply(silo, run.train(silo)), Delta).buffer)
+    assert not np.array_equal(deltas[0], payload(run.reply(silo, fresh), Delta).buffer)
+    assert np.array_equal(deltas[1], payload(run.reply(silo, fresh), Delta).buffer)
+
+
 def test_an_empty_bank_gives_no_gradient_of_pairs() -> None:
     codes = random_codes(4, 8).requires_grad_()
     labels = torch.eye(4)

@@ -17,7 +17,7 @@ from fedmq.models.two_tower import Out
 from fedmq.protocol import Local, Task
 from fedmq.scenario import Objective, Training
 from fedmq.seeds import torch_generator
-from protocols import _bases, _local, feduch
+from protocols import _bases, _local, _own, feduch
 from protocols._bases import _reconstruction, dgcpn
 from protocols._losses import unit
 from protocols._similarity import Graph, batch_features, item_features, smallest
@@ -302,8 +302,8 @@ def test_reference_nets_run_without_dropout_and_leave_the_model_as_it_was() -> N
     other = run.state.theta * 1.5
     before = run.model.flat.detach().clone()
     run.model.visual.noise = run.model.text.noise = torch_generator(0, "dropout")
-    image, text = feduch._reference(local, other, step)
-    again, _ = feduch._reference(local, other, step)
+    image, text = _own.reference(local, other, step)
+    again, _ = _own.reference(local, other, step)
     run.model.visual.noise = run.model.text.noise = None
     assert image is not None and text is not None and again is not None
     assert torch.equal(image.code, again.code)

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch.nn import functional
 
-from fedmq.models.two_tower import through_shared
+from fedmq.models.adapters import through_shared
 from fedmq.staleness import polynomial
 from protocols import (
     _class_prototypes,

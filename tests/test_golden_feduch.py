@@ -58,15 +58,15 @@ def reconstruction(x: Inputs, base: Any, options: Any) -> torch.Tensor:
     return base.loss(*codes(x), base.target(*batch(x), options), options)
 
 
-def contrast(x: Inputs, anchor: str, other: str, tau: float | None = None, previous: str = "prev") -> torch.Tensor:
-    return feduch.cross_modal_contrast(
-        t(x[f"Z{anchor}"]), t(x[f"Z{other}_G"]), t(x[f"Z{other}_{previous}"]), float(x["tau"]) if tau is None else tau
-    )
+def contrast(x: Inputs, anchor: str, tau: float | None = None, previous: str = "_prev") -> torch.Tensor:
+    chosen = float(x["tau"]) if tau is None else tau
+    both = feduch.cross_modal_contrast(outs(x, ""), outs(x, "_G"), outs(x, previous), chosen)
+    return both["VT".index(anchor)]
 
 
 def distilled(x: Inputs, modality: str, temperature: float | None = None) -> torch.Tensor:
-    chosen = float(x["T"]) if temperature is None else temperature
-    return feduch.distillation(t(x[f"H{modality}_G"]), t(x[f"H{modality}"]), chosen)
+    options = feduch.FedUchOptions(kd_temperature=float(x["T"]) if temperature is None else temperature)
+    return feduch.distillation(outs(x, ""), outs(x, "_G"), options)["VT".index(modality)]
 
 
 def outs(x: Inputs, suffix: str) -> tuple[Out, Out]:
@@ -112,10 +112,10 @@ CHECKS: dict[str, Check] = {
     "djsrh_wiki": lambda x: reconstruction(x, djsrh, WIKI),
     "jdsh": lambda x: reconstruction(x, jdsh, jdsh.Options()),
     "jdsh_S": lambda x: jdsh.target(*batch(x), jdsh.Options()),
-    "eq11_image": lambda x: contrast(x, "V", "T"),
-    "eq11_text": lambda x: contrast(x, "T", "V"),
-    "eq11_image_tau0.5": lambda x: contrast(x, "V", "T", tau=0.5),
-    "eq11_first_round": lambda x: contrast(x, "V", "T", previous="G"),
+    "eq11_image": lambda x: contrast(x, "V"),
+    "eq11_text": lambda x: contrast(x, "T"),
+    "eq11_image_tau0.5": lambda x: contrast(x, "V", tau=0.5),
+    "eq11_first_round": lambda x: contrast(x, "V", previous="_G"),
     "eq12_image": lambda x: distilled(x, "V"),
     "eq12_text": lambda x: distilled(x, "T"),
     "eq12_image_T1": lambda x: distilled(x, "V", temperature=1.0),

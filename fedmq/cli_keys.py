@@ -1,0 +1,63 @@
+"""``fedmq keys``: the keys that the processes of a run know each other by."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+keys_app = typer.Typer(
+    help="Make, show and revoke the keys that the processes of a run know each other by.", no_args_is_help=True
+)
+out = Console()
+
+
+@keys_app.command("init")
+def keys_init(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    silos: Annotated[int, typer.Option("--silos", min=1, help="How many silos get a key.")],
+) -> None:
+    """Make a key for the coordinator, the evaluator and every silo, and accept them all.
+
+    For a real deployment copy to each machine its own NAME.key and the accepted/ folder, nothing else.
+
+    Example: [bold]fedmq keys init keys --silos 4[/bold]
+    """
+    from fedmq.crypto import init_keys  # noqa: PLC0415
+
+    width = max(2, len(str(silos - 1)))
+    names = ["coordinator", "evaluator", *(f"silo-{index:0{width}d}" for index in range(silos))]
+    init_keys(directory, names)
+    out.print(f"{len(names)} keys in {directory}", highlight=False)
+
+
+@keys_app.command("show")
+def keys_show(directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)]) -> None:
+    """Show whose keys are accepted, by fingerprint.
+
+    Example: [bold]fedmq keys show keys[/bold]
+    """
+    from fedmq.crypto import fingerprint, load_accepted  # noqa: PLC0415
+
+    table = Table("name", "SHA-256 of the public key")
+    for name, key in load_accepted(directory).items():
+        table.add_row(name, fingerprint(key))
+    out.print(table)
+
+
+@keys_app.command("revoke")
+def keys_revoke(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
+    name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)],
+) -> None:
+    """Accept somebody's key no longer; takes effect at the next start of whoever uses this folder.
+
+    Example: [bold]fedmq keys revoke keys silo-03[/bold]
+    """
+    from fedmq.crypto import revoke  # noqa: PLC0415
+
+    revoke(directory, name)
+    out.print(f"{name} is accepted no longer", highlight=False)

@@ -70,7 +70,7 @@ class Context:
     layout: Layout
     dim: int
     training: Training
-    objective: Objective = Objective()
+    objective: Objective = field(default_factory=Objective)
     label_names: tuple[str, ...] = ()
     cohort: int | None = None
     max_age: int | None = None
@@ -208,8 +208,8 @@ class FederatedProtocol(Protocol):
     """A federated method.
 
     ``Options`` is a frozen dataclass: the schema of ``protocol:`` in a scenario. A class may be :class:`Personalised`,
-    :class:`Releasing` or :class:`Checking` too, and may say ``pooled = True``: the first silo then holds everybody's training data, in both
-    modalities, as a centralised upper bound needs.
+    :class:`Releasing` or :class:`Checking` too, and may say ``pooled = True``: the first silo then holds everybody's
+    training data, in both modalities, as a centralised upper bound needs.
     """
 
     Options: ClassVar[type[Any]]

@@ -105,7 +105,9 @@ class Backbone(Part):
         ):
             raise ValueError(f"backbone.adapter_site blocks needs an open_clip model, not {self.name}")
         if self.precision == "bfloat16" and self.adapter_site == "feature":
-            raise ValueError("backbone.precision bfloat16 is for adapter_site blocks; features are extracted in float32")
+            raise ValueError(
+                "backbone.precision bfloat16 is for adapter_site blocks; features are extracted in float32"
+            )
         return self
 
 
@@ -117,11 +119,13 @@ Base = Literal[
 class Objective(BaseModel):
     """What the silos learn: a base loss with its network; the other keys are that loss's own options.
 
-    Every federated method runs on every base loss that it can be defined on, so that methods are compared on equal terms.
+    Every federated method runs on every base loss it can be defined on, so that methods are compared on equal terms.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, validate_default=True)
-    base: Base = Field("info_nce", description="base loss: info_nce trains adapters and heads, the others hash networks")
+    base: Base = Field(
+        "info_nce", description="base loss: info_nce trains adapters and heads, the others hash networks"
+    )
     bits: Count | None = Field(None, description="length of a code; null takes the base's own default")
     hidden: Count | None = Field(None, description="width of the layer before the code; null takes the paper's")
 

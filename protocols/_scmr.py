@@ -1,7 +1,8 @@
 """FedSCMR's equations: the local loss in two common subspaces (1 to 8) and the contribution weights (9 to 13).
 
 ``norm`` chooses between two readings of the printed matrix norms: ``row``, the mean over samples of per-sample lengths,
-as the public code of the cited base has it and as does not depend on the batch size; ``frob``, Frobenius norms as printed.
+as the public code of the cited base has it and as does not depend on the batch size; ``frob``, Frobenius norms as
+printed.
 """
 
 from __future__ import annotations

@@ -259,7 +259,7 @@ class FedScmr:
 
 
 def _filled(maps: Tensor) -> Tensor:
-    """Validation mAPs [M] with the median of the known ones for silos that cannot measure theirs; zeros if nobody can."""
+    """Validation mAPs [M], the median of the known ones for silos that cannot measure theirs; zeros if nobody can."""
     known = maps[maps >= 0]
     return torch.where(maps >= 0, maps, known.median() if len(known) else torch.zeros((), dtype=maps.dtype))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def test_adapters_move_and_differ_from_silo_to_silo() -> None:
     for _ in range(2):
         run.round()
     adapters = [run.personal[silo.index][_personal.STATE] for silo in run.eligible]
-    for one, other in zip(adapters, adapters[1:], strict=False):
+    for one, other in itertools.pairwise(adapters):
         assert not torch.equal(one, other)
 
 

@@ -125,9 +125,7 @@ def _assign(model: nn.Module, path: Path) -> None:
         raise RunError(f"{path} cannot be read ({error}): delete its folder, it is made again") from error
 
 
-def load_tower(
-    found: Weights, modality: Modality, device: str | torch.device = "cpu", *, half: bool = False
-) -> Frozen:
+def load_tower(found: Weights, modality: Modality, device: str | torch.device = "cpu", *, half: bool = False) -> Frozen:
     """One frozen tower; on the CPU its weights are shared with every process that loads it.
 
     Args:

@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
@@ -85,8 +86,8 @@ class Tower(nn.Module):
     def __init__(self, width: int, hidden: tuple[int, ...], bits: int, classes: int, plan: Plan) -> None:
         super().__init__()
         widths = (width, *hidden)
-        layers = zip(widths[:-1], widths[1:], strict=True)
-        self.hidden = nn.ModuleDict({str(i): nn.Linear(a, b, device="meta") for i, (a, b) in enumerate(layers)})
+        layers = enumerate(pairwise(widths))
+        self.hidden = nn.ModuleDict({str(i): nn.Linear(a, b, device="meta") for i, (a, b) in layers})
         self.last = nn.Linear(widths[-1], bits, device="meta")
         self.classifier = nn.Linear(bits, classes, device="meta") if classes else None
         self.plan = plan

@@ -26,7 +26,9 @@ from fedmq.scenario import Scenario
 Resolve = Callable[[Path, list[str], int | None], Scenario]
 """A scenario file with settings and a seed, every default written out."""
 
-_METHOD_KEYS = ("protocol", "protocol.name")
+#: In place of a key: each value is a mapping of several keys that go together, and may have a ``name`` to be shown by.
+TOGETHER = "set"
+_METHOD_KEYS = ("protocol", "protocol.name", TOGETHER)
 _VARIATION = re.compile(r"(?:(?P<who>[\w.-]+):)?(?P<key>[\w]+(?:\.[\w]+)*)=(?P<values>.+)", re.DOTALL)
 _METRIC = re.compile(r"\w+(\.[\w-]+)*")
 
@@ -114,6 +116,9 @@ def parse_variation(text: str, option: str) -> Variation:
     texts = [json.dumps(value, sort_keys=True, default=str) for value in values]
     if twice := [value for value, count in Counter(texts).items() if count > 1]:
         raise InputError(f"{option} {match['key']}", twice[0], "each value once")
+    if match["key"] == TOGETHER and (option != "--vary" or not all(isinstance(value, dict) for value in values)):
+        allowed = "with --vary, mappings of keys, e.g. set={name: fast, rounds: 10, training.learning_rate: 0.01}"
+        raise InputError(f"{option} {TOGETHER}", match["values"], allowed)
     return Variation(match["key"], tuple(values), match["who"])
 
 
@@ -213,7 +218,7 @@ class _Draft:
     @property
     def varied_method(self) -> str:
         """As shown; empty where the method is not varied."""
-        return " ".join(shown(value) for each, value in self.pairs if each.key in _METHOD_KEYS)
+        return " ".join(_label(each.key, value) for each, value in self.pairs if each.key in _METHOD_KEYS)
 
     @property
     def point(self) -> tuple[tuple[str, str], ...]:
@@ -221,7 +226,19 @@ class _Draft:
 
     @property
     def settings(self) -> tuple[str, ...]:
-        return tuple(setting for each, value in self.pairs for setting in Variation(each.key, (value,)).settings)
+        return tuple(setting for each, value in self.pairs for setting in _settings(each.key, value))
+
+
+def _label(key: str, value: Any) -> str:
+    """What a row is called after: a set's name where it has one."""
+    return str(value["name"]) if key == TOGETHER and "name" in value else shown(value)
+
+
+def _settings(key: str, value: Any) -> tuple[str, ...]:
+    """A varied value as ``--set`` takes it; one for each key of a mapping of several."""
+    if key != TOGETHER:
+        return Variation(key, (value,)).settings
+    return tuple(f"{own}={json.dumps(each, default=str)}" for own, each in value.items() if own != "name")
 
 
 def _methods(drafts: Sequence[_Draft]) -> list[str]:

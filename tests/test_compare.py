@@ -85,6 +85,17 @@ def test_every_combination_of_varied_values_is_a_row_named_by_what_differs(tiny:
     assert [row.name for row in entries(tiny, ["silos.count=4,5"])] == ["silos.count=4", "silos.count=5"]
 
 
+def test_keys_that_go_together_are_varied_as_a_named_set(tiny: Path) -> None:
+    rows = entries(tiny, ["set={name: short, rounds: 3, training.learning_rate: 0.1},{name: long, rounds: 6}"])
+    assert [row.name for row in rows] == ["short", "long"]
+    scenario = resolve(tiny, list(rows[0].settings), None)
+    assert (scenario.rounds, scenario.training.learning_rate) == (3, 0.1)
+    assert resolve(tiny, list(rows[1].settings), None).rounds == 6
+    for option, text in (("--vary", "set=3,4"), ("--select", "set={rounds: 3},{rounds: 4}")):
+        with pytest.raises(InputError, match=f"{option} set"):
+            planning.parse_variation(text, option)
+
+
 def test_a_variation_may_be_for_one_of_several_scenarios(tiny: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(tiny.read_text().replace("name: tiny", "name: other"))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import assert_never
 
@@ -18,6 +18,7 @@ import torch
 from coordinator import checkpoint as checkpoints
 from coordinator.accept import check_reply
 from coordinator.inline import Inline
+from coordinator.measuring import EVALUATOR, Measuring
 from coordinator.roster import Ready, Roster, Unusable
 from coordinator.rounds import (
     Action,
@@ -47,15 +48,14 @@ from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.faults import Fate
 from fedmq.link import BEAT_SECONDS, LOST_BEATS
-from fedmq.messages import Error, Kind, Loss, Message, Metrics, Model, TaskInfo
-from fedmq.protocol import Checking, Personalised, Releasing, Reply, SiloFacts, State
+from fedmq.messages import Error, Kind, Loss, Message, TaskInfo
+from fedmq.protocol import Checking, Reply, SiloFacts, State
 from fedmq.runfolder import append_line
 from fedmq.staleness import damping, mixed
 from fedmq.status import Status
 from fedmq.transport import Listener
 from protocols._robust import robust_replies
 
-EVALUATOR = "evaluator"
 _POLL_SECONDS = 0.2
 #: Real seconds the finished run waits for an evaluator that went away.
 _EVALUATOR_PATIENCE = 60.0
@@ -78,7 +78,7 @@ class Loop:
         tally: counters.
         trouble: the scenario's faults.
         due: arrival times of tasks in flight, from a checkpoint.
-        evaluated: versions whose evaluation is on file already.
+        measuring: what is asked of the evaluator and of silos with models of their own.
         report: called with a :class:`Status` a few times a second.
         stop_wanted: asked between events; true stops the run cleanly.
     """
@@ -93,11 +93,9 @@ class Loop:
     tally: Tally
     trouble: Trouble
     due: dict[str, float]
-    evaluated: set[int]
+    measuring: Measuring
     report: Callable[[Status], None]
     stop_wanted: Callable[[], bool]
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    per_silo: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._timeline = Timeline()
@@ -105,9 +103,6 @@ class Loop:
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.setting.context.silos}
         self._seen: set[str] = set()
         self._away: dict[str, float] = {}
-        self._evaluations: list[int] = []
-        self._measuring: set[str] = set()
-        self.personal: dict[str, Metrics] = {}
         self._loss: float | None = None
         self._errors: list[str] = []
         self._began = self._reported = self._looked = self.clock.stopwatch()
@@ -129,18 +124,18 @@ class Loop:
             RunError: no silo can train, or the evaluator stays away.
         """
         for version in sorted(self.states):
-            self._evaluate_if_due(version)
+            self.measuring.evaluate_if_due(version, self.states[version])
         while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
             self._step()
         waiting = self.clock.stopwatch()
         if self.rounds.phase is Phase.DONE:
             self.trouble.bring_back()
             self._ask_for_personal()
-        while self.rounds.phase is Phase.DONE and (self._evaluations or self._measuring):
+        while self.rounds.phase is Phase.DONE and (self.measuring.pending or self.measuring.asked):
             self._receive(_POLL_SECONDS)
             self._look_around()
             if (
-                self._evaluations
+                self.measuring.pending
                 and not self.roster.online(EVALUATOR)
                 and self.clock.stopwatch() - waiting > _EVALUATOR_PATIENCE
             ):
@@ -152,6 +147,14 @@ class Loop:
             self.roster.send(name, self.roster.header(name, Kind.STOP))
         self._report(force=True)
         return self.rounds.phase
+
+    def _ask_for_personal(self) -> None:
+        here = [name for name in self.setting.plan.eligible if name not in self.rounds.gone]
+        version = self.rounds.version
+        self.measuring.ask_silos(here, version, self.states[version], self._settled, self._facts_at)
+        for name in self.measuring.asked:
+            if not self.measuring.ask(name):
+                self._away.setdefault(name, self.clock.stopwatch())
 
     def _step(self) -> None:
         if self.stop_wanted():
@@ -269,8 +272,8 @@ class Loop:
     def _welcome(self, ready: Ready) -> None:
         name = ready.name
         if name == EVALUATOR:
-            for version in self._evaluations:
-                self._send_evaluation(version)
+            for version in self.measuring.pending:
+                self.measuring.evaluate(version, self.states[version])
             return
         if name not in self._facts:
             self.roster.refuse(name, RemoteWireError("unknown_sender", f"{name} is no silo of this scenario"), 0)
@@ -279,8 +282,8 @@ class Loop:
         if ready.returned:
             self._handle(Lost(name))
         self._away.pop(name, None)
-        if name in self._measuring:
-            self._send_measuring(name)
+        if name in self.measuring.asked:
+            self.measuring.ask(name)
         self._seen.add(name)
         self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.setting.context.layout))
         if len(self._seen) == len(self._facts) and "startup" not in self.tally.seconds:
@@ -290,8 +293,8 @@ class Loop:
     def _take(self, message: Message) -> None:
         header = message.header
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
-            self._evaluated(message)
-        elif header.sender in self._measuring and header.kind in (Kind.REPLY, Kind.ERROR) and self._measured(message):
+            self.measuring.evaluated(message)
+        elif self.measuring.measured(message):
             pass
         elif header.kind is Kind.REPLY and header.reply_to is not None:
             try:
@@ -363,9 +366,8 @@ class Loop:
                 self._away[name] = now
                 self._handle(Lost(name))
         patience = self.setting.scenario.aggregation.lost_after
-        for name in [name for name in self._measuring if now - self._away.get(name, now) > patience]:
-            self.log.note("peer stayed away: its own model is not measured", peer=name)
-            self._measuring.discard(name)
+        for name in [name for name in self.measuring.asked if now - self._away.get(name, now) > patience]:
+            self.measuring.give_up(name)
         for name, since in list(self._away.items()):
             flight = self.rounds.flights.get(name)
             if self.setting.gives_up and now - since > patience and flight is not None:
@@ -445,7 +447,7 @@ class Loop:
         version = self.rounds.version + 1
         self.states[version] = state
         after = self.rounds.after_merge()
-        self._evaluate_if_due(version)
+        self.measuring.evaluate_if_due(version, state)
         self._forget_states(version)
         losses = [payload.value for reply in replies for payload in reply.payloads if isinstance(payload, Loss)]
         self._loss = sum(losses) / len(losses) if losses else None
@@ -521,69 +523,8 @@ class Loop:
 
     def _forget_states(self, version: int) -> None:
         """Keep the states that a task in flight or an evaluation still stands on."""
-        needed = {version, *self._evaluations, *(flight.base_version for flight in self.rounds.flights.values())}
+        needed = {version, *self.measuring.pending, *(flight.base_version for flight in self.rounds.flights.values())}
         self.states = {number: state for number, state in self.states.items() if number in needed}
-
-    # -------------------------------------------------------------------------------------------------- evaluation
-    def _evaluate_if_due(self, version: int) -> None:
-        every = self.setting.scenario.evaluation.every
-        if version in self._evaluations or version in self.evaluated:
-            return
-        if version in (0, self.setting.scenario.rounds) or (every and version % every == 0):
-            self._evaluations.append(version)
-            self._send_evaluation(version)
-
-    def _send_evaluation(self, version: int) -> None:
-        theta = self.states[version].theta.numpy()
-        header = self.roster.header(EVALUATOR, Kind.EVALUATE, sequence=version, base_version=version)
-        protocol = self.setting.protocol
-        more = protocol.release(self.states[version]) if isinstance(protocol, Releasing) else ()
-        self.roster.send(EVALUATOR, Message(header, (Model(self.setting.context.layout.digest, theta), *more)))
-
-    def _evaluated(self, message: Message) -> None:
-        version = message.header.base_version
-        if version not in self._evaluations:
-            return
-        self._evaluations.remove(version)
-        self.evaluated.add(version)
-        payload = message.payloads[0]
-        if not isinstance(payload, Metrics):
-            self.roster.refuse(EVALUATOR, RemoteWireError("unexpected", "an evaluation without metrics"), 0)
-            return
-        self.metrics, self.per_silo = dict(payload.values), {name: dict(own) for name, own in payload.per_silo.items()}
-        append_line(
-            self.setting.folder.metrics,
-            {"kind": "evaluation", "version": version, "metrics": self.metrics, "per_silo": self.per_silo},
-        )
-
-    def _ask_for_personal(self) -> None:
-        """Ask the silos of a personalised method how their own models do; each measures its own, where it is."""
-        protocol = self.setting.protocol
-        if isinstance(protocol, Personalised) and protocol.personalised:
-            self._measuring = {name for name in self.setting.plan.eligible if name not in self.rounds.gone}
-            for name in sorted(self._measuring):
-                self._send_measuring(name)
-
-    def _send_measuring(self, name: str) -> None:
-        version = self.rounds.version
-        header = self.roster.header(name, Kind.EVALUATE, sequence=self._settled.get(name, 0), base_version=version)
-        payloads = self.setting.protocol.task(self.states[version], self._facts_at(name, version))
-        if not self.roster.send(name, Message(header, payloads)):
-            self._away.setdefault(name, self.clock.stopwatch())
-
-    def _measured(self, message: Message) -> bool:
-        """Take a silo's measurement of its own model, or its failure to make one."""
-        name, payload = message.header.sender, message.payloads[0]
-        if message.header.reply_to != self._settled.get(name, 0):
-            return False
-        if isinstance(payload, Metrics):
-            self.personal[name] = payload
-        elif isinstance(payload, Error):
-            self.log.note("error reported", peer=name, error=payload.text[:300])
-        else:
-            return False
-        self._measuring.discard(name)
-        return True
 
     # ------------------------------------------------------------------------------------------------------ display
     def _report(self, *, force: bool = False) -> None:
@@ -602,7 +543,7 @@ class Loop:
                 online=sum(self.roster.online(name) for name in self._facts),
                 lost=sum(not self.roster.online(name) for name in self._seen),
                 loss=self._loss,
-                metrics=self.metrics,
+                metrics=self.measuring.metrics,
                 bytes=self.tally.up.total() + self.tally.down.total(),
                 now=self.clock.now(),
                 elapsed=now - self._began,

@@ -21,7 +21,8 @@ import fedmq
 import protocols
 from coordinator import checkpoint as checkpoints
 from coordinator.inline import Answer, Inline
-from coordinator.loop import EVALUATOR, Loop
+from coordinator.loop import Loop
+from coordinator.measuring import EVALUATOR, Measuring
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.setting import Setting
@@ -224,7 +225,7 @@ def _loop(
     else:
         rounds, states = Rounds.from_plain(plan, saved.rounds), dict(saved.states)
         due, tally = dict(saved.due), Tally.from_plain(saved.tally)
-    evaluated = _cut_metrics(setting.folder, rounds.version)
+    measuring = Measuring(setting, roster, log, _cut_metrics(setting.folder, rounds.version))
     return Loop(
         setting,
         rounds,
@@ -236,7 +237,7 @@ def _loop(
         tally,
         trouble,
         due,
-        evaluated,
+        measuring,
         report=status,
         stop_wanted=stop_wanted,
     )
@@ -341,11 +342,14 @@ def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, A
 
 def _personal_summary(loop: Loop) -> dict[str, Any]:
     """What the silos' own models reach: means over silos on the whole split, and each on its own held-out share."""
-    if not loop.personal:
+    if not loop.measuring.personal:
         return {}
-    names = sorted(set.intersection(*(set(own.values) for own in loop.personal.values())))
-    means = {name: math.fsum(own.values[name] for own in loop.personal.values()) / len(loop.personal) for name in names}
-    shares = {silo: dict(own.per_silo.get(silo, {})) for silo, own in loop.personal.items()}
+    names = sorted(set.intersection(*(set(own.values) for own in loop.measuring.personal.values())))
+    means = {
+        name: math.fsum(own.values[name] for own in loop.measuring.personal.values()) / len(loop.measuring.personal)
+        for name in names
+    }
+    shares = {silo: dict(own.per_silo.get(silo, {})) for silo, own in loop.measuring.personal.items()}
     spread = fairness([own["mean_r1"] for own in shares.values()])
     return {
         "personal": means,

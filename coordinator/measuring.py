@@ -1,0 +1,125 @@
+"""Measurements: asked of the evaluator for the global model, and at the end of silos with models of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from coordinator.inline import Inline
+from coordinator.roster import Roster
+from coordinator.setting import Setting
+from fedmq.audit import MessageLog
+from fedmq.errors import RemoteWireError
+from fedmq.messages import Error, Kind, Message, Metrics, Model, Payload
+from fedmq.protocol import Personalised, Releasing, SiloFacts, State
+from fedmq.runfolder import append_line
+
+EVALUATOR = "evaluator"
+
+
+class Measuring:
+    """What has been asked, and what came back.
+
+    Args:
+        setting: of the run.
+        roster: whom to ask.
+        log: the coordinator's message log.
+        evaluated: versions whose evaluation is on file already.
+
+    Attributes:
+        pending: versions the evaluator has not answered for.
+        metrics: of the last version evaluated.
+        asked: silos whose own models are being measured.
+        personal: what they answered.
+    """
+
+    def __init__(self, setting: Setting, roster: Roster | Inline, log: MessageLog, evaluated: Iterable[int]) -> None:
+        self._setting, self._roster, self._log = setting, roster, log
+        self._evaluated = set(evaluated)
+        self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
+        self.pending: list[int] = []
+        self.metrics: Mapping[str, float] = {}
+        self.personal: dict[str, Metrics] = {}
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Silos that owe a measurement of their own models."""
+        return tuple(self._requests)
+
+    def evaluate_if_due(self, version: int, state: State) -> None:
+        """Ask the evaluator about a version, if the scenario wants it measured and it was not before."""
+        every, last = self._setting.scenario.evaluation.every, self._setting.scenario.rounds
+        if version in self.pending or version in self._evaluated:
+            return
+        if version in (0, last) or (every and version % every == 0):
+            self.pending.append(version)
+            self.evaluate(version, state)
+
+    def evaluate(self, version: int, state: State) -> None:
+        """Ask the evaluator, or ask it again."""
+        protocol = self._setting.protocol
+        more = protocol.release(state) if isinstance(protocol, Releasing) else ()
+        header = self._roster.header(EVALUATOR, Kind.EVALUATE, sequence=version, base_version=version)
+        model = Model(self._setting.context.layout.digest, state.theta.numpy())
+        self._roster.send(EVALUATOR, Message(header, (model, *more)))
+
+    def evaluated(self, message: Message) -> None:
+        """Take the evaluator's answer and put it on file."""
+        version, payload = message.header.base_version, message.payloads[0]
+        if version not in self.pending:
+            return
+        self.pending.remove(version)
+        self._evaluated.add(version)
+        if not isinstance(payload, Metrics):
+            self._roster.refuse(EVALUATOR, RemoteWireError("unexpected", "an evaluation without metrics"), 0)
+            return
+        self.metrics = dict(payload.values)
+        per_silo = {name: dict(own) for name, own in payload.per_silo.items()}
+        line = {"kind": "evaluation", "version": version, "metrics": self.metrics, "per_silo": per_silo}
+        append_line(self._setting.folder.metrics, line)
+
+    def ask_silos(
+        self,
+        names: Iterable[str],
+        version: int,
+        state: State,
+        settled: Mapping[str, int],
+        facts: Callable[[str, int], SiloFacts],
+    ) -> None:
+        """Ask the silos of a personalised method how their own models do; each measures its own, where it is.
+
+        Args:
+            names: whom.
+            version: of the final model.
+            state: the final one.
+            settled: number of each silo's last merged task, whose state it measures.
+            facts: of a silo at a version.
+        """
+        protocol = self._setting.protocol
+        if isinstance(protocol, Personalised) and protocol.personalised:
+            for name in sorted(names):
+                self._requests[name] = settled.get(name, 0), version, protocol.task(state, facts(name, version))
+
+    def ask(self, name: str) -> bool:
+        """Send a silo what it owes an answer to; returns whether it is on the line."""
+        sequence, version, payloads = self._requests[name]
+        header = self._roster.header(name, Kind.EVALUATE, sequence=sequence, base_version=version)
+        return bool(self._roster.send(name, Message(header, payloads)))
+
+    def give_up(self, name: str) -> None:
+        """A silo stayed away: its own model is not measured."""
+        self._log.note("peer stayed away: its own model is not measured", peer=name)
+        del self._requests[name]
+
+    def measured(self, message: Message) -> bool:
+        """Take a silo's measurement of its own model, or its failure to make one; whether the message was that."""
+        name, payload = message.header.sender, message.payloads[0] if message.payloads else None
+        if name not in self._requests or message.header.reply_to != self._requests[name][0]:
+            return False
+        if isinstance(payload, Metrics):
+            self.personal[name] = payload
+        elif isinstance(payload, Error):
+            self._log.note("error reported", peer=name, error=payload.text[:300])
+        else:
+            return False
+        del self._requests[name]
+        return True

@@ -20,14 +20,13 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from sklearn.cluster import KMeans
 from torch import Tensor
 
 from fedmq.messages import ClassPrototypes, Delta, Loss, Model, Payload
 from fedmq.models.two_tower import MODALITIES, Out
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from fedmq.seeds import derive
 from protocols import _local, _merge, fedavg
+from protocols._clusters import k_means
 from protocols._losses import info_nce, unit
 from protocols._merge import as_tensor
 from protocols._options import check
@@ -89,14 +88,14 @@ def assignment_loss(z: Tensor, teacher: Tensor, centroids: Tensor, tau: float, t
     return (target * (target.clamp_min(1e-12).log() - student)).sum(1).mean()
 
 
-def centroids_of(z: Tensor, count: int, support: int, seed: int) -> tuple[Tensor, Tensor]:
+def centroids_of(z: Tensor, count: int, support: int, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
     """At most ``count`` K-means centroids of embeddings, those of fewer than ``support`` samples left out.
 
     Args:
         z: [n, d] of unit length.
         count: most centroids.
         support: least samples behind one.
-        seed: of K-means.
+        generator: of K-means.
 
     Returns:
         float32 [count, d] of unit length and int64 [count]; rows not used are zero.
@@ -105,13 +104,10 @@ def centroids_of(z: Tensor, count: int, support: int, seed: int) -> tuple[Tensor
     clusters = min(count, len(z) // support)
     if clusters == 0:
         return found, sizes
-    model = KMeans(clusters, n_init=1, max_iter=20, random_state=seed % (1 << 32)).fit(z.double().numpy())
-    labels = torch.from_numpy(model.labels_.astype(np.int64))
-    sums = torch.zeros(clusters, z.shape[1], dtype=torch.float64).index_add_(0, labels, z.double())
-    number = torch.bincount(labels, minlength=clusters)
-    kept = number >= support
-    found[:clusters] = unit(sums).float() * kept.unsqueeze(1)
-    sizes[:clusters] = number * kept
+    centres, held = k_means(z, torch.ones(len(z), dtype=torch.float64), clusters, generator)
+    kept = held >= support
+    found[:clusters] = unit(centres).float() * kept.unsqueeze(1)
+    sizes[:clusters] = held.long() * kept
     return found, sizes
 
 
@@ -236,11 +232,10 @@ class FedBridge:
         rows = np.arange(len(local.share))
         with torch.no_grad():
             pair = _local.embed(local, rows, _local.choose_captions(local, generator))
-        seed = derive(context.seed, "centroids", local.silo.name, task.base_version, task.sequence)
         found = [
             (torch.zeros(options.centroids, context.dim), torch.zeros(options.centroids, dtype=torch.int64))
             if z is None
-            else centroids_of(z.cpu(), options.centroids, options.support, seed)
+            else centroids_of(z.cpu(), options.centroids, options.support, generator)
             for z in pair
         ]
         prototypes, counts = (torch.cat(parts) for parts in zip(*found, strict=True))

@@ -1,0 +1,114 @@
+"""What FedBridge does beyond what every method does."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.messages import ClassPrototypes, Delta
+from fedmq.protocol import Reply, take
+from protocols import fedbridge
+from tests.protocol_world import DIM, world
+
+NOW = {"warmup": 0.0, "support": 2, "centroids": 3}
+
+
+def unit(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.nn.functional.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+def delta(reply: Reply) -> np.ndarray:
+    return take(reply.payloads, Delta).buffer
+
+
+def test_silos_that_lack_a_modality_idle_through_the_warm_up() -> None:
+    run = world("fedbridge", {**NOW, "warmup": 0.4})
+    for round_ in range(3):
+        replies = run.replies()
+        for reply in replies:
+            assert delta(reply).any() == (reply.silo.paired or round_ >= 2)
+        run.state = run.protocol.merge(run.state, replies, run.version).state
+        run.version += 1
+
+
+def test_a_centroid_of_fewer_samples_than_the_support_is_never_reported() -> None:
+    z = torch.cat([unit(1, 8).expand(9, 8), -unit(1, 8).expand(2, 8)])
+    found, sizes = fedbridge.centroids_of(z, 4, 3, np.random.default_rng(1))
+    assert sizes.tolist().count(9) == 1
+    assert all(size == 0 or size >= 3 for size in sizes.tolist())
+    assert not found[sizes == 0].any()
+    assert not fedbridge.centroids_of(unit(2, 8), 4, 3, np.random.default_rng(1))[1].any()
+
+
+def test_centroids_are_of_unit_length_and_the_same_for_the_same_seed() -> None:
+    z = unit(40, 8)
+    one, other = (
+        fedbridge.centroids_of(z, 5, 3, np.random.default_rng(7)),
+        fedbridge.centroids_of(z, 5, 3, np.random.default_rng(7)),
+    )
+    assert torch.equal(one[0], other[0])
+    assert torch.allclose(one[0][one[1] > 0].norm(dim=1), torch.ones(int((one[1] > 0).sum())), atol=1e-6)
+
+
+def test_centroids_go_down_only_to_silos_that_lack_the_modality() -> None:
+    run = world("fedbridge", NOW)
+    run.round()
+    for silo in run.eligible:
+        given = [each for each in run.protocol.task(run.state, silo) if isinstance(each, ClassPrototypes)]
+        if silo.paired:
+            assert not given
+        else:
+            assert given[0].modality == ("text" if silo.image else "image")
+            assert (given[0].counts > 0).all()
+
+
+def test_what_a_silo_reports_of_a_modality_it_lacks_is_not_believed() -> None:
+    run = world("fedbridge", NOW)
+    replies = run.replies()
+    image_only = next(reply for reply in replies if reply.silo.image and not reply.silo.text)
+    forged = ClassPrototypes(np.ones((6, DIM), np.float32), np.full(6, 9, np.int64), "both")
+    payloads = tuple(forged if isinstance(each, ClassPrototypes) else each for each in image_only.payloads)
+    merged = run.protocol.merge(run.state, [dataclasses.replace(image_only, payloads=payloads)], 0).state
+    assert merged.tensors["bridge_counts"][image_only.silo.index, 0].all()
+    assert not merged.tensors["bridge_counts"][image_only.silo.index, 1].any()
+
+
+def test_the_assignment_loss_is_least_where_the_teacher_is_and_follows_its_sharper_choice() -> None:
+    teacher, centroids = unit(6, 8), unit(5, 8, seed=2)
+    same = fedbridge.assignment_loss(teacher, teacher, centroids, 0.07, 0.07)
+    assert same.item() == pytest.approx(0.0, abs=1e-6)
+    z = teacher.clone().requires_grad_()
+    loss = fedbridge.assignment_loss(z, teacher, centroids, 0.07, 0.05)
+    (gradient,) = torch.autograd.grad(loss, z)
+    stepped = torch.nn.functional.normalize(teacher - 0.05 * gradient, dim=1)
+    chosen = (teacher @ centroids.T).argmax(1)
+    rows = torch.arange(6)
+    before, after = ((x @ centroids.T / 0.07).softmax(1)[rows, chosen] for x in (teacher, stepped))
+    assert loss > 0
+    assert (after > before - 1e-6).all()
+
+
+def test_with_a_single_weight_of_nearly_nothing_it_is_fedavg_of_the_paired_silos() -> None:
+    run = world("fedbridge", {**NOW, "single_weight": 1e-12})
+    plain = world("fedavg", {"single_modality": "idle"})
+    for _ in range(3):
+        run.round()
+        plain.round()
+    torch.testing.assert_close(run.state.theta, plain.state.theta, rtol=1e-4, atol=1e-6)
+
+
+def test_a_heavier_single_weight_gives_single_modality_silos_more_of_the_step() -> None:
+    steps = []
+    for weight in (0.1, 1.0):
+        run = world("fedbridge", {**NOW, "single_weight": weight})
+        run.round()
+        replies = run.replies()
+        after = run.protocol.merge(run.state, replies, 1).state.theta
+        image_only = next(reply for reply in replies if reply.silo.image and not reply.silo.text)
+        part = run.model.branch("image")
+        own = torch.from_numpy(delta(image_only)[part].copy())
+        steps.append(float((after - run.state.theta)[part] @ own / own.norm()))
+    assert steps[1] > steps[0]

@@ -29,7 +29,7 @@ from coordinator.setting import Setting
 from coordinator.tally import Tally
 from coordinator.trouble import Order, Trouble
 from fedmq import report
-from fedmq.audit import MessageLog
+from fedmq.audit import INLINE, MessageLog
 from fedmq.clock import Clock, clock_for
 from fedmq.cost import CostModel
 from fedmq.crypto import Identity, load_accepted, load_identity
@@ -142,7 +142,7 @@ def run_coordinator(
         log.note("resumed" if saved else "started", run=run, version=saved.rounds["version"] if saved else 0)
         roster: Roster | Inline
         if peers is not None:
-            log.note("silos run inside the coordinator: no messages are exchanged, none are logged")
+            log.note(INLINE)
             listener = roster = Inline(peers(world), run, log, clock)
         else:
             assert keys is not None  # noqa: S101 - read above where silos connect

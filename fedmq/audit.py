@@ -45,6 +45,10 @@ def read_log(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
             yield number, record if isinstance(record, dict) and line.endswith(b"\n") else None
 
 
+#: What the coordinator notes of a run without messages; an auditor must not take its silence for a clean record.
+INLINE = "silos run inside the coordinator: no messages are exchanged, none are logged"
+
+
 class MessageLog:
     """Appends records to one process's log.
 
@@ -214,11 +218,15 @@ class Audit:
 _COMPARED = ("run", "kind", "sequence", "reply_to", "base_version", "sent_at", "payloads", "bytes", "tag")
 
 
+def _lines(path: Path) -> list[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
 def audit_run(folder: Path) -> Audit:
     """Check every message log of a run folder: its own chain, and what was sent against what was received.
 
     Raises:
-        InputError: the folder holds no message logs.
+        InputError: the folder holds no message logs, or its silos were calls inside the coordinator.
     """
     logs = sorted((folder / "messages").glob("*.jsonl"))
     if not logs:
@@ -226,6 +234,9 @@ def audit_run(folder: Path) -> Audit:
             str(folder), "no messages/*.jsonl", "a run folder that fedmq scenario or fedmq coordinator wrote"
         )
     result = Audit()
+    if any(INLINE in line for line in _lines(folder / "messages" / "coordinator.jsonl")):
+        allowed = "a run with messages (launcher local, or processes started by hand)"
+        raise InputError(str(folder), "a run whose silos were calls inside the coordinator: none was sent", allowed)
     sent: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]] = {}
     received: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]] = {}
     for path in logs:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedmq.audit import GENESIS, MessageLog, audit_run, chain
+from fedmq.audit import GENESIS, INLINE, MessageLog, audit_run, chain
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.messages import Delta, Header, Kind, Message
@@ -143,3 +143,10 @@ def test_a_folder_without_logs_is_refused(tmp_path: Path) -> None:
 
 def test_records_hold_no_numbers_of_a_tensor(run: Path) -> None:
     assert "buffer" not in "".join(lines(run, "silo-00"))
+
+
+def test_a_run_without_messages_is_no_clean_record(tmp_path: Path) -> None:
+    with MessageLog(tmp_path / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
+        log.note(INLINE)
+    with pytest.raises(InputError, match="none was sent"):
+        audit_run(tmp_path)

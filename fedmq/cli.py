@@ -383,6 +383,9 @@ def audit_command(
     from fedmq.audit import audit_run  # noqa: PLC0415
 
     audit = audit_run(run)
+    if audit.inline:
+        allowed = "a run with messages (launcher local, or processes started by hand)"
+        raise InputError(str(run), "a run whose silos were calls inside the coordinator: nothing was sent", allowed)
     if as_json:
         print(json.dumps(audit.to_plain(), indent=2))
     else:

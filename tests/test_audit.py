@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from fedmq.audit import GENESIS, INLINE, MessageLog, audit_run, chain
+from fedmq.cli import app
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.messages import Delta, Header, Kind, Message
@@ -148,5 +150,7 @@ def test_records_hold_no_numbers_of_a_tensor(run: Path) -> None:
 def test_a_run_without_messages_is_no_clean_record(tmp_path: Path) -> None:
     with MessageLog(tmp_path / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
         log.note(INLINE)
-    with pytest.raises(InputError, match="none was sent"):
-        audit_run(tmp_path)
+    assert audit_run(tmp_path).inline
+    done = CliRunner().invoke(app, ["audit", str(tmp_path)])
+    assert isinstance(done.exception, InputError)
+    assert "nothing was sent" in str(done.exception)

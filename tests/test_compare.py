@@ -229,6 +229,7 @@ def test_a_stop_is_passed_on_and_nothing_is_started_after_it(tmp_path: Path) -> 
     assert time.monotonic() - began < 20
 
 
+@pytest.mark.slow
 def test_the_time_left_follows_from_the_merges_on_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"kind": "merge"}\n{"kind": "evaluation"}\n')
     told: list[jobs.Progress] = []

@@ -89,6 +89,7 @@ def stop_after(merges: int, folder: Path) -> Callable[[], bool]:
     return wanted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("merges", [1, 2, 3])
 def test_a_run_stopped_anywhere_and_resumed_gives_the_same_model(
     tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]], merges: int
@@ -103,6 +104,7 @@ def test_a_run_stopped_anywhere_and_resumed_gives_the_same_model(
     assert not audit_run(tmp_path).findings
 
 
+@pytest.mark.slow
 def test_stragglers_past_the_deadline_are_left_out_and_a_resume_changes_nothing(tiny: Path, tmp_path: Path) -> None:
     settings = (
         "rounds=8",
@@ -187,6 +189,7 @@ def test_noise_foreign_runs_and_unknown_names_are_refused_counted_and_logged(
     assert outcome.summary["messages"]["refused"] == refused.total()
 
 
+@pytest.mark.slow
 def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_the_run_goes_on(
     tiny: Path, tmp_path: Path
 ) -> None:

@@ -128,6 +128,7 @@ def notes(out: Path) -> str:
     return RunFolder(out).messages("coordinator").read_text()
 
 
+@pytest.mark.slow
 def test_the_whole_program_agrees_that_a_full_buffer_is_a_round(tiny: Path, tmp_path: Path) -> None:
     rounds = inline(tiny, tmp_path / "sync")
     buffered = inline(tiny, tmp_path / "buffered", "aggregation.mode=buffered", "aggregation.buffer=3")
@@ -135,6 +136,7 @@ def test_the_whole_program_agrees_that_a_full_buffer_is_a_round(tiny: Path, tmp_
     assert buffered["seconds"]["virtual"] == rounds["seconds"]["virtual"]
 
 
+@pytest.mark.slow
 def test_one_silo_at_a_time_is_the_same_in_every_mode(tiny: Path, tmp_path: Path) -> None:
     one = ("participation=0.25", "aggregation.mixing=1", "aggregation.staleness.kind=constant")
     digests = {
@@ -144,6 +146,7 @@ def test_one_silo_at_a_time_is_the_same_in_every_mode(tiny: Path, tmp_path: Path
     assert len(set(digests.values())) == 1
 
 
+@pytest.mark.slow
 def test_staleness_is_on_file_and_bounded(tiny: Path, tmp_path: Path) -> None:
     settings = ("rounds=14", "aggregation.mode=async", "participation=1", *STRAGGLER)
     inline(tiny, tmp_path / "free", *settings)
@@ -154,6 +157,7 @@ def test_staleness_is_on_file_and_bounded(tiny: Path, tmp_path: Path) -> None:
     assert '"reason":"stale"' in notes(tmp_path / "bound")
 
 
+@pytest.mark.slow
 def test_over_selection_leaves_the_straggler_behind(tiny: Path, tmp_path: Path) -> None:
     waiting = inline(tiny, tmp_path / "all", "participation=0.75", *STRAGGLER)
     first = inline(tiny, tmp_path / "first", "participation=0.75", "aggregation.over_select=1.34", *STRAGGLER)
@@ -161,6 +165,7 @@ def test_over_selection_leaves_the_straggler_behind(tiny: Path, tmp_path: Path) 
     assert first["seconds"]["virtual"] < 0.5 * waiting["seconds"]["virtual"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interrupted", ["wait", "lost"])
 @pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
 def test_silos_that_come_and_go_reply_only_while_they_are_on(

@@ -198,3 +198,16 @@ def _error(*arguments: object) -> str:
     done = subprocess.run([FEDMQ, *map(str, arguments)], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2
     return done.stderr
+
+
+@pytest.mark.slow
+def test_a_frozen_process_is_missed_while_it_stands_still_and_its_run_ends(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    faults = "faults=[{kind: freeze, silos: [silo-01], rounds: [1], seconds: 9, beats: 6}]"
+    # Long enough that the freeze lands before the last round, however quick the silos are.
+    fedmq(
+        "scenario", tiny, "--out", out, "--quiet", "--set", faults, "--set", "participation=1.0", "--set", "rounds=60"
+    )
+    assert {note["peer"] for note in notes(out, "peer lost")} >= {"silo-01"}
+    assert json.loads((out / "summary.json").read_text())["versions"] == 60
+    assert not audit_run(out).findings

@@ -281,7 +281,7 @@ def train_epochs(
                 seen += len(step.rows)
     delta = (model.flat.detach() - base).cpu()
     mean = float(total) / max(1, seen)
-    # Least and greatest are finite if and only if all are (NaN is passed on); one pass, no mask of the size of the model.
+    # Least and greatest are finite if and only if all are (NaN is passed on): one pass, no mask.
     least, greatest = torch.aminmax(delta)
     if not (math.isfinite(mean) and math.isfinite(float(least)) and math.isfinite(float(greatest))):
         raise RunError(f"training diverged at {local.silo.name}: loss {mean}; lower training.learning_rate")

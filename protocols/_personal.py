@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.models.two_tower import FlatOptimiser
-from fedmq.protocol import Context, Local, Task
+from fedmq.protocol import Context, Encoders, Local, Task, encoders_of
 from fedmq.seeds import torch_generator
 from protocols import _local
 from protocols._losses import unit
@@ -55,6 +55,22 @@ def initial(dim: int, hidden: int, generator: torch.Generator) -> Tensor:
 def embed(z: Tensor, adapter: Tensor, strength_: float) -> Tensor:
     """Personalised embeddings of unit length, [B, d], by an adapter [2, h, d]."""
     return unit(corrected(z, adapter[0], adapter[1].T, strength_))
+
+
+def kept(local: Local) -> dict[str, Tensor]:
+    """The silo's adapter as it is; nothing where there is none yet."""
+    return {STATE: local.state[STATE]} if STATE in local.state else {}
+
+
+def encoders(local: Local, strength_: float) -> Encoders:
+    """The model that the silo holds, with its own adapter behind both towers (RCSR eq 12); without one, as it is."""
+    shared, adapter = encoders_of(local.model), local.state.get(STATE)
+    if adapter is None:
+        return shared
+    return Encoders(
+        lambda x: embed(shared.image(x).cpu(), adapter, strength_),
+        lambda x: embed(shared.caption(x).cpu(), adapter, strength_),
+    )
 
 
 @dataclass(frozen=True)

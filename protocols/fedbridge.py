@@ -24,8 +24,8 @@ from torch import Tensor
 
 from fedmq.messages import ClassPrototypes, Delta, Loss, Model, Payload
 from fedmq.models.two_tower import MODALITIES, Out
-from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _local, _merge, fedavg
+from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from protocols import _local, _merge, _personal, fedavg
 from protocols._clusters import k_means
 from protocols._losses import info_nce, unit
 from protocols._merge import as_tensor
@@ -50,6 +50,13 @@ class FedBridgeOptions:
         lambda_keep: weight of staying near the downloaded model's embeddings.
         single_weight: factor of a single-modality silo's weight in a merge.
         branch_renorm: each branch is averaged over the silos that trained it.
+        personal: FedBridge-p: paired silos also fine-tune RCSR-p's adapter on their pairs, which never leaves them. A
+            silo that lacks a modality has no pair to fit one to and keeps the global model.
+        lambda_p: strength of the adapter.
+        personal_onset: share of the rounds before adapters are fine-tuned.
+        personal_hidden: width of an adapter.
+        personal_epochs: epochs of fine-tuning after each local training.
+        personal_rate: learning rate of fine-tuning, as a share of the round's.
     """
 
     tau: float = 0.07
@@ -62,6 +69,12 @@ class FedBridgeOptions:
     lambda_keep: float = 1.0
     single_weight: float = 0.5
     branch_renorm: bool = True
+    personal: bool = False
+    lambda_p: float = 0.2
+    personal_onset: float = 0.25
+    personal_hidden: int = 64
+    personal_epochs: int = 1
+    personal_rate: float = 0.1
 
     def __post_init__(self) -> None:
         for name in ("tau", "tau_teacher", "single_weight"):
@@ -71,6 +84,11 @@ class FedBridgeOptions:
         check("warmup", self.warmup, 0.0, 1.0)
         check("centroids", self.centroids, 1)
         check("support", self.support, 1)
+        check("lambda_p", self.lambda_p, 0.0, _personal.STRONGEST)
+        check("personal_onset", self.personal_onset, 0.0, 1.0)
+        check("personal_hidden", self.personal_hidden, 1)
+        check("personal_epochs", self.personal_epochs, 1)
+        check("personal_rate", self.personal_rate, 0.0, open_low=True)
 
 
 def assignment_loss(z: Tensor, teacher: Tensor, centroids: Tensor, tau: float, tau_teacher: float) -> Tensor:
@@ -196,13 +214,36 @@ class FedBridge:
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on InfoNCE, on the assignment loss, or nothing during the warm-up; then the centroids."""
         if local.silo.paired:
-            trained = self.fedavg.trained(local, task)
-            update, loss = trained.payloads
+            update, loss = self.fedavg.trained(local, task).payloads
         else:
             base = _local.load_model(local, take(task.payloads, Model).buffer)
             outcome = _local.train_epochs(local, self.context, task, base, self._work(local, task))
             update, loss = _local.delta_payload(self.context, outcome, len(local.share)), Loss(max(0.0, outcome.loss))
-        return Trained((update, loss, self._centroids(local, task)), {}, loss.value if isinstance(loss, Loss) else 0.0)
+        payloads = (update, loss, self._centroids(local, task))
+        return Trained(payloads, self._adapter(local, task), loss.value if isinstance(loss, Loss) else 0.0)
+
+    @property
+    def personalised(self) -> bool:
+        """Whether silos have adapters of their own."""
+        return self.options.personal
+
+    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+        """The global model with the silo's own adapter behind both towers."""
+        _local.load_model(local, take(payloads, Model).buffer)
+        return _personal.encoders(local, self.options.lambda_p)
+
+    def _adapter(self, local: Local, task: Task) -> dict[str, Tensor]:
+        """A paired silo's adapter, fine-tuned once personalisation has begun; nothing where there is none."""
+        options = self.options
+        begun = task.round >= round(options.personal_onset * self.context.rounds)
+        if not (options.personal and begun and local.silo.paired):
+            return _personal.kept(local)
+        tuning = _personal.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
+        return {_personal.STATE: _personal.fine_tuned(local, self.context, task, tuning, options.lambda_p, self._pairs)}
+
+    def _pairs(self, image: Tensor | None, text: Tensor | None) -> Tensor:
+        assert image is not None and text is not None  # noqa: S101 - asked of paired silos only
+        return info_nce(image, text, self.options.tau)
 
     def _work(self, local: Local, task: Task) -> Assigning | None:
         given = [payload for payload in task.payloads if isinstance(payload, ClassPrototypes)]

@@ -30,7 +30,6 @@ from fedmq.protocol import (
     State,
     Task,
     Trained,
-    encoders_of,
     take,
 )
 from fedmq.seeds import torch_generator
@@ -248,14 +247,13 @@ class Rcsr:
     def _personal(self, local: Local, task: Task, received: Shared) -> dict[str, Tensor]:
         """The silo's adapter, fine-tuned once personalisation has begun; nothing where there is none."""
         options = self.options
-        old = {_personal.STATE: local.state[_personal.STATE]} if _personal.STATE in local.state else {}
         missing = received[1] if local.silo.image else received[0]
         if (
             not self.personalised
             or task.round < options.personal_onset
             or not (local.silo.paired or missing is not None)
         ):
-            return old
+            return _personal.kept(local)
         # Eq 2 or eq 3 on personalised features; the regulariser of eq 4 is about what is shared.
         loss = partial(local_loss, shared=received, options=options, anchored=True, aligned=False)
         tuning = _personal.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
@@ -265,14 +263,7 @@ class Rcsr:
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The global model with the silo's own adapter behind both towers (eq 12)."""
         _local.load_model(local, take(payloads, Model).buffer)
-        encoders, adapter = encoders_of(local.model), local.state.get(_personal.STATE)
-        if adapter is None:  # never asked since the onset: its own model is the global one
-            return encoders
-        strength = self._strength(payloads)
-        return Encoders(
-            lambda x: _personal.embed(encoders.image(x).cpu(), adapter, strength),
-            lambda x: _personal.embed(encoders.caption(x).cpu(), adapter, strength),
-        )
+        return _personal.encoders(local, self._strength(payloads))
 
     def _loss(self, local: Local, received: Shared) -> _local.LossFunction | None:
         """The silo's loss; None while it has no term, as a single-modality silo before the first prototypes."""

@@ -40,6 +40,19 @@ def test_personalisation_changes_nothing_that_is_shared() -> None:
         assert torch.equal(plain.state.theta, personal.state.theta)
 
 
+def test_fedbridge_p_fits_adapters_to_pairs_only_and_shares_nothing_of_them() -> None:
+    on = {"personal": True, "personal_onset": 0.0, "personal_epochs": 3, "personal_rate": 1.0}
+    plain, personal = world("fedbridge"), world("fedbridge", on)
+    for _ in range(3):
+        plain.round()
+        personal.round()
+        assert torch.equal(plain.state.theta, personal.state.theta)
+    has = {silo.index: _personal.STATE in personal.personal[silo.index] for silo in personal.eligible}
+    assert has == {silo.index: silo.paired for silo in personal.eligible}
+    assert set(has.values()) == {True, False}
+    assert not any(_personal.STATE in plain.personal.get(silo.index, {}) for silo in plain.eligible)
+
+
 def test_no_adapter_is_there_before_the_onset_round() -> None:
     run = world("rcsr", {**ON, "personal_onset": 2})
     for round_ in range(3):

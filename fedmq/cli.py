@@ -126,7 +126,7 @@ def scenario_command(
         # Before torch is imported here: the forkserver then imports it at the same time.
         warm.warm_up(chosen.backbone.name)
     from fedmq import live, simulate  # noqa: PLC0415
-    from fedmq.runfolder import RunFolder, open_run, write_atomically, write_json  # noqa: PLC0415
+    from fedmq.runfolder import RunFolder, open_run, write_json, write_text  # noqa: PLC0415
     from fedmq.world import device_of, run_name  # noqa: PLC0415
 
     scenario = _scenario_of(file, settings, seed)
@@ -155,7 +155,7 @@ def scenario_command(
     data = prepare(scenario, None if quiet else _bar())
     if resume is None:
         folder.root.mkdir(parents=True, exist_ok=True)
-        write_atomically(folder.scenario, lambda path: _write(path, scenario.dump()))
+        write_text(folder.scenario, scenario.dump())
     with live.display(scenario, err, quiet=quiet) as status:
         if inline:
             simulated = simulate.simulate_inline(scenario, folder, resume=resume is not None, status=status, data=data)
@@ -172,10 +172,6 @@ def scenario_command(
         print(json.dumps(summary, indent=2))
     else:
         live.print_summary(summary, folder, out)
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 # ---------------------------------------------------------------------------------------------- programs by hand
@@ -415,7 +411,7 @@ def replay_command(
     if chosen.launcher != "inline":
         warm.warm_up(chosen.backbone.name)
     from fedmq import live, replay, simulate  # noqa: PLC0415
-    from fedmq.runfolder import RunFolder, open_run, write_atomically, write_json  # noqa: PLC0415
+    from fedmq.runfolder import RunFolder, open_run, write_json, write_text  # noqa: PLC0415
 
     folder = open_run(run)
     scenario = _scenario_of(folder.scenario, None, None)
@@ -427,7 +423,7 @@ def replay_command(
     with tempfile.TemporaryDirectory(prefix="fedmq-replay-") as name:
         again = RunFolder(Path(name) / folder.root.name)
         again.root.mkdir()
-        write_atomically(again.scenario, lambda path: _write(path, scenario.dump()))
+        write_text(again.scenario, scenario.dump())
         launch = simulate.simulate_inline if inline else simulate.simulate
         with live.display(scenario, err, quiet=quiet) as status:
             simulated = launch(scenario, again, resume=False, status=status, data=data)
@@ -474,6 +470,7 @@ cli_compare.add_compare(app, _ROOTS)
 cli_compare.add_sweep(app, _ROOTS)
 cli_search.add_search(app, _bar)
 cli_search.add_export(app, _bar)
+cli_search.add_curves(app)
 
 
 @app.callback(invoke_without_command=True)

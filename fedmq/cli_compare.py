@@ -286,7 +286,7 @@ def _plain(text: str) -> str:
 
 def _write_results(comparison: Comparison, table: Grid, folder: Path, command: str) -> None:
     from fedmq import plots, tables  # noqa: PLC0415
-    from fedmq.runfolder import write_atomically  # noqa: PLC0415
+    from fedmq.runfolder import write_text  # noqa: PLC0415
 
     results = {
         "table.csv": tables.as_csv(tables.plain(comparison.rows)),
@@ -296,11 +296,7 @@ def _write_results(comparison: Comparison, table: Grid, folder: Path, command: s
         "plots.html": plots.page(comparison.rows, command, table.notes),
     }
     for name, text in results.items():
-        write_atomically(folder / name, lambda path, text=text: _write(path, text))  # type: ignore[misc]
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
+        write_text(folder / name, text)
 
 
 def _progress_line(what: str, how: Progress) -> str:

@@ -1,4 +1,4 @@
-"""``fedmq search`` and ``fedmq export``: what a released model makes of a gallery, and what it finds there."""
+"""``fedmq search``, ``fedmq export`` and ``fedmq curves``: what released models make of a gallery and find there."""
 
 from __future__ import annotations
 
@@ -120,6 +120,50 @@ def add_export(app: typer.Typer, bar: Bar) -> None:
             markup=False,
             soft_wrap=True,
         )
+
+
+def add_curves(app: typer.Typer) -> None:
+    """Add ``fedmq curves`` to the command line."""
+
+    @app.command("curves")
+    def curves_command(
+        runs: Annotated[
+            list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.", show_default=False)
+        ],
+        out_dir: Annotated[
+            Path | None, typer.Option("--out", metavar="DIR", help="Where to; curves/ of the first run by default.")
+        ] = None,
+        top: Annotated[
+            str, typer.Option("--top", metavar="N,N,...", help="Cut-offs of precision and recall among the first N.")
+        ] = "1,5,10,20,50,100,200,500,1000",
+        device: Device = None,
+        as_json: AsJson = False,
+    ) -> None:
+        """Precision and recall of released models: along the list, within each Hamming radius, among the first N.
+
+        Writes curves.csv and curves.html, with all the runs in one plot of each kind.
+
+        Example: [bold]fedmq curves runs/fedhap-20260101-120000 runs/fedavg-20260101-120500[/bold]
+        """
+        from fedmq import curves  # noqa: PLC0415 - brings torch, which --help does without
+        from fedmq.release import open_release  # noqa: PLC0415
+        from fedmq.runfolder import write_text  # noqa: PLC0415
+
+        cutoffs = curves.parse_cutoffs(top)
+        found = curves.distinct([curves.measured(open_release(run, device), cutoffs) for run in runs])
+        folder = out_dir or runs[0] / "curves"
+        write_text(folder / "curves.csv", curves.table(found))
+        write_text(folder / "curves.html", curves.page(found, ", ".join(run.name for run in found)))
+        if as_json:
+            maps = {run.name: {f"map_{way}": each.map for way, each in run.ways.items()} for run in found}
+            print(json.dumps({"folder": str(folder), "runs": maps}))
+            return
+        table = Table("run", *(f"mAP {way}" for way in found[0].ways))
+        for run in found:
+            table.add_row(_literal(run.name), *(f"{each.map:.4f}" for each in run.ways.values()))
+        console = Console()
+        console.print(table)
+        console.print(f"{folder}: curves.csv, curves.html", highlight=False, markup=False, soft_wrap=True)
 
 
 def _literal(text: str) -> str:

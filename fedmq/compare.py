@@ -21,7 +21,7 @@ from fedmq.errors import InputError
 from fedmq.outcomes import Outcome
 from fedmq.plan import Entry, Plan, Resolve, digest
 from fedmq.rows import Row, rows
-from fedmq.runfolder import RunFolder, write_atomically
+from fedmq.runfolder import RunFolder, write_text
 from fedmq.scenario import Scenario
 
 Settings = tuple[str, ...]
@@ -136,7 +136,7 @@ def job_of(run: Run) -> jobs.Job:
     """
     root = run.folder.root
     scenario = root.with_name(f"{root.name}.yaml")
-    write_atomically(scenario, lambda path: _write(path, run.scenario.dump()))
+    write_text(scenario, run.scenario.dump())
     begun = run.folder.scenario.is_file()
     if not begun and root.exists():
         shutil.rmtree(root)  # killed between making the folder and writing the first file into it
@@ -144,10 +144,6 @@ def job_of(run: Run) -> jobs.Job:
     how = ("--resume" if begun else "--out", str(root), "--quiet")
     log = root.with_name(f"{root.name}.log")
     return jobs.Job(run.title, (*command, *how), log, run.folder.metrics, run.scenario.rounds)
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text, encoding="utf-8")
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import torch
@@ -47,6 +48,9 @@ class EvaluatorArguments:
     out: Path
     device: str | None = None
     data: Path | None = None
+
+
+Way = Literal["i2t", "t2i", "i2i", "t2t"]
 
 
 @dataclass(frozen=True)
@@ -127,13 +131,7 @@ def _signs(codes: np.ndarray) -> np.ndarray:
 
 
 def _label_metrics(queries: Embedded, evaluation: Evaluation, gallery: Embedded, seed: int) -> dict[str, float]:
-    i2t, t2i = _ranked(
-        queries,
-        evaluation,
-        gallery,
-        seed,
-        [(queries.image, gallery.first_captions), (queries.first_captions, gallery.image)],
-    )
+    i2t, t2i = rank(queries, gallery, evaluation, seed, ("i2t", "t2i")).values()
     found = {"map_i2t": i2t.map, "map_t2i": t2i.map, "map": (i2t.map + t2i.map) / 2}
     if queries.binary:
         found["map_expected"] = (i2t.map_expected + t2i.map_expected) / 2
@@ -148,38 +146,53 @@ def _label_metrics(queries: Embedded, evaluation: Evaluation, gallery: Embedded,
 
 def _within(queries: Embedded, evaluation: Evaluation, gallery: Embedded, seed: int) -> dict[str, float]:
     """What retrieval within a modality finds, as image hashing measures it: mAP and its cut-offs."""
-    pairs = [(queries.image, gallery.image), (queries.first_captions, gallery.first_captions)]
-    ranked = _ranked(queries, evaluation, gallery, seed, pairs)
     found: dict[str, float] = {}
-    for way, each in zip(("i2i", "t2t"), ranked, strict=True):
+    for way, each in rank(queries, gallery, evaluation, seed, ("i2i", "t2t")).items():
         found |= {f"map_{way}": each.map, **{f"map_at{n}_{way}": each.map_at[n] for n in evaluation.map_at}}
     return found
 
 
-def _ranked(
+def rank(
     queries: Embedded,
-    evaluation: Evaluation,
     gallery: Embedded,
+    evaluation: Evaluation,
     seed: int,
-    pairs: Sequence[tuple[np.ndarray, np.ndarray]],
-) -> list[ranking.RankingMetrics]:
-    """Label metrics of pairs of query and gallery vectors [n, d] and [m, d]."""
+    ways: Sequence[Way],
+    *,
+    top_n: Sequence[int] = (),
+    curves: bool = False,
+) -> dict[Way, ranking.RankingMetrics]:
+    """Label metrics of some ways of retrieval, one text per item: from images to texts, within images, ...
+
+    Args:
+        queries: the evaluated items.
+        gallery: what is retrieved from.
+        evaluation: cut-offs of mAP and NDCG.
+        seed: of the gallery's order.
+        ways: which.
+        top_n: cut-offs of precision and recall among the first N.
+        curves: precision and recall at every place and radius, too.
+    """
     if queries.labels is None or gallery.labels is None:
         raise ValueError("label metrics need labels")
     metrics_of = ranking.hamming_metrics if queries.binary else ranking.cosine_metrics
     order = seeds.derive(seed, "gallery")
-    return [
-        metrics_of(
-            query,
-            database,
+    query = {"i": queries.image, "t": queries.first_captions}
+    database = {"i": gallery.image, "t": gallery.first_captions}
+    return {
+        way: metrics_of(
+            query[way[0]],
+            database[way[-1]],
             queries.labels,
             gallery.labels,
             at=evaluation.map_at,
             ndcg_at=evaluation.ndcg_at,
+            top_n=top_n,
+            curves=curves,
             order_seed=order,
         )
-        for query, database in pairs
-    ]
+        for way in ways
+    }
 
 
 def _judged(world: World, rows: np.ndarray) -> Share:

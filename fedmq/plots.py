@@ -25,7 +25,11 @@ def page(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
         title: of the page.
         notes: shown below it.
     """
-    figures = [figure for column in rows[0].columns for figure in _column(rows, column)]
+    return document(title, notes, [figure for column in rows[0].columns for figure in _column(rows, column)])
+
+
+def document(title: str, notes: Sequence[str], figures: Sequence[Any]) -> str:
+    """Figures of :func:`new_figure` on one self-contained HTML page."""
     parts = [figure.to_html(full_html=False, include_plotlyjs=place == 0) for place, figure in enumerate(figures)]
     head = "<!doctype html><html lang='en'><meta charset='utf-8'>"
     style = "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem}</style>"
@@ -42,12 +46,13 @@ def _column(rows: Sequence[Row], column: str) -> list[Any]:
     return figures
 
 
-def _figure(title: str, x: str, y: str) -> Any:
+def new_figure(title: str, x: str, y: str) -> Any:
+    """An empty plotly figure with named axes."""
     import plotly.graph_objects as go  # noqa: PLC0415 - half a second that only a page of plots needs
 
-    figure = go.Figure()
-    figure.update_layout(title=title, xaxis_title=x, yaxis_title=y, template="plotly_white", height=420)
-    return figure
+    made = go.Figure()
+    made.update_layout(title=title, xaxis_title=x, yaxis_title=y, template="plotly_white", height=420)
+    return made
 
 
 def _colour(place: int, opacity: float = 1.0) -> str:
@@ -79,7 +84,7 @@ def _line(figure: Any, place: int, name: str, x: Sequence[Any], mean: F64, std: 
 
 
 def _bars(rows: Sequence[Row], column: str) -> Any:
-    figure = _figure(column, "", column)
+    figure = new_figure(column, "", column)
     figure.add_bar(
         x=[row.entry.name for row in rows],
         y=[row.columns[column].mean for row in rows],
@@ -90,7 +95,7 @@ def _bars(rows: Sequence[Row], column: str) -> Any:
 
 
 def _curves(rows: Sequence[Row], metric: str, *, over_time: bool) -> Any:
-    figure = _figure(
+    figure = new_figure(
         f"{metric} over {'virtual time' if over_time else 'merges'}", "s" if over_time else "merges", metric
     )
     for place, row in enumerate(rows):
@@ -144,7 +149,7 @@ def _against_value(rows: Sequence[Row], column: str) -> Any:
     for row in rows:
         rest = [f"{name}={value}" for name, value in row.entry.point if name != key]
         lines.setdefault(", ".join([row.entry.method, *rest]), []).append(row)
-    figure = _figure(f"{column} against {key}", key, column)
+    figure = new_figure(f"{column} against {key}", key, column)
     if numeric:
         least, most = (edge(float(point[key]) for point in points.values()) for edge in (min, max))
         if least > 0 and most / least >= _LOGARITHMIC_FROM:

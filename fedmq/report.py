@@ -5,11 +5,10 @@ from __future__ import annotations
 import html
 import json
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 from fedmq.errors import InputError
-from fedmq.runfolder import RunFolder, read_lines, write_atomically
+from fedmq.runfolder import RunFolder, read_lines, write_text
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem;color:#1c2733}
@@ -115,8 +114,4 @@ def write(folder: RunFolder) -> None:
     title = html.escape(f"{summary['scenario']} - fedmq")
     head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
     page = head + "".join(body) + "</html>"
-    write_atomically(folder.report, lambda path: _write(path, page))
-
-
-def _write(path: Path, page: str) -> None:
-    path.write_text(page, encoding="utf-8")
+    write_text(folder.report, page)

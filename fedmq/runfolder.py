@@ -101,6 +101,15 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool
         temporary.unlink(missing_ok=True)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file, UTF-8, whole or not at all."""
+    write_atomically(path, lambda temporary: _write_text(temporary, text))
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8")
+
+
 def load_aligned(path: Path) -> dict[str, torch.Tensor]:
     """Load a safetensors file into memory of torch's own allocator.
 

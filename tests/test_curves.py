@@ -1,0 +1,62 @@
+"""Precision and recall of released models: the files of ``fedmq curves`` and what they say."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedmq import cli, curves
+from fedmq.errors import InputError
+from fedmq.release import open_release
+from tests import threads
+
+HASHING = ("objective={base: dcmh, bits: 12, hidden: 16}", "evaluation.gallery=database", "evaluation.within=true")
+
+
+@pytest.fixture
+def hashing(tiny: Path, tmp_path: Path) -> Path:
+    """A finished run of a hash network."""
+    threads.run(threads.resolved(tiny, *HASHING), tmp_path / "run")
+    return tmp_path / "run"
+
+
+def test_a_models_curves_agree_with_what_its_run_measured(hashing: Path) -> None:
+    found = curves.measured(open_release(hashing), (1, 5, 10**6))
+    summary = json.loads((hashing / "summary.json").read_text())["metrics"]
+    assert set(found.ways) == {"i2t", "t2i", "i2i", "t2t"}
+    for way, each in found.ways.items():
+        assert each.map == pytest.approx(summary[f"map_{way}"], abs=1e-12)
+        assert set(each.top_n) == {1, 5}  # a list is not that long
+        assert each.pr_rank is not None and each.pr_radius is not None
+        assert (each.pr_rank.precision[4], each.pr_rank.recall[4]) == pytest.approx(each.top_n[5])
+        assert each.pr_rank.recall[-1] == pytest.approx(1)
+        assert len(each.pr_radius.recall) == 13
+        assert np.all(np.diff(each.pr_radius.recall) >= 0)
+
+
+def test_the_command_writes_all_runs_into_one_table_and_one_page(
+    hashing: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.argv", ["fedmq", "curves", str(hashing), str(hashing), "--top", "1,5", "--json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    said = json.loads(capsys.readouterr().out)
+    assert set(said["runs"]) == {"run (1)", "run (2)"}
+    rows = list(csv.DictReader((hashing / "curves" / "curves.csv").open()))
+    assert {row["curve"] for row in rows} == {"rank", "radius", "top"}
+    assert {row["run"] for row in rows} == set(said["runs"])
+    assert all(0 <= float(row["recall"]) <= 1 for row in rows)
+    page = (hashing / "curves" / "curves.html").read_text()
+    assert "precision against recall, by Hamming radius" in page
+    assert "<script src" not in page  # nothing is fetched to show it
+
+
+@pytest.mark.parametrize("text", ["0", "1,x", "", "-3"])
+def test_cutoffs_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(InputError, match="--top"):
+        curves.parse_cutoffs(text)

@@ -138,7 +138,9 @@ def test_an_audit_that_finds_a_difference_exits_with_3(tmp_path: Path, monkeypat
     assert fedmq(monkeypatch, "audit", tmp_path / "nowhere") == 2
 
 
-@pytest.mark.parametrize("command", ["scenario", "coordinator", "silo", "evaluator", "audit", "report", "protocols", "curves"])
+@pytest.mark.parametrize(
+    "command", ["scenario", "coordinator", "silo", "evaluator", "audit", "report", "protocols", "curves"]
+)
 def test_every_command_explains_itself_with_an_example(
     command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from fedmq.messages import ClassPrototypes, Delta, Loss, Model, Payload
 from fedmq.models.two_tower import MODALITIES, Out
 from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _local, _merge, _personal, fedavg
+from protocols import _class_prototypes, _local, _merge, _personal, fedavg
 from protocols._clusters import k_means
 from protocols._losses import info_nce, unit
 from protocols._merge import as_tensor
@@ -187,6 +187,14 @@ class FedBridge:
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update, the loss, and centroids."""
         return frozenset({Delta, Loss, ClassPrototypes})
+
+    def check(self, payloads: Sequence[Payload]) -> None:
+        """Check the centroids' shape.
+
+        Raises:
+            RemoteWireError: another number of rows or columns.
+        """
+        _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * self.options.centroids, self.context.dim)
 
     def initial(self, theta: Tensor) -> State:
         """The model, and no centroid yet."""

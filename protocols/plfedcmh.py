@@ -125,6 +125,14 @@ class PlFedCmh:
         """The update of the mixture, the loss, and class prototypes."""
         return frozenset({Delta, Loss, ClassPrototypes})
 
+    def check(self, payloads: Sequence[Payload]) -> None:
+        """Check the prototypes' shape.
+
+        Raises:
+            RemoteWireError: another number of rows or columns.
+        """
+        _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim)
+
     # ----------------------------------------------------------------------- the silo's half
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs with the prototype terms, then the prototypes of the features as they are now."""

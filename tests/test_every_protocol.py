@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import json
@@ -15,10 +16,12 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 import protocols
-from fedmq.errors import FedmqError, InputError, RunError
-from fedmq.messages import Delta, PartialDelta
+from coordinator.accept import check_reply
+from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
+from fedmq.fields import FieldError
+from fedmq.messages import Delta, Header, Kind, Message, PartialDelta, Payload
 from fedmq.payloads import tensors
-from fedmq.protocol import Reply, State
+from fedmq.protocol import Checking, Reply, State
 from protocols._merge import inserted, places
 from protocols._own import OWN
 from tests.protocol_world import MIXED, World, equal_states, world
@@ -308,3 +311,43 @@ def test_training_that_diverges_says_so_instead_of_sending_nan(name: str) -> Non
         run.personal[0] = {OWN: spoilt}
     with pytest.raises(RunError, match=r"silo-00.*learning_rate"):
         run.train(run.eligible[0])
+
+
+def misshapen(payload: Payload) -> list[Payload]:
+    """The payload with a row more and with a column more, where it has any and that alone does not refuse it."""
+    arrays = {name: value for name, value in vars(payload).items() if isinstance(value, np.ndarray) and value.ndim}
+    longest = max((len(value) for value in arrays.values()), default=0)
+    rows = {k: np.concatenate([v, v[:1]]) for k, v in arrays.items() if len(v) == longest}
+    columns = {k: np.concatenate([v, v[:, :1]], axis=1) for k, v in arrays.items() if v.ndim > 1}
+    found = []
+    for changed in (rows, columns):
+        with contextlib.suppress(FieldError, RemoteWireError, ValueError):
+            found += [dataclasses.replace(payload, **changed)] if changed else []
+    return found
+
+
+@every_protocol
+def test_a_reply_of_another_shape_is_refused_before_the_merge(name: str) -> None:
+    run = world(name)
+    run.round()
+    tried = 0
+    for reply in run.replies():
+        header = Header(
+            run="run",
+            kind=Kind.REPLY,
+            sender=reply.silo.name,
+            receiver="coordinator",
+            sequence=1,
+            sent_at=0.0,
+            reply_to=1,
+            base_version=1,
+        )
+        for place, payload in enumerate(reply.payloads):
+            for other in misshapen(payload):
+                payloads = (*reply.payloads[:place], other, *reply.payloads[place + 1 :])
+                tried += 1
+                with pytest.raises(RemoteWireError):
+                    check_reply(Message(header, payloads), run.protocol.uploads(reply.silo), run.context)
+                    if isinstance(run.protocol, Checking):
+                        run.protocol.check(payloads)
+    assert tried or name == "local"  # which sends a loss, a number

@@ -9,7 +9,7 @@ from coordinator.roster import Roster
 from coordinator.setting import Setting
 from fedmq.audit import MessageLog
 from fedmq.errors import RemoteWireError
-from fedmq.messages import Error, Kind, Message, Metrics, Model, Payload
+from fedmq.messages import Error, Kind, Message, Metrics, Payload
 from fedmq.protocol import Personalised, Releasing, SiloFacts, State
 from fedmq.runfolder import append_line
 
@@ -59,7 +59,7 @@ class Measuring:
         protocol = self._setting.protocol
         more = protocol.release(state) if isinstance(protocol, Releasing) else ()
         header = self._roster.header(EVALUATOR, Kind.EVALUATE, sequence=version, base_version=version)
-        model = Model(self._setting.context.layout.digest, state.theta.numpy())
+        model = state.model(self._setting.context.layout)
         self._roster.send(EVALUATOR, Message(header, (model, *more)))
 
     def evaluated(self, message: Message) -> None:

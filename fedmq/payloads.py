@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeAlias, get_args
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -396,8 +397,19 @@ def tensor_bytes(payload: Payload) -> int:
     return sum(array.nbytes for array in tensors(payload))
 
 
+#: Digests of payloads that are still alive: a model that goes to fifteen silos is hashed once.
+_DIGESTS: WeakKeyDictionary[Payload, str] = WeakKeyDictionary()
+
+
 def digest(payload: Payload) -> str:
     """SHA-256 (hex) over a payload's kind and every field of it: equal digests, equal payloads, to the bit."""
+    known = _DIGESTS.get(payload)
+    if known is None:
+        known = _DIGESTS[payload] = _digest(payload)
+    return known
+
+
+def _digest(payload: Payload) -> str:
     total = hashlib.sha256(payload.KIND.encode())
     for name in payload.FIELDS:
         value = getattr(payload, name)

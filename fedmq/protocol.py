@@ -15,7 +15,7 @@ import torch
 from fedmq.data.share import Share
 from fedmq.errors import RemoteWireError
 from fedmq.layout import Layout
-from fedmq.messages import Payload
+from fedmq.messages import Model, Payload
 from fedmq.models.two_tower import TwoTower
 from fedmq.scenario import Objective, Training
 
@@ -91,6 +91,16 @@ class State:
     theta: torch.Tensor
     tensors: Mapping[str, torch.Tensor] = field(default_factory=dict)
     values: Mapping[str, Any] = field(default_factory=dict)
+    _models: dict[str, Model] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def model(self, layout: Layout) -> Model:
+        """The shared parameters as they go down.
+
+        One object however many silos it goes to, so that its contents are checked and hashed once.
+        """
+        if layout.digest not in self._models:
+            self._models[layout.digest] = Model(layout.digest, self.theta.numpy())
+        return self._models[layout.digest]
 
 
 @dataclass(frozen=True)

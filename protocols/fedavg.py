@@ -91,7 +91,7 @@ class FedAvg:
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The model, and the prototypes if anybody is anchored to them."""
-        model = Model(layout_digest=self.context.layout.digest, buffer=state.theta.numpy())
+        model = state.model(self.context.layout)
         return (model, _prototypes.download(state.tensors)) if self.anchored else (model,)
 
     def train(self, local: Local, task: Task) -> Trained:

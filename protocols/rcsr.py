@@ -304,8 +304,7 @@ class Rcsr:
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The model and the global prototypes."""
-        model = Model(layout_digest=self.context.layout.digest, buffer=state.theta.numpy())
-        down = (model, _prototypes.download(state.tensors))
+        down = (state.model(self.context.layout), _prototypes.download(state.tensors))
         if self.options.personal != "router":
             return down
         return (*down, RouterStatistics(weight=float(state.tensors["personal_weights"][silo.index])))

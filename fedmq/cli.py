@@ -470,7 +470,7 @@ cli_compare.add_compare(app, _ROOTS)
 cli_compare.add_sweep(app, _ROOTS)
 cli_search.add_search(app, _bar)
 cli_search.add_export(app, _bar)
-cli_search.add_curves(app)
+cli_search.add_curves(app, _bar)
 
 
 @app.callback(invoke_without_command=True)

@@ -122,7 +122,7 @@ def add_export(app: typer.Typer, bar: Bar) -> None:
         )
 
 
-def add_curves(app: typer.Typer) -> None:
+def add_curves(app: typer.Typer, bar: Bar) -> None:
     """Add ``fedmq curves`` to the command line."""
 
     @app.command("curves")
@@ -150,7 +150,12 @@ def add_curves(app: typer.Typer) -> None:
         from fedmq.runfolder import write_text  # noqa: PLC0415
 
         cutoffs = curves.parse_cutoffs(top)
-        found = curves.distinct([curves.measured(open_release(run, device), cutoffs) for run in runs])
+        releases = [open_release(run, device) for run in runs]  # all of them, before any is measured
+        show, found = bar(), []
+        for done, release in enumerate(releases, 1):
+            found.append(curves.measured(release, cutoffs, show))
+            show("runs measured", done, len(releases))
+        found = curves.distinct(found)
         folder = out_dir or runs[0] / "curves"
         write_text(folder / "curves.csv", curves.table(found))
         write_text(folder / "curves.html", curves.page(found, ", ".join(run.name for run in found)))

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fedmq import plots
+from fedmq import plots, tables
+from fedmq.data.prepared import Progress
 from fedmq.errors import InputError
 from fedmq.evaluator import HeldOut, Way, embed, rank
 from fedmq.protocol import encoders_of
@@ -48,18 +49,19 @@ def parse_cutoffs(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def measured(release: Release, top_n: Sequence[int]) -> Measured:
+def measured(release: Release, top_n: Sequence[int], progress: Progress | None = None) -> Measured:
     """Measure a released model.
 
     Args:
         release: the run.
         top_n: cut-offs of precision@N and recall@N; those beyond the gallery are left out.
+        progress: told while data are prepared.
 
     Raises:
         InputError: the data set has no labels, by which items would be relevant.
     """
     scenario = release.scenario
-    world = build_world(scenario, cache=release.cache)
+    world = build_world(scenario, progress, release.cache)
     if not world.prepared.label_names:
         raise InputError(f"data.name of {release.run.root}", scenario.data.name, "a data set with labels")
     heldout, model = HeldOut.load(scenario, world), release.model(world.prepared)
@@ -83,7 +85,7 @@ def _thinned(curve: Curve) -> tuple[np.ndarray, Curve]:
 
 def table(runs: Sequence[Measured]) -> str:
     """All curves as CSV: run, way, curve (``rank``, ``radius`` or ``top``), place, precision, recall."""
-    lines = ["run,way,curve,place,precision,recall"]
+    records: list[dict[str, object]] = []
     for run in runs:
         for way, found in run.ways.items():
             rows: list[tuple[str, int, float, float]] = []
@@ -93,8 +95,10 @@ def table(runs: Sequence[Measured]) -> str:
             if found.pr_radius is not None:
                 rows += [("radius", at, *pair) for at, pair in enumerate(zip(*found.pr_radius, strict=True))]
             rows += [("top", n, *pair) for n, pair in found.top_n.items()]
-            lines += [f"{run.name},{way},{kind},{at},{p:.6f},{r:.6f}" for kind, at, p, r in rows]
-    return "\n".join(lines) + "\n"
+            for kind, at, precision, recall in rows:
+                head = {"run": run.name, "way": way, "curve": kind, "place": at}
+                records.append({**head, "precision": round(float(precision), 6), "recall": round(float(recall), 6)})
+    return tables.as_csv(records)
 
 
 def page(runs: Sequence[Measured], title: str) -> str:

@@ -53,7 +53,7 @@ class FedBridgeOptions:
         personal: FedBridge-p: paired silos also fine-tune RCSR-p's adapter on their pairs, which never leaves them. A
             silo that lacks a modality has no pair to fit one to and keeps the global model.
         lambda_p: strength of the adapter.
-        personal_onset: share of the rounds before adapters are fine-tuned.
+        personal_onset: round from which adapters are fine-tuned, as RCSR-p's T_p.
         personal_hidden: width of an adapter.
         personal_epochs: epochs of fine-tuning after each local training.
         personal_rate: learning rate of fine-tuning, as a share of the round's.
@@ -71,7 +71,7 @@ class FedBridgeOptions:
     branch_renorm: bool = True
     personal: bool = False
     lambda_p: float = 0.2
-    personal_onset: float = 0.25
+    personal_onset: int = 50
     personal_hidden: int = 64
     personal_epochs: int = 1
     personal_rate: float = 0.1
@@ -85,7 +85,7 @@ class FedBridgeOptions:
         check("centroids", self.centroids, 1)
         check("support", self.support, 1)
         check("lambda_p", self.lambda_p, 0.0, _personal.STRONGEST)
-        check("personal_onset", self.personal_onset, 0.0, 1.0)
+        check("personal_onset", self.personal_onset, 0)
         check("personal_hidden", self.personal_hidden, 1)
         check("personal_epochs", self.personal_epochs, 1)
         check("personal_rate", self.personal_rate, 0.0, open_low=True)
@@ -243,8 +243,7 @@ class FedBridge:
     def _adapter(self, local: Local, task: Task) -> dict[str, Tensor]:
         """A paired silo's adapter, fine-tuned once personalisation has begun; nothing where there is none."""
         options = self.options
-        begun = task.round >= round(options.personal_onset * self.context.rounds)
-        if not (options.personal and begun and local.silo.paired):
+        if not (options.personal and task.round >= options.personal_onset and local.silo.paired):
             return _personal.kept(local)
         tuning = _personal.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
         return {_personal.STATE: _personal.fine_tuned(local, self.context, task, tuning, options.lambda_p, self._pairs)}

@@ -56,6 +56,22 @@ def test_the_command_writes_all_runs_into_one_table_and_one_page(
     assert "<script src" not in page  # nothing is fetched to show it
 
 
+def test_items_without_labels_have_no_relevant_ones(tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    np.savez(
+        tmp_path / "plain.npz", **{name: generator.normal(size=(60, 8)).astype("f4") for name in ("image", "text")}
+    )
+    path = tmp_path / "plain.yaml"
+    path.write_text(
+        f"{{name: plain, rounds: 1, protocol: fedavg, data: {{name: features, path: {tmp_path}/plain.npz}}, "
+        "backbone: {name: features, bottleneck: 4}, silos: {count: 2}, partition: {kind: iid}, "
+        "training: {warmup_rounds: 0}}"
+    )
+    threads.run(threads.resolved(path), tmp_path / "run")
+    with pytest.raises(InputError, match="labels"):
+        curves.measured(open_release(tmp_path / "run"), (1,))
+
+
 @pytest.mark.parametrize("text", ["0", "1,x", "", "-3"])
 def test_cutoffs_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="--top"):

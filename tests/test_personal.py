@@ -41,7 +41,7 @@ def test_personalisation_changes_nothing_that_is_shared() -> None:
 
 
 def test_fedbridge_p_fits_adapters_to_pairs_only_and_shares_nothing_of_them() -> None:
-    on = {"personal": True, "personal_onset": 0.0, "personal_epochs": 3, "personal_rate": 1.0}
+    on = {"personal": True, "personal_onset": 0, "personal_epochs": 3, "personal_rate": 1.0}
     plain, personal = world("fedbridge"), world("fedbridge", on)
     for _ in range(3):
         plain.round()

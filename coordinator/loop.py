@@ -51,7 +51,7 @@ from fedmq.link import BEAT_SECONDS, LOST_BEATS
 from fedmq.messages import Error, Kind, Loss, Message, TaskInfo
 from fedmq.protocol import Checking, Reply, SiloFacts, State
 from fedmq.runfolder import append_line
-from fedmq.staleness import damping, mixed
+from fedmq.staleness import damping, mixed, rarity
 from fedmq.status import Status
 from fedmq.transport import Listener
 from protocols._robust import robust_replies
@@ -474,7 +474,15 @@ class Loop:
         base = message.header.base_version
         age = self.rounds.version - base
         factor = damping(self.setting.scenario.aggregation.staleness, age)
-        return Reply(self._facts_at(item.silo, base), item.sequence, base, age, factor, message.payloads)
+        facts = self._facts_at(item.silo, base)
+        return Reply(facts, item.sequence, base, age, factor, message.payloads, self._rarity(item.silo))
+
+    def _rarity(self, silo: str) -> float:
+        aggregation, asked = self.setting.scenario.aggregation, self.setting.plan.eligible
+        if aggregation.mode == "sync" or aggregation.balance is None:
+            return 1.0
+        merged = self.tally.participations
+        return rarity(merged[silo], sum(merged[name] for name in asked) / len(asked), aggregation.balance)
 
     def _robust(self, replies: list[Reply]) -> list[Reply]:
         """The replies as the scenario's robust rule leaves them."""
@@ -484,10 +492,10 @@ class Loop:
         return kept
 
     def _mixed(self, before: State, after: State, replies: list[Reply]) -> State:
-        """Apply the scenario's share of the parameters' step; a lone reply's damping, too, can only act there."""
+        """Apply the scenario's share of the parameters' step; a lone reply's factor, too, can only act there."""
         aggregation = self.setting.scenario.aggregation
-        damped = replies[0].damping if aggregation.mode == "async" else 1.0
-        return replace(after, theta=mixed(before.theta, after.theta, aggregation.rate * damped))
+        rate = aggregation.rate * (replies[0].factor if aggregation.mode == "async" else 1.0)
+        return replace(after, theta=mixed(before.theta, after.theta, min(rate, 1.0)))
 
     def _save(self, after: Rounds) -> None:
         self._settled = {

@@ -68,6 +68,11 @@ class Aggregation(Part):
         None, description="buffered and async: share of a merge's step that is applied; null means 1 and 0.6"
     )
     staleness: Staleness = Staleness()
+    balance: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] | None = Field(
+        None,
+        description="buffered and async: the fewer replies of a silo were merged, the more its next one counts, at "
+        "most so many times; null counts all alike",
+    )
     max_staleness: int | None = Field(None, ge=0, description="older replies are discarded; null takes all")
     max_age: int | None = Field(
         None, ge=0, description="versions after which a table of last-known statistics forgets a silo; null keeps all"

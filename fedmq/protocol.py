@@ -178,6 +178,7 @@ class Reply:
         staleness: version at merge minus base version.
         damping: h(staleness), 1 for a fresh reply.
         payloads: what came up; kinds already checked against :meth:`FederatedProtocol.uploads`.
+        rarity: how much more it counts because its silo replies rarely; 1 unless ``aggregation.balance`` is given.
     """
 
     silo: SiloFacts
@@ -186,6 +187,12 @@ class Reply:
     staleness: int
     damping: float
     payloads: tuple[Payload, ...]
+    rarity: float = 1.0
+
+    @property
+    def factor(self) -> float:
+        """What its weight is multiplied by before weights are renormalised."""
+        return self.damping * self.rarity
 
 
 @dataclass(frozen=True)

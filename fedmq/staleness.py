@@ -1,7 +1,8 @@
-"""What a stale reply is worth: damping functions h(s) of the staleness s, and the mixing of FedAsync.
+"""What a stale or a rare reply is worth: damping functions h(s) of the staleness s, the say of silos that reply rarely,
+and the mixing of FedAsync.
 
-h(s) multiplies a reply's weight before the weights are renormalised, so it decides between the replies of one merge.
-A merge of a lone reply has nothing to decide between: there FedAsync's mixing rate scales the step itself.
+Both factors multiply a reply's weight before the weights are renormalised, so they decide between the replies of one
+merge. A merge of a lone reply has nothing to decide between: there FedAsync's mixing rate scales the step itself.
 """
 
 from __future__ import annotations
@@ -34,6 +35,21 @@ def damping(function: Staleness, staleness: int) -> float:
             return hinge(staleness, function.slope, function.grace)
         case _:
             assert_never(function.kind)
+
+
+def rarity(own: int, mean: float, most: float) -> float:
+    """What a reply counts more because its silo replied more rarely than others: (mean + 1) / (own + 1).
+
+    Without rounds a silo ten times slower is merged a tenth as often, and the model forgets its data. A weight in
+    proportion to the time between a silo's replies makes up for it, as in FedAU (Wang and Ji, ICLR 2024); like there it
+    is cut off, since one silo's update cannot stand for any number of merges.
+
+    Args:
+        own: the silo's replies merged so far.
+        mean: of all silos that can be asked.
+        most: the cut-off, at least 1; 1/most is the least.
+    """
+    return min(most, max(1.0 / most, (mean + 1.0) / (own + 1.0)))
 
 
 def mixed(old: Tensor, merged: Tensor, rate: float) -> Tensor:

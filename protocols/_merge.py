@@ -35,13 +35,13 @@ class Update:
         silo: who sent it.
         delta: float32 [P].
         samples: local samples behind it.
-        damping: h(staleness), 1 for a fresh reply.
+        factor: the reply's, from its staleness and its silo's rarity.
     """
 
     silo: SiloFacts
     delta: Tensor
     samples: int
-    damping: float
+    factor: float
 
 
 def branch_slices(layout: Layout) -> dict[str, slice]:
@@ -86,7 +86,7 @@ def update_of(reply: Reply, layout: Layout) -> Update:
     if not all_finite(payload.buffer):
         raise RemoteWireError("not_finite", f"{reply.silo.name}: delta holds NaN or infinity")
     delta = read_only(payload.buffer)
-    return Update(reply.silo, delta, payload.n_samples, reply.damping)
+    return Update(reply.silo, delta, payload.n_samples, reply.factor)
 
 
 def partial_update_of(reply: Reply, layout: Layout, names: Sequence[str]) -> Update:
@@ -163,7 +163,7 @@ def sample_weights(samples: Sequence[int]) -> Tensor:
 
 
 def damped(weights: Tensor, factors: Tensor) -> Tensor:
-    """w_k h_k / sum_j w_j h_j: weights [M] scaled by damping factors [M] and renormalised."""
+    """w_k h_k / sum_j w_j h_j: weights [M] scaled by the replies' factors [M] and renormalised."""
     scaled = weights * factors
     return scaled / scaled.sum()
 

@@ -91,7 +91,7 @@ class PartialFedAvg:
         if weights is None:
             weights = self.fedavg.weights(updates)
         else:
-            weights = _merge.damped(weights, torch.tensor([update.damping for update in updates], dtype=torch.float64))
+            weights = _merge.damped(weights, torch.tensor([update.factor for update in updates], dtype=torch.float64))
         before = _merge.extract(state.theta, layout, self.shared)
         after = _merge.merge_updates(before, updates, weights, self.branches, self.fedavg.options.branch_renorm)
         theta = _merge.inserted(state.theta, layout, self.shared, after)

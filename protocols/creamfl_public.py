@@ -166,12 +166,12 @@ class CreamFlPublic:
         replies = _merge.ordered(replies)
         wanted: dict[str, Tensor] = {}
         for name, other in (MODALITIES, MODALITIES[::-1]):
-            given = [(reply.damping, _read(reply, name)) for reply in replies if getattr(reply.silo, name)]
-            found = [(damping, each) for damping, each in given if each is not None]
+            given = [(reply.factor, _read(reply, name)) for reply in replies if getattr(reply.silo, name)]
+            found = [(factor, each) for factor, each in given if each is not None]
             if found:
                 stacked = torch.stack([each for _, each in found])
-                damping = torch.tensor([factor for factor, _ in found])[:, None]
-                weights = item_weights(stacked, state.tensors[GLOBAL + other]) * damping
+                factors = torch.tensor([factor for factor, _ in found])[:, None]
+                weights = item_weights(stacked, state.tensors[GLOBAL + other]) * factors
                 wanted[name] = ensemble(stacked, weights / weights.sum(0))
         theta, loss = self._taught(state.theta, wanted, round_)
         return Merged(

@@ -146,8 +146,8 @@ class FedAvg:
     def weights(self, updates: Sequence[_merge.Update]) -> Tensor:
         """Damped weights float64 [M] of the updates, by samples or uniform."""
         samples = [update.samples if self.options.weighting == "samples" else 1 for update in updates]
-        damping = torch.tensor([update.damping for update in updates], dtype=torch.float64)
-        return _merge.damped(_merge.sample_weights(samples), damping)
+        factors = torch.tensor([update.factor for update in updates], dtype=torch.float64)
+        return _merge.damped(_merge.sample_weights(samples), factors)
 
     def averaged(
         self, tensors: Mapping[str, Tensor], replies: Sequence[Reply], weights: Tensor

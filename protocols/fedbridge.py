@@ -294,7 +294,7 @@ class FedBridge:
         options = self.options
         replies = _merge.ordered(replies)
         updates = [_merge.update_of(reply, self.context.layout) for reply in replies]
-        factors = [update.damping * (1.0 if update.silo.paired else options.single_weight) for update in updates]
+        factors = [update.factor * (1.0 if update.silo.paired else options.single_weight) for update in updates]
         weights = _merge.sample_weights([update.samples for update in updates])
         weights = _merge.damped(weights, torch.tensor(factors, dtype=torch.float64))
         theta = _merge.merge_updates(state.theta, updates, weights, self.fedavg.branches, options.branch_renorm)

@@ -348,7 +348,7 @@ class FedCafe:
     def _weights(self, differences: Tensor, replies: Sequence[Reply]) -> Tensor:
         """Eq 10, damped by staleness; what is stale is held below the cap."""
         weights = _memory.shares(differences, self.options.weight, self.options.temperature)
-        weights = _merge.damped(weights, torch.tensor([reply.damping for reply in replies], dtype=torch.float64))
+        weights = _merge.damped(weights, torch.tensor([reply.factor for reply in replies], dtype=torch.float64))
         stale = torch.tensor([reply.staleness > 0 for reply in replies])
         limits = torch.where(stale, self.options.cap / len(replies), torch.inf).double()
         return _memory.capped(weights, limits)

@@ -335,7 +335,8 @@ class Rcsr:
         if options.minimax:
             fairness, log["fair_value"] = self._fairness(tensors, rows, statistics, damping, replies)
             weights = _fairness.fused_weights(weights, fairness["fair_log_q"][rows])
-        weights = _merge.damped(weights, damping)
+        factors = torch.tensor([reply.factor for reply in replies], dtype=torch.float64)
+        weights = _merge.damped(weights, factors)
 
         theta = _merge.merge_updates(state.theta, updates, weights, self.branches, options.branch_renorm)
         prototypes = _prototypes.updated(

@@ -81,8 +81,8 @@ MODES = st.sampled_from(
     [
         ("aggregation.mode=sync",),
         ("aggregation={mode: sync, deadline: 1.0, quorum: 0.5}",),
-        ("aggregation={mode: buffered, buffer: 2}",),
-        ("aggregation={mode: async, max_staleness: 4}",),
+        ("aggregation={mode: buffered, buffer: 2, balance: 10}",),
+        ("aggregation={mode: async, max_staleness: 4, balance: 4}",),
         ("aggregation={mode: sync, robust: {rule: median}}",),
     ]
 )

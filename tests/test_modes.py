@@ -18,7 +18,7 @@ from fedmq.participation import trace_of
 from fedmq.parts import Staleness
 from fedmq.runfolder import RunFolder, read_lines
 from fedmq.simulate import simulate_inline
-from fedmq.staleness import damping, hinge, mixed, polynomial
+from fedmq.staleness import damping, hinge, mixed, polynomial, rarity
 from protocols import _merge
 from tests.modes_world import federation
 from tests.protocol_world import equal_states, world
@@ -76,6 +76,13 @@ def test_damping_functions_give_the_values_of_fedasync() -> None:
     assert [hinge(age, 10.0, 4.0) for age in (4, 5, 6)] == pytest.approx([1.0, 1 / 11, 1 / 21])
 
 
+def test_a_rare_reply_counts_by_how_much_rarer_it_is_up_to_the_cut_off() -> None:
+    assert rarity(7, 7.0, 10.0) == 1.0
+    assert rarity(0, 5.0, 10.0) == 6.0
+    assert rarity(0, 99.0, 10.0) == 10.0
+    assert rarity(99, 4.0, 10.0) == 0.1
+
+
 def test_mixing_at_rate_one_is_the_merge_to_the_bit() -> None:
     old, new = torch.randn(9, generator=torch.Generator().manual_seed(0)), torch.ones(9)
     assert mixed(old, new, 1.0) is new
@@ -99,6 +106,26 @@ def test_half_a_cohort_moves_averages_at_the_root_of_the_rate(name: str, average
         each.round(each.eligible[:2])
     for key, tensor in part.state.tensors.items():
         assert torch.allclose(tensor, root.state.tensors[key], atol=1e-6), key
+
+
+def test_a_reply_of_rarity_three_weighs_three_times_its_samples() -> None:
+    run_ = world("fedavg")
+    first, second, *_ = (reply for reply in run_.replies() if reply.silo.paired)
+    deltas = [_merge.update_of(reply, run_.context.layout) for reply in (first, second)]
+    weights = torch.tensor([float(deltas[0].samples), 3.0 * deltas[1].samples])
+    step = sum(weight * update.delta for weight, update in zip(weights / weights.sum(), deltas, strict=True))
+    merged = run_.protocol.merge(run_.state, [first, replace(second, rarity=3.0)], 0).state
+    assert torch.allclose(merged.theta - run_.state.theta, step, atol=1e-6)
+
+
+@every_protocol
+def test_rarity_changes_who_counts_in_every_method_that_weighs_replies(name: str) -> None:
+    run_ = world(name)
+    replies = run_.replies()
+    tilted = [replace(replies[0], rarity=4.0), *replies[1:]]
+    plain, rare = (run_.protocol.merge(run_.state, each, 0).state for each in (replies, tilted))
+    unweighted = {"local", "fedproto"}  # nothing to merge; tables of class means alone
+    assert equal_states(plain, rare) is (name in unweighted or len(replies) == 1)
 
 
 @pytest.mark.parametrize(("max_age", "forgotten"), [(0, True), (1, False), (None, False)])
@@ -144,6 +171,23 @@ def test_one_silo_at_a_time_is_the_same_in_every_mode(tiny: Path, tmp_path: Path
         for mode in ("sync", "buffered", "async")
     }
     assert len(set(digests.values())) == 1
+
+
+@pytest.mark.slow
+def test_a_balanced_buffer_lets_the_straggler_count_more_and_a_full_one_is_still_a_round(
+    tiny: Path, tmp_path: Path
+) -> None:
+    small = ("rounds=12", "participation=1", "aggregation.mode=buffered", "aggregation.buffer=2", *STRAGGLER)
+    plain, balanced = (
+        inline(tiny, tmp_path / str(balance), *small, f"aggregation.balance={balance}") for balance in ("null", "8")
+    )
+    assert balanced["model_digest"] != plain["model_digest"]
+    assert balanced["seconds"]["virtual"] == plain["seconds"]["virtual"]
+    full = ("participation=1", "aggregation.balance=8")
+    rounds = inline(tiny, tmp_path / "sync", *full)
+    assert inline(tiny, tmp_path / "full", *full, "aggregation.mode=buffered")["model_digest"] != rounds["model_digest"]
+    whole = inline(tiny, tmp_path / "whole", *full, "aggregation.mode=buffered", "aggregation.buffer=4")
+    assert whole["model_digest"] == rounds["model_digest"]
 
 
 @pytest.mark.slow
@@ -227,7 +271,8 @@ def stop_after(count: int, out: Path) -> Callable[[], bool]:
 def test_a_run_stopped_with_old_tasks_in_flight_and_resumed_gives_the_same_model(
     tiny: Path, tmp_path: Path, mode: str
 ) -> None:
-    settings = ("rounds=9", f"aggregation.mode={mode}", "participation=1", "evaluation.every=0", *STRAGGLER)
+    balanced = (f"aggregation.mode={mode}", "aggregation.balance=8")  # counts of merged replies survive, too
+    settings = ("rounds=9", *balanced, "participation=1", "evaluation.every=0", *STRAGGLER)
     scenario, parts = resolved(tiny, *settings), tmp_path / "parts"
     whole = inline(tiny, tmp_path / "whole", *settings, "protocol.warmup=1")
     for count in (2, 5):

@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
+import pytest
+from typer.testing import CliRunner
+
 import protocols
+from fedmq import cli, cli_compare
 
 ROOT = Path(__file__).parent.parent
+COMMAND = re.compile(r"^ {4}fedmq ((?:compare|sweep) .*)$", flags=re.MULTILINE)
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/**/*.md", "scenarios/**/*.md")
+    for path in ROOT.glob(pattern)
+    if COMMAND.search(path.read_text())
+)
 
 
 def test_the_readme_opens_with_the_two_commands() -> None:
@@ -41,3 +53,24 @@ def test_nothing_committed_names_a_host_of_a_registry_or_a_path_of_one_machine()
     for path in ROOT.rglob("*.toml"):
         if ".venv" not in path.parts:
             assert "index-url" not in path.read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_comparison_a_document_prints_can_be_planned(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row and every candidate is a scenario its method takes, and the baseline is one of the rows."""
+    resolved = 0
+
+    def only_resolve(options: cli_compare.Options, roots: cli_compare.Roots) -> None:
+        nonlocal resolved
+        for entry in cli_compare._plan(options, roots.resolve).entries:
+            for candidate in entry.candidates:
+                roots.resolve(entry.file, [*entry.settings, *candidate], None)
+                resolved += 1
+
+    monkeypatch.setattr(cli_compare, "_carry_out", only_resolve)
+    monkeypatch.chdir(ROOT)
+    commands = COMMAND.findall((ROOT / document).read_text())
+    for command in commands:
+        CliRunner().invoke(cli.app, shlex.split(command), catch_exceptions=False, standalone_mode=False)
+    assert resolved >= len(commands)

@@ -41,7 +41,7 @@ class Setting:
         """The scenario's faults."""
         return Script(self.scenario.faults, self.scenario.seed, self.context.silos)
 
-    @property
+    @cached_property
     def plan(self) -> Plan:
         """The rounds machine's share of the scenario."""
         silos, participation, aggregation = self.context.silos, self.scenario.participation, self.scenario.aggregation

@@ -271,8 +271,9 @@ def train_epochs(
                     value.backward()  # type: ignore[no-untyped-call]
                 value = value.detach()
                 if lambda_s and moved:  # at the first step theta is the base: neither value nor gradient
-                    model.grad.add_(proximal_gradient(model.flat, base, lambda_s))
-                    value = value + proximal(model.flat, base, lambda_s)
+                    drift = model.flat.detach() - base
+                    value = value + proximal(drift, lambda_s)
+                    model.grad.add_(proximal_gradient(drift, lambda_s))
                 for name in step.trains:
                     if name in optimisers:
                         optimisers[name].step()

@@ -59,14 +59,15 @@ def prototype_regulariser(pairs: Sequence[tuple[Tensor, Tensor]], lambda_a: floa
     return 0.5 * lambda_a * torch.stack(distances).sum()
 
 
-def proximal(theta: Tensor, base: Tensor, lambda_s: float) -> Tensor:
-    """Second term of RCSR eq 4 as printed: lambda_s * ||theta - base||^2 over flat [P] buffers."""
-    return lambda_s * (theta - base).square().sum()
+def proximal(drift: Tensor, lambda_s: float) -> Tensor:
+    """Second term of RCSR eq 4 as printed: lambda_s * ||drift||^2, drift [P] = theta - base."""
+    length: Tensor = torch.linalg.vector_norm(drift)
+    return lambda_s * length.square()
 
 
-def proximal_gradient(theta: Tensor, base: Tensor, lambda_s: float) -> Tensor:
-    """Gradient of :func:`proximal` with respect to ``theta`` [P]; cheaper by hand than through autograd."""
-    return (theta - base).mul_(2 * lambda_s)
+def proximal_gradient(drift: Tensor, lambda_s: float) -> Tensor:
+    """Gradient of :func:`proximal` [P], in place of ``drift``; cheaper by hand than through autograd."""
+    return drift.mul_(2 * lambda_s)
 
 
 def local_prototype(z: Tensor) -> Tensor:

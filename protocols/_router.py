@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.layout import Layout
-from protocols._losses import cosine, unit
+from protocols._losses import EPSILON, cosine, unit
 
 WIDTH = 128
 HEADS = 4
@@ -131,7 +131,9 @@ def geometry(delta: Tensor, previous: Tensor | None, visual: slice, text: slice,
     """
     length = delta.norm()
     ratio = delta[visual].norm() / (delta[text].norm() + 1e-8)
-    turn = torch.zeros_like(length) if previous is None else cosine(delta, previous)
+    turn = torch.zeros_like(length)
+    if previous is not None:  # as `cosine`, without more vectors of a model's size
+        turn = torch.dot(delta, previous) / (length.clamp_min(EPSILON) * previous.norm().clamp_min(EPSILON))
     return torch.stack([length, ratio, turn, length / (math.sqrt(samples) + 1e-8)])
 
 

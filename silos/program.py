@@ -22,6 +22,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluator import HeldOut
 from fedmq.faults import Drift, LabelNoise
 from fedmq.link import Link
+from fedmq.memory import keep_buffers
 from fedmq.messages import Delta, DiscriminatorDelta, Error, Kind, Message, Metrics, PartialDelta, Payload
 from fedmq.models.two_tower import TwoTower
 from fedmq.protocol import FederatedProtocol, Local, Personalised, Task
@@ -31,6 +32,10 @@ from fedmq.script import Script, Strike
 from fedmq.world import World, build_world, device_of, run_name
 from silos.slots import Slots, slots_folder
 from silos.state import StateStore
+
+#: Unused memory a silo may hold between its tasks: three models of 4.7 MB. Tasks then take a fifth less time than with
+#: none; with no limit they gain nothing more, and 30 silos hold half a gigabyte more.
+_KEPT_BYTES = 15_000_000
 
 
 @dataclass(frozen=True)
@@ -174,6 +179,7 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
         InputError: a key, a name or the data is not as it must be, or the coordinator's model has another layout.
     """
     torch.set_num_threads(1)
+    keep_buffers(_KEPT_BYTES)
     scenario = arguments.scenario
     if arguments.name not in scenario.silo_names:
         raise InputError("--name", arguments.name, f"{scenario.silo_names[0]} to {scenario.silo_names[-1]}")

@@ -199,17 +199,10 @@ def outputs(local: Local, rows: I64, caption: I64 | None, runs: Sequence[Modalit
 def parameters(local: Local, theta: Tensor) -> Iterator[None]:
     """The silo's model with other parameters [P] for a while, as the global or the previous net of a contrast.
 
-    Dropout is off meanwhile. The step's own graph may be alive: its parameters are back before its backward pass, so
-    autograd, which would count the exchange as a change, is not told of it.
+    Dropout is off meanwhile.
     """
-    flat = local.model.flat.data
-    mine = flat.clone()
-    flat.copy_(theta)
-    try:
-        with _dropout(local.model, None):
-            yield
-    finally:
-        flat.copy_(mine)
+    with local.model.computing_with(theta), _dropout(local.model, None):
+        yield
 
 
 def branches_of(local: Local) -> dict[str, slice]:

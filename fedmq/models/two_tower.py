@@ -7,7 +7,8 @@ Source: RCSR, "frozen CLIP + adapters" (METHODS.md 1.6).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -194,12 +195,14 @@ class TwoTower(nn.Module):
         self.layout = Layout.of((name, parameter.shape, "float32") for name, parameter in trainable)
         self.flat = torch.zeros(self.layout.size, device=device)
         self.grad = torch.zeros(self.layout.size, device=device)
+        self._parts: list[tuple[nn.Parameter, slice]] = []
         offset = 0
         for name, old in trainable:
             part = slice(offset, offset + old.numel())
             offset = part.stop
             parameter = nn.Parameter(self.flat[part].view(old.shape))
             parameter.grad = self.grad[part].view(old.shape)
+            self._parts.append((parameter, part))
             owner, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(owner), leaf, parameter)
 
@@ -226,6 +229,26 @@ class TwoTower(nn.Module):
         source = torch.tensor(theta) if isinstance(theta, np.ndarray) else theta
         with torch.no_grad():
             self.flat.copy_(source)
+
+    @contextmanager
+    def computing_with(self, theta: Tensor) -> Iterator[None]:
+        """Compute with other parameters for a while; :attr:`flat` stays as it is, and nothing is copied.
+
+        A graph made before may be alive: autograd, which would count an exchange of numbers as a change of its saved
+        tensors, sees the parameters it knows again before its backward pass.
+
+        Args:
+            theta: float32 [P], in memory of torch's own allocator.
+        """
+        self._point_to(theta.to(self.flat.device))
+        try:
+            yield
+        finally:
+            self._point_to(self.flat)
+
+    def _point_to(self, flat: Tensor) -> None:
+        for parameter, part in self._parts:
+            parameter.data = flat[part].view(parameter.shape)
 
     def outputs(self, modality: Modality, x: Tensor) -> Out:
         """All that one tower makes of a batch.

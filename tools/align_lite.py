@@ -424,6 +424,7 @@ class Picker:
         return self.order[self.starts[concept] + place]
 
 
+@torch.random.fork_rng(devices=[])
 def train_member(pairs: Pairs, recipe: Recipe, member: int) -> tuple[Head, Head]:
     """One pair of heads (image, text), their weights averaged over the last steps."""
     torch.manual_seed(seeds.derive(0, "align-lite", "member", member))  # initial weights and dropout know no other

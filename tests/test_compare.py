@@ -6,7 +6,6 @@ import csv
 import io
 import json
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -22,7 +21,6 @@ from rich.console import Console
 from scipy import stats
 from typer.testing import CliRunner
 
-import protocols
 from fedmq import cli, cli_compare, compare, jobs, outcomes, plots, tables
 from fedmq import plan as planning
 from fedmq import rows as made_rows
@@ -621,32 +619,6 @@ def test_a_sweep_can_choose_among_the_varied_values_and_runs_only_the_best(
     lengths = [scenarios.load(path).rounds for path in sorted(tmp_path.glob("runs/*seed[04]-*.yaml"))]
     assert sorted(lengths) == [3, 3, 3, 4]
     assert "tiny,tiny,training.learning_rate=0.3,3," in (tmp_path / "table.csv").read_text()
-
-
-def commands() -> list[str]:
-    """The commands that the scenarios' README and the document give."""
-    texts = [(ROOT / name).read_text() for name in ("scenarios/rcsr/README.md", "docs/compare.md")]
-    return [line.strip() for text in texts for line in text.splitlines() if line.startswith("    fedmq ")]
-
-
-@pytest.mark.parametrize("command", commands())
-def test_every_documented_command_can_be_planned(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    _, name, *arguments = shlex.split(command)
-    asked: list[cli_compare.Options] = []
-    monkeypatch.setattr(cli_compare, "_carry_out", lambda options, roots: asked.append(options))
-    group: Any = typer.main.get_command(cli.app)
-    group.main([name, *arguments], standalone_mode=False)
-
-    def known(file: Path, settings: list[str], seed: int | None) -> Scenario:
-        scenario = resolve(file, settings, seed)
-        if scenario.protocol.name in protocols.names():
-            protocols.options_of(protocols.load(scenario.protocol.name), scenario.protocol.options)
-        return scenario
-
-    plan = cli_compare._plan(asked[0], known)
-    assert plan.entries
-    assert len({len(entry.candidates) for entry in plan.entries}) == 1, "the same budget for all"
 
 
 def test_every_scenario_of_the_paper_is_in_its_readme() -> None:

@@ -58,12 +58,14 @@ def test_nothing_committed_names_a_host_of_a_registry_or_a_path_of_one_machine()
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_comparison_a_document_prints_can_be_planned(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every row and every candidate is a scenario its method takes, and the baseline is one of the rows."""
+    """Every row and candidate is a scenario its method takes, the baseline is a row, and all rows have one budget."""
     resolved = 0
 
     def only_resolve(options: cli_compare.Options, roots: cli_compare.Roots) -> None:
         nonlocal resolved
-        for entry in cli_compare._plan(options, roots.resolve).entries:
+        entries = cli_compare._plan(options, roots.resolve).entries
+        assert len({len(entry.candidates) for entry in entries}) == 1
+        for entry in entries:
             for candidate in entry.candidates:
                 roots.resolve(entry.file, [*entry.settings, *candidate], None)
                 resolved += 1

@@ -38,6 +38,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.slow
 def test_importing_loads_no_tower() -> None:
     code = "import sys, fedmq.models.lite; print({'timm', 'tokenizers', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -28,6 +28,7 @@ every_protocol = pytest.mark.parametrize("name", protocols.names())
 
 
 # ------------------------------------------------------------------------------------------------------ every method
+@pytest.mark.slow
 @every_protocol
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_a_buffer_as_large_as_the_cohort_is_the_synchronous_run_to_the_bit(name: str, participation: float) -> None:
@@ -37,6 +38,7 @@ def test_a_buffer_as_large_as_the_cohort_is_the_synchronous_run_to_the_bit(name:
     assert set(buffered.staleness) == {0}
 
 
+@pytest.mark.slow
 @every_protocol
 def test_a_method_survives_stale_replies_in_small_buffers_and_alone(name: str) -> None:
     for settings in ({"mode": "buffered", "buffer": 2}, {"mode": "async"}):

@@ -43,8 +43,8 @@ from silos.program import Silo, SiloArguments, run_silo
 
 #: Times one process may die and be started again before the run is given up.
 _LIVES = 3
-#: Memory is weighed so often, and seldom enough that weighing takes at most a fiftieth of the time.
-_MEMORY_SECONDS, _MEMORY_SHARE = 10.0, 50.0
+#: Weighing memory walks every process's page tables: about a second for thirty silos.
+_MEMORY_SECONDS = 30.0
 _STOP_PATIENCE = 20.0
 _PR_SET_PDEATHSIG = 1
 
@@ -415,7 +415,7 @@ def _watch(
 ) -> tuple[Outcome, float | None]:
     """Start everybody and wait for the outcome."""
     line = supervisor.start_coordinator()
-    asked_to_stop, weigh_at, ready = False, time.monotonic() + _MEMORY_SECONDS, None
+    asked_to_stop, weighed, ready = False, time.monotonic(), None
     while True:
         if caught and not asked_to_stop:
             asked_to_stop = True
@@ -445,11 +445,9 @@ def _watch(
         supervisor.thaw()
         if not asked_to_stop:
             supervisor.revive()
-        if time.monotonic() > weigh_at:
-            asked = time.monotonic()
+        if time.monotonic() - weighed > _MEMORY_SECONDS:
             supervisor.weigh()
-            took = time.monotonic() - asked  # the kernel walks every page table: a second for thirty silos
-            weigh_at = time.monotonic() + max(_MEMORY_SECONDS, _MEMORY_SHARE * took)
+            weighed = time.monotonic()
 
 
 def _next(line: Connection, supervisor: _Supervisor) -> Any:

@@ -33,7 +33,7 @@ from fedmq.world import World, build_world, device_of, run_name
 from silos.slots import Slots, slots_folder
 from silos.state import StateStore
 
-#: Unused memory a silo may keep between its tasks, in models. Tasks of RCSR over features take a fifth less time than
+#: Unused memory a silo may keep between its tasks, in models. Tasks of RCSR over features take a seventh less time than
 #: with the C library's own limits; with no limit they gain nothing more, and 30 silos hold half a gigabyte more.
 _KEPT_MODELS = 3
 

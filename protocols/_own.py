@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from fedmq.models.two_tower import Modality, Out, TwoTower
 from fedmq.protocol import Encoders, Local
 from protocols import _local
 
 #: Name of a silo's own parameters [P], or its own part of them, among its personal tensors.
 OWN = "own_model"
+
+#: Most inputs (items times captions) whose outputs a reference keeps: 64 MB of 4,096 numbers each.
+KEPT = 4096
+_BLOCK = 256
 
 
 def own_parameters(local: Local) -> Tensor:
@@ -34,7 +41,52 @@ def encoders_of(local: Local, theta: Tensor | npt.NDArray[Any]) -> Encoders:
     return Encoders(lambda x: model.image(x.to(device)), lambda x: model.caption(x.to(device)))
 
 
-def reference(local: Local, theta: Tensor, step: _local.Step) -> _local.Outs:
-    """What other parameters [P] make of a step's batch, without gradient and without dropout."""
-    with _local.parameters(local, theta), torch.no_grad():
-        return _local.outputs(local, step.rows, step.caption, step.runs)
+@dataclass(frozen=True)
+class Reference:
+    """What other parameters make of a silo's batches, without gradient and without dropout.
+
+    Neither they nor the silo's items change within a task. Where that is less work than batch after batch (more epochs
+    than captions per item) and takes little memory, all items go through once, before the first batch.
+
+    Args:
+        local: the silo.
+        theta: float32 [P], the other parameters.
+        epochs: how often a task goes through the silo's items.
+    """
+
+    local: Local
+    theta: Tensor
+    epochs: int
+
+    def __call__(self, step: _local.Step) -> _local.Outs:
+        """Image and text outputs of a step's batch; None for what the step does not run or the silo lacks."""
+        share = self.local.share
+        captions = 1 if share.text is None else share.text.shape[1]
+        if self.epochs <= captions or len(share) * captions > KEPT:
+            with _local.parameters(self.local, self.theta), torch.no_grad():
+                return _local.outputs(self.local, step.rows, step.caption, step.runs)
+        image, text = self._all
+        rows = torch.from_numpy(step.rows)
+        found = None if image is None or "image" not in step.runs else _picked(image, rows)
+        if text is None or step.caption is None or "text" not in step.runs:
+            return found, None
+        return found, _picked(text, rows * captions + torch.from_numpy(step.caption[step.rows]))
+
+    @cached_property
+    def _all(self) -> _local.Outs:
+        share, model = self.local.share, self.local.model
+        with _local.parameters(self.local, self.theta), torch.no_grad():
+            image = None if share.image is None else _whole(model, "image", share.image)
+            return image, None if share.text is None else _whole(model, "text", share.text.flatten(0, 1))
+
+
+def _whole(model: TwoTower, modality: Modality, items: Tensor) -> Out:
+    parts = [model.outputs(modality, part.to(model.flat.device)) for part in torch.split(items, _BLOCK)]
+    logits = [part.logits for part in parts if part.logits is not None]
+    hidden, raw, code = (torch.cat([getattr(part, name) for part in parts]) for name in ("hidden", "raw", "code"))
+    return Out(hidden, raw, code, torch.cat(logits) if logits else None)
+
+
+def _picked(out: Out, rows: Tensor) -> Out:
+    rows = rows.to(out.code.device)
+    return Out(out.hidden[rows], out.raw[rows], out.code[rows], None if out.logits is None else out.logits[rows])

@@ -90,12 +90,13 @@ class FedMekt:
     def _distillation(self, task: Task, local: Local) -> _local.Extra | None:
         if self.options.weight == 0:
             return None
-        shared = as_tensor(take(task.payloads, Model).buffer)
+        theta = as_tensor(take(task.payloads, Model).buffer)
+        shared = _own.Reference(local, theta, self.fedavg.context.training.local_epochs)
 
         def distillation(step: _local.Step, image: Out | None, text: Out | None) -> Tensor:
             terms = [
                 divergence(own.code, glob.code, self.options.temperature)
-                for own, glob in zip((image, text), _own.reference(local, shared, step), strict=True)
+                for own, glob in zip((image, text), shared(step), strict=True)
                 if own is not None and glob is not None
             ]
             return self.options.weight * torch.stack(terms).sum()

@@ -148,11 +148,12 @@ class FedUch:
         previous = local.state.get(_own.OWN) if self._contrasts(local.silo) else None
         if previous is None and not self.options.distill:
             return None
-        shared = as_tensor(take(task.payloads, Model).buffer)
+        epochs = self.fedavg.context.training.local_epochs
+        shared = _own.Reference(local, as_tensor(take(task.payloads, Model).buffer), epochs)
+        before = None if previous is None else _own.Reference(local, previous, epochs)
 
         def extra(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
-            references = [None if theta is None else _own.reference(local, theta, step) for theta in (shared, previous)]
-            return terms((image, text), references[0] or (None, None), references[1], self.options)
+            return terms((image, text), shared(step), None if before is None else before(step), self.options)
 
         return extra
 

@@ -18,7 +18,7 @@ from fedmq.messages import Model, Payload
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from protocols import _local, _own, fedavg
-from protocols._losses import cosine
+from protocols._losses import unit
 from protocols._merge import as_tensor
 from protocols._options import check
 
@@ -52,7 +52,8 @@ def model_contrast(z: Tensor, shared: Tensor, previous: Sequence[Tensor], tau: f
         previous: [B, h] each, the previous local models', newest last.
         tau: temperature.
     """
-    logits = torch.stack([cosine(z, shared), *(cosine(z, each) for each in previous)], dim=1) / tau
+    z = unit(z)
+    logits = torch.stack([(z * unit(each)).sum(-1) for each in (shared, *previous)], dim=1) / tau
     return (logits.logsumexp(1) - logits[:, 0]).mean()
 
 
@@ -91,12 +92,13 @@ class Moon:
         if previous is None or self.options.mu == 0:
             return None
         shared = as_tensor(take(task.payloads, Model).buffer)
+        epochs = self.fedavg.context.training.local_epochs
+        references = [_own.Reference(local, theta, epochs) for theta in (shared, previous)]
 
         def contrast(step: _local.Step, image: Out | None, text: Out | None) -> Tensor:
-            references = (_own.reference(local, theta, step) for theta in (shared, previous))
             terms = [
                 model_contrast(own.hidden, glob.hidden, [old.hidden], self.options.contrast_tau)
-                for own, glob, old in zip((image, text), *references, strict=True)
+                for own, glob, old in zip((image, text), *(reference(step) for reference in references), strict=True)
                 if own is not None and glob is not None and old is not None
             ]
             return self.options.mu * torch.stack(terms).sum()

@@ -13,6 +13,7 @@ import torch
 
 from fedmq.errors import InputError
 from fedmq.messages import Delta
+from fedmq.models.networks import dropout_mask
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Local, Task
 from fedmq.scenario import Objective, Training
@@ -302,13 +303,29 @@ def test_reference_nets_run_without_dropout_and_leave_the_model_as_it_was() -> N
     other = run.state.theta * 1.5
     before = run.model.flat.detach().clone()
     run.model.visual.noise = run.model.text.noise = torch_generator(0, "dropout")
-    image, text = _own.reference(local, other, step)
-    again, _ = _own.reference(local, other, step)
+    image, text = _own.Reference(local, other, 1)(step)
+    again, _ = _own.Reference(local, other, 1)(step)
     run.model.visual.noise = run.model.text.noise = None
     assert image is not None and text is not None and again is not None
     assert torch.equal(image.code, again.code)
     assert not image.code.requires_grad
     assert torch.equal(run.model.flat.detach(), before)
+
+
+def test_a_reference_made_once_for_all_epochs_says_what_one_made_batch_by_batch_says() -> None:
+    run = small("dgcpn", "feduch")
+    local, other = local_of(run, 0), run.state.theta * 1.5
+    captions = np.arange(len(local.share)) % local.share.captions.numpy()
+    once, anew = _own.Reference(local, other, 50), _own.Reference(local, other, 1)
+    for runs in (("image", "text"), ("text",)):
+        step = _local.Step(np.array([3, 0, 2]), captions, lambda *_: torch.zeros(()), runs=runs)
+        for kept, made in zip(once(step), anew(step), strict=True):
+            assert (kept is None) == (made is None)
+            if kept is not None and made is not None:
+                torch.testing.assert_close(kept.code, made.code)
+                torch.testing.assert_close(kept.hidden, made.hidden)
+    assert "_all" in vars(once)
+    assert "_all" not in vars(anew)
 
 
 def test_distillation_of_equal_codes_is_nothing_whatever_its_form() -> None:
@@ -319,3 +336,12 @@ def test_distillation_of_equal_codes_is_nothing_whatever_its_form() -> None:
         value = feduch.terms((same, None), (same, None), None, options)
         assert value is not None
         assert float(value) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_dropout_masks_are_twice_or_nothing_with_equal_chance_and_repeat_by_seed() -> None:
+    masks = [dropout_mask((33, 1001), torch_generator(seed, "dropout")) for seed in (0, 0, 1)]
+    assert masks[0].shape == (33, 1001)
+    assert masks[0].unique().tolist() == [0.0, 2.0]
+    assert float(masks[0].mean()) == pytest.approx(1.0, abs=0.03)  # five standard deviations of 33,033 bits
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import pairwise
 
 import torch
@@ -22,7 +22,7 @@ from fedmq.models.two_tower import InputSpec, Out, TwoTower
 from fedmq.scenario import Base, Objective
 from fedmq.seeds import torch_generator
 
-#: Rate of the dropout before the last layer of the unsupervised bases' networks.
+#: Rate of the dropout before the last layer of the unsupervised bases' networks: one random bit per unit says it.
 DROPOUT = 0.5
 
 
@@ -98,17 +98,35 @@ class Tower(nn.Module):
     def forward(self, x: Tensor) -> Out:
         """float32 features [B, d] to an Out."""
         for layer in self.hidden.values():
-            x = F.relu(layer(x))
+            x = torch.relu_(layer(x))
         hidden = x
         if self.plan.dropout and self.noise is not None:
-            kept = torch.rand(x.shape, generator=self.noise).to(x.device) >= DROPOUT
-            x = x * kept / (1 - DROPOUT)
+            x = x * dropout_mask(x.shape, self.noise).to(x.device)
         raw = self.last(x)
         code = torch.tanh(self.sharpness * raw) if self.plan.tanh else raw
         logits = None if self.classifier is None else self.classifier(code)
         if self.memory is not None and logits is not None:
             code = enhanced(code, logits, self.memory)
         return Out(hidden, raw, code, logits)
+
+
+@cache
+def _mask_of_byte() -> Tensor:
+    # Made at first use: a torch operation at import would run in the process that silos are forked from.
+    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    return bits / (1 - DROPOUT)
+
+
+def dropout_mask(shape: Sequence[int], noise: torch.Generator) -> Tensor:
+    """Factors of :data:`DROPOUT`, 0 or 2 with equal chance, float32 of a shape; one draw gives 64 of them.
+
+    Args:
+        shape: of what is to be multiplied.
+        noise: draws whole 64-bit words: a number for each unit would take as long as the layer.
+    """
+    count = math.prod(shape)
+    words = torch.empty(-(-count // 64), dtype=torch.int64).random_(-(2**63), None, generator=noise)
+    return _mask_of_byte().index_select(0, words.view(torch.uint8).int()).view(-1)[:count].view(*shape)
 
 
 def enhanced(raw: Tensor, logits: Tensor, memory: Tensor) -> Tensor:

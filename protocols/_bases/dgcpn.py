@@ -17,6 +17,7 @@ from fedmq.models.networks import signs
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Local, Task
 from protocols import _local
+from protocols._losses import unit
 from protocols._options import check
 from protocols._similarity import Graph, codes, cosines, item_features, mean_square
 
@@ -73,18 +74,20 @@ def terms_of_code(image: Tensor, text: Tensor, similar: Tensor, coexistence: flo
         similar: [B, B] S.
         coexistence: K.
     """
-    vv, tt, vt = cosines(image, image), cosines(text, text), cosines(image, text)
-    graph = [graph_term(each, similar) for each in (vv, tt, vt)]
-    consistency = [mean_square(vt, vv), mean_square(vt, tt), mean_square(vv, tt), mean_square(vt, vt.T)]
-    return Terms(
-        (vt.diagonal() - coexistence).square().mean(), torch.stack(graph).sum(), torch.stack(consistency).sum()
-    )
+    image, text = unit(image), unit(text)
+    vt = image @ text.T
+    each = torch.stack([vt.T, image @ image.T, text @ text.T])
+    # The graph term is the same for vt and its transpose, S being symmetric; likewise three of the four consistencies
+    # are distances of vt from one of these.
+    consistency = 3 * mean_square(vt, each) + mean_square(each[1], each[2])
+    graph = 3 * graph_term(each, similar)
+    return Terms((vt.diagonal() - coexistence).square().mean(), graph, consistency)
 
 
 def graph_term(cosine: Tensor, similar: Tensor) -> Tensor:
-    """Mean over [B, B] of (cosine - S)^2 off the diagonal, the diagonal counting as 0."""
-    off = 1 - torch.eye(len(similar), dtype=similar.dtype, device=similar.device)
-    return mean_square(cosine * off, similar * off)
+    """Mean over [..., B, B] of (cosine - S)^2 off the diagonal, the diagonal counting as 0."""
+    diagonal = torch.eye(len(similar), dtype=torch.bool, device=similar.device)
+    return (cosine - similar).masked_fill(diagonal, 0).square().mean()
 
 
 def terms_of_paper(image: Tensor, text: Tensor, similar: Tensor, coexistence: float) -> Terms:

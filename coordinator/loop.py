@@ -475,7 +475,8 @@ class Loop:
         age = self.rounds.version - base
         factor = damping(self.setting.scenario.aggregation.staleness, age)
         facts = self._facts_at(item.silo, base)
-        return Reply(facts, item.sequence, base, age, factor, message.payloads, self._rarity(item.silo))
+        rarity = self._rarity(item.silo)
+        return Reply(facts, item.sequence, base, age, factor, message.payloads, rarity, self.states[base])
 
     def _rarity(self, silo: str) -> float:
         aggregation, asked = self.setting.scenario.aggregation, self.setting.plan.eligible

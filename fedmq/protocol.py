@@ -179,6 +179,8 @@ class Reply:
         damping: h(staleness), 1 for a fresh reply.
         payloads: what came up; kinds already checked against :meth:`FederatedProtocol.uploads`.
         rarity: how much more it counts because its silo replies rarely; 1 unless ``aggregation.balance`` is given.
+        base: the state that its task was made from, for what a stale update has to be seen with; None if that is the
+            state it is merged into.
     """
 
     silo: SiloFacts
@@ -188,6 +190,7 @@ class Reply:
     damping: float
     payloads: tuple[Payload, ...]
     rarity: float = 1.0
+    base: State | None = None
 
     @property
     def factor(self) -> float:

@@ -102,7 +102,7 @@ def mixed(weights: Tensor, models: Tensor, parts: Mapping[str, slice]) -> dict[s
     return {name: weights[row] @ models[:, part] for row, (name, part) in enumerate(parts.items())}
 
 
-def stepped(
+def gradient(
     flat: Tensor,
     shape: Layout,
     parts: Mapping[str, slice],
@@ -110,9 +110,8 @@ def stepped(
     models: Tensor,
     allowed: Tensor,
     direction: Tensor,
-    rate: float,
 ) -> Tensor:
-    """The network after one step: phi - rate (d theta~ / d phi)^T g.
+    """The network's gradient (d theta~ / d phi)^T g [H]; zero where every ReLU is dead.
 
     Args:
         flat: phi [H].
@@ -121,13 +120,12 @@ def stepped(
         models: [K, P] what was mixed.
         allowed: bool [K].
         direction: g [P]; minus the silo's update descends.
-        rate: learning rate.
     """
     # <g, theta~> depends on phi through the mixing weights alone: one number per block and silo is all that is needed.
     along = torch.stack([models[:, part] @ direction[part] for part in parts.values()])
     values = flat.clone().requires_grad_()
     total = (shares(scores(values, shape, list(parts)), allowed) * along).sum()
     if not total.requires_grad:
-        return flat
-    (gradient,) = torch.autograd.grad(total, values)
-    return flat - rate * gradient
+        return torch.zeros_like(flat)
+    (found,) = torch.autograd.grad(total, values)
+    return found

@@ -4,8 +4,8 @@ Every silo is sent a model of its own: each layer a weighted mean of all silos' 
 network per silo and branch. It trains its base loss with two terms towards the global class prototypes, and its update
 trains its network in turn. Evaluated by each silo's own model; the global model is the plain average of the updates.
 
-An update applies to the mixture as it is at the merge: of a fresh reply that is the one the silo was sent; of a stale
-one it is what that mixture has become, as updates apply everywhere in asynchronous runs.
+A stale update is seen with what the silo was sent: its model is that mixture and its update, and the hypernetwork's
+gradient is that of the state the mixture was made in.
 """
 
 from __future__ import annotations
@@ -222,12 +222,12 @@ class PlFedCmh:
         models, versions = state.tensors[_MODELS].clone(), state.tensors[_VERSIONS].clone()
         networks = {name: state.tensors[f"hyper_{name}"].clone() for name in self.parts}
         for reply in replies:
-            update = as_tensor(take(reply.payloads, Delta).buffer)
+            update, sent = as_tensor(take(reply.payloads, Delta).buffer), reply.base or state
             for name in self.parts:
                 if _merge.owns(reply.silo, name):
-                    networks[name][reply.silo.index] = self._stepped(state, reply, name, update)
+                    networks[name][reply.silo.index] -= self._step(sent, reply, name, update)
             if reply.base_version >= int(versions[reply.silo.index]):
-                models[reply.silo.index] = self.mixture(state, reply.silo) + update
+                models[reply.silo.index] = self.mixture(sent, reply.silo) + update
                 versions[reply.silo.index] = reply.base_version
         prototypes = _class_prototypes.updated(
             state.tensors,
@@ -240,20 +240,20 @@ class PlFedCmh:
         tensors = {_MODELS: models, _VERSIONS: versions, **hyper, **prototypes}
         return Merged(State(merged.state.theta, tensors, state.values), merged.log)
 
-    def _stepped(self, state: State, reply: Reply, name: str, update: Tensor) -> Tensor:
-        """The hypernetwork of a reporter's branch after its step; nothing was mixed before anybody had trained."""
-        network = state.tensors[f"hyper_{name}"][reply.silo.index]
-        allowed = self._known(state, name)
+    def _step(self, sent: State, reply: Reply, name: str, update: Tensor) -> Tensor:
+        """What a reporter's update takes off a branch's hypernetwork [H], seen with the state its mixture is of."""
+        network = sent.tensors[f"hyper_{name}"][reply.silo.index]
+        allowed = self._known(sent, name)
         if not bool(allowed.any()):
-            return network
-        return _hypernetwork.stepped(
+            return torch.zeros_like(network)  # nothing was mixed before anybody had trained
+        rate = self.options.hn_rate * reply.damping
+        return rate * _hypernetwork.gradient(
             network,
             self.shapes[name],
             self.parts[name],
-            models=state.tensors[_MODELS],
+            models=sent.tensors[_MODELS],
             allowed=allowed,
             direction=-update if self.options.hn_sign == "descent" else update,
-            rate=self.options.hn_rate * reply.damping,
         )
 
 

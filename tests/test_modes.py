@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,10 +17,11 @@ from coordinator.rounds import Phase
 from fedmq.errors import InputError, RunError
 from fedmq.participation import trace_of
 from fedmq.parts import Staleness
+from fedmq.protocol import Merged, Reply, State
 from fedmq.runfolder import RunFolder, read_lines
 from fedmq.simulate import simulate_inline
 from fedmq.staleness import damping, hinge, mixed, polynomial, rarity
-from protocols import _merge
+from protocols import _merge, rcsr
 from tests.modes_world import federation
 from tests.protocol_world import equal_states, world
 from tests.threads import resolved, run
@@ -190,6 +192,26 @@ def test_a_balanced_buffer_lets_the_straggler_count_more_and_a_full_one_is_still
     assert inline(tiny, tmp_path / "full", *full, "aggregation.mode=buffered")["model_digest"] != rounds["model_digest"]
     whole = inline(tiny, tmp_path / "whole", *full, "aggregation.mode=buffered", "aggregation.buffer=4")
     assert whole["model_digest"] == rounds["model_digest"]
+
+
+@pytest.mark.slow
+def test_a_stale_reply_comes_with_the_state_its_task_was_made_from(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[State] = []  # by version
+    merge, seen = rcsr.Rcsr.merge, Counter[int]()
+
+    def watched(protocol: rcsr.Rcsr, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        known.append(state)
+        for reply in replies:
+            assert reply.base is not None
+            assert torch.equal(reply.base.theta, known[reply.base_version].theta)
+            seen[reply.staleness] += 1
+        return merge(protocol, state, replies, round_)
+
+    monkeypatch.setattr(rcsr.Rcsr, "merge", watched)
+    inline(tiny, tmp_path, "rounds=12", "participation=1", "aggregation.mode=async", *STRAGGLER)
+    assert set(seen) > {0, 1}
 
 
 @pytest.mark.slow

@@ -74,10 +74,10 @@ def test_the_step_is_the_gradient_of_the_mixture_along_the_direction() -> None:
     direction = torch.randn(5, generator=torch.Generator().manual_seed(2))
     values = flat.clone().requires_grad_()
     (gradient,) = torch.autograd.grad(mixture(values, shape, parts, models) @ direction, values)
-    found = _hypernetwork.stepped(
-        flat, shape, parts, models=models, allowed=torch.ones(3, dtype=torch.bool), direction=direction, rate=0.5
+    found = _hypernetwork.gradient(
+        flat, shape, parts, models=models, allowed=torch.ones(3, dtype=torch.bool), direction=direction
     )
-    torch.testing.assert_close(found, flat - 0.5 * gradient)
+    torch.testing.assert_close(found, gradient)
 
 
 @pytest.mark.parametrize("sign", ["descent", "code"])
@@ -145,6 +145,22 @@ def test_a_stale_reply_moves_the_hypernetwork_less() -> None:
         return float((run.protocol.merge(run.state, [given], 2).state.tensors["hyper_image"][0] - start).norm())
 
     assert moved(0.5) == pytest.approx(0.5 * moved(1.0), rel=1e-2)
+
+
+def test_a_stale_update_is_added_to_what_the_silo_was_sent_and_steps_where_it_was_sent() -> None:
+    run = trained_world(2, options={"hn_rate": 0.01})
+    silo, sent = run.context.silos[0], run.state
+    reply = run.replies([silo])[0]
+    fresh = run.protocol.merge(sent, [reply], 2).state
+    run.round(run.context.silos[1:])
+    stale = dataclasses.replace(reply, base=sent, staleness=1)
+    merged = run.protocol.merge(run.state, [stale], 3).state
+    update = torch.from_numpy(reply.payloads[0].buffer.copy())
+    torch.testing.assert_close(merged.tensors["table_models"][0], run.protocol.mixture(sent, silo) + update)
+    assert not torch.allclose(run.protocol.mixture(run.state, silo), run.protocol.mixture(sent, silo))
+    step = fresh.tensors["hyper_image"][0] - sent.tensors["hyper_image"][0]
+    assert step.any()
+    torch.testing.assert_close(merged.tensors["hyper_image"][0], run.state.tensors["hyper_image"][0] + step)
 
 
 def test_a_silo_that_stays_away_keeps_its_last_model() -> None:

@@ -68,11 +68,13 @@ class SomeBatches:
 
     Args:
         work: the base.
-        first: the first batch of an epoch that is trained.
+        batches: in one pass over the silo's items. DCMH's and SHDCH's epochs make a pass for each tower.
+        first: the first batch of a pass that is trained.
         stop: the first that no longer is.
     """
 
     work: _local.Work
+    batches: int
     first: int
     stop: int
 
@@ -81,7 +83,7 @@ class SomeBatches:
         batch = -1
         for step in self.work.steps(epoch, generator):
             batch += step.main
-            if self.first <= batch < self.stop:
+            if self.first <= batch % self.batches < self.stop:
                 yield step
 
     def kept(self) -> Mapping[str, Tensor]:
@@ -136,7 +138,7 @@ class FedCmr:
                 if first < stop:
                     start = _merge.extract(model.flat.detach().cpu(), layout, shared)
                     here = model.flat.detach().clone()
-                    some = SomeBatches(work, first, stop)
+                    some = SomeBatches(work, batches, first, stop)
                     losses.append(_local.train_epochs(local, self.context, task, here, some).loss)
             kept = dict(work.kept())
         end = _merge.extract(model.flat.detach().cpu(), layout, shared)

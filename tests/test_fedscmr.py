@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,7 +15,7 @@ from fedmq.errors import InputError
 from fedmq.messages import Loss, MeanAveragePrecision, PartialDelta
 from fedmq.protocol import Reply
 from fedmq.scenario import Objective
-from protocols import _merge
+from protocols import _local, _merge, fedcmr
 from protocols._own import OWN
 from tests.protocol_world import world
 
@@ -124,6 +127,38 @@ def test_fedcmr_favours_silos_with_a_small_loss() -> None:
 
     first = next(each for each in replies[0].payloads if isinstance(each, PartialDelta)).buffer
     assert np.linalg.norm(step((0.1, 5.0, 5.0)) - first) < np.linalg.norm(step((5.0, 0.1, 5.0)) - first)
+
+
+@pytest.mark.parametrize("base", ["dcmh", "shdch", "dscmr", "csq"])
+def test_without_batches_before_the_displacement_fedcmrs_silo_trains_as_fedavgs(base: Any) -> None:
+    objective = Objective(base=base, bits=8, hidden=16)
+    run, plain = (
+        world(name, options, kinds=PAIRED[:1], sizes=(11,), objective=objective)
+        for name, options in (("fedcmr", {"local_share": 0.0}), ("fedavg", {}))
+    )
+    for each in (run, plain):
+        each.train(each.context.silos[0])
+    assert torch.equal(run.model.flat, plain.model.flat)
+
+
+@pytest.mark.parametrize("share", [0.25, 0.75])
+def test_fedcmr_trains_every_batch_of_both_towers_before_or_after(
+    share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hashing = Objective(base="dcmh", bits=8, hidden=16)
+    run = world("fedcmr", {"local_share": share}, kinds=PAIRED[:1], sizes=(32,), objective=hashing)
+    seen = Counter[tuple[str, ...]]()
+    real = fedcmr.SomeBatches.steps
+
+    def counted(some: fedcmr.SomeBatches, *rest: Any) -> Iterator[_local.Step]:
+        for step in real(some, *rest):
+            seen[step.trains] += 1
+            yield step
+
+    monkeypatch.setattr(fedcmr.SomeBatches, "steps", counted)
+    run.train(run.context.silos[0])
+    batches = 32 // run.context.training.batch_size * run.context.training.local_epochs
+    assert seen == {("image",): batches, ("text",): batches}
 
 
 def test_fedcmr_runs_on_hash_layers_too() -> None:

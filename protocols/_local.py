@@ -33,6 +33,7 @@ Extra = Callable[["Step", Out | None, Out | None], Tensor | None]
 
 #: Samples a silo's prototypes are computed from (RCSR's released code).
 PROTOTYPE_SAMPLES = 128
+_BLOCK = 256
 
 
 @dataclass(frozen=True)
@@ -193,6 +194,14 @@ def outputs(local: Local, rows: I64, caption: I64 | None, runs: Sequence[Modalit
         chosen = share.text[index, torch.from_numpy(caption[rows])]
         text = model.outputs("text", chosen.to(model.flat.device))
     return image, text
+
+
+def in_blocks(model: TwoTower, modality: Modality, items: Tensor) -> Iterator[Out]:
+    """What a tower makes of many items [n, ...], block after block, without gradient."""
+    for block in torch.split(items, _BLOCK):
+        with torch.no_grad():
+            found = model.outputs(modality, block.to(model.flat.device))
+        yield found
 
 
 @contextmanager

@@ -19,7 +19,6 @@ OWN = "own_model"
 
 #: Most inputs (items times captions) whose outputs a reference keeps: 64 MB of 4,096 numbers each.
 KEPT = 4096
-_BLOCK = 256
 
 
 def own_parameters(local: Local) -> Tensor:
@@ -75,13 +74,13 @@ class Reference:
     @cached_property
     def _all(self) -> _local.Outs:
         share, model = self.local.share, self.local.model
-        with _local.parameters(self.local, self.theta), torch.no_grad():
+        with _local.parameters(self.local, self.theta):
             image = None if share.image is None else _whole(model, "image", share.image)
             return image, None if share.text is None else _whole(model, "text", share.text.flatten(0, 1))
 
 
 def _whole(model: TwoTower, modality: Modality, items: Tensor) -> Out:
-    parts = [model.outputs(modality, part.to(model.flat.device)) for part in torch.split(items, _BLOCK)]
+    parts = list(_local.in_blocks(model, modality, items))
     logits = [part.logits for part in parts if part.logits is not None]
     hidden, raw, code = (torch.cat([getattr(part, name) for part in parts]) for name in ("hidden", "raw", "code"))
     return Out(hidden, raw, code, torch.cat(logits) if logits else None)

@@ -181,12 +181,10 @@ class References:
 
 def references(local: Local) -> References:
     """Enhanced features of all local items, computed once: the downloaded model stays as it is during a task."""
-    share, model = local.share, local.model
+    share = local.share
 
     def features(modality: Modality, items: Tensor) -> Tensor:
-        with torch.no_grad():
-            parts = [model.outputs(modality, part.to(model.flat.device)).code for part in torch.split(items, _BLOCK)]
-        return torch.cat(parts)
+        return torch.cat([out.code for out in _local.in_blocks(local.model, modality, items)])
 
     image = None if share.image is None else features("image", share.image)
     if share.text is None:

@@ -75,12 +75,12 @@ def terms_of_code(image: Tensor, text: Tensor, similar: Tensor, coexistence: flo
         coexistence: K.
     """
     image, text = unit(image), unit(text)
-    vt = image @ text.T
-    each = torch.stack([vt.T, image @ image.T, text @ text.T])
+    vv, tt, vt = image @ image.T, text @ text.T, image @ text.T
+    all_three = torch.stack([vt.T, vv, tt])
     # The graph term is the same for vt and its transpose, S being symmetric; likewise three of the four consistencies
     # are distances of vt from one of these.
-    consistency = 3 * mean_square(vt, each) + mean_square(each[1], each[2])
-    graph = 3 * graph_term(each, similar)
+    consistency = 3 * mean_square(vt, all_three) + mean_square(vv, tt)
+    graph = 3 * graph_term(all_three, similar)
     return Terms((vt.diagonal() - coexistence).square().mean(), graph, consistency)
 
 

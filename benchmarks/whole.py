@@ -56,7 +56,7 @@ def bare(scenario: Scenario, world: World, threads: int) -> Bare:
         for round_ in range(scenario.rounds):
             rate = scenario.training.rate_at(round_, scenario.rounds)
             replies = []
-            for name in plan.sampling.choose(plan.seed, round_, eligible, plan.cohort_size, {}):
+            for name in plan.sampling.choose(plan.seed, round_, eligible, plan.cohort_size(round_), {}):
                 silo = world.facts(name)
                 sequences[name] += 1
                 task = Task(sequences[name], round_, round_, rate, method.task(state, silo))

@@ -204,6 +204,7 @@ class Plan:
         buffer: buffered: replies in a merge, at most the cohort; None for a third of it.
         patience: seconds a merge waits for more replies; None waits for all.
         max_staleness: replies that are more versions old are discarded; None takes all.
+        opening: sync: the first round's cohort is everybody eligible (pFedMMA).
     """
 
     seed: int
@@ -218,29 +219,31 @@ class Plan:
     buffer: int | None = None
     patience: float | None = None
     max_staleness: int | None = None
+    opening: bool = False
 
     def __post_init__(self) -> None:
         if not self.eligible:
             raise ValueError("the method may ask none of the silos")
 
-    @property
-    def cohort_size(self) -> int:
-        """Silos of a full round."""
+    def cohort_size(self, version: int) -> int:
+        """Silos of a full round that starts from a version."""
+        if self.opening and version == 0 and self.mode == "sync":
+            return len(self.eligible)
         return cohort_size(self.participation, len(self.eligible))
 
-    @property
-    def out(self) -> int:
+    def out(self, version: int) -> int:
         """Tasks handed out: for a round, or at any time in the modes without rounds."""
-        return math.ceil(self.over_select * self.cohort_size - 1e-9) if self.mode == "sync" else self.cohort_size
+        cohort = self.cohort_size(version)
+        return math.ceil(self.over_select * cohort - 1e-9) if self.mode == "sync" else cohort
 
-    @property
-    def wanted(self) -> int:
+    def wanted(self, version: int) -> int:
         """Replies that make a merge."""
+        cohort = self.cohort_size(version)
         match self.mode:
             case "sync":
-                return self.cohort_size
+                return cohort
             case "buffered":
-                return min(self.buffer or math.ceil(self.cohort_size / 3), self.cohort_size)
+                return min(self.buffer or math.ceil(cohort / 3), cohort)
             case "async":
                 return 1
 
@@ -360,8 +363,9 @@ class Rounds:
         free = tuple(silo for silo in plan.eligible if silo not in busy)
         # Stragglers of rounds merged before are no part of a synchronous round; elsewhere every task out counts. A silo
         # whose reply waits makes room for another, but not for a full buffer: that is to be a round.
-        waiting = len(self.arrived) if plan.wanted == plan.out else 0
-        count = plan.out if plan.mode == "sync" else plan.out - len(self.flights) - waiting
+        out, wanted = plan.out(self.version), plan.wanted(self.version)
+        waiting = len(self.arrived) if wanted == out else 0
+        count = out if plan.mode == "sync" else out - len(self.flights) - waiting
         chosen = plan.sampling.choose(plan.seed, self.version, free, count, self.losses)
         sequences, flights = dict(self.sequences), dict(self.flights)
         actions: list[Action] = []
@@ -433,10 +437,10 @@ class Rounds:
     @property
     def _enough(self) -> bool:
         """Whether as many replies are there as make a merge, or as patience demands."""
-        plan, have = self.plan, len(self.arrived)
+        plan, have, wanted = self.plan, len(self.arrived), self.plan.wanted(self.version)
         if plan.mode != "sync":
-            return have >= (1 if self.overdue else plan.wanted)
-        expected = min(len(self.cohort), plan.wanted)
+            return have >= (1 if self.overdue else wanted)
+        expected = min(len(self.cohort), wanted)
         return have >= max(1, math.ceil(plan.quorum * expected - 1e-9) if self.overdue else expected)
 
     def _merged(self, version: int) -> tuple[Rounds, tuple[Action, ...]]:

@@ -65,6 +65,7 @@ class Setting:
             buffer=aggregation.buffer,
             patience=patience[aggregation.mode],
             max_staleness=aggregation.max_staleness,
+            opening=getattr(self.protocol, "opening", False),
         )
 
     @property

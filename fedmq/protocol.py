@@ -229,7 +229,8 @@ class FederatedProtocol(Protocol):
 
     ``Options`` is a frozen dataclass: the schema of ``protocol:`` in a scenario. A class may be :class:`Personalised`,
     :class:`Releasing` or :class:`Checking` too, and may say ``pooled = True``: the first silo then holds everybody's
-    training data, in both modalities, as a centralised upper bound needs.
+    training data, in both modalities, as a centralised upper bound needs. ``opening = True`` asks everybody eligible in
+    the first synchronous round, whatever the participation.
     """
 
     Options: ClassVar[type[Any]]

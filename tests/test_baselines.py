@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
@@ -14,11 +15,14 @@ import protocols
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.messages import ClassPrototypes, Delta, Loss, PartialDelta, Representations
 from fedmq.protocol import Checking, Local, Personalised, Reply, Task
+from fedmq.runfolder import RunFolder, read_lines
 from fedmq.scenario import Base, Objective, Privacy, Training
 from protocols import _class_prototypes, _clusters, _merge, creamfl_public, fedproto
 from protocols._own import OWN
 from silos.program import Silo
+from tests import inline
 from tests.protocol_world import DIM, LABELS, MIXED, World, equal_states, world
+from tests.threads import resolved
 
 DSCMR = Objective(base="dscmr", bits=8, hidden=16)
 #: options with which a method must be FedAvg
@@ -267,6 +271,13 @@ def test_pfedmma_needs_a_backbone_with_shared_adapters() -> None:
     kind = protocols.load("pfedmma")
     with pytest.raises(InputError, match=r"backbone\.adapter.*mma"):
         kind(protocols.options_of(kind, {}), context)
+
+
+def test_pfedmma_asks_every_silo_in_its_first_round_and_a_share_of_them_later(tiny: Path, tmp_path: Path) -> None:
+    mma = ("protocol={name: pfedmma}", "backbone.adapter=mma", "participation=0.5")
+    inline.run(resolved(tiny, *mma), tmp_path)
+    merges = [line for line in read_lines(RunFolder(tmp_path).metrics) if line["kind"] == "merge"]
+    assert [len(merge["replies"]) for merge in merges] == [4, 2, 2, 2]
 
 
 def test_the_middle_layer_of_a_multi_modal_adapter_belongs_to_both_towers() -> None:

@@ -173,10 +173,27 @@ def test_when_everybody_is_gone_the_round_waits_and_begins_again_with_whoever_re
 
 
 def test_participation_takes_the_floor_and_at_least_one() -> None:
-    assert plan(participation=0.5).cohort_size == 2
-    assert plan(participation=0.74).cohort_size == 2
-    assert plan(participation=0.01).cohort_size == 1
-    assert Plan(0, 1, tuple(map(str, range(100))), tuple(map(str, range(100))), participation=0.29).cohort_size == 29
+    assert plan(participation=0.5).cohort_size(0) == 2
+    assert plan(participation=0.74).cohort_size(0) == 2
+    assert plan(participation=0.01).cohort_size(0) == 1
+    assert Plan(0, 1, tuple(map(str, range(100))), tuple(map(str, range(100))), participation=0.29).cohort_size(0) == 29
+
+
+def test_an_opening_round_asks_everybody_once_and_waits_for_all_of_them() -> None:
+    rounds, sends = gathered(plan(participation=0.5, opening=True))
+    assert [send.silo for send in sends] == list(SILOS)
+    rounds, actions = answer(rounds, sends[:3])
+    assert (rounds.phase, actions) == (Phase.COLLECTING, ())
+    rounds, (merge,) = answer(rounds, sends[3:])
+    assert isinstance(merge, Merge)
+    assert [reply.silo for reply in merge.replies] == list(SILOS)
+    rounds, again = rounds.handle(Merged(1))
+    assert len(again) == len(rounds.cohort) == 2
+
+
+def test_modes_without_rounds_have_no_opening() -> None:
+    _, sends = gathered(plan(participation=0.5, opening=True, mode="buffered"))
+    assert len(sends) == 2
 
 
 def test_a_method_that_may_ask_nobody_is_refused() -> None:
@@ -221,6 +238,7 @@ PLANS = st.builds(
     buffer=st.sampled_from([None, 1, 2, 4]),
     patience=st.sampled_from([None, 1.0]),
     max_staleness=st.sampled_from([None, 0, 1]),
+    opening=st.booleans(),
     sampling=st.sampled_from([Sampling(), Sampling(dict.fromkeys(SILOS, 3)), Sampling(dict.fromkeys(SILOS, 3), 3)]),
 )
 
@@ -262,8 +280,9 @@ def test_whatever_happens_nothing_is_merged_twice_too_stale_or_never_and_version
                 assert bases.setdefault((action.silo, action.sequence), action.base_version) == action.base_version
                 assert action.silo not in rounds.off or isinstance(actual, Joined)
         if plan_.mode != "sync":
-            waiting = len(rounds.arrived) if plan_.wanted == plan_.cohort_size else 0
-            assert len(rounds.flights) + waiting <= plan_.cohort_size
+            cohort = plan_.cohort_size(rounds.version)
+            waiting = len(rounds.arrived) if plan_.wanted(rounds.version) == cohort else 0
+            assert len(rounds.flights) + waiting <= cohort
 
 
 def allowed_age(plan_: Plan) -> float:

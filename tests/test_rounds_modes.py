@@ -197,7 +197,7 @@ def test_power_of_choice_asks_those_with_the_highest_last_known_loss() -> None:
 
 
 def test_a_buffer_is_a_third_of_the_cohort_unless_said_otherwise_and_never_more_than_it() -> None:
-    assert plan(mode="buffered").wanted == 2
-    assert plan(mode="buffered", buffer=4).wanted == 4
-    assert plan(mode="buffered", buffer=99).wanted == 6
-    assert plan(mode="async", buffer=4).wanted == 1
+    assert plan(mode="buffered").wanted(0) == 2
+    assert plan(mode="buffered", buffer=4).wanted(0) == 4
+    assert plan(mode="buffered", buffer=99).wanted(0) == 6
+    assert plan(mode="async", buffer=4).wanted(0) == 1

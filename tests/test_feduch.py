@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ import torch
 
 from fedmq.errors import InputError
 from fedmq.messages import Delta
-from fedmq.models.networks import dropout_mask
+from fedmq.models.networks import dropout_mask, signs
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Local, Task
 from fedmq.scenario import Objective, Training
@@ -169,12 +169,11 @@ def test_a_base_refuses_an_option_that_is_not_allowed(option: str) -> None:
         _bases.options_of(Objective(base="dgcpn", **{option: -1.0}))
 
 
-def test_dgcpn_takes_three_updates_of_a_paired_batch_and_one_of_the_others() -> None:
+def test_dgcpn_takes_two_updates_of_a_paired_batch_and_one_of_the_others() -> None:
     run = small("dgcpn", kinds=LONE, sizes=[4, 4, 4])
     found = [list(work_of(run, index).steps(0, np.random.default_rng(0))) for index in range(3)]
-    assert [len(steps) for steps in found] == [3, 1, 1]
-    assert [step.main for step in found[0]] == [True, False, False]
-    assert [step.trains for step in found[0][1:]] == [("image",), ("text",)]
+    assert [len(steps) for steps in found] == [2, 1, 1]
+    assert [step.main for step in found[0]] == [True, False]
 
 
 def work_of(run: World, index: int) -> _local.Work:
@@ -184,19 +183,16 @@ def work_of(run: World, index: int) -> _local.Work:
     return work
 
 
-def test_dgcpns_text_step_sees_the_image_codes_of_before_the_image_step() -> None:
-    run = small("dgcpn", sizes=[4, 4, 4, 4])
-    _, image_step, text_step = work_of(run, 0).steps(0, np.random.default_rng(0))
-    generator = torch.Generator().manual_seed(0)
-    first, second, text = (torch.randn(4, 8, generator=generator) for _ in range(3))
-
-    def out(code: torch.Tensor) -> Out:
-        return Out(code, code, code)
-
-    value = image_step.loss(out(first), out(text))
-    assert torch.equal(image_step.loss(out(first), out(text.abs() * text.sign() * 3)), value)
-    seen = text_step.loss(None, out(text))
-    assert torch.equal(text_step.loss(out(second), out(text)), seen)
+@pytest.mark.parametrize("form", ["code", "paper"])
+def test_dgcpns_binary_update_is_that_of_each_tower_against_the_other_as_it_was(form: Literal["code", "paper"]) -> None:
+    generator, options = torch.Generator().manual_seed(0), dgcpn.Options(form=form)
+    image, text = (torch.randn(5, 8, generator=generator, requires_grad=True) for _ in range(2))
+    similar = torch.rand(5, 5, generator=generator)
+    both = torch.autograd.grad(dgcpn.binary_loss(image, text, similar, options), [image, text])
+    (alone,) = torch.autograd.grad(dgcpn.loss(image, signs(text.detach()), similar, options), [image])
+    (other,) = torch.autograd.grad(dgcpn.loss(signs(image.detach()), text, similar, options), [text])
+    assert torch.equal(both[0], alone)
+    assert torch.equal(both[1], other)
 
 
 def test_without_binary_steps_dgcpn_takes_one_update_per_batch() -> None:

@@ -36,7 +36,7 @@ class Options:
         lambda2: weight of the consistency term Q_i.
         form: ``code`` takes mean squares and leaves the diagonal out of Q_g; ``paper`` takes the trace and the
             Frobenius norms that FedUCH prints.
-        binary_steps: two more updates per batch, each modality against the other's binary codes, as the code does.
+        binary_steps: one more update of each tower per batch, against the other's binary codes, as the code does.
     """
 
     a1: float = 0.3
@@ -124,9 +124,27 @@ def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Op
     return options.lambda1 * norm
 
 
+def binary_loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Options) -> Tensor:
+    """Each modality against the other's binary codes, both as they are before either is updated.
+
+    DGCPN's code takes two updates here, of one forward pass: the first is the image tower's alone, the second the text
+    tower's alone. Their sum has the gradient of each where that one acts, so that one update is both.
+
+    Args:
+        image: [B, r] codes of a paired silo.
+        text: [B, r] likewise.
+        similar: [B, B] S.
+        options: weights and form.
+    """
+    if image is None or text is None:
+        raise ValueError("binary codes of both modalities need a paired silo")
+    of_image = loss(image, signs(text.detach()), similar, options)
+    return of_image + loss(signs(image.detach()), text, similar, options)
+
+
 @dataclass(frozen=True)
 class Dgcpn:
-    """DGCPN at work: the relaxed pair, then image against binary text, then text against binary image."""
+    """DGCPN at work: the relaxed pair, then each modality against the other's binary codes."""
 
     options: Options
     local: Local
@@ -134,7 +152,7 @@ class Dgcpn:
     graph: Graph
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
-        """Three steps per batch of a paired silo, one of the others; a method's own terms go into the first."""
+        """Two steps per batch of a paired silo, one of the others; a method's own terms go into the first."""
         caption = _local.choose_captions(self.local, generator)
         device = self.local.model.flat.device
         for rows in _local.batches(len(self.local.share), self.batch_size, generator):
@@ -143,25 +161,12 @@ class Dgcpn:
             def relaxed(image: Out | None, text: Out | None, similar: Tensor = similar) -> Tensor:
                 return loss(*codes(image, text), similar, self.options)
 
+            def binary(image: Out | None, text: Out | None, similar: Tensor = similar) -> Tensor:
+                return binary_loss(*codes(image, text), similar, self.options)
+
             yield _local.Step(rows, caption, relaxed)
             if self.options.binary_steps and self.local.silo.paired:
-                yield from self._binary_steps(rows, caption, similar)
-
-    def _binary_steps(self, rows: _local.I64, caption: _local.I64 | None, similar: Tensor) -> Iterator[_local.Step]:
-        binary_image: list[Tensor] = []  # of before the image's own step
-
-        def image_step(image: Out | None, text: Out | None) -> Tensor:
-            relaxed, other = codes(image, text)
-            if relaxed is None or other is None:
-                raise ValueError("a paired silo runs both towers")
-            binary_image.append(signs(relaxed.detach()))
-            return loss(relaxed, signs(other.detach()), similar, self.options)
-
-        def text_step(image: Out | None, text: Out | None) -> Tensor:
-            return loss(binary_image[0], codes(image, text)[1], similar, self.options)
-
-        yield _local.Step(rows, caption, image_step, trains=("image",), main=False)
-        yield _local.Step(rows, caption, text_step, runs=("text",), trains=("text",), main=False)
+                yield _local.Step(rows, caption, binary, main=False)
 
     def kept(self) -> Mapping[str, Tensor]:
         """Nothing: the graph is made of the data."""

@@ -2,20 +2,40 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from fedmq.absent import layers_of, trainable
 from fedmq.errors import RemoteWireError
 from fedmq.messages import Delta, Memory, Message, Metrics, ModalityPrototypes, PartialDelta, Payload
-from fedmq.protocol import Context
+from fedmq.protocol import Context, SiloFacts
 
 
-def check_reply(message: Message, uploads: frozenset[type[Payload]], context: Context) -> None:
+def check_reply(
+    message: Message,
+    uploads: frozenset[type[Payload]],
+    context: Context,
+    silo: SiloFacts,
+    layers: Sequence[str] | None = None,
+) -> None:
     """Check a reply against what the method lets this silo upload and against the run's layout and dimension.
 
     Shapes inside one payload were checked in decoding; here they are compared with the run's own.
+
+    Args:
+        message: the reply, an update of a silo that lacks a modality without that branch.
+        uploads: the payload kinds that the method makes.
+        context: of the run.
+        silo: who sent it.
+        layers: that the method's updates are of; None for the whole model.
 
     Raises:
         RemoteWireError: ``unexpected`` for kinds that are missing, repeated or not asked for; ``layout`` for buffers
             of another layout or size.
     """
+    shared = layers_of(context.layout, layers)
+    sent = trainable(shared, silo)
+    if sent != shared and Delta in uploads:
+        uploads = uploads - {Delta} | {PartialDelta}
     kinds = [type(payload) for payload in message.payloads]
     if frozenset(kinds) != uploads or len(kinds) != len(uploads):
         found = ", ".join(kind.KIND for kind in kinds) or "nothing"
@@ -23,22 +43,22 @@ def check_reply(message: Message, uploads: frozenset[type[Payload]], context: Co
         raise RemoteWireError("unexpected", f"a reply with {found}, allowed: {wanted}")
     for payload in message.payloads:
         if isinstance(payload, Delta | PartialDelta):
-            _check_update(payload, context)
+            _check_update(payload, context, sent)
         else:
             _check_statistics(payload, context)
 
 
-def _check_update(payload: Delta | PartialDelta, context: Context) -> None:
-    """An update has samples behind it and fits the run's layout, or the part of it that it names."""
+def _check_update(payload: Delta | PartialDelta, context: Context, sent: tuple[str, ...]) -> None:
+    """An update has samples behind it and fits the run's layout, or the part of it that the silo sends."""
     if payload.n_samples < 1:
         raise RemoteWireError("malformed", f"a {payload.KIND} of no samples")
     layout = context.layout
     if payload.layout_digest != layout.digest:
         raise RemoteWireError("layout", f"a {payload.KIND} of another layout")
     if isinstance(payload, PartialDelta):
-        if not set(payload.names) <= set(layout.by_name):
-            raise RemoteWireError("layout", "a partial delta of unknown layers")
-        layout = layout.part(payload.names)
+        if payload.names != sent:
+            raise RemoteWireError("layout", "a partial delta of other layers than this silo shares and trains")
+        layout = layout.part(sent)
     buffer = payload.buffer
     if buffer.dtype != "float32" or buffer.size != layout.size:
         raise RemoteWireError("layout", f"a {payload.KIND} of {buffer.size} {buffer.dtype}, here {layout.size} float32")

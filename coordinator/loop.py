@@ -43,12 +43,13 @@ from coordinator.setting import Setting
 from coordinator.tally import Tally
 from coordinator.timeline import Due, Entry, Timeline
 from coordinator.trouble import Trouble
+from fedmq.absent import completed
 from fedmq.audit import MessageLog
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.faults import Fate
 from fedmq.link import BEAT_SECONDS, LOST_BEATS
-from fedmq.messages import Error, Kind, Loss, Message, TaskInfo
+from fedmq.messages import Error, Kind, Loss, Message, Payload, TaskInfo
 from fedmq.protocol import Checking, Reply, SiloFacts, State
 from fedmq.runfolder import append_line
 from fedmq.staleness import damping, mixed, rarity
@@ -300,9 +301,10 @@ class Loop:
             try:
                 self._check_base(message)
                 silo = self._facts_at(header.sender, header.base_version)
-                check_reply(message, self.setting.protocol.uploads(silo), self.setting.context)
+                uploads = self.setting.protocol.uploads(silo)
+                check_reply(message, uploads, self.setting.context, silo, self.setting.layers)
                 if isinstance(self.setting.protocol, Checking):
-                    self.setting.protocol.check(message.payloads)
+                    self.setting.protocol.check(self._completed(message, silo))
                 self._deliver(header.sender, header.reply_to, message)
             except RemoteWireError as error:
                 self.roster.refuse(header.sender, error, 0)
@@ -318,6 +320,11 @@ class Loop:
                 raise RunError(f"{header.sender}: {text}")
         else:
             self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
+
+    def _completed(self, message: Message, silo: SiloFacts) -> tuple[Payload, ...]:
+        """A checked reply's payloads as the method made them."""
+        layout, layers = self.setting.context.layout, self.setting.layers
+        return tuple(completed(payload, layout, layers, silo) for payload in message.payloads)
 
     def _check_base(self, message: Message) -> None:
         """A reply stands on the version its task stood on; a silo cannot make itself fresher than it is."""
@@ -476,7 +483,8 @@ class Loop:
         factor = damping(self.setting.scenario.aggregation.staleness, age)
         facts = self._facts_at(item.silo, base)
         rarity = self._rarity(item.silo)
-        return Reply(facts, item.sequence, base, age, factor, message.payloads, rarity, self.states[base])
+        payloads = self._completed(message, facts)
+        return Reply(facts, item.sequence, base, age, factor, payloads, rarity, self.states[base])
 
     def _rarity(self, silo: str) -> float:
         aggregation, asked = self.setting.scenario.aggregation, self.setting.plan.eligible

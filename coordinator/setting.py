@@ -8,7 +8,7 @@ from functools import cached_property
 from coordinator.rounds import Plan
 from fedmq.cost import CostModel
 from fedmq.participation import Trace, cohort_size, sampling_of
-from fedmq.protocol import Context, FederatedProtocol
+from fedmq.protocol import Context, FederatedProtocol, Sharing
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.script import Script
@@ -67,6 +67,11 @@ class Setting:
             max_staleness=aggregation.max_staleness,
             opening=getattr(self.protocol, "opening", False),
         )
+
+    @property
+    def layers(self) -> tuple[str, ...] | None:
+        """The layers that the method's updates are of; None for the whole model."""
+        return self.protocol.layers if isinstance(self.protocol, Sharing) else None
 
     @property
     def gives_up(self) -> bool:

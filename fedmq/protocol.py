@@ -228,9 +228,9 @@ class FederatedProtocol(Protocol):
     """A federated method.
 
     ``Options`` is a frozen dataclass: the schema of ``protocol:`` in a scenario. A class may be :class:`Personalised`,
-    :class:`Releasing` or :class:`Checking` too, and may say ``pooled = True``: the first silo then holds everybody's
-    training data, in both modalities, as a centralised upper bound needs. ``opening = True`` asks everybody eligible in
-    the first synchronous round, whatever the participation.
+    :class:`Releasing`, :class:`Sharing` or :class:`Checking` too, and may say ``pooled = True``: the first silo then
+    holds everybody's training data, in both modalities, as a centralised upper bound needs. ``opening = True`` asks
+    everybody eligible in the first synchronous round, whatever the participation.
     """
 
     Options: ClassVar[type[Any]]
@@ -289,6 +289,16 @@ class Checking(Protocol):
         Raises:
             RemoteWireError: a payload is not of this run's shape; the reply is refused, the run goes on.
         """
+        ...
+
+
+@runtime_checkable
+class Sharing(Protocol):
+    """What a method adds whose silos share some layers only: its replies hold a PartialDelta of them."""
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Their names, in the layout's order."""
         ...
 
 

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedmq.errors import RemoteWireError
 from fedmq.messages import Delta, Loss, Model, PartialDelta, Payload
 from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from protocols import _local, _merge, _own, _prototypes, fedavg
@@ -68,15 +67,6 @@ class PartialFedAvg:
         if self.personal:
             state[_own.OWN] = _merge.extract(model.flat.detach().cpu(), layout, self.personal)
         return Trained(up, state, outcome.loss)
-
-    def check(self, payloads: Sequence[Payload]) -> None:
-        """Check that an update is of the shared layers.
-
-        Raises:
-            RemoteWireError: it is of other layers.
-        """
-        if take(payloads, PartialDelta).names != self.shared:
-            raise RemoteWireError("layout", "a partial delta of layers that are not shared")
 
     def merge(self, state: State, replies: Sequence[Reply], weights: Tensor | None = None) -> Merged:
         """The weighted average of the shared layers' updates, stale ones damped.

@@ -151,6 +151,11 @@ class FedCmr:
         return Trained(up, {**kept, _own.OWN: own, _DISPLACEMENT: end - start}, losses[-1])
 
     @property
+    def layers(self) -> tuple[str, ...]:
+        """The common layer."""
+        return self.partial.shared
+
+    @property
     def personalised(self) -> bool:
         """Always: the common layer alone is no model."""
         return True

@@ -85,13 +85,10 @@ class FedPer:
         """FedAvg of the shared layers."""
         return self.partial.merge(state, replies)
 
-    def check(self, payloads: Sequence[Payload]) -> None:
-        """Check that an update is of the shared layers.
-
-        Raises:
-            RemoteWireError: it is of other layers.
-        """
-        self.partial.check(payloads)
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The layers that are not personal."""
+        return self.partial.shared
 
     @property
     def personalised(self) -> bool:

@@ -207,6 +207,11 @@ class FedScmr:
         return out.code if self.options.eval_space == "enhanced" else out.raw
 
     @property
+    def layers(self) -> tuple[str, ...]:
+        """The shared layers."""
+        return self.partial.shared
+
+    @property
     def personalised(self) -> bool:
         """Unless everything is shared: the shared layers alone are no model."""
         return bool(self.partial.personal)

@@ -66,13 +66,10 @@ class PFedMma:
         """FedAvg of the middle layers."""
         return self.partial.merge(state, replies)
 
-    def check(self, payloads: Sequence[Payload]) -> None:
-        """Check that an update is of the shared layers.
-
-        Raises:
-            RemoteWireError: it is of other layers.
-        """
-        self.partial.check(payloads)
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """The middle layers."""
+        return self.partial.shared
 
     @property
     def personalised(self) -> bool:

@@ -14,6 +14,7 @@ import torch
 
 import protocols
 from fedmq import privacy
+from fedmq.absent import shortened
 from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.crypto import load_accepted, load_identity
@@ -126,7 +127,10 @@ class Silo:
         task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
         local = Local(self.facts, self.share, self.model, self.store.before(header.sequence))
         trained = self.protocol.train(local, task)
-        payloads = tuple(self._transform(payload, task) for payload in trained.payloads)
+        layout, facts = self.context.layout, self.facts
+        # Before clip and noise: what the silo does not send needs none.
+        sent = (shortened(payload, layout, facts) for payload in trained.payloads)
+        payloads = tuple(self._transform(payload, task) for payload in sent)
         # A Byzantine silo, if the scenario scripts one, lies after everything else: it would not clip itself.
         name, number, version = self.facts.name, header.sequence, header.base_version
         for fault, generator in self.script.poisons(name, number, version, header.sent_at):

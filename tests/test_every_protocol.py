@@ -17,11 +17,12 @@ from safetensors.torch import save as save_tensors
 
 import protocols
 from coordinator.accept import check_reply
+from fedmq.absent import completed, shortened
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.fields import FieldError
 from fedmq.messages import Delta, Header, Kind, Message, PartialDelta, Payload
 from fedmq.payloads import tensors
-from fedmq.protocol import Checking, Reply, State
+from fedmq.protocol import Checking, Reply, Sharing, State
 from protocols._merge import inserted, places
 from protocols._own import OWN
 from tests.protocol_world import MIXED, World, equal_states, world
@@ -142,6 +143,61 @@ def test_the_branch_of_a_missing_modality_is_exactly_zero_in_the_update(name: st
                     assert part.any() or not sends(run, reply, modality)
         run.state = run.protocol.merge(run.state, replies, run.version).state
         run.version += 1
+
+
+def shared_layers(run: World) -> tuple[str, ...] | None:
+    return run.protocol.layers if isinstance(run.protocol, Sharing) else None
+
+
+def on_the_way(run: World, reply: Reply) -> tuple[Payload, ...]:
+    """A reply's payloads as they travel."""
+    return tuple(shortened(payload, run.model.layout, reply.silo) for payload in reply.payloads)
+
+
+@updating_protocol
+def test_the_branch_of_a_missing_modality_does_not_travel_and_the_rest_arrives_to_the_bit(name: str) -> None:
+    run = world(name)
+    run.round()
+    for reply in run.replies():
+        sent = on_the_way(run, reply)
+        (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]
+        if isinstance(update, PartialDelta) and not reply.silo.paired:
+            absent = "visual." if reply.silo.text else "text."
+            assert not [layer for layer in update.names if layer.startswith(absent)]
+            assert update.buffer.size == run.model.layout.part(update.names).size
+        else:
+            assert reply.silo.paired
+        arrived = [completed(payload, run.model.layout, shared_layers(run), reply.silo) for payload in sent]
+        for one, other in zip(reply.payloads, arrived, strict=True):
+            assert type(one) is type(other)
+            assert vars(one).keys() == vars(other).keys()
+            for key, value in vars(one).items():
+                assert np.array_equal(value, vars(other)[key])
+
+
+@updating_protocol
+def test_an_update_of_other_layers_is_refused(name: str) -> None:
+    run = world(name)
+    header = Header(run="run", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, sent_at=0.0,
+                    reply_to=1, base_version=0)  # fmt: skip
+    for reply in run.replies():
+        uploads, layers = run.protocol.uploads(reply.silo), shared_layers(run)
+        sent = on_the_way(run, reply)
+        (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]
+        if not isinstance(update, PartialDelta):
+            continue
+        first = run.model.layout.by_name[update.names[0]].size
+        others = [
+            dataclasses.replace(update, names=update.names[1:], buffer=update.buffer[first:].copy()),
+            dataclasses.replace(update, names=update.names[::-1]),
+            dataclasses.replace(update, names=(*update.names[:-1], "no.such.layer")),
+        ]
+        for other in others[len(update.names) == 1 :]:
+            payloads = tuple(other if payload is update else payload for payload in sent)
+            if other.names == update.names:
+                continue
+            with pytest.raises(RemoteWireError, match="layers"):
+                check_reply(Message(header, payloads), uploads, run.context, reply.silo, layers)
 
 
 @every_protocol
@@ -342,12 +398,15 @@ def test_a_reply_of_another_shape_is_refused_before_the_merge(name: str) -> None
             reply_to=1,
             base_version=1,
         )
-        for place, payload in enumerate(reply.payloads):
+        uploads, layers = run.protocol.uploads(reply.silo), shared_layers(run)
+        sent = on_the_way(run, reply)
+        check_reply(Message(header, sent), uploads, run.context, reply.silo, layers)
+        for place, payload in enumerate(sent):
             for other in misshapen(payload):
-                payloads = (*reply.payloads[:place], other, *reply.payloads[place + 1 :])
+                payloads = (*sent[:place], other, *sent[place + 1 :])
                 tried += 1
                 with pytest.raises(RemoteWireError):
-                    check_reply(Message(header, payloads), run.protocol.uploads(reply.silo), run.context)
+                    check_reply(Message(header, payloads), uploads, run.context, reply.silo, layers)
                     if isinstance(run.protocol, Checking):
                         run.protocol.check(payloads)
     assert tried or name == "local"  # which sends a loss, a number

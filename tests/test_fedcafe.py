@@ -447,10 +447,10 @@ def test_a_memory_that_does_not_fit_the_run_is_refused_on_arrival() -> None:
         payloads: Any = reply.payloads
 
     uploads = run.protocol.uploads(reply.silo)
-    check_reply(Message(), uploads, run.context)  # type: ignore[arg-type]
+    check_reply(Message(), uploads, run.context, reply.silo)  # type: ignore[arg-type]
     Message.payloads = bad.payloads
     with pytest.raises(RemoteWireError, match="memory"):
-        check_reply(Message(), uploads, run.context)  # type: ignore[arg-type]
+        check_reply(Message(), uploads, run.context, reply.silo)  # type: ignore[arg-type]
 
 
 def test_the_task_brings_the_memory_only_where_it_enhances() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file
 
 from coordinator.rounds import Phase
 from fedmq import transport
@@ -17,6 +18,7 @@ from fedmq.audit import audit_run
 from fedmq.crypto import init_keys, load_accepted, load_identity, seal_message
 from fedmq.handshake import complete, initiate
 from fedmq.messages import Delta, Header, Kind, Message
+from fedmq.models.two_tower import BRANCHES
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.world import run_name
@@ -43,7 +45,16 @@ def test_the_summary_has_everything_the_design_lists(reference: tuple[Path, dict
     assert set(summary["per_silo"]) == {"silo-00", "silo-01", "silo-02", "silo-03"}
     assert summary["per_silo"]["silo-02"]["modalities"] == ["image"]
     assert set(summary["fairness"]) == {"std_r1", "worst_r1", "gap_r1"}
-    assert summary["bytes"]["up"]["delta"] == summary["bytes"]["down"]["model"]
+    # Every model that went down came back as an update, without the branch of what a silo lacks.
+    (released,) = (out / "model").glob("*.safetensors")
+    sizes = {name: array.nbytes for name, array in load_file(released).items()}
+    branch = {modality: sum(size for name, size in sizes.items() if name.startswith(prefix))
+              for modality, prefix in BRANCHES.items()}  # fmt: skip
+    tasks = {name: silo["participations"] for name, silo in summary["per_silo"].items()}
+    assert summary["bytes"]["down"]["model"] == sum(tasks.values()) * sum(branch.values())
+    assert summary["bytes"]["up"]["delta"] == (tasks["silo-00"] + tasks["silo-01"]) * sum(branch.values())
+    lone = tasks["silo-02"] * branch["image"] + tasks["silo-03"] * branch["text"]
+    assert summary["bytes"]["up"]["partial_delta"] == lone > 0
     assert set(summary["seconds"]) == {"total", "startup", "training", "merge", "evaluation", "virtual"}
     assert sum(own["participations"] for own in summary["per_silo"].values()) == 4 * 3
     assert summary["seconds"]["virtual"] > 0
@@ -61,8 +72,11 @@ def test_the_logs_agree_and_say_what_left_each_silo(reference: tuple[Path, dict[
     audit = audit_run(reference[0])
     assert not audit.findings
     for silo in ("silo-00", "silo-02", "silo-03"):
-        assert set(audit.left[silo]) <= {"delta", "modality_prototypes", "geometry", "loss"}
-    assert audit.left["silo-02"]["delta"] > 0
+        update = "delta" if silo == "silo-00" else "partial_delta"
+        assert set(audit.left[silo]) <= {update, "modality_prototypes", "geometry", "loss"}
+    of_images, of_texts = (audit.left[f"silo-{each}"] for each in ("02", "03"))
+    assert of_images["partial_delta"] > 0
+    assert of_texts["partial_delta"] > 0
 
 
 def test_the_same_seed_gives_the_same_model(

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedmq.absent import layers_of, trainable
 from fedmq.errors import RemoteWireError
 from fedmq.messages import Delta, Memory, Message, Metrics, ModalityPrototypes, PartialDelta, Payload
 from fedmq.protocol import Context, SiloFacts
+from protocols._absent import layers_of, trainable
 
 
 def check_reply(

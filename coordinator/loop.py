@@ -43,7 +43,6 @@ from coordinator.setting import Setting
 from coordinator.tally import Tally
 from coordinator.timeline import Due, Entry, Timeline
 from coordinator.trouble import Trouble
-from fedmq.absent import completed
 from fedmq.audit import MessageLog
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
@@ -55,6 +54,7 @@ from fedmq.runfolder import append_line
 from fedmq.staleness import damping, mixed, rarity
 from fedmq.status import Status
 from fedmq.transport import Listener
+from protocols._absent import completed
 from protocols._robust import robust_replies
 
 _POLL_SECONDS = 0.2

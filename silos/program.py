@@ -14,7 +14,6 @@ import torch
 
 import protocols
 from fedmq import privacy
-from fedmq.absent import shortened
 from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.crypto import load_accepted, load_identity
@@ -31,6 +30,7 @@ from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.script import Script, Strike
 from fedmq.world import World, build_world, device_of, run_name
+from protocols._absent import shortened
 from silos.slots import Slots, slots_folder
 from silos.state import StateStore
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
+import torch
 
 from fedmq.layout import Layout
 from fedmq.messages import Delta, PartialDelta, Payload
 from fedmq.models.two_tower import BRANCHES
 from fedmq.protocol import SiloFacts
+from protocols import _merge
 
 
 def layers_of(layout: Layout, layers: Sequence[str] | None) -> tuple[str, ...]:
@@ -46,9 +47,8 @@ def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
     kept = trainable(layers, silo)
     if kept == layers:
         return payload
-    views = layout.part(layers).views(np.asarray(payload.buffer))
-    buffer = np.concatenate([views[name].reshape(-1) for name in kept])
-    return PartialDelta(payload.layout_digest, kept, buffer, payload.n_samples)
+    change = _merge.extract(_merge.read_only(payload.buffer), layout.part(layers), kept)
+    return PartialDelta(payload.layout_digest, kept, change.numpy(), payload.n_samples)
 
 
 def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, silo: SiloFacts) -> Payload:
@@ -64,10 +64,8 @@ def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, si
     if not isinstance(payload, PartialDelta) or trainable(names, silo) == names:
         return payload
     part = layout.part(names)
-    buffer = np.zeros(part.size, np.float32)
-    views, sent = part.views(buffer), layout.part(payload.names).views(np.asarray(payload.buffer))
-    for name, values in sent.items():
-        views[name][...] = values
+    change = _merge.inserted(torch.zeros(part.size), part, payload.names, _merge.read_only(payload.buffer))
+    buffer = change.numpy()
     if layers is None:
         return Delta(payload.layout_digest, buffer, payload.n_samples)
     return PartialDelta(payload.layout_digest, names, buffer, payload.n_samples)

@@ -122,7 +122,7 @@ class Inline:
         self.refused[error.reason] += 1
         self._log.refused(name, error.reason, error.detail, size)
 
-    def silent(self, seconds: float) -> list[str]:
+    def silent(self, seconds: float, at: float) -> list[str]:
         """Nobody: a function does not go away."""
         return []
 

@@ -106,7 +106,7 @@ class Loop:
         self._away: dict[str, float] = {}
         self._loss: float | None = None
         self._errors: list[str] = []
-        self._began = self._reported = self._looked = self.clock.stopwatch()
+        self._began = self._reported = self._looked = self._caught_up = self.clock.stopwatch()
         self._settled = self._settled_now()
         self._before = (self.tally.sent, self.tally.received, self.tally.refused)
         for silo, at in self.due.items():
@@ -250,6 +250,7 @@ class Loop:
                 self.roster.refuse("unknown", error, 0)
                 continue
             if got is None:
+                self._caught_up = self.clock.stopwatch()
                 return
             wait = 0.0
             arrived, lost = self.trouble.incoming(*got)
@@ -366,7 +367,8 @@ class Loop:
         if now - self._looked < _POLL_SECONDS:
             return
         self._looked = now
-        for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS):
+        # After a long merge or a slow disk there may be much that was said and is not read yet.
+        for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS, self._caught_up):
             self.roster.drop(name)
             self.log.note("peer lost", peer=name)
             if name in self._facts:

@@ -196,10 +196,9 @@ class Roster:
             return 0
         return sealed.size
 
-    def silent(self, seconds: float) -> list[str]:
-        """Peers not heard for so long."""
-        now = self._clock.stopwatch()
-        return [peer.name for peer in self._by_name.values() if now - peer.heard > seconds]
+    def silent(self, seconds: float, at: float) -> list[str]:
+        """Peers that by the stopwatch's time ``at`` [s] had not been heard for so long."""
+        return [peer.name for peer in self._by_name.values() if at - peer.heard > seconds]
 
     def drop(self, name: str) -> bool:
         """Forget a peer's session; returns whether it had one."""

@@ -7,9 +7,11 @@ sent what kind of thing to whom, how large it was, and the authentication tag of
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import os
+import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,6 +25,8 @@ from fedmq.messages import Header, Message, digest, tensor_bytes
 
 GENESIS = "0" * 64
 Action = Literal["sent", "received", "refused", "note"]
+#: How long to wait for a process of the same name that is being ended [s].
+_LOCK_SECONDS = 5.0
 
 
 def _canonical(record: Mapping[str, Any]) -> bytes:
@@ -56,6 +60,9 @@ class MessageLog:
         path: of the log; an existing one is continued, after cutting off a last line that a crash left unfinished.
         process: name of the process.
         clock: for the date and time of a record.
+
+    Raises:
+        InputError: another process writes this log; two writers would break the chain.
     """
 
     def __init__(self, path: Path, process: str, clock: Clock) -> None:
@@ -64,9 +71,26 @@ class MessageLog:
         self._clock = clock
         self._head, self._count = GENESIS, 0
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists():
-            self._continue()
         self._file = path.open("ab", buffering=0)
+        try:
+            self._lock()
+            self._continue()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        """Hold the log until it is closed; the kernel lets go of it when the process dies."""
+        tries = int(_LOCK_SECONDS / 0.05)
+        for left in range(tries, -1, -1):
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except OSError:
+                if not left:
+                    found = f"a log that another {self.process} is writing"
+                    raise InputError(str(self.path), found, "one process of a name in a run folder") from None
+                time.sleep(0.05)
 
     def _continue(self) -> None:
         whole = 0

@@ -30,6 +30,8 @@ LOST_BEATS = 2
 _HELLO_SECONDS = 2.0
 #: How long the thread waits before it looks at the clock again [ms].
 _TURN_MILLISECONDS = 250
+#: Turns after which a message that finds no room is given up, and the session with it.
+_PATIENT_TURNS = int(1000 * BEAT_SECONDS) // _TURN_MILLISECONDS
 
 
 class Link:
@@ -61,6 +63,7 @@ class Link:
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._wake_reads, self._wake_writes = os.pipe()
         self._closing = threading.Event()
+        self._stopped = False
         self._thread = threading.Thread(target=self._run_thread, name="link", daemon=True)
 
         self._session: Session | None = None
@@ -120,21 +123,26 @@ class Link:
                 poller = zmq.Poller()
                 poller.register(connection.socket, zmq.POLLIN)
                 poller.register(self._wake_reads, zmq.POLLIN)
-                while not (self._closing.is_set() and (self._session is None or self._outbox.empty())):
+                while not self._over:
                     self._turn(connection, poller)
             finally:
                 connection.close()
         except BaseException as error:
             self._inbox.put(error)
 
+    @property
+    def _over(self) -> bool:
+        # After its stop the coordinator reads nothing more: what is still queued would reach nobody.
+        return self._stopped or (self._closing.is_set() and (self._session is None or self._outbox.empty()))
+
     def _turn(self, connection: Connection, poller: zmq.Poller) -> None:
         """Wait for whatever comes first, then do all there is to do."""
         self._keep_alive(connection, self._clock.stopwatch())
         if self._wake_reads in dict(poller.poll(_TURN_MILLISECONDS)):
             os.read(self._wake_reads, 4096)
-        while self._take(connection):
+        while not self._stopped and self._take(connection):
             pass
-        while self._session is not None and not self._outbox.empty():
+        while self._session is not None and not self._stopped and not self._outbox.empty():
             self._put(connection, self._session, self._outbox.get())
 
     def _keep_alive(self, connection: Connection, now: float) -> None:
@@ -165,8 +173,16 @@ class Link:
         sealed = seal_message(session, message)
         # Logged before it leaves: a log may name a message that never left, never lack one that did.
         self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
-        if not connection.send(sealed.frames, timeout_s=BEAT_SECONDS):
-            self._forget("the queue to the coordinator is full")
+        for _ in range(_PATIENT_TURNS):
+            if connection.send(sealed.frames, timeout_s=_TURN_MILLISECONDS / 1000):
+                return
+            # One who waits to be heard still listens: there is no room either where the coordinator has just ended,
+            # and its stop can be read by nobody once the session is forgotten.
+            while not self._stopped and self._take(connection):
+                pass
+            if self._stopped or self._session is not session:
+                return
+        self._forget("the queue to the coordinator is full")
 
     def _forget(self, why: str) -> None:
         """Give the session up; the next turn shakes hands again, and an open task is handed out again."""
@@ -192,6 +208,7 @@ class Link:
             return True
         self._heard = self._clock.stopwatch()
         self._log.message("received", message, tag, size)
+        self._stopped = message.header.kind is Kind.STOP
         if message.header.kind is not Kind.HEARTBEAT:
             self._inbox.put(message)
         return True

@@ -79,6 +79,20 @@ def test_an_edited_record_shows(run: Path) -> None:
     assert any("silo-00.jsonl:2" in f.place and "changed" in f.what for f in audit_run(run).findings)
 
 
+def test_two_processes_cannot_write_one_log(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedmq.audit._LOCK_SECONDS", 0.1)
+    path = run / "messages" / "silo-00.jsonl"
+    with MessageLog(path, "silo-00", WallClock()) as log:
+        log.note("started")
+        before = path.read_bytes()
+        with pytest.raises(InputError, match=r"silo-00\.jsonl: found .*another silo-00 is writing"):
+            MessageLog(path, "silo-00", WallClock())
+        assert path.read_bytes() == before
+    with MessageLog(path, "silo-00", WallClock()) as log:
+        log.note("started")
+    assert not audit_run(run).findings
+
+
 @pytest.mark.parametrize("edit", ["remove", "swap", "insert"])
 def test_removed_moved_and_inserted_records_show(run: Path, edit: str) -> None:
     content = lines(run, "coordinator")

@@ -12,11 +12,13 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from coordinator import checkpoint
 from coordinator.rounds import Phase
 from fedmq import transport
 from fedmq.audit import audit_run
 from fedmq.crypto import init_keys, load_accepted, load_identity, seal_message
 from fedmq.handshake import complete, initiate
+from fedmq.link import BEAT_SECONDS, LOST_BEATS
 from fedmq.messages import Delta, Header, Kind, Message
 from fedmq.models.two_tower import BRANCHES
 from fedmq.runfolder import RunFolder
@@ -139,6 +141,25 @@ def test_the_wall_clock_gives_a_result_too(tiny: Path, tmp_path: Path) -> None:
     outcome = run(resolved(tiny, "clock=wall"), tmp_path)
     assert outcome.phase is Phase.DONE
     assert outcome.summary["seconds"]["virtual"] is None
+
+
+@pytest.mark.slow
+def test_a_coordinator_whose_disk_was_slow_calls_nobody_silent(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, held = checkpoint.save, BEAT_SECONDS * LOST_BEATS + 0.5
+
+    def slow(folder: Path, record: checkpoint.Checkpoint, disk: Callable[[], None]) -> None:
+        real(folder, record, disk)
+        if record.rounds["version"] == 2:
+            time.sleep(held)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    outcome = run(resolved(tiny), tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert outcome.summary["seconds"]["total"] > held
+    assert '"peer lost"' not in RunFolder(tmp_path).messages("coordinator").read_text()
+    assert not audit_run(tmp_path).findings
 
 
 def stranger(scenario: Scenario, tried: list[str]) -> Callable[[str, Path], None]:

@@ -60,3 +60,5 @@ def run(
         for thread in threads:
             if thread.is_alive():
                 thread.join(10)
+        # Whoever is left would go on writing its log beside the next one of its name.
+        assert not [target for target, thread in zip(targets, threads, strict=True) if thread.is_alive()]

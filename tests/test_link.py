@@ -1,0 +1,85 @@
+"""A silo's line to the coordinator, at the end of a run: what was said last is heard, and nothing is said after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from coordinator.roster import Roster
+from fedmq.audit import MessageLog, read_log
+from fedmq.clock import WallClock
+from fedmq.crypto import init_keys, load_accepted, load_identity
+from fedmq.link import COORDINATOR, Link
+from fedmq.messages import Error, Kind
+from fedmq.transport import QUEUE, Listener, listen
+
+SILO, RUN = "silo-00", "link-0-0123456789ab"
+#: Fewer messages than fill the queue: the handshake's two count until ZeroMQ next tells that they were read.
+FULL = QUEUE - 2
+
+
+@contextmanager
+def both_ends(folder: Path, queue: int) -> Iterator[tuple[Listener, Roster, Link]]:
+    """A silo's link with a session, and the coordinator's end of it; the caller closes the link."""
+    keys, uri = folder / "keys", f"memory://{folder.name.replace('_', '-')}"
+    init_keys(keys, (COORDINATOR, SILO))
+    clock = WallClock()
+    listener = listen(uri, queue=queue)
+    with MessageLog(folder / f"{COORDINATOR}.jsonl", COORDINATOR, clock) as log:
+        identity = load_identity(keys, COORDINATOR)
+        roster = Roster(listener, identity, load_accepted(keys), RUN, log, clock, max_body=1 << 20)
+        own = MessageLog(folder / f"{SILO}.jsonl", SILO, clock)
+        link = Link(uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, clock, now=lambda: 0.0)
+        link.start()
+        until = time.monotonic() + 10
+        while not roster.online(SILO) and time.monotonic() < until:
+            got = listener.receive(0.1)
+            if got is not None:
+                roster.take(*got)
+        try:
+            yield listener, roster, link
+        finally:
+            listener.close()
+
+
+def records(folder: Path, action: str) -> list[str]:
+    """Kinds of a silo's records, or their texts where they are notes."""
+    found = (record for _, record in read_log(folder / f"{SILO}.jsonl") if record)
+    return [str(record.get("kind", record.get("text"))) for record in found if record["action"] == action]
+
+
+def report(link: Link, count: int) -> None:
+    for number in range(1, count + 1):
+        error = Error("training_failed", "x")
+        link.send(Kind.ERROR, (error,), sequence=number, reply_to=number, base_version=0)
+
+
+def test_a_stop_is_heard_by_one_who_waits_to_be_heard(tmp_path: Path) -> None:
+    with both_ends(tmp_path, queue=1) as (listener, roster, link):
+        report(link, 200)
+        until = time.monotonic() + 10
+        while records(tmp_path, "sent").count("error") < FULL and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        assert FULL <= records(tmp_path, "sent").count("error") < 200
+        roster.send(SILO, roster.header(SILO, Kind.STOP))
+        listener.close()
+        message = link.receive(timeout=5)
+        assert message is not None
+        assert message.header.kind is Kind.STOP
+        link.close()
+    assert records(tmp_path, "received")[-1] == "stop"
+    assert records(tmp_path, "note") == records(tmp_path, "refused") == []
+
+
+def test_after_its_stop_nothing_is_said_to_the_coordinator(tmp_path: Path) -> None:
+    with both_ends(tmp_path, queue=64) as (_, roster, link):
+        roster.send(SILO, roster.header(SILO, Kind.STOP))
+        message = link.receive(timeout=5)
+        assert message is not None
+        assert message.header.kind is Kind.STOP
+        report(link, 3)
+        link.close()
+    assert records(tmp_path, "sent") == ["hello", "ready"]

@@ -8,7 +8,7 @@ fast anybody was.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import assert_never
@@ -218,8 +218,20 @@ class Loop:
             self.tally.failed += 1
             self.log.note("task failed", silo=event.silo, sequence=event.sequence, reason=event.reason)
         self.rounds, actions = self.rounds.handle(event)
-        for action in actions:
+        for action in self._longest_first(actions):
             self._perform(action)
+
+    def _longest_first(self, actions: Sequence[Action]) -> list[Action]:
+        """Actions with the tasks among them in order of their work, on where tasks stood.
+
+        Silos that share a machine's slots train in the order their tasks come; with the longest last a round would end
+        in one of them working alone. Nothing else depends on the order.
+        """
+        samples, facts = self.setting.samples, self._facts
+        tasks = [action for action in actions if isinstance(action, Send)]
+        tasks.sort(key=lambda task: -samples[facts[task.silo].index] * (1 + facts[task.silo].paired))
+        waiting = iter(tasks)
+        return [next(waiting) if isinstance(action, Send) else action for action in actions]
 
     def _perform(self, action: Action) -> None:
         match action:

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from fedmq.layout import Layout
 from fedmq.models.networks import Plan, initial_parameters
-from fedmq.models.two_tower import FlatOptimiser
+from fedmq.models.two_tower import FusedOptimiser
 from fedmq.scenario import Training
 
 Eq8 = Literal["corrected", "printed"]
@@ -112,14 +112,13 @@ class Discriminator:
         self.theta = theta.clone()
         self._layout = layout
         self._prototypes, self._prototype_labels = prototypes, prototype_labels
-        self._gradient = torch.zeros_like(self.theta)
-        self._optimiser = FlatOptimiser([self.theta], [self._gradient], training, learning_rate)
+        self._optimiser = FusedOptimiser([self.theta], training, learning_rate)
 
     def step(self, codes: Tensor, labels: Tensor, eq8: Eq8) -> None:
         """One step on eq 8 for binary codes [B, r] and label vectors [B, C], neither of which is changed by it."""
         theta = self.theta.clone().requires_grad_()
         lost = discriminator_loss(self._logits(theta, codes, labels), self._real(theta), eq8)
-        self._gradient.copy_(torch.autograd.grad(lost, theta)[0])
+        (self.theta.grad,) = torch.autograd.grad(lost, theta)
         self._optimiser.step()
 
     def fooled(self, codes: Tensor, labels: Tensor, kind: Adversarial, eq8: Eq8) -> Tensor:

@@ -264,7 +264,7 @@ def train_epochs(
     with _dropout(model, torch_generator(context.seed, *path)):
         for epoch in range(training.local_epochs):
             for step in work.steps(epoch, generator):
-                model.grad.zero_()
+                model.zero_grad()
                 image, text = outputs(local, step.rows, step.caption, step.runs)
                 value = step.loss(image, text)
                 added = extra(step, image, text) if extra is not None and step.main else None
@@ -275,7 +275,7 @@ def train_epochs(
                 if lambda_s and moved:  # at the first step theta is the base: neither value nor gradient
                     drift = model.flat.detach() - base
                     value = value + proximal(drift, lambda_s)
-                    model.grad.add_(proximal_gradient(drift, lambda_s))
+                    model.add_gradient(proximal_gradient(drift, lambda_s))
                 for name in step.trains:
                     if name in optimisers:
                         optimisers[name].step()

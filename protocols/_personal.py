@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.models.two_tower import FlatOptimiser
+from fedmq.models.two_tower import FusedOptimiser
 from fedmq.protocol import Context, Encoders, Local, Task, encoders_of
 from fedmq.seeds import torch_generator
 from protocols import _local
@@ -114,8 +114,7 @@ def fine_tuned(
     old = local.state.get(STATE)
     seed = torch_generator(context.seed, "personal", local.silo.name)
     adapter = initial(context.dim, tuning.hidden, seed) if old is None else old.clone()
-    gradient = torch.zeros_like(adapter)
-    steps = FlatOptimiser([adapter], [gradient], context.training, task.learning_rate * tuning.rate)
+    steps = FusedOptimiser([adapter], context.training, task.learning_rate * tuning.rate)
     generator = _local.generator_of(context, local, task, "personal")
     size = len(local.share)
     for _ in range(tuning.epochs):
@@ -127,6 +126,6 @@ def fine_tuned(
             value = loss(*(None if z is None else embed(z.cpu(), leaf, strength_) for z in pair))
             if not value.requires_grad:
                 continue
-            gradient.copy_(torch.autograd.grad(value, leaf)[0])
+            (adapter.grad,) = torch.autograd.grad(value, leaf)
             steps.step()
     return adapter

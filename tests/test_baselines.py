@@ -21,6 +21,7 @@ from protocols import _class_prototypes, _clusters, _merge, creamfl_public, fedp
 from protocols._own import OWN
 from silos.program import Silo
 from tests import inline
+from tests.gradients import gradient_of
 from tests.protocol_world import DIM, LABELS, MIXED, World, equal_states, world
 from tests.threads import resolved
 
@@ -291,7 +292,7 @@ def test_the_middle_layer_of_a_multi_modal_adapter_belongs_to_both_towers() -> N
     for embed in (model.image, model.caption):
         model.zero_grad()
         embed(torch.arange(2.0 * DIM).view(2, DIM))[:, 0].sum().backward()
-        assert model.grad[model.branch("shared")].any()
+        assert gradient_of(model)[model.branch("shared")].any()
 
 
 # --------------------------------------------------------------------------- MFCPL

@@ -81,6 +81,18 @@ def test_the_logs_agree_and_say_what_left_each_silo(reference: tuple[Path, dict[
     assert of_texts["partial_delta"] > 0
 
 
+def test_the_longest_tasks_of_a_round_go_out_first(tiny: Path, tmp_path: Path) -> None:
+    lone = "missing_modality={silos: {silo-00: image, silo-01: text}}"
+    summary = run(resolved(tiny, "rounds=2", lone), tmp_path).summary
+    work = {name: silo["samples"] * len(silo["modalities"]) for name, silo in summary["per_silo"].items()}
+    records = [json.loads(line) for line in RunFolder(tmp_path).messages("coordinator").read_text().splitlines()]
+    tasks = [record for record in records if record.get("kind") == "task" and record["action"] == "sent"]
+    for version in range(2):
+        asked = [task["receiver"] for task in tasks if task["base_version"] == version]
+        assert asked == sorted(sorted(asked), key=work.__getitem__, reverse=True)
+        assert asked != sorted(asked)
+
+
 def test_the_same_seed_gives_the_same_model(
     tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]
 ) -> None:

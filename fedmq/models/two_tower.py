@@ -156,7 +156,7 @@ def branch(layout: Layout, prefix: str) -> slice:
 
 
 class TwoTower(nn.Module):
-    """Image and text tower; all trainable parameters are views of one flat float32 buffer, their gradients of another.
+    """Image and text tower; all trainable parameters are views of one flat float32 buffer.
 
     Args:
         visual: the image tower, a module from a batch to its embeddings or to an :class:`Out`; its parameters are
@@ -173,7 +173,6 @@ class TwoTower(nn.Module):
         binary: as above.
         initial: draws the initial parameters float32 [P] again, the same in every process.
         flat: float32 [P], contiguous; the parameters are views of it.
-        grad: float32 [P], contiguous; the parameters' ``.grad`` are views of it. Zero it with :meth:`zero_grad`.
     """
 
     initial: Callable[[], Tensor]
@@ -194,14 +193,12 @@ class TwoTower(nn.Module):
         trainable = sorted(self.named_parameters())
         self.layout = Layout.of((name, parameter.shape, "float32") for name, parameter in trainable)
         self.flat = torch.zeros(self.layout.size, device=device)
-        self.grad = torch.zeros(self.layout.size, device=device)
         self._parts: list[tuple[nn.Parameter, slice]] = []
         offset = 0
         for name, old in trainable:
             part = slice(offset, offset + old.numel())
             offset = part.stop
             parameter = nn.Parameter(self.flat[part].view(old.shape))
-            parameter.grad = self.grad[part].view(old.shape)
             self._parts.append((parameter, part))
             owner, _, leaf = name.rpartition(".")
             setattr(self.get_submodule(owner), leaf, parameter)
@@ -294,9 +291,28 @@ class TwoTower(nn.Module):
         """
         return self.outputs("text", x).code
 
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Zero :attr:`grad` in one go; gradients are never set to None, they would stop being views."""
-        self.grad.zero_()
+    def within(self, branches: Sequence[slice]) -> list[nn.Parameter]:
+        """The parameters that lie in some ranges of :attr:`flat`, in its order."""
+        return [held for held, part in self._parts if any(r.start <= part.start < r.stop for r in branches)]
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop all gradients. Autograd then hands over the tensors it makes instead of adding them to others.
+
+        Zeroing and adding are four more passes over memory for every parameter and step, an eighth of a step's time
+        where the layers are wide and the batches small.
+        """
+        for parameter, _ in self._parts:
+            parameter.grad = None
+
+    def add_gradient(self, gradient: Tensor) -> None:
+        """Add a gradient found outside autograd.
+
+        Args:
+            gradient: float32 [P]; not to be changed afterwards.
+        """
+        for parameter, part in self._parts:
+            more = gradient[part].view(parameter.shape)
+            parameter.grad = more if parameter.grad is None else parameter.grad.add_(more)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         # .to() and .float() would replace the parameters by tensors that are no longer views of the buffer.
@@ -395,41 +411,34 @@ def build(
     return model
 
 
-class FlatOptimiser:
-    """Torch's fused steps over a few flat tensors.
+class FusedOptimiser:
+    """Torch's fused steps over a few tensors.
 
     It calls the functions that ``torch.optim``'s classes end in, with their defaults, so the numbers are theirs. The
     classes themselves import ``torch._dynamo`` on first use: two seconds and seventy megabytes for nothing.
 
     Args:
-        parameters: views of a model's buffer.
-        gradients: views of its gradients, in the same order; zeroed, never replaced.
+        parameters: float32, changed in place by the gradients in their ``.grad``; without one, by a gradient of zero.
         training: kind of optimiser and weight decay.
         learning_rate: of all steps.
     """
 
-    def __init__(
-        self, parameters: Sequence[Tensor], gradients: Sequence[Tensor], training: Training, learning_rate: float
-    ) -> None:
-        self._parameters, self._gradients = list(parameters), list(gradients)
+    def __init__(self, parameters: Sequence[Tensor], training: Training, learning_rate: float) -> None:
+        self._parameters = list(parameters)
         self._training, self._rate = training, learning_rate
         self._first = [torch.zeros_like(part) for part in self._parameters]
         self._second = [torch.zeros_like(part) for part in self._parameters]
         self._steps = [torch.zeros((), device=part.device) for part in self._parameters]
         self._momentum: list[Tensor | None] = [None] * len(self._parameters)
 
-    def zero_grad(self) -> None:
-        """Zero the gradients of what this optimiser trains."""
-        for gradient in self._gradients:
-            gradient.zero_()
-
     @torch.no_grad()
     def step(self) -> None:
         """One step in place."""
+        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._parameters]
         if self._training.optimizer == "sgd":
             sgd(
                 self._parameters,
-                self._gradients,
+                gradients,
                 self._momentum,
                 fused=True,
                 weight_decay=self._training.weight_decay,
@@ -442,12 +451,12 @@ class FlatOptimiser:
             return
         adam(
             self._parameters,
-            self._gradients,
+            gradients,
             self._first,
             self._second,
             [],
             self._steps,
-            # Fused: one pass over the buffers; the loops over tensors cost more than the arithmetic at this size.
+            # Fused: one pass over each tensor; the loops over tensors cost more than the arithmetic at this size.
             fused=True,
             decoupled_weight_decay=self._training.optimizer == "adamw",
             amsgrad=False,
@@ -460,14 +469,14 @@ class FlatOptimiser:
         )
 
 
-def optimiser(model: TwoTower, training: Training, learning_rate: float, branches: Sequence[slice]) -> FlatOptimiser:
-    """An optimiser over whole branches of the flat buffer: one tensor per branch instead of one per layer.
+def optimiser(model: TwoTower, training: Training, learning_rate: float, branches: Sequence[slice]) -> FusedOptimiser:
+    """An optimiser over whole branches of a model.
 
     Parameters outside ``branches`` are never touched, not even by weight decay. Weight decay reaches biases too, as in
     RCSR's code.
 
     Args:
-        model: whose ``flat`` is trained with the gradients in ``grad``.
+        model: whose ``flat`` is trained, with its parameters' gradients.
         training: kind of optimiser and weight decay.
         learning_rate: of this round.
         branches: of :meth:`TwoTower.branch`; empty ones are passed over.
@@ -475,9 +484,7 @@ def optimiser(model: TwoTower, training: Training, learning_rate: float, branche
     Raises:
         ValueError: nothing to train.
     """
-    parts = [part for part in branches if part.stop > part.start]
-    if not parts:
+    parameters = model.within(branches)
+    if not parameters:
         raise ValueError("an optimiser needs at least one branch with parameters")
-    # Both are views: the step writes straight into the model.
-    flat = model.flat.detach()
-    return FlatOptimiser([flat[part] for part in parts], [model.grad[part] for part in parts], training, learning_rate)
+    return FusedOptimiser(parameters, training, learning_rate)

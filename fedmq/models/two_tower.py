@@ -298,8 +298,8 @@ class TwoTower(nn.Module):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop all gradients. Autograd then hands over the tensors it makes instead of adding them to others.
 
-        Zeroing and adding are four more passes over memory for every parameter and step, an eighth of a step's time
-        where the layers are wide and the batches small.
+        Zeroing and adding are four more passes over memory for every parameter and step, a tenth of a step's time where
+        the layers are wide and the batches small.
         """
         for parameter, _ in self._parts:
             parameter.grad = None

@@ -10,7 +10,6 @@ import os
 import queue
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 
 import zmq
@@ -108,11 +107,14 @@ class Link:
         os.write(self._wake_writes, b"x")
 
     def close(self, patience: float = 5.0) -> None:
-        """Send what is queued, then end the thread; at most ``patience`` seconds."""
+        """Send what is queued, then end the thread, if it ever began; at most ``patience`` seconds."""
         self._closing.set()
-        with suppress(OSError):
-            os.write(self._wake_writes, b"x")
-        self._thread.join(patience)
+        os.write(self._wake_writes, b"x")
+        if self._thread.ident is not None:
+            self._thread.join(patience)
+        if not self._thread.is_alive():
+            os.close(self._wake_reads)
+            os.close(self._wake_writes)
         self._log.close()
 
     # ---------------------------------------------------------------------------------------------- the link's thread

@@ -1,4 +1,4 @@
-"""A silo's line to the coordinator, at the end of a run: what was said last is heard, and nothing is said after it."""
+"""A line to the coordinator, at its end: the last word is heard, nothing is said after it, nothing is left open."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from coordinator.roster import Roster
 from fedmq.audit import MessageLog, read_log
 from fedmq.clock import WallClock
 from fedmq.crypto import init_keys, load_accepted, load_identity
+from fedmq.errors import InputError
+from fedmq.evaluator import EvaluatorArguments, run_evaluator
 from fedmq.link import COORDINATOR, Link
 from fedmq.messages import Error, Kind
 from fedmq.transport import QUEUE, Listener, listen
+from silos.program import SiloArguments, run_silo
+from tests.threads import resolved
 
 SILO, RUN = "silo-00", "link-0-0123456789ab"
 #: Fewer messages than fill the queue: the handshake's two count until ZeroMQ next tells that they were read.
@@ -83,3 +89,18 @@ def test_after_its_stop_nothing_is_said_to_the_coordinator(tmp_path: Path) -> No
         report(link, 3)
         link.close()
     assert records(tmp_path, "sent") == ["hello", "ready"]
+
+
+@pytest.mark.parametrize("program", ["silo", "evaluator"])
+def test_who_cannot_read_its_data_says_so_and_nothing_else(tiny: Path, tmp_path: Path, program: str) -> None:
+    scenario, keys = resolved(tiny, f"data.path={tmp_path}/nothing.npz"), tmp_path / "keys"
+    init_keys(keys, (COORDINATOR, "evaluator", *scenario.silo_names))
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    uri = "memory://nobody"
+    with pytest.raises(InputError, match=r"nothing\.npz"):
+        if program == "silo":
+            run_silo(SiloArguments(scenario, SILO, uri, keys, tmp_path))
+        else:
+            run_evaluator(EvaluatorArguments(scenario, uri, keys, tmp_path))
+    # Sockets of tests before may be closed meanwhile.
+    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors

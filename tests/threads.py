@@ -19,20 +19,25 @@ from fedmq.scenario import Scenario
 from silos.program import SiloArguments, run_silo
 
 _NUMBERS = itertools.count()
+_LIVES = 3
 
 
 def resolved(path: Path, *settings: str) -> Scenario:
     return protocols.resolved(scenarios.load(path, settings))
 
 
-def quiet(function: Callable[..., Any], *arguments: object) -> Callable[[], None]:
-    """A process's end is its own affair here, too; why it ended early stands in the test's output."""
+def watched(over: threading.Event, function: Callable[..., Any], *arguments: object) -> Callable[[], None]:
+    """A process that is started again when it dies, as the supervisor of real processes does; it says what of."""
 
     def call() -> None:
-        try:
-            function(*arguments)
-        except Exception:
-            traceback.print_exc(file=sys.stderr)
+        for _ in range(_LIVES):
+            try:
+                return function(*arguments)
+            except Exception:
+                traceback.print_exc(file=sys.stderr)
+            if over.is_set():
+                return None
+        return None
 
     return call
 
@@ -51,8 +56,10 @@ def run(
     keys = out / "keys"
     if not keys.exists():
         init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
-    targets = [quiet(run_silo, SiloArguments(scenario, name, uri, keys, out)) for name in silos or scenario.silo_names]
-    targets.append(quiet(run_evaluator, EvaluatorArguments(scenario, uri, keys, out)))
+    over = threading.Event()
+    named = silos or scenario.silo_names
+    targets = [watched(over, run_silo, SiloArguments(scenario, name, uri, keys, out)) for name in named]
+    targets.append(watched(over, run_evaluator, EvaluatorArguments(scenario, uri, keys, out)))
     targets += [lambda other=other: other(uri, keys) for other in others]  # type: ignore[misc]
     threads = [threading.Thread(target=target, daemon=True) for target in targets]
     try:
@@ -62,6 +69,7 @@ def run(
             stop_wanted=stop_wanted,
         )
     finally:
+        over.set()
         for thread in threads:
             if thread.is_alive():
                 thread.join(10)

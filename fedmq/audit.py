@@ -81,16 +81,15 @@ class MessageLog:
 
     def _lock(self) -> None:
         """Hold the log until it is closed; the kernel lets go of it when the process dies."""
-        tries = int(_LOCK_SECONDS / 0.05)
-        for left in range(tries, -1, -1):
+        until = time.monotonic() + _LOCK_SECONDS
+        while True:
             try:
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            except OSError:
-                if not left:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
                     found = f"a log that another {self.process} is writing"
                     raise InputError(str(self.path), found, "one process of a name in a run folder") from None
-                time.sleep(0.05)
+            time.sleep(0.05)
 
     def _continue(self) -> None:
         whole = 0

@@ -142,7 +142,7 @@ class Link:
         self._keep_alive(connection, self._clock.stopwatch())
         if self._wake_reads in dict(poller.poll(_TURN_MILLISECONDS)):
             os.read(self._wake_reads, 4096)
-        while not self._stopped and self._take(connection):
+        while self._take(connection):
             pass
         while self._session is not None and not self._stopped and not self._outbox.empty():
             self._put(connection, self._session, self._outbox.get())
@@ -180,7 +180,7 @@ class Link:
                 return
             # One who waits to be heard still listens: there is no room either where the coordinator has just ended,
             # and its stop can be read by nobody once the session is forgotten.
-            while not self._stopped and self._take(connection):
+            while self._take(connection):
                 pass
             if self._stopped or self._session is not session:
                 return
@@ -192,7 +192,9 @@ class Link:
         self._session = self._initiated = None
 
     def _take(self, connection: Connection) -> bool:
-        """Take one message, if there is one; returns whether there was."""
+        """Take one message, if there is one and the last was no stop; returns whether there was."""
+        if self._stopped:
+            return False
         size = 0
         try:
             frames = connection.receive(0)

@@ -32,12 +32,12 @@ def watched(over: threading.Event, function: Callable[..., Any], *arguments: obj
     def call() -> None:
         for _ in range(_LIVES):
             try:
-                return function(*arguments)
+                function(*arguments)
+                break
             except Exception:
                 traceback.print_exc(file=sys.stderr)
             if over.is_set():
-                return None
-        return None
+                break
 
     return call
 

@@ -8,19 +8,54 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field, TypeAdapter
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from fedmq.errors import InputError, RunError
 from fedmq.protocol import State
 from fedmq.runfolder import load_aligned
+from fedmq.stored import Stored, read_json
 
 KEPT = 2
 _THETA = "theta"
 _PREFIX = "state."
+_AGAIN = "a whole checkpoint; delete this one to go on from the one before"
+
+
+class _Rounds(Stored):
+    version: int
+    gone: list[str]
+    flights: dict[str, Annotated[list[int], Field(min_length=3, max_length=3)]]
+    sequences: dict[str, int]
+    losses: dict[str, float]
+
+
+class _Tally(Stored):
+    up: dict[str, int]
+    down: dict[str, int]
+    sent: int
+    received: int
+    refused: dict[str, int]
+    participations: dict[str, int]
+    discarded: dict[str, int]
+    failed: int
+    seconds: dict[str, float]
+
+
+class _Stored(Stored):
+    rounds: _Rounds
+    now: float
+    due: dict[str, float]
+    tally: _Tally
+    handed: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]]
+    values: dict[Annotated[str, Field(pattern=r"^\d+$")], dict[str, Any]]
+
+
+_CHECKPOINT: TypeAdapter[Any] = TypeAdapter(_Stored)
 
 
 @dataclass(frozen=True)
@@ -126,18 +161,16 @@ def load(folder: Path) -> Checkpoint | None:
     if not existing:
         return None
     newest = existing[-1]
+    meta = read_json(newest / "checkpoint.json", _CHECKPOINT, _AGAIN)
     try:
-        meta = json.loads((newest / "checkpoint.json").read_text(encoding="utf-8"))
         states = {
             int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values)
             for version, values in meta["values"].items()
         }
-        handed = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta["handed"].items()}
-        return Checkpoint(meta["rounds"], states, meta["now"], meta["due"], meta["tally"], handed)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
-        raise InputError(
-            str(newest), f"a damaged checkpoint ({error})", "a whole one; delete it to go on from the one before"
-        ) from None
+    except (OSError, KeyError, SafetensorError) as error:
+        raise InputError(str(newest), f"a damaged state ({error})", _AGAIN) from None
+    handed = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta["handed"].items()}
+    return Checkpoint(meta["rounds"], states, meta["now"], meta["due"], meta["tally"], handed)
 
 
 def _read_state(path: Path, values: Mapping[str, Any]) -> State:

@@ -40,9 +40,10 @@ from fedmq.link import COORDINATOR
 from fedmq.memory import keep_buffers
 from fedmq.messages import Loss, Payload
 from fedmq.metrics import fairness
+from fedmq.outcomes import read_metrics
 from fedmq.participation import cohort_size, trace_of
 from fedmq.protocol import Releasing
-from fedmq.runfolder import RunFolder, read_lines, write_atomically, write_json
+from fedmq.runfolder import RunFolder, write_atomically, write_json
 from fedmq.scenario import Scenario
 from fedmq.status import Status
 from fedmq.transport import Listener, listen
@@ -245,7 +246,7 @@ def _loop(
 
 def _cut_metrics(folder: RunFolder, version: int) -> set[int]:
     """Drop the lines of ``metrics.jsonl`` that a resume will write again; returns the versions evaluated before."""
-    kept = [line for line in read_lines(folder.metrics) if line["version"] <= version]
+    kept = [line for line in read_metrics(folder) if line["version"] <= version]
     write_atomically(folder.metrics, lambda path: _write_text(path, "".join(json.dumps(line) + "\n" for line in kept)))
     return {line["version"] for line in kept if line["kind"] == "evaluation"}
 
@@ -288,9 +289,7 @@ def _release(setting: Setting, theta: torch.Tensor, more: tuple[Payload, ...], d
 
 def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, Any]:
     scenario, tally = loop.setting.scenario, loop.tally
-    evaluations = {
-        line["version"]: line for line in read_lines(loop.setting.folder.metrics) if line["kind"] == "evaluation"
-    }
+    evaluations = {line["version"]: line for line in read_metrics(loop.setting.folder) if line["kind"] == "evaluation"}
     last = evaluations[max(evaluations)]
     recalls = [own["mean_r1"] for own in last["per_silo"].values()]
     spread = fairness(recalls)
@@ -336,7 +335,13 @@ def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, A
             "silos": len(world.silos),
             "peak_pss_mb": round(psutil.Process().memory_full_info().pss / 2**20, 1),
         },
-        "versions_of": {"fedmq": fedmq.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        # What rounds alike: the same scenario gives the same bits where these are the same.
+        "versions_of": {
+            "fedmq": fedmq.__version__,
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        },
     }
 
 

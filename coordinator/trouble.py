@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from pydantic import TypeAdapter
+
 from coordinator.checkpoint import to_disk
 from coordinator.rounds import Failed
 from fedmq.audit import MessageLog
@@ -23,12 +25,20 @@ from fedmq.errors import RemoteWireError
 from fedmq.faults import Corrupt, Crash, Drop, Duplicate, Fate, Freeze, Late, Leave, Reorder, Split, Standing
 from fedmq.link import BEAT_SECONDS, COORDINATOR
 from fedmq.messages import Header, Kind, Message
-from fedmq.runfolder import RunFolder, append_line, read_lines
+from fedmq.runfolder import RunFolder, append_line
 from fedmq.script import Script, Strike
+from fedmq.stored import Stored, read_lines
 
 Frames = tuple[bytes, Sequence[Any]]
 _ON_FRAMES = Drop | Split | Duplicate | Reorder | Corrupt
 _STANDING = get_args(Standing)
+
+
+class _Fired(Stored):
+    fault: str
+
+
+_FIRED: TypeAdapter[Any] = TypeAdapter(_Fired)
 
 
 @dataclass(frozen=True)
@@ -75,7 +85,7 @@ class Trouble:
         self.handed = dict(handed)
         self._log, self._clock, self._order, self._wired = log, clock, order, wired
         self._record = folder.faults
-        self._fired = {line["fault"] for line in read_lines(self._record)}
+        self._fired = {line["fault"] for line in read_lines(self._record, _FIRED, "a fault that fired")}
         self._strikes: dict[str, list[Strike]] = {}
         self._on_frames: dict[tuple[str, int], list[Strike]] = {}
         self._held: dict[str, Frames] = {}

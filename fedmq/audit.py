@@ -17,11 +17,14 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from fedmq.clock import Clock
 from fedmq.errors import InputError
 from fedmq.messages import Header, Message, digest, tensor_bytes
+from fedmq.stored import Stored
 
 GENESIS = "0" * 64
 Action = Literal["sent", "received", "refused", "note"]
@@ -38,15 +41,100 @@ def chain(previous: str, record: Mapping[str, Any]) -> str:
     return hashlib.sha256(previous.encode() + _canonical(record)).hexdigest()
 
 
+# ------------------------------------------------------------------------------------------------ what a record holds
+# Logs come from processes that nobody trusts: a record is what its action says, or it is none.
+_Size = Annotated[int, Field(ge=0)]
+
+
+class _Record(Stored):
+    n: int
+    process: str
+    wall: str
+    previous: str
+    hash: str
+
+
+class _Note(_Record):
+    text: str
+    version: int | None = None
+    __pydantic_extra__: dict[str, str | float | None]
+
+
+class _Event(_Note):
+    event: str
+    silo: str
+    sequence: int
+    now: float
+    version: int
+
+
+class _Refused(_Record):
+    peer: str
+    reason: str
+    detail: str
+    bytes: _Size
+
+
+class _Handshake(_Record):
+    kind: str
+    peer: str
+    bytes: _Size
+
+
+class _Message(_Record):
+    run: str
+    kind: str
+    sender: str
+    receiver: str
+    sequence: int
+    reply_to: int | None
+    base_version: int
+    sent_at: float
+    session: str
+    counter: int
+    payloads: list[tuple[str, _Size]]
+    digests: list[str] | None = None
+    bytes: _Size
+    tag: str
+
+
+def _shape(record: Any) -> str | None:
+    """Which of them a record says it is."""
+    action = record.get("action") if isinstance(record, dict) else None
+    if action in ("sent", "received"):
+        return "message" if "counter" in record else "handshake"
+    if action == "note":
+        return "event" if record.get("text") == "event" else "note"
+    return "refused" if action == "refused" else None
+
+
+_RECORD: TypeAdapter[Any] = TypeAdapter(
+    Annotated[
+        Annotated[_Note, Tag("note")]
+        | Annotated[_Event, Tag("event")]
+        | Annotated[_Refused, Tag("refused")]
+        | Annotated[_Handshake, Tag("handshake")]
+        | Annotated[_Message, Tag("message")],
+        Discriminator(_shape),
+    ]
+)
+
+
+def _record(line: bytes) -> dict[str, Any] | None:
+    """A line as the record it is, None if it is none."""
+    try:
+        _RECORD.validate_json(line)
+        record: dict[str, Any] = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return record if line.endswith(b"\n") else None
+
+
 def read_log(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """The records of a log with their line numbers; None for a line that is no JSON object."""
+    """The records of a log with their line numbers; None for a line that is no whole record of a message log."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            try:
-                record = json.loads(line)
-            except ValueError:
-                record = None
-            yield number, record if isinstance(record, dict) and line.endswith(b"\n") else None
+            yield number, _record(line)
 
 
 #: What the coordinator notes of a run without messages; an auditor must not take its silence for a clean record.
@@ -97,12 +185,9 @@ class MessageLog:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                try:
-                    record = json.loads(line)
+                record = _record(line)
+                if record is not None:  # What is none is not ours to mend: the audit will point at it.
                     self._head, self._count = record["hash"], record["n"] + 1
-                except (ValueError, KeyError, TypeError):
-                    # Not ours to mend: the audit will point at it.
-                    pass
                 whole += len(line)
         os.truncate(self.path, whole)
 
@@ -243,10 +328,6 @@ class Audit:
 _COMPARED = ("run", "kind", "sequence", "reply_to", "base_version", "sent_at", "payloads", "bytes", "tag")
 
 
-def _lines(path: Path) -> list[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-
-
 def audit_run(folder: Path) -> Audit:
     """Check every message log of a run folder: its own chain, and what was sent against what was received.
 
@@ -259,7 +340,6 @@ def audit_run(folder: Path) -> Audit:
             str(folder), "no messages/*.jsonl", "a run folder that fedmq scenario or fedmq coordinator wrote"
         )
     result = Audit()
-    result.inline = any(INLINE in line for line in _lines(folder / "messages" / "coordinator.jsonl"))
     sent: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]] = {}
     received: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]] = {}
     for path in logs:
@@ -293,16 +373,16 @@ def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, dict[str, A
     for number, record in read_log(path):
         place = f"{path.name}:{number}"
         if record is None:
-            result.findings.append(Finding(place, "no complete record"))
+            result.findings.append(Finding(place, "no whole record of a message log"))
             continue
         unhashed = {key: value for key, value in record.items() if key != "hash"}
-        if record.get("previous") != head or record.get("n") != count:
+        if record["previous"] != head or record["n"] != count:
             result.findings.append(
                 Finding(place, "does not follow the record before it: lines were removed, inserted or moved")
             )
-        elif chain(head, unhashed) != record.get("hash"):
+        elif chain(head, unhashed) != record["hash"]:
             result.findings.append(Finding(place, "was changed after it was written"))
-        head, count = str(record.get("hash")), int(record.get("n", count)) + 1
+        head, count = record["hash"], record["n"] + 1
         result.records[path.stem] += 1
         yield place, record
 
@@ -314,21 +394,22 @@ def _tally(
     sent: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]],
     received: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]],
 ) -> None:
-    process, action = str(record.get("process")), record.get("action")
-    if action == "refused":
-        result.refused[process][str(record.get("reason"))] += 1
+    process, action = record["process"], record["action"]
+    if action == "note":
+        result.inline = result.inline or record["text"] == INLINE
+    elif action == "refused":
+        result.refused[process][record["reason"]] += 1
+    elif action == "sent":
+        result.frames[process] += record["bytes"]
+    if _shape(record) != "message":
         return
-    if action == "sent":
-        result.frames[process] += int(record.get("bytes", 0))
-    if action not in ("sent", "received") or "counter" not in record:
-        return
-    key = (str(record["sender"]), str(record["receiver"]), str(record["session"]), int(record["counter"]))
+    key = (record["sender"], record["receiver"], record["session"], record["counter"])
     seen = sent if action == "sent" else received
     if key in seen:
         result.findings.append(Finding(place, f"the same frame as {seen[key][0]} is logged as {action} again"))
     seen[key] = (place, record)
     if action == "sent":
-        for kind, size in record.get("payloads", []):
-            result.left[process][str(kind)] += int(size)
+        for kind, size in record["payloads"]:
+            result.left[process][kind] += size
         if process != record["sender"]:
             result.findings.append(Finding(place, f"{process} logged sending in the name of {record['sender']}"))

@@ -431,15 +431,24 @@ def replay_command(
             err.print("stopped before the end; nothing was compared")
             sys.exit(FAILED)
         write_json(again.summary, simulated.outcome.summary)
-        difference = replay.first_difference(before, replay.read_record(again))
+        after = replay.read_record(again)
+    difference, otherwise = replay.first_difference(before, after), replay.made_otherwise(before, after)
     if as_json:
-        found = None if difference is None else vars(difference)
-        print(json.dumps({"same": difference is None, "events": len(before.events), "difference": found}, indent=2))
+        found = {
+            "same": difference is None,
+            "events": len(before.events),
+            "difference": None if difference is None else vars(difference),
+            "made_otherwise": {name: {"run": was, "replay": now} for name, (was, now) in otherwise.items()},
+        }
+        print(json.dumps(found, indent=2))
     elif difference is None:
         verdict = f"the same run: {len(before.events)} events, model {before.digest[:16]}"
         out.print(verdict, style="green", highlight=False)
     else:
         print(f"{difference.place}\n  run:    {difference.was}\n  replay: {difference.now}")
+        if otherwise:
+            print("The two were not made alike, which alone changes the last bits of a model:")
+            print("\n".join(f"  {name}: run {was}, replay {now}" for name, (was, now) in otherwise.items()))
     if difference is not None:
         sys.exit(DIFFERENT)
 

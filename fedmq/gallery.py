@@ -21,6 +21,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
+from pydantic import TypeAdapter
 
 from fedmq import codes
 from fedmq.data.features import file_digest
@@ -30,6 +31,7 @@ from fedmq.errors import InputError
 from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
 from fedmq.release import Release
 from fedmq.scenario import Data, load
+from fedmq.stored import Stored, read_json
 
 Array = npt.NDArray[Any]
 Among = Literal["images", "captions"]
@@ -38,6 +40,23 @@ Progress = Callable[[str, int, int], None]
 FORMAT = 1
 _BATCH = 256
 _SIDE: Mapping[Among, Modality] = {"images": "image", "captions": "text"}
+_AGAIN = "an exported gallery; delete the folder to make it again"
+
+
+class _Gallery(Stored):
+    format: Literal[1]
+    binary: bool
+    captions: int
+    prepared: dict[str, Any]
+
+
+class _Items(Stored):
+    keys: list[str]
+    captions: list[list[str]]
+
+
+_GALLERY: TypeAdapter[Any] = TypeAdapter(_Gallery)
+_ITEMS: TypeAdapter[Any] = TypeAdapter(_Items)
 
 
 @dataclass(frozen=True)
@@ -207,7 +226,7 @@ class Gallery:
     @cached_property
     def items(self) -> Items:
         """Names and captions."""
-        found = json.loads((self.folder / "items.json").read_text(encoding="utf-8"))
+        found = read_json(self.folder / "items.json", _ITEMS, _AGAIN)
         return Items(tuple(found["keys"]), tuple(map(tuple, found["captions"])))
 
     def array(self, name: str) -> Array:
@@ -310,10 +329,4 @@ def open_gallery(folder: Path) -> Gallery:
     Raises:
         InputError: it is none.
     """
-    try:
-        meta = json.loads((folder / "gallery.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(str(folder), str(error), "an exported gallery; delete the folder to make it again") from None
-    if meta.get("format") != FORMAT:
-        raise InputError(str(folder), "another format", f"format {FORMAT}; delete the folder to make it again")
-    return Gallery(folder, meta)
+    return Gallery(folder, read_json(folder / "gallery.json", _GALLERY, _AGAIN))

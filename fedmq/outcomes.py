@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
 
 from fedmq.errors import InputError
 from fedmq.metrics import fairness
-from fedmq.runfolder import RunFolder, read_lines
+from fedmq.runfolder import RunFolder
+from fedmq.stored import Stored, read_json, read_lines
 
 CONFIDENCE = 0.95
 #: What is better when it is less; everything else is better when it is more.
@@ -25,6 +27,71 @@ _LESS = (
     "messages.",
     "processes.",
 )
+
+
+class _Silo(Stored):
+    modalities: Annotated[list[Literal["image", "text"]], Field(min_length=1, max_length=2)]
+    samples: int
+    participations: int
+    mean_r1: float
+
+
+class _Bytes(Stored):
+    up: dict[str, int]
+    down: dict[str, int]
+
+
+class _Summary(Stored):
+    protocol: str
+    scenario: str
+    seed: int
+    versions: int
+    model_digest: str
+    metrics: dict[str, float]
+    per_silo: dict[str, _Silo]
+    fairness: dict[str, float]
+    bytes: _Bytes
+    seconds: dict[str, float | None]
+    processes: dict[str, float]
+    versions_of: dict[str, str]
+
+
+class _MergeLine(Stored):
+    kind: Literal["merge"]
+    version: int
+    now: float
+
+
+class _EvaluationLine(Stored):
+    kind: Literal["evaluation"]
+    version: int
+    metrics: dict[str, float]
+    per_silo: dict[str, dict[str, float]]
+
+
+_SUMMARY: TypeAdapter[Any] = TypeAdapter(_Summary)
+_LINE: TypeAdapter[Any] = TypeAdapter(Annotated[_MergeLine | _EvaluationLine, Field(discriminator="kind")])
+_FINISHED = "the folder of a finished run"
+
+
+def read_summary(folder: RunFolder) -> dict[str, Any]:
+    """``summary.json`` of a finished run.
+
+    Raises:
+        InputError: there is none, or it is no run's summary.
+    """
+    if not folder.summary.is_file():
+        raise InputError(str(folder.root), "no summary.json in it", _FINISHED)
+    return read_json(folder.summary, _SUMMARY, "a run's summary")
+
+
+def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
+    """``metrics.jsonl``: a line per merge (``version``, ``now`` [s]) and per evaluation (``version``, ``metrics``).
+
+    Raises:
+        InputError: a line is neither.
+    """
+    return list(read_lines(folder.metrics, _LINE, "a line of a merge or an evaluation"))
 
 
 @dataclass(frozen=True)
@@ -100,19 +167,17 @@ def read(folder: RunFolder) -> Outcome:
     Raises:
         InputError: it is not finished, or its files are no run's.
     """
-    try:
-        summary = json.loads(folder.summary.read_text(encoding="utf-8"))
-        lines = list(read_lines(folder.metrics))
-        times = {0: 0.0, **{line["version"]: line["now"] for line in lines if line["kind"] == "merge"}}
-        evaluations = {
-            line["version"]: Evaluation(
-                line["version"], times[line["version"]], line["metrics"], _fairness_of(line.get("per_silo", {}))
-            )
-            for line in lines
-            if line["kind"] == "evaluation"
-        }
-    except (OSError, ValueError, KeyError) as error:
-        raise InputError(str(folder.root), f"{type(error).__name__}: {error}", "the folder of a finished run") from None
+    summary, lines = read_summary(folder), read_metrics(folder)
+    times = {0: 0.0, **{line["version"]: line["now"] for line in lines if line["kind"] == "merge"}}
+    evaluations = {}
+    for line in lines:
+        if line["kind"] == "evaluation":
+            version = line["version"]
+            if version not in times:
+                raise InputError(str(folder.metrics), f"an evaluation of version {version}", "one of a version merged")
+            evaluations[version] = Evaluation(version, times[version], line["metrics"], _fairness_of(line["per_silo"]))
+    if not evaluations:
+        raise InputError(str(folder.metrics), "no evaluation", _FINISHED)
     return Outcome(folder, summary, tuple(evaluations[version] for version in sorted(evaluations)))
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from fedmq.data.encoders import Encoder, image_encoder, text_encoder
@@ -17,11 +17,21 @@ from fedmq.data.prepared import Prepared, cache_folder
 from fedmq.data.sets import SETS
 from fedmq.errors import InputError
 from fedmq.evaluator import load_inference
+from fedmq.fields import FieldError
 from fedmq.messages import Memory, Model, Payload
 from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
 from fedmq.runfolder import RunFolder, load_aligned, open_run
 from fedmq.scenario import Data, Scenario, load
+from fedmq.stored import Stored, read_json
 from fedmq.world import World, device_of
+
+
+class _Config(Stored):
+    layout_digest: str
+    model_digest: str
+
+
+_CONFIG: TypeAdapter[Any] = TypeAdapter(_Config)
 
 
 @dataclass(frozen=True)
@@ -63,11 +73,18 @@ class Release:
         if model.layout.digest != self.config["layout_digest"]:
             raise InputError(str(self.run.model), "parameters of another model", "the release of this very scenario")
         tensors = self._tensors("model")
+        for entry in model.layout.entries:
+            found = list(tensors[entry.name].shape) if entry.name in tensors else "nothing"
+            if found != list(entry.shape):
+                raise InputError(f"{self.run.model / 'model.safetensors'}: {entry.name}", found, str(list(entry.shape)))
         theta = torch.cat([tensors[entry.name].reshape(-1) for entry in model.layout.entries])
         more: list[Payload] = []
         if Memory.KIND in self.config.get("with", ()):
             arrays = {name: tensor.numpy() for name, tensor in self._tensors(Memory.KIND).items()}
-            more.append(Memory(**arrays))
+            try:
+                more.append(Memory(**arrays))
+            except (TypeError, FieldError) as error:
+                raise InputError(str(self.run.model / f"{Memory.KIND}.safetensors"), str(error), "a memory") from None
         load_inference(model, (Model(model.layout.digest, theta.numpy()), *more))
         return model
 
@@ -110,9 +127,8 @@ def open_release(root: Path, device: str | None = None) -> Release:
     """
     run = open_run(root)
     path = run.model / "config.json"
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise InputError(str(root), "no released model in it", "the folder of a finished run") from None
+    if not path.is_file():
+        raise InputError(str(root), "no released model in it", "the folder of a finished run")
+    config = read_json(path, _CONFIG, "the configuration of a released model")
     scenario = load(run.scenario)
     return Release(run, scenario, config, cache_folder(), device_of(device or scenario.device))

@@ -18,7 +18,8 @@ from fedmq.audit import read_log
 from fedmq.errors import InputError
 from fedmq.link import COORDINATOR
 from fedmq.messages import Kind
-from fedmq.runfolder import RunFolder, read_lines
+from fedmq.outcomes import read_metrics, read_summary
+from fedmq.runfolder import RunFolder
 
 _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to", "payloads", "digests")
@@ -37,12 +38,14 @@ class Record:
         events: in their order; a coordinator that was started again takes back what came after its checkpoint.
         messages: what each task and reply held, one entry per different content; one unless something is wrong.
         lines: of ``metrics.jsonl`` by kind and version.
+        made_with: versions of fedmq, torch and Python, and the kind of processor.
     """
 
     digest: str
     events: tuple[Mapping[str, Any], ...]
     messages: Mapping[Key, tuple[str, ...]]
     lines: Mapping[tuple[str, int], Mapping[str, Any]]
+    made_with: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -66,9 +69,7 @@ def read_record(folder: RunFolder) -> Record:
     Raises:
         InputError: the run is not finished, or its coordinator's log is missing.
     """
-    if not folder.summary.is_file():
-        raise InputError(str(folder.root), "no summary.json in it", "the folder of a finished run")
-    own = folder.messages(COORDINATOR)
+    summary, own = read_summary(folder), folder.messages(COORDINATOR)
     if not own.is_file():
         raise InputError(str(folder.root), f"no {own.name} in its messages", "a run folder with its coordinator's log")
     messages: dict[Key, list[str]] = {}
@@ -78,10 +79,11 @@ def read_record(folder: RunFolder) -> Record:
             if content not in known:
                 known.append(content)
     return Record(
-        digest=json.loads(folder.summary.read_text(encoding="utf-8"))["model_digest"],
+        digest=summary["model_digest"],
         events=_events(own),
         messages={key: tuple(contents) for key, contents in messages.items()},
-        lines={(line["kind"], line["version"]): line for line in read_lines(folder.metrics)},
+        lines={(line["kind"], line["version"]): line for line in read_metrics(folder)},
+        made_with=summary["versions_of"],
     )
 
 
@@ -91,7 +93,7 @@ def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
         if record is None or record.get("action") != "note":
             continue
         if record["text"] in ("started", "resumed"):
-            events = [event for event in events if event["version"] < record["version"]]
+            events = [event for event in events if event["version"] < (record.get("version") or 0)]
         elif record["text"] == "event":
             events.append({name: record[name] for name in _EVENT})
     return tuple(events)
@@ -132,6 +134,17 @@ def first_difference(was: Record, now: Record) -> Difference | None:
             before, after = was.lines.get(line), now.lines.get(line)
             return Difference("{} of version {}".format(*line), _shown(before), _shown(after))
     return Difference("model_digest", was.digest, now.digest) if was.digest != now.digest else None
+
+
+def made_otherwise(was: Record, now: Record) -> dict[str, tuple[str, str]]:
+    """What the run and its replay were not both made with, by name: of the run, of the replay.
+
+    Other versions of torch and other processors add up in another order, so the last bits of the weights differ, and
+    with them every digest, although nothing was tampered with.
+    """
+    names = dict.fromkeys([*was.made_with, *now.made_with])
+    both = {name: (was.made_with.get(name, "not said"), now.made_with.get(name, "not said")) for name in names}
+    return {name: (before, after) for name, (before, after) in both.items() if before != after}
 
 
 def _message_difference(key: Key, was: Record, now: Record) -> Difference | None:

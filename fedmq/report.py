@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import html
-import json
 from collections.abc import Iterable
 from typing import Any
 
 from fedmq.errors import InputError
-from fedmq.runfolder import RunFolder, read_lines, write_text
+from fedmq.outcomes import read_metrics, read_summary
+from fedmq.runfolder import RunFolder, write_text
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem;color:#1c2733}
@@ -42,7 +42,7 @@ def _curves(evaluations: list[dict[str, Any]], merges: list[dict[str, Any]]) -> 
     versions = [line["version"] for line in evaluations]
     names = [name for name in ("mean_r1", "mean_r5", "mean_r10", "map") if name in evaluations[-1]["metrics"]]
     recalls = [
-        go.Scatter(x=versions, y=[line["metrics"][name] for line in evaluations], name=name, mode="lines+markers")
+        go.Scatter(x=versions, y=[line["metrics"].get(name) for line in evaluations], name=name, mode="lines+markers")
         for name in names
     ]
     parts = [_figure(recalls, "Retrieval on the held-out split", "merges", "fraction", first=True)]
@@ -76,14 +76,13 @@ def write(folder: RunFolder) -> None:
     """Write ``report.html`` from ``summary.json`` and ``metrics.jsonl``.
 
     Raises:
-        InputError: the run has no summary yet.
+        InputError: the run has not finished, or its files are no run's.
     """
-    if not folder.summary.exists():
-        raise InputError(str(folder.root), "no summary.json", "a finished run")
-    summary = json.loads(folder.summary.read_text(encoding="utf-8"))
-    lines = list(read_lines(folder.metrics))
+    summary, lines = read_summary(folder), read_metrics(folder)
     evaluations = [line for line in lines if line["kind"] == "evaluation"]
     merges = [line for line in lines if line["kind"] == "merge"]
+    if not evaluations:
+        raise InputError(str(folder.metrics), "no evaluation", "the lines of a finished run")
     first = evaluations[0]["metrics"]
     rows = [
         (name, f"{first.get(name, float('nan')):.4f}", f"{value:.4f}") for name, value in summary["metrics"].items()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -132,13 +132,3 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
     """Append one JSON line."""
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")
-
-
-def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The whole JSON lines of a file; a last line that a crash left unfinished is passed over."""
-    if not path.exists():
-        return
-    with path.open(encoding="utf-8") as file:
-        for line in file:
-            if line.endswith("\n"):
-                yield json.loads(line)

@@ -131,7 +131,7 @@ def test_an_unfinished_line_is_reported_by_the_audit_and_cut_off_by_the_next_sta
     path = run / "messages" / "silo-00.jsonl"
     with path.open("a") as file:
         file.write('{"n":3,"proc')
-    assert any("no complete record" in f.what for f in audit_run(run).findings)
+    assert any("no whole record" in f.what for f in audit_run(run).findings)
     with MessageLog(path, "silo-00", WallClock()) as log:
         log.note("resumed")
     assert not audit_run(run).findings

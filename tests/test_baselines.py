@@ -15,8 +15,9 @@ import protocols
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.messages import ClassPrototypes, Delta, Loss, PartialDelta, Representations
 from fedmq.protocol import Checking, Local, Personalised, Reply, Task
-from fedmq.runfolder import RunFolder, read_lines
+from fedmq.runfolder import RunFolder
 from fedmq.scenario import Base, Objective, Privacy, Training
+from fedmq.stored import read_lines
 from protocols import _class_prototypes, _clusters, _merge, creamfl_public, fedproto
 from protocols._own import OWN
 from silos.program import Silo

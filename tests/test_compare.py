@@ -288,6 +288,13 @@ def finish(folder: RunFolder, recall: float, *, scenario: str = "tiny", reached:
                 "seconds": {"virtual": reached},
                 "processes": {"silos": 2},
                 "protocol": "fedavg",
+                "seed": 0,
+                "versions": 2,
+                "per_silo": {
+                    name: {"modalities": ["image", "text"], "samples": 9, "participations": 1, **own}
+                    for name, own in per_silo.items()
+                },
+                "versions_of": {"fedmq": "0.1.0"},
             }
         )
     )

@@ -18,9 +18,10 @@ from fedmq.errors import InputError, RunError
 from fedmq.participation import trace_of
 from fedmq.parts import Staleness
 from fedmq.protocol import Merged, Reply, State
-from fedmq.runfolder import RunFolder, read_lines
+from fedmq.runfolder import RunFolder
 from fedmq.simulate import simulate_inline
 from fedmq.staleness import damping, hinge, mixed, polynomial, rarity
+from fedmq.stored import read_lines
 from protocols import _merge, rcsr
 from tests.modes_world import federation
 from tests.protocol_world import equal_states, world

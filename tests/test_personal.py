@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fedmq.runfolder import RunFolder, read_lines
+from fedmq.runfolder import RunFolder
+from fedmq.stored import read_lines
 from protocols import _personal
 from tests import threads
 from tests.protocol_world import world

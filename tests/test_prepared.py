@@ -151,7 +151,7 @@ def test_a_damaged_folder_is_named(made: Prepared) -> None:
     with pytest.raises(InputError, match="delete the folder"):
         open_prepared(made.folder)
     (made.folder / "meta.json").write_text(json.dumps({"format": 0}))
-    with pytest.raises(InputError, match="another format"):
+    with pytest.raises(InputError, match="format: found '0'"):
         open_prepared(made.folder)
 
 

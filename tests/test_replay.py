@@ -185,7 +185,17 @@ def test_replay_exits_with_3_and_names_the_difference(tiny: Path, tmp_path: Path
     assert "the same run" in fedmq("replay", out, "--quiet")
     log = out / "messages" / "coordinator.jsonl"
     log.write_text(log.read_text().replace('"event":"arrived"', '"event":"failed"', 1))
-    assert "event 1\n" in fedmq("replay", out, "--quiet", code=3)
+    shown = fedmq("replay", out, "--quiet", code=3)
+    assert "event 1\n" in shown
+    assert "made alike" not in shown
+    summary = json.loads((out / "summary.json").read_text())
+    own = summary["versions_of"]["processor"]
+    summary["versions_of"]["processor"] = "x86_64 NO VECTORS"
+    (out / "summary.json").write_text(json.dumps(summary))
+    assert f"processor: run x86_64 NO VECTORS, replay {own}\n" in fedmq("replay", out, "--quiet", code=3)
+    assert json.loads(fedmq("replay", out, "--quiet", "--json", code=3))["made_otherwise"] == {
+        "processor": {"run": "x86_64 NO VECTORS", "replay": own}
+    }
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from coordinator import checkpoint
 from coordinator.checkpoint import Checkpoint
+from coordinator.tally import Tally
 from fedmq.errors import InputError, RunError
 from fedmq.protocol import State
 from silos.slots import Slots
@@ -27,8 +29,8 @@ def made(version: int, *older: int) -> Checkpoint:
         )
         for number in (version, *older)
     }
-    rounds = {"version": version, "gone": [], "flights": {}, "sequences": {}}
-    return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, {"up": {"delta": 5}})
+    rounds = {"version": version, "gone": [], "flights": {}, "sequences": {}, "losses": {}}
+    return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, Tally(up=Counter(delta=5)).to_plain())
 
 
 def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:
@@ -39,7 +41,7 @@ def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:
         7,
         7.1,
         {"silo-00": 1 / 3},
-        {"up": {"delta": 5}},
+        made(7).tally,
     )
     assert set(loaded.states) == {7, 5}
     assert torch.equal(loaded.states[5].theta, torch.full((3,), 5.0))

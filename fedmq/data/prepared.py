@@ -18,18 +18,38 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 
 from fedmq.data.features import SPLITS, FeatureSet, checked, file_digest, read_features
 from fedmq.errors import InputError, RunError
 from fedmq.models.two_tower import InputSpec
 from fedmq.scenario import MATCONVNET, TIMM, Backbone, Data
+from fedmq.stored import Stored, read_json
 
 FORMAT = 1  # of the folder; another number makes another folder
 BATCH = 32  # items encoded at once
+_AGAIN = "a prepared data set; delete the folder to make it again"
+
+
+class _Meta(Stored):
+    format: Literal[1]
+    digest: str
+    source: dict[str, Any]
+    n: int
+    image_shape: list[int]
+    text_shape: list[int]
+    image_dtype: str
+    text_dtype: str
+    label_names: list[str]
+    mean: list[float]
+    std: list[float]
+
+
+_META: TypeAdapter[Any] = TypeAdapter(_Meta)
 
 Array = npt.NDArray[Any]
 Progress = Callable[[str, int, int], None]
@@ -172,15 +192,7 @@ def open_prepared(folder: Path) -> Prepared:
     Raises:
         InputError: it is not such a folder.
     """
-    try:
-        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(
-            str(folder / "meta.json"), str(error), "a prepared data set; delete the folder to remake it"
-        ) from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise InputError(str(folder / "meta.json"), "another format", f"a prepared data set of format {FORMAT}")
-    return Prepared(folder, meta)
+    return Prepared(folder, read_json(folder / "meta.json", _META, _AGAIN))
 
 
 def key_of(*parts: object) -> str:

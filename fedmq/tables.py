@@ -127,7 +127,16 @@ def _notes(rows: Sequence[Row], plan: Plan, selected: bool, compared: bool) -> t
         notes.append(f"chosen: best of so many tried, by {metric} {where}")
         if len(tried := {len(entry.candidates) for entry in plan.entries}) > 1:
             notes.append(f"not the same budget for all: between {min(tried)} and {max(tried)} candidates were tried")
+    notes += _made_otherwise(rows)
     return tuple(notes)
+
+
+def _made_otherwise(rows: Sequence[Row]) -> list[str]:
+    """A warning where some of the runs, kept from earlier or elsewhere, were not made as the others were."""
+    made = [own.summary["versions_of"] for row in rows for own in row.outcomes.values() if "versions_of" in own.summary]
+    kinds = {name: sorted({own.get(name, "one not said") for own in made}) for name in ("fedmq", "torch", "processor")}
+    several = [f"{name} {' and '.join(found)}" for name, found in kinds.items() if len(found) > 1]
+    return [f"not all made alike, so that last digits may differ: {', '.join(several)}"] if several else []
 
 
 def terminal(table: Grid, title: str) -> Table:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -168,3 +172,28 @@ def test_a_run_without_messages_is_no_clean_record(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["audit", str(tmp_path)])
     assert isinstance(done.exception, InputError)
     assert "nothing was sent" in str(done.exception)
+
+
+DOCUMENT = Path(__file__).parent.parent / "docs" / "audit.md"
+
+
+def test_the_script_of_the_document_finds_what_the_audit_finds(run: Path, tmp_path: Path) -> None:
+    block = DOCUMENT.read_text().partition("    import hashlib")[2].partition("\n\nWhoever")[0]
+    script = tmp_path / "check.py"
+    script.write_text(textwrap.dedent("    import hashlib" + block))
+    log = run / "messages" / "silo-00.jsonl"
+
+    def check() -> subprocess.CompletedProcess[str]:
+        return subprocess.run([sys.executable, script, log], capture_output=True, text=True, timeout=60, check=False)
+
+    content = lines(run, "silo-00")
+    assert check().stdout == f"3 records, last hash {json.loads(content[-1])['hash']}\n"
+    for edited in ([content[0], content[1].replace("100", "101"), content[2]], [content[0], content[2]]):
+        rewrite(run, "silo-00", edited)
+        assert (check().returncode, check().stderr) == (1, "line 2: not what was written\n")
+
+
+def test_the_document_names_every_field_of_a_record(run: Path) -> None:
+    fields = {key for process in ("silo-00", "coordinator") for line in lines(run, process) for key in json.loads(line)}
+    named = set(re.findall(r"`(\w+)`", DOCUMENT.read_text()))
+    assert fields <= named

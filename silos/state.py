@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from fedmq.errors import InputError
 from fedmq.runfolder import load_aligned, write_atomically
 
 
@@ -31,15 +33,25 @@ class StateStore:
 
     def _stored(self) -> list[int]:
         """Task numbers on disk, lowest first."""
-        return sorted(int(path.stem.removeprefix("task-")) for path in self._folder.glob("task-*.safetensors"))
+        numbers = (path.stem.removeprefix("task-") for path in self._folder.glob("task-*.safetensors"))
+        return sorted(int(number) for number in numbers if number.isdecimal())
 
     def before(self, sequence: int) -> Mapping[str, torch.Tensor]:
-        """The state a task starts from; empty before the first."""
+        """The state a task starts from; empty before the first.
+
+        Raises:
+            InputError: its file is damaged.
+        """
         older = [number for number in self._stored() if number < sequence]
         if not older:
             return {}
         if self._newest is None or self._newest[0] != older[-1]:
-            self._newest = older[-1], load_aligned(self._path(older[-1]))
+            path = self._path(older[-1])
+            try:
+                self._newest = older[-1], load_aligned(path)
+            except (OSError, SafetensorError) as error:
+                allowed = "a whole file; without it the silo goes on from its state before"
+                raise InputError(str(path), f"a damaged personal state ({error})", allowed) from None
         return self._newest[1]
 
     def keep(self, sequence: int, state: Mapping[str, torch.Tensor], settled: int) -> None:

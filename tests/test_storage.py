@@ -107,6 +107,19 @@ def test_states_that_no_task_can_start_from_any_more_are_dropped(tmp_path: Path)
     ]
 
 
+def test_a_damaged_personal_state_is_named_and_others_files_are_left_alone(tmp_path: Path) -> None:
+    StateStore(tmp_path).keep(1, {"x": torch.ones(2)}, settled=0)
+    StateStore(tmp_path).keep(2, {"x": torch.ones(2)}, settled=0)
+    (tmp_path / "task-2 (copy).safetensors").write_text("somebody's own")
+    assert torch.equal(StateStore(tmp_path).before(3)["x"], torch.ones(2))
+    newest = tmp_path / "task-000000002.safetensors"
+    newest.write_bytes(newest.read_bytes()[:40])
+    with pytest.raises(InputError, match=r"task-000000002\.safetensors: found 'a damaged personal state"):
+        StateStore(tmp_path).before(3)
+    newest.unlink()
+    assert torch.equal(StateStore(tmp_path).before(3)["x"], torch.ones(2))
+
+
 def test_a_silo_without_personal_state_writes_nothing(tmp_path: Path) -> None:
     StateStore(tmp_path / "none").keep(1, {}, settled=0)
     assert not (tmp_path / "none").exists()

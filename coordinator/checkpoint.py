@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
@@ -53,9 +53,6 @@ class _Stored(Stored):
     tally: _Tally
     handed: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]]
     values: dict[Annotated[str, Field(pattern=r"^\d+$")], dict[str, Any]]
-
-
-_CHECKPOINT: TypeAdapter[Any] = TypeAdapter(_Stored)
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ def load(folder: Path) -> Checkpoint | None:
     if not existing:
         return None
     newest = existing[-1]
-    meta = read_json(newest / "checkpoint.json", _CHECKPOINT, _AGAIN)
+    meta = read_json(newest / "checkpoint.json", _Stored, _AGAIN)
     try:
         states = {
             int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values)

@@ -14,8 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from pydantic import TypeAdapter
-
 from coordinator.checkpoint import to_disk
 from coordinator.rounds import Failed
 from fedmq.audit import MessageLog
@@ -36,9 +34,6 @@ _STANDING = get_args(Standing)
 
 class _Fired(Stored):
     fault: str
-
-
-_FIRED: TypeAdapter[Any] = TypeAdapter(_Fired)
 
 
 @dataclass(frozen=True)
@@ -85,7 +80,7 @@ class Trouble:
         self.handed = dict(handed)
         self._log, self._clock, self._order, self._wired = log, clock, order, wired
         self._record = folder.faults
-        self._fired = {line["fault"] for line in read_lines(self._record, _FIRED, "a fault that fired")}
+        self._fired = {line["fault"] for line in read_lines(self._record, _Fired, "a fault that fired")}
         self._strikes: dict[str, list[Strike]] = {}
         self._on_frames: dict[tuple[str, int], list[Strike]] = {}
         self._held: dict[str, Frames] = {}

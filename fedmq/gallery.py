@@ -21,7 +21,6 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 import torch
-from pydantic import TypeAdapter
 
 from fedmq import codes
 from fedmq.data.features import file_digest
@@ -53,10 +52,6 @@ class _Gallery(Stored):
 class _Items(Stored):
     keys: list[str]
     captions: list[list[str]]
-
-
-_GALLERY: TypeAdapter[Any] = TypeAdapter(_Gallery)
-_ITEMS: TypeAdapter[Any] = TypeAdapter(_Items)
 
 
 @dataclass(frozen=True)
@@ -226,7 +221,7 @@ class Gallery:
     @cached_property
     def items(self) -> Items:
         """Names and captions."""
-        found = read_json(self.folder / "items.json", _ITEMS, _AGAIN)
+        found = read_json(self.folder / "items.json", _Items, _AGAIN)
         return Items(tuple(found["keys"]), tuple(map(tuple, found["captions"])))
 
     def array(self, name: str) -> Array:
@@ -329,4 +324,4 @@ def open_gallery(folder: Path) -> Gallery:
     Raises:
         InputError: it is none.
     """
-    return Gallery(folder, read_json(folder / "gallery.json", _GALLERY, _AGAIN))
+    return Gallery(folder, read_json(folder / "gallery.json", _Gallery, _AGAIN))

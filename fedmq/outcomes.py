@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, RootModel
 
 from fedmq.errors import InputError
 from fedmq.metrics import fairness
@@ -69,8 +69,10 @@ class _EvaluationLine(Stored):
     per_silo: dict[str, dict[str, float]]
 
 
-_SUMMARY: TypeAdapter[Any] = TypeAdapter(_Summary)
-_LINE: TypeAdapter[Any] = TypeAdapter(Annotated[_MergeLine | _EvaluationLine, Field(discriminator="kind")])
+class _Line(RootModel[Annotated[_MergeLine | _EvaluationLine, Field(discriminator="kind")]]):
+    pass
+
+
 _FINISHED = "the folder of a finished run"
 
 
@@ -82,7 +84,7 @@ def read_summary(folder: RunFolder) -> dict[str, Any]:
     """
     if not folder.summary.is_file():
         raise InputError(str(folder.root), "no summary.json in it", _FINISHED)
-    return read_json(folder.summary, _SUMMARY, "a run's summary")
+    return read_json(folder.summary, _Summary, "a run's summary")
 
 
 def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
@@ -91,7 +93,7 @@ def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     Raises:
         InputError: a line is neither.
     """
-    return list(read_lines(folder.metrics, _LINE, "a line of a merge or an evaluation"))
+    return list(read_lines(folder.metrics, _Line, "a line of a merge or an evaluation"))
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from pydantic import TypeAdapter
 from torch import Tensor
 
 from fedmq.data.encoders import Encoder, image_encoder, text_encoder
@@ -29,9 +28,6 @@ from fedmq.world import World, device_of
 class _Config(Stored):
     layout_digest: str
     model_digest: str
-
-
-_CONFIG: TypeAdapter[Any] = TypeAdapter(_Config)
 
 
 @dataclass(frozen=True)
@@ -129,6 +125,6 @@ def open_release(root: Path, device: str | None = None) -> Release:
     path = run.model / "config.json"
     if not path.is_file():
         raise InputError(str(root), "no released model in it", "the folder of a finished run")
-    config = read_json(path, _CONFIG, "the configuration of a released model")
+    config = read_json(path, _Config, "the configuration of a released model")
     scenario = load(run.scenario)
     return Release(run, scenario, config, cache_folder(), device_of(device or scenario.device))

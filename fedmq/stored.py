@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedmq.errors import InputError
 
@@ -20,10 +20,7 @@ class Stored(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True)
 
 
-_OBJECT: TypeAdapter[Any] = TypeAdapter(dict[str, Any])
-
-
-def read_json(path: Path, schema: TypeAdapter[Any], allowed: str) -> dict[str, Any]:
+def read_json(path: Path, schema: type[BaseModel], allowed: str) -> dict[str, Any]:
     """A file with one JSON object, as it stands there.
 
     Args:
@@ -42,7 +39,7 @@ def read_json(path: Path, schema: TypeAdapter[Any], allowed: str) -> dict[str, A
 
 
 def read_lines(
-    path: Path, schema: TypeAdapter[Any] = _OBJECT, allowed: str = "one JSON object a line"
+    path: Path, schema: type[BaseModel] = Stored, allowed: str = "one JSON object a line"
 ) -> Iterator[dict[str, Any]]:
     """The whole JSON lines of a file; a last line that a crash left unfinished is passed over.
 
@@ -62,21 +59,21 @@ def read_lines(
                 yield _checked(f"{path}: line {number}", line, schema, allowed)
 
 
-def _checked(place: str, text: bytes, schema: TypeAdapter[Any], allowed: str) -> dict[str, Any]:
+def _checked(place: str, text: bytes, schema: type[BaseModel], allowed: str) -> dict[str, Any]:
     try:
         value: dict[str, Any] = json.loads(text)
     except (ValueError, RecursionError):
         raise InputError(place, "something that is not JSON", allowed) from None
     try:
-        schema.validate_python(value)
+        schema.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        key = ".".join(map(str, first["loc"]))
+        key = _short(".".join(map(str, first["loc"])))
         found = "nothing" if first["type"] == "missing" else _short(first["input"])
         raise InputError(f"{place}: {key}" if key else place, found, f"{allowed} ({first['msg'].lower()})") from None
     return value
 
 
 def _short(value: object) -> str:
-    shown = str(value)
+    shown = "".join(each if each.isprintable() else "?" for each in str(value))
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

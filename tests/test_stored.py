@@ -90,6 +90,10 @@ def test_the_wrong_key_is_named_with_its_value(finished: Path, tmp_path: Path) -
     root = damaged(finished, tmp_path, "summary.json", json.dumps(summary).encode())
     with pytest.raises(InputError, match=r"summary\.json: per_silo\.silo-01\.samples: found 'many', allowed: .*int"):
         outcomes.read_summary(RunFolder(root))
+    summary["per_silo"] = {"silo-01\nfedmq: all is well": 3}
+    (root / "summary.json").write_text(json.dumps(summary))
+    with pytest.raises(InputError, match=r"per_silo\.silo-01\?fedmq: all is well: found '3'"):
+        outcomes.read_summary(RunFolder(root))
     del summary["model_digest"]
     (root / "summary.json").write_text(json.dumps({**summary, "per_silo": {}}))
     with pytest.raises(InputError, match="model_digest: found 'nothing'"):

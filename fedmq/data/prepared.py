@@ -22,7 +22,6 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import TypeAdapter
 
 from fedmq.data.features import SPLITS, FeatureSet, checked, file_digest, read_features
 from fedmq.errors import InputError, RunError
@@ -48,8 +47,6 @@ class _Meta(Stored):
     mean: list[float]
     std: list[float]
 
-
-_META: TypeAdapter[Any] = TypeAdapter(_Meta)
 
 Array = npt.NDArray[Any]
 Progress = Callable[[str, int, int], None]
@@ -192,7 +189,7 @@ def open_prepared(folder: Path) -> Prepared:
     Raises:
         InputError: it is not such a folder.
     """
-    return Prepared(folder, read_json(folder / "meta.json", _META, _AGAIN))
+    return Prepared(folder, read_json(folder / "meta.json", _Meta, _AGAIN))
 
 
 def key_of(*parts: object) -> str:

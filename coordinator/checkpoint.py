@@ -46,7 +46,7 @@ class _Tally(Stored):
     seconds: dict[str, float]
 
 
-class _Stored(Stored):
+class _Checkpoint(Stored):
     rounds: _Rounds
     now: float
     due: dict[str, float]
@@ -158,7 +158,7 @@ def load(folder: Path) -> Checkpoint | None:
     if not existing:
         return None
     newest = existing[-1]
-    meta = read_json(newest / "checkpoint.json", _Stored, _AGAIN)
+    meta = read_json(newest / "checkpoint.json", _Checkpoint, _AGAIN)
     try:
         states = {
             int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values)

@@ -410,7 +410,7 @@ def replay_command(
     chosen = scenarios.load(run / "scenario.yaml")
     if chosen.launcher != "inline":
         warm.warm_up(chosen.backbone.name)
-    from fedmq import live, replay, simulate  # noqa: PLC0415
+    from fedmq import live, outcomes, replay, simulate  # noqa: PLC0415
     from fedmq.runfolder import RunFolder, open_run, write_json, write_text  # noqa: PLC0415
 
     folder = open_run(run)
@@ -432,7 +432,8 @@ def replay_command(
             sys.exit(FAILED)
         write_json(again.summary, simulated.outcome.summary)
         after = replay.read_record(again)
-    difference, otherwise = replay.first_difference(before, after), replay.made_otherwise(before, after)
+    difference = replay.first_difference(before, after)
+    otherwise = outcomes.made_otherwise([before.made_with, after.made_with])
     if as_json:
         found = {
             "same": difference is None,

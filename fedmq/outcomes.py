@@ -96,6 +96,17 @@ def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     return list(read_lines(folder.metrics, _Line, "a line of a merge or an evaluation"))
 
 
+def made_otherwise(made: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
+    """What runs were not all made with (``versions_of`` of their summaries), by name: of each run.
+
+    Other versions of torch and other processors add up in another order, so the last bits of the weights differ, and
+    with them every digest, although nothing was tampered with.
+    """
+    names = dict.fromkeys(name for own in made for name in own)
+    values = {name: tuple(own.get(name, "not said") for own in made) for name in names}
+    return {name: found for name, found in values.items() if len(set(found)) > 1}
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """One evaluation of a run.

@@ -136,17 +136,6 @@ def first_difference(was: Record, now: Record) -> Difference | None:
     return Difference("model_digest", was.digest, now.digest) if was.digest != now.digest else None
 
 
-def made_otherwise(was: Record, now: Record) -> dict[str, tuple[str, str]]:
-    """What the run and its replay were not both made with, by name: of the run, of the replay.
-
-    Other versions of torch and other processors add up in another order, so the last bits of the weights differ, and
-    with them every digest, although nothing was tampered with.
-    """
-    names = dict.fromkeys([*was.made_with, *now.made_with])
-    both = {name: (was.made_with.get(name, "not said"), now.made_with.get(name, "not said")) for name in names}
-    return {name: (before, after) for name, (before, after) in both.items() if before != after}
-
-
 def _message_difference(key: Key, was: Record, now: Record) -> Difference | None:
     before, after = was.messages.get(key, ()), now.messages.get(key, ())
     if before == after and len(before) <= 1:

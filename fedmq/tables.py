@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
-from fedmq.outcomes import Statistic
+from fedmq.outcomes import Statistic, made_otherwise
 from fedmq.plan import Plan, shown
 from fedmq.rows import Row
 
@@ -134,8 +134,7 @@ def _notes(rows: Sequence[Row], plan: Plan, selected: bool, compared: bool) -> t
 def _made_otherwise(rows: Sequence[Row]) -> list[str]:
     """A warning where some of the runs, kept from earlier or elsewhere, were not made as the others were."""
     made = [own.summary["versions_of"] for row in rows for own in row.outcomes.values() if "versions_of" in own.summary]
-    kinds = {name: sorted({own.get(name, "one not said") for own in made}) for name in ("fedmq", "torch", "processor")}
-    several = [f"{name} {' and '.join(found)}" for name, found in kinds.items() if len(found) > 1]
+    several = [f"{name} {' and '.join(sorted(set(found)))}" for name, found in made_otherwise(made).items()]
     return [f"not all made alike, so that last digits may differ: {', '.join(several)}"] if several else []
 
 

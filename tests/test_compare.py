@@ -417,7 +417,7 @@ def test_runs_that_were_not_made_alike_are_named_under_the_table(
     summary = rows[1].outcomes[0].summary
     assert isinstance(summary, dict)
     summary["versions_of"] = {**summary["versions_of"], "processor": "x86_64 AVX2"}
-    assert tables.grid(rows, plan).notes[-1].endswith("processor one not said and x86_64 AVX2")
+    assert tables.grid(rows, plan).notes[-1].endswith("processor not said and x86_64 AVX2")
 
 
 def test_the_tables_say_the_same_in_every_form(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -80,6 +81,17 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     folder = checkpoint.save(tmp_path, made(1))
     (folder / "state-000001.safetensors").write_bytes(b"no")
     with pytest.raises(InputError, match="version-000001"):
+        checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("name", Tally().to_plain())
+def test_a_checkpoint_without_one_of_the_counters_is_refused(tmp_path: Path, name: str) -> None:
+    checkpoint.save(tmp_path, made(1))
+    path = tmp_path / "version-000001" / "checkpoint.json"
+    content = json.loads(path.read_text())
+    del content["tally"][name]
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=rf"checkpoint\.json: tally\.{name}: found 'nothing'"):
         checkpoint.load(tmp_path)
 
 

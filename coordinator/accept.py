@@ -16,6 +16,8 @@ def check_reply(
     context: Context,
     silo: SiloFacts,
     layers: Sequence[str] | None = None,
+    *,
+    samples: int | None = None,
 ) -> None:
     """Check a reply against what the method lets this silo upload and against the run's layout and dimension.
 
@@ -27,10 +29,11 @@ def check_reply(
         context: of the run.
         silo: who sent it.
         layers: that the method's updates are of; None for the whole model.
+        samples: that the silo trains on, as far as the coordinator knows; None if it does not.
 
     Raises:
         RemoteWireError: ``unexpected`` for kinds that are missing, repeated or not asked for; ``layout`` for buffers
-            of another layout or size.
+            of another layout or size; ``malformed`` for updates of no samples, or of more than the silo has.
     """
     shared = layers_of(context.layout, layers)
     sent = trainable(shared, silo)
@@ -43,15 +46,18 @@ def check_reply(
         raise RemoteWireError("unexpected", f"a reply with {found}, allowed: {wanted}")
     for payload in message.payloads:
         if isinstance(payload, Delta | PartialDelta):
-            _check_update(payload, context, sent)
+            _check_update(payload, context, sent, samples)
         else:
             _check_statistics(payload, context)
 
 
-def _check_update(payload: Delta | PartialDelta, context: Context, sent: tuple[str, ...]) -> None:
+def _check_update(payload: Delta | PartialDelta, context: Context, sent: tuple[str, ...], samples: int | None) -> None:
     """An update has samples behind it and fits the run's layout, or the part of it that the silo sends."""
     if payload.n_samples < 1:
         raise RemoteWireError("malformed", f"a {payload.KIND} of no samples")
+    if samples is not None and payload.n_samples > samples:
+        # Merges weigh by this number: who could say any would have the whole model.
+        raise RemoteWireError("malformed", f"a {payload.KIND} of {payload.n_samples} samples, the silo has {samples}")
     layout = context.layout
     if payload.layout_digest != layout.digest:
         raise RemoteWireError("layout", f"a {payload.KIND} of another layout")

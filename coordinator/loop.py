@@ -315,7 +315,8 @@ class Loop:
                 self._check_base(message)
                 silo = self._facts_at(header.sender, header.base_version)
                 uploads = self.setting.protocol.uploads(silo)
-                check_reply(message, uploads, self.setting.context, silo, self.setting.layers)
+                samples = self.setting.samples[silo.index]
+                check_reply(message, uploads, self.setting.context, silo, self.setting.layers, samples=samples)
                 if isinstance(self.setting.protocol, Checking):
                     self.setting.protocol.check(self._completed(message, silo))
                 self._deliver(header.sender, header.reply_to, message)
@@ -470,8 +471,13 @@ class Loop:
         after = self.rounds.after_merge()
         self.measuring.evaluate_if_due(version, state)
         self._forget_states(version)
-        losses = [payload.value for reply in replies for payload in reply.payloads if isinstance(payload, Loss)]
-        self._loss = sum(losses) / len(losses) if losses else None
+        losses = {
+            reply.silo.name: payload.value
+            for reply in replies
+            for payload in reply.payloads
+            if isinstance(payload, Loss)
+        }
+        self._loss = sum(losses.values()) / len(losses) if losses else None
         # Before the checkpoint: a resume from the one before drops the line again. After it, the line could be lost.
         append_line(
             self.setting.folder.metrics,
@@ -482,6 +488,7 @@ class Loop:
                 "replies": [reply.silo.name for reply in replies],
                 "staleness": [reply.staleness for reply in replies],
                 "loss": self._loss,
+                "losses": losses,
                 **log,
             },
         )

@@ -31,6 +31,7 @@ from coordinator.trouble import Order, Trouble
 from fedmq import report
 from fedmq.audit import INLINE, MessageLog
 from fedmq.clock import Clock, clock_for
+from fedmq.codec import MAX_BODY_HEADER
 from fedmq.cost import CostModel
 from fedmq.crypto import Identity, load_accepted, load_identity
 from fedmq.errors import InputError
@@ -49,7 +50,7 @@ from fedmq.status import Status
 from fedmq.transport import Listener, listen
 from fedmq.world import World, build_world, device_of, run_name
 
-#: Largest body accepted of a peer, whatever the method [bytes]; a larger model raises it to four times its size.
+#: Largest body accepted of a peer, whatever the method [bytes]; see :func:`largest_body` for what raises it.
 _LEAST_BODY = 1 << 26
 
 
@@ -147,7 +148,7 @@ def run_coordinator(
             listener = roster = Inline(peers(world), run, log, clock)
         else:
             assert keys is not None  # noqa: S101 - read above where silos connect
-            max_body = max(_LEAST_BODY, 4 * setting.context.layout.nbytes)
+            max_body = largest_body(setting)
             # Frames up to twice that are read, so as to be refused by name and logged; ZeroMQ hangs up on larger ones.
             listener = listen(arguments.bind, max_frame=2 * max_body)
             roster = Roster(listener, *keys, run, log, clock, max_body)
@@ -167,6 +168,16 @@ def run_coordinator(
         if listener is not None:
             listener.close()
         log.close()
+
+
+def largest_body(setting: Setting) -> int:
+    """Largest body accepted of a peer [bytes]: four times the model, and whatever the method says its replies may have.
+
+    A method whose replies grow with something else than the model, as representations do with the public set, has an
+    attribute ``reply_bytes``: the tensors of its largest reply.
+    """
+    tensors = int(getattr(setting.protocol, "reply_bytes", 0))
+    return max(_LEAST_BODY, 4 * setting.context.layout.nbytes, tensors + MAX_BODY_HEADER)
 
 
 def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted]:
@@ -314,9 +325,11 @@ def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, A
             }
             for silo in world.silos
         },
+        "per_silo_mean": _means(last["per_silo"]),
         "fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
         **_personal_summary(loop),
         **({"our_reading": True} if getattr(loop.setting.protocol, "our_reading", False) else {}),
+        **_public_summary(loop.setting),
         "bytes": {"up": dict(sorted(tally.up.items())), "down": dict(sorted(tally.down.items()))},
         "messages": {
             "sent": tally.sent,
@@ -345,19 +358,30 @@ def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, A
     }
 
 
+def _public_summary(setting: Setting) -> dict[str, int]:
+    """How many items beside the silos' own a method had that needs a public set: others had none."""
+    items = getattr(setting.protocol, "public_items", None)
+    return {} if items is None else {"public_items": items}
+
+
 def _personal_summary(loop: Loop) -> dict[str, Any]:
-    """What the silos' own models reach: means over silos on the whole split, and each on its own held-out share."""
+    """What the silos' own models reach, each on the whole split and on its own share of it, and the means of both."""
     if not loop.measuring.personal:
         return {}
-    names = sorted(set.intersection(*(set(own.values) for own in loop.measuring.personal.values())))
-    means = {
-        name: math.fsum(own.values[name] for own in loop.measuring.personal.values()) / len(loop.measuring.personal)
-        for name in names
-    }
-    shares = {silo: dict(own.per_silo.get(silo, {})) for silo, own in loop.measuring.personal.items()}
+    personal = dict(sorted(loop.measuring.personal.items()))
+    whole = {silo: dict(own.values) for silo, own in personal.items()}
+    shares = {silo: dict(own.per_silo.get(silo, {})) for silo, own in personal.items()}
     spread = fairness([own["mean_r1"] for own in shares.values()])
     return {
-        "personal": means,
+        "personal": _means(whole),
+        "personal_whole_split": whole,
         "personal_per_silo": shares,
+        "personal_per_silo_mean": _means(shares),
         "personal_fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
     }
+
+
+def _means(by_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Of each metric that all silos have, the mean over them."""
+    names = sorted(set.intersection(*(set(own) for own in by_silo.values())))
+    return {name: math.fsum(own[name] for own in by_silo.values()) / len(by_silo) for name in names}

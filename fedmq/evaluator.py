@@ -212,34 +212,49 @@ class HeldOut:
         share: the evaluated split, in both modalities.
         items: of each silo, places in the split that belong to it.
         gallery: what label metrics retrieve from; None is the split itself.
+        own: of each silo, places in the gallery that belong to it.
     """
 
     scenario: Scenario
     share: Share
     items: Mapping[str, np.ndarray]
     gallery: Share | None
+    own: Mapping[str, np.ndarray]
 
     @classmethod
     def load(cls, scenario: Scenario, world: World) -> HeldOut:
         """Load the evaluated split of a world."""
-        place = {int(row): index for index, row in enumerate(world.evaluated)}
+        # Rows are sorted everywhere: where a row stands among others is its place.
         items = {
-            silo.name: np.array([place[int(row)] for row in rows], np.int64)
+            silo.name: np.searchsorted(world.evaluated, rows)
             for silo, rows in zip(world.silos, world.heldout, strict=True)
+        }
+        own = {
+            silo.name: np.searchsorted(world.database, rows)
+            for silo, rows in zip(world.silos, world.galleries, strict=True)
         }
         wanted = scenario.evaluation.gallery == "database" and bool(world.prepared.label_names)
         gallery = _judged(world, world.database) if wanted else None
-        return cls(scenario, _judged(world, world.evaluated), items, gallery)
+        return cls(scenario, _judged(world, world.evaluated), items, gallery, own)
 
     def measured(self, encoders: Encoders, *, binary: bool, names: Collection[str]) -> Metrics:
-        """Measure a model over the whole split, and for some silos within their own held-out share.
+        """Measure a model over the whole split, and for some silos on their own share of it.
 
-        Within its own share a silo's gallery is that share.
+        A silo's own queries retrieve from its own share of the gallery, which the same proportions cut as its training
+        items (METHODS.md 5); where the gallery is the split itself, from its own share of that.
         """
         evaluation, seed = self.scenario.evaluation, self.scenario.seed
         embedded = embed(encoders, self.share, binary=binary)
         gallery = None if self.gallery is None else embed(encoders, self.gallery, binary=binary)
-        per_silo = {name: measure(embedded.subset(self.items[name]), evaluation, None, seed) for name in names}
+        per_silo = {
+            name: measure(
+                embedded.subset(self.items[name]),
+                evaluation,
+                None if gallery is None else gallery.subset(self.own[name]),
+                seed,
+            )
+            for name in names
+        }
         return Metrics(measure(embedded, evaluation, gallery, seed), per_silo)
 
 

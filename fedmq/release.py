@@ -64,7 +64,7 @@ class Release:
             InputError: the release is damaged, or of another model.
         """
         nothing = np.zeros(0, np.int64)
-        world = World(prepared, silos=(), train=(), heldout=(), evaluated=nothing, database=nothing, cache=self.cache)
+        world = World(prepared, (), (), (), evaluated=nothing, database=nothing, galleries=(), cache=self.cache)
         model = world.build_model(self.scenario, self.device, modalities)
         if model.layout.digest != self.config["layout_digest"]:
             raise InputError(str(self.run.model), "parameters of another model", "the release of this very scenario")

@@ -15,6 +15,7 @@ from fedmq.errors import InputError
 from fedmq.faults import AnyFault, named_silos
 from fedmq.parts import Aggregation, Cost, Count, Fraction, Name, NonNegative, Part, Participation, Positive
 
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
 
 
@@ -157,6 +158,9 @@ class Partition(Part):
     alpha: Positive = Field(0.1, description="Dirichlet concentration")
     clusters: Count = Field(50, description="text clusters of dir_clusters")
     classes_per_silo: Count = Field(3, description="classes per silo of shards_classes")
+    label: Literal["rarest", "first"] = Field(
+        "rarest", description="which label of an item with several says whose it is: the rarest, or the first in order"
+    )
     balanced: bool = Field(False, description="dir_class: silos that already hold n/K samples get no more")
 
 
@@ -188,6 +192,7 @@ class Training(Part):
     learning_rate: Positive = 1e-4
     weight_decay: NonNegative = 0.01
     momentum: float = Field(0.9, ge=0.0, lt=1.0, description="of sgd")
+    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="of adam and adamw: what their two averages keep")
     batch_size: Count = 128
     local_epochs: Count = 1
     schedule: Literal["cosine", "constant"] = "cosine"

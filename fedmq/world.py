@@ -31,7 +31,7 @@ from fedmq.scenario import Scenario
 
 I64 = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
-_FORMAT = 1
+_FORMAT = 2
 _EVALUATED = {"val": 1, "test": 2}
 _TRAIN = 0
 _PUBLIC = 3
@@ -48,6 +48,7 @@ class World:
         heldout: rows of the evaluated split that belong to each silo.
         evaluated: all rows of the evaluated split.
         database: all rows outside the evaluated split and the public one.
+        galleries: rows of the database that belong to each silo: those it trains on, and its share of the others.
         cache: folder of the cache, where shared weights lie too.
     """
 
@@ -57,6 +58,7 @@ class World:
     heldout: tuple[I64, ...]
     evaluated: I64
     database: I64
+    galleries: tuple[I64, ...]
     cache: Path
 
     @cached_property
@@ -121,8 +123,12 @@ def run_name(scenario: Scenario) -> str:
     return f"{scenario.name}-{digest[:12]}"
 
 
-def device_of(name: str) -> str:
+def device_of(name: str, index: int = 0) -> str:
     """Resolve ``auto`` and check a device.
+
+    Args:
+        name: ``auto``, ``cpu`` or ``cuda:N``.
+        index: of whoever asks: ``auto`` deals the machine's GPUs out in turn.
 
     Raises:
         InputError: the device is not there.
@@ -131,11 +137,11 @@ def device_of(name: str) -> str:
         return name
     count = torch.cuda.device_count()
     if name == "auto":
-        return "cuda:0" if count else "cpu"
-    index = int(name.partition(":")[2] or 0)
-    if index >= count:
-        raise InputError("device", name, "cpu" + "".join(f", cuda:{number}" for number in range(count)))
-    return f"cuda:{index}"
+        return f"cuda:{index % count}" if count else "cpu"
+    number = int(name.partition(":")[2] or 0)
+    if number >= count:
+        raise InputError("device", name, "cpu" + "".join(f", cuda:{each}" for each in range(count)))
+    return f"cuda:{number}"
 
 
 def build_world(
@@ -171,16 +177,23 @@ def build_world(
         SiloFacts(name, index, image, text)
         for index, (name, (image, text)) in enumerate(zip(scenario.silo_names, flags, strict=True))
     )
-    train, heldout, evaluated = _shares(scenario, prepared, cache)
+    train, heldout, galleries, evaluated = _shares(scenario, prepared, cache)
     if pooled:
         nothing = np.zeros(0, np.int64)
         train = (np.sort(np.concatenate(train)), *(nothing for _ in silos[1:]))
         silos = (replace(silos[0], image=True, text=True), *silos[1:])
+    return World(prepared, silos, train, heldout, evaluated, _database(scenario, prepared), galleries, cache)
+
+
+def _database(scenario: Scenario, prepared: Prepared) -> I64:
     outside = ~np.isin(np.asarray(prepared.split), (_EVALUATED[scenario.evaluation.split], _PUBLIC))
-    return World(prepared, silos, train, heldout, evaluated, np.flatnonzero(outside), cache)
+    return np.flatnonzero(outside)
 
 
-def _shares(scenario: Scenario, prepared: Prepared, cache: Path) -> tuple[tuple[I64, ...], tuple[I64, ...], I64]:
+Parts = tuple[I64, ...]
+
+
+def _shares(scenario: Scenario, prepared: Prepared, cache: Path) -> tuple[Parts, Parts, Parts, I64]:
     """The partition, from the cache if an equal one was made before."""
     facts = {
         "format": _FORMAT,
@@ -200,8 +213,8 @@ def _shares(scenario: Scenario, prepared: Prepared, cache: Path) -> tuple[tuple[
             write_atomically(path, lambda temporary: _write_npz(temporary, made))
     with np.load(path, allow_pickle=False) as stored:
         ends, rows = stored["ends"], stored["rows"]
-        parts = tuple(np.split(rows, ends[:-1]))
-        return parts[: scenario.silos.count], parts[scenario.silos.count :], stored["evaluated"]
+        parts, count = tuple(np.split(rows, ends[:-1])), scenario.silos.count
+        return parts[:count], parts[count : 2 * count], parts[2 * count :], stored["evaluated"]
 
 
 def _write_npz(path: Path, arrays: dict[str, I64]) -> None:
@@ -215,11 +228,14 @@ def _make_shares(scenario: Scenario, prepared: Prepared, cache: Path) -> dict[st
     evaluated = np.flatnonzero(split == _EVALUATED[scenario.evaluation.split])
     if len(evaluated) == 0:
         raise InputError("evaluation.split", scenario.evaluation.split, "a split that the data set has")
-    groups, evaluated_groups = _groups(scenario, prepared, train, evaluated, cache)
+    others = np.setdiff1d(_database(scenario, prepared), train)
+    groups, evaluated_groups, other_groups = _groups(scenario, prepared, (train, evaluated, others), cache)
     plan = partition.plan(scenario.partition, scenario.silos.count, groups, scenario.seed)
     shares = [train[part] for part in partition.deal(plan, groups)]
     heldout = [evaluated[part] for part in partition.deal(plan, evaluated_groups, scenario.evaluation.split)]
-    parts = [*shares, *heldout]
+    rest = [others[part] for part in partition.deal(plan, other_groups, "gallery", sparse=True)]
+    galleries = [np.sort(np.concatenate(both)) for both in zip(shares, rest, strict=True)]
+    parts = [*shares, *heldout, *galleries]
     return {
         "rows": np.concatenate(parts).astype(np.int64),
         "ends": np.cumsum([len(part) for part in parts]).astype(np.int64),
@@ -227,27 +243,30 @@ def _make_shares(scenario: Scenario, prepared: Prepared, cache: Path) -> dict[st
     }
 
 
-def _groups(scenario: Scenario, prepared: Prepared, train: I64, evaluated: I64, cache: Path) -> tuple[I64, I64]:
-    """The group of each training and each evaluated sample, as the partition's kind wants it."""
+def _groups(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I64, I64], cache: Path) -> tuple[I64, I64, I64]:
+    """The group of each training, each evaluated and each other sample, as the partition's kind wants it."""
+    train = rows[0]
     match scenario.partition.kind:
         case "iid":
-            return np.zeros(len(train), np.int64), np.zeros(len(evaluated), np.int64)
+            return (
+                np.zeros(len(rows[0]), np.int64),
+                np.zeros(len(rows[1]), np.int64),
+                np.zeros(len(rows[2]), np.int64),
+            )
         case "dir_clusters":
             clusters = scenario.partition.clusters
             if clusters > len(train):
                 raise InputError("partition.clusters", clusters, f"at most {len(train)}, the training samples")
             features = text_features(prepared, cache=cache)
             centres = partition.cluster_centres(features[train], clusters, scenario.seed)
-            return partition.nearest_centre(features[train], centres), partition.nearest_centre(
-                features[evaluated], centres
-            )
+            one, two, three = (partition.nearest_centre(features[part], centres) for part in rows)
+            return one, two, three
         case _:
             labels = prepared.labels
             if labels is None:
                 raise InputError(
                     "partition.kind", scenario.partition.kind, "iid or dir_clusters: the data set has no labels"
                 )
-            return (
-                partition.label_groups(labels[train], labels[train]),
-                partition.label_groups(labels[evaluated], labels[train]),
-            )
+            by = scenario.partition.label
+            one, two, three = (partition.label_groups(labels[part], labels[train], by) for part in rows)
+            return one, two, three

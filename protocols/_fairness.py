@@ -12,6 +12,12 @@ from torch import Tensor
 
 from fedmq.protocol import SiloFacts
 
+#: How many times its group's running mean a loss counts at most: one reply must not take the merge.
+LARGEST = 10.0
+#: How many times the median of a merge the running mean may be: one reply must not blind it for the rest of the run.
+#: Honest losses of anchored silos lie orders of magnitude apart, so this has to be far.
+FARTHEST = 1000.0
+
 Rule = Literal["entropic", "paper", "code"]
 
 
@@ -27,6 +33,8 @@ def normalised_losses(
 
     A loss of exactly 0 is no observation: the silo had nothing to minimise (its anchor not yet valid, or a batch of
     one). It leaves the running mean alone and counts as average, 1, where the plain ratio would read it as excellent.
+    A loss counts at most :data:`LARGEST` times its group's running mean, which is at most :data:`FARTHEST` times the
+    median of those that came; at a group's first observation a loss is at most that.
 
     Args:
         losses: float64 [M], at least 0.
@@ -43,6 +51,10 @@ def normalised_losses(
     for group in range(len(running)):
         chosen = observed & (groups == group)
         if bool(chosen.any()):
+            farthest = FARTHEST * losses[chosen].median()  # of two the lower
+            running[group] = torch.minimum(running[group], farthest)
+            most = LARGEST * running[group] if bool(seen[group]) else farthest
+            losses = torch.where(chosen, torch.minimum(losses, most), losses)
             mean = losses[chosen].mean()
             running[group] = rate * running[group] + (1 - rate) * mean if bool(seen[group]) else mean
             seen[group] = True

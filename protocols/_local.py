@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import InputError, RunError
+from fedmq.labels import fine_columns
 from fedmq.messages import Delta
 from fedmq.models.networks import Tower
 from fedmq.models.two_tower import MODALITIES, Modality, Out, TwoTower, optimiser
@@ -43,10 +44,12 @@ class Outcome:
     Args:
         delta: float32 [P] on the CPU, exactly zero outside the branches trained.
         loss: mean over all samples seen; 0 if nothing was trained.
+        last_loss: the same of the last epoch alone.
     """
 
     delta: Tensor
     loss: float
+    last_loss: float
 
 
 def generator_of(context: Context, local: Local, task: Task, purpose: str) -> np.random.Generator:
@@ -176,6 +179,13 @@ def labels_of(local: Local, rows: I64) -> Tensor:
     return local.share.labels[torch.from_numpy(rows)].float().to(local.model.flat.device)
 
 
+def categories(local: Local, context: Context) -> int:
+    """c_k, how many categories a silo has items of; of two label levels those of the lower, which say what is alike."""
+    if local.share.labels is None:
+        return 0
+    return int(local.share.labels[:, fine_columns(context.label_names)].any(0).sum())
+
+
 def outputs(local: Local, rows: I64, caption: I64 | None, runs: Sequence[Modality] = MODALITIES) -> Outs:
     """What the towers make of some rows, in the modalities the silo has.
 
@@ -253,16 +263,18 @@ def train_epochs(
         RunError: the loss or the update is no longer finite.
     """
     if work is None:
-        return Outcome(torch.zeros(base.shape), 0.0)
+        return Outcome(torch.zeros(base.shape), 0.0, 0.0)
     model, training = local.model, context.training
     generator = generator_of(context, local, task, "train")
     optimisers = {
         name: optimiser(model, training, task.learning_rate, [part]) for name, part in branches_of(local).items()
     }
     total, seen, moved = torch.zeros((), dtype=torch.float64, device=base.device), 0, False
+    before, seen_before = total, seen
     path = ("dropout", local.silo.name, task.base_version, task.sequence)
     with _dropout(model, torch_generator(context.seed, *path)):
         for epoch in range(training.local_epochs):
+            before, seen_before = total.clone(), seen
             for step in work.steps(epoch, generator):
                 model.zero_grad()
                 image, text = outputs(local, step.rows, step.caption, step.runs)
@@ -283,12 +295,12 @@ def train_epochs(
                 total += value.double() * len(step.rows)
                 seen += len(step.rows)
     delta = (model.flat.detach() - base).cpu()
-    mean = float(total) / max(1, seen)
+    mean, last = float(total) / max(1, seen), float(total - before) / max(1, seen - seen_before)
     # Least and greatest are finite if and only if all are (NaN is passed on): one pass, no mask.
     least, greatest = torch.aminmax(delta)
     if not (math.isfinite(mean) and math.isfinite(float(least)) and math.isfinite(float(greatest))):
         raise RunError(f"training diverged at {local.silo.name}: loss {mean}; lower training.learning_rate")
-    return Outcome(delta, mean)
+    return Outcome(delta, mean, last)
 
 
 @contextmanager

@@ -51,9 +51,23 @@ def branch_slices(layout: Layout) -> dict[str, slice]:
     return {**found, "shared": shared} if shared.stop > shared.start else found
 
 
+def module_slices(layout: Layout) -> dict[str, slice]:
+    """As :func:`branch_slices`, but every shared module (``shared.base``, ...) is a branch by itself.
+
+    For FedSCMR, of whose shared modules a silo with one modality trains some and not the EnhanceNet.
+    """
+    modules = dict.fromkeys(
+        SHARED + entry.name.removeprefix(SHARED).split(".")[0]
+        for entry in layout.entries
+        if entry.name.startswith(SHARED)
+    )
+    towers: dict[str, slice] = {modality: branch(layout, BRANCHES[modality]) for modality in MODALITIES}
+    return {**towers, **{module: branch(layout, f"{module}.") for module in modules}}
+
+
 def owns(silo: SiloFacts, name: str) -> bool:
-    """Whether a silo trains a branch: that of a modality it has, or the shared one."""
-    return {"image": silo.image, "text": silo.text}.get(name, True)
+    """Whether a silo trains a branch: that of a modality it has, the shared one, or with both the EnhanceNet."""
+    return {"image": silo.image, "text": silo.text, "shared.enhance": silo.paired}.get(name, True)
 
 
 def ordered(replies: Sequence[Reply]) -> list[Reply]:

@@ -10,6 +10,7 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from fedmq.errors import InputError
+from fedmq.protocol import Context
 
 T = TypeVar("T")
 
@@ -25,6 +26,17 @@ def check(option: str, value: float, low: float, high: float = math.inf, *, open
         least = f"above {low:g}" if open_low else f"at least {low:g}"
         most = "" if math.isinf(high) else f" and at most {high:g}"
         raise ValueError(f"{option}: {value!r}, {least}{most}")
+
+
+def refuse_other_bases(protocol: str, context: Context) -> None:
+    """Refuse every base loss but ``info_nce`` for a method whose silos' loss is its own reading of that one.
+
+    Raises:
+        InputError: the scenario's objective is another.
+    """
+    base = context.objective.base
+    if base != "info_nce":
+        raise InputError("objective.base", base, f"info_nce, of which {protocol}'s own loss is made")
 
 
 def parsed(schema: type[T], raw: Mapping[str, Any], place: str) -> T:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy.typing as npt
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from fedmq.models.networks import Tower
 from fedmq.models.two_tower import Modality, Out, TwoTower
 from fedmq.protocol import Encoders, Local
 from protocols import _local
@@ -65,11 +66,12 @@ class Reference:
             with _local.parameters(self.local, self.theta), torch.no_grad():
                 return _local.outputs(self.local, step.rows, step.caption, step.runs)
         image, text = self._all
+        visual, textual = self.local.model.visual, self.local.model.text
         rows = torch.from_numpy(step.rows)
-        found = None if image is None or "image" not in step.runs else _picked(image, rows)
+        found = None if image is None or "image" not in step.runs else _picked(image, rows, visual)
         if text is None or step.caption is None or "text" not in step.runs:
             return found, None
-        return found, _picked(text, rows * captions + torch.from_numpy(step.caption[step.rows]))
+        return found, _picked(text, rows * captions + torch.from_numpy(step.caption[step.rows]), textual)
 
     @cached_property
     def _all(self) -> _local.Outs:
@@ -86,6 +88,10 @@ def _whole(model: TwoTower, modality: Modality, items: Tensor) -> Out:
     return Out(hidden, raw, code, torch.cat(logits) if logits else None)
 
 
-def _picked(out: Out, rows: Tensor) -> Out:
+def _picked(out: Out, rows: Tensor, tower: nn.Module) -> Out:
     rows = rows.to(out.code.device)
-    return Out(out.hidden[rows], out.raw[rows], out.code[rows], None if out.logits is None else out.logits[rows])
+    hidden, raw, code = out.hidden[rows], out.raw[rows], out.code[rows]
+    if isinstance(tower, Tower) and tower.sharpness != 1.0:
+        # It grows from epoch to epoch (DJSRH, JDSH), and these outputs are of the task's first.
+        code = tower.squashed(raw)
+    return Out(hidden, raw, code, None if out.logits is None else out.logits[rows])

@@ -25,14 +25,18 @@ from torch import Tensor
 from fedmq.messages import ClassPrototypes, Delta, Loss, Model, Payload
 from fedmq.models.two_tower import MODALITIES, Out
 from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.seeds import numpy_generator
 from protocols import _class_prototypes, _local, _merge, _personal, fedavg
-from protocols._clusters import k_means
+from protocols._clusters import k_means, nearest
 from protocols._losses import info_nce, unit
 from protocols._merge import as_tensor
-from protocols._options import check
+from protocols._options import check, refuse_other_bases
 
 _CENTROIDS = "bridge_centroids"
 _COUNTS = "bridge_counts"
+_VERSIONS = "bridge_versions"
+#: Silo-side, one for each modality: the cluster of each item.
+_MEMBERS = "bridge_members"
 
 
 @dataclass(frozen=True)
@@ -106,27 +110,42 @@ def assignment_loss(z: Tensor, teacher: Tensor, centroids: Tensor, tau: float, t
     return (target * (target.clamp_min(1e-12).log() - student)).sum(1).mean()
 
 
-def centroids_of(z: Tensor, count: int, support: int, generator: np.random.Generator) -> tuple[Tensor, Tensor]:
-    """At most ``count`` K-means centroids of embeddings, those of fewer than ``support`` samples left out.
+def members_of(z: Tensor, count: int, support: int, generator: np.random.Generator) -> Tensor:
+    """Which K-means cluster each of a silo's embeddings belongs to; none has fewer than ``support``.
 
     Args:
         z: [n, d] of unit length.
-        count: most centroids.
-        support: least samples behind one.
+        count: most clusters.
+        support: least samples of one.
         generator: of K-means.
 
     Returns:
-        float32 [count, d] of unit length and int64 [count]; rows not used are zero.
+        int64 [n], from 0 to ``count - 1``; -1 for samples of clusters that are too small.
     """
-    found, sizes = torch.zeros(count, z.shape[1]), torch.zeros(count, dtype=torch.int64)
     clusters = min(count, len(z) // support)
     if clusters == 0:
-        return found, sizes
+        return torch.full((len(z),), -1)
     centres, held = k_means(z, torch.ones(len(z), dtype=torch.float64), clusters, generator)
-    kept = held >= support
-    found[:clusters] = unit(centres).float() * kept.unsqueeze(1)
-    sizes[:clusters] = held.long() * kept
-    return found, sizes
+    there = held.nonzero().squeeze(1)  # a row without points is zero, and no place to be near to
+    owner = there[nearest(z, centres[there])]
+    return torch.where(torch.bincount(owner, minlength=clusters)[owner] >= support, owner, -1)
+
+
+def centroids_of(z: Tensor, members: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Unit-length means of the clusters' embeddings.
+
+    Args:
+        z: [n, d] of unit length.
+        members: int64 [n], see :func:`members_of`.
+        count: rows wanted.
+
+    Returns:
+        float32 [count, d] and the samples behind each, int64 [count]; rows not used are zero.
+    """
+    kept = members >= 0
+    sizes = torch.bincount(members[kept], minlength=count)
+    total = torch.zeros(count, z.shape[1], dtype=torch.float64).index_add_(0, members[kept], z[kept].double())
+    return unit(total).float() * (sizes > 0).unsqueeze(1), sizes
 
 
 @dataclass(frozen=True)
@@ -174,6 +193,7 @@ class FedBridge:
     Options: ClassVar[type[Any]] = FedBridgeOptions
 
     def __init__(self, options: FedBridgeOptions, context: Context) -> None:
+        refuse_other_bases("fedbridge", context)
         self.options = options
         self.context = context
         plain = fedavg.FedAvgOptions(tau=options.tau, single_modality="idle", branch_renorm=options.branch_renorm)
@@ -202,6 +222,7 @@ class FedBridge:
         tensors = {
             _CENTROIDS: torch.zeros(count, 2, most, dim),
             _COUNTS: torch.zeros(count, 2, most, dtype=torch.int64),
+            _VERSIONS: torch.full((count,), -1, dtype=torch.int64),
         }
         return State(theta, tensors, {})
 
@@ -227,8 +248,9 @@ class FedBridge:
             base = _local.load_model(local, take(task.payloads, Model).buffer)
             outcome = _local.train_epochs(local, self.context, task, base, self._work(local, task))
             update, loss = _local.delta_payload(self.context, outcome, len(local.share)), Loss(max(0.0, outcome.loss))
-        payloads = (update, loss, self._centroids(local, task))
-        return Trained(payloads, self._adapter(local, task), loss.value if isinstance(loss, Loss) else 0.0)
+        centroids, members = self._centroids(local, task)
+        state = {**self._adapter(local, task), **members}
+        return Trained((update, loss, centroids), state, loss.value if isinstance(loss, Loss) else 0.0)
 
     @property
     def personalised(self) -> bool:
@@ -273,21 +295,36 @@ class FedBridge:
             z = torch.cat([model.caption(x.to(model.flat.device)) for x in torch.split(flat, 256)])
             return z.view(*share.text.shape[:2], -1)
 
-    def _centroids(self, local: Local, task: Task) -> ClassPrototypes:
-        """Image centroids, then text centroids; all rows of a modality the silo lacks are empty."""
+    def _members(self, local: Local, pair: tuple[Tensor | None, Tensor | None]) -> dict[str, Tensor]:
+        """Clusters of the silo's items by modality, made once and kept.
+
+        Made anew in every task, clusters of m and of m - 1 items that differ by one would be sent sooner or later, and
+        their difference is that item's embedding, whatever ``support`` says.
+        """
+        options, kept = self.options, dict[str, Tensor]()
+        for modality, z in zip(MODALITIES, pair, strict=True):
+            name = f"{_MEMBERS}_{modality}"
+            if name in local.state:
+                kept[name] = local.state[name]
+            elif z is not None:
+                generator = numpy_generator(self.context.seed, "centroids", local.silo.name, modality)
+                kept[name] = members_of(z, options.centroids, options.support, generator)
+        return kept
+
+    def _centroids(self, local: Local, task: Task) -> tuple[ClassPrototypes, dict[str, Tensor]]:
+        """Image centroids, then text centroids, all rows of a modality the silo lacks empty; and whose they are."""
         options, context = self.options, self.context
         generator = _local.generator_of(context, local, task, "centroids")
-        rows = np.arange(len(local.share))
-        with torch.no_grad():
-            pair = _local.embed(local, rows, _local.choose_captions(local, generator))
+        pair = _local.embed_all(local, _local.choose_captions(local, generator), context.training.batch_size)
+        members = self._members(local, pair)
         found = [
             (torch.zeros(options.centroids, context.dim), torch.zeros(options.centroids, dtype=torch.int64))
             if z is None
-            else centroids_of(z.cpu(), options.centroids, options.support, generator)
-            for z in pair
+            else centroids_of(z, members[f"{_MEMBERS}_{modality}"], options.centroids)
+            for modality, z in zip(MODALITIES, pair, strict=True)
         ]
         prototypes, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return ClassPrototypes(prototypes.numpy(), counts.numpy(), "both")
+        return ClassPrototypes(prototypes.numpy(), counts.numpy(), "both"), members
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Average each branch over the silos that trained it; remember everybody's last centroids."""
@@ -298,16 +335,21 @@ class FedBridge:
         weights = _merge.sample_weights([update.samples for update in updates])
         weights = _merge.damped(weights, torch.tensor(factors, dtype=torch.float64))
         theta = _merge.merge_updates(state.theta, updates, weights, self.fedavg.branches, options.branch_renorm)
-        centroids, counts = state.tensors[_CENTROIDS].clone(), state.tensors[_COUNTS].clone()
+        centroids, counts, versions = (state.tensors[name].clone() for name in (_CENTROIDS, _COUNTS, _VERSIONS))
         for reply in replies:
+            if reply.base_version < int(versions[reply.silo.index]):
+                continue  # an older report than the one that is known
+            versions[reply.silo.index] = reply.base_version
             given = take(reply.payloads, ClassPrototypes)
             own = torch.tensor([_has(reply.silo)]).T.unsqueeze(2)
             shape = (2, options.centroids)
             counts[reply.silo.index] = as_tensor(given.counts).view(shape) * own.squeeze(2)
             rows = unit(as_tensor(given.prototypes)).view(*shape, -1)
             centroids[reply.silo.index] = rows * own * (counts[reply.silo.index] > 0).unsqueeze(2)
-        known = float((counts > 0).sum())
-        return Merged(State(theta, {_CENTROIDS: centroids, _COUNTS: counts}, state.values), {"centroids": known})
+        if self.context.max_age is not None:
+            counts[round_ - versions > self.context.max_age] = 0
+        tensors = {_CENTROIDS: centroids, _COUNTS: counts, _VERSIONS: versions}
+        return Merged(State(theta, tensors, state.values), {"centroids": float((counts > 0).sum())})
 
 
 def _has(silo: SiloFacts) -> tuple[bool, bool]:

@@ -145,7 +145,7 @@ class FedCmr:
         up = (
             PartialDelta(layout.digest, shared, (end - common).numpy(), len(local.share)),
             Loss(losses[-1] * len(local.share)),
-            LabelCount(0 if local.share.labels is None else int(local.share.labels.any(0).sum())),
+            LabelCount(_local.categories(local, self.context)),
         )
         own = _merge.extract(model.flat.detach().cpu(), layout, self.partial.personal)
         return Trained(up, {**kept, _own.OWN: own, _DISPLACEMENT: end - start}, losses[-1])

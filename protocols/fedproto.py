@@ -3,7 +3,8 @@
 A silo adds lambda times the squared distance of its embeddings to their class's global prototypes to its base loss, in
 each modality it has, and reports the mean embedding of each class by the model it ends with (the code takes running
 means of the last epoch). Silos are averaged equally, as in the code, over all that have a class, by each one's last
-report. The method needs labels, and its result is measured at the silos: the coordinator's model stays as it was drawn.
+report. Of two label levels the classes are those of the lower one, by which retrieval is judged. The method needs
+labels, and its result is measured at the silos: the coordinator's model stays as it was drawn.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import InputError
+from fedmq.labels import fine_columns
 from fedmq.messages import ClassPrototypes, Loss, Payload
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
@@ -85,7 +87,7 @@ class FedProto:
             raise InputError("protocol.name", "fedproto", "a method without labels: the data set has none")
         self.options = options
         self.context = context
-        self.classes = len(context.label_names)
+        self.columns = fine_columns(context.label_names)
         self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"), context)
 
     def eligible(self, silo: SiloFacts) -> bool:
@@ -116,7 +118,7 @@ class FedProto:
         by_modality = (shared.image, shared.image_valid), (shared.text, shared.text_valid)
 
         def distance(step: _local.Step, image: Out | None, text: Out | None) -> Tensor:
-            members = _local.labels_of(local, step.rows) > 0
+            members = _local.labels_of(local, step.rows)[:, self.columns] > 0
             terms = [
                 prototype_loss(out.code, members, prototypes, valid)
                 for out, (prototypes, valid) in zip((image, text), by_modality, strict=True)
@@ -129,8 +131,9 @@ class FedProto:
     def _prototypes(self, local: Local, task: Task) -> ClassPrototypes:
         """The class prototypes by the model as training left it; rows of a modality the silo lacks are absent."""
         caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, "class prototypes"))
-        members = _local.labels_of(local, np.arange(len(local.share))).cpu() > 0
-        absent = torch.zeros(self.classes, self.context.dim), torch.zeros(self.classes, dtype=torch.int64)
+        members = _local.labels_of(local, np.arange(len(local.share)))[:, self.columns].cpu() > 0
+        classes = len(self.columns)
+        absent = torch.zeros(classes, self.context.dim), torch.zeros(classes, dtype=torch.int64)
         found = [
             absent if z is None else _class_prototypes.class_means(z, members)
             for z in _local.embed_all(local, caption, self.context.training.batch_size)
@@ -141,7 +144,7 @@ class FedProto:
     # ----------------------------------------------------------------------- the coordinator's half
     def initial(self, theta: Tensor) -> State:
         """The initial model, which stays what it is, and no prototype yet."""
-        return State(theta, _class_prototypes.initial(len(self.context.silos), self.classes, self.context.dim))
+        return State(theta, _class_prototypes.initial(len(self.context.silos), len(self.columns), self.context.dim))
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The global prototypes."""
@@ -157,12 +160,13 @@ class FedProto:
         return Merged(replace(state, tensors=tensors), {"classes_known": float(tensors[_class_prototypes.VALID].sum())})
 
     def check(self, payloads: Sequence[Payload]) -> None:
-        """Check the prototypes' shape.
+        """Check the prototypes' shape, and that they can be means of embeddings.
 
         Raises:
-            RemoteWireError: another number of rows or columns.
+            RemoteWireError: another number of rows or columns, or a row longer than any embedding.
         """
-        _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * self.classes, self.context.dim)
+        longest = _class_prototypes.longest_code(self.context)
+        _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim, longest)
 
     @property
     def personalised(self) -> bool:

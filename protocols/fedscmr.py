@@ -143,6 +143,9 @@ class FedScmr:
             raise InputError("objective", found, "base dscmr with enhance true: FedSCMR has an EnhanceNet")
         names = [name for name in layers if name.startswith(_LAYERS[options.shared_layers])]
         self.partial = PartialFedAvg(fedavg.FedAvgOptions(), context, names)
+        if options.loss_cs or options.loss_ccs:
+            # Both terms need pairs: what a silo with one modality sends of the EnhanceNet must not shrink the step.
+            self.partial.branches = _merge.module_slices(context.layout.part(names))
 
     def eligible(self, silo: SiloFacts) -> bool:
         """Everybody takes part."""
@@ -178,12 +181,10 @@ class FedScmr:
         work = Supervised(self.options, local, rows, self.context.training.batch_size)
         outcome = _local.train_epochs(local, self.context, task, base, work)
         change = _merge.extract(outcome.delta, layout, self.partial.shared)
-        labels = local.share.labels
-        categories = 0 if labels is None else int(labels.any(0).sum())
         up: tuple[Payload, ...] = (
             PartialDelta(layout.digest, self.partial.shared, change.numpy(), len(rows)),
-            Loss(outcome.loss),
-            LabelCount(categories),
+            Loss(outcome.last_loss),
+            LabelCount(_local.categories(local, self.context)),
         )
         if local.silo.paired:
             up = (*up, MeanAveragePrecision(self._validated(local, validation)))
@@ -256,16 +257,16 @@ class FedScmr:
         if options.agg == "proportional":
             weights = _scmr.proportion(samples, labels.clamp_min(1))
         else:
-            weights = _scmr.contribution(
-                samples, labels.clamp_min(1), losses, _filled(maps), options.gamma if options.use_phi else 0.0
-            )
+            gamma = options.gamma if options.use_phi else 0.0
+            maps = _filled(maps, table[:, _MAP])
+            weights = _scmr.contribution(samples, labels.clamp_min(1), losses, maps, gamma)
         chosen = weights[torch.isin(known, rows)]
         return chosen / chosen.sum()
 
 
-def _filled(maps: Tensor) -> Tensor:
-    """Validation mAPs [M], the median of the known ones for silos that cannot measure theirs; zeros if nobody can."""
-    known = maps[maps >= 0]
+def _filled(maps: Tensor, table: Tensor) -> Tensor:
+    """Validation mAPs [M], for silos that cannot measure theirs the median of all known ones [K]; 0 if nobody can."""
+    known = table[table >= 0]
     return torch.where(maps >= 0, maps, known.median() if len(known) else torch.zeros((), dtype=maps.dtype))
 
 

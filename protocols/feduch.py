@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
+from fedmq.errors import InputError
 from fedmq.messages import Model, Payload
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
@@ -26,6 +27,9 @@ from protocols._options import check
 from protocols._similarity import mean_square
 from protocols.fedmekt import divergence
 from protocols.moon import model_contrast
+
+#: Bases whose two towers' projections cannot be contrasted with each other.
+_UNEQUAL = ("dcmh", "shdch")
 
 
 @dataclass(frozen=True)
@@ -115,6 +119,9 @@ class FedUch:
     Options: ClassVar[type[Any]] = FedUchOptions
 
     def __init__(self, options: FedUchOptions, context: Context) -> None:
+        if options.contrast and context.objective.base in _UNEQUAL:
+            allowed = f"any other than {' and '.join(_UNEQUAL)}, whose towers have projections of different widths"
+            raise InputError("objective.base", context.objective.base, f"{allowed}; or protocol.contrast false")
         self.options = options
         self.fedavg = fedavg.FedAvg(options, context)
 

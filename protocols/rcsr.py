@@ -36,7 +36,7 @@ from fedmq.seeds import torch_generator
 from protocols import _fairness, _local, _merge, _personal, _prototypes, _router
 from protocols._losses import anchor, info_nce, local_prototype, prototype_regulariser, unit
 from protocols._merge import as_tensor
-from protocols._options import check
+from protocols._options import check, refuse_other_bases
 
 Shared = tuple[Tensor | None, Tensor | None]
 
@@ -193,6 +193,7 @@ class Rcsr:
     Options: ClassVar[type[Any]] = RcsrOptions
 
     def __init__(self, options: RcsrOptions, context: Context) -> None:
+        refuse_other_bases("rcsr", context)
         self.options = options
         self.context = context
         self.branches = _merge.branch_slices(context.layout)
@@ -324,13 +325,15 @@ class Rcsr:
             tensors["router"], tensors["router_first"], tensors["router_second"], int(state.values["router_steps"])
         )
         log: dict[str, float] = {}
+        told, among = weights, len(rows)  # what silos are told of: those the router looked at, merged now or not
         if options.router and state.values["merges"] >= options.warmup:
             # Algorithm 1 weighs by the router and steps it in the same breath, both only once the warm-up is over.
             pool, where = self._pool(table, rows, statistics, round_)
-            weights = self._routed(adam.values, pool, tensors)[where]
-            weights = weights / weights.sum()
+            routed = self._routed(adam.values, pool, tensors)
+            told, among = routed[where], len(routed)
+            weights = told / told.sum()
             adam, log["router_loss"] = self._router_stepped(adam, pool, tensors, int(state.values["merges"]))
-        personal = self._told(tensors, rows, weights)
+        personal = self._told(tensors, rows, told, among)
         fairness: Mapping[str, Tensor] = {}
         if options.minimax:
             fairness, log["fair_value"] = self._fairness(tensors, rows, statistics, damping, replies)
@@ -353,12 +356,12 @@ class Rcsr:
         values = {**state.values, "merges": state.values["merges"] + 1, "router_steps": adam.steps}
         return Merged(State(theta, {**tensors, **table, **prototypes, **fairness, **router, **personal}, values), log)
 
-    def _told(self, tensors: Mapping[str, Tensor], rows: Tensor, weights: Tensor) -> dict[str, Tensor]:
-        """The router weights that silos will be told, each its own (eq 13)."""
+    def _told(self, tensors: Mapping[str, Tensor], rows: Tensor, weights: Tensor, among: int) -> dict[str, Tensor]:
+        """The router weights that silos will be told, each its own (eq 13); relative to equal ones of ``among``."""
         if self.options.personal != "router":
             return {}
         told = tensors["personal_weights"].clone()
-        told[rows] = (weights * len(rows) if self.options.s_norm == "relative" else weights).clamp(0.0, 1.0)
+        told[rows] = (weights * among if self.options.s_norm == "relative" else weights).clamp(0.0, 1.0)
         return {"personal_weights": told}
 
     def _read(self, replies: Sequence[Reply]) -> Statistics:

@@ -76,7 +76,7 @@ class Silo:
         self.scenario = scenario
         self.world = world
         self.script = Script(scenario.faults, scenario.seed, world.silos)
-        self._device = device_of(arguments.device or scenario.device)
+        self._device = device_of(arguments.device or scenario.device, world.facts(arguments.name).index)
         self._shared = model
         self._standing: tuple[Strike, ...] | None = None
         self._equip(arguments.name, 0)

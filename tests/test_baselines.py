@@ -540,3 +540,15 @@ def test_runs_repeat_to_the_bit(name: str) -> None:
     assert equal_states(runs[0].state, runs[1].state)
     for index, kept in runs[0].personal.items():
         assert all(torch.equal(kept[key], runs[1].personal[index][key]) for key in kept)
+
+
+@pytest.mark.parametrize("base", ["dcmh", "shdch", "dgcpn"])
+def test_moon_contrasts_both_towers_of_a_hash_network(base: Any) -> None:
+    objective = Objective(base=base, bits=8, hidden=16)
+    runs = [world(name, objective=objective, kinds=[(True, True)] * 2, sizes=[9, 7]) for name in ("moon", "fedavg")]
+    for run in runs:
+        for _ in range(3):
+            run.round()
+    apart = (runs[0].state.theta - runs[1].state.theta).abs()
+    for modality in ("image", "text"):
+        assert float(apart[runs[0].model.branch(modality)].max()) > 1e-5, modality

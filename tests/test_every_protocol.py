@@ -22,6 +22,7 @@ from fedmq.fields import FieldError
 from fedmq.messages import Delta, Header, Kind, Message, PartialDelta, Payload
 from fedmq.payloads import tensors
 from fedmq.protocol import Checking, Reply, Sharing, State
+from fedmq.scenario import Objective
 from protocols._absent import completed, shortened
 from protocols._merge import inserted, places
 from protocols._own import OWN
@@ -409,3 +410,23 @@ def test_a_reply_of_another_shape_is_refused_before_the_merge(name: str) -> None
                     if isinstance(run.protocol, Checking):
                         run.protocol.check(payloads)
     assert tried or name == "local"  # which sends a loss, a number
+
+
+def test_an_update_of_more_samples_than_the_silo_has_is_refused() -> None:
+    run = world("fedavg", kinds=[(True, True)] * 2)
+    for reply in run.replies():
+        name = reply.silo.name
+        header = Header(
+            run="run", kind=Kind.REPLY, sender=name, receiver="coordinator", sequence=1, sent_at=0.0, reply_to=1
+        )
+        message, uploads = Message(header, reply.payloads), run.protocol.uploads(reply.silo)
+        held = len(run.shares[reply.silo.index])
+        check_reply(message, uploads, run.context, reply.silo, samples=held)
+        with pytest.raises(RemoteWireError, match=rf"{held} samples, the silo has {held - 1}"):
+            check_reply(message, uploads, run.context, reply.silo, samples=held - 1)
+
+
+@pytest.mark.parametrize("name", ["rcsr", "fedbridge"])
+def test_methods_made_of_info_nce_refuse_other_bases(name: str) -> None:
+    with pytest.raises(InputError, match=rf"objective\.base.*dcmh.*info_nce.*{name}"):
+        world(name, objective=Objective(base="dcmh", bits=8, hidden=16))

@@ -36,21 +36,56 @@ def test_silos_that_lack_a_modality_idle_through_the_warm_up() -> None:
 
 def test_a_centroid_of_fewer_samples_than_the_support_is_never_reported() -> None:
     z = torch.cat([unit(1, 8).expand(9, 8), -unit(1, 8).expand(2, 8)])
-    found, sizes = fedbridge.centroids_of(z, 4, 3, np.random.default_rng(1))
+    found, sizes = fedbridge.centroids_of(z, fedbridge.members_of(z, 4, 3, np.random.default_rng(1)), 4)
     assert sizes.tolist().count(9) == 1
     assert all(size == 0 or size >= 3 for size in sizes.tolist())
     assert not found[sizes == 0].any()
-    assert not fedbridge.centroids_of(unit(2, 8), 4, 3, np.random.default_rng(1))[1].any()
+    assert fedbridge.members_of(unit(2, 8), 4, 3, np.random.default_rng(1)).tolist() == [-1, -1]
 
 
 def test_centroids_are_of_unit_length_and_the_same_for_the_same_seed() -> None:
     z = unit(40, 8)
-    one, other = (
-        fedbridge.centroids_of(z, 5, 3, np.random.default_rng(7)),
-        fedbridge.centroids_of(z, 5, 3, np.random.default_rng(7)),
-    )
-    assert torch.equal(one[0], other[0])
-    assert torch.allclose(one[0][one[1] > 0].norm(dim=1), torch.ones(int((one[1] > 0).sum())), atol=1e-6)
+    members = [fedbridge.members_of(z, 5, 3, np.random.default_rng(7)) for _ in range(2)]
+    assert torch.equal(*members)
+    found, sizes = fedbridge.centroids_of(z, members[0], 5)
+    assert torch.allclose(found[sizes > 0].norm(dim=1), torch.ones(int((sizes > 0).sum())), atol=1e-6)
+    mean = torch.nn.functional.normalize(z[members[0] == 0].mean(0), dim=0)
+    torch.testing.assert_close(found[0], mean)
+
+
+def test_a_centroid_is_of_the_same_items_in_every_report() -> None:
+    run = world("fedbridge", NOW)
+    silo = run.context.silos[0]
+    first = run.train(silo)
+    members = {name: value.clone() for name, value in first.state.items()}
+    assert sorted(members) == ["bridge_members_image", "bridge_members_text"]
+    for _ in range(3):
+        run.round()
+    last = run.train(silo)
+    assert all(torch.equal(last.state[name], members[name]) for name in members)
+    one, other = (take(each.payloads, ClassPrototypes) for each in (first, last))
+    assert np.array_equal(one.counts, other.counts)
+    assert not np.array_equal(one.prototypes, other.prototypes)
+
+
+def test_centroids_of_long_ago_are_forgotten_where_the_scenario_says_so() -> None:
+    run = world("fedbridge", NOW)
+    run.protocol.context = dataclasses.replace(run.context, max_age=2)  # type: ignore[attr-defined]
+    paired, others = run.context.silos[0], [run.context.silos[3]]
+    run.round([paired])
+    known = [run.round(others)["centroids"] for _ in range(4)]
+    assert known[0] > known[-1] > 0
+
+
+def test_an_older_report_does_not_take_the_place_of_a_newer_one() -> None:
+    run = world("fedbridge", NOW)
+    silo = run.context.silos[0]
+    run.round([silo])
+    run.round([silo])
+    before = run.state.tensors["bridge_centroids"][silo.index]
+    late = run.reply(silo, run.train(silo), staleness=2)
+    after = run.protocol.merge(run.state, [late], run.version).state.tensors["bridge_centroids"][silo.index]
+    assert torch.equal(before, after)
 
 
 def test_centroids_go_down_only_to_silos_that_lack_the_modality() -> None:

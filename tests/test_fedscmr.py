@@ -13,9 +13,9 @@ import torch
 
 from fedmq.errors import InputError
 from fedmq.messages import Loss, MeanAveragePrecision, PartialDelta
-from fedmq.protocol import Reply
-from fedmq.scenario import Objective
-from protocols import _local, _merge, fedcmr
+from fedmq.protocol import Reply, take
+from fedmq.scenario import Objective, Training
+from protocols import _local, _merge, fedcmr, fedscmr
 from protocols._own import OWN
 from tests.protocol_world import world
 
@@ -167,3 +167,47 @@ def test_fedcmr_runs_on_hash_layers_too() -> None:
     assert torch.isfinite(run.state.theta).all()
     with pytest.raises(InputError, match=r"objective\.base"):
         world("fedcmr", objective=Objective())
+
+
+def test_the_step_of_the_enhancenet_is_the_paired_silos_alone() -> None:
+    run = world("fedscmr", {"agg": "samples"})
+    layout = run.model.layout
+    names = run.protocol.layers  # type: ignore[attr-defined]
+    part = layout.part(names)
+    enhance = [name for name in names if name.startswith("shared.enhance.")]
+    replies = run.replies()
+    before = _merge.extract(run.state.theta, layout, enhance)
+    step = _merge.extract(run.protocol.merge(run.state, replies, 0).state.theta, layout, enhance) - before
+    updates = [
+        next(each for each in reply.payloads if isinstance(each, PartialDelta))
+        for reply in replies
+        if reply.silo.paired
+    ]
+    assert 0 < len(updates) < len(replies)
+    total = sum(update.n_samples for update in updates)
+    expected = torch.zeros_like(step)
+    for update in updates:
+        own = _merge.extract(torch.tensor(np.array(update.buffer)), part, enhance)
+        expected += own * update.n_samples / total
+    torch.testing.assert_close(step, expected, atol=1e-6, rtol=1e-4)
+
+
+def test_a_silo_that_cannot_measure_counts_as_the_median_of_all_that_ever_did() -> None:
+    run = world("fedscmr", {"sums": "reporters"})
+    quality = torch.tensor([0.2, -1.0, -1.0, 0.8], dtype=torch.float64)
+    alone = fedscmr._filled(quality[1:3], quality)
+    assert alone.tolist() == [0.2, 0.2]  # of two torch takes the lower
+    replies = run.replies()
+    table = run.protocol.merge(run.state, replies, 0).state.tensors["scmr_table"]
+    assert (table[:, 3] >= 0).tolist() == [True, False, False, True]
+
+
+def test_the_loss_that_is_reported_is_that_of_the_last_epoch() -> None:
+    means = {}
+    for epochs in (1, 4):
+        training = Training(batch_size=8, local_epochs=epochs, learning_rate=1e-2)
+        run = world("fedscmr", kinds=PAIRED[:1], sizes=(16,), training=training)
+        trained = run.train(run.context.silos[0], learning_rate=1e-2)
+        means[epochs] = (trained.loss, take(trained.payloads, Loss).value)
+    assert means[1][0] == means[1][1]
+    assert means[4][1] < means[4][0]

@@ -324,6 +324,27 @@ def test_a_reference_made_once_for_all_epochs_says_what_one_made_batch_by_batch_
     assert "_all" not in vars(anew)
 
 
+def test_a_reference_is_as_sharp_as_the_epoch_it_is_asked_in() -> None:
+    run = small("djsrh", "feduch")
+    local, other = local_of(run, 0), run.state.theta * 1.5
+    captions = np.zeros(len(local.share), np.int64)
+    step = _local.Step(np.array([3, 0, 2]), captions, lambda *_: torch.zeros(()))
+    once, anew = _own.Reference(local, other, 50), _own.Reference(local, other, 1)
+    for sharpness in (1.0, 3.0):
+        with _reconstruction.sharpened(local, sharpness):
+            for kept, made in zip(once(step), anew(step), strict=True):
+                assert kept is not None and made is not None
+                torch.testing.assert_close(kept.code, made.code)
+
+
+@pytest.mark.parametrize("base", ["dcmh", "shdch"])
+def test_feduch_refuses_towers_whose_projections_differ_in_width(base: Literal["dcmh", "shdch"]) -> None:
+    objective = Objective(base=base, bits=8)
+    with pytest.raises(InputError, match=rf"objective\.base.*{base}"):
+        world("feduch", objective=objective)
+    world("feduch", {"contrast": False}, objective=objective).round()
+
+
 def test_distillation_of_equal_codes_is_nothing_whatever_its_form() -> None:
     code = torch.tanh(torch.randn(5, 8, generator=torch.Generator().manual_seed(0)))
     same = Out(code, code, code)

@@ -33,7 +33,7 @@ DCMH = "objective={base: dcmh, bits: 12, hidden: 16}"
 def model_of(scenario: Scenario) -> TwoTower:
     prepared = prepare(scenario.data, scenario.backbone, seed=scenario.seed)
     nothing = np.zeros(0, np.int64)
-    world = World(prepared, (), (), (), evaluated=nothing, database=nothing, cache=cache_folder())
+    world = World(prepared, (), (), (), evaluated=nothing, database=nothing, galleries=(), cache=cache_folder())
     return world.build_model(scenario, "cpu", ("image", "text"))
 
 

@@ -129,6 +129,23 @@ def test_a_sample_with_several_labels_belongs_to_its_rarest() -> None:
     assert partition.label_groups(np.array([4, 2])).tolist() == [4, 2]
 
 
+def test_a_sample_with_several_labels_goes_by_its_first_if_asked() -> None:
+    labels = np.array([[1, 0, 1], [0, 1, 1], [0, 0, 1], [0, 0, 0]])
+    assert partition.label_groups(labels, labels, "first").tolist() == [0, 1, 2, 3]
+    assert partition.label_groups(labels, labels, "rarest").tolist() == [0, 1, 2, 3]
+    often = np.concatenate([labels, np.tile([[1, 0, 0]], (5, 1))])
+    assert partition.label_groups(often, often, "rarest")[0] == 2
+    assert partition.label_groups(often, often, "first")[0] == 0
+
+
+@every_kind
+def test_a_few_samples_are_shared_out_among_many_silos_where_some_may_get_none(kind: Any) -> None:
+    made = partition.plan(Partition(kind=kind), 6, groups(60, 6), 0)
+    for count in (0, 1, 4):
+        shares = partition.deal(made, groups(count, 6), "gallery", sparse=True)
+        assert sorted(np.concatenate(shares).tolist()) == list(range(count))
+
+
 def test_text_clusters_are_found_and_the_same_every_time() -> None:
     generator = np.random.default_rng(0)
     centres = generator.normal(size=(5, 16)) * 10

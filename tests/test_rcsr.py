@@ -12,8 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmq.messages import Geometry, Loss, ModalityPrototypes
-from fedmq.protocol import Reply, State
+from fedmq.messages import Geometry, Loss, ModalityPrototypes, RouterStatistics
+from fedmq.protocol import Reply, State, take
 from fedmq.scenario import Training
 from protocols import _fairness, _merge, _prototypes, _router
 from protocols._losses import info_nce
@@ -410,3 +410,39 @@ def test_the_state_before_the_first_round_knows_of_nobody() -> None:
     state: State = world("rcsr").state
     assert state.tensors["table_versions"].tolist() == [-1] * len(MIXED)
     assert float(state.tensors["fair_log_q"].exp().sum()) == pytest.approx(1)
+
+
+def test_one_absurd_loss_neither_takes_the_merge_nor_blinds_the_mean() -> None:
+    running, seen = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64), torch.tensor([True, False, False])
+    groups = torch.zeros(15, dtype=torch.int64)
+    losses = torch.ones(15, dtype=torch.float64)
+    losses[3] = 1e30
+    found, after, _ = _fairness.normalised_losses(losses, groups, running, seen)
+    assert float(found.max()) <= _fairness.LARGEST
+    assert float(after[0]) < 2.0
+    # At the first observation, too; and a mean that was blinded sees again.
+    first, blinded, _ = _fairness.normalised_losses(losses, groups, torch.zeros(3).double(), torch.zeros(3).bool())
+    assert float(blinded[0]) < 100 and float(first.max()) < 100
+    _, again, _ = _fairness.normalised_losses(
+        torch.ones(15).double(), groups, torch.tensor([1e26, 0.0, 0.0]).double(), seen
+    )
+    assert float(again[0]) <= _fairness.FARTHEST
+
+
+def test_losses_that_honest_silos_have_are_not_capped() -> None:
+    running, seen = torch.tensor([2.0, 0.5, 0.0], dtype=torch.float64), torch.tensor([True, True, False])
+    losses = torch.tensor([1.0, 6.0, 0.01, 0.9], dtype=torch.float64)
+    groups = torch.tensor([0, 0, 1, 1])
+    found, after, _ = _fairness.normalised_losses(losses, groups, running, seen)
+    mean = torch.tensor([0.9 * 2.0 + 0.1 * 3.5, 0.9 * 0.5 + 0.1 * 0.455]).double()
+    torch.testing.assert_close(after[:2], mean)
+    torch.testing.assert_close(found, losses / mean[groups])
+
+
+def test_a_silo_merged_alone_is_told_its_weight_among_all_that_the_router_knows() -> None:
+    run = world("rcsr", {"personal": "router", "router_over": "table", "warmup": 0})
+    run.round()
+    alone = run.context.silos[0]
+    run.round([alone])
+    told = take(run.protocol.task(run.state, alone), RouterStatistics).weight
+    assert told is not None and 0.0 < told < 0.9

@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, combinations
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -64,11 +64,30 @@ def rarest_label(labels: npt.NDArray[Any], frequency: I64 | None = None) -> I64:
     return groups
 
 
-def label_groups(labels: npt.NDArray[Any], train_labels: npt.NDArray[Any] | None = None) -> I64:
-    """Groups [n] from labels: int [n] as they are, multi-hot [n, C] by :func:`rarest_label` in the training split."""
+def first_label(labels: npt.NDArray[Any]) -> I64:
+    """One group per multi-hot label row [n, C]: its first label in the set's order; C where it has none."""
+    hot = np.asarray(labels) > 0
+    groups: I64 = np.where(hot.any(axis=1), hot.argmax(axis=1), hot.shape[1]).astype(np.int64)
+    return groups
+
+
+def label_groups(
+    labels: npt.NDArray[Any],
+    train_labels: npt.NDArray[Any] | None = None,
+    by: Literal["rarest", "first"] = "rarest",
+) -> I64:
+    """Groups [n] from labels: int [n] as they are, multi-hot [n, C] by one label of each row.
+
+    Args:
+        labels: int [n] or 0/1 [n, C].
+        train_labels: 0/1 [n', C], whose counts say which label is rare; None counts ``labels`` themselves.
+        by: :func:`rarest_label` or :func:`first_label`.
+    """
     labels = np.asarray(labels)
     if labels.ndim == 1:
         return labels.astype(np.int64)
+    if by == "first":
+        return first_label(labels)
     train = labels if train_labels is None else np.asarray(train_labels)
     return rarest_label(labels, (train > 0).sum(axis=0))
 
@@ -273,24 +292,27 @@ def _until_balanced(sizes: I64, proportions: F64, alpha: float, generator: np.ra
     return best
 
 
-def deal(plan_: Plan, groups: I64, split: str = "train") -> list[I64]:
+def deal(plan_: Plan, groups: I64, split: str = "train", *, sparse: bool = False) -> list[I64]:
     """Share out one split by a plan.
 
     Args:
         plan_: from :func:`plan`.
         groups: int64 [n] group of each sample of the split; a group the training split lacks is dealt out evenly.
         split: its name; names the random draws, so that splits are dealt independently.
+        sparse: some silos may get none.
 
     Returns:
-        For each silo its positions in the split, ascending; disjoint, none empty, and together the whole split.
+        For each silo its positions in the split, ascending; disjoint, none empty unless ``sparse``, and together the
+        whole split.
 
     Raises:
-        InputError: more silos than samples.
+        InputError: more silos than samples, unless ``sparse``.
     """
     partition, silos = plan_.partition, plan_.silos
-    _check(partition, silos, len(groups), split)
+    if not sparse:
+        _check(partition, silos, len(groups), split)
     generator = numpy_generator(plan_.seed, "partition", "deal", split)
-    count = max(len(plan_.proportions), int(groups.max()) + 1)
+    count = max(len(plan_.proportions), int(groups.max(initial=-1)) + 1)
     proportions = np.full((count, silos), 1 / silos)
     proportions[: len(plan_.proportions)] = plan_.proportions
     match partition.kind:
@@ -304,7 +326,7 @@ def deal(plan_: Plan, groups: I64, split: str = "train") -> list[I64]:
         case "dir_class":
             cut = split_counts_balanced if partition.balanced else split_counts
             shares = _by_counts(groups, cut(np.bincount(groups, minlength=count), proportions), generator)
-    return [np.sort(share).astype(np.int64) for share in never_empty(shares)]
+    return [np.sort(share).astype(np.int64) for share in (shares if sparse else never_empty(shares))]
 
 
 def _shard_counts(sizes: I64, proportions: F64) -> I64:

@@ -99,15 +99,20 @@ class Tower(nn.Module):
         """float32 features [B, d] to an Out."""
         for layer in self.hidden.values():
             x = torch.relu_(layer(x))
-        hidden = x
+        hidden = x if self.hidden else None
         if self.plan.dropout and self.noise is not None:
             x = x * dropout_mask(x.shape, self.noise).to(x.device)
         raw = self.last(x)
-        code = torch.tanh(self.sharpness * raw) if self.plan.tanh else raw
+        code = self.squashed(raw)
         logits = None if self.classifier is None else self.classifier(code)
         if self.memory is not None and logits is not None:
             code = enhanced(code, logits, self.memory)
-        return Out(hidden, raw, code, logits)
+        # Without a hidden layer the first thing a tower makes of frozen features is its code.
+        return Out(raw if hidden is None else hidden, raw, code, logits)
+
+    def squashed(self, raw: Tensor) -> Tensor:
+        """The code [B, r] of what the last layer gives [B, r], by the tower's present sharpness."""
+        return torch.tanh(self.sharpness * raw) if self.plan.tanh else raw
 
 
 @cache

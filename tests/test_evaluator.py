@@ -1,0 +1,104 @@
+"""What models are measured on: the whole split, and each silo's own share of queries and gallery."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq import world as worlds
+from fedmq.errors import InputError
+from fedmq.evaluator import HeldOut, embed, measure
+from fedmq.protocol import Encoders
+from fedmq.scenario import Scenario, load
+from fedmq.world import build_world, device_of
+from tests import inline
+
+CLASSES, BITS = 4, 8
+
+
+def features(folder: Path) -> Path:
+    """40 training, 4 validation and 24 test items of four classes, 8-d."""
+    generator = np.random.default_rng(0)
+    count = 68
+    classes = np.arange(count) % CLASSES
+    centres = generator.normal(size=(CLASSES, BITS))
+    image, text = (centres[classes] + 0.3 * generator.normal(size=(count, BITS)) for _ in range(2))
+    split = np.array(["train"] * 40 + ["val"] * 4 + ["test"] * 24)
+    path = folder / "items.npz"
+    labels = np.eye(CLASSES, dtype=np.uint8)[classes]
+    np.savez(path, image=image.astype(np.float32), text=text.astype(np.float32), labels=labels, split=split)
+    return path
+
+
+def scenario(tmp_path: Path, *changes: str) -> Scenario:
+    file = tmp_path / "s.yaml"
+    file.write_text(
+        f"""name: own
+rounds: 1
+protocol: {{name: fedavg}}
+objective: {{base: dcmh, bits: {BITS}}}
+data: {{name: features, path: {features(tmp_path)}}}
+backbone: {{name: features}}
+silos: {{count: 3}}
+partition: {{kind: dir_class, alpha: 0.5}}
+evaluation: {{every: 0, gallery: database, map_at: [5]}}
+launcher: inline
+"""
+    )
+    return load(file, list(changes))
+
+
+@pytest.mark.parametrize("change", [(), ("partition.kind=iid",), ("partition={kind: dir_clusters, clusters: 3}",)])
+def test_the_gallery_is_shared_out_among_the_silos_as_the_data_is(tmp_path: Path, change: Sequence[str]) -> None:
+    world = build_world(scenario(tmp_path, *change), cache=tmp_path / "cache")
+    together = np.concatenate(world.galleries)
+    assert sorted(together.tolist()) == world.database.tolist() == list(range(44))
+    for own, train in zip(world.galleries, world.train, strict=True):
+        assert set(train) <= set(own)
+        assert np.array_equal(own, np.sort(own))
+
+
+def test_a_silos_own_queries_retrieve_from_its_own_share_of_the_gallery(tmp_path: Path) -> None:
+    chosen = scenario(tmp_path)
+    world = build_world(chosen, cache=tmp_path / "cache")
+    heldout = HeldOut.load(chosen, world)
+    project = torch.randn(BITS, BITS, generator=torch.Generator().manual_seed(0))
+    encoders = Encoders(lambda x: x @ project, lambda x: x @ project)
+    found = heldout.measured(encoders, binary=True, names=("silo-01",))
+    assert heldout.gallery is not None
+    queries, gallery = (embed(encoders, share, binary=True) for share in (heldout.share, heldout.gallery))
+    places = [world.database.tolist().index(row) for row in world.galleries[1]]
+    mine = [world.evaluated.tolist().index(row) for row in world.heldout[1]]
+    expected = measure(queries.subset(np.array(mine)), chosen.evaluation, gallery.subset(np.array(places)), chosen.seed)
+    assert dict(found.per_silo["silo-01"]) == expected
+    assert found.values["map"] != expected["map"]
+    among_queries = measure(queries.subset(np.array(mine)), chosen.evaluation, None, chosen.seed)
+    assert among_queries["map"] != expected["map"]
+
+
+def test_a_summary_has_every_silos_figures_and_their_means(tmp_path: Path) -> None:
+    summary = inline.run(scenario(tmp_path, "protocol.name=local"), tmp_path / "run").summary
+    names = ["silo-00", "silo-01", "silo-02"]
+    for means, each in (
+        ("per_silo_mean", "per_silo"),
+        ("personal_per_silo_mean", "personal_per_silo"),
+        ("personal", "personal_whole_split"),
+    ):
+        assert list(summary[each]) == names
+        mean = np.mean([summary[each][name]["map_at5_i2t"] for name in names])
+        assert summary[means]["map_at5_i2t"] == pytest.approx(mean)
+    assert summary["personal_whole_split"] != summary["personal_per_silo"]
+
+
+def test_auto_deals_the_gpus_of_a_machine_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds.torch.cuda, "device_count", lambda: 2)
+    assert [device_of("auto", index) for index in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert device_of("cuda:1", 0) == "cuda:1"
+    with pytest.raises(InputError, match="cuda:2"):
+        device_of("cuda:2")
+    monkeypatch.setattr(worlds.torch.cuda, "device_count", lambda: 0)
+    assert device_of("auto", 3) == device_of("cpu", 3) == "cpu"

@@ -113,12 +113,14 @@ def measure(
         seed: of the gallery's order, which settles ties.
 
     Returns:
-        ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ...; ``map_i2t``, ``map_t2i``, ``map``, the mean over tied orders
-        ``map_expected`` of codes, and ``map_at50``, ``ndcg_at50`` ... for each cut-off (means of both ways);
-        with ``evaluation.within`` and a gallery of its own also ``map_i2i``, ``map_t2t`` and their cut-offs.
+        ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ...; ``spread_image`` and ``spread_text``; with labels ``map_i2t``,
+        ``map_t2i``, ``map``, the mean over tied orders ``map_expected`` of codes, and ``map_at50``, ``ndcg_at50`` ...
+        for each cut-off (means of both ways); with ``evaluation.within`` and a gallery of its own also ``map_i2i``,
+        ``map_t2t`` and their cut-offs.
     """
     image, text = (_signs(x) if queries.binary else x for x in (queries.image, queries.text))
     found = metrics.recalls(image, text, queries.owner)
+    found |= {"spread_image": metrics.spread(image), "spread_text": metrics.spread(text)}
     if queries.labels is None:
         return found
     found |= _label_metrics(queries, evaluation, gallery or queries, seed)

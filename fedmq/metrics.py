@@ -116,6 +116,17 @@ def per_silo_recalls(silos: Mapping[str, tuple[Array, Array, Array]]) -> dict[st
     return {name: recalls(*share) for name, share in silos.items()}
 
 
+def spread(z: npt.NDArray[Any]) -> float:
+    """How far embeddings [n, d] are from all pointing one way: 1 - |mean of their directions|^2, 0 to 1.
+
+    Anchoring silos to one prototype of what they lack is least where a tower gives all items one embedding (METHODS.md
+    6, eq 3); this falls to 0 then, while recall may already be bad for other reasons.
+    """
+    x = np.asarray(z, dtype=np.float64)
+    mean = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)).mean(axis=0)
+    return float(max(0.0, 1.0 - mean @ mean))
+
+
 def fairness(values: Sequence[float] | F64) -> dict[str, float]:
     """Mean, population standard deviation, worst and gap (best - worst) over silos; zeros for no silo."""
     v = np.asarray(values, dtype=np.float64)

@@ -149,3 +149,16 @@ def test_tie_averaged_ap_is_the_mean_over_all_orders() -> None:
 def test_the_ideal_order_has_an_ndcg_of_one() -> None:
     gains = np.random.default_rng(0).integers(0, 4, (6, 20)).astype(float)
     assert metrics.ndcg(-gains, gains, 10) == pytest.approx(1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(n=st.integers(1, 20), d=st.integers(1, 8), seed=st.integers(0, 99), scale=st.floats(1e-3, 1e3))
+def test_embeddings_that_all_point_one_way_have_no_spread(n: int, d: int, seed: int, scale: float) -> None:
+    generator = np.random.default_rng(seed)
+    direction = generator.normal(size=d)
+    same = direction * generator.uniform(0.1, 10, size=(n, 1))
+    assert metrics.spread(same) == pytest.approx(0.0, abs=1e-9)
+    z = generator.normal(size=(n, d))
+    assert 0.0 <= metrics.spread(z) <= 1.0
+    assert metrics.spread(z * scale) == pytest.approx(metrics.spread(z), abs=1e-9)
+    assert metrics.spread(np.concatenate([z, -z])) == pytest.approx(1.0)

@@ -118,6 +118,10 @@ def _notes(rows: Sequence[Row], plan: Plan, selected: bool, compared: bool) -> t
     read = dict.fromkeys(ours)
     if read:
         notes.append(f"our reading of what its paper leaves open: {', '.join(read)}")
+    public = {(row.entry.method, own.summary.get("public_items")) for row in rows for own in row.outcomes.values()}
+    with_public = sorted(f"{method} ({items} items)" for method, items in public if items is not None)
+    if with_public:
+        notes.append(f"trained on a public set besides, which the others had not: {', '.join(with_public)}")
     if any(row.best for row in rows):
         notes.append("bold: best")
     if selected:

@@ -2,10 +2,14 @@
 
 On the wire both modalities' prototypes of C classes are one payload of 2 C rows, ``modality: both``: images' rows
 first, then texts'. A row of count 0 is absent.
+
+A row is a mean of what a tower gives, and no longer than the longest thing it may give. Longer ones are refused: one
+row of 1e30 would stay in the table and make every honest silo's loss infinite from then on.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -15,14 +19,24 @@ from torch import Tensor
 
 from fedmq.errors import RemoteWireError
 from fedmq.messages import ClassPrototypes
-from fedmq.protocol import Reply
+from fedmq.models.networks import PLANS
+from fedmq.protocol import Context, Reply
 from protocols._merge import as_tensor
+from protocols._prototypes import TOLERANCE, lengths
 
 TABLE = "table_class_prototypes"
 COUNTS = "table_class_counts"
 VERSIONS = "table_class_versions"
 GLOBAL = "class_prototypes"
 VALID = "class_prototypes_valid"
+
+#: Root mean square of the entries of an output that nothing bounds, at most. Losses pull codes to -1 and 1 and common
+#: spaces to few units: on every base honest means stay near 1, and below 30 where features are thirty times too long.
+#: Adam's steps do not grow with what pulls, so that a lie of this size spoils a mean and not the run; steps of plain
+#: SGD do, and no bound that leaves honest silos room makes them safe at every learning rate.
+LOOSE = 1e2
+#: Samples behind one row, at most: sums over all silos that a run may have stay within int64.
+MOST_SAMPLES = (1 << 31) - 1
 
 
 def class_means(features: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,12 +117,46 @@ def initial(silos: int, classes: int, dim: int) -> dict[str, Tensor]:
     }
 
 
-def check_rows(found: ClassPrototypes, rows: int, dim: int) -> None:
+def longest_code(context: Context) -> float:
+    """Length that no code of the run's base exceeds, and hence no mean of codes.
+
+    1 for the embeddings of ``info_nce``, which are of unit length; sqrt(d) where the tower ends in tanh; and
+    :func:`longest_output` where nothing bounds it.
+    """
+    base = context.objective.base
+    if base == "info_nce":
+        return 1.0
+    plan = PLANS.get(base)  # DSCMR, which has a network of its own, is not among them; its common space is not squashed
+    return math.sqrt(context.dim) if plan is not None and plan.tanh else longest_output(context.dim)
+
+
+def longest_output(dim: int) -> float:
+    """Length that no output of a last layer [d] exceeds in a run that goes well, see :data:`LOOSE`."""
+    return LOOSE * math.sqrt(dim)
+
+
+def check_rows(found: ClassPrototypes, rows: int, dim: int, longest: float = 1.0) -> None:
     """Check a reply's prototypes against what the run expects.
 
+    Args:
+        found: float32 [rows, dim] prototypes and int64 [rows] counts of a reply.
+        rows: expected.
+        dim: expected.
+        longest: length of the longest feature they may be means of, see :func:`longest_code`; 1 for unit vectors.
+
     Raises:
-        RemoteWireError: another number of rows or columns.
+        RemoteWireError: ``layout`` for another number of rows or columns; ``malformed`` for a row that no mean of such
+            features is as long as, absent ones included, or for more samples than a silo may have.
     """
+    _check_shape(found, rows, dim)
+    length, bound = float(lengths(found.prototypes).max()), longest * (1 + TOLERANCE)
+    if length > bound:
+        raise RemoteWireError("malformed", f"a class prototype of length {length:.4g}, here at most {bound:.4g}")
+    if (count := int(found.counts.max())) > MOST_SAMPLES:
+        raise RemoteWireError("malformed", f"a class prototype of {count} samples, at most {MOST_SAMPLES}")
+
+
+def _check_shape(found: ClassPrototypes, rows: int, dim: int) -> None:
     if found.prototypes.shape != (rows, dim):
         raise RemoteWireError("layout", f"class prototypes of shape {found.prototypes.shape}, here ({rows}, {dim})")
 
@@ -135,7 +183,7 @@ def updated(
     """
     table, counts, versions = (tensors[name].clone() for name in (TABLE, COUNTS, VERSIONS))
     for reply, found in replies:
-        check_rows(found, table.shape[1], table.shape[2])
+        _check_shape(found, table.shape[1], table.shape[2])
         row = reply.silo.index
         if reply.base_version < int(versions[row]):
             continue

@@ -7,6 +7,7 @@ image, text throughout. The coordinator never uses what a silo sends for a modal
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,6 +21,17 @@ from protocols._merge import as_tensor
 
 PROTOTYPES = "prototypes"
 VALID = "prototypes_valid"
+#: How far from 1 the length of what is said to be of unit length may be: sums of float32, and float16 on the way.
+TOLERANCE = 1e-3
+
+
+def lengths(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Euclidean lengths float64 [n] of rows float16 or float32 [n, d] off the wire, whatever they are.
+
+    In float64 the square of no float32 is infinite or lost.
+    """
+    found: np.ndarray[Any, np.dtype[np.float64]] = np.sqrt(np.einsum("nd,nd->n", rows, rows, dtype=np.float64))
+    return found
 
 
 def mask_bits(image: bool, text: bool) -> int:
@@ -64,7 +76,8 @@ def has(silo: SiloFacts) -> tuple[bool, bool]:
 def read_uploads(replies: Sequence[Reply], dim: int) -> tuple[Tensor, Tensor]:
     """All reporters' prototypes: float32 [M, 2, d], zero where filled, and mask bool [M, 2].
 
-    A prototype counts if the silo marks it as real and has the modality according to the roster.
+    A prototype counts if the silo marks it as real and has the modality according to the roster. It is of unit length
+    (RCSR eq 6), so one that is longer or shorter counts by its direction alone: nobody outvotes the others by length.
 
     Raises:
         RemoteWireError: a payload is missing or of another dimension.
@@ -80,9 +93,16 @@ def read_uploads(replies: Sequence[Reply], dim: int) -> tuple[Tensor, Tensor]:
         values = (payload.image, payload.text)
         for modality, owned in enumerate(has(reply.silo)):
             if owned and sent[modality]:
-                rows[index, modality] = as_tensor(values[modality])
+                rows[index, modality] = _of_unit_length(as_tensor(values[modality]))
                 mask[index, modality] = True
     return rows, mask
+
+
+def _of_unit_length(row: Tensor) -> Tensor:
+    """A prototype float32 [d] as it is if its length is 1, to the bit: a second division would change its last ones."""
+    row_f64 = row.double()
+    near = abs(float(torch.linalg.vector_norm(row_f64)) - 1) <= TOLERANCE
+    return row if near else unit(row_f64).float()
 
 
 def moving_average(old: Tensor, local: Tensor, weights: Tensor, rate: float, mask: Tensor | None = None) -> Tensor:

@@ -23,13 +23,15 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.messages import Loss, Payload, Representations
 from fedmq.models.two_tower import MODALITIES, Out, TwoTower
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _local, _merge, _own, fedavg
+from protocols import _local, _merge, _own, _prototypes, fedavg
 from protocols._merge import as_tensor
-from protocols._options import check
+from protocols._options import check, refuse_other_bases
 from protocols.creamfl import LAST, Weights, contrasts, distillation
 
 #: Name of the global representations float32 [N, d] of a modality among the coordinator's tensors.
 GLOBAL = "public_"
+#: Scores that are held at a time while silos are weighed; 64 MiB of float32.
+_SCORES = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -59,17 +61,27 @@ class CreamFlPublicOptions:
             check(name, getattr(self, name), 0.0)
 
 
-def item_weights(representations: Tensor, other: Tensor) -> Tensor:
+def item_weights(representations: Tensor, other: Tensor, most: int = _SCORES) -> Tensor:
     """Softmax over silos of the log-probability that each item finds its own pair (CreamFL, score of the ensemble).
+
+    All M N^2 scores at once would be 100 GB for ten silos and the paper's 50,000 items. They are made for so many items
+    at a time that besides the result at most two arrays of ``most`` scores are held, or of M N where one item alone
+    has more: 128 MiB of float32 by default.
 
     Args:
         representations: [M, N, d] of one modality by M silos.
         other: [N, d] global representations of the other modality.
+        most: scores at a time; where all fit, nothing is split.
 
     Returns:
         [M, N], columns sum to 1.
     """
-    scores: Tensor = (representations @ other.T).log_softmax(2).diagonal(dim1=1, dim2=2)
+    silos, items, _ = representations.shape
+    step, scores = max(1, most // (silos * items)), representations.new_empty(silos, items)
+    for start in range(0, items, step):
+        rows = slice(start, start + step)
+        # In one expression: a name would keep one block's scores while the next one's are made.
+        scores[:, rows] = (representations[:, rows] @ other.T).log_softmax(2).diagonal(start, dim1=1, dim2=2)
     return scores.softmax(0)
 
 
@@ -89,6 +101,7 @@ class CreamFlPublic:
     Options: ClassVar[type[Any]] = CreamFlPublicOptions
 
     def __init__(self, options: CreamFlPublicOptions, context: Context) -> None:
+        refuse_other_bases("creamfl_public", context)
         self.options = options
         self.context = context
         self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"), context)
@@ -96,6 +109,16 @@ class CreamFlPublic:
         if public is None:
             raise InputError("protocol.name", "creamfl_public", "creamfl: the data set marks no public items")
         self.public = public
+
+    @property
+    def public_items(self) -> int:
+        """Public items that the method had beside the silos' own data; a run's summary says so (METHODS.md 7.7)."""
+        return len(self.public)
+
+    @property
+    def reply_bytes(self) -> int:
+        """Bytes of the tensors of the largest reply that :meth:`check` lets through: both modalities in float32."""
+        return 2 * len(self.public) * self.context.dim * np.dtype(np.float32).itemsize
 
     @cached_property
     def model(self) -> TwoTower:
@@ -151,15 +174,22 @@ class CreamFlPublic:
         return (_payload({name: state.tensors[GLOBAL + name] for name in MODALITIES}),)
 
     def check(self, payloads: Sequence[Payload]) -> None:
-        """Check the representations' shape.
+        """Check the representations' shape, and that they are of unit length as every tower's output is.
 
         Raises:
-            RemoteWireError: another number of items or columns.
+            RemoteWireError: ``layout`` for another number of items or columns; ``malformed`` for another length, which
+                would weigh more than others' and, being large enough, end the coordinator's own training.
         """
         found = take(payloads, Representations)
         rows = len(self.public) * (2 if found.modality == "both" else 1)
         if found.values.shape != (rows, self.context.dim):
             raise RemoteWireError("layout", f"representations of shape {found.values.shape}")
+        found_lengths = _prototypes.lengths(found.values)
+        # An item of which a tower makes nothing at all is honestly 0 long, and moves nothing.
+        wrong = found_lengths[(np.abs(found_lengths - 1) > _prototypes.TOLERANCE) & (found_lengths != 0)]
+        if len(wrong):
+            allowed = f"1 within {_prototypes.TOLERANCE}"
+            raise RemoteWireError("malformed", f"a representation of length {wrong.max():.4g}, here {allowed}")
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Average representations item by item, distil them, train on the public pairs, represent them anew."""

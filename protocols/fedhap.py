@@ -144,11 +144,12 @@ class FedHap:
         """Check what only this method can check of a reply.
 
         Raises:
-            RemoteWireError: class means or a discriminator of another shape.
+            RemoteWireError: class means or a discriminator of another shape, or class means longer than any code.
         """
+        longest = _class_prototypes.longest_code(self.context)
         for payload in payloads:
             if isinstance(payload, ClassPrototypes):
-                _class_prototypes.check_rows(payload, len(self.context.label_names), self.context.dim)
+                _class_prototypes.check_rows(payload, len(self.context.label_names), self.context.dim, longest)
             elif isinstance(payload, DiscriminatorDelta) and (
                 payload.layout_digest != self.layout.digest or payload.buffer.size != self.layout.size
             ):

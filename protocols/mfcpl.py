@@ -245,17 +245,19 @@ class Mfcpl:
         return Merged(replace(merged.state, tensors=tensors), merged.log)
 
     def check(self, payloads: Sequence[Payload]) -> None:
-        """Check the shape of class prototypes or centroids, where a reply has them.
+        """Check class prototypes or centroids, where a reply has them: their shape, and that they can be means.
 
         Raises:
-            RemoteWireError: another number of rows or columns, or centroids where there are labels.
+            RemoteWireError: another number of rows or columns, a row longer than any embedding, or centroids where
+                there are labels.
         """
+        longest = _class_prototypes.longest_code(self.context)
         for payload in payloads:
             if isinstance(payload, ClassPrototypes):
                 if payload.modality != "both" and not (self.pseudo and payload.modality == "text"):
                     raise RemoteWireError("unexpected", f"class prototypes of modality {payload.modality}")
                 rows = self.classes if payload.modality == "text" else 2 * self.classes
-                _class_prototypes.check_rows(payload, rows, self.context.dim)
+                _class_prototypes.check_rows(payload, rows, self.context.dim, longest)
 
     def _pseudo_classes(self, tensors: Mapping[str, Tensor], found: Sequence[ClassPrototypes]) -> Mapping[str, Tensor]:
         """The silos' centroids merged by seeded K-means."""

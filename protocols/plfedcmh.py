@@ -126,12 +126,13 @@ class PlFedCmh:
         return frozenset({Delta, Loss, ClassPrototypes})
 
     def check(self, payloads: Sequence[Payload]) -> None:
-        """Check the prototypes' shape.
+        """Check the prototypes' shape, and that they can be means of outputs before tanh.
 
         Raises:
-            RemoteWireError: another number of rows or columns.
+            RemoteWireError: another number of rows or columns, or a row too long.
         """
-        _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim)
+        longest = _class_prototypes.longest_output(self.context.dim)
+        _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim, longest)
 
     # ----------------------------------------------------------------------- the silo's half
     def train(self, local: Local, task: Task) -> Trained:

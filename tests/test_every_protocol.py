@@ -426,7 +426,7 @@ def test_an_update_of_more_samples_than_the_silo_has_is_refused() -> None:
             check_reply(message, uploads, run.context, reply.silo, samples=held - 1)
 
 
-@pytest.mark.parametrize("name", ["rcsr", "fedbridge"])
+@pytest.mark.parametrize("name", ["rcsr", "fedbridge", "creamfl_public"])
 def test_methods_made_of_info_nce_refuse_other_bases(name: str) -> None:
     with pytest.raises(InputError, match=rf"objective\.base.*dcmh.*info_nce.*{name}"):
         world(name, objective=Objective(base="dcmh", bits=8, hidden=16))

@@ -41,7 +41,7 @@ def test_the_summary_has_everything_the_design_lists(reference: tuple[Path, dict
     summary = json.loads((out / "summary.json").read_text())
     assert set(summary) == {
         *("protocol", "scenario", "seed", "rounds", "versions", "model_digest", "metrics", "per_silo", "fairness"),
-        *("bytes", "messages", "seconds", "processes", "versions_of"),
+        *("per_silo_mean", "bytes", "messages", "seconds", "processes", "versions_of"),
     }
     assert {"i2t_r1", "t2i_r1", "mean_r1", "i2t_r5", "mean_r10"} <= set(summary["metrics"])
     assert set(summary["per_silo"]) == {"silo-00", "silo-01", "silo-02", "silo-03"}
@@ -66,7 +66,11 @@ def test_the_summary_has_everything_the_design_lists(reference: tuple[Path, dict
 
 def test_metrics_hold_one_line_per_merge_and_per_evaluation(reference: tuple[Path, dict[str, object]]) -> None:
     lines = [json.loads(line) for line in RunFolder(reference[0]).metrics.read_text().splitlines()]
-    assert [line["version"] for line in lines if line["kind"] == "merge"] == [1, 2, 3, 4]
+    merges = [line for line in lines if line["kind"] == "merge"]
+    assert [line["version"] for line in merges] == [1, 2, 3, 4]
+    for line in merges:
+        assert sorted(line["losses"]) == sorted(line["replies"])
+        assert line["loss"] == pytest.approx(sum(line["losses"].values()) / len(line["losses"]))
     assert sorted(line["version"] for line in lines if line["kind"] == "evaluation") == [0, 2, 4]
 
 

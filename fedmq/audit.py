@@ -302,6 +302,7 @@ class Audit:
         refused: number of refusals, by process and reason.
         inline: the silos were calls inside the coordinator: there were no messages, so nothing is shown about them.
         undelivered: messages sent that nobody logged as received or refused: what was on its way when a process ended.
+        messages: every record of a sealed message with its file and line, as each end logged it.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -311,6 +312,7 @@ class Audit:
     refused: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     undelivered: int = 0
     inline: bool = False
+    messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON-serialisable data."""
@@ -403,6 +405,7 @@ def _tally(
         result.frames[process] += record["bytes"]
     if _shape(record) != "message":
         return
+    result.messages.append((place, record))
     key = (record["sender"], record["receiver"], record["session"], record["counter"])
     seen = sent if action == "sent" else received
     if key in seen:

@@ -15,13 +15,13 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedmq import __version__, cli_compare, cli_keys, cli_search
+from fedmq import __version__, cli_audit, cli_compare, cli_keys, cli_search
 from fedmq.errors import FedmqError, InputError
 
 _BEGAN = time.monotonic()
 BAD_INPUT = 2
 FAILED = 1
-DIFFERENT = 3
+DIFFERENT = cli_audit.DIFFERENT
 
 app = typer.Typer(
     name="fedmq",
@@ -366,28 +366,13 @@ def data_features(
         out.print(f"{facts['n']} items: {shapes}, in {found.folder}", highlight=False, soft_wrap=True)
 
 
-@app.command("audit")
-def audit_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
-    as_json: AsJson = False,
-) -> None:
-    """Check the message logs of a run: hash chains, sent against received, and what left each silo.
+def _pooled(method: str) -> bool:
+    import protocols  # noqa: PLC0415 - brings torch
 
-    Exit code 3 if anything does not add up. Example: [bold]fedmq audit runs/smoke-20260101-120000[/bold]
-    """
-    from fedmq import live  # noqa: PLC0415
-    from fedmq.audit import audit_run  # noqa: PLC0415
+    return protocols.pooled(method)
 
-    audit = audit_run(run)
-    if audit.inline:
-        allowed = "a run with messages (launcher local, or processes started by hand)"
-        raise InputError(str(run), "a run whose silos were calls inside the coordinator: nothing was sent", allowed)
-    if as_json:
-        print(json.dumps(audit.to_plain(), indent=2))
-    else:
-        live.print_audit(audit, out)
-    if audit.findings:
-        sys.exit(DIFFERENT)
+
+cli_audit.add_audit(app, _bar, _pooled)
 
 
 @app.command("replay")

@@ -1,0 +1,101 @@
+"""``fedmq audit``: what the message logs of a run show, what its policy says of them, what its model gives away."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from fedmq.errors import InputError
+
+if TYPE_CHECKING:
+    from fedmq.probe import Probe
+
+DIFFERENT = 3
+_QUIET_SECONDS = 2.0  # of a probe without progress
+Bar = Callable[[], Callable[[str, int, int], None]]
+
+
+def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None:
+    """Add ``fedmq audit`` to the command line.
+
+    Args:
+        app: the command line.
+        bar: makes a progress line.
+        pooled: whether a method, by name, trains on everybody's data in one place.
+    """
+
+    @app.command("audit")
+    def audit_command(
+        run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
+        policy_file: Annotated[
+            Path | None,
+            typer.Option("--policy", metavar="FILE", help="What may pass (YAML): every message is held against it."),
+        ] = None,
+        with_probe: Annotated[
+            bool,
+            typer.Option("--probe", help="Test whether the released model tells training items from held-out ones."),
+        ] = False,
+        as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
+    ) -> None:
+        """Check the message logs of a run: hash chains, sent against received, and what left each silo.
+
+        Exit code 3 if anything does not add up or breaks the policy; a probe is a measurement and no finding.
+
+        Example: [bold]fedmq audit runs/smoke-20260101-120000[/bold]
+
+        Example: [bold]fedmq audit runs/smoke-20260101-120000 --policy docs/policies/rcsr_p.yaml[/bold]
+
+        Example: [bold]fedmq audit runs/smoke-20260101-120000 --probe[/bold]
+        """
+        from fedmq import live, policy  # noqa: PLC0415 - --help does without
+        from fedmq.audit import audit_run  # noqa: PLC0415
+
+        allowed = None if policy_file is None else policy.read_policy(policy_file)
+        audit = audit_run(run)
+        if audit.inline:
+            wanted = "a run with messages (launcher local, or processes started by hand)"
+            raise InputError(str(run), "a run whose silos were calls inside the coordinator: nothing was sent", wanted)
+        held = None if allowed is None or policy_file is None else policy.hold(audit, allowed, policy_file)
+        measured = _probed(run, bar, pooled) if with_probe else None
+        findings = [*audit.findings, *(held.findings if held else ())]
+        if as_json:
+            facts = {**audit.to_plain(), "ok": not findings, "findings": [vars(finding) for finding in findings]}
+            if held:
+                facts["policy"] = held.to_plain()
+            if measured:
+                facts["probe"] = measured.to_plain()
+            print(json.dumps(facts, indent=2))
+        else:
+            out = Console()
+            live.print_audit(audit, out)
+            if held:
+                policy.show(held, out)
+            if measured:
+                from fedmq import probe  # noqa: PLC0415
+
+                probe.show(measured, out)
+        if findings:
+            sys.exit(DIFFERENT)
+
+
+def _probed(run: Path, bar: Bar, pooled: Callable[[str], bool]) -> Probe:
+    """Probe a run's released model; what takes longer says how far it is."""
+    from fedmq import probe  # noqa: PLC0415 - brings torch
+    from fedmq.release import open_release  # noqa: PLC0415
+
+    # The auditor's machine need not have the run's GPU.
+    release = open_release(run, "auto")
+    began, show = time.monotonic(), bar()
+
+    def tell(what: str, done: int, total: int) -> None:
+        if time.monotonic() - began > _QUIET_SECONDS:
+            show(what, done, total)
+
+    return probe.probe(release, pooled=pooled(release.scenario.protocol.name), progress=tell)

@@ -6,9 +6,9 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,14 +21,25 @@ from fedmq.errors import InputError
 
 if TYPE_CHECKING:
     from fedmq.compare import Comparison, Prepare
+    from fedmq.comparison import ComparisonFile
     from fedmq.jobs import Progress
     from fedmq.plan import Plan, Resolve
     from fedmq.tables import Grid
 
 FAILED = 1
 _PLAIN_SECONDS = 30.0
+_SEEDS = "0,1,2"
+_METRIC = "mean_r1,mean_r10"
 
-Seeds = Annotated[str, typer.Option("--seeds", metavar="A,B,...", help="Every row is run with each of them.")]
+Files = Annotated[
+    list[Path],
+    typer.Argument(metavar="FILE...", help="Scenarios, or one comparison file.", show_default=False),
+]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario, or a comparison file.", show_default=False)]
+Seeds = Annotated[
+    str | None,
+    typer.Option("--seeds", metavar="A,B,...", help=f"Every row is run with each of them; {_SEEDS} by default."),
+]
 Out = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Folder of the results; named by its rows by default.")
 ]
@@ -63,14 +74,16 @@ SelectRounds = Annotated[
         "--select-rounds", min=1, help="Rounds of the runs that --select chooses by; the scenario's by default."
     ),
 ]
-SelectSeed = Annotated[int, typer.Option("--select-seed", min=0, help="Seed of the runs that --select chooses by.")]
+SelectSeed = Annotated[
+    int | None, typer.Option("--select-seed", min=0, help="Seed of the runs that --select chooses by; 0 by default.")
+]
 Metric = Annotated[
-    str,
+    str | None,
     typer.Option(
         "--metric",
         metavar="A,B,...",
         help="Columns: mean_r1, i2t_r5, map, fairness.worst_r1, personal.mean_r1, bytes.up, seconds.virtual, ... "
-        "The first one decides what --select chooses.",
+        f"The first one decides what --select chooses. {_METRIC} by default.",
     ),
 ]
 Baseline = Annotated[
@@ -101,19 +114,19 @@ Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for, as it was written."""
+    """What was asked for, as it was written; None where nothing was. ``source`` is the comparison file, if any."""
 
     kind: str
     files: list[Path]
-    seeds: str
+    seeds: str | None
     out_dir: Path | None
     runs_dir: Path | None
     settings: list[str] | None
     vary: list[str] | None
     select: list[str] | None
-    select_seed: int
+    select_seed: int | None
     select_rounds: int | None
-    metric: str
+    metric: str | None
     baseline: str | None
     target: list[str] | None
     zero_shot: bool
@@ -121,6 +134,7 @@ class Options:
     processes: bool
     as_json: bool
     quiet: bool
+    source: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -143,16 +157,16 @@ def add_compare(app: typer.Typer, roots: Roots) -> None:
 
     @app.command("compare")
     def compare_command(
-        files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="Scenarios.", show_default=False)],
-        seeds: Seeds = "0,1,2",
+        files: Files,
+        seeds: Seeds = None,
         out_dir: Out = None,
         runs_dir: Runs = None,
         settings: Settings = None,
         vary: Vary = None,
         select: Select = None,
-        select_seed: SelectSeed = 0,
+        select_seed: SelectSeed = None,
         select_rounds: SelectRounds = None,
-        metric: Metric = "mean_r1,mean_r10",
+        metric: Metric = None,
         baseline: Baseline = None,
         target: Targets = None,
         zero_shot: ZeroShot = False,
@@ -171,12 +185,15 @@ def add_compare(app: typer.Typer, roots: Roots) -> None:
         Learning rate and a method's own option chosen on the validation split: [bold]fedmq compare
         scenarios/rcsr/main.yaml --vary protocol=fedavg,rcsr --select training.learning_rate=1e-4,3e-4,1e-3
         --select rcsr:protocol.lambda_anc=0.3,1[/bold]
+
+        All of that can stand in a comparison file (a YAML file with [bold]compare:[/bold] in it), which options are
+        added to: [bold]fedmq compare scenarios/rcsr/tables/ablation.yaml --seeds 0[/bold]
         """
         options = Options(
             "compare", files, seeds, out_dir, runs_dir, settings, vary, select, select_seed,
             select_rounds, metric, baseline, target, zero_shot, jobs, processes, as_json, quiet,
         )  # fmt: skip
-        _carry_out(options, roots)
+        _carry_out(_asked(options), roots)
 
 
 def add_sweep(app: typer.Typer, roots: Roots) -> None:
@@ -184,16 +201,16 @@ def add_sweep(app: typer.Typer, roots: Roots) -> None:
 
     @app.command("sweep")
     def sweep_command(
-        file: Annotated[Path, typer.Argument(metavar="FILE", help="A scenario.", show_default=False)],
+        file: File,
         vary: Vary = None,
-        seeds: Seeds = "0,1,2",
+        seeds: Seeds = None,
         out_dir: Out = None,
         runs_dir: Runs = None,
         settings: Settings = None,
         select: Select = None,
-        select_seed: SelectSeed = 0,
+        select_seed: SelectSeed = None,
         select_rounds: SelectRounds = None,
-        metric: Metric = "mean_r1,mean_r10",
+        metric: Metric = None,
         baseline: Baseline = None,
         target: Targets = None,
         zero_shot: ZeroShot = False,
@@ -209,38 +226,102 @@ def add_sweep(app: typer.Typer, roots: Roots) -> None:
 
         Example: [bold]fedmq sweep scenarios/rcsr/main.yaml --vary silos.count=6,10,30,50 --vary
         protocol=fedavg,rcsr[/bold]
+
+        The same from a comparison file (a YAML file with [bold]sweep:[/bold] in it), which options are added to:
+        [bold]fedmq sweep scenarios/rcsr/tables/silos.yaml --seeds 0[/bold]
         """
-        if not vary:
-            raise InputError("--vary", "nothing", "at least one key with its values, e.g. --vary silos.count=6,10,30")
-        if select and "val" in select:
-            select, vary = [*(each for each in select if each != "val"), *vary], None
         options = Options(
             "sweep", [file], seeds, out_dir, runs_dir, settings, vary, select, select_seed,
             select_rounds, metric, baseline, target, zero_shot, jobs, processes, as_json, quiet,
         )  # fmt: skip
-        _carry_out(options, roots)
+        _carry_out(_asked(options), roots)
+
+
+def _asked(options: Options) -> Options:
+    """What the command line says, over what its comparison file says; what a sweep chooses from is no longer varied.
+
+    Raises:
+        InputError: the file is not allowed, is for the other command or not alone, or a sweep has nothing to vary.
+    """
+    from fedmq import comparison  # noqa: PLC0415 - brings torch, which --help does without
+
+    read = {path: file for path in options.files if (file := comparison.read(path)) is not None}
+    if read:
+        (path, file), *_ = read.items()
+        if len(options.files) > 1:
+            raise InputError(str(path), "a comparison file beside others", "one comparison file alone, or scenarios")
+        if file.kind != options.kind:
+            raise InputError(str(path), f"a comparison file with the key {file.kind}", f"fedmq {file.kind} {path}")
+        options = _over(options, path, file)
+    if options.kind == "compare":
+        return options
+    if not options.vary:
+        place = "--vary" if options.source is None else f"{options.source}: vary"
+        raise InputError(place, "nothing", "at least one key with its values, e.g. silos.count=6,10,30")
+    if options.select and comparison.ON_VALIDATION in options.select:
+        select = [each for each in options.select if each != comparison.ON_VALIDATION]
+        return replace(options, select=[*select, *options.vary], vary=None)
+    return options
+
+
+def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
+    """A comparison file's options with the command line's on top."""
+    return replace(
+        options,
+        source=path,
+        files=[path.parent / name for name in file.scenarios],
+        settings=[*file.settings, *(options.settings or [])],
+        vary=_in_place(file.vary, options.vary or []),
+        select=_in_place(file.select, options.select or []),
+        target=[*file.target, *(options.target or [])],
+        seeds=options.seeds or file.seeds,
+        metric=options.metric or file.metric,
+        baseline=options.baseline or file.baseline,
+        select_seed=file.select_seed if options.select_seed is None else options.select_seed,
+        select_rounds=options.select_rounds or file.select_rounds,
+        zero_shot=options.zero_shot or file.zero_shot,
+        runs_dir=options.runs_dir or file.runs,
+    )
+
+
+def _in_place(own: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Lists of values with others on top: one of the same key takes its place, further ones follow."""
+    later: dict[str, list[str]] = {}
+    for text in given:
+        later.setdefault(text.partition("=")[0], []).append(text)
+    replaced = set(later)
+    kept = [
+        each
+        for text in own
+        for key in [text.partition("=")[0]]
+        for each in (later.pop(key, []) if key in replaced else [text])
+    ]
+    return [*kept, *(each for more in later.values() for each in more)]
 
 
 def _plan(options: Options, resolve: Resolve) -> Plan:
     from fedmq import plan, rows  # noqa: PLC0415 - brings torch, which --help does without
 
-    made = plan.Plan(
-        entries=plan.entries(
-            options.files,
-            options.settings or [],
-            [plan.parse_variation(text, "--vary") for text in options.vary or []],
-            [plan.parse_variation(text, "--select") for text in options.select or []],
-            resolve,
-        ),
-        seeds=plan.parse_seeds(options.seeds),
-        metrics=plan.parse_metrics(options.metric),
-        targets=tuple(plan.parse_target(text) for text in options.target or []),
-        baseline=options.baseline,
-        select_seed=options.select_seed,
-        select_rounds=options.select_rounds,
-        zero_shot=options.zero_shot,
-    )
-    rows.baselines(made)
+    varied = [plan.parse_variation(text, "--vary") for text in options.vary or []]
+    select = [plan.parse_variation(text, "--select") for text in options.select or []]
+    seeds, metrics = plan.parse_seeds(options.seeds or _SEEDS), plan.parse_metrics(options.metric or _METRIC)
+    targets = tuple(plan.parse_target(text) for text in options.target or [])
+    try:
+        made = plan.Plan(
+            entries=plan.entries(options.files, options.settings or [], varied, select, resolve),
+            seeds=seeds,
+            metrics=metrics,
+            targets=targets,
+            baseline=options.baseline,
+            select_seed=options.select_seed or 0,
+            select_rounds=options.select_rounds,
+            zero_shot=options.zero_shot,
+        )
+        rows.baselines(made)
+    except InputError as error:
+        if options.source is None:
+            raise
+        raise InputError(f"{options.source}: {error.place}", error.found, error.allowed) from None
     return made
 
 
@@ -270,7 +351,8 @@ def _carry_out(options: Options, roots: Roots) -> None:
         print(json.dumps({"folder": str(folder), "rows": tables.plain(comparison.rows), "errors": comparison.errors}))
     else:
         out = Console()
-        out.print(tables.terminal(table, f"{options.kind}: {', '.join(map(str, options.files))}"))
+        named = [options.source] if options.source else options.files
+        out.print(tables.terminal(table, f"{options.kind}: {', '.join(map(str, named))}"))
         out.print(f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html", highlight=False, soft_wrap=True)
     for name, line in comparison.errors.items():
         err.print(f"[red]failed[/red] {name}: {_plain(line)}", highlight=False, soft_wrap=True)

@@ -55,6 +55,7 @@ class Data(Part):
     missing: Literal["refuse", "skip"] = Field(
         "refuse", description="items without their picture or without a caption: refuse the set, or leave them out"
     )
+    labelled: bool = Field(False, description="leave out the items that have no label")
 
     @field_validator("name")
     @classmethod
@@ -457,4 +458,8 @@ def load(path: Path, settings: Sequence[str] = ()) -> Scenario:
     Raises:
         InputError: anything is not allowed.
     """
-    return parse(apply_settings(read_yaml(path), settings), path)
+    raw = read_yaml(path)
+    for command in ("compare", "sweep"):
+        if command in raw:
+            raise InputError(str(path), "a comparison file", f"a scenario; fedmq {command} {path} runs comparisons")
+    return parse(apply_settings(raw, settings), path)

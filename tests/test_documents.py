@@ -11,6 +11,9 @@ from typer.testing import CliRunner
 
 import protocols
 from fedmq import cli, cli_compare
+from fedmq import scenario as scenarios
+from fedmq.plan import Entry, parse_metrics
+from fedmq.scenario import Scenario
 
 ROOT = Path(__file__).parent.parent
 COMMAND = re.compile(r"^ {4}fedmq ((?:compare|sweep) .*)$", flags=re.MULTILINE)
@@ -20,6 +23,13 @@ DOCUMENTS = sorted(
     for path in ROOT.glob(pattern)
     if COMMAND.search(path.read_text())
 )
+COMPARISONS = sorted((ROOT / "scenarios").glob("*/tables/*.yaml"))
+
+
+def named_comparisons() -> list[str]:
+    """The commands with a comparison file that the READMEs of the papers print."""
+    texts = [path.read_text() for path in sorted((ROOT / "scenarios").glob("*/README.md"))]
+    return [command for text in texts for command in COMMAND.findall(text) if "/tables/" in command]
 
 
 def test_the_readme_opens_with_the_two_commands() -> None:
@@ -55,24 +65,68 @@ def test_nothing_committed_names_a_host_of_a_registry_or_a_path_of_one_machine()
             assert "index-url" not in path.read_text()
 
 
+def planned(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[Entry, ...], cli_compare.Options]:
+    """The rows of a comparison, of which every candidate is a scenario its method takes, and the options."""
+    found: list[tuple[tuple[Entry, ...], cli_compare.Options]] = []
+
+    def only_resolve(options: cli_compare.Options, roots: cli_compare.Roots) -> None:
+        entries = cli_compare._plan(options, roots.resolve).entries
+        for entry in entries:
+            for candidate in entry.candidates:
+                roots.resolve(entry.file, [*entry.settings, *candidate], None)
+        found.append((entries, options))
+
+    monkeypatch.setattr(cli_compare, "_carry_out", only_resolve)
+    monkeypatch.chdir(ROOT)
+    CliRunner().invoke(cli.app, shlex.split(command), catch_exceptions=False, standalone_mode=False)
+    return found[0]
+
+
+def measures(scenario: Scenario, metric: str) -> bool:
+    """Whether a run of a scenario can have a metric, as far as its name says: cut-offs, silos, images by images."""
+    evaluation = scenario.evaluation
+    cuts = {"map": evaluation.map_at, "ndcg": evaluation.ndcg_at}
+    return (
+        all(int(cut) in cuts[kind] for kind, cut in re.findall(r"(map|ndcg)_at(\d+)", metric))
+        and all(silo in scenario.silo_names for silo in re.findall(r"silo-\d+", metric))
+        and (evaluation.within or "i2i" not in metric)
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_comparison_a_document_prints_can_be_planned(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row and candidate is a scenario its method takes, the baseline is a row, and all rows have one budget."""
-    resolved = 0
+    for command in set(COMMAND.findall((ROOT / document).read_text())) - set(named_comparisons()):
+        entries, _ = planned(command, monkeypatch)
+        assert len({len(entry.candidates) for entry in entries}) == 1, command
 
-    def only_resolve(options: cli_compare.Options, roots: cli_compare.Roots) -> None:
-        nonlocal resolved
-        entries = cli_compare._plan(options, roots.resolve).entries
-        assert len({len(entry.candidates) for entry in entries}) == 1
-        for entry in entries:
-            for candidate in entry.candidates:
-                roots.resolve(entry.file, [*entry.settings, *candidate], None)
-                resolved += 1
 
-    monkeypatch.setattr(cli_compare, "_carry_out", only_resolve)
-    monkeypatch.chdir(ROOT)
-    commands = COMMAND.findall((ROOT / document).read_text())
-    for command in commands:
-        CliRunner().invoke(cli.app, shlex.split(command), catch_exceptions=False, standalone_mode=False)
-    assert resolved >= len(commands)
+@pytest.mark.slow
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_every_comparison_file_can_be_planned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is printed, with columns that the rows measure; its runs are in its paper's folder."""
+    name = path.relative_to(ROOT).as_posix()
+    (command,) = [each for each in named_comparisons() if shlex.split(each)[1] == name]
+    entries, options = planned(command, monkeypatch)
+    assert len({len(entry.candidates) for entry in entries}) == 1
+    assert len(entries) > 1
+    for entry in entries:
+        scenario = scenarios.load(entry.file, entry.settings)
+        for metric in parse_metrics(options.metric or ""):
+            assert measures(scenario, metric), (entry.name, metric)
+    assert str(options.runs_dir).startswith(f"runs/{path.parts[-3]}")
+
+
+def test_every_comparison_file_is_in_its_readme_with_one_command_and_the_other_way_round() -> None:
+    named = [shlex.split(command)[1] for command in named_comparisons()]
+    assert sorted(named) == sorted(path.relative_to(ROOT).as_posix() for path in COMPARISONS)
+
+
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_a_comparison_file_says_first_what_of_its_paper_it_prints(path: Path) -> None:
+    head = path.read_text().split("\n")[0]
+    paper = {"rcsr": "RCSR", "fedcafe": "FedCAFE", "fedhap": "FedHAP", "fedscmr": "FedSCMR", "feduch": "FedUCH"}
+    assert re.match(rf"# {paper[path.parts[-3]]}(, (table|figure|appendix)| on | with | read in several ways)", head), (
+        head
+    )

@@ -12,7 +12,15 @@ from fedmq import scenario as scenarios
 from fedmq.errors import InputError
 from fedmq.scenario import Training
 
-SCENARIOS = sorted((Path(__file__).parent.parent / "scenarios").rglob("*.yaml"))
+FILES = sorted((Path(__file__).parent.parent / "scenarios").rglob("*.yaml"))
+SCENARIOS = [path for path in FILES if path.parent.name != "tables"]
+
+
+def test_a_comparison_file_is_no_scenario_and_says_which_command_runs_it() -> None:
+    for path in set(FILES) - set(SCENARIOS):
+        command = "compare" if "compare" in scenarios.read_yaml(path) else "sweep"
+        with pytest.raises(InputError, match=f"a comparison file.*fedmq {command}"):
+            scenarios.load(path)
 
 
 @pytest.mark.parametrize(

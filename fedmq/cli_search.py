@@ -71,8 +71,11 @@ def add_search(app: typer.Typer, bar: Bar) -> None:
         Example: [bold]fedmq search runs/smoke-20260101-120000 "a dog in the snow"[/bold]
         """
         from fedmq import search  # noqa: PLC0415 - brings torch, which --help does without
+        from fedmq.data.raw import whole  # noqa: PLC0415
         from fedmq.release import open_release  # noqa: PLC0415
 
+        for name, given in (("TEXT", text), ("--item", item)):
+            whole(given or "", f"search: {name}")
         query = search.Query(text, image, item, side.value)
         found = search.find(
             open_release(run, device),

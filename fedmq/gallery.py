@@ -11,6 +11,7 @@ A gallery is a folder that is there complete or not at all:
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,12 +25,12 @@ import torch
 
 from fedmq import codes
 from fedmq.data.features import file_digest
-from fedmq.data.pictures import IMAGE_ENDINGS, decode, package
+from fedmq.data.pictures import IMAGE_ENDINGS, decode, files_below, package
 from fedmq.data.prepared import Prepared, build_once, key_of, prepare
 from fedmq.errors import InputError
 from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
 from fedmq.release import Release
-from fedmq.scenario import Data, load
+from fedmq.scenario import Backbone, Data, load
 from fedmq.stored import Stored, read_json
 
 Array = npt.NDArray[Any]
@@ -93,7 +94,7 @@ class Source:
     owner: npt.NDArray[np.int64]
 
 
-def of_data(data: Data, prepared: Prepared, name: str) -> Source:
+def of_data(data: Data, backbone: Backbone, prepared: Prepared, name: str) -> Source:
     """A data set, every split of it."""
     counts = np.asarray(prepared.captions)
 
@@ -109,21 +110,21 @@ def of_data(data: Data, prepared: Prepared, name: str) -> Source:
     return Source(
         name=name,
         described=f"{data.name} {prepared.digest}",
-        items=lambda: Items(prepared.keys, caption_texts(data, prepared.keys)),
+        items=lambda: Items(prepared.keys, caption_texts(data, backbone, prepared.keys)),
         image=images,
         text=texts,
         owner=np.repeat(np.arange(prepared.n, dtype=np.int64), counts),
     )
 
 
-def caption_texts(data: Data, keys: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Captions of each item as texts; empty where a data set has vectors only."""
+def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Captions of each item as texts; empty where a data set has vectors only, as any has under ``features``."""
     known: dict[str, tuple[str, ...]] = {}
     if data.name == "openmoji":
         from fedmq.data import openmoji  # noqa: PLC0415 - needs optional packages
 
         known = {item.key: item.captions for item in openmoji.load_items()}
-    elif data.name != "features":
+    elif backbone.name != "features":
         from fedmq.data.sets import SETS  # noqa: PLC0415 - likewise
 
         found = SETS[data.name].read(data)
@@ -137,10 +138,11 @@ def of_folder(release: Release, folder: Path) -> Source:
     Raises:
         InputError: there are none, or the run has no encoder for them.
     """
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS)
+    files = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
     if not files:
         raise InputError(f"--gallery {folder}", "no picture", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
-    keys = tuple(str(path.relative_to(folder)) for path in files)
+    # A name of bytes that are no UTF-8 is shown with them escaped: it could not be printed otherwise.
+    keys = tuple(os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files)
     content = key_of(
         "folder", release.digest, [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]
     )
@@ -274,7 +276,7 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
     scenario = release.scenario
     prepared = prepare(scenario.data, scenario.backbone, release.cache, scenario.seed, progress)
     if chosen is None:
-        source = of_data(scenario.data, prepared, own)
+        source = of_data(scenario.data, scenario.backbone, prepared, own)
     elif chosen.is_dir():
         source = of_folder(release, chosen)
     else:
@@ -282,7 +284,9 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
         other = prepare(data, scenario.backbone, release.cache, scenario.seed, progress)
         if other.inputs != prepared.inputs:
             raise InputError(f"--gallery {chosen}", f"items like {other.inputs}", f"items like {prepared.inputs}")
-        source = of_data(data, other, f"{_plain(chosen.stem)}-{key_of(release.digest, other.digest)[:12]}")
+        source = of_data(
+            data, scenario.backbone, other, f"{_plain(chosen.stem)}-{key_of(release.digest, other.digest)[:12]}"
+        )
     if (root / source.name).is_dir():
         return open_gallery(root / source.name)
     fill = partial(_fill, release=release, prepared=prepared, source=source, progress=progress)

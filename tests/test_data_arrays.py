@@ -112,6 +112,171 @@ def test_a_split_in_the_file_is_kept(tmp_path: Path) -> None:
     assert found.split.tolist() == [0] * 5 + [2] * 3
 
 
+# --- files that were cut, or whose parts do not fit -------------------------------------------------------------------
+
+
+def parts(n: int = 8, **changes: Any) -> dict[str, Any]:
+    """Training and test part with labels, of widths 5 and 3."""
+    arrays = {
+        "I_tr": rows(n, 5), "T_tr": rows(n, 3), "L_tr": np.eye(4)[np.arange(n) % 4],
+        "I_te": rows(4, 5), "T_te": rows(4, 3), "L_te": np.eye(4),
+    }  # fmt: skip
+    return {name: value for name, value in {**arrays, **changes}.items() if value is not None}
+
+
+def saved(path: Path, arrays: dict[str, Any]) -> Path:
+    if path.suffix == ".mat":
+        scipy_io.savemat(path, arrays)
+    elif path.suffix == ".h5":
+        with h5py.File(path, "w") as file:
+            for key, value in arrays.items():
+                file[key] = value
+    else:
+        np.savez(path, **arrays)
+    return path
+
+
+def refused(path: Path, expected: str, name: str = "pascal") -> None:
+    with pytest.raises(InputError, match=expected) as caught:
+        prepare(Data(name=name, path=path), FEATURES, path.parent / "cache")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["4", "5", "compressed"])
+def test_a_mat_file_that_was_cut_anywhere_is_refused(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "a.mat"
+    scipy_io.savemat(
+        path, parts(), format=kind[0] if kind != "compressed" else "5", do_compression=kind == "compressed"
+    )
+    whole = path.read_bytes()
+    data = Data(name="pascal", path=path)
+    assert read_arrays(data)["labels"].shape == (12, 4)
+    for size in range(len(whole) - 1, 140, -1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(InputError):
+            prepare(data, FEATURES, tmp_path / "cache")
+
+
+def test_an_empty_file_and_a_damaged_one_are_one_line(tmp_path: Path) -> None:
+    for name in ("empty.mat", "empty.h5", "empty.npz"):
+        (tmp_path / name).write_bytes(b"")
+        refused(tmp_path / name, name)
+    path = tmp_path / "damaged.mat"
+    scipy_io.savemat(path, parts(), do_compression=True)
+    content = bytearray(path.read_bytes())
+    content[140] ^= 0xFF
+    path.write_bytes(content)
+    refused(path, r"damaged\.mat")
+
+
+def test_an_hdf5_file_whose_data_are_damaged_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        for key, value in parts().items():
+            file.create_dataset(key, data=value, compression="gzip", fletcher32=True)
+        offset = file["I_tr"].id.get_chunk_info(0).byte_offset
+    content = bytearray(path.read_bytes())
+    content[offset + 9] ^= 0xFF
+    path.write_bytes(content)
+    refused(path, r"a\.h5")
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"L_te": None}, "L_tr; no test labels.*of every part"),
+        # Together they are as many as the items are.
+        ({"L_tr": np.eye(4)[np.arange(7) % 4], "L_te": np.eye(5, 4)}, r"L_tr.*shape \[7, 4\].*8 labels"),
+        ({"L_te": np.eye(4, 3)}, r"L_te.*shape \[4, 3\].*\[4\] for each item, as L_tr"),
+        ({"L_te": np.arange(4)[:, None]}, r"L_te.*shape \[4\].*as L_tr"),
+        ({"L_tr": np.arange(8)[:, None]}, "L_te.*one class number for each item"),
+        ({"I_te": rows(4, 6)}, r"I_te.*shape \[4, 6\].*rows of 5 numbers, as I_tr"),
+        ({"T_te": rows(4, 2)}, r"T_te.*rows of 3 numbers, as T_tr"),
+        ({"T_tr": rows(8, 3) * 1j}, "T_tr.*complex.*real numbers"),
+    ],
+)
+def test_parts_that_do_not_fit_each_other_are_named(changes: dict[str, Any], expected: str, tmp_path: Path) -> None:
+    refused(saved(tmp_path / "a.mat", parts(**changes)), expected)
+
+
+def test_names_beside_the_arrays_are_not_taken_for_them(tmp_path: Path) -> None:
+    names = {"image_names": np.array(["a.jpg", "b.jpg"]), "label_names": np.array(["x", "y", "z", "w"])}
+    for name in ("a.mat", "a.npz"):
+        path = saved(tmp_path / name, {**names, **parts()})
+        assert read_arrays(Data(name="pascal", path=path))["labels"].shape == (12, 4)
+
+
+def test_a_training_item_that_is_in_the_database_too_is_one_item(tmp_path: Path) -> None:
+    image, text, labels = rows(20, 5), rows(20, 3), np.eye(4)[np.arange(20) % 4]
+    image[9], text[9], labels[9] = image[8], text[8], labels[8]  # two equal items, one of them trained on
+    train = np.array([2, 3, 8, 15])
+    arrays = parts(
+        I_tr=image[train].astype(float), T_tr=text[train], L_tr=labels[train], I_db=image, T_db=text, L_db=labels
+    )
+    for name in ("a.mat", "a.npz"):
+        found = prepare(Data(name="pascal", path=saved(tmp_path / name, arrays)), FEATURES, tmp_path / "cache")
+        assert np.bincount(found.split, minlength=5).tolist() == [4, 0, 4, 0, 16]
+        rest = np.delete(np.arange(20), train)
+        assert np.array_equal(found.image[found.rows("database")], image[rest])
+        assert found.labels is not None
+        assert np.array_equal(found.labels[found.rows("database")], labels[rest])
+
+
+def test_a_database_apart_from_the_training_items_is_kept_whole(tmp_path: Path) -> None:
+    image, text, labels = rows(20, 5), rows(20, 3), np.eye(4)[np.arange(20) % 4]
+    other = labels[:8, ::-1]  # the same pictures and texts with other labels are other items
+    arrays = parts(I_tr=image[:8], T_tr=text[:8], L_tr=other, I_db=image, T_db=text, L_db=labels)
+    found = read_arrays(Data(name="pascal", path=saved(tmp_path / "a.npz", arrays)))
+    assert np.bincount(found["split"], minlength=5).tolist() == [8, 0, 4, 0, 20]
+    arrays |= {"I_tr": rows(8, 5), "L_tr": labels[:8]}
+    arrays["I_tr"][:3] = image[:3]  # only some are in it
+    found = read_arrays(Data(name="pascal", path=saved(tmp_path / "a.npz", arrays)))
+    assert np.bincount(found["split"], minlength=5).tolist() == [8, 0, 4, 0, 17]
+    assert len(found["labels"]) == 29
+
+
+def test_hdf5_without_matlabs_mark_is_read_the_way_that_fits(tmp_path: Path) -> None:
+    arrays = parts()
+    plain = read_arrays(Data(name="pascal", path=saved(tmp_path / "plain.h5", arrays)))
+    turned = read_arrays(
+        Data(name="pascal", path=saved(tmp_path / "turned.h5", {name: value.T for name, value in arrays.items()}))
+    )
+    for name in ("image", "text", "labels", "split"):
+        assert np.array_equal(plain[name], turned[name])
+    assert np.array_equal(plain["image"][:8], arrays["I_tr"])
+
+
+def test_hdf5_that_fits_both_ways_is_refused_unless_labels_or_a_split_decide(tmp_path: Path) -> None:
+    both = {"IAll": rows(20, 6), "TAll": rows(20, 6)}
+    refused(saved(tmp_path / "a.h5", both), "items may be rows or columns.*a `split`")
+    split = np.array([0] * 15 + [2] * 5)
+    assert len(read_arrays(Data(name="pascal", path=saved(tmp_path / "b.h5", {**both, "split": split})))["image"]) == 20
+    turned = {name: value.T for name, value in both.items()}
+    found = read_arrays(Data(name="pascal", path=saved(tmp_path / "c.h5", {**turned, "LAll": np.arange(20) % 3})))
+    assert np.array_equal(found["image"], both["IAll"])
+    # MATLAB's own mark leaves no doubt, and .npz is read as NumPy shows it.
+    assert len(read_arrays(Data(name="pascal", path=matlab_hdf5(tmp_path / "d.mat", **both)))["image"]) == 20
+    assert len(read_arrays(Data(name="pascal", path=saved(tmp_path / "e.npz", both)))["image"]) == 20
+
+
+def test_columns_are_suggested_where_rows_do_not_fit_and_nothing_else_decides(tmp_path: Path) -> None:
+    # One text too few looks like columns too.
+    refused(saved(tmp_path / "a.h5", {"IAll": rows(9, 4), "TAll": rows(8, 4)}), "not equally many rows.*transpose")
+    columns = {name: value.T for name, value in parts().items()}
+    refused(saved(tmp_path / "a.mat", columns), "not equally many rows.*transpose")
+
+
+def test_only_items_with_a_label_are_left_where_the_scenario_asks_for_it(tmp_path: Path) -> None:
+    labels = np.eye(8, 4)
+    path = saved(tmp_path / "a.npz", parts(L_tr=labels))
+    found = read_arrays(Data(name="pascal", path=path, labelled=True))
+    assert len(found["image"]) == len(found["split"]) == 8
+    assert found["labels"].any(axis=1).all()
+    path = saved(tmp_path / "a.npz", parts(L_tr=None, L_te=None))
+    with pytest.raises(InputError, match=r"data\.labelled.*0 items with a label"):
+        read_arrays(Data(name="pascal", path=path, labelled=True))
+
+
 def test_wikipedias_raw_features_take_their_classes_from_the_lists_beside_them(tmp_path: Path) -> None:
     layouts.wikipedia(tmp_path)
     arrays = {"I_tr": rows(2), "T_tr": rows(2), "I_te": rows(3), "T_te": rows(3)}
@@ -160,13 +325,38 @@ def test_pixels_come_out_upright_however_they_were_stored(layout: str, tmp_path:
     assert SETS["ssense"].text == "bag"
 
 
+def test_a_bag_with_a_value_that_is_no_number_is_named(tmp_path: Path) -> None:
+    bag = np.eye(6, 5)
+    bag[3, 1] = np.nan
+    path = tmp_path / "a.mat"
+    scipy_io.savemat(path, {"IAll": PIXELS, "YAll": bag, "LAll": np.eye(6)})
+    with pytest.raises(InputError, match=r"YAll: found 'a value in row 3 that is not finite'"):
+        read_pixels(Data(name="mirflickr", path=path))
+
+
+def test_pixels_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.h5"
+    with h5py.File(path, "w") as file:
+        file.create_dataset("IAll", data=PIXELS, chunks=(1, 8, 9, 3), fletcher32=True)
+        file["YAll"], file["LAll"] = np.eye(6, 5), np.eye(6, 4)
+        offset = file["IAll"].id.get_chunk_info(2).byte_offset
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 0xFF
+    path.write_bytes(content)
+    found = read_pixels(Data(name="mirflickr", path=path))
+    assert np.array_equal(found.pictures.frames(1)[0], PIXELS[1])
+    with pytest.raises(InputError, match=r"a\.h5"):
+        found.pictures.frames(2)
+
+
 @pytest.mark.parametrize(
     ("arrays", "expected"),
     [
         ({"I_tr": rows(4), "L_tr": np.ones(4)}, "no train text"),
         ({"foo": rows(4)}, "no array that is known"),
         ({"IAll": rows(4), "image": rows(4), "TAll": rows(4)}, "both all image"),
-        ({"IAll": rows(4), "TAll": rows(5)}, r"TAll.*4 rows"),
+        ({"IAll": rows(4), "TAll": rows(5)}, r"IAll \[4, 4\], TAll \[5, 4\]: not equally many rows.*transpose"),
+        ({"IAll": rows(4), "TAll": rows(5, 3)}, r"TAll.*4 rows"),
         ({"IAll": rows(4), "TAll": rows(4), "LAll": np.array([0.5, 1, 2, 3])}, "not whole"),
         ({"IAll": np.full((4, 2), np.nan), "TAll": rows(4)}, "not finite"),
     ],

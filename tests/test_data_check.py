@@ -87,6 +87,34 @@ def test_missing_and_unreadable_files_are_all_named_and_the_exit_code_is_2(
     assert json.loads(capfd.readouterr().out)["items"] == 5
 
 
+def test_labels_are_counted_over_the_items_that_are_left(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layouts.coco(tmp_path / "set")
+    (tmp_path / "set" / "val2014" / "COCO_1.jpg").unlink()
+    path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set"), "missing": "skip"})
+    assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert (facts["items"], facts["labels"], facts["without_labels"]) == (4, {"dog": 1, "person": 1}, 2)
+
+
+def test_names_that_no_disk_or_no_encoding_can_hold_are_named_without_a_traceback(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = layouts.flickr(tmp_path / "set")
+    listed = folder / "dataset_flickr8k.json"
+    whole = listed.read_text()
+    listed.write_text(whole.replace("0.jpg", "a" * 300 + ".jpg"))
+    path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
+    assert fedmq(monkeypatch, "data", "check", path, "--json") == 2
+    assert json.loads(capfd.readouterr().out)["missing"] == [str(folder / "images" / ("a" * 300 + ".jpg"))]
+    listed.write_text(whole.replace("0.jpg", "\\ud83d.jpg"))
+    assert fedmq(monkeypatch, "data", "check", path) == 2
+    error = capfd.readouterr().err.strip().splitlines()
+    assert len(error) == 1
+    assert "whole characters of Unicode" in error[0]
+
+
 def test_a_set_too_small_for_its_papers_split_says_which_numbers_to_give(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

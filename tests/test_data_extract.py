@@ -79,6 +79,25 @@ def test_an_extraction_that_was_killed_goes_on_at_its_last_finished_chunk(tmp_pa
     assert len(asked) == 2
 
 
+@pytest.mark.parametrize("damage", ["mark empty", "mark too far", "rows empty", "rows cut", "rows of another set"])
+def test_what_a_crash_of_the_machine_left_is_computed_anew(damage: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.npy"
+    half, mark = tmp_path / "rows.npy.partial", tmp_path / "rows.npy.done"
+    np.save(tmp_path / "half.npy", np.full((9 if damage == "rows of another set" else 20, 2), 7, np.float32))
+    content = (tmp_path / "half.npy").read_bytes()
+    half.write_bytes({"rows empty": b"", "rows cut": content[:200]}.get(damage, content))
+    mark.write_text({"mark empty": "", "mark too far": "24"}.get(damage, "8"))
+    asked: list[range] = []
+
+    def encode(rows: range) -> np.ndarray:
+        asked.append(rows)
+        return _square(rows)
+
+    store(path, 20, 4, encode, lambda _: None)
+    assert asked[0] == range(4)
+    assert np.array_equal(np.load(path), _square(range(20)))
+
+
 def test_the_last_chunk_may_be_short(tmp_path: Path) -> None:
     assert np.array_equal(np.load(store(tmp_path / "r.npy", 7, 3, _square, lambda _: None)), _square(range(7)))
 
@@ -299,6 +318,12 @@ def test_response_normalisation_is_matconvnets_own() -> None:
     # y = x / (kappa + alpha sum over 5 channels of x^2)^beta
     window = x[0, 0:4, 1, 1].square().sum()
     assert torch.allclose(found[0, 1, 1, 1], x[0, 1, 1, 1] / (2 + 1e-2 * window) ** 0.75)
+
+
+def test_a_text_cut_in_the_middle_of_a_character_is_not_encoded() -> None:
+    lite = pytest.importorskip("fedmq.models.lite")
+    with pytest.raises(InputError, match=r"text: found .*whole characters of Unicode"):
+        lite.text_features(["whole", "cut \ud83d"])
 
 
 @pytest.mark.slow

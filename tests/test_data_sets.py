@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fedmq.data.features import SPLITS
+from fedmq.data.pictures import decode
 from fedmq.data.raw import RawSet, draw_parts, split_of
 from fedmq.data.sets import SETS, Draw
 from fedmq.errors import InputError
@@ -73,6 +74,13 @@ def test_coco_trains_on_restval_and_takes_its_labels_from_the_instances(tmp_path
         (json.dumps({"images": [{"filename": "a.jpg", "split": "train"}]}), r"images\[0\].*sentences"),
         (json.dumps({"images": [{"filename": "a", "split": "tain", "sentences": []}] * 2}), "'tain' of item 0"),
         (json.dumps({"images": [{"filename": "a", "split": "test", "sentences": []}] * 2}), "'a' twice"),
+        (json.dumps({"images": [{"filename": "", "split": "test", "sentences": []}] * 2}), r"images\[0\].*filename"),
+        (json.dumps({"images": [{"filename": "a", "filepath": 5, "split": "test", "sentences": []}]}), r"images\[0\]"),
+        (
+            '{"images": [{"filename": "a", "split": "test", "sentences": []}, '
+            '{"filename": "b", "split": "test", "sentences": [{"raw": "cut \\ud83d"}]}]}',
+            "'b': found 'cut .*whole char",
+        ),
         (json.dumps({"images": []}), "0 items"),
     ],
 )
@@ -82,6 +90,97 @@ def test_a_broken_annotation_file_is_one_line(content: str, expected: str, tmp_p
     with pytest.raises(InputError, match=expected) as caught:
         read("flickr8k", tmp_path)
     assert "\n" not in str(caught.value)
+
+
+def test_coco_finds_its_labels_beside_annotations_that_lie_elsewhere(tmp_path: Path) -> None:
+    layouts.coco(tmp_path / "set")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "set" / "dataset_coco.json").rename(tmp_path / "notes" / "dataset_coco.json")
+    (tmp_path / "set" / "annotations").rename(tmp_path / "notes" / "annotations")
+    found = read("coco", tmp_path / "set", annotations=tmp_path / "notes" / "dataset_coco.json")
+    assert found.label_names == ("dog", "person")
+
+
+def test_items_without_a_label_are_left_out_where_the_scenario_asks_for_it(tmp_path: Path) -> None:
+    found = read("coco", layouts.coco(tmp_path), labelled=True)
+    assert [labels_of(found, row) for row in range(len(found))] == [["dog"], ["dog", "person"], ["person"]]
+    assert words(found) == ["train", "train", "test"]
+    with pytest.raises(InputError, match=r"data\.labelled.*0 items with a label"):
+        read("flickr8k", layouts.flickr(tmp_path), labelled=True)
+
+
+def test_a_folder_in_place_of_a_photo_is_unreadable_by_name(tmp_path: Path) -> None:
+    folder = layouts.flickr(tmp_path)
+    (folder / "images" / "1.jpg").unlink()
+    layouts.photo(folder / "images" / "1.jpg" / "frame.jpg", 1)
+    pictures = read("flickr8k", folder).pictures
+    assert not pictures.missing(1)
+    with pytest.raises(InputError, match=r"1\.jpg: found 'a folder'"):
+        pictures.frames(1)
+
+
+def test_linked_folders_are_followed_and_a_circle_of_links_ends(tmp_path: Path) -> None:
+    layouts.pascal(tmp_path / "elsewhere")
+    for name in ("dataset", "sentence"):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        for inner in ("cat", "sofa"):
+            (tmp_path / "set" / name / inner).symlink_to(tmp_path / "elsewhere" / name / inner)
+    (tmp_path / "elsewhere" / "dataset" / "cat" / "again").symlink_to(tmp_path / "set" / "dataset")
+    found = read("pascal", tmp_path / "set")
+    assert found.keys == tuple(f"{('cat', 'sofa')[row % 2]}/2008_{row:06d}" for row in (0, 2, 4, 1, 3, 5))
+    (tmp_path / "elsewhere" / "dataset" / "a-sofa").symlink_to(tmp_path / "elsewhere" / "dataset" / "sofa")
+    assert read("pascal", tmp_path / "elsewhere").keys == found.keys
+    layouts.iapr(tmp_path / "iapr")
+    for name in ("annotations_complete_eng", "saiapr_tc-12"):
+        (tmp_path / "iapr" / name / "00").rename(tmp_path / f"{name}-00")
+        (tmp_path / "iapr" / name / "00").symlink_to(tmp_path / f"{name}-00")
+    assert len(read("iapr", tmp_path / "iapr")) == 5
+    assert read("iapr", tmp_path / "iapr").label_names == ("sky", "tree")
+    layouts.msrvtt(tmp_path / "videos")
+    (tmp_path / "videos" / "frames").rename(tmp_path / "frames")
+    (tmp_path / "videos" / "frames").symlink_to(tmp_path / "frames")
+    (tmp_path / "frames" / "video0" / "up").symlink_to(tmp_path / "videos")
+    assert len(read("msrvtt", tmp_path / "videos").pictures.frames(3)) == 12
+
+
+@pytest.mark.parametrize("size", [(4, 5), (1, 1)])
+def test_grey_values_of_16_bits_are_scaled_to_8(size: tuple[int, int], tmp_path: Path) -> None:
+    from PIL import Image
+
+    wide = np.linspace(0, 65535, size[0] * size[1]).reshape(size).astype(np.uint16)
+    Image.fromarray(wide).save(tmp_path / "a.png")
+    found = decode(tmp_path / "a.png")
+    assert found.shape == (*size, 3)
+    assert np.array_equal(found[..., 1], np.round(wide / 257).astype(np.uint8))
+
+
+def test_pixels_of_which_nobody_knows_the_white_are_refused(tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.fromarray(np.array([[0.0, 1e6]], np.float32)).save(tmp_path / "a.tif")
+    with pytest.raises(InputError, match=r"a\.tif: found \"grey values of Pillow's mode F\""):
+        decode(tmp_path / "a.tif")
+    Image.fromarray(np.array([[0.0, 255]], np.float32)).save(tmp_path / "b.tif")
+    assert decode(tmp_path / "b.tif")[0, :, 0].tolist() == [0, 255]
+
+
+def test_a_file_name_too_long_for_the_disk_is_a_missing_picture(tmp_path: Path) -> None:
+    path = layouts.manifest(tmp_path, ROWS)
+    layouts.write(path, path.read_text().replace("in/b.png", "a" * 300 + ".png"))
+    assert [read("manifest", path).pictures.missing(row) for row in (0, 1)] == [False, True]
+    layouts.wikipedia(tmp_path / "wiki")
+    listed = tmp_path / "wiki" / "testset_txt_img_cat.list"
+    layouts.write(listed, listed.read_text().replace("img3", "i" * 300))
+    assert read("wikipedia", tmp_path / "wiki").pictures.missing(3)
+
+
+def test_an_iapr_file_may_be_utf_8_or_have_a_byte_that_windows_does_not_know(tmp_path: Path) -> None:
+    folder = layouts.iapr(tmp_path) / "annotations_complete_eng" / "00"
+    text = (folder / "0.eng").read_text("cp1252")
+    (folder / "0.eng").write_text(text, "utf-8-sig")
+    (folder / "1.eng").write_bytes((folder / "1.eng").read_bytes().replace(b"Title 1", b"Title \x81"))
+    found = read("iapr", tmp_path)
+    assert found.captions[:2] == (("a café & 0 trees;",), ("Title \x81",))
 
 
 def test_iapr_reads_descriptions_in_their_own_encoding_and_saiapr_labels(tmp_path: Path) -> None:
@@ -163,6 +262,22 @@ def test_mirflickr_keeps_items_with_a_common_tag_and_leaves_the_strict_labels_ou
     assert [labels_of(found, row) for row in (0, 1, 4)] == [["sea"], ["animals"], []]
 
 
+@pytest.mark.parametrize(
+    ("gone", "expected"),
+    [
+        ("mirflickr/meta/tags/*", r"meta/tags: found 'no tagsN\.txt with a common tag'"),
+        ("mirflickr/doc/common_tags.txt", r"common_tags\.txt: found 'no tag'"),
+        ("mirflickr25k_annotations_v080/[as]*", r"annotations_v080: found 'no label file'"),
+    ],
+)
+def test_what_mirflickr_lacks_is_named(gone: str, expected: str, tmp_path: Path) -> None:
+    layouts.mirflickr(tmp_path)
+    for path in tmp_path.glob(gone):
+        path.write_text("") if path.name == "common_tags.txt" else path.unlink()
+    with pytest.raises(InputError, match=expected):
+        read("mirflickr", tmp_path)
+
+
 def test_nuswide_keeps_the_21_most_frequent_labels_and_the_items_that_have_one(tmp_path: Path) -> None:
     found = read("nuswide", layouts.nuswide(tmp_path))
     assert len(found.label_names) == 21
@@ -183,7 +298,17 @@ def test_nuswide_files_of_unequal_length_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Labels_l03\.txt: found '2 lines', allowed: 9"):
         read("nuswide", tmp_path)
     layouts.write(tmp_path / "Groundtruth" / "AllLabels" / "Labels_l03.txt", "0\n2\n")
-    with pytest.raises(InputError, match=r"Labels_l03\.txt: line 2"):
+    with pytest.raises(InputError, match=r"Labels_l03\.txt: line 2: found '2', allowed: 0 or 1"):
+        read("nuswide", tmp_path)
+    layouts.write(tmp_path / "Groundtruth" / "AllLabels" / "Labels_l03.txt", "0\n01\n")
+    with pytest.raises(InputError, match=r"line 2: found '2 digits', allowed: 1, each 0 or 1"):
+        read("nuswide", tmp_path)
+
+
+def test_a_list_of_nuswides_tags_that_is_too_short_is_named(tmp_path: Path) -> None:
+    layouts.nuswide(tmp_path)
+    layouts.write(tmp_path / "NUS_WID_Tags" / "TagList1k.txt", "\n".join(f"word{column}" for column in range(998)))
+    with pytest.raises(InputError, match=r"TagList1k\.txt: found '998 tags', allowed: 1000, as AllTags1k\.txt"):
         read("nuswide", tmp_path)
 
 
@@ -206,6 +331,16 @@ def test_pascal_takes_the_folder_as_the_class_and_lines_as_captions(tmp_path: Pa
     assert found.captions[0] == ("One 0.", "Two 0.")
     assert found.label_names == ("cat", "sofa")
     assert [row for row in range(6) if found.pictures.missing(row)] == [found.keys.index("sofa/2008_000001")]
+
+
+def test_pascal_takes_only_pictures_for_pictures(tmp_path: Path) -> None:
+    layouts.pascal(tmp_path)
+    layouts.write(tmp_path / "dataset" / "cat" / "2008_000000.jpg.md5", "x")
+    layouts.write(tmp_path / "dataset" / "cat" / "2008_000000.txt", "x")
+    layouts.write(tmp_path / "dataset" / "cat" / "2008_000000.xml", "x")
+    found = read("pascal", tmp_path)
+    assert found.pictures.frames(0)[0].shape == (16, 16, 3)
+    assert len(found) == 6
 
 
 # --- manifest -------------------------------------------------------------------------------------------------------
@@ -249,11 +384,56 @@ def test_a_manifest_in_csv_is_the_same_set(tmp_path: Path) -> None:
         ("list.csv", "image,caption\na,b,c\n", r"line 2.*as many fields"),
         ("list.csv", "picture\na\n", "line 2: found 'picture'"),
         ("list.txt", "", r"\.csv or \.jsonl"),
+        ("list.csv", "image,labels,labels\na,b,c\n", "line 1: found \"'labels' twice\""),
+        ("list.jsonl", '{"image": "a", "caption": "x", "caption": "y"}', "line 1: found \"'caption' twice\""),
+        ("list.csv", "image,caption\na,b\n.,c\n", r"line 3: image: found '\.'"),
+        ("list.jsonl", '{"image": "a"}\n{"image": ".."}', r"line 2: image: found '\.\.'"),
+        ("list.jsonl", '{"image": "a", "caption": "cut \\ud83d"}', "line 1: caption: found .*whole characters"),
+        ("list.jsonl", '{"image": "\\ud83d.jpg"}', "line 1: image: found .*whole characters"),
+        ("list.jsonl", '{"image": "a", "key": "\\ud83d"}\n{"image": "b"}', "whole characters"),
+        ("list.jsonl", '{"image": "a", "label": "\\ud83d"}\n{"image": "b"}', "line 1: labels?: .*whole characters"),
+        ("list.jsonl", '{"image": "a", "key": []}', "line 1: key: found"),
     ],
 )
 def test_what_is_wrong_in_a_manifest_is_named_by_line(name: str, content: str, expected: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=expected):
+    with pytest.raises(InputError, match=expected) as caught:
         read("manifest", layouts.write(tmp_path / name, content))
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("list.csv", "image,caption,caption,captions,split\na,one,two,|three|one,train\nb,four,,,test\n"),
+        (
+            "list.jsonl",
+            '{"image": "a", "captions": ["one", "two"], "caption": "three"}\n{"image": "b", "caption": "four"}\n',
+        ),
+    ],
+)
+def test_several_fields_of_captions_are_joined(name: str, content: str, tmp_path: Path) -> None:
+    found = read("manifest", layouts.write(tmp_path / name, content))
+    assert found.captions == (("one", "two", "three"), ("four",))
+
+
+def test_a_mark_of_windows_before_jsonl_and_a_key_of_zero_are_read(tmp_path: Path) -> None:
+    content = '{"image": "a", "key": 0}\n{"image": "b", "key": ""}\n'
+    assert read("manifest", layouts.write(tmp_path / "list.jsonl", content, "utf-8-sig")).keys == ("0", "b")
+
+
+def test_a_folder_of_frames_in_a_manifest_is_a_video(tmp_path: Path) -> None:
+    layouts.msrvtt(tmp_path)
+    rows = [f'{{"image": "frames/video{row}", "caption": "x"}}\n' for row in range(4)]
+    path = layouts.write(tmp_path / "list.jsonl", "".join(rows))
+    found = read("manifest", path)
+    assert found.pictures.clips
+    assert len(found.pictures.frames(1)) == 12
+    once = read("manifest", path, frames=1)
+    assert len(once.pictures.frames(1)) == 1
+    # A folder above the manifest holds many things, but no frames.
+    layouts.write(path, rows[0] + '{"image": "frames/..", "caption": "x"}\n')
+    with pytest.raises(InputError, match=r"line 2: image: found 'frames/\.\.'"):
+        read("manifest", path)
 
 
 # --- splits ---------------------------------------------------------------------------------------------------------

@@ -136,6 +136,7 @@ SPLIT = arrays()["split"]
         ({"split": SPLIT[:9]}, "split", r"\[10\]"),
         ({"split": np.ones(10)}, "split", "float64"),
         ({"keys": np.array(["a"] * 10)}, "keys", "'a' twice"),
+        ({"keys": np.array([*"abcdefghi", "cut \ud83d"])}, "keys", "whole characters of Unicode"),
         ({"labels": np.array([{"a": 1}] * 10, dtype=object)}, "labels", "Python objects.*pickles"),
         ({"lables": np.zeros(10, dtype=int)}, "lables", "did you mean labels"),
     ],

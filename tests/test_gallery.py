@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -21,8 +22,9 @@ from fedmq.gallery import Gallery, export, open_gallery
 from fedmq.models.two_tower import TwoTower
 from fedmq.release import Release, open_release
 from fedmq.runfolder import write_json
-from fedmq.scenario import Data, Scenario
+from fedmq.scenario import Backbone, Data, Scenario
 from fedmq.world import World
+from tests import layouts
 from tests.threads import resolved, run
 
 faiss = pytest.importorskip("faiss")
@@ -242,9 +244,50 @@ def test_the_command_prints_what_was_found(
 
 
 def test_captions_are_shown_as_they_were_written() -> None:
-    texts = gallery.caption_texts(Data(name="openmoji"), ["1F3BB", "no such drawing"])
+    texts = gallery.caption_texts(Data(name="openmoji"), Backbone(), ["1F3BB", "no such drawing"])
     assert texts[0][0] == "violin"
     assert texts[1] == ()
+
+
+@pytest.mark.parametrize("name", ["wikipedia", "mirflickr"])
+def test_a_set_of_array_features_is_searched_by_the_numbers_of_its_items(
+    name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    generator = np.random.default_rng(0)
+    arrays = {key: generator.normal(size=(20, 24)).astype(np.float32) for key in ("IAll", "TAll")}
+    np.savez(tmp_path / "arrays.npz", **arrays)
+    data = {"name": name, "path": str(tmp_path / "arrays.npz"), "queries": 4, "val": 2, "train": 10}
+    scenario = scenarios.load(tiny).model_copy(update={"data": Data.model_validate(data)})
+    release = open_release(released(tmp_path / "run", scenario))
+    found = by_item(release, "000007", among="images", top=2)
+    assert found.hits[0].item == "000007"
+    assert found.hits[0].caption == ""
+    assert fedmq(monkeypatch, "export", release.run.root) == 0
+    assert "20 images, 20 captions" in capfd.readouterr().out.replace("\n", " ")
+
+
+def test_a_query_of_bytes_that_are_no_text_is_one_line(
+    hashing: Release, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = os.fsdecode(b"caf\xe9")
+    for arguments, expected in ((["--", broken], "search: TEXT"), (["--item", broken], "search: --item")):
+        assert fedmq(monkeypatch, "search", hashing.run.root, *arguments) == 2
+        error = capfd.readouterr().err.strip()
+        assert expected in error
+        assert "whole characters of Unicode" in error
+        assert len(error.splitlines()) == 1
+
+
+def test_a_folder_of_pictures_is_read_through_its_links_under_names_that_can_be_printed(
+    embeddings: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts.photo(tmp_path / "elsewhere" / "a.png", 1)
+    layouts.photo(tmp_path / "pictures" / "b.png", 2)
+    (tmp_path / "pictures" / "b.png").rename(tmp_path / "pictures" / os.fsdecode(b"caf\xe9.png"))
+    (tmp_path / "pictures" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "pictures")
+    monkeypatch.setattr(Release, "encoder", lambda *_: None)
+    assert gallery.of_folder(embeddings, tmp_path / "pictures").items().keys == ("caf\\xe9.png", "linked/a.png")
 
 
 def drawings(folder: Path) -> Path:

@@ -2,18 +2,23 @@
 
 Names are read as words: ``I_tr``, ``train_imgs_deep`` and ``img_train`` are the training images, ``LAll`` and ``Label``
 all labels. An array of two dimensions is features, one of four is pixels. Nothing is ever unpickled.
+
+These files are made by hand and copied over many disks: a part without its labels, parts of unequal width and a file
+that was cut off are refused by name, never read as far as they go.
 """
 
 from __future__ import annotations
 
+import hashlib
 import re
+import struct
 import threading
-import zipfile
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -21,7 +26,7 @@ import numpy.typing as npt
 from fedmq.data.features import SPLITS, split_codes
 from fedmq.data.folders import WIKIPEDIA_CLASSES, WIKIPEDIA_LISTS, wikipedia_lists, wikipedia_split
 from fedmq.data.pictures import Pixels, Rows, package
-from fedmq.data.raw import RawSet, checked
+from fedmq.data.raw import RawSet, checked, labelled_rows
 from fedmq.errors import InputError
 from fedmq.scenario import Data
 
@@ -55,13 +60,15 @@ class Stored:
         path: the file.
         key: its name there.
         shape: as MATLAB or NumPy would say it.
-        matlab: stored by MATLAB in HDF5, where the axes are the other way round.
+        matlab: stored in HDF5 with the axes the other way round, as MATLAB does.
+        words: holds strings, not numbers.
     """
 
     path: Path
     key: str
     shape: tuple[int, ...]
     matlab: bool = False
+    words: bool = False
 
     @property
     def place(self) -> str:
@@ -77,8 +84,19 @@ class Stored:
         found: Array = _guarded(self.path, self._read)
         return found
 
+    def numbers(self) -> Array:
+        """The whole array.
+
+        Raises:
+            InputError: unreadable, or not of real numbers.
+        """
+        found = self.read()
+        if found.dtype.kind not in "iufb":
+            raise InputError(self.place, f"dtype {found.dtype}", "real numbers")
+        return found
+
     def _read(self) -> Array:
-        if self.path.suffix == ".npz":
+        if self.path.suffix.lower() == ".npz":
             with np.load(self.path, allow_pickle=False) as opened:
                 return np.asarray(opened[self.key])
         if _is_hdf5(self.path):
@@ -97,26 +115,68 @@ def _is_hdf5(path: Path) -> bool:
 
 
 def _guarded(path: Path, work: Callable[[], Any]) -> Any:
-    """Run a reader; whatever it raises on a broken file becomes one line."""
+    """Run a reader; whatever it raises on a broken file becomes one line.
+
+    Raises:
+        InputError: anything went wrong.
+    """
     try:
         return work()
     except InputError:
         raise
-    except (MemoryError, Exception) as error:  # each format's reader raises something else
-        if isinstance(
-            error, NotImplementedError | zipfile.BadZipFile | OSError | ValueError | KeyError | MemoryError | TypeError
-        ):
-            reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-            raise InputError(str(path), reason, f"a readable {path.suffix} file of plain arrays") from None
-        raise
+    except Exception as error:  # SciPy, h5py, zipfile, zlib and NumPy each raise something else on a broken file
+        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
+        raise InputError(str(path), reason, f"a readable {path.suffix} file of plain arrays") from None
+
+
+#: Bytes of a value, by the third digit of a version 4 file's type number.
+_MAT4_BYTES = (8, 4, 4, 2, 2, 1)
+
+
+def _mat_lengths(file: BinaryIO, size: int) -> Iterator[int]:
+    """Where each array of a .mat file of version 4 or 5 ends; nothing where the file is neither."""
+    head = file.read(128)
+    if len(head) < 128 or 0 in head[:4]:
+        start = 0
+        while start + 20 <= size:
+            file.seek(start)
+            fields = file.read(20)
+            order = "<" if struct.unpack("<i", fields[:4])[0] in range(5000) else ">"
+            kind, rows, columns, complex_, name = struct.unpack(f"{order}5i", fields)
+            width = kind // 10 % 10
+            if kind not in range(5000) or width >= len(_MAT4_BYTES) or min(rows, columns, name) < 0:
+                return
+            start += 20 + name + rows * columns * _MAT4_BYTES[width] * (2 if complex_ else 1)
+            yield start
+        if start < size:
+            yield start + 20
+        return
+    start, known = 128, {b"IM": "<", b"MI": ">"}.get(head[126:128])
+    while known and start < size:
+        file.seek(start)
+        tag = file.read(8)
+        start += 8 + (struct.unpack(f"{known}I", tag[4:])[0] if len(tag) == 8 else 0)
+        yield start
+
+
+def _complete(path: Path) -> None:
+    """Look whether a .mat file ends where its last array does: SciPy lists the arrays of a cut one as far as they go.
+
+    Raises:
+        InputError: it ends before.
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if any(end > size for end in _mat_lengths(file, size)):
+            raise InputError(str(path), f"a file cut off after {size} bytes", "a whole .mat file")
 
 
 def _inside(path: Path) -> list[Stored]:
     """The arrays of one file, without reading them."""
-    if path.suffix == ".npz":
+    if path.suffix.lower() == ".npz":
         with np.load(path, allow_pickle=False) as opened:
             # The header of each member has its shape.
-            return [Stored(path, key, _npy_shape(opened, key)) for key in opened.files]
+            return [_npy_header(opened, path, key) for key in opened.files]
     if _is_hdf5(path):
         with package("h5py", "formats", str(path)).File(path, "r") as opened:
             datasets = {
@@ -126,9 +186,10 @@ def _inside(path: Path) -> list[Stored]:
                 (key, tuple(map(int, value.shape)), "MATLAB_class" in value.attrs) for key, value in datasets.items()
             ]
         return [Stored(path, key, shape[::-1] if matlab else shape, matlab) for key, shape, matlab in facts]
+    _complete(path)
     listed = package("scipy.io", "formats", str(path)).whosmat(path)
     return [
-        Stored(path, key, tuple(map(int, shape)))
+        Stored(path, key, tuple(map(int, shape)), words=kind == "char")
         for key, shape, kind in listed
         if kind not in ("cell", "struct", "object")
     ]
@@ -139,11 +200,12 @@ def _listed(path: Path) -> list[Stored]:
     return found
 
 
-def _npy_shape(opened: Any, key: str) -> tuple[int, ...]:
+def _npy_header(opened: Any, path: Path, key: str) -> Stored:
     with opened.zip.open(f"{key}.npy") as member:
         version = np.lib.format.read_magic(member)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        return tuple(map(int, read(member)[0]))
+        shape, _, kind = read(member)
+        return Stored(path, key, tuple(map(int, shape)), words=kind.kind in "US")
 
 
 def files_of(path: Path) -> list[Path]:
@@ -164,7 +226,10 @@ def meaning(key: str) -> tuple[str, What] | None:
     return next(((part, what) for what, known in WORDS.items() if words & known), None)
 
 
-def recognise(path: Path, pixels: bool) -> dict[tuple[str, What], Stored]:
+Found = dict[tuple[str, What], Stored]
+
+
+def recognise(path: Path, pixels: bool) -> Found:
     """Which array is what.
 
     Args:
@@ -175,19 +240,89 @@ def recognise(path: Path, pixels: bool) -> dict[tuple[str, What], Stored]:
         By part and meaning; parts are either ``all`` or splits.
 
     Raises:
-        InputError: a file is unreadable, or two arrays are the same thing.
+        InputError: a file is unreadable, two arrays are the same thing, or items lie in columns.
     """
-    found: dict[tuple[str, What], Stored] = {}
+    found: Found = {}
+    split: Stored | None = None
     for file in files_of(path):
         for array in _listed(file):
+            if array.key == "split":
+                split = array
             known = meaning(array.key)
             if known is None or (known[1] == "image" and (len(array.shape) == 4) != pixels) or not array.shape:
+                continue
+            # Names of labels, of images or of tags are not what they name.
+            if array.words:
                 continue
             before = found.get(known)
             # Labels are often there once for each modality, and agree.
             if before is not None and known[1] != "labels":
                 raise InputError(str(path), f"{before.key} and {array.key}, both {known[0]} {known[1]}", "one of them")
             found.setdefault(known, array)
+    return _upright(found, str(path), split)
+
+
+def _turned(array: Stored) -> Stored:
+    return replace(array, matlab=not array.matlab, shape=array.shape[::-1])
+
+
+def _rows_of(what: What, shape: tuple[int, ...]) -> set[int]:
+    """How many items an array may have."""
+    if len(shape) == 4:
+        return {shape[0], shape[-1]}
+    if what == "labels" and len(shape) == 2 and 1 in shape:
+        return {max(shape)}
+    return {shape[0]}
+
+
+def _consistent(found: Found, split: Stored | None) -> bool:
+    """Whether the arrays of each part have equally many items, and those of one meaning are equally wide."""
+    for part in {part for part, _ in found}:
+        counts = [_rows_of(what, array.shape) for (other, what), array in found.items() if other == part]
+        counts += [{max(split.shape, default=0)}] if split is not None and part == "all" else []
+        if not set.intersection(*counts):
+            return False
+    widths: dict[What, set[tuple[int, ...]]] = {what: set() for what in WORDS}
+    for (_, what), array in found.items():
+        if what != "labels" or 1 not in array.shape:
+            widths[what].add(array.shape[1:])
+    return all(len(each) < 2 for each in widths.values())
+
+
+def _upright(found: Found, place: str, split: Stored | None) -> Found:
+    """The arrays with items in rows.
+
+    MATLAB marks what it writes to HDF5, and there all axes are the other way round. Other programs that write HDF5 do
+    the one or the other without a mark: what counts is which way the arrays fit each other.
+
+    Raises:
+        InputError: both ways fit, or only columns do in a file whose axes are as it says.
+    """
+
+    def turn(which: Callable[[Stored], bool]) -> Found:
+        return {
+            known: _turned(array) if len(array.shape) in (2, 3) and which(array) else array
+            for known, array in found.items()
+        }
+
+    def unmarked(array: Stored) -> bool:
+        return not array.matlab and array.path.suffix.lower() != ".npz" and _is_hdf5(array.path)
+
+    shown = ", ".join(f"{array.key} {list(array.shape)}" for array in found.values())
+    fits, columns = _consistent(found, split), turn(unmarked)
+    if columns != found and _consistent(columns, split):
+        if fits:
+            allowed = "labels or a `split` of as many values as there are items, or an .npz file: items are its rows"
+            raise InputError(place, f"{shown}: items may be rows or columns", allowed)
+        # Two arrays alone may as well be rows of which one has lost some.
+        if len(found) > 2:
+            return columns
+    if not fits and _consistent(turn(lambda _: True), split):
+        raise InputError(
+            place,
+            f"{shown}: not equally many rows",
+            "an item in each row; where items are columns, transpose the arrays",
+        )
     return found
 
 
@@ -208,11 +343,13 @@ def parts_of(found: Mapping[tuple[str, What], Stored], place: str) -> list[str]:
     return parts
 
 
-def _flat_labels(stored: Stored) -> Array:
-    """Class numbers [n] from 0, or multi-hot [n, L]."""
-    value = stored.read()
-    if value.ndim == 2 and 1 in value.shape:
+def _flat_labels(stored: Stored, n: int) -> Array:
+    """Class numbers [n], or multi-hot [n, L]."""
+    value = stored.numbers()
+    if value.shape in ((n, 1), (1, n)):
         value = value.reshape(-1)
+    if value.ndim not in (1, 2) or len(value) != n:
+        raise InputError(stored.place, f"shape {list(value.shape)}", f"{n} labels or rows of labels, as the images are")
     if value.dtype.kind == "f":
         if not np.array_equal(value, np.round(value)):
             raise InputError(stored.place, "values that are not whole", "class numbers [n] or multi-hot 0/1 [n, L]")
@@ -220,11 +357,28 @@ def _flat_labels(stored: Stored) -> Array:
     return value.astype(np.int64) if value.ndim == 1 else (value > 0).astype(np.uint8)
 
 
-def _labels(found: Mapping[tuple[str, What], Stored], parts: Sequence[str], data: Data) -> dict[str, Array]:
-    """``labels`` and ``label_names`` of all parts; empty where there are none."""
-    if not all((part, "labels") in found for part in parts):
+def _labels(found: Found, sizes: Mapping[str, int], data: Data) -> dict[str, Array]:
+    """``labels`` and ``label_names`` of all parts; empty where there are none.
+
+    Raises:
+        InputError: only some parts have labels, or theirs are of another length, kind or width.
+    """
+    own = [stored for (_, what), stored in found.items() if what == "labels"]
+    if not own:
         return {}
-    value = np.concatenate([_flat_labels(found[part, "labels"]) for part in parts])
+    lacking = [part for part in sizes if (part, "labels") not in found]
+    if lacking:
+        # Without its labels a part would silently make the whole set one without labels.
+        allowed = "labels of every part, or of none"
+        raise InputError(str(own[0].path), f"{', '.join(s.key for s in own)}; no {lacking[0]} labels", allowed)
+    read = {part: _flat_labels(found[part, "labels"], n) for part, n in sizes.items()}
+    first = next(iter(sizes))
+    for part, value in read.items():
+        if value.shape[1:] != read[first].shape[1:]:
+            wide = list(read[first].shape[1:]) or "one class number"
+            allowed = f"{wide} for each item, as {found[first, 'labels'].key} has"
+            raise InputError(found[part, "labels"].place, f"shape {list(value.shape)}", allowed)
+    value = np.concatenate(list(read.values()))
     if value.ndim == 1:
         # MATLAB counts classes from 1.
         value = value - value.min()
@@ -271,14 +425,8 @@ def read_arrays(data: Data) -> dict[str, Array]:
     arrays: dict[str, Array] = {}
     sizes = {part: found[part, "image"].shape[0] for part in parts}
     for what in ("image", "text"):
-        read = [found[part, what].read() for part in parts]
-        for part, value in zip(parts, read, strict=True):
-            if value.ndim < 2 or len(value) != sizes[part]:
-                allowed = f"{sizes[part]} rows, as the images have"
-                raise InputError(found[part, what].place, f"shape {list(value.shape)}", allowed)
-        # Counts and 0/1 tags are features too.
-        arrays[what] = np.concatenate([v if v.dtype.kind == "f" else v.astype(np.float32) for v in read])
-    arrays.update(_labels(found, parts, data))
+        arrays[what] = np.concatenate(_features(found, what, sizes))
+    arrays.update(_labels(found, sizes, data))
     if data.name == "wikipedia" and "labels" not in arrays:
         arrays.update(_wikipedia(path if path.is_dir() else path.parent, sizes))
     own = next((array for file in files_of(path) for array in _listed(file) if array.key == "split"), None)
@@ -290,7 +438,63 @@ def read_arrays(data: Data) -> dict[str, Array]:
         else:
             codes = [SPLITS.index(part if "train" in parts or part != "database" else "train") for part in parts]
             arrays["split"] = np.repeat(codes, list(sizes.values())).astype(np.uint8)
+    again = _again(arrays, sizes) if {"train", "database"} <= sizes.keys() else None
+    if again is not None and again.any():
+        arrays = _only(arrays, np.flatnonzero(~again))
+    if data.labelled:
+        arrays = _only(arrays, labelled_rows(arrays.get("labels"), str(path)))
     return arrays
+
+
+def _only(arrays: Mapping[str, Array], rows: npt.NDArray[np.int64]) -> dict[str, Array]:
+    return {name: value if name == "label_names" else value[rows] for name, value in arrays.items()}
+
+
+def _features(found: Found, what: What, sizes: Mapping[str, int]) -> list[Array]:
+    """Images or texts of each part, as floats.
+
+    Raises:
+        InputError: a part has another number of items, or another width than the first.
+    """
+    read: list[Array] = []
+    for part, n in sizes.items():
+        stored = found[part, what]
+        value = stored.numbers()
+        if value.ndim < 2 or len(value) != n:
+            raise InputError(stored.place, f"shape {list(value.shape)}", f"{n} rows, as the images have")
+        if read and value.shape[1:] != read[0].shape[1:]:
+            wide = " x ".join(map(str, read[0].shape[1:]))
+            first = found[next(iter(sizes)), what].key
+            raise InputError(stored.place, f"shape {list(value.shape)}", f"rows of {wide} numbers, as {first} has")
+        # Counts and 0/1 tags are features too.
+        read.append(value if value.dtype.kind == "f" else value.astype(np.float32))
+    return read
+
+
+def _again(arrays: Mapping[str, Array], sizes: Mapping[str, int]) -> npt.NDArray[np.bool_]:
+    """Rows of the part ``database`` that are items of another part once more: bool [n].
+
+    In most published hashing files the database holds the training items too. They are the same items where image, text
+    and labels are equal to the last digit; of several equal rows, as many are taken away as the other parts have.
+    """
+    compared = [arrays[name] for name in ("image", "text", "labels") if name in arrays]
+
+    def digest(row: int) -> bytes:
+        # In the type that is used: a part stored in double precision holds the same items.
+        return hashlib.blake2b(b"".join(np.asarray(each[row], np.float32).tobytes() for each in compared)).digest()
+
+    ends = dict(zip(sizes, np.cumsum(list(sizes.values())).tolist(), strict=True))
+    inside = range(ends["database"] - sizes["database"], ends["database"])
+    known = Counter(
+        digest(row) for part in ("train", "val") if part in sizes for row in range(ends[part] - sizes[part], ends[part])
+    )
+    again = np.zeros(len(arrays["image"]), dtype=np.bool_)
+    for row in inside:
+        mark = digest(row)
+        if known[mark] > 0:
+            known[mark] -= 1
+            again[row] = True
+    return again
 
 
 # --- pixels ---------------------------------------------------------------------------------------------------------
@@ -325,8 +529,8 @@ class Pile:
     @cached_property
     def _source(self) -> Any:
         path = self.stored.path
-        if path.suffix != ".npz" and _is_hdf5(path):
-            return package("h5py", "formats", str(path)).File(path, "r")[self.stored.key]
+        if path.suffix.lower() != ".npz" and _is_hdf5(path):
+            return _guarded(path, lambda: package("h5py", "formats", str(path)).File(path, "r")[self.stored.key])
         return self.stored.read()
 
     def picture(self, row: int) -> Pixels:
@@ -334,7 +538,9 @@ class Pile:
         # A file of version 5 is read as a whole: once, not by every thread that asks first.
         with _OPENING:
             source = self._source
-        found = np.asarray(source[row] if source.shape[0] == self.n else source[..., row])
+        found = _guarded(
+            self.stored.path, lambda: np.asarray(source[row] if source.shape[0] == self.n else source[..., row])
+        )
         # A picture that MATLAB stored in HDF5 comes with all its axes the other way round.
         found = found.transpose() if self.stored.matlab else found
         found = found.transpose(1, 2, 0) if found.shape[2] != 3 and found.shape[0] == 3 else found
@@ -370,11 +576,14 @@ def read_pixels(data: Data) -> RawSet:
         raise InputError(
             str(path), ", ".join(stored.key for stored in found.values()), "pixels, tags and labels of all items"
         )
-    bag, image = found["all", "text"].read(), found["all", "image"]
-    labels = _flat_labels(found["all", "labels"])
-    n = len(labels)
-    if len(bag) != n or n not in (image.shape[0], image.shape[-1]):
+    bag, image = found["all", "text"].numbers(), found["all", "image"]
+    n = len(bag)
+    labels = _flat_labels(found["all", "labels"], n)
+    if bag.ndim != 2 or n not in (image.shape[0], image.shape[-1]):
         raise InputError(str(path), f"{n} labels, tags {list(bag.shape)}, images {list(image.shape)}", "equally many")
+    wrong = np.flatnonzero(~np.isfinite(bag).all(axis=1))
+    if len(wrong):
+        raise InputError(found["all", "text"].place, f"a value in row {wrong[0]} that is not finite", "finite numbers")
     if labels.ndim == 1:
         labels = (labels[:, None] == np.unique(labels)).astype(np.uint8)
     names = level_names(data.name, labels.shape[1]) or tuple(f"label-{i:03d}" for i in range(labels.shape[1]))

@@ -89,7 +89,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> dict[str, Any]:
         "items": len(kept),
         "captions": sum(map(len, kept.captions)) if kind == "sentences" else len(kept),
         "splits": {} if split is None else {name: int((split == code).sum()) for code, name in enumerate(SPLITS)},
-        **_label_facts(raw.labels, raw.label_names, len(raw)),
+        **_label_facts(kept.labels, kept.label_names, len(kept)),
         "missing": [raw.pictures.name(row) for row in missing],
         "unreadable": broken,
         "without_captions": [raw.keys[row] for row in silent],

@@ -66,7 +66,7 @@ def store(path: Path, n: int, chunk: int, encode: Callable[[range], Array], told
         with locked(path.with_name(f"{path.name}.lock")):
             if path.is_file():
                 return path
-            done = int(mark.read_text(encoding="ascii")) if mark.is_file() and partial.is_file() else 0
+            done = _marked(mark, partial, n)
             mapped = np.lib.format.open_memmap(partial, "r+") if done else None
             while done < n:
                 values = encode(range(done, min(done + chunk, n)))
@@ -83,6 +83,17 @@ def store(path: Path, n: int, chunk: int, encode: Callable[[range], Array], told
     except OSError as error:
         raise RunError(f"cache {path.parent} cannot be written: {error.strerror or error}") from error
     return path
+
+
+def _marked(mark: Path, partial: Path, n: int) -> int:
+    """How many rows are finished; none where a crash of the machine damaged the mark or the rows."""
+    try:
+        done = int(mark.read_text(encoding="ascii"))
+        # Opened to read first: opened to write, a file that is too short would be filled up with zeros.
+        found = np.load(partial, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError):
+        return 0
+    return done if len(found) == n and 0 < done <= n else 0
 
 
 def _write_mark(mark: Path, done: int) -> None:

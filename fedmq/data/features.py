@@ -177,6 +177,11 @@ def _names(path: Path, name: str, value: Array, count: int) -> tuple[str, ...]:
         names = tuple(item.decode() if isinstance(item, bytes) else str(item) for item in value.tolist())
     except UnicodeDecodeError:
         raise InputError(f"{path}: {name}", "bytes that are not UTF-8", "strings") from None
+    for item in names:
+        try:
+            item.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{path}: {name}", item, "whole characters of Unicode") from None
     if len(set(names)) != len(names):
         twice = next(item for index, item in enumerate(names) if item in names[:index])
         raise InputError(f"{path}: {name}", f"{twice!r} twice", "different names")

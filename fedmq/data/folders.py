@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fedmq.data.features import SPLITS
-from fedmq.data.pictures import IMAGE_ENDINGS, Files
+from fedmq.data.pictures import IMAGE_ENDINGS, Files, exists, files_below
 from fedmq.data.raw import U8, RawSet, checked, first_existing, folder_of, multi_hot, read_text
 from fedmq.errors import InputError
 from fedmq.scenario import Data
@@ -44,10 +44,11 @@ def _regions(folder: Path) -> dict[str, set[str]]:
         InputError: a line of another form.
     """
     names: dict[str, str] = {}
-    for path in sorted(folder.rglob("wlist.txt")):
+    lists = [path for path in sorted(files_below(folder)) if path.name in ("wlist.txt", "labels.txt")]
+    for path in (path for path in lists if path.name == "wlist.txt"):
         names.update(line.split(maxsplit=1) for line in read_text(path).splitlines() if len(line.split()) >= 2)  # type: ignore[misc]
     found: dict[str, set[str]] = defaultdict(set)
-    for path in sorted(folder.rglob("labels.txt")):
+    for path in (path for path in lists if path.name == "labels.txt"):
         for number, line in enumerate(read_text(path).splitlines(), 1):
             parts = line.split()
             if parts and (len(parts) < 3 or not parts[2].isdigit()):
@@ -55,6 +56,22 @@ def _regions(folder: Path) -> dict[str, set[str]]:
             if parts:
                 found[parts[0]].add(names.get(parts[2], f"label-{int(parts[2]):03d}").strip())
     return found
+
+
+def _western(path: Path) -> str:
+    """A file of IAPR TC-12, which is in Windows' western encoding, or in UTF-8 where somebody has converted it.
+
+    Raises:
+        InputError: unreadable.
+    """
+    # Western text with accents is never valid UTF-8 by chance. Latin-1 has the bytes that Windows leaves undefined.
+    for encoding in ("utf-8-sig", "cp1252"):
+        try:
+            return read_text(path, encoding)
+        except InputError as error:
+            if not isinstance(error.__context__, UnicodeDecodeError):
+                raise
+    return read_text(path, "latin-1")
 
 
 def read_iapr(data: Data) -> RawSet:
@@ -70,8 +87,8 @@ def read_iapr(data: Data) -> RawSet:
     notes = data.annotations or first_existing([folder / name for name in names], "data.path", "annotations")
     root = data.images or notes.parent
     keys, paths, captions = [], [], []
-    for path in sorted(notes.rglob("*.eng")):
-        text = read_text(path, "cp1252")
+    for path in sorted(path for path in files_below(notes) if path.suffix == ".eng"):
+        text = _western(path)
         image = element(text, "IMAGE")
         if not image or Path(image).is_absolute() or ".." in Path(image).parts:
             raise InputError(f"{path}: IMAGE", image, "a path like images/00/25.jpg")
@@ -131,7 +148,7 @@ def read_wikipedia(data: Data) -> RawSet:
     for text, image, number in pairs:
         inside = root / WIKIPEDIA_CLASSES[number] / f"{image}.jpg"
         flat = root / f"{image}.jpg"
-        paths.append(flat if not inside.exists() and flat.exists() else inside)
+        paths.append(flat if not exists(inside) and exists(flat) else inside)
         said = plain(read_text(folder / "texts" / f"{text}.xml"))
         captions.append((said,) if said else ())
     labels, names = multi_hot([{WIKIPEDIA_CLASSES[number]} for _, _, number in pairs], WIKIPEDIA_CLASSES)
@@ -165,10 +182,11 @@ def read_pascal(data: Data) -> RawSet:
     root = data.images or first_existing(choices, "data.images", "folder of images")
     choices = [folder / name for name in ("sentence", "sentences", "texts")]
     texts = data.annotations or first_existing(choices, "data.annotations", "folder of sentences")
-    stems = {path.relative_to(root).with_suffix("") for path in root.rglob("*") if path.suffix.lower() in IMAGE_ENDINGS}
-    endings = {path.relative_to(root).with_suffix(""): path for path in root.rglob("*") if path.is_file()}
-    written = {path.relative_to(texts).with_suffix(""): path for path in texts.rglob("*.txt")}
-    inner = sorted(stems | set(written))
+    # A thumbnail list or a checksum beside an image has its stem too.
+    pictures = [path for path in files_below(root) if path.suffix.lower() in IMAGE_ENDINGS]
+    endings = {path.relative_to(root).with_suffix(""): path for path in pictures}
+    written = {path.relative_to(texts).with_suffix(""): path for path in files_below(texts) if path.suffix == ".txt"}
+    inner = sorted(set(endings) | set(written))
     captions = []
     for stem in inner:
         lines = read_text(written[stem]).splitlines() if stem in written else []

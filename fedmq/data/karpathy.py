@@ -38,6 +38,8 @@ def _entries(path: Path) -> list[dict[str, Any]]:
         fine = (
             isinstance(entry, dict)
             and isinstance(entry.get("filename"), str)
+            and entry["filename"].strip()
+            and isinstance(entry.get("filepath", ""), str | None)
             and isinstance(entry.get("split"), str)
             and isinstance(entry.get("sentences"), list)
             and all(isinstance(said, dict) and isinstance(said.get("raw"), str) for said in entry["sentences"])
@@ -48,14 +50,14 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     return images
 
 
-def _categories(folder: Path) -> dict[str, set[str]]:
-    """COCO's category names of each image number, from ``instances_*.json`` files.
+def _categories(folders: Sequence[Path]) -> dict[str, set[str]]:
+    """COCO's category names of each image number, from ``instances_*.json`` files in any of the folders.
 
     Raises:
         InputError: a file has another structure.
     """
     found: dict[str, set[str]] = defaultdict(set)
-    for path in sorted([*folder.glob("instances_*.json"), *folder.glob("annotations/instances_*.json")]):
+    for path in sorted({path.resolve() for folder in folders for path in folder.glob("instances_*.json")}):
         loaded = read_json(path)
         try:
             names = {entry["id"]: str(entry["name"]) for entry in loaded["categories"]}
@@ -82,7 +84,9 @@ def read_karpathy(data: Data) -> RawSet:
     split = split_numbers(str(path), [entry["split"] for entry in entries], {"restval": "train"})
     # COCO's images lie in train2014 and val2014, which `filepath` names.
     files = tuple(images / str(entry.get("filepath") or "") / entry["filename"] for entry in entries)
-    categories = _categories(folder) if data.name == "coco" else {}
+    beside = [folder, path.parent]
+    noted = [inner for each in beside for inner in (each, each / "annotations")]
+    categories = _categories(noted) if data.name == "coco" else {}
     labels, names = multi_hot([categories.get(str(entry.get("cocoid")), set()) for entry in entries])
     return checked(
         RawSet(

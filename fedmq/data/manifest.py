@@ -1,8 +1,9 @@
 """Any other set: one CSV or JSONL file that says of each item its image, captions, labels and split.
 
 CSV: a header line with ``image`` and any of ``captions`` (or ``caption``), ``labels``, ``split``, ``key``; several
-captions or labels of one item are separated by ``|``. JSONL: one object a line with the same names, where captions and
-labels are a string or a list. Videos are read like MSR-VTT's. Relative paths start at the file's folder.
+captions or labels of one item are separated by ``|``, or captions by columns. JSONL: one object a line with the same
+names, where captions and labels are a string or a list. Videos and folders of frames are read like MSR-VTT's. Relative
+paths start at the file's folder.
 """
 
 from __future__ import annotations
@@ -10,52 +11,92 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
+from collections import Counter
 from collections.abc import Iterator
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from fedmq.data.pictures import VIDEO_ENDINGS, Files
-from fedmq.data.raw import RawSet, checked, multi_hot, read_text, split_numbers
+from fedmq.data.pictures import IMAGE_ENDINGS, VIDEO_ENDINGS, Files, is_folder
+from fedmq.data.raw import RawSet, checked, multi_hot, read_text, split_numbers, whole
 from fedmq.errors import InputError
 from fedmq.scenario import Data
 
-KNOWN = ("image", "captions", "caption", "labels", "label", "split", "key")
+CAPTIONS = ("captions", "caption")
+KNOWN = ("image", *CAPTIONS, "labels", "label", "split", "key")
 
 
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    reader = csv.DictReader(io.StringIO(read_text(path, "utf-8-sig"), newline=""), restkey="too many", strict=True)
+    reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
-        for record in reader:
-            if "too many" in record:
-                raise InputError(f"{path}: line {reader.line_num}", record["too many"], "as many fields as the header")
-            listed = {
-                name: (value or "").split("|")
-                for name, value in record.items()
-                if name not in ("image", "split", "key")
-            }
-            yield reader.line_num, {**record, **listed}
+        header = next(reader, [])
+        twice = [name for name, count in Counter(header).items() if count > 1 and name not in CAPTIONS]
+        if twice:
+            raise InputError(
+                f"{path}: line 1", f"{twice[0]!r} twice", "each column once; only captions may have several"
+            )
+        for fields in reader:
+            if not fields:
+                continue
+            if len(fields) > len(header):
+                allowed = f"as many fields as the header has, {len(header)}"
+                raise InputError(f"{path}: line {reader.line_num}", f"{len(fields)} fields", allowed)
+            record: dict[str, Any] = {}
+            for name, value in zip_longest(header, fields, fillvalue=""):
+                if name in ("image", "split", "key"):
+                    record[name] = value
+                else:
+                    # Columns of either name are joined in the order in which they stand.
+                    record.setdefault(CAPTIONS[0] if name in CAPTIONS else name, []).extend(value.split("|"))
+            yield reader.line_num, record
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}", str(error), "valid CSV") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"{twice!r} twice")
+    return record
 
 
 def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
-                record = json.loads(line)
+                record = json.loads(line, object_pairs_hook=_once)
             except (ValueError, RecursionError) as error:
-                raise InputError(f"{path}: line {number}", str(error), "valid JSON") from None
+                raise InputError(f"{path}: line {number}", str(error), "valid JSON, each field once") from None
             if not isinstance(record, dict):
                 raise InputError(f"{path}: line {number}", type(record).__name__, "an object")
             yield number, record
 
 
 def _strings(place: str, record: dict[str, Any], *names: str) -> tuple[str, ...]:
-    value: Any = next((record[name] for name in names if record.get(name) is not None), [])
-    value = [value] if isinstance(value, str) else value
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise InputError(f"{place}: {names[0]}", repr(value)[:80], "a string or a list of strings")
-    return tuple(dict.fromkeys(item.strip() for item in value if item.strip()))
+    """The strings of all these fields, each once."""
+    found: list[str] = []
+    for name in names:
+        value: Any = record.get(name)
+        value = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+            raise InputError(f"{place}: {name}", repr(value)[:80], "a string or a list of strings")
+        found += [whole(item.strip(), f"{place}: {name}") for item in value]
+    return tuple(dict.fromkeys(filter(None, found)))
+
+
+def _key(place: str, record: dict[str, Any], image: str) -> str:
+    key = record.get("key")
+    if not isinstance(key, str | int | float | None) or isinstance(key, bool):
+        raise InputError(f"{place}: key", repr(key)[:80], "a string or a number")
+    return image if key is None or key == "" else str(key)
+
+
+def _above(path: Path, root: Path) -> bool:
+    """Whether this is the folder that the manifest's paths start at, or one above: of no item's frames."""
+    normal, start = (Path(os.path.normpath(each.absolute())) for each in (path, root))
+    return normal == start or normal in start.parents
 
 
 def read_manifest(data: Data) -> RawSet:
@@ -77,20 +118,25 @@ def read_manifest(data: Data) -> RawSet:
         image = record.get("image")
         if not isinstance(image, str) or not image.strip():
             raise InputError(f"{place}: image", image, "the path of an image")
-        keys.append(str(record.get("key") or image))
-        paths.append(root / image.strip())
-        captions.append(_strings(place, record, "captions", "caption"))
+        path_of = root / whole(image.strip(), f"{place}: image")
+        if _above(path_of, root):
+            raise InputError(f"{place}: image", image, "the path of an image, a video or a folder of frames")
+        keys.append(_key(place, record, image))
+        paths.append(path_of)
+        captions.append(_strings(place, record, *CAPTIONS))
         labels.append(_strings(place, record, "labels", "label"))
-        splits.append(str(record.get("split") or ""))
+        split = record.get("split")
+        splits.append("" if split is None else str(split))
     if any(splits) and not all(splits):
         raise InputError(f"{path}: split", f"nothing for item {splits.index('')}", "a split for every item or for none")
     hot, names = multi_hot(labels)
-    videos = any(file.suffix.lower() in VIDEO_ENDINGS for file in paths)
+    folders = any(file.suffix.lower() not in IMAGE_ENDINGS | VIDEO_ENDINGS and is_folder(file) for file in paths)
+    videos = folders or any(file.suffix.lower() in VIDEO_ENDINGS for file in paths)
     return checked(
         RawSet(
             place=str(path),
             keys=tuple(keys),
-            pictures=Files(tuple(paths), root, data.frames if videos else 1),
+            pictures=Files(tuple(paths), root, data.frames if videos else 1, folders),
             captions=tuple(captions),
             labels=hot,
             label_names=names,

@@ -6,12 +6,11 @@ is the mean of its frames' embeddings, scaled to unit length (``fedmq.data.extra
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from fedmq.data.pictures import IMAGE_ENDINGS, VIDEO_ENDINGS, Files
+from fedmq.data.pictures import IMAGE_ENDINGS, VIDEO_ENDINGS, Files, files_below
 from fedmq.data.raw import RawSet, checked, folder_of, multi_hot, read_json, split_numbers
 from fedmq.errors import InputError
 from fedmq.scenario import Data
@@ -33,14 +32,13 @@ def _annotations(data: Data, folder: Path) -> list[Path]:
 def _places(folder: Path) -> dict[str, Path]:
     """Where each video lies, by its name: a video file, or a folder with images."""
     found: dict[str, Path] = {}
-    for root, _, files in os.walk(folder):
-        here = Path(root)
-        for name in sorted(files):
-            if Path(name).suffix.lower() in VIDEO_ENDINGS:
-                found[Path(name).stem] = here / name
-        if here.name not in found and any(Path(name).suffix.lower() in IMAGE_ENDINGS for name in files):
-            found[here.name] = here
-    return found
+    framed: dict[str, Path] = {}
+    for path in files_below(folder):
+        if path.suffix.lower() in VIDEO_ENDINGS:
+            found[path.stem] = path
+        elif path.suffix.lower() in IMAGE_ENDINGS:
+            framed.setdefault(path.parent.name, path.parent)
+    return framed | found
 
 
 def read_msrvtt(data: Data) -> RawSet:
@@ -75,7 +73,7 @@ def read_msrvtt(data: Data) -> RawSet:
         RawSet(
             place=str(paths[0]),
             keys=keys,
-            pictures=Files(tuple(places.get(key, root / f"{key}.mp4") for key in keys), root, data.frames),
+            pictures=Files(tuple(places.get(key, root / f"{key}.mp4") for key in keys), root, data.frames, True),
             captions=tuple(tuple(captions[key]) for key in keys),
             labels=labels,
             label_names=names,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+import os
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, Self, cast
@@ -68,6 +70,47 @@ def package(name: str, extra: str, what: str) -> Any:
         raise InputError(what, f"package {name} missing", f"pip install 'fedmq[{extra}]'") from None
 
 
+def exists(path: Path) -> bool:
+    """Whether a file or folder lies there; no name is too long or too strange to ask."""
+    try:
+        path.stat()
+    except PermissionError:
+        return True  # whoever opens it is told the reason
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def is_folder(path: Path) -> bool:
+    """Whether a folder lies there, likewise."""
+    return exists(path) and path.is_dir()
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """All files below a folder; links to folders are followed, but no folder is entered twice, so circles end.
+
+    A folder that lies there itself and is linked to as well is listed where it lies.
+    """
+    seen: set[tuple[int, int]] = set()
+    waiting, links = [folder], deque[Path]()
+    while waiting or links:
+        here = waiting.pop() if waiting else links.popleft()
+        try:
+            about = here.stat()
+            with os.scandir(here) as listed:
+                inside = sorted((entry.name, entry.is_dir(), entry.is_symlink()) for entry in listed)
+        except OSError:
+            continue  # as a search does: lost+found and the like are nobody's data
+        if (about.st_dev, about.st_ino) in seen:
+            continue
+        seen.add((about.st_dev, about.st_ino))
+        for name, holds_more, link in inside:
+            if holds_more:
+                (links if link else waiting).append(here / name)
+            else:
+                yield here / name
+
+
 def spread_evenly(total: int, wanted: int) -> list[int]:
     """Indices of ``wanted`` frames in the middle of as many equal parts of ``total``; each at most once.
 
@@ -88,7 +131,7 @@ def decode(path: Path) -> Pixels:
         with image.open(path) as opened:
             if opened.width * opened.height > MAX_PIXELS:
                 raise InputError(str(path), f"{opened.width} x {opened.height} pixels", f"at most {MAX_PIXELS}")
-            return np.asarray(ops.exif_transpose(opened).convert("RGB")).copy()
+            return _eight_bits(ops.exif_transpose(opened), str(path))
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "an image") from None
     except InputError:
@@ -96,6 +139,24 @@ def decode(path: Path) -> Pixels:
     except Exception as error:  # Pillow's readers raise whatever they like on a broken file
         reason = str(error).replace(str(path), "file") or type(error).__name__
         raise InputError(str(path), reason, "a readable image; fedmq data check lists all that are not") from None
+
+
+def _eight_bits(image: Any, place: str) -> Pixels:
+    """An opened image as uint8 [height, width, 3].
+
+    Pillow cuts the grey values of wider images off at 255, which makes scans and depth maps white.
+
+    Raises:
+        InputError: grey values of more than 16 bits, whose white nobody knows.
+    """
+    if not image.mode.startswith(("I", "F")):
+        return np.asarray(image.convert("RGB")).copy()
+    grey = np.asarray(image).astype(np.float64)
+    if image.mode.startswith("I;16") or (image.mode == "I" and 255 < grey.max(initial=0) <= 65535):
+        grey = np.round(grey / 257)
+    if not ((grey >= 0) & (grey <= 255)).all():
+        raise InputError(place, f"grey values of Pillow's mode {image.mode}", "8 or 16 bits a channel")
+    return np.repeat(grey.astype(np.uint8)[..., None], 3, axis=2)
 
 
 def video_frames(path: Path, wanted: int) -> list[Pixels]:
@@ -130,13 +191,15 @@ class Files:
 
     Args:
         paths: of each an image, a video, or a folder of a video's frames in the order of their names.
-        wanted: frames taken of a video or a folder.
         root: what names and stamps are relative to.
+        wanted: frames taken of a video or a folder.
+        folders: whether a folder is a video's frames; in a set of photos it is a mistake.
     """
 
     paths: tuple[Path, ...]
     root: Path
     wanted: int = 1
+    folders: bool = False
 
     def __len__(self) -> int:
         return len(self.paths)
@@ -153,19 +216,24 @@ class Files:
     def stamp(self, row: int) -> str:
         """Path below the root, size, and time of change."""
         path = self.paths[row]
-        about = path.stat()
+        try:
+            about = path.stat()
+        except OSError as error:
+            raise InputError(str(path), error.strerror or str(error), "a readable file") from None
         inner = path.relative_to(self.root) if path.is_relative_to(self.root) else path
         # A folder's time changes with its list of files, which is what its frames are.
         return f"{inner}|{about.st_size}|{about.st_mtime_ns}|{self.wanted}"
 
     def missing(self, row: int) -> bool:
         """Whether neither a file nor a folder lies there."""
-        return not self.paths[row].exists()
+        return not exists(self.paths[row])
 
     def frames(self, row: int) -> list[Pixels]:
         """One image, or ``wanted`` evenly spaced frames."""
         path = self.paths[row]
-        if path.is_dir():
+        if is_folder(path):
+            if not self.folders:
+                raise InputError(str(path), "a folder", "an image or a video")
             inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_ENDINGS)
             if not inside:
                 raise InputError(str(path), "a folder without images", "a folder of a video's frames")
@@ -174,7 +242,7 @@ class Files:
 
     def subset(self, rows: Sequence[int]) -> Self:
         """Some of them."""
-        return type(self)(tuple(self.paths[row] for row in rows), self.root, self.wanted)
+        return type(self)(tuple(self.paths[row] for row in rows), self.root, self.wanted, self.folders)
 
 
 class Stack(Protocol):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ class RawSet:
     def __len__(self) -> int:
         return len(self.keys)
 
-    def subset(self, rows: Sequence[int]) -> RawSet:
+    def subset(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> RawSet:
         """Some of the items, in the order asked for."""
         chosen = np.asarray(rows, dtype=np.int64)
         return replace(
@@ -68,6 +69,14 @@ class RawSet:
             labels=None if self.labels is None else self.labels[chosen],
             split=None if self.split is None else self.split[chosen],
         )
+
+    def labelled(self) -> RawSet:
+        """The items that have a label.
+
+        Raises:
+            InputError: fewer than two have one.
+        """
+        return self.subset(labelled_rows(self.labels, self.place))
 
     @cached_property
     def image_digest(self) -> str:
@@ -99,7 +108,7 @@ def checked(found: RawSet) -> RawSet:
     """A loader's result, if it is one.
 
     Raises:
-        InputError: fewer than two items, a key twice, or too many labels.
+        InputError: fewer than two items, a key twice, too many labels, or half a character somewhere.
     """
     if len(found) < 2:
         raise InputError(found.place, f"{len(found)} items", "at least 2: one to train on, one to test on")
@@ -108,7 +117,31 @@ def checked(found: RawSet) -> RawSet:
         raise InputError(found.place, f"{twice[0]!r} twice ({len(twice)} keys in all)", "every item once")
     if len(found.label_names) > MAX_LABELS:
         raise InputError(found.place, f"{len(found.label_names)} labels", f"at most {MAX_LABELS}")
+    for row, key in enumerate(found.keys):
+        for text in (key, *found.captions[row]):
+            whole(text, f"{found.place}: {key!a}")
+        try:
+            # A name on disk may be of any bytes, which Python keeps; these could come from no disk.
+            os.fsencode(found.pictures.name(row))
+        except UnicodeEncodeError:
+            raise InputError(f"{found.place}: {key!a}", found.pictures.name(row), "the name of a file") from None
+    for name in found.label_names:
+        whole(name, f"{found.place}: labels")
     return found
+
+
+def whole(text: str, place: str) -> str:
+    """A text of whole characters: a string cut in the middle of one, or of bytes that are no UTF-8, is not.
+
+    Raises:
+        InputError: it holds half a character, which can neither be encoded nor printed.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        found = text[max(0, error.start - 40) : error.start + 40]
+        raise InputError(place, found, "whole characters of Unicode") from None
+    return text
 
 
 # --- splits ---------------------------------------------------------------------------------------------------------
@@ -215,8 +248,26 @@ def multi_hot(
     return hot, names
 
 
-def read_text(path: Path, encoding: str = "utf-8") -> str:
-    """A whole text file.
+def labelled_rows(labels: Array | None, place: str) -> npt.NDArray[np.int64]:
+    """The items that ``data.labelled`` keeps.
+
+    Args:
+        labels: [n, L] multi-hot, or class numbers [n], of which everybody has one.
+        place: what an error names.
+
+    Raises:
+        InputError: fewer than two items have a label.
+    """
+    kept = np.zeros(0, np.int64)
+    if labels is not None:
+        kept = np.arange(len(labels)) if labels.ndim == 1 else np.flatnonzero(labels.any(axis=1))
+    if len(kept) < 2:
+        raise InputError(f"{place}: data.labelled", f"{len(kept)} items with a label", "at least 2")
+    return kept
+
+
+def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
+    """A whole text file; the mark that Windows sets before UTF-8 is passed over.
 
     Raises:
         InputError: missing or unreadable.
@@ -226,7 +277,7 @@ def read_text(path: Path, encoding: str = "utf-8") -> str:
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "a file of the data set; see docs/data.md for its layout") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(str(path), str(error), f"a readable {encoding} file") from None
+        raise InputError(str(path), str(error), f"a readable {encoding.removesuffix('-sig')} file") from None
 
 
 def read_json(path: Path) -> Any:

@@ -57,11 +57,11 @@ class DataSet:
         """Read the set from ``data.path``: its annotations, not its pictures.
 
         Raises:
-            InputError: something is missing or of another form.
+            InputError: something is missing or of another form, or ``data.labelled`` leaves nothing.
         """
         module, _, name = self.reader.partition(".")
         found: RawSet = getattr(importlib.import_module(f"fedmq.data.{module}"), name)(data)
-        return found
+        return found.labelled() if data.labelled else found
 
 
 SETS: Mapping[str, DataSet] = {

@@ -56,13 +56,15 @@ def mirflickr_photos(data: Data) -> RawSet:
     stricter ``_r1`` files are not used. Items without a common tag are left out, which leaves 20,015 (DCMH).
 
     Raises:
-        InputError: a folder or file is missing, or a label file holds no numbers.
+        InputError: a folder or file is missing or empty, or a label file holds no numbers.
     """
     folder = folder_of(data)
     inner = first_existing([folder / "mirflickr", folder / "mirflickr25k", folder], "data.path", "folder of images")
     root = data.images or inner
     vocabulary = [line.split()[0] for line in read_text(inner / "doc" / "common_tags.txt").splitlines() if line.split()]
     known = set(vocabulary)
+    if not known:
+        raise InputError(str(inner / "doc" / "common_tags.txt"), "no tag", "one common tag a line, 1,386 in all")
     places = [
         parent / name
         for parent in (folder, inner)
@@ -76,11 +78,15 @@ def mirflickr_photos(data: Data) -> RawSet:
             own = list(dict.fromkeys(word for word in read_text(path).split() if word in known))
             if own:
                 numbered[int(found[1])] = own
+    if not numbered:
+        raise InputError(str(inner / "meta" / "tags"), "no tagsN.txt with a common tag", "one such file for each image")
     numbers = sorted(numbered)
     row = {number: index for index, number in enumerate(numbers)}
     files = sorted(
         path for path in notes.glob("*.txt") if not path.stem.endswith("_r1") and path.stem.lower() != "readme"
     )
+    if not files:
+        raise InputError(str(notes), "no label file", "one file of image numbers for each of the 24 labels")
     labels = np.zeros((len(numbers), len(files)), dtype=np.uint8)
     for column, path in enumerate(files):
         for line in read_text(path).split():
@@ -96,7 +102,7 @@ def mirflickr_photos(data: Data) -> RawSet:
             pictures=Files(tuple(root / f"im{number}.jpg" for number in numbers), root),
             captions=tuple((" ".join(own),) for own in tags),
             bag=_bags(tags, vocabulary),
-            labels=labels if files else None,
+            labels=labels,
             label_names=tuple(path.stem for path in files),
         )
     )
@@ -113,8 +119,11 @@ def _digits(path: Path, width: int | None) -> U8:
                 width = len(digits) if width is None else width
                 if not len(digits):
                     continue
-                if len(digits) != width or digits.max() > 1:
-                    raise InputError(f"{path}: line {number}", f"{len(digits)} digits", f"{width} digits 0 or 1")
+                if len(digits) != width:
+                    raise InputError(f"{path}: line {number}", f"{len(digits)} digits", f"{width}, each 0 or 1")
+                if digits.max() > 1:
+                    wrong = chr(int(digits[digits > 1][0] + np.uint8(ord("0"))))
+                    raise InputError(f"{path}: line {number}", wrong, "0 or 1")
                 rows.append(digits)
     except OSError as error:
         raise InputError(str(path), error.strerror or str(error), "a file of the data set") from None
@@ -154,6 +163,8 @@ def nuswide_photos(data: Data) -> RawSet:
     kept = np.flatnonzero(labels.any(axis=1))
     words_path = tags_path.with_name("TagList1k.txt")
     words = read_text(words_path).split() if words_path.is_file() else [f"tag{i}" for i in range(bag.shape[1])]
+    if len(words) != bag.shape[1]:
+        raise InputError(str(words_path), f"{len(words)} tags", f"{bag.shape[1]}, as {tags_path.name} has columns")
     root = data.images or first_existing(
         [folder / name for name in ("Flickr", "images", "image")], "data.images", "images"
     )

@@ -347,8 +347,13 @@ def text_features(texts: Sequence[str], batch_size: int = 64, progress: Progress
         float32 [n, TEXT_DIM], unit length.
 
     Raises:
-        InputError: a package is missing.
+        InputError: a package is missing, or a text holds half a character.
     """
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InputError("text", text[:80], "whole characters of Unicode") from None
     tokenizer, weights = text_tower()
     ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
     blank = tokenizer.encode("").ids

@@ -14,7 +14,12 @@ from fedmq.errors import InputError
 from fedmq.release import open_release
 from tests import threads
 
-HASHING = ("objective={base: dcmh, bits: 12, hidden: 16}", "evaluation.gallery=database", "evaluation.within=true")
+HASHING = (
+    "protocol=fedavg",
+    "objective={base: dcmh, bits: 12, hidden: 16}",
+    "evaluation.gallery=database",
+    "evaluation.within=true",
+)
 
 
 @pytest.fixture

@@ -126,22 +126,15 @@ def scenario_command(
         # Before torch is imported here: the forkserver then imports it at the same time.
         warm.warm_up(chosen.backbone.name)
     from fedmq import live, simulate  # noqa: PLC0415
+    from fedmq import resume as resuming  # noqa: PLC0415
     from fedmq.runfolder import RunFolder, open_run, write_json, write_text  # noqa: PLC0415
-    from fedmq.world import device_of, run_name  # noqa: PLC0415
+    from fedmq.world import device_of  # noqa: PLC0415
 
     scenario = _scenario_of(file, settings, seed)
     device_of(scenario.device)
     if resume is not None:
         folder = open_run(resume)
-        before = _scenario_of(folder.scenario, None, None)
-        if run_name(before) != run_name(scenario):
-            raise InputError(
-                f"--resume {resume}",
-                f"a run of another scenario ({run_name(before)})",
-                f"a run of {run_name(scenario)}",
-            )
-        if folder.summary.exists():
-            raise InputError(f"--resume {resume}", "a finished run", "a run that was stopped before its end")
+        resuming.check(folder, _scenario_of(folder.scenario, None, None), scenario, f"--resume {resume}")
     else:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{stamp}")
@@ -164,7 +157,8 @@ def scenario_command(
                 scenario, folder, resume=resume is not None, status=status, began=_BEGAN, data=data
             )
     if simulate.stopped(simulated.outcome):
-        err.print(f"stopped; [bold]fedmq scenario {file} --resume {folder.root}[/bold] goes on", highlight=False)
+        goes_on = f"fedmq scenario {folder.scenario} --resume {folder.root}"
+        err.print(f"stopped; [bold]{goes_on}[/bold] goes on", highlight=False, soft_wrap=True)
         sys.exit(FAILED)
     summary = simulate.finish_summary(simulated.outcome.summary, simulated)
     write_json(folder.summary, summary)
@@ -208,11 +202,18 @@ def coordinator_command(
     from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415
     from coordinator.rounds import Phase  # noqa: PLC0415
     from fedmq import live  # noqa: PLC0415
-    from fedmq.runfolder import RunFolder  # noqa: PLC0415
+    from fedmq import resume as resuming  # noqa: PLC0415
+    from fedmq.runfolder import RunFolder, open_run  # noqa: PLC0415
     from fedmq.world import build_world  # noqa: PLC0415
 
     scenario = _scenario_of(file, settings, seed)
+    if resume and out_dir is None:
+        raise InputError("--resume", "no --out", "the folder of the run to go on with: --out DIR --resume")
     folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}")
+    if resume or folder.scenario.exists():
+        # Silos and the evaluator may have begun their logs there, but no other run may have been.
+        open_run(folder.root)
+        resuming.check(folder, _scenario_of(folder.scenario, None, None), scenario, f"--out {folder.root}")
     if not resume and (folder.checkpoints / "silos").parent.exists() and any(folder.checkpoints.glob("version-*")):
         raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume")
     build_world(scenario, _bar())
@@ -227,7 +228,8 @@ def coordinator_command(
             stop_wanted=stop,
         )
     if outcome.phase is not Phase.DONE:
-        err.print(f"stopped; the same command with [bold]--out {folder.root} --resume[/bold] goes on", highlight=False)
+        goes_on = f"--out {folder.root} --resume"
+        err.print(f"stopped; the same command with [bold]{goes_on}[/bold] goes on", highlight=False, soft_wrap=True)
         sys.exit(FAILED)
     live.print_summary(outcome.summary, folder, out)
 

@@ -109,8 +109,8 @@ class World:
         return load_share(self.prepared, rows, image=True, text=True) if len(rows) else None
 
 
-def run_name(scenario: Scenario) -> str:
-    """The run's name on the wire: equal only for equal scenarios, wherever they run and wherever their files lie."""
+def run_facts(scenario: Scenario) -> dict[str, Any]:
+    """What a run is a run of, as plain data: its scenario, without where it runs and where its files lie."""
     here: dict[str, Any] = {
         "device": True,
         "launcher": True,
@@ -118,8 +118,12 @@ def run_name(scenario: Scenario) -> str:
         "silos": {"slots"},
         "participation": {"trace"},
     }
-    facts = scenario.model_dump(mode="json", exclude=here)
-    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return scenario.model_dump(mode="json", exclude=here)
+
+
+def run_name(scenario: Scenario) -> str:
+    """The run's name on the wire: equal only for equal scenarios, wherever they run and wherever their files lie."""
+    digest = hashlib.sha256(json.dumps(run_facts(scenario), sort_keys=True).encode()).hexdigest()
     return f"{scenario.name}-{digest[:12]}"
 
 

@@ -81,10 +81,39 @@ def test_a_folder_in_use_is_not_overwritten(tiny: Path, tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
 
 
-def test_a_resume_of_something_else_is_refused(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_of_something_else_is_refused(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     assert fedmq(monkeypatch, "scenario", tiny, "--resume", tmp_path) == 2
     (tmp_path / "scenario.yaml").write_text(tiny.read_text().replace("rounds: 4", "rounds: 5"))
+    capfd.readouterr()
     assert fedmq(monkeypatch, "scenario", tiny, "--resume", tmp_path) == 2
+    error = capfd.readouterr().err
+    assert "rounds is 5, here 4" in error
+    assert str(tmp_path / "scenario.yaml") in error
+
+
+def test_a_coordinator_takes_up_its_own_run_alone(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    coordinator = ("coordinator", tiny, "--keys", tmp_path)
+    assert fedmq(monkeypatch, *coordinator, "--resume") == 2
+    assert "--out DIR" in capfd.readouterr().err
+    other = tmp_path / "other"
+    assert fedmq(monkeypatch, *coordinator, "--resume", "--out", other) == 2
+    other.mkdir()
+    written = tiny.read_text().replace("rounds: 4", "rounds: 5")
+    (other / "scenario.yaml").write_text(written)
+    for more in ((), ("--resume",)):
+        capfd.readouterr()
+        assert fedmq(monkeypatch, *coordinator, "--out", other, *more) == 2
+        assert "rounds is 5, here 4" in capfd.readouterr().err
+    assert (other / "scenario.yaml").read_text() == written
+    assert [path.name for path in other.iterdir()] == ["scenario.yaml"]
+    (other / "scenario.yaml").write_text(tiny.read_text())
+    (other / "summary.json").write_text("{}")
+    assert fedmq(monkeypatch, *coordinator, "--out", other, "--resume") == 2
+    assert "a finished run" in capfd.readouterr().err
 
 
 def test_wrong_keys_are_named(

@@ -1,0 +1,44 @@
+"""Whether a run folder is one that a scenario's run can go on in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fedmq.errors import InputError
+from fedmq.runfolder import RunFolder
+from fedmq.scenario import Scenario
+from fedmq.world import run_facts
+
+_SHOWN = 3  # keys that differ are named, the others counted
+
+
+def check(folder: RunFolder, before: Scenario, scenario: Scenario, place: str) -> None:
+    """Check that a run folder is of an unfinished run of a scenario.
+
+    Args:
+        folder: of the run.
+        before: its scenario, as resolved.
+        scenario: that is to go on in it, as resolved.
+        place: the option that names the folder, for the error.
+
+    Raises:
+        InputError: it is of another scenario, whose keys that differ are named, or the run is finished.
+    """
+    there, here = (_flat(run_facts(each)) for each in (before, scenario))
+    differ = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
+    if differ:
+        told = [f"{key} is {there.get(key, 'not given')}, here {here.get(key, 'not given')}" for key in differ[:_SHOWN]]
+        more = [f"{len(differ) - _SHOWN} keys more"] if len(differ) > _SHOWN else []
+        found = f"a run of another scenario: {'; '.join([*told, *more])}"
+        raise InputError(place, found, f"the scenario of that run, {folder.scenario}")
+    if folder.summary.exists():
+        raise InputError(place, "a finished run", "a run that was stopped before its end")
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as one, keys joined by dots as ``--set`` takes them."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found

@@ -337,6 +337,11 @@ def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, A
             "refused": tally.refused.total(),
             "logged": scenario.launcher != "inline",
         },
+        "tasks": {
+            "merged": tally.participations.total(),
+            "failed": tally.failed,
+            "discarded": tally.discarded.total(),
+        },
         "seconds": {
             **{
                 name: round(seconds.get(name, 0.0), 3)

@@ -126,11 +126,14 @@ def print_summary(summary: Mapping[str, Any], folder: RunFolder, console: Consol
             table.add_row(whose + name, *cells)
     console.print(table)
     fairness, seconds, traffic = summary["fairness"], summary["seconds"], summary["bytes"]
+    tasks = summary["tasks"]
+    lost = f"tasks: {tasks['merged']} merged, {tasks['failed']} failed, {tasks['discarded']} discarded\n"
     console.print(
         f"over silos: R@1 std {fairness['std_r1']:.4f}, worst {fairness['worst_r1']:.4f}, "
         f"gap {fairness['gap_r1']:.4f}\n"
         f"traffic: {_bytes(sum(traffic['up'].values()))} up, {_bytes(sum(traffic['down'].values()))} down, "
         f"{summary['messages']['refused']} messages refused\n"
+        f"{lost if tasks['failed'] or tasks['discarded'] else ''}"
         f"time: {seconds['total']:.1f} s ({seconds['startup']:.1f} s until all silos were ready), "
         f"memory of all processes {summary['processes']['peak_pss_mb']:.0f} MB\n"
         f"model digest {summary['model_digest']}\n"

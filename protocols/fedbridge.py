@@ -241,7 +241,7 @@ class FedBridge:
         return (*down, ClassPrototypes(rows[known].numpy(), counts[known].numpy(), name))
 
     def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs on InfoNCE, on the assignment loss, or nothing during the warm-up; then the centroids."""
+        """Local epochs on InfoNCE, on the assignment loss, or nothing during the warm-up; after it, the centroids."""
         if local.silo.paired:
             update, loss = self.fedavg.trained(local, task).payloads
         else:
@@ -312,17 +312,21 @@ class FedBridge:
         return kept
 
     def _centroids(self, local: Local, task: Task) -> tuple[ClassPrototypes, dict[str, Tensor]]:
-        """Image centroids, then text centroids, all rows of a modality the silo lacks empty; and whose they are."""
+        """Image centroids, then text centroids, all rows of a modality the silo lacks empty; and whose they are.
+
+        During the warm-up nobody needs any, and clusters made then would be of towers that are not aligned yet.
+        """
         options, context = self.options, self.context
-        generator = _local.generator_of(context, local, task, "centroids")
-        pair = _local.embed_all(local, _local.choose_captions(local, generator), context.training.batch_size)
-        members = self._members(local, pair)
-        found = [
-            (torch.zeros(options.centroids, context.dim), torch.zeros(options.centroids, dtype=torch.int64))
-            if z is None
-            else centroids_of(z, members[f"{_MEMBERS}_{modality}"], options.centroids)
-            for modality, z in zip(MODALITIES, pair, strict=True)
-        ]
+        empty = torch.zeros(options.centroids, context.dim), torch.zeros(options.centroids, dtype=torch.int64)
+        found, members = [empty, empty], dict[str, Tensor]()
+        if task.round >= self.onset:
+            generator = _local.generator_of(context, local, task, "centroids")
+            pair = _local.embed_all(local, _local.choose_captions(local, generator), context.training.batch_size)
+            members = self._members(local, pair)
+            found = [
+                empty if z is None else centroids_of(z, members[f"{_MEMBERS}_{modality}"], options.centroids)
+                for modality, z in zip(MODALITIES, pair, strict=True)
+            ]
         prototypes, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
         return ClassPrototypes(prototypes.numpy(), counts.numpy(), "both"), members
 

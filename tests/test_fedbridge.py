@@ -26,10 +26,10 @@ def delta(reply: Reply) -> np.ndarray:
 
 def test_silos_that_lack_a_modality_idle_through_the_warm_up() -> None:
     run = world("fedbridge", {**NOW, "warmup": 0.4})
-    for round_ in range(3):
+    for round_ in range(4):
         replies = run.replies()
-        for reply in replies:
-            assert delta(reply).any() == (reply.silo.paired or round_ >= 2)
+        for reply in replies:  # the first round after the warm-up brings the first centroids
+            assert delta(reply).any() == (reply.silo.paired or round_ >= 3)
         run.state = run.protocol.merge(run.state, replies, run.version).state
         run.version += 1
 
@@ -66,6 +66,18 @@ def test_a_centroid_is_of_the_same_items_in_every_report() -> None:
     one, other = (take(each.payloads, ClassPrototypes) for each in (first, last))
     assert np.array_equal(one.counts, other.counts)
     assert not np.array_equal(one.prototypes, other.prototypes)
+
+
+def test_no_centroid_is_reported_before_the_warm_up_is_over() -> None:
+    run = world("fedbridge", {**NOW, "warmup": 0.4})  # of 5 rounds, two
+    known = []
+    kept = []
+    for _ in range(4):
+        known.append(run.round()["centroids"])
+        kept.append(any(name.startswith("bridge_members") for name in run.personal[0]))
+    assert known[:2] == [0.0, 0.0]
+    assert known[2] > 0
+    assert kept == [False, False, True, True]
 
 
 def test_centroids_of_long_ago_are_forgotten_where_the_scenario_says_so() -> None:

@@ -41,7 +41,7 @@ def test_the_summary_has_everything_the_design_lists(reference: tuple[Path, dict
     summary = json.loads((out / "summary.json").read_text())
     assert set(summary) == {
         *("protocol", "scenario", "seed", "rounds", "versions", "model_digest", "metrics", "per_silo", "fairness"),
-        *("per_silo_mean", "bytes", "messages", "seconds", "processes", "versions_of"),
+        *("per_silo_mean", "bytes", "messages", "tasks", "seconds", "processes", "versions_of"),
     }
     assert {"i2t_r1", "t2i_r1", "mean_r1", "i2t_r5", "mean_r10"} <= set(summary["metrics"])
     assert set(summary["per_silo"]) == {"silo-00", "silo-01", "silo-02", "silo-03"}
@@ -57,6 +57,7 @@ def test_the_summary_has_everything_the_design_lists(reference: tuple[Path, dict
     assert summary["bytes"]["up"]["delta"] == (tasks["silo-00"] + tasks["silo-01"]) * sum(branch.values())
     lone = tasks["silo-02"] * branch["image"] + tasks["silo-03"] * branch["text"]
     assert summary["bytes"]["up"]["partial_delta"] == lone > 0
+    assert summary["tasks"] == {"merged": sum(tasks.values()), "failed": 0, "discarded": 0}
     assert set(summary["seconds"]) == {"total", "startup", "training", "merge", "evaluation", "virtual"}
     assert sum(own["participations"] for own in summary["per_silo"].values()) == 4 * 3
     assert summary["seconds"]["virtual"] > 0

@@ -24,6 +24,7 @@ from pydantic import Discriminator, Field, Tag, TypeAdapter
 from fedmq.clock import Clock
 from fedmq.errors import InputError
 from fedmq.messages import Header, Message, digest, tensor_bytes
+from fedmq.runfolder import make_folder, writing
 from fedmq.stored import Stored
 
 GENESIS = "0" * 64
@@ -150,7 +151,8 @@ class MessageLog:
         clock: for the date and time of a record.
 
     Raises:
-        InputError: another process writes this log; two writers would break the chain.
+        InputError: the log cannot be written there, or another process writes it; two writers would break the chain.
+        RunError: the disk is full or broken.
     """
 
     def __init__(self, path: Path, process: str, clock: Clock) -> None:
@@ -158,8 +160,9 @@ class MessageLog:
         self.process = process
         self._clock = clock
         self._head, self._count = GENESIS, 0
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("ab", buffering=0)
+        make_folder(path.parent)
+        with writing(path):
+            self._file = path.open("ab", buffering=0)
         try:
             self._lock()
             self._continue()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import sys
@@ -127,7 +128,7 @@ def scenario_command(
         warm.warm_up(chosen.backbone.name)
     from fedmq import live, simulate  # noqa: PLC0415
     from fedmq import resume as resuming  # noqa: PLC0415
-    from fedmq.runfolder import RunFolder, open_run, write_json, write_text  # noqa: PLC0415
+    from fedmq.runfolder import RunFolder, make_folder, open_run, write_json, write_text  # noqa: PLC0415
     from fedmq.world import device_of  # noqa: PLC0415
 
     scenario = _scenario_of(file, settings, seed)
@@ -138,16 +139,22 @@ def scenario_command(
     else:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
         folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{stamp}")
-        if folder.root.exists() and any(folder.root.iterdir()):
+        make_folder(folder.root)
+        if any(folder.root.iterdir()):
             raise InputError(
                 f"--out {folder.root}",
                 "a folder that is not empty",
                 "a new folder, or --resume DIR to go on with a run",
             )
     prepare = simulate.world_here if inline else simulate.prepare_world
-    data = prepare(scenario, None if quiet else _bar())
+    try:
+        data = prepare(scenario, None if quiet else _bar())
+    except BaseException:
+        if resume is None:
+            with contextlib.suppress(OSError):
+                folder.root.rmdir()  # made to see that it can be; nothing is in it yet
+        raise
     if resume is None:
-        folder.root.mkdir(parents=True, exist_ok=True)
         write_text(folder.scenario, scenario.dump())
     with live.display(scenario, err, quiet=quiet) as status:
         if inline:

@@ -318,6 +318,7 @@ def _plan(options: Options, resolve: Resolve) -> Plan:
             zero_shot=options.zero_shot,
         )
         rows.baselines(made)
+        plan.check_metrics(made, resolve)
     except InputError as error:
         if options.source is None:
             raise
@@ -326,13 +327,19 @@ def _plan(options: Options, resolve: Resolve) -> Plan:
 
 
 def _carry_out(options: Options, roots: Roots) -> None:
-    """Plan, run, write the tables and plots, and say what came out."""
+    """Plan, run, write the tables and plots, and say what came out.
+
+    Raises:
+        InputError: what is asked for is not allowed, or a folder cannot be written.
+    """
     plan = _plan(options, roots.resolve)
     from fedmq import compare, tables  # noqa: PLC0415
     from fedmq.plan import default_folder  # noqa: PLC0415
+    from fedmq.runfolder import make_folder  # noqa: PLC0415
 
     err, command = Console(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
     folder = options.out_dir or default_folder(plan, options.kind, roots.resolve)
+    make_folder(folder)  # the tables are written at the very end: too late to learn that they cannot be
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // (2 if options.processes else 1))
     data_digest = compare.digest_once(roots.prepare(options.quiet))
     place = compare.Workplace(options.runs_dir or folder / "runs", roots.resolve, data_digest, options.processes, jobs)
@@ -354,6 +361,8 @@ def _carry_out(options: Options, roots: Roots) -> None:
         named = [options.source] if options.source else options.files
         out.print(tables.terminal(table, f"{options.kind}: {', '.join(map(str, named))}"))
         out.print(f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html", highlight=False, soft_wrap=True)
+    for line in comparison.warnings:
+        err.print(f"[yellow]warning[/yellow] {_plain(line)}", highlight=False, soft_wrap=True)
     for name, line in comparison.errors.items():
         err.print(f"[red]failed[/red] {name}: {_plain(line)}", highlight=False, soft_wrap=True)
     if comparison.errors:

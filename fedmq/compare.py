@@ -20,8 +20,8 @@ from fedmq import jobs, outcomes
 from fedmq.errors import InputError
 from fedmq.outcomes import Outcome
 from fedmq.plan import Entry, Plan, Resolve, digest
-from fedmq.rows import Row, rows
-from fedmq.runfolder import RunFolder, write_text
+from fedmq.rows import Row, empty_columns, rows
+from fedmq.runfolder import RunFolder, make_folder, write_text, writing
 from fedmq.scenario import Scenario
 
 Settings = tuple[str, ...]
@@ -38,11 +38,13 @@ class Comparison:
         rows: in order.
         errors: one line for each run that failed, by its title.
         stopped: whether it was stopped before all runs were done; there are no rows then.
+        warnings: one line for each column that no run has a value for.
     """
 
     rows: tuple[Row, ...]
     errors: Mapping[str, str]
     stopped: bool
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -151,10 +153,12 @@ def _alone(folder: Path) -> Iterator[None]:
     """Hold a folder of runs; the kernel lets go of it when the process dies.
 
     Raises:
-        InputError: another process holds it.
+        InputError: it cannot be made or written, or another process holds it.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / ".lock").open("a") as file:
+    lock = make_folder(folder) / ".lock"
+    with writing(lock):
+        file = lock.open("a")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -180,7 +184,8 @@ def carry_out(
         until_stopped: called before the first run is started; gives what tells whether to stop the runs.
 
     Raises:
-        InputError: a run's data are not allowed, or no run has a metric asked for.
+        InputError: the folder of the runs cannot be written, a run's data are not allowed, or no run on the validation
+            split has the metric to choose by.
     """
     with _alone(place.runs):
         trials = trials_of(plan, place)
@@ -205,7 +210,8 @@ def carry_out(
         for (name, seed), run in runs.items():
             if run.done:
                 finished[name][seed] = outcomes.read(run.folder)
-    return Comparison(rows(plan, chosen, finished), errors, False)
+    made = rows(plan, chosen, finished)
+    return Comparison(made, errors, False, empty_columns(plan, made))
 
 
 def trials_of(plan: Plan, place: Workplace) -> dict[tuple[str, Settings], Run]:

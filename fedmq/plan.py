@@ -12,7 +12,8 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,9 @@ from typing import Any
 import yaml
 
 from fedmq.errors import InputError
+from fedmq.metrics import RECALLS
 from fedmq.outcomes import Target
-from fedmq.scenario import Scenario
+from fedmq.scenario import Evaluation, Scenario, nearest
 
 Resolve = Callable[[Path, list[str], int | None], Scenario]
 """A scenario file with settings and a seed, every default written out."""
@@ -109,7 +111,7 @@ def parse_variation(text: str, option: str) -> Variation:
     match = _VARIATION.fullmatch(text)
     try:
         values = yaml.safe_load(f"[{match['values']}]") if match else None
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError, RecursionError):
         values = None
     if not match or not values:
         raise InputError(option, text, "key=value,value,... with YAML values, e.g. silos.count=6,10,30")
@@ -160,6 +162,40 @@ def parse_target(text: str) -> Target:
         raise InputError("--target", text, "metric=value, e.g. mean_r10=0.5") from None
 
 
+def known_metrics(evaluation: Evaluation) -> tuple[str, ...]:
+    """The names that :func:`fedmq.evaluator.measure` may give; which of them it does depends on the data's labels."""
+    ways = ("", "_i2t", "_t2i", *(("_i2i", "_t2t") if evaluation.within else ()))
+    return (
+        *(f"{way}_r{k}" for way in ("mean", "i2t", "t2i") for k in RECALLS),
+        *("spread_image", "spread_text"),
+        *(f"map{way}" for way in ways),
+        "map_expected",
+        *(f"map_at{n}{way}" for n in evaluation.map_at for way in ways),
+        *(f"ndcg_at{n}{way}" for n in evaluation.ndcg_at for way in ways[:3]),
+    )
+
+
+def check_metrics(plan: Plan, resolve: Resolve) -> None:
+    """Refuse columns and targets that no run of the plan can have, before hours are spent on it.
+
+    A name with a dot is a place in the summary, where methods put what they like: only the runs can tell.
+
+    Raises:
+        InputError: there is no such metric; the nearest ones that there are.
+    """
+    asked = [*(("--metric", name) for name in plan.metrics), *(("--target", each.metric) for each in plan.targets)]
+    variants = dict.fromkeys(
+        (entry.file, (*entry.settings, *candidate)) for entry in plan.entries for candidate in entry.candidates
+    )
+    known = dict.fromkeys(
+        name for file, settings in variants for name in known_metrics(resolve(file, list(settings), None).evaluation)
+    )
+    for option, name in asked:
+        if "." not in name and name not in known:
+            more = "cut-offs as evaluation.map_at and evaluation.ndcg_at name them"
+            raise InputError(option, name, f"a metric, e.g. {', '.join(nearest(name, known))}; {more}")
+
+
 def entries(
     files: Sequence[Path],
     settings: Sequence[str],
@@ -195,16 +231,31 @@ def entries(
         whole = [method] if len(set(methods)) > 1 or not draft.point else []
         name = ", ".join([*whole, *(f"{key}={text}" for key, text in draft.point)])
         own = (*settings, *draft.settings)
-        names = {resolve(draft.file, list(own), None).protocol.name, draft.scenario, method, name}
+        with _blaming("--vary", draft.settings):
+            names = {resolve(draft.file, list(own), None).protocol.name, draft.scenario, method, name}
         known |= names
         candidates = tuple(itertools.product(*(each.settings for each in _fitting(select, names))))
         for candidate in candidates:
-            resolve(draft.file, [*own, *candidate], None)
+            with _blaming("--select", candidate):
+                resolve(draft.file, [*own, *candidate], None)
         made.append(Entry(name, method, draft.point, draft.file, own, candidates))
     _refuse_idle("--select", select, known)
     if twice := [name for name, count in Counter(entry.name for entry in made).items() if count > 1]:
         raise InputError("FILE", twice[0], "scenarios with different names, so that their rows can be told apart")
     return tuple(made)
+
+
+@contextmanager
+def _blaming(option: str, settings: Sequence[str]) -> Iterator[None]:
+    """Name the option a bad value came with: to the scenario all of them are ``--set``."""
+    try:
+        yield
+    except InputError as error:
+        for key in (text.partition("=")[0] for text in settings):
+            place, found = re.subn(rf"--set {re.escape(key)}(?=:|$)", f"{option} {key}", error.place)
+            if found:
+                raise InputError(place, error.found, error.allowed) from None
+        raise
 
 
 @dataclass(frozen=True)

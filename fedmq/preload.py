@@ -7,6 +7,13 @@ import atexit
 import gc
 import importlib
 import os
+import signal
+
+# Ctrl-C is for the command that started the forkserver: it ends, and then the forkserver does. The forkserver itself
+# ignores it only once all is imported. The children inherit this, and none of them wants anything else.
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+# It came blocked, see fedmq.warm.
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 _MODULES = (
     "cryptography.hazmat.primitives.asymmetric.mlkem",

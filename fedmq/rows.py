@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fedmq import outcomes
 from fedmq.errors import InputError
 from fedmq.outcomes import Outcome, Statistic
 from fedmq.plan import Entry, Plan
+from fedmq.scenario import nearest
 
 ZERO_SHOT = "zero-shot"
 
@@ -83,13 +84,12 @@ def rows(
         finished: outcomes by row and seed.
 
     Raises:
-        InputError: no run has a metric asked for, or there is no such baseline.
+        InputError: there is no such baseline.
     """
     results = dict(finished)
     if plan.zero_shot:
         results[ZERO_SHOT] = {seed: own.untrained() for seed, own in finished[plan.entries[0].name].items()}
     columns = {name: _columns(own, plan) for name, own in results.items()}
-    _check_metrics(plan, columns, results)
     against = baselines(plan)
     statistics = {
         name: {
@@ -121,13 +121,34 @@ def _columns(results: Mapping[int, Outcome], plan: Plan) -> dict[str, dict[int, 
     }
 
 
-def _check_metrics(
-    plan: Plan, columns: Mapping[str, Mapping[str, Mapping[int, float]]], results: Mapping[str, Mapping[int, Outcome]]
-) -> None:
-    some = next((outcome for own in results.values() for outcome in own.values()), None)
-    for metric in plan.metrics:
-        if some is not None and not any(own[metric] for own in columns.values()):
-            raise outcomes.unknown_metric(metric, some)
+def empty_columns(plan: Plan, made: Sequence[Row]) -> tuple[str, ...]:
+    """A warning, one line, for each column that no finished run has a value for: what was asked for is no name there.
+
+    The table is there all the same, with dashes in that column: what the runs cost is not to be lost by a wrong name.
+    A target that is merely not reached is none of these.
+    """
+    done = [own for row in made for own in row.outcomes.values()]
+    if not done:
+        return ()
+    names = list(dict.fromkeys(name for own in done for name in _names(own)))
+    measured = list(dict.fromkeys(name for own in done for each in own.evaluations for name in each.metrics))
+    lacking = [(metric, metric, names) for metric in plan.metrics if not any(row.columns[metric].n for row in made)]
+    lacking += [(each.title, each.metric, measured) for each in plan.targets if each.metric not in measured]
+    return tuple(
+        f"column {title!r} holds only dashes: no run has {metric}; nearest: {', '.join(nearest(metric, known))}"
+        for title, metric, known in lacking
+    )
+
+
+def _names(own: Outcome) -> list[str]:
+    """What :meth:`Outcome.value` finds; no silo by its name, of which there may be hundreds."""
+    below = [
+        f"{key}.{name}"
+        for key, value in own.summary.items()
+        if isinstance(value, Mapping) and key not in ("metrics", "per_silo")
+        for name in value
+    ]
+    return [name for name in (*own.summary["metrics"], *below) if own.value(name) is not None]
 
 
 def _best_columns(entry: Entry, plan: Plan, statistics: Mapping[str, Mapping[str, Statistic]]) -> frozenset[str]:

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import load_file
+from fedmq.errors import InputError, RunError
 
-from fedmq.errors import InputError
+if TYPE_CHECKING:
+    import torch
+
+#: What the system says of a place that cannot be written because another one should have been named. A full or broken
+#: disk is nobody's input.
+_BAD_PLACE = frozenset(
+    {
+        errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT,
+        errno.ENOTDIR, errno.EPERM, errno.EROFS,
+    }
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,40 @@ def open_run(root: Path) -> RunFolder:
     return folder
 
 
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what makes or writes a file or folder: what the system refuses becomes one line that names it.
+
+    Args:
+        path: the file or folder, as the user knows it.
+
+    Raises:
+        InputError: the place is not one that can be written.
+        RunError: the system refused for another reason, e.g. a full disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if error.errno in _BAD_PLACE:
+            raise InputError(str(path), reason, "a folder that can be written") from error
+        raise RunError(f"{path}: could not be written: {reason}") from error
+
+
+def make_folder(path: Path) -> Path:
+    """Make a folder, and those above it, that files can be written into; it may be there already.
+
+    Raises:
+        InputError: it cannot be made or written.
+        RunError: the disk is full or broken.
+    """
+    with writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+        if not os.access(path, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    return path
+
+
 def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool = False) -> None:
     """Write a file so that a reader sees the old one or the whole new one, whatever happens in between.
 
@@ -88,21 +133,31 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool
         path: the file.
         write: writes the given temporary path.
         durable: also wait until it is on the disk, for what must survive a power cut.
+
+    Raises:
+        InputError: the file cannot be written there.
+        RunError: the disk is full or broken.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        write(temporary)
-        if durable:
-            with temporary.open("rb") as file:
-                os.fsync(file.fileno())
-        temporary.replace(path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            write(temporary)
+            if durable:
+                with temporary.open("rb") as file:
+                    os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, UTF-8, whole or not at all."""
+    """Write a text file, UTF-8, whole or not at all.
+
+    Raises:
+        InputError: the file cannot be written there.
+        RunError: the disk is full or broken.
+    """
     write_atomically(path, lambda temporary: _write_text(temporary, text))
 
 
@@ -116,11 +171,18 @@ def load_aligned(path: Path) -> dict[str, torch.Tensor]:
     Tensors that safetensors maps from the file start wherever they lie in it, and the order in which a matrix product
     sums depends on that: a resumed run would differ from an uninterrupted one in the last bit.
     """
+    from safetensors.torch import load_file  # noqa: PLC0415 - brings torch, which the audit of message logs does without
+
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write JSON atomically."""
+    """Write JSON atomically.
+
+    Raises:
+        InputError: the file cannot be written there.
+        RunError: the disk is full or broken.
+    """
     write_atomically(path, lambda temporary: _dump(temporary, value))
 
 
@@ -129,6 +191,11 @@ def _dump(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON line."""
-    with path.open("a", encoding="utf-8") as file:
+    """Append one JSON line.
+
+    Raises:
+        InputError: the file cannot be written there.
+        RunError: the disk is full or broken.
+    """
+    with writing(path), path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(record) + "\n")

@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -46,15 +49,56 @@ _LIVES = 3
 #: Weighing memory walks every process's page tables: about a second for thirty silos.
 _MEMORY_SECONDS = 30.0
 _STOP_PATIENCE = 20.0
+_EVALUATOR_GRACE = 1.0
+#: A stop that takes longer than this is told of, so that nobody takes it for a hang.
+_STOP_UNTOLD = 2.0
 _PR_SET_PDEATHSIG = 1
+#: Exit code of a process whose starter is gone; nobody is left to read it.
+_ORPHANED = 1
 
 
 # ------------------------------------------------------------------------------------------- in the child processes
 def _settle_in() -> None:
-    """A child leaves Ctrl-C to its parent and never outlives it."""
+    """A child leaves Ctrl-C to the process that started it and never outlives it.
+
+    To the kernel its parent is the forkserver, so dying with the parent is not enough: the forkserver ends once nobody
+    holds the write end of its pipe any more, and every child is given one. A thread waits for the starter's end; and
+    the write end is closed, so that the forkserver ends too and takes with it a child that stands still.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    starter = multiprocessing.parent_process()
+    if starter is not None:
+        threading.Thread(target=_end_with, args=(starter.sentinel,), name="starter", daemon=True).start()
+    server: Any = getattr(forkserver, "_forkserver", None)
+    alive = getattr(server, "_forkserver_alive_fd", None)
+    if alive is not None:
+        server._forkserver_alive_fd = None
+        os.close(alive)
+
+
+def _end_with(sentinel: int) -> None:
+    """End this process at once when another ends; the run goes on from its checkpoint, as after any kill."""
+    wait([sentinel])
+    os._exit(_ORPHANED)
+
+
+def _tell(line: Connection, item: object) -> None:
+    """Tell the starter; if it listens no more, nobody needs what this process does."""
+    try:
+        line.send(item)
+    except ConnectionError:
+        os._exit(_ORPHANED)
+
+
+def _note_joining(told: str) -> None:
+    """Once a peer has joined, the coordinator tells it to stop; until then a SIGTERM of its starter ends it.
+
+    An evaluator does not say that it has joined; it says so when it has measured something.
+    """
+    if told.endswith((": joined", " measured")):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _say(error: FedmqError) -> int:
@@ -67,22 +111,22 @@ def _coordinator_process(arguments: CoordinatorArguments, line: Connection) -> N
     try:
         outcome = run_coordinator(
             arguments,
-            listening=line.send,
-            status=line.send,
+            listening=partial(_tell, line),
+            status=partial(_tell, line),
             stop_wanted=lambda: line.poll(0),
             order=lambda order: _pass_on(order, line),
         )
     except InputError as error:
-        line.send((error.place, str(error.found), error.allowed))
+        _tell(line, (error.place, str(error.found), error.allowed))
     except FedmqError as error:
-        line.send((str(error),))
+        _tell(line, (str(error),))
     else:
-        line.send(outcome)
+        _tell(line, outcome)
 
 
 def _pass_on(order: Order, line: Connection) -> None:
     """Tell the parent what a scripted fault needs; dying is the coordinator's own part of it."""
-    line.send(order)
+    _tell(line, order)
     if order.what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
 
@@ -90,7 +134,7 @@ def _pass_on(order: Order, line: Connection) -> None:
 def _silo_process(arguments: SiloArguments) -> None:
     _settle_in()
     try:
-        run_silo(arguments)
+        run_silo(arguments, progress=_note_joining)
     except FedmqError as error:
         sys.exit(_say(error))
 
@@ -98,7 +142,7 @@ def _silo_process(arguments: SiloArguments) -> None:
 def _evaluator_process(arguments: EvaluatorArguments) -> None:
     _settle_in()
     try:
-        run_evaluator(arguments)
+        run_evaluator(arguments, progress=_note_joining)
     except FedmqError as error:
         sys.exit(_say(error))
 
@@ -106,13 +150,13 @@ def _evaluator_process(arguments: EvaluatorArguments) -> None:
 def _world_process(scenario: Scenario, line: Connection) -> None:
     _settle_in()
     try:
-        folder = world_here(scenario, lambda what, done, total: line.send((what, done, total)))
+        folder = world_here(scenario, lambda what, done, total: _tell(line, (what, done, total)))
     except InputError as error:
-        line.send(("input", error.place, str(error.found), error.allowed))
+        _tell(line, ("input", error.place, str(error.found), error.allowed))
     except FedmqError as error:
-        line.send((str(error),))
+        _tell(line, (str(error),))
     else:
-        line.send(folder)
+        _tell(line, folder)
 
 
 def world_here(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> Path:
@@ -182,9 +226,10 @@ class _Supervisor:
     processes: dict[str, ForkServerProcess] = field(default_factory=dict)
     deaths: dict[str, int] = field(default_factory=dict)
     frozen: dict[str, float] = field(default_factory=dict)
-    fresh: set[str] = field(default_factory=set)
     peak_pss: int = 0
     uri: str = ""
+    patience: float = _STOP_PATIENCE
+    stopping: float | None = None
 
     def start_coordinator(self) -> Connection:
         """Start the coordinator; returns the line it reports on."""
@@ -226,13 +271,11 @@ class _Supervisor:
                 del self.processes[order.name]
                 if order.what == "kill":
                     self.start_peer(order.name)
-                    self.fresh.add(order.name)
             case "freeze" if process is not None and process.pid is not None and process.is_alive():
                 os.kill(process.pid, signal.SIGSTOP)
                 self.frozen[order.name] = time.monotonic() + order.seconds
             case "start" if process is None:
                 self.start_peer(order.name)
-                self.fresh.add(order.name)
             case "die":
                 return self.restart_coordinator()
             case _:
@@ -287,18 +330,39 @@ class _Supervisor:
                     total += process.memory_full_info().pss
             self.peak_pss = max(self.peak_pss, total)
 
+    def tell_of_stop(self) -> None:
+        """Say once that the run is being stopped, if that takes long."""
+        if self.stopping is not None and time.monotonic() - self.stopping > _STOP_UNTOLD:
+            self.stopping = None
+            print("stopping: waiting for the processes to end", file=sys.stderr, flush=True)
+
     def end(self) -> None:
         """End whatever still runs; only processes started here."""
         self.thaw(*self.frozen)
-        began = time.monotonic()
-        for process in self.processes.values():
-            # One started again by a scripted fault may not have joined in time to be told that the run is over.
-            patience = 0.1 if process.name == COORDINATOR else 2.0 if process.name in self.fresh else _STOP_PATIENCE
-            process.join(max(0.0, began + patience - time.monotonic()))
-        for process in self.processes.values():
-            if process.is_alive():
-                process.kill()
-                process.join()
+        peers = [process for name, process in self.processes.items() if name != COORDINATOR]
+        try:
+            for process in peers:
+                # Who has joined is told to stop by the coordinator and ignores this; nobody would tell the others.
+                if process.name != EVALUATOR:
+                    process.terminate()
+            began = time.monotonic()
+            while (spent := time.monotonic() - began) < self.patience:
+                running = [process for process in peers if process.is_alive()]
+                if not running:
+                    break
+                for process in running:
+                    # An evaluator that has joined and measured nothing yet needs a moment to end by itself.
+                    if process.name == EVALUATOR and spent > _EVALUATOR_GRACE:
+                        process.terminate()
+                wait([process.sentinel for process in running], 0.5)
+                self.tell_of_stop()
+            if COORDINATOR in self.processes:
+                self.processes[COORDINATOR].join(0.1)
+        finally:
+            for process in self.processes.values():
+                if process.is_alive():
+                    process.kill()
+                    process.join()
 
 
 @contextlib.contextmanager
@@ -370,6 +434,10 @@ def simulate(
         try:
             with _signals() as caught:
                 outcome, ready = _watch(supervisor, status, caught, began)
+        except BaseException:
+            # A second Ctrl-C, or an error: nobody was told to stop, so there is nothing to wait for.
+            supervisor.patience = 0.0
+            raise
         finally:
             supervisor.end()
     finally:
@@ -419,6 +487,7 @@ def _watch(
     while True:
         if caught and not asked_to_stop:
             asked_to_stop = True
+            supervisor.stopping = time.monotonic()
             with contextlib.suppress(OSError):
                 line.send("stop")
         item = _next(line, supervisor)
@@ -443,6 +512,7 @@ def _watch(
             case (str(text),):
                 raise RunError(text)
         supervisor.thaw()
+        supervisor.tell_of_stop()
         if not asked_to_stop:
             supervisor.revive()
         if time.monotonic() - weighed > _MEMORY_SECONDS:
@@ -464,9 +534,9 @@ def _next(line: Connection, supervisor: _Supervisor) -> Any:
     if ready:
         supervisor.processes[COORDINATOR].join(1.0)
         code = supervisor.processes[COORDINATOR].exitcode
-        raise RunError(
-            f"the coordinator died with exit code {code}; fedmq scenario --resume {supervisor.folder.root} goes on"
-        )
+        folder = supervisor.folder
+        goes_on = f"fedmq scenario {folder.scenario} --resume {folder.root}"
+        raise RunError(f"the coordinator died with exit code {code}; {goes_on} goes on")
     return None
 
 

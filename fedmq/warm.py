@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-from multiprocessing import forkserver
+import signal
+from multiprocessing import forkserver, resource_tracker
 
 from fedmq.scenario import MATCONVNET, TIMM
 
@@ -32,9 +33,14 @@ def warm_up(backbone: str) -> None:
     }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
+    # Started first, for its start would unblock what is blocked below.
+    resource_tracker.ensure_running()
+    # The forkserver inherits this: no Ctrl-C reaches it before its first import ignores them. Here one only waits.
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         forkserver.ensure_running()
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]

@@ -28,10 +28,11 @@ from fedmq import plan as planning
 from fedmq import rows as made_rows
 from fedmq import scenario as scenarios
 from fedmq.errors import InputError
+from fedmq.evaluator import Embedded, measure
 from fedmq.outcomes import Target
 from fedmq.plan import Entry, Plan
 from fedmq.runfolder import RunFolder
-from fedmq.scenario import Scenario
+from fedmq.scenario import Evaluation, Scenario
 from tests.threads import resolved, run
 
 ROOT = Path(__file__).parent.parent
@@ -402,13 +403,45 @@ def test_the_baseline_is_a_method_or_a_row_by_name(tiny: Path) -> None:
         made_rows.baselines(Plan(rows, (0,), baseline="moon"))
 
 
-def test_a_metric_that_no_run_has_is_refused_with_those_there_are(tiny: Path, tmp_path: Path) -> None:
+def test_a_metric_that_no_run_has_is_a_column_of_dashes_and_a_warning_with_the_nearest(
+    tiny: Path, tmp_path: Path
+) -> None:
     (entry,) = entries(tiny, [])
     finish(RunFolder(tmp_path), 0.5)
-    with pytest.raises(InputError, match=r"'mean_r2'.*mean_r1"):
-        made_rows.rows(
-            Plan((entry,), (0,), ("mean_r2",)), {entry.name: ()}, {entry.name: {0: outcomes.read(RunFolder(tmp_path))}}
-        )
+    unreached, unknown = Target("mean_r1", 0.9), Target("fairness.worst", 0.5)
+    plan = Plan((entry,), (0,), ("mean_r1", "fairness.wurst_r1", "bytes.upp"), (unreached, unknown))
+    rows = made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: outcomes.read(RunFolder(tmp_path))}})
+    (row,) = tables.grid(rows, plan).body
+    assert [cell.text for cell in row[1:]] == ["0.5000", "-", "-", "-", "-"]
+    told = made_rows.empty_columns(plan, rows)
+    assert [line.split(";")[0] for line in told] == [
+        "column 'fairness.wurst_r1' holds only dashes: no run has fairness.wurst_r1",
+        "column 'bytes.upp' holds only dashes: no run has bytes.upp",
+        "column 'seconds to fairness.worst 0.5' holds only dashes: no run has fairness.worst",
+    ], "a target that is not reached is no wrong name"
+    assert "nearest: fairness.worst_r1" in told[0]
+    assert "nearest: bytes.up" in told[1]
+    assert told[2].endswith("nearest: mean_r1")
+    assert not any("\n" in line for line in told)
+
+
+def test_metrics_no_run_can_have_are_refused_and_cut_offs_are_those_of_the_rows(tiny: Path) -> None:
+    rows = entries(tiny, ["evaluation.map_at=[50],[100]"])
+    named = ("mean_r1", "t2i_r10", "spread_text", "map", "map_expected", "map_at50", "map_at100_i2t", "personal.any")
+    planning.check_metrics(Plan(rows, (0,), named, (Target("map_at100", 0.5),)), resolve)
+    for name in ("map_at5", "map_i2i", "ndcg_at50", "mean_r2", "foo"):
+        with pytest.raises(InputError, match=f"--metric: found '{name}'"):
+            planning.check_metrics(Plan(rows, (0,), ("mean_r1", name)), resolve)
+    with pytest.raises(InputError, match=r"--target: found 'mean_r2', allowed: a metric, e\.g\. mean_r"):
+        planning.check_metrics(Plan(rows, (0,), targets=(Target("mean_r2", 0.5),)), resolve)
+
+
+def test_what_an_evaluation_measures_is_known_before(tmp_path: Path) -> None:
+    asked = Evaluation(map_at=(2,), ndcg_at=(3,), gallery="database", within=True)
+    generator = np.random.default_rng(0)
+    image, text = generator.normal(size=(2, 6, 4)).astype(np.float32)
+    items = Embedded(image, text, np.arange(6), np.eye(2, dtype=np.uint8)[np.arange(6) % 2], binary=True)
+    assert set(measure(items, asked, items)) == set(planning.known_metrics(asked))
 
 
 def test_runs_that_were_not_made_alike_are_named_under_the_table(
@@ -548,6 +581,11 @@ def test_the_help_shows_an_example_and_one_with_a_comparison_file(
         (["compare", "TINY", "--baseline", "moon"], "--baseline"),
         (["compare", "TINY", "--target", "mean_r1"], "--target"),
         (["compare", "TINY", "--metric", "a b"], "--metric"),
+        (["compare", "TINY", "--metric", "mean_r1,foo_r1"], "--metric: found 'foo_r1', allowed: a metric, e.g. "),
+        (["compare", "TINY", "--target", "foo=0.5"], "--target: found 'foo', allowed: a metric, e.g. "),
+        (["compare", "TINY", "--vary", "silos.count=4,0"], "--vary silos.count: found 0"),
+        (["compare", "TINY", "--select", "training.learning_rate=1,-1"], "--select training.learning_rate: found -1"),
+        (["compare", "TINY", "--vary", f"rounds={'[' * 20000}"], "--vary"),
         (["sweep", "TINY"], "--vary"),
         (["sweep", "TINY", "--vary", "silos"], "--vary"),
     ],
@@ -608,6 +646,34 @@ def test_a_comparison_with_a_failed_run_writes_what_there_is_and_exits_with_1(
     again = CliRunner().invoke(app, [*arguments, "--quiet", "--seeds", "0,1", "--out", str(tmp_path)])
     assert again.exit_code == 0
     assert started[4:] == ["training.learning_rate=0.1, seed 1", "training.learning_rate=0.2, seed 1"]
+
+
+def test_a_column_no_run_has_is_warned_of_and_the_table_is_written(
+    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
+) -> None:
+    arguments = ["compare", str(tiny), "--metric", "mean_r1,fairness.wurst_r1", "--seeds", "0", "--quiet"]
+    done = CliRunner().invoke(pretended[0], [*arguments, "--out", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"warning column 'fairness\.wurst_r1' .*nearest: fairness\.worst_r1", line)
+    assert "| tiny | 0.0030 | - |" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "plots.html").stat().st_size > 0
+
+
+@pytest.mark.parametrize("option", ["--out", "--runs"])
+@pytest.mark.parametrize("kind", ["file", "proc"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
+    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path, option: str, kind: str
+) -> None:
+    app, started = pretended
+    file = tmp_path / "file"
+    file.write_text("somebody's own")
+    folder = {"file": file, "proc": Path("/proc/x")}[kind]
+    folders = {"--out": tmp_path / "out", option: folder}
+    arguments = ["compare", str(tiny), "--quiet", *(str(each) for pair in folders.items() for each in pair)]
+    with pytest.raises(InputError, match=f"^{folder}: .*a folder that can be written$"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert started == []
 
 
 def test_a_sweep_can_choose_among_the_varied_values_and_runs_only_the_best(

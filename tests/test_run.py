@@ -92,6 +92,132 @@ def test_a_run_killed_anywhere_and_resumed_gives_the_same_model(
     assert json.loads(done.stdout)["model_digest"] == reference["model_digest"]
 
 
+def started(tiny: Path, out: Path, *options: str) -> subprocess.Popen[str]:
+    """A run in a session of its own, by which its processes are found whoever their parents are."""
+    return subprocess.Popen(
+        [FEDMQ, "scenario", str(tiny), "--out", str(out), "--quiet", *options],
+        start_new_session=True,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def members(session: int) -> list[psutil.Process]:
+    """The processes of a session that still run."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def wait_until_gone(session: int, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while left := members(session):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def end_all(process: subprocess.Popen[str]) -> None:
+    for member in members(process.pid):
+        member.kill()
+    process.wait()
+
+
+def test_no_process_outlives_a_killed_command_and_the_run_can_be_resumed(
+    tiny: Path, tmp_path: Path, reference: dict[str, Any]
+) -> None:
+    # Only the command dies; in the first run a silo stands still meanwhile and cannot end itself.
+    for merges, frozen in ((1, True), (1, False), (3, False)):
+        out = tmp_path / f"run-{merges}-{frozen}"
+        process = started(tiny, out, "--set", "rounds=12", "--set", "evaluation.every=6")
+        try:
+            wait_for_merges(out, merges)
+            if frozen:
+                next(p for p in members(process.pid) if holds(p, "silo-01.jsonl")).suspend()
+            process.kill()
+            _, error = process.communicate(timeout=15.0)
+            wait_until_gone(process.pid, 15.0)
+        finally:
+            end_all(process)
+        assert "Traceback" not in error
+    summary = resumed(tiny, out, "rounds=12", "evaluation.every=6")
+    assert summary["model_digest"] == reference["model_digest"]
+
+
+def resumed(tiny: Path, out: Path, *settings: str) -> dict[str, Any]:
+    done = subprocess.run(
+        [FEDMQ, "scenario", str(tiny), "--resume", str(out), "--json", "--quiet"]
+        + [part for setting in settings for part in ("--set", setting)],
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
+
+
+def test_a_stop_that_takes_long_is_told_of(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
+    assert reference
+    process = started(tiny, tmp_path / "run", "--set", "rounds=200")
+    try:
+        wait_for_merges(tmp_path / "run", 1)
+        silo = next(p for p in members(process.pid) if holds(p, "silo-01.jsonl"))
+        silo.suspend()
+        os.kill(process.pid, signal.SIGINT)
+        assert process.stderr is not None
+        asked = time.monotonic()
+        assert process.stderr.readline().startswith("stopping")
+        assert time.monotonic() - asked < 15.0
+        silo.resume()
+        _, error = process.communicate(timeout=PATIENCE)
+    finally:
+        end_all(process)
+    assert process.returncode == 1
+    assert "--resume" in error
+
+
+def test_ctrl_c_while_silos_start_ends_those_at_once(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    process = started(tiny, out)
+    try:
+        deadline = time.monotonic() + PATIENCE
+        # The coordinator listens as soon as the silos are started; they have not even begun their logs then.
+        while not (out / "messages" / "coordinator.jsonl").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGINT)
+        asked = time.monotonic()
+        _, error = process.communicate(timeout=PATIENCE)
+        assert time.monotonic() - asked < 15.0
+        wait_until_gone(process.pid, 15.0)
+    finally:
+        end_all(process)
+    assert process.returncode == 1
+    assert "--resume" in error
+    assert "Traceback" not in error
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.0])
+def test_ctrl_c_in_the_first_seconds_gives_no_traceback_of_the_imports(
+    tiny: Path, tmp_path: Path, seconds: float
+) -> None:
+    process = started(tiny, tmp_path / "run")
+    try:
+        time.sleep(seconds)
+        os.killpg(process.pid, signal.SIGINT)
+        _, error = process.communicate(timeout=PATIENCE)
+        wait_until_gone(process.pid, 30.0)
+    finally:
+        end_all(process)
+    assert process.returncode != 0
+    assert "preload" not in error
+
+
 def test_a_silo_that_is_killed_is_started_again_and_the_model_is_the_same(
     tiny: Path, tmp_path: Path, reference: dict[str, Any]
 ) -> None:
@@ -132,10 +258,12 @@ def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(tiny: Path, tmp_path: P
     os.killpg(process.pid, signal.SIGINT)
     _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
-    assert "--resume" in error
     assert "Traceback" not in error
+    (line,) = [line for line in error.splitlines() if line.startswith("stopped; ")]
+    command = line.removeprefix("stopped; fedmq ").removesuffix(" goes on").split()
+    assert command[-2:] == ["--resume", str(out)]
     done = subprocess.run(
-        [FEDMQ, "scenario", str(tiny), "--resume", str(out), "--json", "--quiet", "--set", "rounds=12"],
+        [FEDMQ, *command, "--json", "--quiet"],
         capture_output=True,
         text=True,
         timeout=PATIENCE,

@@ -76,6 +76,10 @@ def test_a_key_in_the_file_is_named_with_its_line(tmp_path: Path) -> None:
         ("", "NoneType"),
         ("a: 1\na: 2\n", "twice"),
         ("name: x\n", "nothing"),
+        ("name: x\nrounds: {{ rounds }}\n", "line 2"),
+        ("? [1, 2]\n: 3\n", "line 1"),
+        ("rounds: 2026-13-01\n", "month"),
+        ("[" * 20000, "nested"),
     ],
 )
 def test_files_that_are_no_scenario_are_refused(tmp_path: Path, content: str, found: str) -> None:
@@ -90,6 +94,49 @@ def test_files_that_are_no_scenario_are_refused(tmp_path: Path, content: str, fo
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="no such file"):
         scenarios.load(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("roundz=3", r"--set roundz: found 'roundz', allowed: a known key: rounds$"),
+        ("silos.number=3", r"--set silos\.number: .* a known key: count, slots$"),
+        ("aggregation.staleness.kindd=hinge", r"--set aggregation\.staleness\.kindd: .* a known key: kind$"),
+        ("rounds=three", "--set rounds: found 'three', .*integer"),
+        ("participation=7", r"--set participation: participation\.rate: found 7"),
+        ("rounds=true", "--set rounds: found True, allowed: a number"),
+        ("seed=false", "--set seed: found False, allowed: a number"),
+        ("participation=true", "--set participation: found True, allowed: a number"),
+        ("rounds=2026-13-01", "--set rounds: found '2026-13-01'"),
+        (f"rounds={'[' * 20000}", "--set rounds"),
+    ],
+)
+def test_a_bad_setting_is_named_as_such_with_the_nearest_keys(tiny: Path, setting: str, told: str) -> None:
+    with pytest.raises(InputError, match=told) as caught:
+        scenarios.load(tiny, [setting])
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "line" not in text, "no line of the file has that value"
+    assert len(text) < 600
+
+
+def test_a_key_of_a_fault_is_known_by_the_faults_kind(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\nfaults:\n- {kind: sign_flip, shar: 0.5}\n")
+    with pytest.raises(InputError, match=r"x\.yaml: line 4: faults\.0\.sign_flip\.shar: .* a known key: share$"):
+        scenarios.load(path)
+
+
+def test_numbers_as_yaml_writes_them_are_numbers(tiny: Path) -> None:
+    scenario = scenarios.load(tiny, ["training.learning_rate=1e-4", "rounds=7", "evaluation.within=false"])
+    assert (scenario.training.learning_rate, scenario.rounds, scenario.evaluation.within) == (1e-4, 7, False)
+
+
+def test_true_in_the_file_is_no_number_either(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\nsilos:\n  count: true\n")
+    with pytest.raises(InputError, match=r"x\.yaml: line 5: silos\.count: found True, allowed: a number"):
+        scenarios.load(path)
 
 
 @pytest.mark.parametrize("setting", ["rounds", "=3", "name.sub=1"])

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,9 @@ import torch
 from coordinator import checkpoint
 from coordinator.checkpoint import Checkpoint
 from coordinator.tally import Tally
+from fedmq import runfolder
+from fedmq.audit import MessageLog
+from fedmq.clock import WallClock
 from fedmq.errors import InputError, RunError
 from fedmq.protocol import State
 from silos.slots import Slots
@@ -32,6 +36,56 @@ def made(version: int, *older: int) -> Checkpoint:
     }
     rounds = {"version": version, "gone": [], "flights": {}, "sequences": {}, "losses": {}}
     return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, Tally(up=Counter(delta=5)).to_plain())
+
+
+def _log(folder: Path) -> None:
+    MessageLog(folder / "messages" / "silo-00.jsonl", "silo-00", WallClock()).close()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        runfolder.make_folder,
+        lambda folder: runfolder.write_text(folder / "report.html", "x"),
+        lambda folder: runfolder.write_json(folder / "summary.json", {}),
+        lambda folder: runfolder.append_line(folder / "metrics.jsonl", {}),
+        _log,
+    ],
+    ids=["folder", "text", "json", "line", "log"],
+)
+@pytest.mark.parametrize("kind", ["a file", "below a file", "proc", "read-only"])
+def test_a_place_that_cannot_be_written_is_one_line_that_names_it(
+    tmp_path: Path, write: Callable[[Path], object], kind: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("somebody's own")
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    places = {"a file": file, "below a file": file / "run", "proc": Path("/proc/x"), "read-only": closed}
+    folder = places[kind]
+    if kind == "read-only" and os.access(folder, os.W_OK):
+        pytest.skip("nothing is read-only to root")
+    with pytest.raises(InputError, match=f"^{folder}.*allowed: a folder that can be written$") as caught:
+        write(folder)
+    assert "\n" not in str(caught.value)
+    assert file.read_text() == "somebody's own"
+
+
+def test_a_folder_without_leave_to_write_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(InputError, match="Permission denied"):
+        runfolder.make_folder(tmp_path)
+
+
+def test_a_full_disk_is_nobodys_input(tmp_path: Path) -> None:
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(RunError, match=r"x\.json: could not be written: No space left"):
+        runfolder.write_atomically(tmp_path / "x.json", full)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:

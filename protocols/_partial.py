@@ -22,14 +22,18 @@ class PartialFedAvg:
         options: FedAvg's, or more.
         context: of the run.
         names: the shared layers, at least one, in the layout's order.
+        modules: each shared module is averaged as a branch by itself, over the silos that train it.
     """
 
-    def __init__(self, options: fedavg.FedAvgOptions, context: Context, names: Sequence[str]) -> None:
+    def __init__(
+        self, options: fedavg.FedAvgOptions, context: Context, names: Sequence[str], *, modules: bool = False
+    ) -> None:
         self.context = context
         self.fedavg = fedavg.FedAvg(options, context)
         self.shared = tuple(names)
         self.personal = tuple(entry.name for entry in context.layout.entries if entry.name not in set(names))
-        self.branches = _merge.branch_slices(context.layout.part(self.shared))
+        slices = _merge.module_slices if modules else _merge.branch_slices
+        self.branches = slices(context.layout.part(self.shared))
 
     def uploads(self) -> frozenset[type[Payload]]:
         """FedAvg's, the update of the shared layers alone."""

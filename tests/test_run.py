@@ -22,9 +22,10 @@ FEDMQ = str(Path(sys.executable).parent / "fedmq")
 PATIENCE = 120.0
 
 
-def scenario(path: Path, out: Path, *options: str) -> dict[str, Any]:
+def scenario(path: Path, *options: str) -> dict[str, Any]:
+    """Run or resume a scenario; returns its summary."""
     done = subprocess.run(
-        [FEDMQ, "scenario", str(path), "--out", str(out), "--json", "--quiet", *options],
+        [FEDMQ, "scenario", str(path), "--json", "--quiet", *options],
         capture_output=True,
         text=True,
         timeout=PATIENCE,
@@ -48,7 +49,7 @@ def wait_for_merges(out: Path, merges: int) -> None:
 @pytest.fixture(scope="module")
 def reference(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("runs") / "reference"
-    summary = scenario(tiny, out, "--set", "rounds=12")
+    summary = scenario(tiny, "--out", str(out), "--set", "rounds=12")
     assert not audit_run(out).findings
     return summary
 
@@ -58,7 +59,7 @@ def test_processes_and_threads_come_to_the_same_model(tiny: Path, tmp_path: Path
 
 
 def test_a_run_leaves_no_process_behind(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
-    scenario(tiny, tmp_path / "run")
+    scenario(tiny, "--out", str(tmp_path / "run"))
     marker = str(tiny)
     assert reference
     assert not [p for p in psutil.process_iter(["cmdline"]) if marker in " ".join(p.info["cmdline"] or [])]
@@ -149,16 +150,7 @@ def test_no_process_outlives_a_killed_command_and_the_run_can_be_resumed(
 
 
 def resumed(tiny: Path, out: Path, *settings: str) -> dict[str, Any]:
-    done = subprocess.run(
-        [FEDMQ, "scenario", str(tiny), "--resume", str(out), "--json", "--quiet"]
-        + [part for setting in settings for part in ("--set", setting)],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return dict(json.loads(done.stdout))
+    return scenario(tiny, "--resume", str(out), *(part for setting in settings for part in ("--set", setting)))
 
 
 def test_a_stop_that_takes_long_is_told_of(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:

@@ -167,6 +167,7 @@ def known_metrics(evaluation: Evaluation) -> tuple[str, ...]:
     ways = ("", "_i2t", "_t2i", *(("_i2i", "_t2t") if evaluation.within else ()))
     return (
         *(f"{way}_r{k}" for way in ("mean", "i2t", "t2i") for k in RECALLS),
+        *(f"fold_{way}_r{k}" for way in ("mean", "i2t", "t2i") for k in RECALLS if evaluation.fold_size),
         *("spread_image", "spread_text"),
         *(f"map{way}" for way in ways),
         "map_expected",
@@ -192,7 +193,7 @@ def check_metrics(plan: Plan, resolve: Resolve) -> None:
     )
     for option, name in asked:
         if "." not in name and name not in known:
-            more = "cut-offs as evaluation.map_at and evaluation.ndcg_at name them"
+            more = "cut-offs as evaluation.map_at and evaluation.ndcg_at name them, folds with evaluation.fold_size"
             raise InputError(option, name, f"a metric, e.g. {', '.join(nearest(name, known))}; {more}")
 
 

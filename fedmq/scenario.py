@@ -220,6 +220,9 @@ class Evaluation(Part):
         "split",
         description="what label metrics retrieve from: the split's other modality, or all items outside the split",
     )
+    fold_size: Count | None = Field(
+        None, description="also recall within consecutive folds of so many items of the split, the mean over folds"
+    )
     within: bool = Field(False, description="also retrieve images by images and texts by texts, from the database")
     map_at: tuple[Count, ...] = Field((), description="cut-offs R of mAP@R, beside the mAP over the whole list")
     ndcg_at: tuple[Count, ...] = Field((), description="cut-offs N of NDCG@N")

@@ -182,6 +182,9 @@ def build_world(
         for index, (name, (image, text)) in enumerate(zip(scenario.silo_names, flags, strict=True))
     )
     train, heldout, galleries, evaluated = _shares(scenario, prepared, cache)
+    fold = scenario.evaluation.fold_size
+    if fold is not None and fold > len(evaluated):
+        raise InputError("evaluation.fold_size", fold, f"at most {len(evaluated)}, the items of the evaluated split")
     if pooled:
         nothing = np.zeros(0, np.int64)
         train = (np.sort(np.concatenate(train)), *(nothing for _ in silos[1:]))

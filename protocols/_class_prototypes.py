@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedmq.errors import RemoteWireError
 from fedmq.messages import ClassPrototypes
-from fedmq.models.networks import PLANS
+from fedmq.models.networks import plans_of
 from fedmq.protocol import Context, Reply
 from protocols._merge import as_tensor
 from protocols._prototypes import TOLERANCE, lengths
@@ -120,14 +120,16 @@ def initial(silos: int, classes: int, dim: int) -> dict[str, Tensor]:
 def longest_code(context: Context) -> float:
     """Length that no code of the run's base exceeds, and hence no mean of codes.
 
-    1 for the embeddings of ``info_nce``, which are of unit length; sqrt(d) where the tower ends in tanh; and
+    1 for the embeddings of ``info_nce``, which are of unit length; sqrt(d) where both towers end in tanh; and
     :func:`longest_output` where nothing bounds it.
     """
     base = context.objective.base
     if base == "info_nce":
         return 1.0
-    plan = PLANS.get(base)  # DSCMR, which has a network of its own, is not among them; its common space is not squashed
-    return math.sqrt(context.dim) if plan is not None and plan.tanh else longest_output(context.dim)
+    # DSCMR's own network has no plan; its common space is not squashed.
+    plans = plans_of(context.objective)
+    squashed = plans is not None and all(plan.tanh for plan in plans)
+    return math.sqrt(context.dim) if squashed else longest_output(context.dim)
 
 
 def longest_output(dim: int) -> float:

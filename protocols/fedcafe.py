@@ -30,7 +30,6 @@ from fedmq.models.two_tower import MODALITIES, Modality, Out, TwoTower
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.seeds import numpy_generator
 from protocols import _local, _memory, _merge, fedavg
-from protocols._bases import _alternating
 from protocols._losses import cosine
 from protocols._merge import as_tensor
 from protocols._options import check
@@ -206,7 +205,6 @@ class FedCafe:
             raise InputError("objective.base", base, f"{known}: FedCAFE needs a classifier in each tower")
         self.options = options
         self.context = context
-        self.squashed = plan.tanh
         self.classes, self.bits = context.layout.by_name["visual.classifier.weight"].shape
         self.columns = fine_columns(context.label_names)
         self.fedavg = fedavg.FedAvg(
@@ -254,8 +252,7 @@ class FedCafe:
     def _auxiliary(self, out: Out, labels: Tensor, known: Sequence[Tensor]) -> Tensor | None:
         if out.logits is None:
             raise ValueError("FedCAFE's towers have classifiers")
-        plain = _alternating.plain(out, squashed=self.squashed)
-        return auxiliary_loss(out.code, plain, out.logits, labels, known, self.options)
+        return auxiliary_loss(out.code, out.plain, out.logits, labels, known, self.options)
 
     def _own_memory(self, local: Local, task: Task, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The silo's memory, of one caption per item."""

@@ -36,7 +36,9 @@ LOOSE = 1e2 * math.sqrt(BITS)
 
 
 def hashing(base: str) -> Objective:
-    return Objective.model_validate({"base": base, "bits": BITS, "hidden": 16})
+    name, _, option = base.partition(" ")
+    options = dict([option.split("=")]) if option else {}
+    return Objective.model_validate({"base": name, "bits": BITS, "hidden": 16, **options})
 
 
 #: method, base, and the length of the longest feature that its class prototypes are means of
@@ -48,6 +50,7 @@ BOUNDS = [
     ("fedproto", "shdch", math.sqrt(BITS)),
     ("mfcpl", "dgcpn", math.sqrt(BITS)),
     ("fedhap", "shdch", math.sqrt(BITS)),
+    ("fedhap", "shdch tanh=text", LOOSE),
     ("fedproto", "dscmr", LOOSE),
     ("mfcpl", "dcmh", LOOSE),
     ("fedhap", "triplet", LOOSE),

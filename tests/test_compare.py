@@ -28,7 +28,7 @@ from fedmq import plan as planning
 from fedmq import rows as made_rows
 from fedmq import scenario as scenarios
 from fedmq.errors import InputError
-from fedmq.evaluator import Embedded, measure
+from fedmq.evaluator import Embedded, fold_recalls, measure
 from fedmq.outcomes import Target
 from fedmq.plan import Entry, Plan
 from fedmq.runfolder import RunFolder
@@ -442,6 +442,8 @@ def test_what_an_evaluation_measures_is_known_before(tmp_path: Path) -> None:
     image, text = generator.normal(size=(2, 6, 4)).astype(np.float32)
     items = Embedded(image, text, np.arange(6), np.eye(2, dtype=np.uint8)[np.arange(6) % 2], binary=True)
     assert set(measure(items, asked, items)) == set(planning.known_metrics(asked))
+    with_folds = set(planning.known_metrics(asked.model_copy(update={"fold_size": 2})))
+    assert with_folds == set(planning.known_metrics(asked)) | set(fold_recalls(items, 2))
 
 
 def test_runs_that_were_not_made_alike_are_named_under_the_table(

@@ -80,6 +80,26 @@ def test_a_silos_own_queries_retrieve_from_its_own_share_of_the_gallery(tmp_path
     assert among_queries["map"] != expected["map"]
 
 
+def test_folds_are_galleries_of_their_own_and_one_that_is_not_full_is_none(tmp_path: Path) -> None:
+    chosen = scenario(tmp_path, "evaluation.fold_size=10")
+    world = build_world(chosen, cache=tmp_path / "cache")
+    heldout = HeldOut.load(chosen, world)
+    project = torch.randn(BITS, BITS, generator=torch.Generator().manual_seed(0))
+    encoders = Encoders(lambda x: x @ project, lambda x: x @ project)
+    found = heldout.measured(encoders, binary=True, names=()).values
+    items = embed(encoders, heldout.share, binary=True)
+    assert len(items.image) == 24
+    folds = [measure(items.subset(np.arange(start, start + 10)), chosen.evaluation) for start in (0, 10)]
+    for name in ("i2t_r1", "t2i_r5", "mean_r10"):
+        assert found[f"fold_{name}"] == pytest.approx(np.mean([each[name] for each in folds]))
+    assert found["fold_mean_r1"] > found["mean_r1"]
+
+
+def test_a_fold_larger_than_the_split_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"evaluation\.fold_size: found 25, allowed: at most 24"):
+        build_world(scenario(tmp_path, "evaluation.fold_size=25"), cache=tmp_path / "cache")
+
+
 def test_a_summary_has_every_silos_figures_and_their_means(tmp_path: Path) -> None:
     summary = inline.run(scenario(tmp_path, "protocol.name=local"), tmp_path / "run").summary
     names = ["silo-00", "silo-01", "silo-02"]

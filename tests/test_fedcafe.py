@@ -338,10 +338,10 @@ def test_buffers_start_anew_once_the_silo_holds_other_items() -> None:
     work, local = at_work("dcmh")
     state = work.kept()
     state["base.buffer.image"] += 1
-    taken = _alternating.buffers(dataclasses.replace(local, state=state), dcmh.PREFIX, _alternating.plain)
+    taken = _alternating.buffers(dataclasses.replace(local, state=state), dcmh.PREFIX, lambda out: out.plain)
     assert torch.equal(taken["image"], state["base.buffer.image"])
     other = dataclasses.replace(local, state={**state, "base.buffer.rows": local.share.rows + 1})
-    assert not torch.equal(_alternating.buffers(other, dcmh.PREFIX, _alternating.plain)["image"], taken["image"])
+    assert not torch.equal(_alternating.buffers(other, dcmh.PREFIX, lambda out: out.plain)["image"], taken["image"])
 
 
 @pytest.mark.parametrize("base", ["dcmh", "shdch"])
@@ -405,6 +405,12 @@ def test_shdch_takes_as_many_levels_as_the_names_have_or_fewer() -> None:
     assert [len(level.codes) for level in at_work("shdch", names=LABELS)[0].levels] == [4]
     with pytest.raises(InputError, match=r"objective\.levels.*coarse"):
         at_work("shdch", names=LABELS, levels=2)
+
+
+def test_shdchs_own_code_squashes_the_text_tower_alone() -> None:
+    both, text = at_work("shdch")[0].buffers, at_work("shdch", tanh="text")[0].buffers
+    assert torch.equal(text["text"], both["text"])
+    assert torch.equal(text["image"].tanh(), both["image"])
 
 
 @pytest.mark.parametrize("levels", [1, 2])

@@ -195,6 +195,28 @@ def test_dgcpns_binary_update_is_that_of_each_tower_against_the_other_as_it_was(
     assert torch.equal(both[1], other)
 
 
+def test_the_printed_similarity_is_that_of_the_batchs_own_codes_and_passes_no_gradient() -> None:
+    generator, options = torch.Generator().manual_seed(0), dgcpn.Options(similarity="codes")
+    image, text = (torch.rand(7, 8, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    found = dgcpn.similarity_of_codes(image, text, options)
+    torch.testing.assert_close(found, dense(unit(image.detach()), unit(text.detach())))
+    assert not found.requires_grad
+    alone = dgcpn.similarity_of_codes(None, text, options)
+    torch.testing.assert_close(alone, dense(unit(text.detach()), unit(text.detach())))
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_with_the_printed_similarity_a_step_looks_at_codes_alone(index: int) -> None:
+    objective = Objective.model_validate({"base": "dgcpn", "bits": 8, "hidden": 16, "similarity": "codes"})
+    run = world("fedavg", objective=objective, training=SGD, kinds=LONE, sizes=[4, 4, 4])
+    for step in work_of(run, index).steps(0, np.random.default_rng(0)):
+        outs = _local.outputs(local_of(run, index), step.rows, step.caption)
+        image, text = (None if out is None else out.code for out in outs)
+        loss = dgcpn.loss if step.main else dgcpn.binary_loss
+        wanted = loss(image, text, dgcpn.similarity_of_codes(image, text, dgcpn.Options()), dgcpn.Options())
+        torch.testing.assert_close(step.loss(*outs), wanted)
+
+
 def test_without_binary_steps_dgcpn_takes_one_update_per_batch() -> None:
     options = dgcpn.Options(binary_steps=False)
     run = small("dgcpn", sizes=[4, 4, 4, 4])

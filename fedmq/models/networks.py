@@ -67,6 +67,17 @@ PLANS: Mapping[Base, Plan] = {
 }
 
 
+def plans_of(objective: Objective) -> tuple[Plan, Plan] | None:
+    """Plans of the image and the text tower of a scenario's base; None for those that have a network of their own.
+
+    SHDCH's own code squashes the text tower's outputs alone: its option ``tanh: text``.
+    """
+    plan = PLANS.get(objective.base)
+    if plan is None:
+        return None
+    return (replace(plan, tanh=False) if objective.options.get("tanh") == "text" else plan), plan
+
+
 class Tower(nn.Module):
     """Hidden ReLU layers, dropout while training, a last linear layer, perhaps tanh and a classifier.
 
@@ -103,12 +114,12 @@ class Tower(nn.Module):
         if self.plan.dropout and self.noise is not None:
             x = x * dropout_mask(x.shape, self.noise).to(x.device)
         raw = self.last(x)
-        code = self.squashed(raw)
+        code, before = self.squashed(raw), None
         logits = None if self.classifier is None else self.classifier(code)
         if self.memory is not None and logits is not None:
-            code = enhanced(code, logits, self.memory)
+            code, before = enhanced(code, logits, self.memory), code
         # Without a hidden layer the first thing a tower makes of frozen features is its code.
-        return Out(raw if hidden is None else hidden, raw, code, logits)
+        return Out(raw if hidden is None else hidden, raw, code, logits, before)
 
     def squashed(self, raw: Tensor) -> Tensor:
         """The code [B, r] of what the last layer gives [B, r], by the tower's present sharpness."""
@@ -271,11 +282,13 @@ def build(objective: Objective, inputs: InputSpec, classes: int, seed: int, devi
         raise InputError("objective.base", objective.base, "dgcpn, djsrh, jdsh or info_nce: the data set has no labels")
     if objective.base == "dscmr":
         return _dscmr(objective, widths, classes, seed, device)
-    plan = PLANS[objective.base]
+    plans = plans_of(objective)
+    assert plans is not None  # noqa: S101 - info_nce is built in two_tower
+    plan = plans[0]
     bits = objective.bits or plan.bits
     towers = [
-        Tower(width, tuple(objective.hidden or each for each in hidden), bits, classes if plan.classifier else 0, plan)
-        for width, hidden in zip(widths, (plan.image, plan.text), strict=True)
+        Tower(width, tuple(objective.hidden or each for each in hidden), bits, classes if own.classifier else 0, own)
+        for width, hidden, own in zip(widths, (plan.image, plan.text), plans, strict=True)
     ]
     shared = SignHead(bits, classes) if objective.base == "greedyhash" else None
     model = TwoTower(towers[0], towers[1], bits, device, shared=shared, binary=True)

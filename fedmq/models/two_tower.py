@@ -68,12 +68,19 @@ class Out:
         raw: [B, d], the last layer's output before anything squashes or enhances it.
         code: [B, d], what retrieval ranks by.
         logits: [B, C] of the tower's classifier; None where it has none.
+        before: [B, d], the code before a memory enhanced it; None where none did.
     """
 
     hidden: Tensor
     raw: Tensor
     code: Tensor
     logits: Tensor | None = None
+    before: Tensor | None = None
+
+    @property
+    def plain(self) -> Tensor:
+        """The code [B, d] without any memory's part."""
+        return self.code if self.before is None else self.before
 
 
 class Branch(nn.Module):

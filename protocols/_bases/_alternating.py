@@ -37,14 +37,9 @@ def factor(scale: Scale, context: Context) -> float:
     return 1.0 if scale == "one" else 1.0 / len(context.silos)
 
 
-def plain(out: Out, *, squashed: bool = False) -> Tensor:
-    """A tower's output O [B, r] before a memory enhances it; ``squashed`` where the network ends in tanh."""
-    return torch.tanh(out.raw) if squashed else out.raw
-
-
-def output(out: Out, which: Which, *, squashed: bool = False) -> Tensor:
+def output(out: Out, which: Which) -> Tensor:
     """The output [B, r] that is asked for."""
-    return out.code if which == "enhanced" else plain(out, squashed=squashed)
+    return out.code if which == "enhanced" else out.plain
 
 
 def drawn(size: int, batch_size: int, draws: Draws, generator: np.random.Generator) -> Iterator[I64]:

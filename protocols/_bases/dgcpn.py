@@ -36,6 +36,8 @@ class Options:
         lambda2: weight of the consistency term Q_i.
         form: ``code`` takes mean squares and leaves the diagonal out of Q_g; ``paper`` takes the trace and the
             Frobenius norms that FedUCH prints.
+        similarity: S of the silo's ``features``, as the code makes it once, or of the batch's own ``codes``, as FedUCH
+            prints S_gc in eq 6; it is a target, so no gradient goes through it.
         binary_steps: one more update of each tower per batch, against the other's binary codes, as the code does.
     """
 
@@ -47,6 +49,7 @@ class Options:
     lambda1: float = 1.0
     lambda2: float = 1.0
     form: Literal["code", "paper"] = "code"
+    similarity: Literal["features", "codes"] = "features"
     binary_steps: bool = True
 
     def __post_init__(self) -> None:
@@ -142,39 +145,68 @@ def binary_loss(image: Tensor | None, text: Tensor | None, similar: Tensor, opti
     return of_image + loss(signs(image.detach()), text, similar, options)
 
 
+def graph_of(image: Tensor, text: Tensor, options: Options) -> Graph:
+    """The graph over n items of image rows [n, d_i] and text rows [n, d_t], both of unit length."""
+    return Graph(image, text, options.a1, options.a2, options.scale_share, options.zeroed_share)
+
+
+def similarity_of_codes(image: Tensor | None, text: Tensor | None, options: Options) -> Tensor:
+    """S_gc(H^V, H^T) of FedUCH's eq 6, the batch being all there is -> [B, B]; without gradient.
+
+    Args:
+        image: [B, r] codes; None if the silo has no images.
+        text: [B, r] likewise.
+        options: of the graph.
+    """
+    held = [unit(each.detach()) for each in (image, text) if each is not None]
+    return graph_of(held[0], held[-1], options).similarity(torch.arange(len(held[0]), device=held[0].device))
+
+
 @dataclass(frozen=True)
 class Dgcpn:
-    """DGCPN at work: the relaxed pair, then each modality against the other's binary codes."""
+    """DGCPN at work: the relaxed pair, then each modality against the other's binary codes.
+
+    Args:
+        options: weights and readings.
+        local: the silo.
+        batch_size: of the scenario.
+        graph: over the silo's features; None where S is made of codes.
+    """
 
     options: Options
     local: Local
     batch_size: int
-    graph: Graph
+    graph: Graph | None
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
         """Two steps per batch of a paired silo, one of the others; a method's own terms go into the first."""
         caption = _local.choose_captions(self.local, generator)
         device = self.local.model.flat.device
         for rows in _local.batches(len(self.local.share), self.batch_size, generator):
-            similar = self.graph.similarity(torch.from_numpy(rows).to(device))
+            fixed = None if self.graph is None else self.graph.similarity(torch.from_numpy(rows).to(device))
 
-            def relaxed(image: Out | None, text: Out | None, similar: Tensor = similar) -> Tensor:
-                return loss(*codes(image, text), similar, self.options)
+            def relaxed(image: Out | None, text: Out | None, fixed: Tensor | None = fixed) -> Tensor:
+                both = codes(image, text)
+                return loss(*both, similarity_of_codes(*both, self.options) if fixed is None else fixed, self.options)
 
-            def binary(image: Out | None, text: Out | None, similar: Tensor = similar) -> Tensor:
-                return binary_loss(*codes(image, text), similar, self.options)
+            def binary(image: Out | None, text: Out | None, fixed: Tensor | None = fixed) -> Tensor:
+                both = codes(image, text)
+                similar = similarity_of_codes(*both, self.options) if fixed is None else fixed
+                return binary_loss(*both, similar, self.options)
 
             yield _local.Step(rows, caption, relaxed)
             if self.options.binary_steps and self.local.silo.paired:
                 yield _local.Step(rows, caption, binary, main=False)
 
     def kept(self) -> Mapping[str, Tensor]:
-        """Nothing: the graph is made of the data."""
+        """Nothing: the graph is made of the data or of codes."""
         return {}
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn:
     """DGCPN at work in one task; every silo can train it, with what it has."""
-    image, text = (each.to(local.model.flat.device) for each in item_features(local.share))
-    graph = Graph(image, text, options.a1, options.a2, options.scale_share, options.zeroed_share)
+    graph = None
+    if options.similarity == "features":
+        image, text = (each.to(local.model.flat.device) for each in item_features(local.share))
+        graph = graph_of(image, text, options)
     return Dgcpn(options, local, context.training.batch_size, graph)

@@ -39,6 +39,7 @@ class Options:
         beta: weight of the fine ones, or of the only ones.
         gamma: weight of the distance to the common codes.
         eta: weight of the tie between the two levels' codes.
+        tanh: which towers squash their outputs: ``both``, as PLFedCMH's code, or the ``text`` tower alone, as SHDCH's.
         levels: of labels; null takes two where label names begin with ``coarse:``.
         sweeps: most sweeps over the bits of the class codes in an epoch.
         buffer: which outputs the buffers hold where a method enhances them, ``enhanced`` or ``plain``.
@@ -51,6 +52,7 @@ class Options:
     beta: float = 0.7
     gamma: float = 10.0
     eta: float = 100.0
+    tanh: Literal["both", "text"] = "both"
     levels: Literal[1, 2] | None = None
     sweeps: int = 3
     buffer: _alternating.Which = "enhanced"
@@ -166,8 +168,8 @@ class Shdch:
 
     def _loss(self, modality: Modality, rows: I64, out: Out) -> Tensor:
         index = torch.from_numpy(rows).to(self.codes.device)
-        self.buffers[modality][index] = _alternating.output(out, self.options.buffer, squashed=True).detach()
-        outputs = _alternating.output(out, self.options.likelihood, squashed=True)
+        self.buffers[modality][index] = _alternating.output(out, self.options.buffer).detach()
+        outputs = _alternating.output(out, self.options.likelihood)
         levels = [Level(level.weight, level.labels[index], level.codes) for level in self.levels]
         value = output_loss(outputs, self.codes[index], levels, self.options.gamma)
         return self.scale * value / (len(rows) * len(self.codes))
@@ -220,9 +222,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Shdch
         batch_size=context.training.batch_size,
         scale=_alternating.factor(options.scale, context),
         levels=levels,
-        buffers=_alternating.buffers(
-            local, PREFIX, lambda out: _alternating.output(out, options.buffer, squashed=True)
-        ),
+        buffers=_alternating.buffers(local, PREFIX, lambda out: _alternating.output(out, options.buffer)),
     )
 
 

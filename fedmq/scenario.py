@@ -88,6 +88,9 @@ class Backbone(Part):
     name: str = Field("lite", min_length=1, description="lite, features, an open_clip model, timm:NAME, or matconvnet")
     pretrained: str | None = Field(None, description="open_clip tag or local file; null means random weights")
     adapter_site: Literal["feature", "blocks"] = Field("feature", description="where the bottleneck adapters sit")
+    end_to_end: bool = Field(
+        False, description="train the image network of a .mat file, too, from its weights; it travels with the updates"
+    )
     bottleneck: Count = Field(64, description="width of the adapters")
     adapter: Literal["bottleneck", "mma"] = Field(
         "bottleneck", description="each tower's own, or multi-modal with a middle layer both towers share, for pfedmma"
@@ -103,6 +106,8 @@ class Backbone(Part):
 
     @model_validator(mode="after")
     def _site_fits(self) -> Backbone:
+        if self.end_to_end and self.name != MATCONVNET:
+            raise ValueError(f"backbone.end_to_end needs backbone.name {MATCONVNET}, not {self.name}")
         if self.adapter_site == "blocks" and (
             self.name in ("lite", "features", MATCONVNET) or self.name.startswith(TIMM)
         ):
@@ -117,6 +122,10 @@ class Backbone(Part):
 Base = Literal[
     "info_nce", "dcmh", "shdch", "dscmr", "dpsh", "dch", "greedyhash", "csq", "triplet", "dgcpn", "djsrh", "jdsh"
 ]
+
+
+#: Bases that are defined on frozen features: adapters behind an encoder, DSCMR's towers, similarities of features.
+_ON_FEATURES = ("info_nce", "dscmr", "dgcpn", "djsrh", "jdsh")
 
 
 class Objective(BaseModel):
@@ -292,6 +301,13 @@ class Scenario(Part):
     @classmethod
     def _short_participation(cls, value: object) -> object:
         return value if isinstance(value, dict | Participation) else {"rate": value}
+
+    @model_validator(mode="after")
+    def _trains_end_to_end(self) -> Scenario:
+        base = self.objective.base
+        if self.backbone.end_to_end and base in _ON_FEATURES:
+            raise ValueError(f"backbone.end_to_end is for hash networks on labels, not objective.base {base}")
+        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:

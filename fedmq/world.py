@@ -76,7 +76,12 @@ class World:
         if scenario.objective.base != "info_nce":
             classes = networks.classes_of(scenario.objective.base, self.prepared.label_names)
             return networks.build(
-                scenario.objective, self.prepared.inputs, classes, scenario.seed, torch.device(device)
+                scenario.objective,
+                self.prepared.inputs,
+                classes,
+                scenario.seed,
+                torch.device(device),
+                trained=scenario.backbone if scenario.backbone.end_to_end else None,
             )
         return build(
             scenario.backbone,

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from PIL import Image
 
 SPLITS = ("train", "train", "train", "val", "test", "test")
@@ -155,3 +156,33 @@ def manifest(folder: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
     for number, row in enumerate(rows):
         photo(folder / str(row["image"]), number)
     return write(folder / "list.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+
+
+def matconvnet(path: Path, *, old: bool = False) -> Path:
+    """A file as MatConvNet writes it: conv, relu, lrn, pool with padding on two sides, fc6, fc7, classifier."""
+    scipy_io = pytest.importorskip("scipy.io")
+    generator = np.random.default_rng(4)
+
+    def conv(shape: tuple[int, ...], **more: Any) -> dict[str, Any]:
+        filters = generator.standard_normal(shape).astype(np.float32) / 50
+        biases = generator.standard_normal(shape[-1]).astype(np.float32)
+        parts = np.empty(2, dtype=object)
+        parts[:] = [filters, biases]
+        return {"type": "conv", **more, **({"filters": filters, "biases": biases} if old else {"weights": parts})}
+
+    layers = np.empty(9, dtype=object)
+    layers[:] = [
+        conv((11, 11, 3, 8), stride=[4, 4], pad=0),
+        {"type": "relu"},
+        {"type": "normalize", "param": [5, 2, 1e-4, 0.75]},
+        {"type": "pool", "method": "max", "pool": [3, 3], "stride": [2, 2], "pad": [0, 1, 0, 1]},
+        conv((27, 27, 8, 6), stride=1, pad=0),
+        {"type": "relu"},
+        conv((1, 1, 6, 7)),
+        {"type": "relu"},
+        conv((1, 1, 7, 5)),
+    ]
+    normalization = {"averageImage": np.full((224, 224, 3), 100, np.float32)}
+    about = {"normalization": normalization} if old else {"meta": {"normalization": normalization}}
+    scipy_io.savemat(path, {"layers": layers, **about})
+    return path

@@ -268,39 +268,11 @@ def test_torchvisions_vgg_file_gives_fc7(tmp_path: Path) -> None:
     assert torch.allclose(ours, fc7, atol=1e-5)
 
 
-def matconvnet(path: Path, old: bool = False) -> Path:
-    """A file as MatConvNet writes it: conv, relu, lrn, pool with padding on two sides, fc, relu, classifier."""
-    scipy_io = pytest.importorskip("scipy.io")
-    generator = np.random.default_rng(4)
-
-    def conv(shape: tuple[int, ...], **more: Any) -> dict[str, Any]:
-        filters = generator.standard_normal(shape).astype(np.float32) / 50
-        biases = generator.standard_normal(shape[-1]).astype(np.float32)
-        parts = np.empty(2, dtype=object)
-        parts[:] = [filters, biases]
-        return {"type": "conv", **more, **({"filters": filters, "biases": biases} if old else {"weights": parts})}
-
-    layers = np.empty(7, dtype=object)
-    layers[:] = [
-        conv((11, 11, 3, 8), stride=[4, 4], pad=0),
-        {"type": "relu"},
-        {"type": "normalize", "param": [5, 2, 1e-4, 0.75]},
-        {"type": "pool", "method": "max", "pool": [3, 3], "stride": [2, 2], "pad": [0, 1, 0, 1]},
-        conv((27, 27, 8, 6), stride=1, pad=0),
-        {"type": "relu"},
-        conv((1, 1, 6, 5)),
-    ]
-    normalization = {"averageImage": np.full((224, 224, 3), 100, np.float32)}
-    about = {"normalization": normalization} if old else {"meta": {"normalization": normalization}}
-    scipy_io.savemat(path, {"layers": layers, **about})
-    return path
-
-
 @pytest.mark.parametrize("old", [True, False])
 def test_a_matconvnet_file_gives_the_layer_before_its_classifier(old: bool, tmp_path: Path, few_words: None) -> None:
-    path = matconvnet(tmp_path / "vgg-f.mat", old)
+    path = layouts.matconvnet(tmp_path / "vgg-f.mat", old=old)
     found = prepared(tmp_path, Backbone(name="matconvnet", pretrained=str(path), head="mlp"))
-    assert found.image.shape == (6, 6)
+    assert found.image.shape == (6, 7)
     assert found.image.min() >= 0
     assert len({row.tobytes() for row in found.image}) == 6
     path.write_bytes(b"x" * 600)

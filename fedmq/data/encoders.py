@@ -18,8 +18,6 @@ from fedmq.scenario import MATCONVNET, TIMM, Backbone
 
 Array = npt.NDArray[Any]
 
-EDGE = 224  # pixels, of CNN-F and VGG
-
 
 @dataclass(frozen=True)
 class Encoder:
@@ -72,12 +70,17 @@ def _timm_images(backbone: Backbone, seed: int, cache: Path, device: str) -> Enc
 def _matconvnet_images(backbone: Backbone, device: str) -> Encoder:
     from fedmq.models import matconvnet  # noqa: PLC0415
 
+    def fitted(picture: Pixels) -> Pixels:
+        return fit(picture, matconvnet.EDGE)
+
+    if backbone.end_to_end:
+        return Encoder(key_of("pixels", matconvnet.EDGE, matconvnet.weights_digest(backbone)), _channels_first, fitted)
     loaded = functools.cache(lambda: matconvnet.load(backbone, device))
 
     def encode(pictures: Sequence[Pixels]) -> Array:
-        return _batches(lambda rows: loaded()(torch.from_numpy(rows).to(device).float()), _channels_first(pictures))
+        return _batches(lambda rows: loaded()(torch.from_numpy(rows).to(device)), _channels_first(pictures))
 
-    return Encoder(matconvnet.weights_digest(backbone), encode, lambda picture: fit(picture, EDGE))
+    return Encoder(matconvnet.weights_digest(backbone), encode, fitted)
 
 
 def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:

@@ -1,12 +1,13 @@
-"""The networks of the hashing and supervised bases, over frozen features: small towers in one flat buffer.
+"""The networks of the hashing and supervised bases: small towers in one flat buffer, over frozen features.
 
-Each base loss has its own network (METHODS.md 1.1 to 1.5); the widths are the papers', the scenario may give others.
+A scenario may have the image encoder trained, too; it is a part of the image tower then. Each base loss has its own
+network (METHODS.md 1.1 to 1.5); the widths are the papers', the scenario may give others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from itertools import pairwise
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from fedmq.errors import InputError
 from fedmq.labels import fine_columns
 from fedmq.layout import Layout
+from fedmq.models import matconvnet
 from fedmq.models.two_tower import InputSpec, Out, TwoTower
-from fedmq.scenario import Base, Objective
+from fedmq.scenario import Backbone, Base, Objective
 from fedmq.seeds import torch_generator
 
 #: Rate of the dropout before the last layer of the unsupervised bases' networks: one random bit per unit says it.
@@ -51,6 +53,8 @@ class Plan:
     last_std: float | None = None
 
 
+# Name prefix of an encoder's parameters where it is trained.
+_ENCODER = "visual.encoder."
 _HASH = Plan()
 _UNSUPERVISED = Plan((4096,), (4096,), tanh=True, dropout=True, last_std=0.3)
 PLANS: Mapping[Base, Plan] = {
@@ -87,15 +91,27 @@ class Tower(nn.Module):
         bits: length of the code.
         classes: of the classifier; 0 has none.
         plan: squashing and dropout.
+        encoder: see below.
 
     Attributes:
+        encoder: what makes the features of pictures where it is trained with the tower; None where they come frozen.
         noise: draws dropout masks; None outside training.
         memory: float32 [C, r], FedCAFE's global memory, which enhances the code (eqs 3 and 4); None leaves it alone.
         sharpness: factor before tanh (DJSRH's alpha).
     """
 
-    def __init__(self, width: int, hidden: tuple[int, ...], bits: int, classes: int, plan: Plan) -> None:
+    def __init__(
+        self,
+        width: int,
+        hidden: tuple[int, ...],
+        bits: int,
+        classes: int,
+        plan: Plan,
+        *,
+        encoder: nn.Module | None = None,
+    ) -> None:
         super().__init__()
+        self.encoder = encoder
         widths = (width, *hidden)
         layers = enumerate(pairwise(widths))
         self.hidden = nn.ModuleDict({str(i): nn.Linear(a, b, device="meta") for i, (a, b) in layers})
@@ -107,10 +123,12 @@ class Tower(nn.Module):
         self.sharpness = 1.0
 
     def forward(self, x: Tensor) -> Out:
-        """float32 features [B, d] to an Out."""
+        """float32 features [B, d], or an encoder's pictures [B, ...], to an Out."""
+        if self.encoder is not None:
+            x = self.encoder(x)
         for layer in self.hidden.values():
             x = torch.relu_(layer(x))
-        hidden = x if self.hidden else None
+        hidden = x if self.hidden or self.encoder is not None else None
         if self.plan.dropout and self.noise is not None:
             x = x * dropout_mask(x.shape, self.noise).to(x.device)
         raw = self.last(x)
@@ -241,11 +259,22 @@ def classes_of(base: Base, label_names: Sequence[str]) -> int:
     return len(fine_columns(label_names)) if base in ("dcmh", "shdch") else len(label_names)
 
 
-def initial_parameters(layout: Layout, plan: Plan, seed: int) -> Tensor:
-    """The initial parameters float32 [P]; each has a generator of its own."""
+def initial_parameters(layout: Layout, plan: Plan, seed: int, trained: Backbone | None = None) -> Tensor:
+    """The initial parameters float32 [P]; each has a generator of its own.
+
+    Args:
+        layout: of the parameters.
+        plan: of the towers; says how they are drawn.
+        seed: the scenario's.
+        trained: the encoder that is trained with the image tower and begins as its file has it; None where none is.
+    """
     by_name = layout.by_name
+    known = {} if trained is None else {f"{_ENCODER}{name}": each for name, each in _encoder_parameters(trained)}
     parts = []
     for entry in layout.entries:
+        if entry.name in known:
+            parts.append(known[entry.name].detach().reshape(-1))
+            continue
         generator = torch_generator(seed, "model", entry.name)
         owner, _, leaf = entry.name.rpartition(".")
         if plan.last_std is not None and owner.endswith(".last"):
@@ -259,7 +288,26 @@ def initial_parameters(layout: Layout, plan: Plan, seed: int) -> Tensor:
     return torch.cat(parts)
 
 
-def build(objective: Objective, inputs: InputSpec, classes: int, seed: int, device: torch.device) -> TwoTower:
+def _encoder_parameters(trained: Backbone) -> Iterator[tuple[str, nn.Parameter]]:
+    return matconvnet.load(trained, "cpu").named_parameters()
+
+
+def _trained_encoder(trained: Backbone, shape: tuple[int, ...], device: torch.device) -> matconvnet.Network:
+    edge = matconvnet.EDGE
+    if shape != (3, edge, edge):
+        raise InputError("data: image", f"items of shape {list(shape)}", f"{[3, edge, edge]} with backbone.end_to_end")
+    return matconvnet.load(trained, device)
+
+
+def build(
+    objective: Objective,
+    inputs: InputSpec,
+    classes: int,
+    seed: int,
+    device: torch.device,
+    *,
+    trained: Backbone | None = None,
+) -> TwoTower:
     """A base's network with its initial parameters, the same in every process.
 
     Args:
@@ -269,15 +317,18 @@ def build(objective: Objective, inputs: InputSpec, classes: int, seed: int, devi
         classes: labels of the data set; 0 where it has none.
         seed: the scenario's.
         device: where it computes.
+        trained: the encoder that is trained with the image tower; None where images come as features.
 
     Raises:
-        InputError: the inputs are no features, or the base needs labels and the data set has none.
+        InputError: the inputs are no features (images of a trained encoder: no pictures of its size), or the base needs
+            labels and the data set has none.
     """
-    for what, shape in (("image", inputs.image_shape), ("text", inputs.text_shape)):
-        if len(shape) != 1:
+    encoder = None if trained is None else _trained_encoder(trained, inputs.image_shape, device)
+    for what, shape in (("image", inputs.image_shape if encoder is None else ()), ("text", inputs.text_shape)):
+        if len(shape) > 1:
             found = f"items of shape {list(shape)}"
             raise InputError(f"data: {what}", found, f"features [d] with base {objective.base}")
-    widths = inputs.image_shape[0], inputs.text_shape[0]
+    widths = inputs.image_shape[0] if encoder is None else encoder.width, inputs.text_shape[0]
     if objective.base not in ("dgcpn", "djsrh", "jdsh") and classes == 0:
         raise InputError("objective.base", objective.base, "dgcpn, djsrh, jdsh or info_nce: the data set has no labels")
     if objective.base == "dscmr":
@@ -287,12 +338,19 @@ def build(objective: Objective, inputs: InputSpec, classes: int, seed: int, devi
     plan = plans[0]
     bits = objective.bits or plan.bits
     towers = [
-        Tower(width, tuple(objective.hidden or each for each in hidden), bits, classes if own.classifier else 0, own)
-        for width, hidden, own in zip(widths, (plan.image, plan.text), plans, strict=True)
+        Tower(
+            width,
+            tuple(objective.hidden or each for each in hidden),
+            bits,
+            classes if own.classifier else 0,
+            own,
+            encoder=below,
+        )
+        for width, hidden, own, below in zip(widths, (plan.image, plan.text), plans, (encoder, None), strict=True)
     ]
     shared = SignHead(bits, classes) if objective.base == "greedyhash" else None
     model = TwoTower(towers[0], towers[1], bits, device, shared=shared, binary=True)
-    return _drawn(model, partial(initial_parameters, model.layout, plan, seed))
+    return _drawn(model, partial(initial_parameters, model.layout, plan, seed, trained))
 
 
 def _dscmr(objective: Objective, widths: tuple[int, int], classes: int, seed: int, device: torch.device) -> TwoTower:

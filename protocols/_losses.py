@@ -48,6 +48,16 @@ def anchor(z: Tensor, missing: Tensor) -> Tensor:
     return 1 - cosine(z, missing).mean()
 
 
+def nearest_anchor(z: Tensor, missing: Tensor) -> Tensor:
+    """RCSR's eq 3 with many prototypes: each sample is drawn to the one it is nearest to (METHODS.md 6, not the paper).
+
+    Args:
+        z: [B, d] embeddings of the modality the silo has.
+        missing: [J, d] prototypes of the other one.
+    """
+    return 1 - (unit(z) @ unit(missing).T).amax(1).mean()
+
+
 def prototype_regulariser(pairs: Sequence[tuple[Tensor, Tensor]], lambda_a: float) -> Tensor:
     """First term of RCSR eq 4: (lambda_a / 2) * sum over available modalities of 1 - cos(local, global).
 

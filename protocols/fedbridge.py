@@ -23,20 +23,11 @@ import torch
 from torch import Tensor
 
 from fedmq.messages import ClassPrototypes, Delta, Loss, Model, Payload
-from fedmq.models.two_tower import MODALITIES, Out
+from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from fedmq.seeds import numpy_generator
-from protocols import _class_prototypes, _local, _merge, _personal, fedavg
-from protocols._clusters import k_means, nearest
-from protocols._losses import info_nce, unit
-from protocols._merge import as_tensor
+from protocols import _centroids, _local, _merge, _personal, fedavg
+from protocols._losses import info_nce
 from protocols._options import check, refuse_other_bases
-
-_CENTROIDS = "bridge_centroids"
-_COUNTS = "bridge_counts"
-_VERSIONS = "bridge_versions"
-#: Silo-side, one for each modality: the cluster of each item.
-_MEMBERS = "bridge_members"
 
 
 @dataclass(frozen=True)
@@ -110,44 +101,6 @@ def assignment_loss(z: Tensor, teacher: Tensor, centroids: Tensor, tau: float, t
     return (target * (target.clamp_min(1e-12).log() - student)).sum(1).mean()
 
 
-def members_of(z: Tensor, count: int, support: int, generator: np.random.Generator) -> Tensor:
-    """Which K-means cluster each of a silo's embeddings belongs to; none has fewer than ``support``.
-
-    Args:
-        z: [n, d] of unit length.
-        count: most clusters.
-        support: least samples of one.
-        generator: of K-means.
-
-    Returns:
-        int64 [n], from 0 to ``count - 1``; -1 for samples of clusters that are too small.
-    """
-    clusters = min(count, len(z) // support)
-    if clusters == 0:
-        return torch.full((len(z),), -1)
-    centres, held = k_means(z, torch.ones(len(z), dtype=torch.float64), clusters, generator)
-    there = held.nonzero().squeeze(1)  # a row without points is zero, and no place to be near to
-    owner = there[nearest(z, centres[there])]
-    return torch.where(torch.bincount(owner, minlength=clusters)[owner] >= support, owner, -1)
-
-
-def centroids_of(z: Tensor, members: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """Unit-length means of the clusters' embeddings.
-
-    Args:
-        z: [n, d] of unit length.
-        members: int64 [n], see :func:`members_of`.
-        count: rows wanted.
-
-    Returns:
-        float32 [count, d] and the samples behind each, int64 [count]; rows not used are zero.
-    """
-    kept = members >= 0
-    sizes = torch.bincount(members[kept], minlength=count)
-    total = torch.zeros(count, z.shape[1], dtype=torch.float64).index_add_(0, members[kept], z[kept].double())
-    return unit(total).float() * (sizes > 0).unsqueeze(1), sizes
-
-
 @dataclass(frozen=True)
 class Assigning:
     """A single-modality silo's loss at work."""
@@ -214,31 +167,15 @@ class FedBridge:
         Raises:
             RemoteWireError: another number of rows or columns.
         """
-        _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * self.options.centroids, self.context.dim)
+        _centroids.check(payloads, self.options.centroids, self.context.dim)
 
     def initial(self, theta: Tensor) -> State:
         """The model, and no centroid yet."""
-        count, most, dim = len(self.context.silos), self.options.centroids, self.context.dim
-        tensors = {
-            _CENTROIDS: torch.zeros(count, 2, most, dim),
-            _COUNTS: torch.zeros(count, 2, most, dtype=torch.int64),
-            _VERSIONS: torch.full((count,), -1, dtype=torch.int64),
-        }
-        return State(theta, tensors, {})
+        return State(theta, _centroids.initial(self.context, self.options.centroids), {})
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The model; for a silo that lacks a modality also everybody's centroids of it."""
-        down = self.fedavg.task(state, silo)
-        if silo.paired:
-            return down
-        lacking = 1 if silo.image else 0
-        counts = state.tensors[_COUNTS][:, lacking].reshape(-1)
-        rows = state.tensors[_CENTROIDS][:, lacking].reshape(-1, self.context.dim)
-        known = counts > 0
-        if not bool(known.any()):
-            return down
-        name = MODALITIES[lacking]
-        return (*down, ClassPrototypes(rows[known].numpy(), counts[known].numpy(), name))
+        return (*self.fedavg.task(state, silo), *_centroids.download(state.tensors, silo))
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on InfoNCE, on the assignment loss, or nothing during the warm-up; after it, the centroids."""
@@ -248,7 +185,10 @@ class FedBridge:
             base = _local.load_model(local, take(task.payloads, Model).buffer)
             outcome = _local.train_epochs(local, self.context, task, base, self._work(local, task))
             update, loss = _local.delta_payload(self.context, outcome, len(local.share)), Loss(max(0.0, outcome.loss))
-        centroids, members = self._centroids(local, task)
+        # During the warm-up nobody needs any, and clusters made then would be of towers that are not aligned yet.
+        centroids, members = _centroids.report(
+            local, self.context, task, self.options.centroids, self.options.support, begun=task.round >= self.onset
+        )
         state = {**self._adapter(local, task), **members}
         return Trained((update, loss, centroids), state, loss.value if isinstance(loss, Loss) else 0.0)
 
@@ -275,11 +215,11 @@ class FedBridge:
         return info_nce(image, text, self.options.tau)
 
     def _work(self, local: Local, task: Task) -> Assigning | None:
-        given = [payload for payload in task.payloads if isinstance(payload, ClassPrototypes)]
-        if task.round < self.onset or not given:
+        centroids = _centroids.received(task.payloads)
+        if task.round < self.onset or centroids is None:
             return None
         device = local.model.flat.device
-        centroids = unit(as_tensor(given[0].prototypes)).to(device)
+        centroids = centroids.to(device)
         return Assigning(
             self.options, local, self.context.training.batch_size, centroids, self._everything(local).to(device)
         )
@@ -295,41 +235,6 @@ class FedBridge:
             z = torch.cat([model.caption(x.to(model.flat.device)) for x in torch.split(flat, 256)])
             return z.view(*share.text.shape[:2], -1)
 
-    def _members(self, local: Local, pair: tuple[Tensor | None, Tensor | None]) -> dict[str, Tensor]:
-        """Clusters of the silo's items by modality, made once and kept.
-
-        Made anew in every task, clusters of m and of m - 1 items that differ by one would be sent sooner or later, and
-        their difference is that item's embedding, whatever ``support`` says.
-        """
-        options, kept = self.options, dict[str, Tensor]()
-        for modality, z in zip(MODALITIES, pair, strict=True):
-            name = f"{_MEMBERS}_{modality}"
-            if name in local.state:
-                kept[name] = local.state[name]
-            elif z is not None:
-                generator = numpy_generator(self.context.seed, "centroids", local.silo.name, modality)
-                kept[name] = members_of(z, options.centroids, options.support, generator)
-        return kept
-
-    def _centroids(self, local: Local, task: Task) -> tuple[ClassPrototypes, dict[str, Tensor]]:
-        """Image centroids, then text centroids, all rows of a modality the silo lacks empty; and whose they are.
-
-        During the warm-up nobody needs any, and clusters made then would be of towers that are not aligned yet.
-        """
-        options, context = self.options, self.context
-        empty = torch.zeros(options.centroids, context.dim), torch.zeros(options.centroids, dtype=torch.int64)
-        found, members = [empty, empty], dict[str, Tensor]()
-        if task.round >= self.onset:
-            generator = _local.generator_of(context, local, task, "centroids")
-            pair = _local.embed_all(local, _local.choose_captions(local, generator), context.training.batch_size)
-            members = self._members(local, pair)
-            found = [
-                empty if z is None else centroids_of(z, members[f"{_MEMBERS}_{modality}"], options.centroids)
-                for modality, z in zip(MODALITIES, pair, strict=True)
-            ]
-        prototypes, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
-        return ClassPrototypes(prototypes.numpy(), counts.numpy(), "both"), members
-
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Average each branch over the silos that trained it; remember everybody's last centroids."""
         options = self.options
@@ -339,25 +244,8 @@ class FedBridge:
         weights = _merge.sample_weights([update.samples for update in updates])
         weights = _merge.damped(weights, torch.tensor(factors, dtype=torch.float64))
         theta = _merge.merge_updates(state.theta, updates, weights, self.fedavg.branches, options.branch_renorm)
-        centroids, counts, versions = (state.tensors[name].clone() for name in (_CENTROIDS, _COUNTS, _VERSIONS))
-        for reply in replies:
-            if reply.base_version < int(versions[reply.silo.index]):
-                continue  # an older report than the one that is known
-            versions[reply.silo.index] = reply.base_version
-            given = take(reply.payloads, ClassPrototypes)
-            own = torch.tensor([_has(reply.silo)]).T.unsqueeze(2)
-            shape = (2, options.centroids)
-            counts[reply.silo.index] = as_tensor(given.counts).view(shape) * own.squeeze(2)
-            rows = unit(as_tensor(given.prototypes)).view(*shape, -1)
-            centroids[reply.silo.index] = rows * own * (counts[reply.silo.index] > 0).unsqueeze(2)
-        if self.context.max_age is not None:
-            counts[round_ - versions > self.context.max_age] = 0
-        tensors = {_CENTROIDS: centroids, _COUNTS: counts, _VERSIONS: versions}
-        return Merged(State(theta, tensors, state.values), {"centroids": float((counts > 0).sum())})
-
-
-def _has(silo: SiloFacts) -> tuple[bool, bool]:
-    return silo.image, silo.text
+        tensors = _centroids.updated(state.tensors, replies, round_, self.context.max_age)
+        return Merged(State(theta, tensors, state.values), {"centroids": _centroids.known(tensors)})
 
 
 PROTOCOL = FedBridge

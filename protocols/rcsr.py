@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.messages import Delta, Geometry, Loss, ModalityPrototypes, Model, Payload, RouterStatistics
+from fedmq.messages import ClassPrototypes, Delta, Geometry, Loss, ModalityPrototypes, Model, Payload, RouterStatistics
 from fedmq.protocol import (
     Context,
     Encoders,
@@ -33,10 +33,11 @@ from fedmq.protocol import (
     take,
 )
 from fedmq.seeds import torch_generator
-from protocols import _fairness, _local, _merge, _personal, _prototypes, _router
-from protocols._losses import anchor, info_nce, local_prototype, prototype_regulariser, unit
+from protocols import _centroids, _fairness, _local, _merge, _personal, _prototypes, _router
+from protocols._losses import anchor, info_nce, local_prototype, nearest_anchor, prototype_regulariser, unit
 from protocols._merge import as_tensor
 from protocols._options import check, refuse_other_bases
+from protocols._reports import Statistics, updated_table
 
 Shared = tuple[Tensor | None, Tensor | None]
 
@@ -50,6 +51,11 @@ class RcsrOptions:
         minimax: multiply by the fairness weights q.
         client_align: the regulariser towards global prototypes (lambda_a of eq 4).
         anchor: anchoring of single-modality silos (eq 3); without it, and without client_align, they stay idle.
+            ``multi`` anchors each sample to the nearest of all silos' centroids of the missing modality, which one
+            prototype draws onto one point; not the paper's. Silos cluster once, when the warm-up is over; until there
+            are centroids the one prototype stands.
+        anchor_centroids: of ``multi``, a silo's centroids of a modality, at most.
+        anchor_support: of ``multi``, least samples behind a centroid.
         filler: what stands for a missing modality's prototype at the coordinator: the global ``ema``, ``zero``, or a
             vector ``learned`` together with the router (our reading: the paper does not say where it is trained).
         tau: temperature of InfoNCE.
@@ -91,7 +97,9 @@ class RcsrOptions:
     router: bool = True
     minimax: bool = True
     client_align: bool = True
-    anchor: bool = True
+    anchor: bool | Literal["multi"] = True
+    anchor_centroids: int = 16
+    anchor_support: int = 4
     filler: Literal["ema", "zero", "learned"] = "ema"
     tau: float = 0.07
     lambda_anc: float = 1.0
@@ -131,6 +139,8 @@ class RcsrOptions:
         for name in ("lambda_anc", "lambda_a", "lambda_s", "beta1", "beta2", "beta4", "beta5", "fair_eta", "fair_tau"):
             check(name, getattr(self, name), 0.0)
         check("warmup", self.warmup, 0)
+        check("anchor_centroids", self.anchor_centroids, 1)
+        check("anchor_support", self.anchor_support, 1)
         check("ema", self.ema, 0.0, 1.0)
         check("fair_ema", self.fair_ema, 0.0, 1.0)
         check("lambda_p", self.lambda_p, 0.0, _personal.STRONGEST)
@@ -141,7 +151,14 @@ class RcsrOptions:
 
 
 def local_loss(
-    image: Tensor | None, text: Tensor | None, *, shared: Shared, options: RcsrOptions, anchored: bool, aligned: bool
+    image: Tensor | None,
+    text: Tensor | None,
+    *,
+    shared: Shared,
+    options: RcsrOptions,
+    anchored: bool,
+    aligned: bool,
+    centroids: Tensor | None = None,
 ) -> Tensor:
     """Eq 5 without its proximal term: InfoNCE or anchoring, plus the prototype regulariser, for one batch.
 
@@ -152,13 +169,16 @@ def local_loss(
         options: weights and temperature.
         anchored: whether a single-modality silo is anchored.
         aligned: whether the regulariser is in; its local prototype is that of the batch (our choice).
+        centroids: [J, d] that samples are anchored to in place of the missing modality's prototype; None takes that.
     """
     terms: list[Tensor] = []
     if image is not None and text is not None:
         terms.append(info_nce(image, text, options.tau))
     elif anchored:
         held, missing = (image, shared[1]) if image is not None else (text, shared[0])
-        if held is not None and missing is not None:
+        if held is not None and centroids is not None:
+            terms.append(options.lambda_anc * nearest_anchor(held, centroids))
+        elif held is not None and missing is not None:
             terms.append(options.lambda_anc * anchor(held, missing))
     if aligned:
         pairs = [
@@ -168,23 +188,6 @@ def local_loss(
         ]
         terms.append(prototype_regulariser(pairs, options.lambda_a))
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
-
-
-@dataclass(frozen=True)
-class Statistics:
-    """What the coordinator knows of M silos, in silo order.
-
-    Args:
-        prototypes: float32 [M, 2, d], zero where the silo lacks the modality.
-        mask: bool [M, 2].
-        geometry: float32 [M, 4].
-        losses: float64 [M].
-    """
-
-    prototypes: Tensor
-    mask: Tensor
-    geometry: Tensor
-    losses: Tensor
 
 
 class Rcsr:
@@ -205,17 +208,31 @@ class Rcsr:
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update and the statistics of eq 6; the mask travels with the prototypes."""
-        return frozenset({Delta, ModalityPrototypes, Geometry, Loss})
+        return frozenset({Delta, ModalityPrototypes, Geometry, Loss, *([ClassPrototypes] if self.multi else [])})
+
+    @property
+    def multi(self) -> bool:
+        """Whether silos are anchored to many centroids."""
+        return self.options.anchor == "multi"
+
+    def check(self, payloads: Sequence[Payload]) -> None:
+        """Check the centroids' shape, where there are any.
+
+        Raises:
+            RemoteWireError: another number of rows or columns.
+        """
+        if self.multi:
+            _centroids.check(payloads, self.options.anchor_centroids, self.context.dim)
 
     # ----------------------------------------------------------------------- the silo's half
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs, then the report of eq 6; the update is kept as the next one's reference."""
         base = _local.load_model(local, take(task.payloads, Model).buffer)
         received = _prototypes.read_download(take(task.payloads, ModalityPrototypes))
-        loss = self._loss(local, received)
+        loss = self._loss(local, received, _centroids.received(task.payloads))
         work = None if loss is None else _local.EveryBatch(local, self.context.training.batch_size, loss)
         outcome = _local.train_epochs(local, self.context, task, base, work, lambda_s=self.options.lambda_s)
-        kept = {"previous_update": outcome.delta.clone(), **self._personal(local, task, received)}
+        kept: Mapping[str, Tensor] = {"previous_update": outcome.delta.clone(), **self._personal(local, task, received)}
         samples = len(local.share)
         geometry = _router.geometry(
             outcome.delta,
@@ -225,12 +242,18 @@ class Rcsr:
             samples,
         )
         filler = received if self.options.filler == "ema" else (None, None)
-        payloads = (
+        payloads: tuple[Payload, ...] = (
             _local.delta_payload(self.context, outcome, samples),
             _prototypes.upload(_local.own_prototypes(local, self.context, task), filler),
             Geometry(values=geometry.float().numpy()),
             Loss(value=max(0.0, outcome.loss)),  # 1 - cos may round to just below 0
         )
+        if self.multi:
+            begun, most = task.round >= self.options.warmup, self.options.anchor_centroids
+            centroids, members = _centroids.report(
+                local, self.context, task, most, self.options.anchor_support, begun=begun
+            )
+            payloads, kept = (*payloads, centroids), {**kept, **members}
         return Trained(payloads, kept, outcome.loss)
 
     @property
@@ -256,7 +279,8 @@ class Rcsr:
         ):
             return _personal.kept(local)
         # Eq 2 or eq 3 on personalised features; the regulariser of eq 4 is about what is shared.
-        loss = partial(local_loss, shared=received, options=options, anchored=True, aligned=False)
+        centroids = _centroids.received(task.payloads)
+        loss = partial(local_loss, shared=received, options=options, anchored=True, aligned=False, centroids=centroids)
         tuning = _personal.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
         strength = self._strength(task.payloads)
         return {_personal.STATE: _personal.fine_tuned(local, self.context, task, tuning, strength, loss)}
@@ -266,7 +290,7 @@ class Rcsr:
         _local.load_model(local, take(payloads, Model).buffer)
         return _personal.encoders(local, self._strength(payloads))
 
-    def _loss(self, local: Local, received: Shared) -> _local.LossFunction | None:
+    def _loss(self, local: Local, received: Shared, centroids: Tensor | None) -> _local.LossFunction | None:
         """The silo's loss; None while it has no term, as a single-modality silo before the first prototypes."""
         options, silo = self.options, local.silo
         device = local.model.flat.device
@@ -277,7 +301,10 @@ class Rcsr:
         aligned = options.client_align and options.lambda_a > 0 and known
         if not (silo.paired or anchored or aligned):
             return None
-        return partial(local_loss, shared=(image, text), options=options, anchored=anchored, aligned=aligned)
+        many = None if centroids is None else centroids.to(device)
+        return partial(
+            local_loss, shared=(image, text), options=options, anchored=anchored, aligned=aligned, centroids=many
+        )
 
     # ----------------------------------------------------------------------- the coordinator's half
     def initial(self, theta: Tensor) -> State:
@@ -286,6 +313,7 @@ class Rcsr:
         router = _router.initial(self.router, torch_generator(self.context.seed, "rcsr", "router"))
         tensors = {
             **_prototypes.initial(dim),
+            **(_centroids.initial(self.context, self.options.anchor_centroids) if self.multi else {}),
             "fair_log_q": torch.full((count,), 1 / count, dtype=torch.float64).log(),
             "fair_running": torch.zeros(3, dtype=torch.float64),
             "fair_seen": torch.zeros(3, dtype=torch.bool),
@@ -304,8 +332,10 @@ class Rcsr:
         return State(theta, tensors, {"merges": 0, "router_steps": 0})
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The model and the global prototypes."""
-        down = (state.model(self.context.layout), _prototypes.download(state.tensors))
+        """The model and the global prototypes, and what else the options ask for."""
+        down: tuple[Payload, ...] = (state.model(self.context.layout), _prototypes.download(state.tensors))
+        if self.multi:
+            down = (*down, *_centroids.download(state.tensors, silo))
         if self.options.personal != "router":
             return down
         return (*down, RouterStatistics(weight=float(state.tensors["personal_weights"][silo.index])))
@@ -353,8 +383,13 @@ class Rcsr:
         )
         router = {"router": adam.values, "router_first": adam.first, "router_second": adam.second}
         log |= {"weight_entropy": float(_router.entropy(weights)), "weight_largest": float(weights.max())}
+        many: Mapping[str, Tensor] = {}
+        if self.multi:
+            many = _centroids.updated(tensors, replies, round_, self.context.max_age)
+            log["centroids"] = _centroids.known(many)
         values = {**state.values, "merges": state.values["merges"] + 1, "router_steps": adam.steps}
-        return Merged(State(theta, {**tensors, **table, **prototypes, **fairness, **router, **personal}, values), log)
+        kept = {**tensors, **table, **prototypes, **fairness, **router, **personal, **many}
+        return Merged(State(theta, kept, values), log)
 
     def _told(self, tensors: Mapping[str, Tensor], rows: Tensor, weights: Tensor, among: int) -> dict[str, Tensor]:
         """The router weights that silos will be told, each its own (eq 13); relative to equal ones of ``among``."""
@@ -405,7 +440,11 @@ class Rcsr:
                 return unit(_router.views(router, self.router)["filler"])
 
     def _scores(
-        self, router: Tensor, pool: Statistics, tensors: Mapping[str, Tensor], generator: torch.Generator | None
+        self,
+        router: Tensor,
+        pool: Statistics,
+        tensors: Mapping[str, Tensor],
+        generator: torch.Generator | None,
     ) -> tuple[Tensor, Tensor]:
         """Router weights [M] (eq 7) and the filled prototypes [M, 2, d] they were computed from."""
         prototypes = _router.filled(pool.prototypes, pool.mask, self._filler(router, tensors))
@@ -474,28 +513,6 @@ def router_loss(weights: Tensor, prototypes: Tensor, mask: Tensor, target: Tenso
     alignment = _router.alignment_consistency(weights, prototypes, target, options.eq9_half)
     loss = consistency + options.beta5 * alignment
     return functional.softplus(loss) if options.router_softplus else loss
-
-
-def updated_table(
-    tensors: Mapping[str, Tensor], rows: Tensor, statistics: Statistics, versions: Sequence[int]
-) -> dict[str, Tensor]:
-    """The table of last-known statistics after a merge; a reply older than the entry leaves it alone.
-
-    Args:
-        tensors: holding the table.
-        rows: int64 [M] silo of each report.
-        statistics: the reports.
-        versions: [M] the version each stands on.
-    """
-    table = {name: tensors[name].clone() for name in tensors if name.startswith("table_")}
-    for at, (row, version) in enumerate(zip(rows.tolist(), versions, strict=True)):
-        if version < int(table["table_versions"][row]):
-            continue
-        table["table_versions"][row] = version
-        table["table_prototypes"][row] = statistics.prototypes[at]
-        table["table_geometry"][row] = statistics.geometry[at]
-        table["table_losses"][row] = statistics.losses[at]
-    return table
 
 
 PROTOCOL = Rcsr

@@ -10,7 +10,7 @@ import torch
 
 from fedmq.messages import ClassPrototypes, Delta
 from fedmq.protocol import Reply, take
-from protocols import fedbridge
+from protocols import _centroids, fedbridge
 from tests.protocol_world import DIM, world
 
 NOW = {"warmup": 0.0, "support": 2, "centroids": 3}
@@ -36,18 +36,18 @@ def test_silos_that_lack_a_modality_idle_through_the_warm_up() -> None:
 
 def test_a_centroid_of_fewer_samples_than_the_support_is_never_reported() -> None:
     z = torch.cat([unit(1, 8).expand(9, 8), -unit(1, 8).expand(2, 8)])
-    found, sizes = fedbridge.centroids_of(z, fedbridge.members_of(z, 4, 3, np.random.default_rng(1)), 4)
+    found, sizes = _centroids.centroids_of(z, _centroids.members_of(z, 4, 3, np.random.default_rng(1)), 4)
     assert sizes.tolist().count(9) == 1
     assert all(size == 0 or size >= 3 for size in sizes.tolist())
     assert not found[sizes == 0].any()
-    assert fedbridge.members_of(unit(2, 8), 4, 3, np.random.default_rng(1)).tolist() == [-1, -1]
+    assert _centroids.members_of(unit(2, 8), 4, 3, np.random.default_rng(1)).tolist() == [-1, -1]
 
 
 def test_centroids_are_of_unit_length_and_the_same_for_the_same_seed() -> None:
     z = unit(40, 8)
-    members = [fedbridge.members_of(z, 5, 3, np.random.default_rng(7)) for _ in range(2)]
+    members = [_centroids.members_of(z, 5, 3, np.random.default_rng(7)) for _ in range(2)]
     assert torch.equal(*members)
-    found, sizes = fedbridge.centroids_of(z, members[0], 5)
+    found, sizes = _centroids.centroids_of(z, members[0], 5)
     assert torch.allclose(found[sizes > 0].norm(dim=1), torch.ones(int((sizes > 0).sum())), atol=1e-6)
     mean = torch.nn.functional.normalize(z[members[0] == 0].mean(0), dim=0)
     torch.testing.assert_close(found[0], mean)
@@ -58,7 +58,7 @@ def test_a_centroid_is_of_the_same_items_in_every_report() -> None:
     silo = run.context.silos[0]
     first = run.train(silo)
     members = {name: value.clone() for name, value in first.state.items()}
-    assert sorted(members) == ["bridge_members_image", "bridge_members_text"]
+    assert sorted(members) == ["centroid_members_image", "centroid_members_text"]
     for _ in range(3):
         run.round()
     last = run.train(silo)
@@ -74,7 +74,7 @@ def test_no_centroid_is_reported_before_the_warm_up_is_over() -> None:
     kept = []
     for _ in range(4):
         known.append(run.round()["centroids"])
-        kept.append(any(name.startswith("bridge_members") for name in run.personal[0]))
+        kept.append(any(name.startswith("centroid_members") for name in run.personal[0]))
     assert known[:2] == [0.0, 0.0]
     assert known[2] > 0
     assert kept == [False, False, True, True]
@@ -94,9 +94,9 @@ def test_an_older_report_does_not_take_the_place_of_a_newer_one() -> None:
     silo = run.context.silos[0]
     run.round([silo])
     run.round([silo])
-    before = run.state.tensors["bridge_centroids"][silo.index]
+    before = run.state.tensors["centroids"][silo.index]
     late = run.reply(silo, run.train(silo), staleness=2)
-    after = run.protocol.merge(run.state, [late], run.version).state.tensors["bridge_centroids"][silo.index]
+    after = run.protocol.merge(run.state, [late], run.version).state.tensors["centroids"][silo.index]
     assert torch.equal(before, after)
 
 
@@ -119,8 +119,8 @@ def test_what_a_silo_reports_of_a_modality_it_lacks_is_not_believed() -> None:
     forged = ClassPrototypes(np.ones((6, DIM), np.float32), np.full(6, 9, np.int64), "both")
     payloads = tuple(forged if isinstance(each, ClassPrototypes) else each for each in image_only.payloads)
     merged = run.protocol.merge(run.state, [dataclasses.replace(image_only, payloads=payloads)], 0).state
-    assert merged.tensors["bridge_counts"][image_only.silo.index, 0].all()
-    assert not merged.tensors["bridge_counts"][image_only.silo.index, 1].any()
+    assert merged.tensors["centroid_counts"][image_only.silo.index, 0].all()
+    assert not merged.tensors["centroid_counts"][image_only.silo.index, 1].any()
 
 
 def test_the_assignment_loss_is_least_where_the_teacher_is_and_follows_its_sharper_choice() -> None:

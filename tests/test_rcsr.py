@@ -12,11 +12,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmq.messages import Geometry, Loss, ModalityPrototypes, RouterStatistics
+from fedmq.messages import ClassPrototypes, Geometry, Loss, ModalityPrototypes, RouterStatistics
 from fedmq.protocol import Reply, State, take
 from fedmq.scenario import Training
 from protocols import _fairness, _merge, _prototypes, _router
-from protocols._losses import info_nce
+from protocols._centroids import MEMBERS
+from protocols._losses import anchor, info_nce, nearest_anchor, unit
 from tests.protocol_world import DIM, MIXED, World, equal_states, world
 
 OFF = {"router": False, "minimax": False, "client_align": False, "anchor": False, "lambda_s": 0.0}
@@ -259,6 +260,7 @@ def test_every_filler_runs_and_the_learned_one_is_learned(filler: str, mask: str
         {"eq9_half": True, "router_softplus": True, "beta4": 0.1, "fair_update": "code", "ema": 0.95, "warmup": 0},
         {"fair_update": "paper", "fair_center": False, "masked_pc": False, "masked_ema": False, "proto_unit": False},
         {"branch_renorm": False},
+        {"anchor": "multi", "anchor_centroids": 3, "anchor_support": 2},
     ],
     ids="+".join,
 )
@@ -269,6 +271,36 @@ def test_every_ablation_runs_and_changes_the_result(changes: dict[str, Any]) -> 
         other.round()
     assert torch.isfinite(other.state.theta).all()
     assert not torch.equal(full.state.theta, other.state.theta)
+
+
+def test_many_anchors_draw_each_sample_to_the_nearest_and_one_is_the_printed_anchor() -> None:
+    z, many = unit(torch.randn(5, DIM)), unit(torch.randn(3, DIM))
+    cosines = z @ many.T
+    assert torch.allclose(nearest_anchor(z, many), 1 - torch.stack([row.max() for row in cosines]).mean())
+    assert torch.allclose(nearest_anchor(z, many[:1]), anchor(z, many[0]))
+
+
+def test_silos_that_lack_a_modality_get_all_centroids_of_it_once_the_warm_up_is_over() -> None:
+    options = {"anchor": "multi", "anchor_centroids": 3, "anchor_support": 2, "warmup": 2}
+    run = world("rcsr", options, kinds=((True, True), (True, False), (False, True)), sizes=(8, 8, 8))
+
+    def down() -> list[ClassPrototypes | None]:
+        tasks = [run.protocol.task(run.state, silo) for silo in run.eligible]
+        return [next((each for each in task if isinstance(each, ClassPrototypes)), None) for task in tasks]
+
+    for _ in range(2):
+        assert down() == [None, None, None]
+        run.round()
+    run.round()
+    paired, image_only, text_only = down()
+    assert paired is None
+    assert image_only is not None
+    assert text_only is not None
+    assert (image_only.modality, text_only.modality) == ("text", "image")
+    assert min(image_only.counts) >= 2
+    assert len(image_only.counts) > 3  # of the paired silo and of the text-only one
+    assert MEMBERS + "_text" not in run.personal[1]
+    assert MEMBERS + "_image" in run.personal[1]
 
 
 # ------------------------------------------------------------------------- the report

@@ -336,7 +336,7 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
     run = run_name(scenario)
     log = MessageLog(RunFolder(arguments.out).messages(NAME), NAME, clock)
     log.note("started", run=run)
-    link = Link(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"])
+    link = Link(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
     try:
         world = build_world(scenario, folder=arguments.data)
         evaluator = Evaluator(scenario, world, device_of(arguments.device or scenario.device))

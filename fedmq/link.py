@@ -27,6 +27,8 @@ BEAT_SECONDS = 2.0
 #: Beats without a word after which a peer counts as lost.
 LOST_BEATS = 2
 _HELLO_SECONDS = 2.0
+#: Hellos without an answer after which the silo's own terminal is told, once until there is a session.
+_PATIENT_HELLOS = 5
 #: How long the thread waits before it looks at the clock again [ms].
 _TURN_MILLISECONDS = 250
 #: Turns after which a message that finds no room is given up, and the session with it.
@@ -44,6 +46,8 @@ class Link:
         log: the message log of this process; written by the link's thread only.
         clock: for liveness.
         now: the run's time as this process knows it [s].
+        progress: told a line, from the link's thread, when nobody answers for a while. A coordinator that refuses a
+            hello does not answer it: anybody may have sent it.
     """
 
     def __init__(
@@ -55,7 +59,9 @@ class Link:
         log: MessageLog,
         clock: Clock,
         now: Callable[[], float],
+        progress: Callable[[str], None] = lambda _: None,
     ) -> None:
+        self._progress, self._unanswered = progress, 0
         self._uri, self._identity, self._accepted, self._run = uri, identity, accepted, run
         self._log, self._clock, self._now = log, clock, now
         self._inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
@@ -159,6 +165,7 @@ class Link:
                 self._asked, self._connections = now, max(1, connection.established())
                 self._log.handshake("sent", "hello", COORDINATOR, sum(map(len, frames)))
                 connection.send(frames)
+                self._tell_unanswered()
         elif now - self._beat >= BEAT_SECONDS:
             self._beat = now
             header = Header(
@@ -170,6 +177,15 @@ class Link:
                 sent_at=self._now(),
             )
             self._put(connection, self._session, Message(header))
+
+    def _tell_unanswered(self) -> None:
+        self._unanswered += 1
+        if self._unanswered == _PATIENT_HELLOS + 1:
+            self._progress(
+                f"{self._identity.name}: no answer from {self._uri} for {_PATIENT_HELLOS * _HELLO_SECONDS:.0f} s: no "
+                f"coordinator listens there yet, or it runs another scenario (here run {self._run}), or it does not "
+                f"know this key of {self._identity.name}; its own message log says which"
+            )
 
     def _put(self, connection: Connection, session: Session, message: Message) -> None:
         sealed = seal_message(session, message)
@@ -224,5 +240,5 @@ class Link:
         self._log.handshake("received", "welcome", COORDINATOR, size)
         self._log.handshake("sent", "ready", COORDINATOR, sum(memoryview(frame).nbytes for frame in ready))
         connection.send(ready)
-        self._session = session
+        self._session, self._unanswered = session, 0
         self._heard = self._beat = self._clock.stopwatch()

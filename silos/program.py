@@ -194,7 +194,7 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
     log.note("started", run=run)
     slots = Slots(slots_folder(run), scenario.slots)
     # The run's time, as far as a silo knows it, is the time stamped on its last task.
-    link = Link(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"])
+    link = Link(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
     try:
         # Data first: a silo that shakes hands is ready for tasks.
         pooled = protocols.pooled(scenario.protocol.name)

@@ -91,6 +91,37 @@ def test_after_its_stop_nothing_is_said_to_the_coordinator(tmp_path: Path) -> No
     assert records(tmp_path, "sent") == ["hello", "ready"]
 
 
+class Hurried(WallClock):
+    """Ten seconds of waiting in half a second."""
+
+    def stopwatch(self) -> float:
+        """Twenty times what has passed."""
+        return 20 * super().stopwatch()
+
+
+@pytest.mark.parametrize("theirs", [None, "link-0-anotherrun000"])
+def test_a_silo_that_nobody_answers_says_so_once(tmp_path: Path, theirs: str | None) -> None:
+    keys, uri, told, clock = tmp_path / "keys", f"memory://{tmp_path.name}", list[str](), Hurried()
+    init_keys(keys, (COORDINATOR, SILO))
+    listener, own = listen(uri), MessageLog(tmp_path / f"{SILO}.jsonl", SILO, clock)
+    link = Link(uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, clock, lambda: 0.0, told.append)
+    with MessageLog(tmp_path / f"{COORDINATOR}.jsonl", COORDINATOR, clock) as log:
+        identity = load_identity(keys, COORDINATOR)
+        roster = Roster(listener, identity, load_accepted(keys), theirs or RUN, log, clock, max_body=1 << 20)
+        link.start()
+        until = time.monotonic() + 10
+        while len(records(tmp_path, "sent")) < 9 and time.monotonic() < until:
+            got = listener.receive(0.1)
+            if got is not None and theirs is not None:
+                roster.take(*got)
+    link.close()
+    listener.close()
+    (line,) = told
+    assert line.startswith(f"silo-00: no answer from {uri} for 10 s.")
+    assert RUN in line
+    assert bool(roster.refused) == (theirs is not None)
+
+
 @pytest.mark.parametrize("program", ["silo", "evaluator"])
 def test_who_cannot_read_its_data_says_so_and_nothing_else(tiny: Path, tmp_path: Path, program: str) -> None:
     scenario, keys = resolved(tiny, f"data.path={tmp_path}/nothing.npz"), tmp_path / "keys"

@@ -330,7 +330,7 @@ def data_list() -> None:
     from fedmq.data import sets  # noqa: PLC0415
 
     table = Table("data.name", "what it is")
-    for name, summary in {**sets.OTHERS, **{name: found.summary for name, found in sets.SETS.items()}}.items():
+    for name, summary in {**{name: found.summary for name, found in sets.SETS.items()}, **sets.OTHERS}.items():
         table.add_row(name, summary)
     out.print(table)
     out.print("docs/data.md shows the layout that each is read from", highlight=False)

@@ -120,12 +120,8 @@ def of_data(data: Data, backbone: Backbone, prepared: Prepared, name: str) -> So
 def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[tuple[str, ...], ...]:
     """Captions of each item as texts; empty where a data set has vectors only, as any has under ``features``."""
     known: dict[str, tuple[str, ...]] = {}
-    if data.name == "openmoji":
-        from fedmq.data import openmoji  # noqa: PLC0415 - needs optional packages
-
-        known = {item.key: item.captions for item in openmoji.load_items()}
-    elif backbone.name != "features":
-        from fedmq.data.sets import SETS  # noqa: PLC0415 - likewise
+    if backbone.name != "features":
+        from fedmq.data.sets import SETS  # noqa: PLC0415 - loaders need optional packages
 
         found = SETS[data.name].read(data)
         known = dict(zip(found.keys, found.captions, strict=True))

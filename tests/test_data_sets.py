@@ -469,7 +469,7 @@ def test_the_scenarios_numbers_replace_a_sets_own_split() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({"name": "flicker8k", "path": "x"}, "openmoji, features, flickr8k"),
+        ({"name": "flicker8k", "path": "x"}, "openmoji, flickr8k, flickr30k"),
         ({"name": "coco"}, "data.path is needed"),
         ({"name": "openmoji", "frames": 3}, "data.frames is not for"),
         ({"name": "features", "path": "x", "train": 3}, "data.train is not for"),
@@ -489,7 +489,8 @@ def test_the_document_has_a_layout_and_a_snippet_for_every_set() -> None:
     text = (ROOT / "docs" / "data.md").read_text()
     for name in SETS:
         assert f"| `{name}` |" in text, name
-        assert f"data: {{name: {name}, path:" in text, name
+        path = "}" if name == "openmoji" else ", path:"
+        assert f"data: {{name: {name}{path}" in text, name
 
 
 def test_the_data_set_of_contributing_is_a_data_set(tmp_path: Path) -> None:

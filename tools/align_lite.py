@@ -58,6 +58,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fedmq import seeds
 from fedmq.data import openmoji
 from fedmq.models import lite
+from fedmq.scenario import Data
 
 EMOJI_SETS = {
     "twemoji": "1.2.5",
@@ -535,7 +536,7 @@ def report(cache: Path, splits: Sequence[str], heads: Path) -> None:
     """Zero-shot retrieval on OpenMoji among a split's items, or among all."""
     lite.HEADS = heads
     items = openmoji.load_items()
-    path = cache / f"openmoji-{openmoji.digest()[:16]}.npy"
+    path = cache / f"openmoji-{openmoji.read_openmoji(Data(name='openmoji')).image_digest[:16]}.npy"
     if not path.exists():
         np.save(path, lite.image_features(openmoji.render(item.key) for item in items))
     images = lite.align("image", np.load(path, allow_pickle=False))

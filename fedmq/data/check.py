@@ -15,7 +15,7 @@ from fedmq.data import extract
 from fedmq.data.features import SPLITS
 from fedmq.data.prepared import Progress, cache_folder, tell
 from fedmq.data.raw import RawSet, split_of
-from fedmq.data.sets import OTHERS, SETS
+from fedmq.data.sets import SETS
 from fedmq.errors import InputError
 from fedmq.scenario import Data, Scenario
 from fedmq.world import World, build_world
@@ -141,7 +141,7 @@ def check(scenario: Scenario, progress: Progress | None = None) -> dict[str, Any
         InputError: the data cannot be read, or cannot be shared out as asked.
     """
     data, backbone = scenario.data, scenario.backbone
-    if data.name in OTHERS or backbone.name == "features":
+    if data.name == "openmoji" or backbone.name == "features":
         return {"data": data.name, **_world_facts(build_world(scenario, progress)), "usable": True}
     facts = check_raw(data, progress)
     if facts["usable"] and extract.find(data, backbone, cache_folder(), scenario.seed) is not None:

@@ -29,6 +29,7 @@ class Encoder:
         fit: what happens to a picture right after it was read.
         mean: per channel, where rows are pixels that are normalised later; else empty.
         std: likewise.
+        edge: in pixels, of the pictures that need no scaling; drawings are rendered so.
     """
 
     digest: str
@@ -36,6 +37,7 @@ class Encoder:
     fit: Callable[[Pixels], Pixels] = lambda picture: picture
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
+    edge: int = 224
 
 
 def _batches(encode: Callable[[Array], torch.Tensor], items: Array) -> Array:
@@ -110,14 +112,14 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
     if backbone.adapter_site == "blocks":
         frozen = clip_weights.weights(backbone, seed, cache)
         return Encoder(
-            key_of("pixels", size), _channels_first, lambda picture: fit(picture, size), frozen.mean, frozen.std
+            key_of("pixels", size), _channels_first, lambda picture: fit(picture, size), frozen.mean, frozen.std, size
         )
     tower = functools.cache(lambda: clip.load_tower(clip_weights.weights(backbone, seed, cache), "image", device))
 
     def encode(pictures: Sequence[Pixels]) -> Array:
         return _batches(lambda rows: tower()(torch.from_numpy(rows).to(device)), _channels_first(pictures))
 
-    return Encoder(key_of("image", digest, size), encode, lambda picture: fit(picture, size))
+    return Encoder(key_of("image", digest, size), encode, lambda picture: fit(picture, size), edge=size)
 
 
 def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:

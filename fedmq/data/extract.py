@@ -10,7 +10,7 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.data.encoders import Encoder, image_encoder, text_encoder
+from fedmq.data.openmoji import Drawings
 from fedmq.data.prepared import (
     Prepared,
     Progress,
@@ -205,6 +206,8 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
         raise InputError("backbone.end_to_end", "true with videos", "false: their frames' features are averaged once")
     split = split_of(raw.split, len(raw), data, entry.draw)
     image = image_encoder(backbone, seed, cache, device)
+    if isinstance(raw.pictures, Drawings):
+        raw = replace(raw, pictures=replace(raw.pictures, edge=image.edge))
     text = text_encoder(backbone, seed, cache, device) if kind == "sentences" else None
     image_key = key_of("rows", raw.image_digest, image.digest)
     text_key = key_of("rows", raw.text_digest(kind), text.digest if text else "bag")

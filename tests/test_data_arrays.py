@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedmq.data.arrays import meaning, read_arrays, read_pixels
+from fedmq.data.array_files import meaning
+from fedmq.data.arrays import read_arrays, read_pixels
 from fedmq.data.features import SPLITS
 from fedmq.data.prepared import prepare
 from fedmq.data.sets import SETS
@@ -108,7 +109,7 @@ def test_arrays_of_a_whole_set_get_the_split_its_papers_draw(tmp_path: Path) -> 
 def test_a_split_in_the_file_is_kept(tmp_path: Path) -> None:
     split = np.array(["train"] * 5 + ["test"] * 3)
     np.savez(tmp_path / "a.npz", image=rows(8), text=rows(8), split=split)
-    found = prepare(Data(name="wikipedia", path=tmp_path / "a.npz"), FEATURES, tmp_path / "cache")
+    found = prepare(Data(name="iapr", path=tmp_path / "a.npz"), FEATURES, tmp_path / "cache")
     assert found.split.tolist() == [0] * 5 + [2] * 3
 
 
@@ -250,13 +251,13 @@ def test_hdf5_that_fits_both_ways_is_refused_unless_labels_or_a_split_decide(tmp
     both = {"IAll": rows(20, 6), "TAll": rows(20, 6)}
     refused(saved(tmp_path / "a.h5", both), "items may be rows or columns.*a `split`")
     split = np.array([0] * 15 + [2] * 5)
-    assert len(read_arrays(Data(name="pascal", path=saved(tmp_path / "b.h5", {**both, "split": split})))["image"]) == 20
+    assert len(read_arrays(Data(name="iapr", path=saved(tmp_path / "b.h5", {**both, "split": split})))["image"]) == 20
     turned = {name: value.T for name, value in both.items()}
     found = read_arrays(Data(name="pascal", path=saved(tmp_path / "c.h5", {**turned, "LAll": np.arange(20) % 3})))
     assert np.array_equal(found["image"], both["IAll"])
     # MATLAB's own mark leaves no doubt, and .npz is read as NumPy shows it.
-    assert len(read_arrays(Data(name="pascal", path=matlab_hdf5(tmp_path / "d.mat", **both)))["image"]) == 20
-    assert len(read_arrays(Data(name="pascal", path=saved(tmp_path / "e.npz", both)))["image"]) == 20
+    assert len(read_arrays(Data(name="iapr", path=matlab_hdf5(tmp_path / "d.mat", **both)))["image"]) == 20
+    assert len(read_arrays(Data(name="iapr", path=saved(tmp_path / "e.npz", both)))["image"]) == 20
 
 
 def test_columns_are_suggested_where_rows_do_not_fit_and_nothing_else_decides(tmp_path: Path) -> None:
@@ -274,7 +275,13 @@ def test_only_items_with_a_label_are_left_where_the_scenario_asks_for_it(tmp_pat
     assert found["labels"].any(axis=1).all()
     path = saved(tmp_path / "a.npz", parts(L_tr=None, L_te=None))
     with pytest.raises(InputError, match=r"data\.labelled.*0 items with a label"):
-        read_arrays(Data(name="pascal", path=path, labelled=True))
+        read_arrays(Data(name="iapr", path=path, labelled=True))
+
+
+def test_a_mat_file_cut_off_between_two_arrays_is_refused_where_the_set_has_labels(tmp_path: Path) -> None:
+    cut = saved(tmp_path / "b.mat", parts(L_tr=None, L_te=None))
+    refused(cut, r"no labels.*labels, too, e\.g\. L_tr or LAll: pascal has some")
+    assert "labels" not in read_arrays(Data(name="iapr", path=cut))
 
 
 def test_wikipedias_raw_features_take_their_classes_from_the_lists_beside_them(tmp_path: Path) -> None:
@@ -364,7 +371,7 @@ def test_pixels_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
 def test_arrays_that_do_not_fit_are_named(arrays: dict[str, Any], expected: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(InputError, match=expected):
-        prepare(Data(name="pascal", path=tmp_path / "a.npz", queries=1, val=0), FEATURES, tmp_path / "cache")
+        prepare(Data(name="iapr", path=tmp_path / "a.npz", queries=1, val=0), FEATURES, tmp_path / "cache")
 
 
 @pytest.mark.parametrize("name", ["a.mat", "a.h5", "a.npz"])

@@ -1,346 +1,34 @@
-"""The .mat, .h5 and .npz files that circulate: which array is the image, the text, the labels, and of which part.
+"""Data sets of the .mat, .h5 and .npz files that circulate, of the arrays that ``fedmq.data.array_files`` recognises.
 
-Names are read as words: ``I_tr``, ``train_imgs_deep`` and ``img_train`` are the training images, ``LAll`` and ``Label``
-all labels. An array of two dimensions is features, one of four is pixels. Nothing is ever unpickled.
-
-These files are made by hand and copied over many disks: a part without its labels, parts of unequal width and a file
-that was cut off are refused by name, never read as far as they go.
+These files are made by hand and copied over many disks: a part without its labels and parts of unequal width are
+refused by name.
 """
 
 from __future__ import annotations
 
 import hashlib
-import re
-import struct
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.data.array_files import ENDINGS, Found, Pile, Stored, What, files_of, listed, parts_of, recognise
 from fedmq.data.features import SPLITS, split_codes
 from fedmq.data.folders import WIKIPEDIA_CLASSES, WIKIPEDIA_LISTS, wikipedia_lists, wikipedia_split
-from fedmq.data.pictures import Pixels, Rows, package
+from fedmq.data.pictures import Rows
 from fedmq.data.raw import RawSet, checked, labelled_rows
 from fedmq.errors import InputError
 from fedmq.scenario import Data
 
 Array = npt.NDArray[Any]
-What = Literal["image", "text", "labels"]
 
-ENDINGS = frozenset({".mat", ".h5", ".hdf5", ".h5py", ".npz"})
-_OPENING = threading.Lock()
-HDF5 = b"\x89HDF\r\n\x1a\n"
-PARTS: Mapping[str, frozenset[str]] = {
-    "train": frozenset({"tr", "train", "training"}),
-    "val": frozenset({"val", "valid", "validation"}),
-    "test": frozenset({"te", "test", "query", "q"}),
-    "database": frozenset({"db", "database", "retrieval"}),
-}
-# Labels come first: `train_imgs_labels` are labels.
-WORDS: Mapping[What, frozenset[str]] = {
-    "labels": frozenset({"l", "lab", "labs", "label", "labels", "lall"}),
-    "text": frozenset({"t", "y", "txt", "txts", "text", "texts", "tag", "tags", "sentence", "sentences", "bow"}),
-    "image": frozenset({"i", "f", "x", "img", "imgs", "image", "images"}),
-}
+#: Sets that are made for retrieval by labels.
+LABELLED = frozenset({"mirflickr", "nuswide", "wikipedia", "pascal"})
 #: Coarse and fine labels of the sets with two levels, in the order of their columns (Sun et al. 2019, SHDCH).
 LEVELS: Mapping[str, tuple[int, int]] = {"fashionvc": (8, 27), "ssense": (4, 28)}
-
-
-@dataclass(frozen=True)
-class Stored:
-    """One array in a file.
-
-    Args:
-        path: the file.
-        key: its name there.
-        shape: as MATLAB or NumPy would say it.
-        matlab: stored in HDF5 with the axes the other way round, as MATLAB does.
-        words: holds strings, not numbers.
-    """
-
-    path: Path
-    key: str
-    shape: tuple[int, ...]
-    matlab: bool = False
-    words: bool = False
-
-    @property
-    def place(self) -> str:
-        """What a message calls it."""
-        return f"{self.path}: {self.key}"
-
-    def read(self) -> Array:
-        """The whole array.
-
-        Raises:
-            InputError: unreadable, or of Python objects.
-        """
-        found: Array = _guarded(self.path, self._read)
-        return found
-
-    def numbers(self) -> Array:
-        """The whole array.
-
-        Raises:
-            InputError: unreadable, or not of real numbers.
-        """
-        found = self.read()
-        if found.dtype.kind not in "iufb":
-            raise InputError(self.place, f"dtype {found.dtype}", "real numbers")
-        return found
-
-    def _read(self) -> Array:
-        if self.path.suffix.lower() == ".npz":
-            with np.load(self.path, allow_pickle=False) as opened:
-                return np.asarray(opened[self.key])
-        if _is_hdf5(self.path):
-            with package("h5py", "formats", str(self.path)).File(self.path, "r") as opened:
-                value = np.asarray(opened[self.key][()])
-            return value.transpose() if self.matlab else value
-        value = package("scipy.io", "formats", str(self.path)).loadmat(self.path, variable_names=[self.key])[self.key]
-        # Tags are often stored as a sparse matrix.
-        return np.asarray(value.toarray() if hasattr(value, "toarray") else value)
-
-
-def _is_hdf5(path: Path) -> bool:
-    with path.open("rb") as file:
-        head = file.read(520)
-    return head.startswith(HDF5) or head[512:] == HDF5
-
-
-def _guarded(path: Path, work: Callable[[], Any]) -> Any:
-    """Run a reader; whatever it raises on a broken file becomes one line.
-
-    Raises:
-        InputError: anything went wrong.
-    """
-    try:
-        return work()
-    except InputError:
-        raise
-    except Exception as error:  # SciPy, h5py, zipfile, zlib and NumPy each raise something else on a broken file
-        reason = next(iter(str(error).splitlines()), "") or type(error).__name__
-        raise InputError(str(path), reason, f"a readable {path.suffix} file of plain arrays") from None
-
-
-#: Bytes of a value, by the third digit of a version 4 file's type number.
-_MAT4_BYTES = (8, 4, 4, 2, 2, 1)
-
-
-def _mat_lengths(file: BinaryIO, size: int) -> Iterator[int]:
-    """Where each array of a .mat file of version 4 or 5 ends; nothing where the file is neither."""
-    head = file.read(128)
-    if len(head) < 128 or 0 in head[:4]:
-        start = 0
-        while start + 20 <= size:
-            file.seek(start)
-            fields = file.read(20)
-            order = "<" if struct.unpack("<i", fields[:4])[0] in range(5000) else ">"
-            kind, rows, columns, complex_, name = struct.unpack(f"{order}5i", fields)
-            width = kind // 10 % 10
-            if kind not in range(5000) or width >= len(_MAT4_BYTES) or min(rows, columns, name) < 0:
-                return
-            start += 20 + name + rows * columns * _MAT4_BYTES[width] * (2 if complex_ else 1)
-            yield start
-        if start < size:
-            yield start + 20
-        return
-    start, known = 128, {b"IM": "<", b"MI": ">"}.get(head[126:128])
-    while known and start < size:
-        file.seek(start)
-        tag = file.read(8)
-        start += 8 + (struct.unpack(f"{known}I", tag[4:])[0] if len(tag) == 8 else 0)
-        yield start
-
-
-def _complete(path: Path) -> None:
-    """Look whether a .mat file ends where its last array does: SciPy lists the arrays of a cut one as far as they go.
-
-    Raises:
-        InputError: it ends before.
-    """
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if any(end > size for end in _mat_lengths(file, size)):
-            raise InputError(str(path), f"a file cut off after {size} bytes", "a whole .mat file")
-
-
-def _inside(path: Path) -> list[Stored]:
-    """The arrays of one file, without reading them."""
-    if path.suffix.lower() == ".npz":
-        with np.load(path, allow_pickle=False) as opened:
-            # The header of each member has its shape.
-            return [_npy_header(opened, path, key) for key in opened.files]
-    if _is_hdf5(path):
-        with package("h5py", "formats", str(path)).File(path, "r") as opened:
-            datasets = {
-                key: value for key, value in opened.items() if hasattr(value, "shape") and value.dtype.kind in "iufb"
-            }
-            facts = [
-                (key, tuple(map(int, value.shape)), "MATLAB_class" in value.attrs) for key, value in datasets.items()
-            ]
-        return [Stored(path, key, shape[::-1] if matlab else shape, matlab) for key, shape, matlab in facts]
-    _complete(path)
-    listed = package("scipy.io", "formats", str(path)).whosmat(path)
-    return [
-        Stored(path, key, tuple(map(int, shape)), words=kind == "char")
-        for key, shape, kind in listed
-        if kind not in ("cell", "struct", "object")
-    ]
-
-
-def _listed(path: Path) -> list[Stored]:
-    found: list[Stored] = _guarded(path, lambda: _inside(path))
-    return found
-
-
-def _npy_header(opened: Any, path: Path, key: str) -> Stored:
-    with opened.zip.open(f"{key}.npy") as member:
-        version = np.lib.format.read_magic(member)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, _, kind = read(member)
-        return Stored(path, key, tuple(map(int, shape)), words=kind.kind in "US")
-
-
-def files_of(path: Path) -> list[Path]:
-    """The files with arrays: the path itself, or those in the folder."""
-    if path.is_dir():
-        return sorted(file for file in path.iterdir() if file.suffix.lower() in ENDINGS)
-    return [path] if path.suffix.lower() in ENDINGS else []
-
-
-def meaning(key: str) -> tuple[str, What] | None:
-    """The part (``all``, or a split) and what an array is, from the words of its name; None where they do not say.
-
-    >>> meaning("train_imgs_labels"), meaning("I_te"), meaning("YAll")
-    (('train', 'labels'), ('test', 'image'), ('all', 'text'))
-    """
-    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[A-Z]", key)}
-    part = next((part for part, known in PARTS.items() if words & known), "all")
-    return next(((part, what) for what, known in WORDS.items() if words & known), None)
-
-
-Found = dict[tuple[str, What], Stored]
-
-
-def recognise(path: Path, pixels: bool) -> Found:
-    """Which array is what.
-
-    Args:
-        path: a file, or a folder whose files belong together.
-        pixels: whether the images wanted are pixels (four dimensions) or features (two).
-
-    Returns:
-        By part and meaning; parts are either ``all`` or splits.
-
-    Raises:
-        InputError: a file is unreadable, two arrays are the same thing, or items lie in columns.
-    """
-    found: Found = {}
-    split: Stored | None = None
-    for file in files_of(path):
-        for array in _listed(file):
-            if array.key == "split":
-                split = array
-            known = meaning(array.key)
-            if known is None or (known[1] == "image" and (len(array.shape) == 4) != pixels) or not array.shape:
-                continue
-            # Names of labels, of images or of tags are not what they name.
-            if array.words:
-                continue
-            before = found.get(known)
-            # Labels are often there once for each modality, and agree.
-            if before is not None and known[1] != "labels":
-                raise InputError(str(path), f"{before.key} and {array.key}, both {known[0]} {known[1]}", "one of them")
-            found.setdefault(known, array)
-    return _upright(found, str(path), split)
-
-
-def _turned(array: Stored) -> Stored:
-    return replace(array, matlab=not array.matlab, shape=array.shape[::-1])
-
-
-def _rows_of(what: What, shape: tuple[int, ...]) -> set[int]:
-    """How many items an array may have."""
-    if len(shape) == 4:
-        return {shape[0], shape[-1]}
-    if what == "labels" and len(shape) == 2 and 1 in shape:
-        return {max(shape)}
-    return {shape[0]}
-
-
-def _consistent(found: Found, split: Stored | None) -> bool:
-    """Whether the arrays of each part have equally many items, and those of one meaning are equally wide."""
-    for part in {part for part, _ in found}:
-        counts = [_rows_of(what, array.shape) for (other, what), array in found.items() if other == part]
-        counts += [{max(split.shape, default=0)}] if split is not None and part == "all" else []
-        if not set.intersection(*counts):
-            return False
-    widths: dict[What, set[tuple[int, ...]]] = {what: set() for what in WORDS}
-    for (_, what), array in found.items():
-        if what != "labels" or 1 not in array.shape:
-            widths[what].add(array.shape[1:])
-    return all(len(each) < 2 for each in widths.values())
-
-
-def _upright(found: Found, place: str, split: Stored | None) -> Found:
-    """The arrays with items in rows.
-
-    MATLAB marks what it writes to HDF5, and there all axes are the other way round. Other programs that write HDF5 do
-    the one or the other without a mark: what counts is which way the arrays fit each other.
-
-    Raises:
-        InputError: both ways fit, or only columns do in a file whose axes are as it says.
-    """
-
-    def turn(which: Callable[[Stored], bool]) -> Found:
-        return {
-            known: _turned(array) if len(array.shape) in (2, 3) and which(array) else array
-            for known, array in found.items()
-        }
-
-    def unmarked(array: Stored) -> bool:
-        return not array.matlab and array.path.suffix.lower() != ".npz" and _is_hdf5(array.path)
-
-    shown = ", ".join(f"{array.key} {list(array.shape)}" for array in found.values())
-    fits, columns = _consistent(found, split), turn(unmarked)
-    if columns != found and _consistent(columns, split):
-        if fits:
-            allowed = "labels or a `split` of as many values as there are items, or an .npz file: items are its rows"
-            raise InputError(place, f"{shown}: items may be rows or columns", allowed)
-        # Two arrays alone may as well be rows of which one has lost some.
-        if len(found) > 2:
-            return columns
-    if not fits and _consistent(turn(lambda _: True), split):
-        raise InputError(
-            place,
-            f"{shown}: not equally many rows",
-            "an item in each row; where items are columns, transpose the arrays",
-        )
-    return found
-
-
-def parts_of(found: Mapping[tuple[str, What], Stored], place: str) -> list[str]:
-    """The parts there are: ``["all"]``, or splits that each have image and text.
-
-    Raises:
-        InputError: an image array without its text or the other way round, or none at all.
-    """
-    parts = sorted({part for part, what in found if what != "labels"}, key=("all", *SPLITS).index)
-    if "all" in parts:
-        parts = ["all"]
-    lacking = [f"{part} {what}" for part in parts for what in ("image", "text") if (part, what) not in found]
-    if lacking or not parts:
-        names = ", ".join(stored.key for stored in found.values()) or "no array that is known"
-        allowed = "image and text under names like I_tr, T_tr, L_tr, I_te, T_te, L_te or IAll, TAll, LAll"
-        raise InputError(place, f"{names}; no {lacking[0] if lacking else 'image'}", allowed)
-    return parts
 
 
 def _flat_labels(stored: Stored, n: int) -> Array:
@@ -429,7 +117,11 @@ def read_arrays(data: Data) -> dict[str, Array]:
     arrays.update(_labels(found, sizes, data))
     if data.name == "wikipedia" and "labels" not in arrays:
         arrays.update(_wikipedia(path if path.is_dir() else path.parent, sizes))
-    own = next((array for file in files_of(path) for array in _listed(file) if array.key == "split"), None)
+    if "labels" not in arrays and data.name in LABELLED:
+        # A .mat file that was cut off between two arrays looks like a whole one that has fewer.
+        names = ", ".join(stored.key for stored in found.values())
+        raise InputError(str(path), f"{names}; no labels", f"labels, too, e.g. L_tr or LAll: {data.name} has some")
+    own = next((array for file in files_of(path) for array in listed(file) if array.key == "split"), None)
     if parts == ["all"] and own is not None:
         arrays["split"] = split_codes(path, own.read(), len(arrays["image"]))
     elif parts != ["all"]:
@@ -498,57 +190,6 @@ def _again(arrays: Mapping[str, Array], sizes: Mapping[str, int]) -> npt.NDArray
 
 
 # --- pixels ---------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Pile:
-    """Pictures of one stored array, for ``pictures.Rows``; rows of an HDF5 file are read one by one.
-
-    Args:
-        stored: of four dimensions; one of the ends counts the pictures, one of the rest the three channels.
-        n: pictures.
-    """
-
-    stored: Stored
-    n: int
-
-    def __len__(self) -> int:
-        return self.n
-
-    @property
-    def place(self) -> str:
-        """What a message calls it."""
-        return self.stored.place
-
-    @cached_property
-    def stamp(self) -> str:
-        """The file's name, size and time of change, and the array's name."""
-        about = self.stored.path.stat()
-        return f"{self.stored.path.name}|{about.st_size}|{about.st_mtime_ns}|{self.stored.key}"
-
-    @cached_property
-    def _source(self) -> Any:
-        path = self.stored.path
-        if path.suffix.lower() != ".npz" and _is_hdf5(path):
-            return _guarded(path, lambda: package("h5py", "formats", str(path)).File(path, "r")[self.stored.key])
-        return self.stored.read()
-
-    def picture(self, row: int) -> Pixels:
-        """uint8 [height, width, 3]."""
-        # A file of version 5 is read as a whole: once, not by every thread that asks first.
-        with _OPENING:
-            source = self._source
-        found = _guarded(
-            self.stored.path, lambda: np.asarray(source[row] if source.shape[0] == self.n else source[..., row])
-        )
-        # A picture that MATLAB stored in HDF5 comes with all its axes the other way round.
-        found = found.transpose() if self.stored.matlab else found
-        found = found.transpose(1, 2, 0) if found.shape[2] != 3 and found.shape[0] == 3 else found
-        if found.ndim != 3 or found.shape[2] != 3 or found.dtype.kind not in "ui":
-            raise InputError(
-                f"{self.place}[{row}]", f"{found.dtype} {list(found.shape)}", "whole numbers 0 to 255 in three channels"
-            )
-        return np.ascontiguousarray(np.clip(found, 0, 255).astype(np.uint8))
 
 
 def holds_pixels(data: Data) -> bool:

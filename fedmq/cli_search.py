@@ -54,7 +54,9 @@ def add_search(app: typer.Typer, bar: Bar) -> None:
         item: Annotated[
             str | None, typer.Option("--item", metavar="KEY", help="An item of the gallery to look for.")
         ] = None,
-        side: Annotated[Side, typer.Option("--side", help="Which side of --item is the query.")] = Side.IMAGE,
+        side: Annotated[
+            Side | None, typer.Option("--side", help="Which side of --item is the query; its image by default.")
+        ] = None,
         among: Annotated[
             Among | None,
             typer.Option("--among", help="What to look through; by default what the query is not, image or text."),
@@ -76,7 +78,7 @@ def add_search(app: typer.Typer, bar: Bar) -> None:
 
         for name, given in (("TEXT", text), ("--item", item)):
             whole(given or "", f"search: {name}")
-        query = search.Query(text, image, item, side.value)
+        query = search.Query(text, image, item, None if side is None else side.value)
         found = search.find(
             open_release(run, device),
             query,

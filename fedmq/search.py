@@ -44,25 +44,27 @@ class Query:
         text: anything.
         image: a picture file.
         item: the name of an item of the gallery.
-        side: which side of ``item`` is the query.
+        side: which side of ``item`` is the query; None is its image.
     """
 
     text: str | None = None
     image: Path | None = None
     item: str | None = None
-    side: Modality = "image"
+    side: Modality | None = None
 
     def __post_init__(self) -> None:
         given = sum(each is not None for each in (self.text, self.image, self.item))
         if given != 1:
             found = f"{given} queries" if given else "no query"
             raise InputError("search", found, "one of TEXT, --image FILE and --item KEY")
+        if self.side is not None and self.item is None:
+            raise InputError("search: --side", self.side, "for --item alone: TEXT and --image are one side each")
 
     @property
     def modality(self) -> Modality:
         """Which tower it goes through."""
         if self.item is not None:
-            return self.side
+            return self.side or "image"
         return "text" if self.text is not None else "image"
 
 
@@ -107,7 +109,7 @@ def find(
     encoded = None if query.item is not None else _encoded(release, query)
     gallery = export(release, chosen, progress)
     if encoded is None:
-        vector = _item_vector(gallery, str(query.item), query.side)
+        vector = _item_vector(gallery, str(query.item), query.modality)
     else:
         model = release.model(gallery.prepared, (query.modality,))
         vector = embed(model, query.modality, [encoded], lambda _: None)

@@ -198,6 +198,8 @@ def test_what_cannot_be_searched_is_refused_by_name(embeddings: Release, tmp_pat
         by_item(embeddings, "0007")
     with pytest.raises(InputError, match="one of TEXT"):
         search.Query(text="a dog", item="000007")
+    with pytest.raises(InputError, match=r"--side.*for --item alone"):
+        search.Query(text="a dog", side="image")
     with pytest.raises(InputError, match="a run folder"):
         open_release(tmp_path)
     (embeddings.run.model / "config.json").unlink()

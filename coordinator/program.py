@@ -28,7 +28,7 @@ from coordinator.rounds import Phase, Rounds
 from coordinator.setting import Setting
 from coordinator.tally import Tally
 from coordinator.trouble import Order, Trouble
-from fedmq import report
+from fedmq import privacy, report
 from fedmq.audit import INLINE, MessageLog
 from fedmq.clock import Clock, clock_for
 from fedmq.codec import MAX_BODY_HEADER
@@ -211,9 +211,11 @@ def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setti
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     samples = tuple(len(rows) for rows in world.train)
     setting = Setting(scenario, protocol_class(options, context), context, samples, cost, folder, trace)
-    if scenario.participation.kind == "power_of_choice" and not all(
-        Loss in setting.protocol.uploads(silo) for silo in world.silos if setting.protocol.eligible(silo)
-    ):
+    sent = [setting.protocol.uploads(silo) for silo in world.silos if setting.protocol.eligible(silo)]
+    if scenario.privacy.clip_norm is not None and not any(set(privacy.TRANSFORMED) & kinds for kinds in sent):
+        allowed = f"null: silos of {scenario.protocol.name} send no update that could be clipped"
+        raise InputError("privacy.clip_norm", scenario.privacy.clip_norm, allowed)
+    if scenario.participation.kind == "power_of_choice" and not all(Loss in kinds for kinds in sent):
         allowed = f"uniform, by_data or availability: {scenario.protocol.name} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)
     return setting, model.flat.detach().clone()

@@ -6,9 +6,12 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq import seeds
+from fedmq.messages import Delta, DiscriminatorDelta, PartialDelta
 from fedmq.scenario import Privacy
 
 F32 = npt.NDArray[np.float32]
+#: Payloads that are updates, which the scenario's transforms apply to.
+TRANSFORMED = (Delta, PartialDelta, DiscriminatorDelta)
 
 
 def clip(update: F32, norm: float) -> F32:

@@ -23,7 +23,7 @@ from fedmq.evaluator import HeldOut
 from fedmq.faults import Drift, LabelNoise
 from fedmq.link import Link
 from fedmq.memory import keep_buffers
-from fedmq.messages import Delta, DiscriminatorDelta, Error, Kind, Message, Metrics, PartialDelta, Payload
+from fedmq.messages import DiscriminatorDelta, Error, Kind, Message, Metrics, Payload
 from fedmq.models.two_tower import TwoTower
 from fedmq.protocol import FederatedProtocol, Local, Personalised, Task
 from fedmq.runfolder import RunFolder
@@ -163,7 +163,7 @@ class Silo:
         return heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
 
     def _transform(self, payload: Payload, task: Task) -> Payload:
-        if not isinstance(payload, Delta | PartialDelta | DiscriminatorDelta):
+        if not isinstance(payload, privacy.TRANSFORMED):
             return payload
         # A second update in one reply must not repeat the first one's noise.
         second = (payload.KIND,) if isinstance(payload, DiscriminatorDelta) else ()

@@ -16,7 +16,7 @@ from benchmarks.measure import Number, Result
 from benchmarks.startup import scenario_file, simulated
 from coordinator.program import model_digest
 from coordinator.rounds import Plan
-from fedmq import scenario as scenarios
+from fedmq import scenario_file as scenarios
 from fedmq.data.share import load_share
 from fedmq.protocol import Local, Reply, Task
 from fedmq.scenario import Scenario

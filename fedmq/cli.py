@@ -72,7 +72,7 @@ def _fail(error: FedmqError, code: int) -> NoReturn:
 def _scenario_of(file: Path, settings: list[str] | None, seed: int | None) -> Any:
     """A scenario with every default written out, the method's options included."""
     import protocols  # noqa: PLC0415 - brings torch, which --help does without
-    from fedmq import scenario as scenarios  # noqa: PLC0415
+    from fedmq import scenario_file as scenarios  # noqa: PLC0415
 
     extra = [*(settings or []), *([f"seed={seed}"] if seed is not None else [])]
     raw = scenarios.apply_settings(scenarios.read_yaml(file), extra)
@@ -118,7 +118,7 @@ def scenario_command(
 
     Example: [bold]fedmq scenario scenarios/rcsr_mr50.yaml --set rounds=50 --seed 1[/bold]
     """
-    from fedmq import scenario as scenarios  # noqa: PLC0415
+    from fedmq import scenario_file as scenarios  # noqa: PLC0415
     from fedmq import warm  # noqa: PLC0415
 
     chosen = scenarios.load(file, settings or [])
@@ -398,7 +398,7 @@ def replay_command(
     """
     import tempfile  # noqa: PLC0415
 
-    from fedmq import scenario as scenarios  # noqa: PLC0415
+    from fedmq import scenario_file as scenarios  # noqa: PLC0415
     from fedmq import warm  # noqa: PLC0415
 
     chosen = scenarios.load(run / "scenario.yaml")

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from fedmq import plan
 from fedmq.errors import InputError
 from fedmq.parts import Count
-from fedmq.scenario import apply_settings, input_error, read_yaml
+from fedmq.scenario_file import apply_settings, input_error, read_yaml
 
 KINDS = ("compare", "sweep")
 #: In place of a sweep's ``select``: what is varied is chosen from.

@@ -30,7 +30,8 @@ from fedmq.data.prepared import Prepared, build_once, key_of, prepare
 from fedmq.errors import InputError
 from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
 from fedmq.release import Release
-from fedmq.scenario import Backbone, Data, load
+from fedmq.scenario import Backbone, Data
+from fedmq.scenario_file import load
 from fedmq.stored import Stored, read_json
 
 Array = npt.NDArray[Any]

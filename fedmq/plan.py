@@ -23,7 +23,8 @@ import yaml
 from fedmq.errors import InputError
 from fedmq.metrics import RECALLS
 from fedmq.outcomes import Target
-from fedmq.scenario import Evaluation, Scenario, nearest
+from fedmq.scenario import Evaluation, Scenario
+from fedmq.scenario_file import nearest
 
 Resolve = Callable[[Path, list[str], int | None], Scenario]
 """A scenario file with settings and a seed, every default written out."""

@@ -20,7 +20,7 @@ from fedmq.audit import Audit, Finding
 from fedmq.errors import InputError
 from fedmq.parts import Name, Part
 from fedmq.payloads import PAYLOADS
-from fedmq.scenario import input_error, read_yaml
+from fedmq.scenario_file import input_error, read_yaml
 
 Way = Literal["up", "down"]
 _COORDINATOR, _EVALUATOR = "coordinator", "evaluator"  # as docs/wire.md calls them; every other process is a silo

@@ -20,7 +20,8 @@ from fedmq.fields import FieldError
 from fedmq.messages import Memory, Model, Payload
 from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
 from fedmq.runfolder import RunFolder, load_aligned, open_run
-from fedmq.scenario import Data, Scenario, load
+from fedmq.scenario import Data, Scenario
+from fedmq.scenario_file import load
 from fedmq.stored import Stored, read_json
 from fedmq.world import World, device_of
 

@@ -9,7 +9,7 @@ from fedmq import outcomes
 from fedmq.errors import InputError
 from fedmq.outcomes import Outcome, Statistic
 from fedmq.plan import Entry, Plan
-from fedmq.scenario import nearest
+from fedmq.scenario_file import nearest
 
 ZERO_SHOT = "zero-shot"
 

@@ -26,7 +26,7 @@ from typer.testing import CliRunner
 from fedmq import cli, cli_compare, compare, jobs, outcomes, plots, tables
 from fedmq import plan as planning
 from fedmq import rows as made_rows
-from fedmq import scenario as scenarios
+from fedmq import scenario_file as scenarios
 from fedmq.errors import InputError
 from fedmq.evaluator import Embedded, fold_recalls, measure
 from fedmq.outcomes import Target

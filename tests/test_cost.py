@@ -8,7 +8,7 @@ from statistics import median
 
 import pytest
 
-from fedmq import scenario as scenarios
+from fedmq import scenario_file as scenarios
 from fedmq.cost import CostModel, slowdowns
 from fedmq.errors import InputError
 from fedmq.parts import COST_PRESETS, Cost

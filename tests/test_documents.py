@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import protocols
 from fedmq import cli, cli_compare
-from fedmq import scenario as scenarios
+from fedmq import scenario_file as scenarios
 from fedmq.plan import Entry, parse_metrics
 from fedmq.scenario import Scenario
 

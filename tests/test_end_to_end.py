@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedmq import scenario as scenarios
+from fedmq import scenario_file as scenarios
 from fedmq.data.prepared import cache_folder, prepare
 from fedmq.errors import InputError
 from fedmq.gallery import export

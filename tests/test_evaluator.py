@@ -13,7 +13,8 @@ from fedmq import world as worlds
 from fedmq.errors import InputError
 from fedmq.evaluator import HeldOut, embed, measure
 from fedmq.protocol import Encoders
-from fedmq.scenario import Scenario, load
+from fedmq.scenario import Scenario
+from fedmq.scenario_file import load
 from fedmq.world import build_world, device_of
 from tests import inline
 

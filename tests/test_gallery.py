@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 from fedmq import cli, codes, gallery, search
-from fedmq import scenario as scenarios
+from fedmq import scenario_file as scenarios
 from fedmq.data.prepared import cache_folder, prepare
 from fedmq.errors import InputError
 from fedmq.gallery import Gallery, export, open_gallery

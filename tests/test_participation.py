@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmq import scenario as scenarios
+from fedmq import scenario_file as scenarios
 from fedmq.errors import InputError
 from fedmq.participation import Sampling, Trace, cohort_size, diurnal, read_trace, sampling_of
 from fedmq.parts import Diurnal, Participation

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedmq import scenario as scenarios
+from fedmq import scenario_file as scenarios
 from fedmq.errors import InputError
 from fedmq.scenario import Training
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import protocols
 from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
-from fedmq import scenario as scenarios
+from fedmq import scenario_file as scenarios
 from fedmq.crypto import init_keys
 from fedmq.evaluator import EvaluatorArguments, run_evaluator
 from fedmq.scenario import Scenario

@@ -1,4 +1,4 @@
-"""A scenario: one YAML file that says everything about a run; ``fedmq.scenario_file`` reads it before anything starts."""
+"""A scenario: one YAML file that says everything about a run, which ``fedmq.scenario_file`` reads and checks before it starts."""
 
 from __future__ import annotations
 

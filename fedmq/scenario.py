@@ -1,4 +1,4 @@
-"""A scenario: one YAML file that says everything about a run, which ``fedmq.scenario_file`` reads and checks before it starts."""
+"""A scenario: one YAML file that says everything about a run; it is read by ``fedmq.scenario_file``, and first of all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scenario: one YAML file that says everything about a run; it is read by ``fedmq.scenario_file``, and first of all."""
+"""A scenario: one YAML file that says everything about a run, read by ``fedmq.scenario_file`` before anything starts."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def scenario_command(
     if not inline:
         # Before torch is imported here: the forkserver then imports it at the same time.
         warm.warm_up(chosen.backbone.name)
-    from fedmq import live, simulate  # noqa: PLC0415
+    from fedmq import children, live, simulate  # noqa: PLC0415
     from fedmq import resume as resuming  # noqa: PLC0415
     from fedmq.runfolder import RunFolder, make_folder, open_run, write_json, write_text  # noqa: PLC0415
     from fedmq.world import device_of  # noqa: PLC0415
@@ -146,7 +146,7 @@ def scenario_command(
                 "a folder that is not empty",
                 "a new folder, or --resume DIR to go on with a run",
             )
-    prepare = simulate.world_here if inline else simulate.prepare_world
+    prepare = children.world_here if inline else simulate.prepare_world
     try:
         data = prepare(scenario, None if quiet else _bar())
     except BaseException:
@@ -404,7 +404,7 @@ def replay_command(
     chosen = scenarios.load(run / "scenario.yaml")
     if chosen.launcher != "inline":
         warm.warm_up(chosen.backbone.name)
-    from fedmq import live, outcomes, replay, simulate  # noqa: PLC0415
+    from fedmq import children, live, outcomes, replay, simulate  # noqa: PLC0415
     from fedmq.runfolder import RunFolder, open_run, write_json, write_text  # noqa: PLC0415
 
     folder = open_run(run)
@@ -413,7 +413,7 @@ def replay_command(
         raise InputError(f"{folder.scenario}: clock", scenario.clock, "virtual: real time does not happen twice")
     before = replay.read_record(folder)
     inline = scenario.launcher == "inline"
-    data = (simulate.world_here if inline else simulate.prepare_world)(scenario, None if quiet else _bar())
+    data = (children.world_here if inline else simulate.prepare_world)(scenario, None if quiet else _bar())
     with tempfile.TemporaryDirectory(prefix="fedmq-replay-") as name:
         again = RunFolder(Path(name) / folder.root.name)
         again.root.mkdir()

@@ -1,4 +1,4 @@
-"""A scenario: one YAML file that says everything about a run, read by ``fedmq.scenario_file`` before anything starts."""
+"""A scenario: one YAML file that says everything about a run; ``fedmq.scenario_file`` reads it."""
 
 from __future__ import annotations
 

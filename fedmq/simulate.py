@@ -7,19 +7,15 @@ forked from a forkserver that has imported everything beforehand, so that thirty
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import multiprocessing
 import os
 import shutil
 import signal
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -27,22 +23,22 @@ from typing import Any
 
 import psutil
 
-import protocols
 from coordinator.inline import Answer, Inline
-from coordinator.program import CoordinatorArguments, Outcome, check, run_coordinator
+from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
 from coordinator.rounds import Phase
 from coordinator.trouble import Order
+from fedmq import children
 from fedmq.crypto import init_keys
-from fedmq.errors import FedmqError, InputError, RunError
+from fedmq.errors import InputError, RunError
 from fedmq.evaluator import NAME as EVALUATOR
-from fedmq.evaluator import Evaluator, EvaluatorArguments, run_evaluator
+from fedmq.evaluator import Evaluator, EvaluatorArguments
 from fedmq.link import COORDINATOR
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.status import Status
 from fedmq.warm import CONTEXT, warm_up
-from fedmq.world import World, build_world, device_of
-from silos.program import Silo, SiloArguments, run_silo
+from fedmq.world import World, device_of
+from silos.program import Silo, SiloArguments
 
 #: Times one process may die and be started again before the run is given up.
 _LIVES = 3
@@ -52,121 +48,8 @@ _STOP_PATIENCE = 20.0
 _EVALUATOR_GRACE = 1.0
 #: A stop that takes longer than this is told of, so that nobody takes it for a hang.
 _STOP_UNTOLD = 2.0
-_PR_SET_PDEATHSIG = 1
-#: Exit code of a process whose starter is gone; nobody is left to read it.
-_ORPHANED = 1
 
 
-# ------------------------------------------------------------------------------------------- in the child processes
-def _settle_in() -> None:
-    """A child leaves Ctrl-C to the process that started it and never outlives it.
-
-    To the kernel its parent is the forkserver, so dying with the parent is not enough: the forkserver ends once nobody
-    holds the write end of its pipe any more, and every child is given one. A thread waits for the starter's end; and
-    the write end is closed, so that the forkserver ends too and takes with it a child that stands still.
-    """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    starter = multiprocessing.parent_process()
-    if starter is not None:
-        threading.Thread(target=_end_with, args=(starter.sentinel,), name="starter", daemon=True).start()
-    server: Any = getattr(forkserver, "_forkserver", None)
-    alive = getattr(server, "_forkserver_alive_fd", None)
-    if alive is not None:
-        server._forkserver_alive_fd = None
-        os.close(alive)
-
-
-def _end_with(sentinel: int) -> None:
-    """End this process at once when another ends; the run goes on from its checkpoint, as after any kill."""
-    wait([sentinel])
-    os._exit(_ORPHANED)
-
-
-def _tell(line: Connection, item: object) -> None:
-    """Tell the starter; if it listens no more, nobody needs what this process does."""
-    try:
-        line.send(item)
-    except ConnectionError:
-        os._exit(_ORPHANED)
-
-
-def _note_joining(told: str) -> None:
-    """Once a peer has joined, the coordinator tells it to stop; until then a SIGTERM of its starter ends it.
-
-    An evaluator does not say that it has joined; it says so when it has measured something.
-    """
-    if told.endswith((": joined", " measured")):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-
-
-def _say(error: FedmqError) -> int:
-    print(f"fedmq: {error}", file=sys.stderr, flush=True)
-    return 2 if isinstance(error, InputError) else 1
-
-
-def _coordinator_process(arguments: CoordinatorArguments, line: Connection) -> None:
-    _settle_in()
-    try:
-        outcome = run_coordinator(
-            arguments,
-            listening=partial(_tell, line),
-            status=partial(_tell, line),
-            stop_wanted=lambda: line.poll(0),
-            order=lambda order: _pass_on(order, line),
-        )
-    except InputError as error:
-        _tell(line, (error.place, str(error.found), error.allowed))
-    except FedmqError as error:
-        _tell(line, (str(error),))
-    else:
-        _tell(line, outcome)
-
-
-def _pass_on(order: Order, line: Connection) -> None:
-    """Tell the parent what a scripted fault needs; dying is the coordinator's own part of it."""
-    _tell(line, order)
-    if order.what == "die":
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _silo_process(arguments: SiloArguments) -> None:
-    _settle_in()
-    try:
-        run_silo(arguments, progress=_note_joining)
-    except FedmqError as error:
-        sys.exit(_say(error))
-
-
-def _evaluator_process(arguments: EvaluatorArguments) -> None:
-    _settle_in()
-    try:
-        run_evaluator(arguments, progress=_note_joining)
-    except FedmqError as error:
-        sys.exit(_say(error))
-
-
-def _world_process(scenario: Scenario, line: Connection) -> None:
-    _settle_in()
-    try:
-        folder = world_here(scenario, lambda what, done, total: _tell(line, (what, done, total)))
-    except InputError as error:
-        _tell(line, ("input", error.place, str(error.found), error.allowed))
-    except FedmqError as error:
-        _tell(line, (str(error),))
-    else:
-        _tell(line, folder)
-
-
-def world_here(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> Path:
-    """Make the run's world in the cache, in this process; as :func:`prepare_world` otherwise."""
-    world = build_world(scenario, progress, pooled=protocols.pooled(scenario.protocol.name))
-    check(scenario, world)
-    return world.prepared.folder
-
-
-# ------------------------------------------------------------------------------------------------- in the parent
 def prepare_world(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> Path:
     """Make the run's world in the cache, in a process of its own: extracting features loads what nobody else needs.
 
@@ -182,7 +65,7 @@ def prepare_world(scenario: Scenario, progress: Callable[[str, int, int], None] 
         RunError: the process died.
     """
     line, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=_world_process, args=(scenario, theirs), daemon=True)
+    process = CONTEXT.Process(target=children.world_process, args=(scenario, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -236,7 +119,7 @@ class _Supervisor:
         ours, theirs = CONTEXT.Pipe()
         bind = f"ipc://{self.keys.parent / 'wire'}"
         arguments = CoordinatorArguments(self.scenario, bind, self.keys, self.folder.root, self.resume, self.data)
-        self._start(COORDINATOR, _coordinator_process, arguments, theirs)
+        self._start(COORDINATOR, children.coordinator_process, arguments, theirs)
         theirs.close()
         return ours
 
@@ -251,10 +134,10 @@ class _Supervisor:
         """Start, or start again, a silo or the evaluator."""
         if name == EVALUATOR:
             evaluator = EvaluatorArguments(self.scenario, self.uri, self.keys, self.folder.root, data=self.data)
-            self._start(name, _evaluator_process, evaluator)
+            self._start(name, children.evaluator_process, evaluator)
         else:
             silo = SiloArguments(self.scenario, name, self.uri, self.keys, self.folder.root, data=self.data)
-            self._start(name, _silo_process, silo)
+            self._start(name, children.silo_process, silo)
 
     def carry_out(self, order: Order) -> Connection | None:
         """Do to a process what a scripted fault asks for; such deaths do not count as its own.

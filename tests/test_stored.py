@@ -113,8 +113,8 @@ def test_a_line_is_named_by_its_number_and_an_unfinished_last_one_is_passed_over
 def test_a_release_whose_tensors_are_others_is_refused_by_name(finished: Path, tmp_path: Path) -> None:
     from safetensors.torch import load_file, save_file
 
+    from fedmq.children import world_here
     from fedmq.data.prepared import open_prepared
-    from fedmq.simulate import world_here
 
     root = tmp_path / "run"
     shutil.copytree(finished, root)

@@ -85,6 +85,9 @@ class Backbone(Part):
     name: str = Field("lite", min_length=1, description="lite, features, an open_clip model, timm:NAME, or matconvnet")
     pretrained: str | None = Field(None, description="open_clip tag or local file; null means random weights")
     adapter_site: Literal["feature", "blocks"] = Field("feature", description="where the bottleneck adapters sit")
+    text_encoder: Path | None = Field(
+        None, description="folder of a sentence encoder such as BERT for the texts; null takes the backbone's own"
+    )
     end_to_end: bool = Field(
         False, description="train the image network of a .mat file, too, from its weights; it travels with the updates"
     )
@@ -103,6 +106,9 @@ class Backbone(Part):
 
     @model_validator(mode="after")
     def _site_fits(self) -> Backbone:
+        if self.text_encoder is not None and (self.name == "features" or self.adapter_site == "blocks"):
+            other = "backbone.name features" if self.name == "features" else "backbone.adapter_site blocks"
+            raise ValueError(f"backbone.text_encoder is not for {other}")
         if self.end_to_end and self.name != MATCONVNET:
             raise ValueError(f"backbone.end_to_end needs backbone.name {MATCONVNET}, not {self.name}")
         if self.adapter_site == "blocks" and (

@@ -125,6 +125,8 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
 def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
     """The text side of a backbone; beside a timm model or a MatConvNet file it is lite's sentence encoder.
 
+    ``backbone.text_encoder`` takes the place of any.
+
     Args:
         backbone: of the scenario; not ``features``.
         seed: of random weights.
@@ -134,6 +136,15 @@ def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Enc
     Raises:
         InputError: unknown model, tag or file, or a package is missing.
     """
+    if (folder := backbone.text_encoder) is not None:
+        from fedmq.models import sentences  # noqa: PLC0415
+
+        loaded = functools.cache(lambda: sentences.load(folder, device))
+
+        def encode_sentences(texts: Sequence[str]) -> Array:
+            return loaded()(texts)
+
+        return Encoder(sentences.weights_digest(folder), encode_sentences)
     if backbone.name in ("lite", MATCONVNET) or backbone.name.startswith(TIMM):
         from fedmq.models import lite  # noqa: PLC0415
 

@@ -202,6 +202,8 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
     if blocks and (kind == "bag" or raw.pictures.clips):
         what = "a bag of words" if kind == "bag" else "videos"
         raise InputError("backbone.adapter_site", f"blocks with {what}", "feature")
+    if backbone.text_encoder is not None and kind == "bag":
+        raise InputError("data.text", "bag with backbone.text_encoder", "sentences: a bag of words is not encoded")
     if backbone.end_to_end and raw.pictures.clips:
         raise InputError("backbone.end_to_end", "true with videos", "false: their frames' features are averaged once")
     split = split_of(raw.split, len(raw), data, entry.draw)

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedmq import __version__, cli_audit, cli_compare, cli_keys, cli_search
-from fedmq.errors import FedmqError, InputError
+from fedmq.errors import FedmqError, InputError, RunError
 
 _BEGAN = time.monotonic()
 BAD_INPUT = 2
@@ -420,7 +420,14 @@ def replay_command(
         write_text(again.scenario, scenario.dump())
         launch = simulate.simulate_inline if inline else simulate.simulate
         with live.display(scenario, err, quiet=quiet) as status:
-            simulated = launch(scenario, again, resume=False, status=status, data=data)
+            for left in reversed(range(before.resumed + 1)):
+                try:
+                    simulated = launch(scenario, again, resume=left < before.resumed, status=status, data=data)
+                    break
+                except RunError:
+                    # Where its scripted disk was full the run stopped, and somebody went on with it.
+                    if not left:
+                        raise
         if simulate.stopped(simulated.outcome):
             err.print("stopped before the end; nothing was compared")
             sys.exit(FAILED)

@@ -39,6 +39,7 @@ class Record:
         messages: what each task and reply held, one entry per different content; one unless something is wrong.
         lines: of ``metrics.jsonl`` by kind and version.
         made_with: versions of fedmq, torch and Python, and the kind of processor.
+        resumed: how often its coordinator went on from a checkpoint.
     """
 
     digest: str
@@ -46,6 +47,7 @@ class Record:
     messages: Mapping[Key, tuple[str, ...]]
     lines: Mapping[tuple[str, int], Mapping[str, Any]]
     made_with: Mapping[str, str]
+    resumed: int = 0
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def read_record(folder: RunFolder) -> Record:
         messages={key: tuple(contents) for key, contents in messages.items()},
         lines={(line["kind"], line["version"]): line for line in read_metrics(folder)},
         made_with=summary["versions_of"],
+        resumed=sum(record is not None and record.get("text") == "resumed" for _, record in read_log(own)),
     )
 
 

@@ -199,6 +199,17 @@ def test_replay_exits_with_3_and_names_the_difference(tiny: Path, tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["inline", "local"])
+def test_a_run_that_its_scripted_disk_stopped_and_a_user_resumed_replays(
+    tiny: Path, tmp_path: Path, launcher: str
+) -> None:
+    out, full = tmp_path / "run", "faults=[{kind: disk_full, round: 2, times: 3}]"
+    fedmq("scenario", tiny, "--out", out, "--quiet", "--set", f"launcher={launcher}", "--set", full, code=1)
+    fedmq("scenario", out / "scenario.yaml", "--resume", out, "--quiet")
+    assert json.loads(fedmq("replay", out, "--quiet", "--json"))["same"]
+
+
+@pytest.mark.slow
 def test_a_run_in_real_time_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
     folder = finished(resolved(tiny, "clock=wall"), tmp_path / "run")
     assert "real time does not happen twice" in _error("replay", folder.root)

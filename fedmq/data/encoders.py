@@ -76,7 +76,7 @@ def _matconvnet_images(backbone: Backbone, device: str) -> Encoder:
         return fit(picture, matconvnet.EDGE)
 
     if backbone.end_to_end:
-        return Encoder(key_of("pixels", matconvnet.EDGE, matconvnet.weights_digest(backbone)), _channels_first, fitted)
+        return Encoder(key_of("pixels", matconvnet.EDGE), _channels_first, fitted)
     loaded = functools.cache(lambda: matconvnet.load(backbone, device))
 
     def encode(pictures: Sequence[Pixels]) -> Array:

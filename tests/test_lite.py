@@ -66,7 +66,7 @@ def test_nothing_in_nothing_out() -> None:
 def test_the_same_image_gives_the_same_bytes_alone_and_at_any_thread_count(
     drawings: list[np.ndarray], vectors: np.ndarray
 ) -> None:
-    again = lite.encode_images(iter(drawings[:5]), batch_size=2)
+    again = lite.encode_images(iter(drawings[:5]))
     assert again.tobytes() == vectors[:5].tobytes()
     assert torch.get_num_threads() == 1
 
@@ -76,16 +76,6 @@ def test_the_same_text_gives_the_same_bytes_in_any_company() -> None:
     together = lite.encode_texts(texts)
     for i in (0, 1, 2, 30):
         assert lite.encode_texts([texts[i]]).tobytes() == together[i].tobytes()
-
-
-def test_progress_counts_up_to_all(drawings: list[np.ndarray]) -> None:
-    told: list[int] = []
-    lite.encode_images(drawings[:9], batch_size=4, progress=told.append)
-    assert told == [4, 8, 9]
-    told.clear()
-    lite.encode_texts(["a", "b c d e f g"] * 50, batch_size=64, progress=told.append)
-    assert told[-1] == 100
-    assert all(64 <= step <= 80 for step in np.diff([0, *told[:-1]]))
 
 
 def test_drawings_find_their_names(vectors: np.ndarray) -> None:

@@ -8,8 +8,7 @@ block: x <- block(x); x <- x + up(gelu(down(x))). Source: RCSR (METHODS.md 1.6).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -246,31 +245,6 @@ def tokenise(name: str, texts: Sequence[str]) -> Tokens:
     return tokens
 
 
-def _encode(frozen: Frozen, items: Iterable[npt.NDArray[Any]], rows: int, told: Callable[[int], None]) -> Floats:
-    encoded, done, rest = [], 0, iter(items)
-    with torch.inference_mode():
-        while batch := list(islice(rest, rows)):
-            encoded.append(frozen(torch.from_numpy(np.stack(batch))).numpy())
-            done += len(batch)
-            told(done)
-    return np.concatenate(encoded)
-
-
-def encode_images(found: Weights, pixels: Iterable[Pixels], rows: int, told: Callable[[int], None]) -> Floats:
-    """Features of the frozen image tower, after its projection.
-
-    Args:
-        found: the weights.
-        pixels: uint8 [S, S, 3] each.
-        rows: images encoded at once.
-        told: called with the number of images done.
-
-    Returns:
-        float32 [n, e].
-    """
-    return _encode(load_tower(found, "image"), (picture.transpose(2, 0, 1) for picture in pixels), rows, told)
-
-
 def encode_texts(found: Weights, tokens: npt.NDArray[Any], rows: int, told: Callable[[int], None]) -> Floats:
     """Features of the frozen text tower, after its projection.
 
@@ -283,4 +257,9 @@ def encode_texts(found: Weights, tokens: npt.NDArray[Any], rows: int, told: Call
     Returns:
         float32 [n, e].
     """
-    return _encode(load_tower(found, "text"), tokens, rows, told)
+    frozen, encoded = load_tower(found, "text"), []
+    with torch.inference_mode():
+        for start in range(0, len(tokens), rows):
+            encoded.append(frozen(torch.from_numpy(tokens[start : start + rows])).numpy())
+            told(min(start + rows, len(tokens)))
+    return np.concatenate(encoded)

@@ -38,7 +38,6 @@ if TYPE_CHECKING:
 
 Floats = npt.NDArray[np.float32]
 Pixels = npt.NDArray[np.uint8]
-Progress = Callable[[int], None]
 T = TypeVar("T")
 
 DIM = 512
@@ -238,13 +237,11 @@ def _pooled(tower: torch.nn.Module, batch: Tensor) -> Tensor:
     return torch.cat([*pooled, functional.adaptive_avg_pool2d(maps[-2], GRID).flatten(1)], dim=1)
 
 
-def image_features(images: Iterable[Pixels], batch_size: int = 32, progress: Progress | None = None) -> Floats:
+def image_features(images: Iterable[Pixels]) -> Floats:
     """The image tower's pooled activations, before the head.
 
     Args:
-        images: uint8 [height, width, 3] each, RGB; read lazily, ``batch_size`` at a time.
-        batch_size: how often ``progress`` is told; it does not change the result.
-        progress: called with the number of images done so far.
+        images: uint8 [height, width, 3] each, RGB; read lazily.
 
     Returns:
         float32 [n, IMAGE_DIM].
@@ -252,7 +249,7 @@ def image_features(images: Iterable[Pixels], batch_size: int = 32, progress: Pro
     Raises:
         InputError: a package is missing, or an image has another shape or type.
     """
-    tower, told, done = image_tower(), 0, 0
+    tower = image_tower()
     found = [np.empty((0, IMAGE_DIM), np.float32)]
 
     def encode(rows: list[Pixels]) -> Tensor:
@@ -261,14 +258,7 @@ def image_features(images: Iterable[Pixels], batch_size: int = 32, progress: Pro
         scaled = ((batch - 127) / 128).permute(0, 3, 1, 2)  # already channels last in memory
         return _pooled(tower, scaled)[: len(rows)]
 
-    for pooled in _side_by_side(encode, _chunks(images, IMAGE_ROWS)):
-        found.append(pooled.numpy())
-        done += len(pooled)
-        if progress is not None and done - told >= batch_size:
-            told = done
-            progress(done)
-    if progress is not None and done > told:
-        progress(done)
+    found += [pooled.numpy() for pooled in _side_by_side(encode, _chunks(images, IMAGE_ROWS))]
     return np.concatenate(found)
 
 
@@ -335,13 +325,11 @@ def _bert(w: Mapping[str, Tensor], ids: Tensor, mask: Tensor) -> Tensor:
     return functional.normalize((x * kept).sum(1) / kept.sum(1), dim=1)
 
 
-def text_features(texts: Sequence[str], batch_size: int = 64, progress: Progress | None = None) -> Floats:
+def text_features(texts: Sequence[str]) -> Floats:
     """The text tower's sentence vectors, before the head.
 
     Args:
         texts: any strings; cut at ``MAX_TOKENS`` tokens.
-        batch_size: how often ``progress`` is told; it does not change the result.
-        progress: called with the number of texts done so far.
 
     Returns:
         float32 [n, TEXT_DIM], unit length.
@@ -372,13 +360,9 @@ def text_features(texts: Sequence[str], batch_size: int = 64, progress: Progress
         mask = torch.tensor([[i < len(row) for i in range(length)] for row in rows])
         return _bert(weights, padded, mask)[: len(places)]
 
-    found, told, done = np.empty((len(ids), TEXT_DIM), np.float32), 0, 0
+    found = np.empty((len(ids), TEXT_DIM), np.float32)
     for places, vectors in zip(groups, _side_by_side(encode, groups), strict=True):
         found[places] = vectors.numpy()
-        done += len(places)
-        if progress is not None and (done - told >= batch_size or done == len(ids)):
-            told = done
-            progress(done)
     return found
 
 
@@ -454,13 +438,11 @@ def align(tower: str, features: Floats) -> Floats:
     return cast("Floats", joined)
 
 
-def encode_images(images: Iterable[Pixels], batch_size: int = 32, progress: Progress | None = None) -> Floats:
+def encode_images(images: Iterable[Pixels]) -> Floats:
     """Images to the joint space.
 
     Args:
         images: uint8 [height, width, 3] each, RGB; read lazily.
-        batch_size: how often ``progress`` is told; it does not change the result.
-        progress: called with the number of images done so far.
 
     Returns:
         float32 [n, DIM], unit length.
@@ -468,16 +450,14 @@ def encode_images(images: Iterable[Pixels], batch_size: int = 32, progress: Prog
     Raises:
         InputError: a package is missing, or an image has another shape or type.
     """
-    return align("image", image_features(images, batch_size, progress))
+    return align("image", image_features(images))
 
 
-def encode_texts(texts: Sequence[str], batch_size: int = 64, progress: Progress | None = None) -> Floats:
+def encode_texts(texts: Sequence[str]) -> Floats:
     """Texts to the joint space.
 
     Args:
         texts: any strings; cut at ``MAX_TOKENS`` tokens.
-        batch_size: how often ``progress`` is told; it does not change the result.
-        progress: called with the number of texts done so far.
 
     Returns:
         float32 [n, DIM], unit length.
@@ -485,7 +465,7 @@ def encode_texts(texts: Sequence[str], batch_size: int = 64, progress: Progress 
     Raises:
         InputError: a package is missing.
     """
-    return align("text", text_features(texts, batch_size, progress))
+    return align("text", text_features(texts))
 
 
 @functools.cache

@@ -257,7 +257,7 @@ def test_a_set_of_array_features_is_searched_by_the_numbers_of_its_items(
 ) -> None:
     generator = np.random.default_rng(0)
     arrays = {key: generator.normal(size=(20, 24)).astype(np.float32) for key in ("IAll", "TAll")}
-    np.savez(tmp_path / "arrays.npz", **arrays)
+    np.savez(tmp_path / "arrays.npz", **arrays, LAll=np.arange(20) % 3)
     data = {"name": name, "path": str(tmp_path / "arrays.npz"), "queries": 4, "val": 2, "train": 10}
     scenario = scenarios.load(tiny).model_copy(update={"data": Data.model_validate(data)})
     release = open_release(released(tmp_path / "run", scenario))

@@ -117,7 +117,7 @@ def test_a_silo_that_nobody_answers_says_so_once(tmp_path: Path, theirs: str | N
     link.close()
     listener.close()
     (line,) = told
-    assert line.startswith(f"silo-00: no answer from {uri} for 10 s.")
+    assert line.startswith(f"silo-00: no answer from {uri} for 10 s: ")
     assert RUN in line
     assert bool(roster.refused) == (theirs is not None)
 

@@ -121,17 +121,18 @@ def scenario_command(
     from fedmq import scenario_file as scenarios  # noqa: PLC0415
     from fedmq import warm  # noqa: PLC0415
 
-    chosen = scenarios.load(file, settings or [])
-    inline = chosen.launcher == "inline"
-    if not inline:
-        # Before torch is imported here: the forkserver then imports it at the same time.
-        warm.warm_up(chosen.backbone.name)
-    from fedmq import children, live, simulate  # noqa: PLC0415
-    from fedmq import resume as resuming  # noqa: PLC0415
-    from fedmq.runfolder import RunFolder, make_folder, open_run, write_json, write_text  # noqa: PLC0415
-    from fedmq.world import device_of  # noqa: PLC0415
+    with warm.leaving_at_once(FAILED):
+        chosen = scenarios.load(file, settings or [])
+        inline = chosen.launcher == "inline"
+        if not inline:
+            # Before torch is imported here: the forkserver then imports it at the same time.
+            warm.warm_up(chosen.backbone.name)
+        from fedmq import children, live, simulate  # noqa: PLC0415
+        from fedmq import resume as resuming  # noqa: PLC0415
+        from fedmq.runfolder import RunFolder, make_folder, open_run, write_json, write_text  # noqa: PLC0415
+        from fedmq.world import device_of  # noqa: PLC0415
 
-    scenario = _scenario_of(file, settings, seed)
+        scenario = _scenario_of(file, settings, seed)
     device_of(scenario.device)
     if resume is not None:
         folder = open_run(resume)

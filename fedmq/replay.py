@@ -47,7 +47,7 @@ class Record:
     messages: Mapping[Key, tuple[str, ...]]
     lines: Mapping[tuple[str, int], Mapping[str, Any]]
     made_with: Mapping[str, str]
-    resumed: int = 0
+    resumed: int
 
 
 @dataclass(frozen=True)

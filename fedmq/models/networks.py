@@ -324,8 +324,9 @@ def build(
             labels and the data set has none.
     """
     encoder = None if trained is None else _trained_encoder(trained, inputs.image_shape, device)
-    for what, shape in (("image", inputs.image_shape if encoder is None else ()), ("text", inputs.text_shape)):
-        if len(shape) > 1:
+    features = {"text": inputs.text_shape} if encoder else {"image": inputs.image_shape, "text": inputs.text_shape}
+    for what, shape in features.items():
+        if len(shape) != 1:
             found = f"items of shape {list(shape)}"
             raise InputError(f"data: {what}", found, f"features [d] with base {objective.base}")
     widths = inputs.image_shape[0] if encoder is None else encoder.width, inputs.text_shape[0]

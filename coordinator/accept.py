@@ -4,10 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from coordinator.merging import payloads_of
+from coordinator.rounds import Flight
+from coordinator.setting import Setting
 from fedmq.errors import RemoteWireError
 from fedmq.messages import Delta, Memory, Message, Metrics, ModalityPrototypes, PartialDelta, Payload
-from fedmq.protocol import Context, SiloFacts
+from fedmq.protocol import Checking, Context, SiloFacts
 from protocols._absent import layers_of, trainable
+
+
+def accept(message: Message, setting: Setting, silo: SiloFacts, flight: Flight | None) -> None:
+    """Check a silo's reply against its task, the run and the method.
+
+    Args:
+        message: the reply.
+        setting: of the run.
+        silo: who sent it, as it was when it was asked.
+        flight: the task that it is at; None if nothing is asked of it.
+
+    Raises:
+        RemoteWireError: ``unexpected`` for another base version than its task stood on, which would make a silo fresher
+            than it is; what :func:`check_reply` and the method's own check raise.
+    """
+    header = message.header
+    if flight and flight.sequence == header.reply_to and flight.base_version != header.base_version:
+        detail = f"base version {header.base_version}, the task had {flight.base_version}"
+        raise RemoteWireError("unexpected", detail)
+    uploads, samples = setting.protocol.uploads(silo), setting.samples[silo.index]
+    check_reply(message, uploads, setting.context, silo, setting.layers, samples=samples)
+    if isinstance(setting.protocol, Checking):
+        setting.protocol.check(payloads_of(setting, message, silo))
 
 
 def check_reply(

@@ -8,17 +8,16 @@ fast anybody was.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import assert_never
 
-import torch
-
 from coordinator import checkpoint as checkpoints
-from coordinator.accept import check_reply
+from coordinator.accept import accept
 from coordinator.inline import Inline
 from coordinator.measuring import EVALUATOR, Measuring
+from coordinator.merging import as_reply, losses_of, merge_line, merged_state
 from coordinator.roster import Ready, Roster, Unusable
 from coordinator.rounds import (
     Action,
@@ -48,14 +47,11 @@ from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.faults import Fate
 from fedmq.link import BEAT_SECONDS, LOST_BEATS
-from fedmq.messages import Error, Kind, Loss, Message, Payload, TaskInfo
-from fedmq.protocol import Checking, Reply, SiloFacts, State
+from fedmq.messages import Error, Kind, Loss, Message, TaskInfo
+from fedmq.protocol import Reply, SiloFacts, State
 from fedmq.runfolder import append_line
-from fedmq.staleness import damping, mixed, rarity
 from fedmq.status import Status
 from fedmq.transport import Listener
-from protocols._absent import completed
-from protocols._robust import robust_replies
 
 _POLL_SECONDS = 0.2
 #: Real seconds the finished run waits for an evaluator that went away.
@@ -107,7 +103,7 @@ class Loop:
         self._loss: float | None = None
         self._errors: list[str] = []
         self._began = self._reported = self._looked = self._caught_up = self.clock.stopwatch()
-        self._settled = self._settled_now()
+        self._settled = self.rounds.settled
         self._before = (self.tally.sent, self.tally.received, self.tally.refused)
         for silo, at in self.due.items():
             if at < math.inf:  # a wall clock knows no due times
@@ -218,20 +214,8 @@ class Loop:
             self.tally.failed += 1
             self.log.note("task failed", silo=event.silo, sequence=event.sequence, reason=event.reason)
         self.rounds, actions = self.rounds.handle(event)
-        for action in self._longest_first(actions):
+        for action in self.setting.longest_first(actions):
             self._perform(action)
-
-    def _longest_first(self, actions: Sequence[Action]) -> list[Action]:
-        """Actions with the tasks among them in order of their work, on where tasks stood.
-
-        Silos that share a machine's slots train in the order their tasks come; with the longest last a round would end
-        in one of them working alone. Nothing else depends on the order.
-        """
-        samples, facts = self.setting.samples, self._facts
-        tasks = [action for action in actions if isinstance(action, Send)]
-        tasks.sort(key=lambda task: -samples[facts[task.silo].index] * (1 + facts[task.silo].paired))
-        waiting = iter(tasks)
-        return [next(waiting) if isinstance(action, Send) else action for action in actions]
 
     def _perform(self, action: Action) -> None:
         match action:
@@ -312,13 +296,8 @@ class Loop:
             pass
         elif header.kind is Kind.REPLY and header.reply_to is not None:
             try:
-                self._check_base(message)
                 silo = self._facts_at(header.sender, header.base_version)
-                uploads = self.setting.protocol.uploads(silo)
-                samples = self.setting.samples[silo.index]
-                check_reply(message, uploads, self.setting.context, silo, self.setting.layers, samples=samples)
-                if isinstance(self.setting.protocol, Checking):
-                    self.setting.protocol.check(self._completed(message, silo))
+                accept(message, self.setting, silo, self.rounds.flights.get(header.sender))
                 self._deliver(header.sender, header.reply_to, message)
             except RemoteWireError as error:
                 self.roster.refuse(header.sender, error, 0)
@@ -334,19 +313,6 @@ class Loop:
                 raise RunError(f"{header.sender}: {text}")
         else:
             self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
-
-    def _completed(self, message: Message, silo: SiloFacts) -> tuple[Payload, ...]:
-        """A checked reply's payloads as the method made them."""
-        layout, layers = self.setting.context.layout, self.setting.layers
-        return tuple(completed(payload, layout, layers, silo) for payload in message.payloads)
-
-    def _check_base(self, message: Message) -> None:
-        """A reply stands on the version its task stood on; a silo cannot make itself fresher than it is."""
-        header = message.header
-        flight = self.rounds.flights.get(header.sender)
-        if flight and flight.sequence == header.reply_to and flight.base_version != header.base_version:
-            detail = f"base version {header.base_version}, the task had {flight.base_version}"
-            raise RemoteWireError("unexpected", detail)
 
     def _facts_at(self, name: str, version: int) -> SiloFacts:
         """A silo as it is at a version; only faults change it."""
@@ -454,14 +420,13 @@ class Loop:
         replies = [self._reply(item) for item in arrived]
         if not replies and self._errors:
             raise RunError(f"no silo of round {round_} could train; the first error was {self._errors[0]}")
-        state = self.states[self.rounds.version]
-        log: Mapping[str, float] = {}
+        state, log = self.states[self.rounds.version], {}
         if replies:
-            merged = self.setting.protocol.merge(state, self._robust(replies), round_)
-            state, log = self._mixed(state, merged.state, replies), merged.log
+            merged, left_out = merged_state(self.setting, state, replies, round_)
+            state, log = merged.state, dict(merged.log)
+            for name in left_out:
+                self.log.note("reply left out by krum", silo=name, version=self.rounds.version)
             self._errors.clear()
-            if not bool(torch.isfinite(state.theta).all()):
-                raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")
         for item in arrived:
             self._inbox.pop((item.silo, item.sequence))
             self.due.pop(item.silo, None)
@@ -471,27 +436,10 @@ class Loop:
         after = self.rounds.after_merge()
         self.measuring.evaluate_if_due(version, state)
         self._forget_states(version)
-        losses = {
-            reply.silo.name: payload.value
-            for reply in replies
-            for payload in reply.payloads
-            if isinstance(payload, Loss)
-        }
-        self._loss = sum(losses.values()) / len(losses) if losses else None
+        line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
+        self._loss = line["loss"]
         # Before the checkpoint: a resume from the one before drops the line again. After it, the line could be lost.
-        append_line(
-            self.setting.folder.metrics,
-            {
-                "kind": "merge",
-                "version": version,
-                "now": self.clock.now(),
-                "replies": [reply.silo.name for reply in replies],
-                "staleness": [reply.staleness for reply in replies],
-                "loss": self._loss,
-                "losses": losses,
-                **log,
-            },
-        )
+        append_line(self.setting.folder.metrics, line)
         self._save(after)
         self.tally.spend("merge", self.clock.stopwatch() - began)
         self._handle(Merged(version))
@@ -499,39 +447,12 @@ class Loop:
     def _reply(self, item: Arrived) -> Reply:
         message = self._inbox[item.silo, item.sequence]
         assert isinstance(message, Message)  # noqa: S101 - the machine merges what arrived, and failures never arrive
-        base = message.header.base_version
-        age = self.rounds.version - base
-        factor = damping(self.setting.scenario.aggregation.staleness, age)
-        facts = self._facts_at(item.silo, base)
-        rarity = self._rarity(item.silo)
-        payloads = self._completed(message, facts)
-        return Reply(facts, item.sequence, base, age, factor, payloads, rarity, self.states[base])
-
-    def _rarity(self, silo: str) -> float:
-        aggregation, asked = self.setting.scenario.aggregation, self.setting.plan.eligible
-        if aggregation.mode == "sync" or aggregation.balance is None:
-            return 1.0
+        silo = self._facts_at(item.silo, message.header.base_version)
         merged = self.tally.participations
-        return rarity(merged[silo], sum(merged[name] for name in asked) / len(asked), aggregation.balance)
-
-    def _robust(self, replies: list[Reply]) -> list[Reply]:
-        """The replies as the scenario's robust rule leaves them."""
-        kept = robust_replies(replies, self.setting.scenario.aggregation.robust, self.setting.context.layout)
-        for name in sorted({reply.silo.name for reply in replies} - {reply.silo.name for reply in kept}):
-            self.log.note("reply left out by krum", silo=name, version=self.rounds.version)
-        return kept
-
-    def _mixed(self, before: State, after: State, replies: list[Reply]) -> State:
-        """Apply the scenario's share of the parameters' step; a lone reply's factor, too, can only act there."""
-        aggregation = self.setting.scenario.aggregation
-        rate = aggregation.rate * (replies[0].factor if aggregation.mode == "async" else 1.0)
-        return replace(after, theta=mixed(before.theta, after.theta, min(rate, 1.0)))
+        return as_reply(self.setting, message, silo, self.states, self.rounds.version, merged)
 
     def _save(self, after: Rounds) -> None:
-        self._settled = {
-            silo: after.flights[silo].sequence - 1 if silo in after.flights else sequence
-            for silo, sequence in after.sequences.items()
-        }
+        self._settled = after.settled
         handed = {silo: self.trouble.handed[silo] for silo in after.flights}
         plain, now, tallied = after.to_plain(), self.clock.now(), self._tallied()
         record = checkpoints.Checkpoint(plain, self.states, now, self.due, tallied, handed)
@@ -544,10 +465,6 @@ class Loop:
                 if not left:
                     raise
                 self.clock.pause(_POLL_SECONDS)
-
-    def _settled_now(self) -> dict[str, int]:
-        flights = self.rounds.flights
-        return {s: flights[s].sequence - 1 if s in flights else n for s, n in self.rounds.sequences.items()}
 
     def _tallied(self) -> dict[str, object]:
         self.count_messages()

@@ -453,6 +453,12 @@ class Rounds:
         """Whether nothing is out, nobody can be asked, and no silo given up could change that by coming back."""
         return self.phase is Phase.COLLECTING and not self.flights and not self.gone
 
+    @property
+    def settled(self) -> dict[str, int]:
+        """The last task of each silo whose outcome is known."""
+        flights = self.flights
+        return {s: flights[s].sequence - 1 if s in flights else last for s, last in self.sequences.items()}
+
     # ------------------------------------------------------------------------------------------- checkpoints
     def after_merge(self) -> Rounds:
         """The machine as the checkpoint of the merge under way records it: merged, next round not yet begun."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from coordinator.rounds import Plan
+from coordinator.rounds import Action, Plan, Send
 from fedmq.cost import CostModel
 from fedmq.participation import Trace, cohort_size, sampling_of
 from fedmq.protocol import Context, FederatedProtocol, Sharing
@@ -78,3 +79,18 @@ class Setting:
         """Whether a silo that stays away is given up; by default only where time is real."""
         chosen = self.scenario.aggregation.on_lost
         return self.scenario.clock == "wall" if chosen is None else chosen == "give_up"
+
+    def longest_first(self, actions: Sequence[Action]) -> list[Action]:
+        """Actions with the tasks among them in order of their work, on where tasks stood.
+
+        Silos that share a machine's slots train in the order their tasks come; with the longest last a round would end
+        in one of them working alone. Nothing else depends on the order.
+        """
+        work = {
+            silo.name: samples * (1 + silo.paired)
+            for silo, samples in zip(self.context.silos, self.samples, strict=True)
+        }
+        tasks = [action for action in actions if isinstance(action, Send)]
+        tasks.sort(key=lambda task: -work[task.silo])
+        waiting = iter(tasks)
+        return [next(waiting) if isinstance(action, Send) else action for action in actions]

@@ -5,6 +5,7 @@ q is kept as log q, so that no silo's weight can vanish however long a run is or
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
@@ -98,3 +99,47 @@ def objective(log_q: Tensor, values: Tensor, chosen: Tensor, tau: float) -> Tens
     """What q is to maximise: sum over reporters of q_k value_k, plus tau H(q) (RCSR eq 10), for the log."""
     q = log_q.exp()
     return (q[chosen] * values).sum() - tau * (q * log_q).sum()
+
+
+def initial(count: int) -> dict[str, Tensor]:
+    """The state's tensors before the first merge of ``count`` silos: uniform q, no group observed."""
+    return {
+        "fair_log_q": torch.full((count,), 1 / count, dtype=torch.float64).log(),
+        "fair_running": torch.zeros(3, dtype=torch.float64),
+        "fair_seen": torch.zeros(3, dtype=torch.bool),
+    }
+
+
+def stepped(
+    tensors: Mapping[str, Tensor],
+    losses: Tensor,
+    rows: Tensor,
+    groups: Tensor,
+    rates: Tensor,
+    *,
+    kept: float,
+    tau: float,
+    rule: Rule,
+    center: bool,
+) -> tuple[dict[str, Tensor], float]:
+    """Both lines of RCSR eq 10 for one merge.
+
+    Args:
+        tensors: those of :func:`initial`, as the merge finds them.
+        losses: float64 [M] of the reporters, at least 0.
+        rows: int64 [M] which silos they are.
+        groups: int64 [M], see :func:`group_of`.
+        rates: float64 [M] step size eta of each.
+        kept: share of the groups' old running means.
+        tau: weight of the entropy of q.
+        rule: see :func:`updated_log_q`; ``code`` is pulled by the raw losses.
+        center: the normalised loss minus 1 pulls, not the loss itself.
+
+    Returns:
+        the tensors after the merge, and the value of eq 10 there.
+    """
+    normalised, running, seen = normalised_losses(losses, groups, tensors["fair_running"], tensors["fair_seen"], kept)
+    values = losses if rule == "code" else normalised - 1 if center else normalised
+    log_q = updated_log_q(tensors["fair_log_q"], values, rows, rates, tau=tau, rule=rule)
+    value = float(objective(log_q, normalised, rows, tau))
+    return {"fair_log_q": log_q, "fair_running": running, "fair_seen": seen}, value

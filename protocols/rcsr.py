@@ -314,9 +314,7 @@ class Rcsr:
         tensors = {
             **_prototypes.initial(dim),
             **(_centroids.initial(self.context, self.options.anchor_centroids) if self.multi else {}),
-            "fair_log_q": torch.full((count,), 1 / count, dtype=torch.float64).log(),
-            "fair_running": torch.zeros(3, dtype=torch.float64),
-            "fair_seen": torch.zeros(3, dtype=torch.bool),
+            **_fairness.initial(count),
             "table_prototypes": torch.zeros(count, 2, dim),
             "table_geometry": torch.zeros(count, 4),
             "table_losses": torch.zeros(count, dtype=torch.float64),
@@ -366,7 +364,17 @@ class Rcsr:
         personal = self._told(tensors, rows, told, among)
         fairness: Mapping[str, Tensor] = {}
         if options.minimax:
-            fairness, log["fair_value"] = self._fairness(tensors, rows, statistics, damping, replies)
+            fairness, log["fair_value"] = _fairness.stepped(
+                tensors,
+                statistics.losses,
+                rows,
+                torch.tensor([_fairness.group_of(reply.silo) for reply in replies]),
+                options.fair_eta * damping,  # a stale loss moves q less
+                kept=_merge.kept_share(options.fair_ema, len(replies), self.context.cohort),
+                tau=options.fair_tau,
+                rule=options.fair_update,
+                center=options.fair_center,
+            )
             weights = _fairness.fused_weights(weights, fairness["fair_log_q"][rows])
         factors = torch.tensor([reply.factor for reply in replies], dtype=torch.float64)
         weights = _merge.damped(weights, factors)
@@ -469,36 +477,6 @@ class Rcsr:
         loss = router_loss(weights, prototypes, pool.mask, tensors[_prototypes.PROTOTYPES], self.options)
         (gradient,) = torch.autograd.grad(loss, values)
         return _router.adam_step(adam, gradient, self.options.router_rate), float(loss.detach())
-
-    def _fairness(
-        self,
-        tensors: Mapping[str, Tensor],
-        rows: Tensor,
-        statistics: Statistics,
-        damping: Tensor,
-        replies: Sequence[Reply],
-    ) -> tuple[dict[str, Tensor], float]:
-        """The fairness tensors after this merge; a stale loss moves q by a damped step. And eq 10's value."""
-        options = self.options
-        groups = torch.tensor([_fairness.group_of(reply.silo) for reply in replies])
-        losses, running, seen = _fairness.normalised_losses(
-            statistics.losses,
-            groups,
-            tensors["fair_running"],
-            tensors["fair_seen"],
-            _merge.kept_share(options.fair_ema, len(replies), self.context.cohort),
-        )
-        pull = losses - 1 if options.fair_center else losses
-        log_q = _fairness.updated_log_q(
-            tensors["fair_log_q"],
-            statistics.losses if options.fair_update == "code" else pull,
-            rows,
-            options.fair_eta * damping,
-            tau=options.fair_tau,
-            rule=options.fair_update,
-        )
-        value = float(_fairness.objective(log_q, losses, rows, options.fair_tau))
-        return {"fair_log_q": log_q, "fair_running": running, "fair_seen": seen}, value
 
 
 def router_loss(weights: Tensor, prototypes: Tensor, mask: Tensor, target: Tensor, options: RcsrOptions) -> Tensor:

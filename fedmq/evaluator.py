@@ -113,10 +113,10 @@ def measure(
         seed: of the gallery's order, which settles ties.
 
     Returns:
-        ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ...; ``spread_image`` and ``spread_text``; with labels ``map_i2t``,
-        ``map_t2i``, ``map``, the mean over tied orders ``map_expected`` of codes, and ``map_at50``, ``ndcg_at50`` ...
-        for each cut-off (means of both ways); with ``evaluation.within`` and a gallery of its own also ``map_i2i``,
-        ``map_t2t`` and their cut-offs.
+        ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ...; ``i2t_medr`` and ``t2i_medr``; ``spread_image`` and ``spread_text``;
+        with labels ``map_i2t``, ``map_t2i``, ``map``, the means over tied orders ``map_expected_i2t``, ... of codes,
+        and ``map_at50``, ``ndcg_at50``, ... for each cut-off (means of both ways); with ``evaluation.within`` and a
+        gallery of its own also ``map_i2i``, ``map_t2t`` and their cut-offs.
     """
     image, text = (_signs(x) if queries.binary else x for x in (queries.image, queries.text))
     found = metrics.recalls(image, text, queries.owner)
@@ -157,6 +157,7 @@ def _label_metrics(queries: Embedded, evaluation: Evaluation, gallery: Embedded,
     i2t, t2i = rank(queries, gallery, evaluation, seed, ("i2t", "t2i")).values()
     found = {"map_i2t": i2t.map, "map_t2i": t2i.map, "map": (i2t.map + t2i.map) / 2}
     if queries.binary:
+        found |= {"map_expected_i2t": i2t.map_expected, "map_expected_t2i": t2i.map_expected}
         found["map_expected"] = (i2t.map_expected + t2i.map_expected) / 2
     for n in evaluation.map_at:
         found |= {f"map_at{n}_i2t": i2t.map_at[n], f"map_at{n}_t2i": t2i.map_at[n]}

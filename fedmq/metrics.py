@@ -97,14 +97,16 @@ def recall(ranks: I64, k: int) -> float:
 
 
 def median_rank(ranks: I64) -> int:
-    """floor(median) + 1 of ranks counted from 0, as retrieval papers print it."""
-    return int(np.floor(np.median(ranks))) + 1
+    """floor(median) + 1 of ranks counted from 0, as retrieval papers print it (METHODS.md 8.4); 0 for no queries."""
+    return int(np.floor(np.median(ranks))) + 1 if len(ranks) else 0
 
 
 def recalls(image: Array, text: Array, owner: Array, ks: Sequence[int] = RECALLS) -> dict[str, float]:
-    """Recall@k both ways and their mean: ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ...; shapes as in retrieval_ranks."""
+    """Recall@k both ways and their mean, ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ..., and the median ranks ``i2t_medr``,
+    ``t2i_medr``; shapes as in retrieval_ranks.
+    """
     i2t, t2i = retrieval_ranks(image, text, owner)
-    result: dict[str, float] = {}
+    result: dict[str, float] = {"i2t_medr": float(median_rank(i2t)), "t2i_medr": float(median_rank(t2i))}
     for k in ks:
         result[f"i2t_r{k}"], result[f"t2i_r{k}"] = recall(i2t, k), recall(t2i, k)
         result[f"mean_r{k}"] = (result[f"i2t_r{k}"] + result[f"t2i_r{k}"]) / 2

@@ -207,7 +207,7 @@ def unknown_metric(metric: str, outcome: Outcome) -> InputError:
 
 def less_is_better(column: str) -> bool:
     """Whether a smaller value of this column is the better one."""
-    return column.startswith((*_LESS, "seconds to "))
+    return column.startswith((*_LESS, "seconds to ")) or column.endswith("_medr")
 
 
 @dataclass(frozen=True)

@@ -168,10 +168,12 @@ def known_metrics(evaluation: Evaluation) -> tuple[str, ...]:
     ways = ("", "_i2t", "_t2i", *(("_i2i", "_t2t") if evaluation.within else ()))
     return (
         *(f"{way}_r{k}" for way in ("mean", "i2t", "t2i") for k in RECALLS),
+        *("i2t_medr", "t2i_medr"),
         *(f"fold_{way}_r{k}" for way in ("mean", "i2t", "t2i") for k in RECALLS if evaluation.fold_size),
+        *(f"fold_{way}_medr" for way in ("i2t", "t2i") if evaluation.fold_size),
         *("spread_image", "spread_text"),
         *(f"map{way}" for way in ways),
-        "map_expected",
+        *(f"map_expected{way}" for way in ways[:3]),
         *(f"map_at{n}{way}" for n in evaluation.map_at for way in ways),
         *(f"ndcg_at{n}{way}" for n in evaluation.ndcg_at for way in ways[:3]),
     )

@@ -193,6 +193,18 @@ def kept_share(rate: float, replies: int, cohort: int | None) -> float:
     return rate if cohort is None else float(rate ** (replies / cohort))
 
 
+def still_known(versions: Tensor, version: int, max_age: int | None) -> Tensor:
+    """Which rows of a table of silos' last statistics count, bool [N]: heard of, and not too long ago.
+
+    Args:
+        versions: int64 [N], the version a row stands on; -1 where nothing is known.
+        version: of now.
+        max_age: versions after which a row no longer counts; None keeps all.
+    """
+    known = versions >= 0
+    return known if max_age is None else known & (version - versions <= max_age)
+
+
 def trained(delta: Tensor, part: slice, has_modality: bool) -> bool:
     """Whether an update changes a branch: the silo has the modality and Δ is not all zero there."""
     # The first few elements nearly always answer it; a full pass over float32 costs more than adding the update.

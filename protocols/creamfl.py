@@ -21,6 +21,7 @@ from fedmq.messages import Model, Payload
 from fedmq.models.two_tower import MODALITIES, Out
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from protocols import _local, fedavg
+from protocols._losses import unit
 from protocols._merge import as_tensor
 from protocols._options import check
 
@@ -37,12 +38,15 @@ class Weights:
         intra: of the contrast within one.
         kd: of the distillation.
         tau: temperature.
+        directions: the contrasts compare directions, not lengths: of a base whose outputs have any length, as a hash
+            network's, products would outweigh its loss by orders of magnitude.
     """
 
     inter: float
     intra: float
     kd: float
     tau: float
+    directions: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,18 +118,22 @@ def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights:
     if not (weights.inter or weights.intra or weights.kd):
         return None
 
+    def scaled(z: Tensor) -> Tensor:
+        return unit(z) if weights.directions else z
+
     def terms(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
         found = []
         for name, other, out in (("image", "text", image), ("text", "image", text)):
             if out is None:
                 continue
             z, rows = out.code, torch.from_numpy(step.rows)
+            way = scaled(z)
             if weights.inter and other in shared:
-                bank = shared[other].to(z.device)
-                found.append(weights.inter * inter_modal(z, bank, rows.to(z.device), weights.tau))
+                bank = scaled(shared[other].to(z.device))
+                found.append(weights.inter * inter_modal(way, bank, rows.to(z.device), weights.tau))
             if weights.intra and name in last:
-                new, old = (each[name][rows].to(z.device) for each in (shared, last))
-                found.append(weights.intra * intra_modal(z, new, old, weights.tau))
+                new, old = (scaled(each[name][rows].to(z.device)) for each in (shared, last))
+                found.append(weights.intra * intra_modal(way, new, old, weights.tau))
             if weights.kd:
                 found.append(weights.kd * distillation(z, shared[name][rows].to(z.device)))
         return torch.stack(found).sum() if found else None
@@ -167,7 +175,8 @@ class CreamFl:
         with _local.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
             bank = averaged(known, self._embedded(local, task, "bank"), self.options.bank_ema)
         before = {name: known[LAST + name] for name in bank if LAST + name in known}
-        weights = Weights(self.options.inter, self.options.intra, self.options.kd, self.options.contrast_tau)
+        options, any_length = self.options, self.context.objective.base != "info_nce"
+        weights = Weights(options.inter, options.intra, options.kd, options.contrast_tau, any_length)
         trained = self.fedavg.trained(local, task, extra=contrasts(bank, before, weights))
         last = {LAST + name: z for name, z in self._embedded(local, task, "last").items()}
         kept = {BANK + name: z for name, z in bank.items()}

@@ -55,7 +55,8 @@ class FedCafeOptions:
         weighted_agg: eqs 9 and 10; without it updates are averaged as FedAvg does.
         alpha: weight of eq 5.
         eta: weight of eq 6.
-        gamma: weight of eq 7; the released code calls it mu.
+        gamma: weight of eq 7; the released code calls it mu. The paper's 1 with ``normalised`` weighs C times what it does
+            with ``code``; docs/results/hashing.md has both.
         kl: eq 7 as KL(L / |L| || L') per sample, ``normalised``; as the released ``code``, on raw labels and averaged
             over classes too, which is about C times smaller; or in the order ``printed``, on smoothed labels.
         le_detach: no gradient through the enhanced features of eq 5.
@@ -331,9 +332,7 @@ class FedCafe:
 
     def _global_memory(self, previous: Tensor, table: dict[str, Tensor], round_: int) -> tuple[Tensor, Tensor, Tensor]:
         """P_g [C, r], the samples behind its rows int64 [C], and which of them are supported now bool [C]."""
-        known = table["versions"] >= 0
-        if self.context.max_age is not None:
-            known &= round_ - table["versions"] <= self.context.max_age
+        known = _merge.still_known(table["versions"], round_, self.context.max_age)
         generator = numpy_generator(self.context.seed, "fedcafe", "memory", round_)
         support = table["support"][known]
         memory, filled = _memory.global_memory(table["rows"][known], support, previous, self.options.memory, generator)

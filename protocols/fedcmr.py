@@ -26,6 +26,7 @@ _COMMON = ("shared.base.", "visual.last.", "text.last.")
 #: Silo-side: the displacement of the common layer in the last task.
 _DISPLACEMENT = "common_displacement"
 _LOSSES = "cmr_losses"
+_VERSIONS = "cmr_versions"
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,9 @@ class FedCmr:
 
     def initial(self, theta: Tensor) -> State:
         """The model, and no silo's loss."""
-        return State(theta, {_LOSSES: torch.full((len(self.context.silos),), -1.0, dtype=torch.float64)})
+        count = len(self.context.silos)
+        losses, versions = torch.full((count,), -1.0, dtype=torch.float64), torch.full((count,), -1, dtype=torch.int64)
+        return State(theta, {_LOSSES: losses, _VERSIONS: versions})
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The common layer."""
@@ -171,14 +174,18 @@ class FedCmr:
         labels = [max(1, take(reply.payloads, LabelCount).value) for reply in replies]
         losses = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]
         table = state.tensors[_LOSSES].clone()
+        versions = state.tensors[_VERSIONS].clone()
         for reply, loss in zip(replies, losses, strict=True):
-            table[reply.silo.index] = loss
+            table[reply.silo.index], versions[reply.silo.index] = loss, reply.base_version
         reported = torch.tensor(losses, dtype=torch.float64)
-        pool = reported if self.options.sums == "reporters" else table[table >= 0]
+        here = _merge.still_known(versions, round_, self.context.max_age)
+        here[[reply.silo.index for reply in replies]] = True
+        pool = reported if self.options.sums == "reporters" else table[here]
         size, count = torch.tensor(samples, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
         weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)
         merged = self.partial.merge(state, replies, weights)
-        return Merged(State(merged.state.theta, {**merged.state.tensors, _LOSSES: table}, state.values))
+        tensors = {**merged.state.tensors, _LOSSES: table, _VERSIONS: versions}
+        return Merged(State(merged.state.theta, tensors, state.values))
 
 
 PROTOCOL = FedCmr

@@ -21,7 +21,7 @@ from protocols._partial import PartialFedAvg
 
 #: The top layers of every network there is: projection heads, hash layers with their classifiers, DSCMR's common space.
 _TOP = tuple(f"{tower}.{layer}." for tower in ("visual", "text") for layer in ("head", "last", "classifier"))
-TOP = (*_TOP, "shared.base.", "shared.enhance.", "shared.label.")
+TOP = (*_TOP, "shared.head.", "shared.base.", "shared.enhance.", "shared.label.")
 
 
 @dataclass(frozen=True)

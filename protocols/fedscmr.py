@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq import seeds
 from fedmq.errors import InputError
+from fedmq.labels import fine_columns
 from fedmq.messages import LabelCount, Loss, MeanAveragePrecision, PartialDelta, Payload
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
@@ -26,9 +28,9 @@ from protocols._options import check
 from protocols._partial import PartialFedAvg
 
 _LAYERS = {"base": ("shared.base.",), "base_enhance": ("shared.base.", "shared.enhance."), "all": ("",)}
-#: Columns of the table of last-known scalars: samples, categories, loss, mAP; -1 where nothing is known.
+#: Columns of the table of last-known scalars: samples, categories, loss, mAP; -1 where none is known.
 _TABLE = "scmr_table"
-_SAMPLES, _LABELS, _LOSS, _MAP = range(4)
+_VERSIONS = "scmr_versions"
 
 
 @dataclass(frozen=True)
@@ -49,7 +51,7 @@ class FedScmrOptions:
         shared_layers: what travels: both common layers, the first alone as in FedCMR, or ``all`` as in FedAvg.
         sums: the sums of eqs 10 to 13 run over the ``reporters`` of a merge, as printed, or over the ``table`` of all
             silos' last scalars, which keeps a meaning when few replies are merged at a time.
-        validation: share of a silo's items that only measure its mAP.
+        validation: share of a silo's items that only measure its mAP; of a few items it is coarse, of one it is 1.
     """
 
     loss_cs: bool = True
@@ -157,7 +159,9 @@ class FedScmr:
 
     def initial(self, theta: Tensor) -> State:
         """The model, and nothing known of any silo."""
-        return State(theta, {_TABLE: torch.full((len(self.context.silos), 4), -1.0, dtype=torch.float64)})
+        count = len(self.context.silos)
+        table, versions = torch.full((count, 4), -1.0, dtype=torch.float64), torch.full((count,), -1, dtype=torch.int64)
+        return State(theta, {_TABLE: table, _VERSIONS: versions})
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The shared layers."""
@@ -198,9 +202,10 @@ class FedScmr:
         with torch.no_grad():
             image, text = _local.outputs(local, rows, first)
         assert image is not None and text is not None  # noqa: S101 - only paired silos validate
-        labels = _local.labels_of(local, rows).cpu().numpy()
+        labels = _local.labels_of(local, rows)[:, fine_columns(self.context.label_names)].cpu().numpy()
         a, b = (self._space(out).cpu().numpy() for out in (image, text))
-        found = [cosine_metrics(x, y, labels, labels, at=()).map for x, y in ((a, b), (b, a))]
+        order = seeds.derive(self.context.seed, "validation")
+        found = [cosine_metrics(x, y, labels, labels, at=(), order_seed=order).map for x, y in ((a, b), (b, a))]
         return min(1.0, max(0.0, sum(found) / 2))
 
     def _space(self, out: Out) -> Tensor:
@@ -232,24 +237,31 @@ class FedScmr:
         replies = _merge.ordered(replies)
         table = self._updated(state.tensors[_TABLE], replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
-        weights = self._weights(table, rows)
+        versions = state.tensors[_VERSIONS].clone()
+        versions[rows] = torch.tensor([reply.base_version for reply in replies])
+        known = _merge.still_known(versions, round_, self.context.max_age)
+        known[rows] = True
+        weights = self._weights(table, rows, known)
         merged = self.partial.merge(state, replies, weights)
         log = {f"weight_{reply.silo.name}": float(weight) for reply, weight in zip(replies, weights, strict=True)}
-        return Merged(State(merged.state.theta, {**merged.state.tensors, _TABLE: table}, state.values), log)
+        tensors = {**merged.state.tensors, _TABLE: table, _VERSIONS: versions}
+        return Merged(State(merged.state.theta, tensors, state.values), log)
 
     def _updated(self, table: Tensor, replies: Sequence[Reply]) -> Tensor:
         table = table.clone()
         for reply in replies:
             payload = take(reply.payloads, PartialDelta)
-            row = [payload.n_samples, take(reply.payloads, LabelCount).value, take(reply.payloads, Loss).value]
+            # Eq 11 is about losses that are not negative: of others the exponential may leave no finite weight.
+            loss = max(0.0, take(reply.payloads, Loss).value)
+            row = [payload.n_samples, take(reply.payloads, LabelCount).value, loss]
             quality = take(reply.payloads, MeanAveragePrecision).value if reply.silo.paired else -1.0
             table[reply.silo.index] = torch.tensor([*row, quality], dtype=torch.float64)
         return table
 
-    def _weights(self, table: Tensor, rows: Tensor) -> Tensor:
-        """Eq 13 for the reporters, [M], summing to 1."""
-        options = self.options
-        known = rows if options.sums == "reporters" else (table[:, _SAMPLES] >= 0).nonzero().squeeze(1)
+    def _weights(self, table: Tensor, rows: Tensor, known: Tensor) -> Tensor:
+        """Eq 13 for the reporters, [M], summing to 1; of the table what is ``known`` counts, bool [N]."""
+        options, measured = self.options, table[known][:, -1]
+        known = rows if options.sums == "reporters" else known.nonzero().squeeze(1)
         samples, labels, losses, maps = table[known].unbind(1)
         if options.agg == "samples":
             return samples[torch.isin(known, rows)] / samples[torch.isin(known, rows)].sum()
@@ -257,7 +269,7 @@ class FedScmr:
             weights = _scmr.proportion(samples, labels.clamp_min(1))
         else:
             gamma = options.gamma if options.use_phi else 0.0
-            maps = _filled(maps, table[:, _MAP])
+            maps = _filled(maps, measured)
             weights = _scmr.contribution(samples, labels.clamp_min(1), losses, maps, gamma)
         chosen = weights[torch.isin(known, rows)]
         return chosen / chosen.sum()

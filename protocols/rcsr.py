@@ -426,9 +426,7 @@ class Rcsr:
         """The silos the router looks at, and where the reporters stand among them; rows too old are left out."""
         if self.options.router_over == "reporters":
             return statistics, torch.arange(len(rows))
-        there = table["table_versions"] >= 0
-        if self.context.max_age is not None:
-            there &= table["table_versions"] >= version - self.context.max_age
+        there = _merge.still_known(table["table_versions"], version, self.context.max_age)
         there[rows] = True
         known = there.nonzero().squeeze(1)
         mask = torch.tensor([_prototypes.has(silo) for silo in self.context.silos])

@@ -14,11 +14,12 @@ import torch
 import protocols
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.messages import ClassPrototypes, Delta, Loss, PartialDelta, Representations
+from fedmq.models.two_tower import Out
 from fedmq.protocol import Checking, Local, Personalised, Reply, Task
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Base, Objective, Privacy, Training
 from fedmq.stored import read_lines
-from protocols import _class_prototypes, _clusters, _merge, creamfl_public, fedproto
+from protocols import _class_prototypes, _clusters, _merge, creamfl, creamfl_public, fedproto
 from protocols._own import OWN
 from silos.program import Silo
 from tests import inline
@@ -362,6 +363,34 @@ def test_the_bank_is_a_moving_average_of_what_downloaded_models_say_and_stays_in
         said.append(run.model.image(run.shares[0].image).detach())
         run.round()
     torch.testing.assert_close(run.personal[0]["creamfl_bank_image"], 0.75 * said[0] + 0.25 * said[1])
+
+
+def test_creamfl_contrasts_directions_where_codes_have_any_length() -> None:
+    generator = torch.Generator().manual_seed(0)
+    z, banks = torch.randn(6, 32, generator=generator), torch.randn(2, 6, 32, generator=generator)
+    step = types.SimpleNamespace(rows=np.arange(6))
+
+    def terms(scale: float, directions: bool) -> float:
+        shared = {"image": banks[0] * scale, "text": banks[1] * scale}
+        weights = creamfl.Weights(1.0, 1.0, 0.0, 0.07, directions)
+        extra = creamfl.contrasts(shared, {"image": -banks[0] * scale}, weights)
+        found = extra(step, Out(z, z, z * scale), None)  # type: ignore[arg-type, misc]
+        assert found is not None
+        return float(found)
+
+    assert terms(10.0, True) == pytest.approx(terms(1.0, True), rel=1e-4)
+    assert terms(1.0, True) < 20
+    assert terms(10.0, False) > 100
+    objective = Objective(base="dcmh", bits=8, hidden=16)
+    runs = [world(name, objective=objective) for name in ("creamfl", "fedavg")]
+    hashing = [run.train(run.context.silos[0]).loss for run in runs]
+    assert hashing[0] - hashing[1] < 20  # the two contrasts of unit vectors at .07 are at most 2 / .07 + log n each
+
+
+def test_fedper_keeps_a_hash_layer_and_the_classifier_above_it() -> None:
+    run = world("fedper", objective=Objective(base="greedyhash", bits=8, hidden=16))
+    shared = {name.rpartition(".")[0] for name in run.protocol.layers}  # type: ignore[attr-defined]
+    assert not {name for name in shared if "last" in name or "head" in name}, shared
 
 
 def test_a_silo_whose_data_changed_starts_a_new_bank() -> None:

@@ -12,8 +12,10 @@ import pytest
 import torch
 
 from fedmq.errors import InputError
+from fedmq.labels import COARSE
 from fedmq.messages import Loss, MeanAveragePrecision, PartialDelta
-from fedmq.protocol import Reply, take
+from fedmq.protocol import Local, Reply, take
+from fedmq.ranking import cosine_metrics
 from fedmq.scenario import Objective, Training
 from protocols import _local, _merge, fedcmr, fedscmr
 from protocols._own import OWN
@@ -200,6 +202,62 @@ def test_a_silo_that_cannot_measure_counts_as_the_median_of_all_that_ever_did() 
     replies = run.replies()
     table = run.protocol.merge(run.state, replies, 0).state.tensors["scmr_table"]
     assert (table[:, 3] >= 0).tolist() == [True, False, False, True]
+
+
+def with_loss(reply: Reply, value: float) -> Reply:
+    payloads = tuple(Loss(value) if isinstance(each, Loss) else each for each in reply.payloads)
+    return dataclasses.replace(reply, payloads=payloads)
+
+
+@pytest.mark.parametrize("name", ["fedscmr", "fedcmr"])
+def test_losses_below_zero_leave_every_weight_finite(name: str) -> None:
+    run = world(name, kinds=PAIRED)
+    replies = [with_loss(reply, loss) for reply, loss in zip(run.replies(), (-10.0, 5.0, 5.01), strict=True)]
+    assert bool(torch.isfinite(run.protocol.merge(run.state, replies, 0).state.theta).all())
+
+
+@pytest.mark.parametrize("name", ["fedscmr", "fedcmr"])
+@pytest.mark.parametrize(("max_age", "forgotten"), [(0, True), (1, False), (None, False)])
+def test_tables_of_last_scalars_forget_silos_past_the_age_limit(
+    name: str, max_age: int | None, forgotten: bool
+) -> None:
+    table, reporters = (world(name, {"sums": sums}, kinds=PAIRED) for sums in ("table", "reporters"))
+    table.protocol.context = dataclasses.replace(table.context, max_age=max_age)  # type: ignore[attr-defined]
+    thetas = []
+    for run in (table, reporters):
+        replies = [with_loss(reply, 0.1 + reply.silo.index) for reply in run.replies()]
+        state = run.protocol.merge(run.state, replies, 0).state
+        fresh = [dataclasses.replace(reply, base_version=1) for reply in replies[1:]]
+        thetas.append(run.protocol.merge(state, fresh, 1).state.theta)
+    assert torch.equal(*thetas) is forgotten
+
+
+def test_a_silo_that_went_silent_long_ago_is_no_part_of_the_median() -> None:
+    run = world("fedscmr")
+    replies = [with_map(reply, 0.1 if reply.silo.index == 0 else 0.9) for reply in run.replies()]
+    state = run.protocol.merge(run.state, replies, 0).state
+    fresh = [dataclasses.replace(reply, base_version=5) for reply in replies[1:]]
+    for max_age, alike in ((None, False), (2, True)):  # of 0.1 and 0.9 torch takes the lower
+        run.protocol.context = dataclasses.replace(run.context, max_age=max_age)  # type: ignore[attr-defined]
+        log = run.protocol.merge(state, fresh, 5).log
+        assert (log["weight_silo-01"] > 0.2) is alike, (max_age, log)
+
+
+def test_a_silo_validates_on_the_lower_label_level_in_a_seeded_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = world("fedscmr", kinds=PAIRED[:1], sizes=(40,))
+    names = (f"{COARSE}a", f"{COARSE}b", "c", "d")
+    run.protocol.context = dataclasses.replace(run.context, label_names=names)  # type: ignore[attr-defined]
+    seen = []
+
+    def spied(*args: Any, **kwargs: Any) -> Any:
+        seen.append((args[2].shape[1], kwargs["order_seed"]))
+        return cosine_metrics(*args, **kwargs)
+
+    monkeypatch.setattr(fedscmr, "cosine_metrics", spied)
+    local = Local(run.context.silos[0], run.shares[0], run.model, {})
+    run.protocol._validated(local, np.arange(8))  # type: ignore[attr-defined]
+    assert [columns for columns, _ in seen] == [2, 2]
+    assert all(isinstance(order, int) for _, order in seen)
 
 
 def test_the_loss_that_is_reported_is_that_of_the_last_epoch() -> None:

@@ -44,6 +44,12 @@ def test_any_of_an_images_captions_is_a_hit() -> None:
     assert found["i2t_r1"] == pytest.approx(2 / 3)  # image 2 has only a caption of image 1
     assert found["t2i_r1"] == pytest.approx(2 / 4)
     assert found["mean_r1"] == pytest.approx((2 / 3 + 1 / 2) / 2)
+    assert (found["i2t_medr"], found["t2i_medr"]) == (1, 1)  # ranks 0 0 2, and 1 0 2 0: floor of the median 0.5, plus 1
+
+
+def test_the_median_rank_of_no_queries_is_nothing() -> None:
+    found = metrics.recalls(np.zeros((0, 3)), np.zeros((0, 3)), np.zeros(0, np.int64))
+    assert found["i2t_medr"] == found["t2i_medr"] == 0
 
 
 @settings(max_examples=30, deadline=None)

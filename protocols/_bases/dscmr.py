@@ -25,7 +25,7 @@ class Options:
         alpha: weight of the pairwise likelihood J2.
         beta: weight of the modality distance J3.
         enhance: the network has FedSCMR's EnhanceNet, behind which items are compared. Only FedSCMR's own terms train
-            it: with them off, or under another method, it stays as it was drawn.
+            it: with them off, or under another method, only the optimiser's weight decay moves it.
         leaky: leaky ReLU after the common layer, as FedCMR's network has.
     """
 

@@ -4,13 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from coordinator.merging import payloads_of
 from coordinator.rounds import Flight
 from coordinator.setting import Setting
 from fedmq.errors import RemoteWireError
-from fedmq.messages import Delta, Memory, Message, Metrics, ModalityPrototypes, PartialDelta, Payload
+from fedmq.messages import (
+    Delta,
+    DiscriminatorDelta,
+    Memory,
+    Message,
+    Metrics,
+    ModalityPrototypes,
+    PartialDelta,
+    Payload,
+)
 from fedmq.protocol import Checking, Context, SiloFacts
 from protocols._absent import layers_of, trainable
+from protocols._merge import as_tensor
+
+#: Largest change of a parameter. No training makes it; a few merges of larger ones would leave no finite model.
+LARGEST = 1e15
 
 
 def accept(message: Message, setting: Setting, silo: SiloFacts, flight: Flight | None) -> None:
@@ -73,17 +88,15 @@ def check_reply(
     for payload in message.payloads:
         if isinstance(payload, Delta | PartialDelta):
             _check_update(payload, context, sent, samples)
+        elif isinstance(payload, DiscriminatorDelta):
+            _check_change(payload, samples)
         else:
             _check_statistics(payload, context)
 
 
 def _check_update(payload: Delta | PartialDelta, context: Context, sent: tuple[str, ...], samples: int | None) -> None:
     """An update has samples behind it and fits the run's layout, or the part of it that the silo sends."""
-    if payload.n_samples < 1:
-        raise RemoteWireError("malformed", f"a {payload.KIND} of no samples")
-    if samples is not None and payload.n_samples > samples:
-        # Merges weigh by this number: who could say any would have the whole model.
-        raise RemoteWireError("malformed", f"a {payload.KIND} of {payload.n_samples} samples, the silo has {samples}")
+    _check_change(payload, samples)
     layout = context.layout
     if payload.layout_digest != layout.digest:
         raise RemoteWireError("layout", f"a {payload.KIND} of another layout")
@@ -91,9 +104,22 @@ def _check_update(payload: Delta | PartialDelta, context: Context, sent: tuple[s
         if payload.names != sent:
             raise RemoteWireError("layout", "a partial delta of other layers than this silo shares and trains")
         layout = layout.part(sent)
-    buffer = payload.buffer
-    if buffer.dtype != "float32" or buffer.size != layout.size:
-        raise RemoteWireError("layout", f"a {payload.KIND} of {buffer.size} {buffer.dtype}, here {layout.size} float32")
+    if payload.buffer.size != layout.size:
+        raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.size} numbers, here {layout.size}")
+
+
+def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: int | None) -> None:
+    """What is true of every change of parameters: samples behind it, single precision, and no number that is none."""
+    if payload.n_samples < 1:
+        raise RemoteWireError("malformed", f"a {payload.KIND} of no samples")
+    if samples is not None and payload.n_samples > samples:
+        # Merges weigh by this number: who could say any would have the whole model.
+        raise RemoteWireError("malformed", f"a {payload.KIND} of {payload.n_samples} samples, the silo has {samples}")
+    if payload.buffer.dtype != "float32":
+        raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.dtype}, here float32")
+    low, high = torch.aminmax(as_tensor(payload.buffer)) if payload.buffer.size else (0.0, 0.0)
+    if max(-float(low), float(high)) > LARGEST:
+        raise RemoteWireError("not_finite", f"a {payload.KIND} with a change above {LARGEST:.0e}")
 
 
 def _check_statistics(payload: Payload, context: Context) -> None:

@@ -64,8 +64,8 @@ class Inline:
             payloads = self._answers[header.receiver](request)
         except Exception as error:
             traceback.print_exc(file=sys.stderr)
-            text = f"task {header.sequence}: {type(error).__name__}: {error}"[:1000]
-            payloads, kind = (Error("training_failed", text),), Kind.ERROR
+            text = f"task {header.sequence}: {type(error).__name__}: {error}"
+            payloads, kind = (Error.saying("training_failed", text),), Kind.ERROR
         return Message(
             Header(
                 run=self._run,

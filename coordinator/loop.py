@@ -54,6 +54,8 @@ from fedmq.status import Status
 from fedmq.transport import Listener
 
 _POLL_SECONDS = 0.2
+#: Messages taken before events and liveness have their turn: who floods the socket must not hold the run up.
+_MESSAGES_AT_ONCE = 256
 #: Real seconds the finished run waits for an evaluator that went away.
 _EVALUATOR_PATIENCE = 60.0
 #: A full disk may be full for a moment only; after that many refusals the run stops, to be resumed.
@@ -103,7 +105,8 @@ class Loop:
         self._loss: float | None = None
         self._errors: list[str] = []
         self._began = self._reported = self._looked = self._caught_up = self.clock.stopwatch()
-        self._settled = self.rounds.settled
+        # Silos forget states of tasks that the checkpoint before the last has settled: a damaged last one leaves it.
+        self._settled, self._settled_before = self.rounds.settled, dict[str, int]()
         self._before = (self.tally.sent, self.tally.received, self.tally.refused)
         for silo, at in self.due.items():
             if at < math.inf:  # a wall clock knows no due times
@@ -128,17 +131,20 @@ class Loop:
         if self.rounds.phase is Phase.DONE:
             self.trouble.bring_back()
             self._ask_for_personal()
+        away = waiting
         while self.rounds.phase is Phase.DONE and (self.measuring.pending or self.measuring.asked):
+            if self.stop_wanted():
+                self.rounds = replace(self.rounds, phase=Phase.STOPPED)
+                break
             self._receive(_POLL_SECONDS)
             self._look_around()
-            if (
-                self.measuring.pending
-                and not self.roster.online(EVALUATOR)
-                and self.clock.stopwatch() - waiting > _EVALUATOR_PATIENCE
+            why = "answered with what is no evaluation" if self.measuring.unusable else "stayed away"
+            if self.roster.online(EVALUATOR) and not self.measuring.unusable:
+                away = self.clock.stopwatch()
+            if self.measuring.pending and (
+                self.measuring.unusable or self.clock.stopwatch() - away > _EVALUATOR_PATIENCE
             ):
-                raise RunError(
-                    "the evaluator stayed away; the model is trained and checkpointed, --resume evaluates it"
-                )
+                raise RunError(f"the evaluator {why}; the model is trained and checkpointed, --resume evaluates it")
         self.tally.spend("evaluation", self.clock.stopwatch() - waiting)
         for name in (*self._facts, EVALUATOR):
             self.roster.send(name, self.roster.header(name, Kind.STOP))
@@ -238,8 +244,8 @@ class Loop:
 
     # ---------------------------------------------------------------------------------------------- from outside
     def _receive(self, wait: float) -> None:
-        """Take whatever has arrived; wait for it at most so long [s]."""
-        while True:
+        """Take what has arrived, so much that there is time for the rest, too; wait for it at most so long [s]."""
+        for _ in range(_MESSAGES_AT_ONCE):
             try:
                 got = self.listener.receive(wait)
             except RemoteWireError as error:
@@ -270,6 +276,7 @@ class Loop:
     def _welcome(self, ready: Ready) -> None:
         name = ready.name
         if name == EVALUATOR:
+            self._send_layout(name)
             for version in self.measuring.pending:
                 self.measuring.evaluate(version, self.states[version])
             return
@@ -280,13 +287,16 @@ class Loop:
         if ready.returned:
             self._handle(Lost(name))
         self._away.pop(name, None)
+        self._send_layout(name)
         if name in self.measuring.asked:
             self.measuring.ask(name)
         self._seen.add(name)
-        self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.setting.context.layout))
         if len(self._seen) == len(self._facts) and "startup" not in self.tally.seconds:
             self.tally.spend("startup", self.clock.stopwatch() - self._began)
         self._handle(Joined(name))
+
+    def _send_layout(self, name: str) -> None:
+        self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.setting.context.layout))
 
     def _take(self, message: Message) -> None:
         header = message.header
@@ -309,8 +319,11 @@ class Loop:
             self.log.note("error reported", peer=header.sender, error=text[:300])
             if header.reply_to is not None and header.sender in self._facts:
                 self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, "error"))
-            elif header.sender in (*self._facts, EVALUATOR):
+            elif header.sender == EVALUATOR:
                 raise RunError(f"{header.sender}: {text}")
+            elif header.sender in self._facts:
+                # It cannot go on. That is its own affair: it counts as any silo that stays away.
+                self._lose(header.sender)
         else:
             self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
 
@@ -348,11 +361,7 @@ class Loop:
         self._looked = now
         # After a long merge or a slow disk there may be much that was said and is not read yet.
         for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS, self._caught_up):
-            self.roster.drop(name)
-            self.log.note("peer lost", peer=name)
-            if name in self._facts:
-                self._away[name] = now
-                self._handle(Lost(name))
+            self._lose(name)
         patience = self.setting.scenario.aggregation.lost_after
         for name in [name for name in self.measuring.asked if now - self._away.get(name, now) > patience]:
             self.measuring.give_up(name)
@@ -362,6 +371,14 @@ class Loop:
                 del self._away[name]
                 self._deliver(name, flight.sequence, Failed(name, flight.sequence, "stayed away", gone=True))
         self._report()
+
+    def _lose(self, name: str) -> None:
+        """A peer is on the line no more."""
+        self.roster.drop(name)
+        self.log.note("peer lost", peer=name)
+        if name in self._facts:
+            self._away[name] = self.clock.stopwatch()
+            self._handle(Lost(name))
 
     # -------------------------------------------------------------------------------------------------- to outside
     def _send(self, action: Send) -> None:
@@ -390,7 +407,7 @@ class Loop:
         info = TaskInfo(
             round=action.round,
             rounds=self.setting.scenario.rounds,
-            settled=self._settled.get(silo.name, 0),
+            settled=self._settled_before.get(silo.name, 0),
             learning_rate=training.rate_at(action.round, self.setting.scenario.rounds),
         )
         header = self.roster.header(silo.name, Kind.TASK, sequence=action.sequence, base_version=action.base_version)
@@ -452,7 +469,7 @@ class Loop:
         return as_reply(self.setting, message, silo, self.states, self.rounds.version, merged)
 
     def _save(self, after: Rounds) -> None:
-        self._settled = after.settled
+        self._settled, self._settled_before = after.settled, self._settled
         handed = {silo: self.trouble.handed[silo] for silo in after.flights}
         plain, now, tallied = after.to_plain(), self.clock.now(), self._tallied()
         record = checkpoints.Checkpoint(plain, self.states, now, self.due, tallied, handed)

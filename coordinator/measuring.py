@@ -14,6 +14,13 @@ from fedmq.protocol import Personalised, Releasing, SiloFacts, State
 from fedmq.runfolder import append_line
 
 EVALUATOR = "evaluator"
+#: What a summary cannot be made without.
+_NEEDED = "mean_r1"
+
+
+def _complete(measured: Metrics, silos: Iterable[str]) -> bool:
+    """Whether a measurement has what the summary needs, of the whole and of each of these silos."""
+    return _NEEDED in measured.values and all(_NEEDED in measured.per_silo.get(name, {}) for name in silos)
 
 
 class Measuring:
@@ -27,6 +34,7 @@ class Measuring:
 
     Attributes:
         pending: versions the evaluator has not answered for.
+        unusable: those of them whose answer was refused.
         metrics: of the last version evaluated.
         asked: silos whose own models are being measured.
         personal: what they answered.
@@ -37,6 +45,7 @@ class Measuring:
         self._evaluated = set(evaluated)
         self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
         self.pending: list[int] = []
+        self.unusable: set[int] = set()
         self.metrics: Mapping[str, float] = {}
         self.personal: dict[str, Metrics] = {}
 
@@ -64,14 +73,17 @@ class Measuring:
 
     def evaluated(self, message: Message) -> None:
         """Take the evaluator's answer and put it on file."""
-        version, payload = message.header.base_version, message.payloads[0]
+        version, payload = message.header.base_version, message.payloads[0] if message.payloads else None
         if version not in self.pending:
             return
-        self.pending.remove(version)
-        self._evaluated.add(version)
-        if not isinstance(payload, Metrics):
-            self._roster.refuse(EVALUATOR, RemoteWireError("unexpected", "an evaluation without metrics"), 0)
+        if not isinstance(payload, Metrics) or not _complete(payload, [s.name for s in self._setting.context.silos]):
+            detail = f"version {version}: an evaluation without {_NEEDED} of the whole and of every silo"
+            self._roster.refuse(EVALUATOR, RemoteWireError("unexpected", detail), 0)
+            self.unusable.add(version)
             return
+        self.pending.remove(version)
+        self.unusable.discard(version)
+        self._evaluated.add(version)
         self.metrics = dict(payload.values)
         per_silo = {name: dict(own) for name, own in payload.per_silo.items()}
         line = {"kind": "evaluation", "version": version, "metrics": self.metrics, "per_silo": per_silo}
@@ -116,7 +128,11 @@ class Measuring:
         if name not in self._requests or message.header.reply_to != self._requests[name][0]:
             return False
         if isinstance(payload, Metrics):
-            self.personal[name] = payload
+            if _complete(payload, [name]):
+                self.personal[name] = payload
+            else:
+                detail = f"a measurement without {_NEEDED} of the whole and of its own share"
+                self._roster.refuse(name, RemoteWireError("unexpected", detail), 0)
         elif isinstance(payload, Error):
             self._log.note("error reported", peer=name, error=payload.text[:300])
         else:

@@ -81,7 +81,7 @@ def merged_state(
     # A lone reply's factor has no other reply to weigh against; it, too, can only act on the step.
     rate = aggregation.rate * (replies[0].factor if aggregation.mode == "async" else 1.0)
     theta = mixed(state.theta, merged.state.theta, min(rate, 1.0))
-    if not bool(torch.isfinite(theta).all()):
+    if not all(bool(torch.isfinite(each).all()) for each in (theta, *merged.state.tensors.values())):
         raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")
     return Merged(replace(merged.state, theta=theta), merged.log), left_out
 

@@ -337,7 +337,7 @@ def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, A
             "sent": tally.sent,
             "received": tally.received,
             "refused": tally.refused.total(),
-            "logged": scenario.launcher != "inline",
+            "logged": not isinstance(loop.listener, Inline),
         },
         "tasks": {
             "merged": tally.participations.total(),

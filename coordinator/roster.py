@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +18,10 @@ from fedmq.transport import Listener
 
 #: Handshakes begun and not finished that are remembered; a flood of hellos drops the oldest.
 _MAX_PENDING = 4096
+#: Who a frame is from that no session covers.
+_UNKNOWN = "unknown"
+#: Their refusals that are logged in a second: anybody can send noise, and a disk is finite.
+_UNKNOWN_LOGGED = 100
 
 
 @dataclass
@@ -94,6 +99,7 @@ class Roster:
         self.sent = 0
         self.received = 0
         self.refused: Counter[str] = Counter()
+        self._second, self._this_second = -math.inf, 0
 
     def online(self, name: str) -> bool:
         """Whether a peer has a session."""
@@ -119,7 +125,7 @@ class Roster:
                 raise RemoteWireError(Reason.UNKNOWN_SESSION, f"a {header.kind} before a handshake")
             return self._message(peer, frames, size)
         except RemoteWireError as error:
-            self.refuse(peer.name if peer else "unknown", error, size)
+            self.refuse(peer.name if peer else _UNKNOWN, error, size)
             if peer is None or peer.session.received == proven:
                 return None
             # The seal held, so this is the peer's own message and the peer is alive.
@@ -130,9 +136,22 @@ class Roster:
             return Unusable(header, error.reason)
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
-        """Count and log a refusal."""
+        """Count and log a refusal; of those that cannot be laid at a peer's door a second's first ones are logged."""
         self.refused[error.reason] += 1
+        if name == _UNKNOWN and not self._may_log():
+            return
         self._log.refused(name, error.reason, error.detail, size)
+
+    def _may_log(self) -> bool:
+        """Whether one more refusal of nobody known is logged now; what was left out is noted by its number."""
+        now = self._clock.stopwatch()
+        if now - self._second >= 1.0:
+            if self._this_second > _UNKNOWN_LOGGED:
+                left = self._this_second - _UNKNOWN_LOGGED
+                self._log.note("refusals of unknown peers are counted, not logged", count=left)
+            self._second, self._this_second = now, 0
+        self._this_second += 1
+        return self._this_second <= _UNKNOWN_LOGGED
 
     def _hello(self, address: bytes, frames: Sequence[memoryview], size: int) -> None:
         welcome, responded = respond(self._identity, self._accepted, self._run, frames, self._clock.now())

@@ -132,8 +132,16 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def read_log(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """The records of a log with their line numbers; None for a line that is no whole record of a message log."""
-    with path.open("rb") as file:
+    """The records of a log with their line numbers; None for a line that is no whole record of a message log.
+
+    Raises:
+        InputError: it cannot be read.
+    """
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise InputError(str(path), error.strerror, "a readable message log") from None
+    with file:
         for number, line in enumerate(file, 1):
             yield number, _record(line)
 
@@ -304,7 +312,8 @@ class Audit:
         frames: bytes of all frames that left each process.
         refused: number of refusals, by process and reason.
         inline: the silos were calls inside the coordinator: there were no messages, so nothing is shown about them.
-        undelivered: messages sent that nobody logged as received or refused: what was on its way when a process ended.
+        undelivered: messages sent that nobody logged as received: refused ones, and what was on its way when a process
+            ended.
         messages: every record of a sealed message with its file and line, as each end logged it.
     """
 

@@ -81,7 +81,9 @@ def _scenario_of(file: Path, settings: list[str] | None, seed: int | None) -> An
     # Absolute, so that a resume finds them from any folder.
     places = {name: getattr(data, name) for name in ("path", "annotations", "images")}
     data = data.model_copy(update={name: path.resolve() for name, path in places.items() if path is not None})
-    return scenario.model_copy(update={"data": data})
+    participation, trace = scenario.participation, scenario.participation.trace
+    participation = participation.model_copy(update={"trace": trace and trace.resolve()})
+    return scenario.model_copy(update={"data": data, "participation": participation})
 
 
 def _bar() -> Callable[[str, int, int], None]:
@@ -123,7 +125,7 @@ def scenario_command(
 
     with warm.leaving_at_once(FAILED):
         chosen = scenarios.load(file, settings or [])
-        inline = chosen.launcher == "inline"
+        inline = _inline(file, chosen.launcher)
         if not inline:
             # Before torch is imported here: the forkserver then imports it at the same time.
             warm.warm_up(chosen.backbone.name)
@@ -174,6 +176,14 @@ def scenario_command(
         print(json.dumps(summary, indent=2))
     else:
         live.print_summary(summary, folder, out)
+
+
+def _inline(file: Path, launcher: str) -> bool:
+    """Whether the silos run in this process; a scenario that leaves starting them to its user is refused."""
+    if launcher == "none":
+        allowed = "local or inline; `fedmq coordinator`, `fedmq silo` and `fedmq evaluator` start a run by hand"
+        raise InputError(f"{file}: launcher", launcher, allowed)
+    return launcher == "inline"
 
 
 # ---------------------------------------------------------------------------------------------- programs by hand

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.errors import LocalWireError, RemoteWireError
-from fedmq.fields import Field, FieldError, Names, Numbers, NumbersByName, Real, Tensor, all_finite
+from fedmq.fields import Field, FieldError, Names, Numbers, NumbersByName, Real, Tensor, all_finite, shown
 from fedmq.layout import Layout
 from fedmq.messages import (
     MAX_PAYLOADS,
@@ -90,6 +90,8 @@ def decode(
         return Message(header, payloads, task, layout)
     except FieldError as error:
         raise RemoteWireError(error.reason, str(error)) from error
+    except RecursionError as error:
+        raise RemoteWireError(Reason.MALFORMED, "nested too deeply") from error
 
 
 def encode_header(header: Header) -> bytes:
@@ -117,6 +119,8 @@ def decode_header(raw: BytesLike) -> Header:
         return Header(**{**plain, "kind": _kind(plain["kind"])})
     except FieldError as error:
         raise RemoteWireError(error.reason, str(error)) from error
+    except RecursionError as error:
+        raise RemoteWireError(Reason.MALFORMED, "nested too deeply") from error
 
 
 def encode_body(message: Message) -> list[BytesLike]:
@@ -202,7 +206,7 @@ def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
 
 def _kind(value: object) -> Kind:
     if type(value) is not str or value not in Kind._value2member_map_:
-        raise FieldError(f"kind: {value!r:.40} is unknown")
+        raise FieldError(f"kind: {shown(value)} is unknown")
     return Kind(value)
 
 
@@ -292,7 +296,7 @@ def _view(place: str, spec: Tensor, claim: object, body: memoryview, end: int) -
         raise FieldError(f"{place}: not [dtype, [sizes]]")
     name, shape = claim
     if type(name) is not str or name not in spec.dtypes:
-        raise FieldError(f"{place}: dtype {name!r:.40} is not one of {', '.join(spec.dtypes)}")
+        raise FieldError(f"{place}: dtype {shown(name)} is not one of {', '.join(spec.dtypes)}")
     if any(type(size) is not int for size in shape):
         raise FieldError(f"{place}: a size is not an integer")
     spec.check_shape(place, tuple(shape), {})

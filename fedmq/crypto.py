@@ -46,7 +46,7 @@ class Identity:
 def init_keys(directory: Path, names: Iterable[str]) -> None:
     """Make a key pair per name: ``NAME.key`` (PKCS8 PEM, mode 0600) and ``accepted/NAME.pub`` (SPKI PEM).
 
-    Nothing is written if any of the private keys already exists.
+    Nothing is written if any of the keys, private or public, already exists.
 
     Raises:
         InputError: a name is not allowed, comes twice, or has a key already; or the folder cannot be written.
@@ -54,8 +54,9 @@ def init_keys(directory: Path, names: Iterable[str]) -> None:
     wanted = list(names)
     for name in wanted:
         _check_key_name(directory, name)
-        if (directory / f"{name}.key").exists():
-            raise InputError(str(directory / f"{name}.key"), "an existing key", "a folder without that key")
+        for path in (directory / f"{name}.key", directory / _ACCEPTED / f"{name}.pub"):
+            if path.exists():
+                raise InputError(str(path), "an existing key", "a folder without that key")
     if len(set(wanted)) != len(wanted):
         raise InputError(str(directory), wanted, "names that differ")
     try:
@@ -127,16 +128,19 @@ def revoke(directory: Path, name: str) -> None:
     """Accept a name's key no longer: its public key moves to ``revoked/`` and its fingerprint stays on record.
 
     Raises:
-        InputError: the name has no accepted key.
+        InputError: the name has no accepted key, or the folder cannot be written.
     """
     _check_key_name(directory, name)
     path = directory / _ACCEPTED / f"{name}.pub"
     if not path.is_file():
         raise InputError(str(path), "no such key", "the name of an accepted key")
     key = load_accepted(directory)[name]
-    (directory / _REVOKED).mkdir(exist_ok=True)
-    # The fingerprint is part of the name: a name may be given a new key and lose that one too.
-    path.replace(directory / _REVOKED / f"{name}-{fingerprint(key)[:16]}.pub")
+    try:
+        (directory / _REVOKED).mkdir(exist_ok=True)
+        # The fingerprint is part of the name: a name may be given a new key and lose that one too.
+        path.replace(directory / _REVOKED / f"{name}-{fingerprint(key)[:16]}.pub")
+    except OSError as error:
+        raise InputError(str(error.filename or directory), error.strerror, "a folder that can be written") from error
 
 
 def fingerprint(key: Ed25519PublicKey | Identity) -> str:

@@ -15,7 +15,9 @@ from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.crypto import load_accepted, load_identity
 from fedmq.data.share import Share, load_share
+from fedmq.errors import InputError
 from fedmq.labels import fine_columns
+from fedmq.layout import require_layout
 from fedmq.link import Link
 from fedmq.messages import Error, Kind, Memory, Metrics, Model, Payload
 from fedmq.models.networks import Tower
@@ -313,9 +315,11 @@ def load_inference(model: TwoTower, payloads: Sequence[Payload]) -> None:
     """Load a released model: its parameters and, where it has one, the memory that enhances its codes.
 
     Raises:
-        RemoteWireError: no model, or more than one.
+        RemoteWireError: no model, more than one, or one of another layout.
     """
-    model.load(np.asarray(take(payloads, Model).buffer))
+    received = take(payloads, Model)
+    require_layout({model.layout.digest: model.layout}, received.layout_digest, np.asarray(received.buffer))
+    model.load(np.asarray(received.buffer))
     for memory in (payload for payload in payloads if isinstance(payload, Memory)):
         centroids = torch.tensor(memory.centroids, device=model.flat.device)
         for tower in (model.visual, model.text):
@@ -347,6 +351,10 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
             message = link.receive()
             if message is None or message.header.kind is Kind.STOP:
                 break
+            if message.layout is not None and message.layout.digest != evaluator.model.layout.digest:
+                found = f"{len(message.layout.entries)} tensors, {message.layout.size} parameters"
+                here = f"{len(evaluator.model.layout.entries)} tensors, {evaluator.model.layout.size} parameters"
+                raise InputError("the coordinator's model layout", found, f"{here} as in this scenario")
             if message.header.kind is not Kind.EVALUATE:
                 continue
             told["at"] = message.header.sent_at
@@ -354,7 +362,7 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
             try:
                 result: Metrics | Error = evaluator.evaluate(message.payloads)
             except Exception as error:
-                result = Error("evaluation_failed", f"{type(error).__name__}: {error}"[:1000])
+                result = Error.saying("evaluation_failed", f"{type(error).__name__}: {error}")
             kind = Kind.ERROR if isinstance(result, Error) else Kind.REPLY
             link.send(
                 kind, (result,), sequence=header.sequence, reply_to=header.sequence, base_version=header.base_version

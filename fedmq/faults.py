@@ -163,7 +163,7 @@ class Leave(TaskFault):
         if self.every is None or self.away is None:
             return fate.handed, math.inf
         first = math.floor(fate.handed / self.every - phase) + phase
-        begins = (max(0.0, first * self.every), (first + 1) * self.every)
+        begins = (first * self.every, (first + 1) * self.every)  # the first may have begun before the run
         return next((w for w in (_touched(fate, (b, b + self.away)) for b in begins) if w), None)
 
 

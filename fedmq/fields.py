@@ -44,6 +44,15 @@ class FieldError(LocalWireError):
         super().__init__(detail)
 
 
+def shown(value: object) -> str:
+    """A peer's value in a message to a reader: at most 80 characters, of a list or map its type alone.
+
+    What is nested deeply enough could not even be written out.
+    """
+    plain = value is None or isinstance(value, bool | int | float | str | bytes)
+    return f"{value!r:.80}" if plain else f"a {type(value).__name__}"
+
+
 def all_finite(array: npt.NDArray[Any]) -> bool:
     """Whether a floating array has neither NaN nor infinity; integer arrays are finite.
 
@@ -65,7 +74,7 @@ def check_name(place: str, value: object, pattern: re.Pattern[str] = NAME) -> No
         FieldError: not a string, or not of the pattern.
     """
     if type(value) is not str or pattern.fullmatch(value) is None:
-        raise FieldError(f"{place}: {value!r:.80} is not a name of the form {pattern.pattern}")
+        raise FieldError(f"{place}: {shown(value)} is not a name of the form {pattern.pattern}")
 
 
 def check_whole(place: str, value: object, low: int, high: int) -> None:
@@ -75,7 +84,7 @@ def check_whole(place: str, value: object, low: int, high: int) -> None:
         FieldError: of another type, or out of bounds.
     """
     if type(value) is not int or not low <= value <= high:
-        raise FieldError(f"{place}: {value!r:.80} is not an integer in [{low}, {high}]")
+        raise FieldError(f"{place}: {shown(value)} is not an integer in [{low}, {high}]")
 
 
 def check_real(place: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
@@ -85,15 +94,15 @@ def check_real(place: str, value: object, low: float = -math.inf, high: float = 
         FieldError: of another type, out of bounds, or not finite (reason ``not_finite``).
     """
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise FieldError(f"{place}: {value!r:.80} is not a number")
+        raise FieldError(f"{place}: {shown(value)} is not a number")
     try:
         finite = math.isfinite(value)
     except OverflowError:
         finite = False
     if not finite:
-        raise FieldError(f"{place}: {value!r:.80} is not finite", "not_finite")
+        raise FieldError(f"{place}: {shown(value)} is not finite", "not_finite")
     if not low <= value <= high:
-        raise FieldError(f"{place}: {value!r:.80} is not in [{low}, {high}]")
+        raise FieldError(f"{place}: {shown(value)} is not in [{low}, {high}]")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -224,9 +225,16 @@ class Gallery:
         return Items(tuple(found["keys"]), tuple(map(tuple, found["captions"])))
 
     def array(self, name: str) -> Array:
-        """One array of :attr:`vectors`."""
-        with np.load(self.vectors, allow_pickle=False) as stored:
-            found: Array = stored[name]
+        """One array of :attr:`vectors`.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        try:
+            with np.load(self.vectors, allow_pickle=False) as stored:
+                found: Array = stored[name]
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+            raise InputError(str(self.vectors), f"a damaged file ({error})", _AGAIN) from None
         return found
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.errors import LocalWireError, RemoteWireError
-from fedmq.fields import LAYER, FieldError, check_name, check_whole
+from fedmq.fields import LAYER, FieldError, check_name, check_whole, shown
 
 DTYPES: tuple[str, ...] = ("float32", "float16", "float64", "int64", "int32", "uint8", "bool")
 MAX_ENTRIES = 8192
@@ -47,7 +47,7 @@ class LayoutEntry:
         for size in self.shape:
             check_whole(f"layout {self.name}: size", size, 0, MAX_BYTES)
         if type(self.dtype) is not str or self.dtype not in DTYPES:
-            raise FieldError(f"layout {self.name}: dtype {self.dtype!r:.40} is not one of {', '.join(DTYPES)}")
+            raise FieldError(f"layout {self.name}: dtype {shown(self.dtype)} is not one of {', '.join(DTYPES)}")
         check_whole(f"layout {self.name}: offset", self.offset, 0, MAX_BYTES)
         if self.nbytes > MAX_BYTES:
             raise FieldError(f"layout {self.name}: {self.nbytes} bytes, allowed {MAX_BYTES}", "oversized")

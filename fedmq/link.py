@@ -16,16 +16,19 @@ import zmq
 
 from fedmq.audit import MessageLog
 from fedmq.clock import Clock
+from fedmq.codec import decode_header
 from fedmq.crypto import Identity, Session, open_message, seal_message
 from fedmq.errors import RemoteWireError
 from fedmq.handshake import Accepted, Initiated, complete, initiate
-from fedmq.messages import Header, Kind, Message, Payload, Reason
+from fedmq.messages import Error, Header, Kind, Message, Payload, Reason
 from fedmq.transport import Connection, connect
 
 COORDINATOR = "coordinator"
 BEAT_SECONDS = 2.0
 #: Beats without a word after which a peer counts as lost.
 LOST_BEATS = 2
+#: The same of the coordinator, which answers between a merge and the next: a new connection tells at once that it died.
+_COORDINATOR_BEATS = 15
 _HELLO_SECONDS = 2.0
 #: Hellos without an answer after which the silo's own terminal is told, once until there is a session.
 _PATIENT_HELLOS = 5
@@ -154,7 +157,7 @@ class Link:
             self._put(connection, self._session, self._outbox.get())
 
     def _keep_alive(self, connection: Connection, now: float) -> None:
-        if self._session is not None and now - self._heard > BEAT_SECONDS * LOST_BEATS:
+        if self._session is not None and now - self._heard > BEAT_SECONDS * _COORDINATOR_BEATS:
             self._forget("the coordinator went silent")
         elif self._session is not None and connection.established() > self._connections:
             # A new connection is a new peer to the coordinator: the session went with the old one.
@@ -211,7 +214,7 @@ class Link:
         """Take one message, if there is one and the last was no stop; returns whether there was."""
         if self._stopped:
             return False
-        size = 0
+        size, frames, proven = 0, None, self._session.received if self._session else 0
         try:
             frames = connection.receive(0)
             if frames is None:
@@ -225,6 +228,8 @@ class Link:
             self._log.refused(COORDINATOR, error.reason, error.detail, size)
             if error.reason == Reason.GAP:
                 self._forget("a message was lost on the way")
+            elif frames is not None and self._session is not None and self._session.received > proven:
+                self._unreadable(frames[0], error)
             return True
         self._heard = self._clock.stopwatch()
         self._log.message("received", message, tag, size)
@@ -232,6 +237,15 @@ class Link:
         if message.header.kind is not Kind.HEARTBEAT:
             self._inbox.put(message)
         return True
+
+    def _unreadable(self, clear: memoryview, error: RemoteWireError) -> None:
+        """The coordinator's own message cannot be read: who waits for an answer is told, or would wait for ever."""
+        self._heard = self._clock.stopwatch()
+        header = decode_header(clear)
+        if header.kind in (Kind.TASK, Kind.EVALUATE):
+            number, base = header.sequence, header.base_version
+            said = Error.saying("unreadable", f"{header.kind} {number}: {error.detail}")
+            self.send(Kind.ERROR, (said,), sequence=number, reply_to=number, base_version=base)
 
     def _welcome(self, connection: Connection, frames: list[memoryview], size: int) -> None:
         if self._initiated is None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
@@ -150,15 +151,16 @@ def print_audit(audit: Audit, console: Console) -> None:
     for process in sorted(audit.records):
         left = ", ".join(f"{kind} {size:,}" for kind, size in sorted(audit.left.get(process, {}).items()))
         refused = ", ".join(f"{reason} {count}" for reason, count in sorted(audit.refused.get(process, {}).items()))
-        table.add_row(process, f"{audit.records[process]:,}", f"{audit.frames[process]:,}", left or "-", refused or "-")
+        name, left, refused = escape(process), escape(left), escape(refused)  # a log may say anything
+        table.add_row(name, f"{audit.records[process]:,}", f"{audit.frames[process]:,}", left or "-", refused or "-")
     console.print(table)
     if audit.undelivered:
         console.print(
-            f"{audit.undelivered} messages were sent and never received: under way when a process ended",
+            f"{audit.undelivered} messages were sent and never taken: refused, or under way when a process ended",
             highlight=False,
         )
     for finding in audit.findings:
-        console.print(f"[red]{finding.place}[/red]: {finding.what}", highlight=False)
+        console.print(f"[red]{escape(finding.place)}[/red]: {escape(finding.what)}", highlight=False)
     verdict = (
         "the logs agree with themselves and with each other"
         if not audit.findings

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
-from fedmq.fields import I63, U64, FieldError, check_name, check_real, check_whole
+from fedmq.fields import I63, U64, FieldError, check_name, check_real, check_whole, shown
 from fedmq.layout import Layout
 from fedmq.payloads import (
     IMAGE,
@@ -154,7 +154,7 @@ class Header:
 
     def __post_init__(self) -> None:
         if type(self.kind) is not Kind:
-            raise FieldError(f"kind: {self.kind!r:.40} is not a Kind")
+            raise FieldError(f"kind: {shown(self.kind)} is not a Kind")
         check_name("run", self.run)
         check_name("sender", self.sender)
         check_name("receiver", self.receiver)

@@ -365,6 +365,11 @@ class Error:
     def __post_init__(self) -> None:
         _check(self)
 
+    @classmethod
+    def saying(cls, code: str, text: str) -> Error:
+        """An error with a text of any length and any characters, cut and replaced as the wire needs."""
+        return cls(code, text.encode(errors="replace")[:1000].decode(errors="ignore"))
+
 
 Payload: TypeAlias = (
     Model

@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationError
 from rich.console import Console
+from rich.markup import escape
 
 from fedmq.audit import Audit, Finding
 from fedmq.errors import InputError
@@ -272,7 +273,7 @@ def show(held: Held, console: Console) -> None:
     """Print what holding a run against a policy showed."""
     findings = held.findings
     for finding in findings[:_SHOWN]:
-        console.print(f"[red]{finding.place}[/red]: {finding.what}", highlight=False, soft_wrap=True)
+        console.print(f"[red]{escape(finding.place)}[/red]: {escape(finding.what)}", highlight=False, soft_wrap=True)
     if len(findings) > _SHOWN:
         console.print(f"and {len(findings) - _SHOWN} more; --json has all", highlight=False)
     free = f"; it does not speak of {held.free:,} others" if held.free else ""

@@ -14,7 +14,9 @@ from fedmq.faults import AnyFault, named_silos
 from fedmq.parts import Aggregation, Cost, Count, Fraction, Name, NonNegative, Part, Participation, Positive
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-Device = Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")]
+#: What a device may be called.
+DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
+Device = Annotated[str, Field(pattern=DEVICE)]
 
 
 #: Before the name of a timm model in ``backbone.name``.
@@ -159,7 +161,7 @@ class Objective(BaseModel):
 class Silos(Part):
     """How many silos there are and how many of them train at once on one machine."""
 
-    count: Count = 30
+    count: Count = Field(30, le=1024)
     slots: Count | None = Field(None, description="silos training at once; null means the machine's cores")
 
 
@@ -287,7 +289,7 @@ class Scenario(Part):
     launcher: Literal["local", "inline", "none"] = Field(
         "local",
         description="local starts the silos here; inline runs them in the coordinator's process without messages: the "
-        "same model to the bit, no message logs; none waits for silos started by hand",
+        "same model to the bit, no message logs; none is for silos started by hand, with the programs' own commands",
     )
 
     @field_validator("protocol", mode="before")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -48,6 +49,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(str(path), str(error), "a readable UTF-8 file") from None
     try:
         loaded = yaml.load(text, Loader=_Lines)  # noqa: S506 - a SafeLoader subclass
+        json.dumps(loaded, default=str, skipkeys=True)  # an alias may hold itself
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise InputError(f"{path}: line {line}", error.problem or "not YAML", "valid YAML") from None
@@ -87,6 +89,7 @@ def apply_settings(raw: Mapping[str, Any], settings: Sequence[str]) -> Overridde
             raise InputError("--set", setting, "key=value, e.g. --set training.learning_rate=0.001")
         try:
             value = yaml.safe_load(text)
+            json.dumps(value, default=str, skipkeys=True)  # an alias may hold itself
         except (yaml.YAMLError, ValueError, RecursionError):
             raise InputError(f"--set {key}", text[:60], "a YAML value") from None
         place = result

@@ -173,12 +173,15 @@ def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> li
 def _nearest(gallery: Gallery, vector: Array, among: Among, count: int) -> list[tuple[float, int]]:
     """Scores and places of the nearest vectors, ordered by (score, place)."""
     library, path = faiss(), str(gallery.folder / f"{among}.faiss")
+    try:
+        index = library.read_index_binary(path) if gallery.binary else library.read_index(path)
+    except RuntimeError as error:
+        found = f"a damaged index ({str(error).splitlines()[0][:80]})"
+        raise InputError(path, found, "an exported gallery; delete the folder to make it again") from None
     if not gallery.binary:
-        index = library.read_index(path)
         scores, places = (each[0] for each in index.search(vector, min(count, index.ntotal)))
         order = np.lexsort((places, -scores))
         return [(float(scores[i]), int(places[i])) for i in order]
-    index = library.read_index_binary(path)
     distances, _ = index.search(vector, min(count, index.ntotal))
     # Many codes lie equally far, and which of them faiss returns last is left open: take all of them, then cut.
     _, distances, places = index.range_search(vector, int(distances.max()) + 1)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import json
+import re
+import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -27,7 +29,7 @@ from fedmq.models import networks
 from fedmq.models.two_tower import TwoTower, build
 from fedmq.protocol import Context, SiloFacts
 from fedmq.runfolder import write_atomically
-from fedmq.scenario import Scenario
+from fedmq.scenario import DEVICE, Scenario
 
 I64 = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
@@ -140,16 +142,16 @@ def device_of(name: str, index: int = 0) -> str:
         index: of whoever asks: ``auto`` deals the machine's GPUs out in turn.
 
     Raises:
-        InputError: the device is not there.
+        InputError: no device of that form, or the device is not there.
     """
     if name == "cpu":
         return name
     count = torch.cuda.device_count()
     if name == "auto":
         return f"cuda:{index % count}" if count else "cpu"
-    number = int(name.partition(":")[2] or 0)
+    number = int(name.partition(":")[2] or 0) if re.fullmatch(DEVICE, name) else count
     if number >= count:
-        raise InputError("device", name, "cpu" + "".join(f", cuda:{each}" for each in range(count)))
+        raise InputError("device", name, "auto, cpu" + "".join(f", cuda:{each}" for each in range(count)))
     return f"cuda:{number}"
 
 
@@ -220,13 +222,21 @@ def _shares(scenario: Scenario, prepared: Prepared, cache: Path) -> tuple[Parts,
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not path.exists():
-            made = _make_shares(scenario, prepared, cache)
-            write_atomically(path, lambda temporary: _write_npz(temporary, made))
-    with np.load(path, allow_pickle=False) as stored:
-        ends, rows = stored["ends"], stored["rows"]
-        parts, count = tuple(np.split(rows, ends[:-1])), scenario.silos.count
-        return parts[:count], parts[count : 2 * count], parts[2 * count :], stored["evaluated"]
+        found = _read_npz(path)
+        if found is None:
+            found = _make_shares(scenario, prepared, cache)
+            write_atomically(path, lambda temporary: _write_npz(temporary, found))
+    parts, count = tuple(np.split(found["rows"], found["ends"][:-1])), scenario.silos.count
+    return parts[:count], parts[count : 2 * count], parts[2 * count :], found["evaluated"]
+
+
+def _read_npz(path: Path) -> dict[str, I64] | None:
+    """What is cached; None where nothing is, or nothing that can be read."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: stored[name] for name in ("ends", "rows", "evaluated")}
+    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+        return None
 
 
 def _write_npz(path: Path, arrays: dict[str, I64]) -> None:

@@ -55,8 +55,8 @@ class FedCafeOptions:
         weighted_agg: eqs 9 and 10; without it updates are averaged as FedAvg does.
         alpha: weight of eq 5.
         eta: weight of eq 6.
-        gamma: weight of eq 7; the released code calls it mu. The paper's 1 with ``normalised`` weighs C times what it does
-            with ``code``; docs/results/hashing.md has both.
+        gamma: weight of eq 7; the released code calls it mu. With ``normalised`` the paper's 1 weighs C times what it
+            does with ``code``; docs/results/hashing.md has both.
         kl: eq 7 as KL(L / |L| || L') per sample, ``normalised``; as the released ``code``, on raw labels and averaged
             over classes too, which is about C times smaller; or in the order ``printed``, on smoothed labels.
         le_detach: no gradient through the enhanced features of eq 5.

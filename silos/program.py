@@ -21,11 +21,12 @@ from fedmq.data.share import load_share
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluator import HeldOut
 from fedmq.faults import Drift, LabelNoise
+from fedmq.layout import require_layout
 from fedmq.link import Link
 from fedmq.memory import keep_buffers
-from fedmq.messages import DiscriminatorDelta, Error, Kind, Message, Metrics, Payload
+from fedmq.messages import DiscriminatorDelta, Error, Kind, Message, Metrics, Model, Payload
 from fedmq.models.two_tower import TwoTower
-from fedmq.protocol import FederatedProtocol, Local, Personalised, Task
+from fedmq.protocol import FederatedProtocol, Local, Personalised, Sharing, Task
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.script import Script, Strike
@@ -85,6 +86,9 @@ class Silo:
         self.protocol: FederatedProtocol = protocol_class(
             protocols.options_of(protocol_class, scenario.protocol.options), self.context
         )
+        # What a model that comes down may be of: the whole model, or the layers that the method shares.
+        whole, names = self.context.layout, self.protocol.layers if isinstance(self.protocol, Sharing) else None
+        self.layouts = {each.digest: each for each in (whole, *([whole.part(names)] if names else []))}
         self.store = StateStore(RunFolder(arguments.out).silo_state(self.facts.name))
 
     def _equip(self, name: str, version: int) -> None:
@@ -109,7 +113,14 @@ class Silo:
                 self.share = fault.spoil(self.share, self.script.generator(place, name))
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
-        """What a message of kind task or evaluate is answered with."""
+        """What a message of kind task or evaluate is answered with.
+
+        Raises:
+            RemoteWireError: a model of another layout than this scenario's.
+        """
+        for payload in message.payloads:
+            if isinstance(payload, Model):
+                require_layout(self.layouts, payload.layout_digest, np.asarray(payload.buffer))
         return self.answer(message) if message.header.kind is Kind.TASK else (self.measure(message),)
 
     def answer(self, message: Message) -> tuple[Payload, ...]:
@@ -242,10 +253,10 @@ def _reply(link: Link, silo: Silo, slots: Slots, message: Message, progress: Cal
             payloads = silo.respond(message)
     except Exception as error:
         traceback.print_exc(file=sys.stderr)
-        text = f"task {header.sequence}: {type(error).__name__}: {error}"[:1000]
+        text = f"task {header.sequence}: {type(error).__name__}: {error}"
         link.send(
             Kind.ERROR,
-            (Error("training_failed", text),),
+            (Error.saying("training_failed", text),),
             sequence=header.sequence,
             reply_to=header.sequence,
             base_version=header.base_version,

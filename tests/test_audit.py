@@ -427,6 +427,22 @@ def test_the_command_exits_with_3_where_the_policy_is_broken_and_with_2_where_it
     assert isinstance(refused.exception, InputError)  # main() makes this exit code 2
 
 
+def test_what_a_log_says_is_never_taken_for_markup(run: Path) -> None:
+    rewrite(run, "silo-00", reseal([line.replace('"reply"', '"x[/nope]y"') for line in lines(run, "silo-00")]))
+    done = CliRunner().invoke(app, ["audit", str(run)])
+    assert done.exit_code == 3, done.exception
+    rewrite(run, "silo-00", reseal([line.replace("nope", "conceal") for line in lines(run, "silo-00")]))
+    table = CliRunner().invoke(app, ["audit", str(run), "--policy", str(written(run, "up: {kinds: [loss]}"))])
+    assert table.exit_code == 3
+    assert "[/conceal]" in table.stdout
+
+
+def test_a_log_that_is_a_folder_is_one_line(run: Path) -> None:
+    (run / "messages" / "silo-07.jsonl").mkdir()
+    with pytest.raises(InputError, match=r"silo-07\.jsonl: found 'Is a directory'"):
+        audit_run(run)
+
+
 def test_a_policy_that_is_broken_everywhere_is_told_in_short(run: Path) -> None:
     with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
         for counter in range(3, 40):

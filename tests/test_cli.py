@@ -48,6 +48,9 @@ def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ),
         (["backbone.head=residual", "data.path=UNEQUAL"], "backbone.head"),
         (["rounds"], "--set"),
+        (["protocol.x=&a [*a]"], "--set protocol.x"),
+        (["launcher=none"], "fedmq coordinator"),
+        (["silos.count=1025"], "silos.count"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(
@@ -176,3 +179,12 @@ def test_every_command_explains_itself_with_an_example(
 ) -> None:
     assert fedmq(monkeypatch, command, "--help") == 0
     assert "Example: fedmq " in capfd.readouterr().out
+
+
+def test_an_availability_trace_is_found_from_any_folder(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trace.csv").write_text("silo,on,off\nsilo-00,0,100\n")
+    monkeypatch.chdir(tmp_path)
+    chosen = cli._scenario_of(tiny, ["participation={kind: availability, trace: trace.csv}"], None)
+    assert chosen.participation.trace == tmp_path / "trace.csv"

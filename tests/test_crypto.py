@@ -119,6 +119,22 @@ def test_existing_keys_are_never_overwritten(tmp_path: Path) -> None:
     assert not (tmp_path / "silo-00.key").exists()
 
 
+def test_a_public_key_left_behind_stops_its_name_before_anything_is_written(tmp_path: Path) -> None:
+    init_keys(tmp_path, ["silo-01"])
+    (tmp_path / "silo-01.key").unlink()
+    with pytest.raises(InputError, match=r"accepted/silo-01\.pub: found 'an existing key'"):
+        init_keys(tmp_path, ["silo-00", "silo-01"])
+    assert not list(tmp_path.glob("*.key"))
+
+
+def test_a_key_that_cannot_be_moved_is_one_line(tmp_path: Path) -> None:
+    init_keys(tmp_path, ["silo-01"])
+    (tmp_path / "revoked").write_text("in the way")
+    with pytest.raises(InputError, match="a folder that can be written"):
+        revoke(tmp_path, "silo-01")
+    assert "silo-01" in load_accepted(tmp_path)
+
+
 def test_a_revoked_key_is_accepted_no_longer_but_stays_on_record(tmp_path: Path) -> None:
     init_keys(tmp_path, NAMES)
     print_before = fingerprint(load_accepted(tmp_path)["silo-00"])

@@ -115,11 +115,25 @@ def test_a_summary_has_every_silos_figures_and_their_means(tmp_path: Path) -> No
     assert summary["personal_whole_split"] != summary["personal_per_silo"]
 
 
+def test_a_damaged_partition_in_the_cache_is_made_again(tmp_path: Path) -> None:
+    first = build_world(scenario(tmp_path), cache=tmp_path / "cache")
+    (kept,) = (tmp_path / "cache" / "partitions").glob("*.npz")
+    whole = kept.read_bytes()
+    for damaged in (b"PK\x03\x04", b"", whole[: len(whole) // 2]):
+        kept.write_bytes(damaged)
+        again = build_world(scenario(tmp_path), cache=tmp_path / "cache")
+        assert all(np.array_equal(*each) for each in zip(first.train, again.train, strict=True))
+        assert kept.read_bytes() == whole
+
+
 def test_auto_deals_the_gpus_of_a_machine_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worlds.torch.cuda, "device_count", lambda: 2)
     assert [device_of("auto", index) for index in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     assert device_of("cuda:1", 0) == "cuda:1"
     with pytest.raises(InputError, match="cuda:2"):
         device_of("cuda:2")
+    for name in ("cuda:x", "cuda:-1", "foo", "cuda:", "cpu:1"):
+        with pytest.raises(InputError, match=f"device: found '{name}', allowed: auto, cpu, cuda:0, cuda:1"):
+            device_of(name)
     monkeypatch.setattr(worlds.torch.cuda, "device_count", lambda: 0)
     assert device_of("auto", 3) == device_of("cpu", 3) == "cpu"

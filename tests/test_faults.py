@@ -14,6 +14,7 @@ import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from coordinator.rounds import Phase
+from coordinator.trouble import _damaged
 from fedmq.data.share import Share
 from fedmq.errors import InputError, RunError
 from fedmq.faults import FAULTS, AnyFault, Drift, Fate, LabelNoise
@@ -155,6 +156,17 @@ def test_absences_come_again_and_take_their_share_of_time() -> None:
     made = script({"kind": "leave", "every": 100, "away": 30})
     away = [made.fate("silo-00", 1, 0, float(at), 1e-9)[0].fails == "away" for at in range(100, 10100)]
     assert math.isclose(sum(away) / len(away), 0.3, abs_tol=0.01)
+
+
+def test_silos_that_come_and_go_are_not_all_away_when_the_run_begins() -> None:
+    silos = tuple(SiloFacts(f"silo-{index:02d}", index, True, True) for index in range(40))
+    made = Script((fault(kind="leave", every=600, away=180),), 0, silos)
+    away = [sum(made.fate(silo.name, 1, 0, at, 1e-9)[0].fails == "away" for silo in silos) for at in (0.0, 90.0, 179.0)]
+    assert all(3 <= count <= 25 for count in away), away  # 12 on average
+
+
+def test_a_frame_without_a_body_can_be_damaged_too() -> None:
+    assert [bytes(each) for each in _damaged([memoryview(b"h"), memoryview(b"")])] == [b"h", b""]
 
 
 def test_a_split_lets_nothing_through_until_it_is_mended() -> None:

@@ -213,6 +213,17 @@ def test_a_damaged_release_is_one_line(hashing: Release) -> None:
         export(hashing)
 
 
+def test_a_damaged_gallery_is_one_line(embeddings: Release) -> None:
+    made = export(embeddings)
+    for path in made.folder.glob("*.faiss"):
+        path.write_bytes(b"cut")
+    with pytest.raises(InputError, match=r"\.faiss: found 'a damaged index"):
+        by_item(embeddings, made.items.keys[0])
+    made.vectors.write_bytes(b"PK\x03\x04cut short")
+    with pytest.raises(InputError, match="a damaged file"):
+        made.array("image")
+
+
 def test_parameters_of_another_model_are_refused(embeddings: Release) -> None:
     write_json(embeddings.run.model / "config.json", {**embeddings.config, "layout_digest": "0" * 64})
     with pytest.raises(InputError, match="another model"):

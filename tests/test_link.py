@@ -15,8 +15,8 @@ from fedmq.clock import WallClock
 from fedmq.crypto import init_keys, load_accepted, load_identity
 from fedmq.errors import InputError
 from fedmq.evaluator import EvaluatorArguments, run_evaluator
-from fedmq.link import COORDINATOR, Link
-from fedmq.messages import Error, Kind
+from fedmq.link import BEAT_SECONDS, COORDINATOR, Link
+from fedmq.messages import Error, Kind, Message
 from fedmq.transport import QUEUE, Listener, listen
 from silos.program import SiloArguments, run_silo
 from tests.threads import resolved
@@ -60,6 +60,32 @@ def report(link: Link, count: int) -> None:
     for number in range(1, count + 1):
         error = Error("training_failed", "x")
         link.send(Kind.ERROR, (error,), sequence=number, reply_to=number, base_version=0)
+
+
+def test_a_task_that_cannot_be_read_is_answered_with_an_error(tmp_path: Path) -> None:
+    with both_ends(tmp_path, queue=8) as (listener, roster, link):
+        header = roster.header(SILO, Kind.TASK, sequence=7, base_version=3)
+        peer = roster._by_name[SILO]
+        listener.send(peer.address, peer.session.seal(header, [b"\x01\x00\x00\x00\xc0"]).frames)
+        until, message = time.monotonic() + 10, None
+        while not isinstance(message, Message) and time.monotonic() < until:
+            got = listener.receive(0.1)
+            message = None if got is None else roster.take(*got)
+        assert isinstance(message, Message)
+        assert (message.header.kind, message.header.reply_to, message.header.base_version) == (Kind.ERROR, 7, 3)
+        (said,) = message.payloads
+        assert isinstance(said, Error)
+        assert said.code == "unreadable"
+        assert link.receive(timeout=0.1) is None
+        link.close(0.5)
+
+
+def test_the_coordinator_may_be_at_work_for_longer_than_a_silo_may(tmp_path: Path) -> None:
+    with both_ends(tmp_path, queue=64) as (_, roster, link):
+        time.sleep(2.2 * BEAT_SECONDS)
+        assert records(tmp_path, "note") == []
+        roster.send(SILO, roster.header(SILO, Kind.STOP))
+        link.close()
 
 
 def test_a_stop_is_heard_by_one_who_waits_to_be_heard(tmp_path: Path) -> None:

@@ -1,0 +1,271 @@
+"""Peers with a key of their own that do not keep to the rules: the run goes on, or says in one line why it cannot."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+
+from coordinator.accept import LARGEST, check_reply
+from coordinator.loop import Loop
+from coordinator.roster import Roster
+from coordinator.rounds import Phase
+from fedmq import transport
+from fedmq.audit import MessageLog, read_log
+from fedmq.clock import VirtualClock
+from fedmq.codec import decode
+from fedmq.crypto import Session, init_keys, load_accepted, load_identity, seal_message
+from fedmq.errors import RemoteWireError, RunError
+from fedmq.evaluator import Evaluator, load_inference
+from fedmq.handshake import complete, initiate
+from fedmq.messages import DiscriminatorDelta, Error, Header, Kind, Loss, Message, Metrics, Model
+from fedmq.protocol import Merged, Reply
+from fedmq.scenario import Objective, Scenario
+from fedmq.stored import read_lines
+from fedmq.transport import listen
+from fedmq.world import run_name
+from silos.program import Silo
+from tests import inline, threads
+from tests.protocol_world import World, world
+from tests.threads import resolved
+
+HEADER = Header(
+    run="run-0", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, reply_to=1, sent_at=0.0
+)
+
+
+# --------------------------------------------------------------------------------------------------------- decoding
+@pytest.mark.parametrize("depth", [3, 1005])
+def test_a_value_nested_however_deeply_is_malformed(depth: int) -> None:
+    plain = b"\x83" + msgpack.packb("payloads") + b"\x91\x92" + msgpack.packb("loss") + b"\x81" + msgpack.packb("value")
+    plain += b"\x91" * depth + b"\x90" + msgpack.packb("task") + b"\xc0" + msgpack.packb("layout") + b"\xc0"
+    with pytest.raises(RemoteWireError, match=r"a list is not a number|nested|msgpack"):
+        decode(HEADER, len(plain).to_bytes(4, "little") + plain)
+
+
+@pytest.mark.parametrize("text", ["é" * 1000, "no such file: x\udce9", "plain"])
+def test_an_errors_text_is_cut_and_mended_to_what_the_wire_carries(text: str) -> None:
+    said = Error.saying("training_failed", text).text
+    assert 0 < len(said.encode()) <= 1000
+    assert said[:5] == text[:5]
+
+
+# ------------------------------------------------------------------------------------------------------ a silo's reply
+def changed(reply: Reply, **facts: Any) -> Reply:
+    payloads = tuple(replace(p, **facts) if isinstance(p, DiscriminatorDelta) else p for p in reply.payloads)
+    return replace(reply, payloads=payloads)
+
+
+def checked(run: World, reply: Reply) -> None:
+    uploads = run.protocol.uploads(reply.silo)
+    check_reply(Message(HEADER, reply.payloads), uploads, run.context, reply.silo, samples=20)
+
+
+def test_a_discriminators_change_is_held_to_what_updates_are_held_to() -> None:
+    run = world("fedhap", objective=Objective(base="dcmh", bits=8, hidden=16))
+    run.round()
+    reply = run.replies()[0]
+    checked(run, reply)
+    (change,) = [p for p in reply.payloads if isinstance(p, DiscriminatorDelta)]
+    huge = np.full(change.buffer.size, 10 * LARGEST, np.float32)
+    for facts, reason in (
+        ({"n_samples": 0}, "malformed"),
+        ({"n_samples": 2**62}, "malformed"),
+        ({"buffer": np.zeros(change.buffer.size, np.uint8)}, "layout"),
+        ({"buffer": huge}, "not_finite"),
+    ):
+        with pytest.raises(RemoteWireError) as refused:
+            checked(run, changed(reply, **facts))
+        assert refused.value.reason == reason, facts
+
+
+def test_a_merge_that_leaves_no_finite_state_ends_the_run_by_name(tiny: Path, tmp_path: Path) -> None:
+    class Spoiling:
+        def __init__(self, protocol: Any) -> None:
+            self.protocol = protocol
+
+        def merge(self, *arguments: Any) -> Merged:
+            merged = self.protocol.merge(*arguments)
+            tensors = {**merged.state.tensors, "spoiled": torch.tensor([0.0, torch.inf])}
+            return Merged(replace(merged.state, tensors=tensors), merged.log)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.protocol, name)
+
+    old = Loop.__post_init__
+
+    def begun(loop: Loop) -> None:
+        loop.setting = replace(loop.setting, protocol=Spoiling(loop.setting.protocol))  # type: ignore[arg-type]
+        old(loop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "__post_init__", begun)
+        with pytest.raises(RunError, match="round 0: the merged model is no longer finite"):
+            inline.run(resolved(tiny), tmp_path)
+
+
+# ------------------------------------------------------------------------------------------------- measuring
+def test_a_silo_that_measures_nothing_is_left_out_of_the_personal_figures(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = Silo.measure
+    monkeypatch.setattr(
+        Silo, "measure", lambda self, m: Metrics({}, {}) if self.facts.name == "silo-00" else measure(self, m)
+    )
+    outcome = inline.run(resolved(tiny, "protocol={name: fedper}", "rounds=2"), tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert "silo-00" not in outcome.summary["personal_whole_split"]
+    assert outcome.summary["messages"]["refused"] == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [Metrics({"mean_r1": 0.1}, {}), Metrics({}, {"silo-00": {"mean_r1": 1.0}}), Loss(1.0)]
+)
+def test_an_evaluator_that_answers_with_no_evaluation_is_told_of_and_a_resume_evaluates(
+    tiny: Path, tmp_path: Path, answer: Any
+) -> None:
+    scenario = resolved(tiny, "rounds=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Evaluator, "evaluate", lambda *_: answer)
+        with pytest.raises(RunError, match=r"the evaluator answered with what is no evaluation; .*--resume"):
+            inline.run(scenario, tmp_path)
+    assert inline.run(scenario, tmp_path, resume=True).phase is Phase.DONE
+
+
+def test_ctrl_c_while_the_last_evaluation_is_awaited_stops_the_run_which_a_resume_ends(
+    tiny: Path, tmp_path: Path
+) -> None:
+    scenario, asked = resolved(tiny, "rounds=2", "evaluation.every=0"), list[str]()
+
+    def stop() -> bool:
+        merged = (tmp_path / "metrics.jsonl").exists() and len(list(read_lines(tmp_path / "metrics.jsonl"))) >= 3
+        return merged and not asked.append("stop")  # type: ignore[func-returns-value]
+
+    assert inline.run(scenario, tmp_path, stop_wanted=stop).phase is Phase.STOPPED
+    assert asked
+    assert inline.run(scenario, tmp_path, resume=True).phase is Phase.DONE
+
+
+def test_a_model_of_another_layout_is_refused_by_silo_and_evaluator(tiny: Path, tmp_path: Path) -> None:
+    run = world("fedavg")
+    with pytest.raises(RemoteWireError, match="no layout 000000000000 was agreed"):
+        load_inference(run.model, (Model("0" * 64, run.state.theta.numpy()),))
+    seen: list[RemoteWireError] = []
+    respond = Silo.respond
+
+    def told(silo: Silo, message: Message) -> Any:
+        wrong = tuple(replace(p, layout_digest="0" * 64) if isinstance(p, Model) else p for p in message.payloads)
+        try:
+            respond(silo, replace(message, payloads=wrong))
+        except RemoteWireError as error:
+            seen.append(error)
+        return respond(silo, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Silo, "respond", told)
+        inline.run(resolved(tiny, "rounds=2", "protocol={name: fedper}"), tmp_path)
+    assert {error.reason for error in seen} == {"layout"}
+
+
+# ----------------------------------------------------------------------------------------------------- whole runs
+def joined(uri: str, keys: Path, name: str, scenario: Scenario) -> tuple[transport.Connection, Session]:
+    connection = transport.connect(uri)
+    frames, begun = initiate(load_identity(keys, name), "coordinator", run_name(scenario), 0.0)
+    connection.send(frames)
+    welcome = connection.receive(10)
+    assert welcome is not None
+    ready, session = complete(begun, load_accepted(keys), welcome, 0.0)
+    connection.send(ready)
+    return connection, session
+
+
+def giving_up(scenario: Scenario) -> Callable[[str, Path], None]:
+    """A silo that joins and says that it cannot go on."""
+
+    def silo(uri: str, keys: Path) -> None:
+        connection, session = joined(uri, keys, "silo-03", scenario)
+        header = Header(
+            run=session.run, kind=Kind.ERROR, sender="silo-03", receiver="coordinator", sequence=0, sent_at=0.0
+        )
+        time.sleep(1.0)
+        connection.send(seal_message(session, Message(header, (Error("bye", "my disk is gone"),))).frames)
+        time.sleep(0.5)
+        connection.close()
+
+    return silo
+
+
+def test_one_silo_that_cannot_go_on_does_not_end_the_run_of_the_others(tiny: Path, tmp_path: Path) -> None:
+    scenario = resolved(tiny, "clock=wall", "aggregation.lost_after=1", "rounds=3", "evaluation.every=0")
+    outcome = threads.run(scenario, tmp_path, silos=scenario.silo_names[:3], others=[giving_up(scenario)])
+    assert outcome.phase is Phase.DONE
+    text = (tmp_path / "messages" / "coordinator.jsonl").read_text()
+    assert "my disk is gone" in text
+    assert outcome.summary["versions"] == 3
+
+
+def test_a_run_with_messages_says_so_whatever_its_scenario_calls_the_launcher(tiny: Path, tmp_path: Path) -> None:
+    scenario = resolved(tiny, "rounds=2", "launcher=inline")
+    assert threads.run(scenario, tmp_path / "wire").summary["messages"]["logged"]
+    assert not inline.run(scenario, tmp_path / "calls").summary["messages"]["logged"]
+
+
+def test_the_evaluator_is_sent_the_layout_before_a_model(tiny: Path, tmp_path: Path) -> None:
+    threads.run(resolved(tiny, "rounds=2"), tmp_path)
+    records = [record for _, record in read_log(tmp_path / "messages" / "evaluator.jsonl") if record]
+    kinds = [record["kind"] for record in records if record["action"] == "received" and record["kind"] != "heartbeat"]
+    assert kinds.index("layout") < kinds.index("evaluate")
+
+
+def test_noise_of_nobody_known_is_counted_whole_and_logged_in_part(tmp_path: Path) -> None:
+    init_keys(tmp_path / "keys", ("coordinator",))
+    clock = VirtualClock()
+    moments = [0.0]
+    clock.stopwatch = lambda: moments[0]  # type: ignore[method-assign]
+    with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", clock) as log:
+        listener = listen("memory://noise")
+        identity, accepted = load_identity(tmp_path / "keys", "coordinator"), load_accepted(tmp_path / "keys")
+        roster = Roster(listener, identity, accepted, "run-0", log, clock, max_body=1 << 20)
+        for _ in range(1000):
+            roster.take(b"anybody", [memoryview(b"x"), memoryview(b"")])
+        moments[0] = 2.0
+        roster.take(b"anybody", [memoryview(b"x"), memoryview(b"")])
+        listener.close()
+    assert roster.refused.total() == 1001
+    records = [record for _, record in read_log(tmp_path / "coordinator.jsonl") if record]
+    assert sum(record["action"] == "refused" for record in records) == 101
+    assert [record["count"] for record in records if record["action"] == "note"] == [900]
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+@pytest.mark.parametrize("method", ["fedavg", "fedper"])
+def test_from_the_checkpoint_before_the_last_the_same_model_comes_out(tiny: Path, tmp_path: Path, method: str) -> None:
+    scenario = resolved(tiny, f"protocol={{name: {method}}}", "rounds=5", "participation=1.0")
+    whole = inline.run(scenario, tmp_path / "whole").summary
+    merge = Loop._merge
+
+    class Killed(Exception):
+        pass
+
+    def killed(loop: Loop, round_: int, arrived: Any) -> None:
+        if round_ == 3:
+            raise Killed
+        merge(loop, round_, arrived)
+
+    cut = tmp_path / "cut"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "_merge", killed)
+        with pytest.raises(Killed):
+            inline.run(scenario, cut)
+    shutil.rmtree(sorted((cut / "checkpoints").glob("version-*"))[-1])
+    again = inline.run(scenario, cut, resume=True).summary
+    assert again["model_digest"] == whole["model_digest"]
+    assert again.get("personal") == whole.get("personal")

@@ -1,5 +1,6 @@
-"""Time is an injected object. Nothing else that a run does reads a clock; waits for a lock, the pace of a progress line and
-the seconds of a command are the machine's own.
+"""Time is an injected object. Nothing else that a run does reads a clock.
+
+Waits for a lock, the pace of a progress line and the seconds of a command are the machine's own.
 
 A clock tells two times: :meth:`Clock.now` is the run's own time (virtual or wall), which the protocol's decisions
 depend on; :meth:`Clock.stopwatch` is real elapsed time, for reports and for liveness, which no decision of a virtual

@@ -52,6 +52,7 @@ class _Checkpoint(Stored):
     due: dict[str, float]
     tally: _Tally
     handed: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]]
+    data: str = ""
     values: dict[Annotated[str, Field(pattern=r"^\d+$")], dict[str, Any]]
 
 
@@ -67,6 +68,7 @@ class Checkpoint:
         due: arrival time [s] of each task in flight, by silo.
         tally: counters for the summary.
         handed: number and time of handing out [s] of each task in flight, by silo.
+        data: digest of the prepared data that the run is of.
     """
 
     rounds: Mapping[str, Any]
@@ -75,6 +77,7 @@ class Checkpoint:
     due: Mapping[str, float]
     tally: Mapping[str, Any]
     handed: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    data: str = ""
 
 
 def to_disk(path: Path) -> None:
@@ -126,6 +129,7 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
             "due": dict(checkpoint.due),
             "tally": checkpoint.tally,
             "handed": dict(checkpoint.handed),
+            "data": checkpoint.data,
             "values": {str(version): dict(state.values) for version, state in checkpoint.states.items()},
         }
         (temporary / "checkpoint.json").write_text(json.dumps(meta), encoding="utf-8")
@@ -167,7 +171,7 @@ def load(folder: Path) -> Checkpoint | None:
     except (OSError, KeyError, SafetensorError) as error:
         raise InputError(str(newest), f"a damaged state ({error})", _AGAIN) from None
     handed = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta["handed"].items()}
-    return Checkpoint(meta["rounds"], states, meta["now"], meta["due"], meta["tally"], handed)
+    return Checkpoint(meta["rounds"], states, meta["now"], meta["due"], meta["tally"], handed, meta["data"])
 
 
 def _read_state(path: Path, values: Mapping[str, Any]) -> State:

@@ -16,7 +16,7 @@ from typing import Any
 from coordinator.roster import Ready, Unusable
 from fedmq.audit import MessageLog
 from fedmq.clock import Clock
-from fedmq.errors import RemoteWireError
+from fedmq.errors import FedmqError, RemoteWireError
 from fedmq.fields import all_finite
 from fedmq.link import COORDINATOR
 from fedmq.messages import Error, Header, Kind, Message, Payload, Reason, tensors
@@ -63,7 +63,8 @@ class Inline:
         try:
             payloads = self._answers[header.receiver](request)
         except Exception as error:
-            traceback.print_exc(file=sys.stderr)
+            if not isinstance(error, FedmqError):  # what the other side is told says all there is to a known one
+                traceback.print_exc(file=sys.stderr)
             text = f"task {header.sequence}: {type(error).__name__}: {error}"
             payloads, kind = (Error.saying("training_failed", text),), Kind.ERROR
         return Message(

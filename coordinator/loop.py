@@ -472,7 +472,7 @@ class Loop:
         self._settled, self._settled_before = after.settled, self._settled
         handed = {silo: self.trouble.handed[silo] for silo in after.flights}
         plain, now, tallied = after.to_plain(), self.clock.now(), self._tallied()
-        record = checkpoints.Checkpoint(plain, self.states, now, self.due, tallied, handed)
+        record = checkpoints.Checkpoint(plain, self.states, now, self.due, tallied, handed, self.setting.data)
         for left in reversed(range(_CHECKPOINT_TRIES)):
             try:
                 checkpoints.save(self.setting.folder.checkpoints, record, partial(self.trouble.to_disk, after.version))

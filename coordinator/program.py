@@ -134,6 +134,9 @@ def run_coordinator(
     world = build_world(scenario, folder=arguments.data, pooled=protocols.pooled(scenario.protocol.name))
     setting, theta = _setting(scenario, world, folder)
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
+    if saved and saved.data not in ("", setting.data):
+        found = f"data of other content than the run began with ({setting.data[:12]})"
+        raise InputError(f"{folder.root}: the data", found, f"what was there then ({saved.data[:12]})")
     run = run_name(scenario)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     if not folder.scenario.exists():
@@ -210,7 +213,9 @@ def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setti
     cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     samples = tuple(len(rows) for rows in world.train)
-    setting = Setting(scenario, protocol_class(options, context), context, samples, cost, folder, trace)
+    setting = Setting(
+        scenario, protocol_class(options, context), context, samples, cost, folder, trace, world.prepared.digest
+    )
     sent = [setting.protocol.uploads(silo) for silo in world.silos if setting.protocol.eligible(silo)]
     if scenario.privacy.clip_norm is not None and not any(set(privacy.TRANSFORMED) & kinds for kinds in sent):
         allowed = f"null: silos of {scenario.protocol.name} send no update that could be clipped"

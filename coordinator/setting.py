@@ -27,6 +27,7 @@ class Setting:
         cost: of tasks in virtual time.
         folder: the run folder.
         trace: when each silo is on.
+        data: digest of the prepared data.
     """
 
     scenario: Scenario
@@ -36,6 +37,7 @@ class Setting:
     cost: CostModel
     folder: RunFolder
     trace: Trace = field(default_factory=Trace)
+    data: str = ""
 
     @cached_property
     def script(self) -> Script:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedmq import __version__, cli_audit, cli_compare, cli_keys, cli_search
@@ -51,6 +52,10 @@ Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda:
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
+#: What the command line's library leaves with after Ctrl-C.
+_INTERRUPTED = 130
+
+
 def main() -> None:
     """Run the command line; errors become one line and an exit code."""
     try:
@@ -60,6 +65,11 @@ def main() -> None:
     except FedmqError as error:
         _fail(error, FAILED)
     except KeyboardInterrupt:
+        err.print("fedmq: interrupted")
+        sys.exit(FAILED)
+    except SystemExit as leaving:
+        if leaving.code != _INTERRUPTED:
+            raise
         err.print("fedmq: interrupted")
         sys.exit(FAILED)
 
@@ -80,10 +90,17 @@ def _scenario_of(file: Path, settings: list[str] | None, seed: int | None) -> An
     data = scenario.data
     # Absolute, so that a resume finds them from any folder.
     places = {name: getattr(data, name) for name in ("path", "annotations", "images")}
-    data = data.model_copy(update={name: path.resolve() for name, path in places.items() if path is not None})
+    data = data.model_copy(update={name: _absolute(f"data.{name}", path) for name, path in places.items() if path})
     participation, trace = scenario.participation, scenario.participation.trace
-    participation = participation.model_copy(update={"trace": trace and trace.resolve()})
+    participation = participation.model_copy(update={"trace": trace and _absolute("participation.trace", trace)})
     return scenario.model_copy(update={"data": data, "participation": participation})
+
+
+def _absolute(key: str, path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a character no path has
+        raise InputError(key, str(path)[:200], f"a path ({error})") from None
 
 
 def _bar() -> Callable[[str, int, int], None]:
@@ -130,25 +147,12 @@ def scenario_command(
             # Before torch is imported here: the forkserver then imports it at the same time.
             warm.warm_up(chosen.backbone.name)
         from fedmq import children, live, simulate  # noqa: PLC0415
-        from fedmq import resume as resuming  # noqa: PLC0415
-        from fedmq.runfolder import RunFolder, make_folder, open_run, write_json, write_text  # noqa: PLC0415
+        from fedmq.runfolder import write_json, write_text  # noqa: PLC0415
         from fedmq.world import device_of  # noqa: PLC0415
 
         scenario = _scenario_of(file, settings, seed)
     device_of(scenario.device)
-    if resume is not None:
-        folder = open_run(resume)
-        resuming.check(folder, _scenario_of(folder.scenario, None, None), scenario, f"--resume {resume}")
-    else:
-        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-        folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{stamp}")
-        make_folder(folder.root)
-        if any(folder.root.iterdir()):
-            raise InputError(
-                f"--out {folder.root}",
-                "a folder that is not empty",
-                "a new folder, or --resume DIR to go on with a run",
-            )
+    folder = _folder_for(scenario, out_dir, resume)
     prepare = children.world_here if inline else simulate.prepare_world
     try:
         data = prepare(scenario, None if quiet else _bar())
@@ -168,7 +172,7 @@ def scenario_command(
             )
     if simulate.stopped(simulated.outcome):
         goes_on = f"fedmq scenario {folder.scenario} --resume {folder.root}"
-        err.print(f"stopped; [bold]{goes_on}[/bold] goes on", highlight=False, soft_wrap=True)
+        err.print(f"stopped; [bold]{escape(goes_on)}[/bold] goes on", highlight=False, soft_wrap=True)
         sys.exit(FAILED)
     summary = simulate.finish_summary(simulated.outcome.summary, simulated)
     write_json(folder.summary, summary)
@@ -176,6 +180,30 @@ def scenario_command(
         print(json.dumps(summary, indent=2))
     else:
         live.print_summary(summary, folder, out)
+
+
+def _folder_for(scenario: Any, out_dir: Path | None, resume: Path | None) -> Any:
+    """The folder of a run: a new one, or that of the run to go on with.
+
+    Raises:
+        InputError: it holds something, or is of another scenario or a finished run.
+    """
+    from fedmq import resume as resuming  # noqa: PLC0415
+    from fedmq.runfolder import RunFolder, make_folder, open_run  # noqa: PLC0415
+
+    if resume is not None:
+        if out_dir is not None:
+            raise InputError("--out", str(out_dir), "no --out beside --resume, which names the folder itself")
+        folder = open_run(resume)
+        resuming.check(folder, _scenario_of(folder.scenario, None, None), scenario, f"--resume {resume}")
+        return folder
+    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+    folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{stamp}")
+    make_folder(folder.root)
+    if any(folder.root.iterdir()):
+        allowed = "a new folder, or --resume DIR to go on with a run"
+        raise InputError(f"--out {folder.root}", "a folder that is not empty", allowed)
+    return folder
 
 
 def _inline(file: Path, launcher: str) -> bool:
@@ -383,7 +411,7 @@ def data_features(
         print(json.dumps({**facts, "folder": str(found.folder)}, indent=2))
     else:
         shapes = f"image {facts['image_shape']}, text {facts['text_shape']}, up to {facts['captions']} texts an item"
-        out.print(f"{facts['n']} items: {shapes}, in {found.folder}", highlight=False, soft_wrap=True)
+        out.print(f"{facts['n']} items: {shapes}, in {found.folder}", highlight=False, soft_wrap=True, markup=False)
 
 
 def _pooled(method: str) -> bool:
@@ -412,14 +440,15 @@ def replay_command(
     from fedmq import scenario_file as scenarios  # noqa: PLC0415
     from fedmq import warm  # noqa: PLC0415
 
-    chosen = scenarios.load(run / "scenario.yaml")
-    if chosen.launcher != "inline":
-        warm.warm_up(chosen.backbone.name)
-    from fedmq import children, live, outcomes, replay, simulate  # noqa: PLC0415
-    from fedmq.runfolder import RunFolder, open_run, write_json, write_text  # noqa: PLC0415
+    with warm.leaving_at_once(FAILED):
+        chosen = scenarios.load(run / "scenario.yaml")
+        if chosen.launcher != "inline":
+            warm.warm_up(chosen.backbone.name)
+        from fedmq import children, live, outcomes, replay, simulate  # noqa: PLC0415
+        from fedmq.runfolder import RunFolder, open_run, write_json, write_text  # noqa: PLC0415
 
-    folder = open_run(run)
-    scenario = _scenario_of(folder.scenario, None, None)
+        folder = open_run(run)
+        scenario = _scenario_of(folder.scenario, None, None)
     if scenario.clock != "virtual":
         raise InputError(f"{folder.scenario}: clock", scenario.clock, "virtual: real time does not happen twice")
     before = replay.read_record(folder)
@@ -478,7 +507,7 @@ def report_command(runs: Annotated[list[Path], typer.Argument(metavar="RUN...", 
     for run in runs:
         folder = open_run(run)
         report.write(folder)
-        out.print(str(folder.report), highlight=False)
+        out.print(str(folder.report), highlight=False, markup=False, soft_wrap=True)
 
 
 def _prepare(quiet: bool) -> Callable[[Any], Path]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.live import Live
+from rich.markup import escape
 
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
@@ -346,7 +347,7 @@ def _carry_out(options: Options, roots: Roots) -> None:
     if not options.quiet:
         trials = sum(len(entry.candidates) for entry in plan.entries if len(entry.candidates) > 1)
         size = f"{len(plan.entries)} rows x {len(plan.seeds)} seeds" + f", {trials} trials on validation" * bool(trials)
-        err.print(f"{size}; at most {jobs} runs at once, in {folder}", highlight=False, soft_wrap=True)
+        err.print(f"{size}; at most {jobs} runs at once, in {folder}", highlight=False, soft_wrap=True, markup=False)
     with _display(err, quiet=options.quiet) as told:
         comparison = compare.carry_out(plan, place, told, roots.until_stopped)
     if comparison.stopped:
@@ -359,12 +360,17 @@ def _carry_out(options: Options, roots: Roots) -> None:
     else:
         out = Console()
         named = [options.source] if options.source else options.files
-        out.print(tables.terminal(table, f"{options.kind}: {', '.join(map(str, named))}"))
-        out.print(f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html", highlight=False, soft_wrap=True)
+        out.print(tables.terminal(table, f"{options.kind}: {_plain(', '.join(map(str, named)))}"))
+        out.print(
+            f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )
     for line in comparison.warnings:
         err.print(f"[yellow]warning[/yellow] {_plain(line)}", highlight=False, soft_wrap=True)
     for name, line in comparison.errors.items():
-        err.print(f"[red]failed[/red] {name}: {_plain(line)}", highlight=False, soft_wrap=True)
+        err.print(f"[red]failed[/red] {_plain(name)}: {_plain(line)}", highlight=False, soft_wrap=True)
     if comparison.errors:
         err.print("the others are done; the same command tries those that failed again", highlight=False)
         sys.exit(FAILED)
@@ -372,7 +378,7 @@ def _carry_out(options: Options, roots: Roots) -> None:
 
 def _plain(text: str) -> str:
     """Brackets are no markup."""
-    return text.replace("[", "\\[")
+    return escape(text)
 
 
 def _write_results(comparison: Comparison, table: Grid, folder: Path, command: str) -> None:

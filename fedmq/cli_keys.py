@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 keys_app = typer.Typer(
     help="Make, show and revoke the keys that the processes of a run know each other by.", no_args_is_help=True
@@ -31,7 +31,7 @@ def keys_init(
     width = max(2, len(str(silos - 1)))
     names = ["coordinator", "evaluator", *(f"silo-{index:0{width}d}" for index in range(silos))]
     init_keys(directory, names)
-    out.print(f"{len(names)} keys in {directory}", highlight=False)
+    out.print(f"{len(names)} keys in {directory}", highlight=False, markup=False, soft_wrap=True)
 
 
 @keys_app.command("show")
@@ -42,7 +42,7 @@ def keys_show(directory: Annotated[Path, typer.Argument(metavar="DIR", show_defa
     """
     from fedmq.crypto import fingerprint, load_accepted  # noqa: PLC0415
 
-    table = Table("name", "SHA-256 of the public key")
+    table = Table("name", Column("SHA-256 of the public key", overflow="fold"))
     for name, key in load_accepted(directory).items():
         table.add_row(name, fingerprint(key))
     out.print(table)

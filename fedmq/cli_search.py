@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.table import Table
+from rich.markup import escape
+from rich.table import Column, Table
 
 Bar = Callable[[], Callable[[str, int, int], None]]
 
@@ -93,7 +94,7 @@ def add_search(app: typer.Typer, bar: Bar) -> None:
             results = [dataclasses.asdict(hit) for hit in found.hits]
             print(json.dumps({**facts, "results": results}, ensure_ascii=False))
             return
-        table = Table("rank", measure, "item", "caption")
+        table = Table("rank", measure, Column("item", overflow="fold"), "caption")
         for hit in found.hits:
             score = f"{hit.score:.0f}" if found.gallery.binary else f"{hit.score:.3f}"
             table.add_row(str(hit.rank), score, _literal(hit.item), _literal(hit.caption))
@@ -168,9 +169,11 @@ def add_curves(app: typer.Typer, bar: Bar) -> None:
             maps = {run.name: {f"map_{way}": each.map for way, each in run.ways.items()} for run in found}
             print(json.dumps({"folder": str(folder), "runs": maps}))
             return
-        table = Table("run", *(f"mAP {way}" for way in found[0].ways))
+        ways = list(dict.fromkeys(way for run in found for way in run.ways))
+        table = Table("run", *(f"mAP {way}" for way in ways))
         for run in found:
-            table.add_row(_literal(run.name), *(f"{each.map:.4f}" for each in run.ways.values()))
+            cells = (f"{run.ways[way].map:.4f}" if way in run.ways else "-" for way in ways)
+            table.add_row(_literal(run.name), *cells)
         console = Console()
         console.print(table)
         console.print(f"{folder}: curves.csv, curves.html", highlight=False, markup=False, soft_wrap=True)
@@ -178,4 +181,4 @@ def add_curves(app: typer.Typer, bar: Bar) -> None:
 
 def _literal(text: str) -> str:
     """A caption as it is: brackets in it are no markup."""
-    return text.replace("[", r"\[")
+    return escape(text)

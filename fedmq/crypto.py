@@ -22,6 +22,7 @@ from fedmq.codec import MAX_BODY, BytesLike, body_size, byte_view, decode, decod
 from fedmq.errors import InputError, LocalWireError, RemoteWireError
 from fedmq.fields import NAME
 from fedmq.messages import SESSION_BYTES, WIRE_VERSION, Header, Kind, Message, Reason
+from fedmq.runfolder import writing
 
 TAG_BYTES = 16
 KEY_BYTES = 32
@@ -50,6 +51,7 @@ def init_keys(directory: Path, names: Iterable[str]) -> None:
 
     Raises:
         InputError: a name is not allowed, comes twice, or has a key already; or the folder cannot be written.
+        RunError: the disk is full or broken.
     """
     wanted = list(names)
     for name in wanted:
@@ -59,15 +61,20 @@ def init_keys(directory: Path, names: Iterable[str]) -> None:
                 raise InputError(str(path), "an existing key", "a folder without that key")
     if len(set(wanted)) != len(wanted):
         raise InputError(str(directory), wanted, "names that differ")
+    made: list[Path] = []
     try:
-        directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-        (directory / _ACCEPTED).mkdir(exist_ok=True)
-        for name in wanted:
-            key = Ed25519PrivateKey.generate()
-            _write(directory / f"{name}.key", _private_pem(key), 0o600)
-            _write(directory / _ACCEPTED / f"{name}.pub", _public_pem(key.public_key()), 0o644)
-    except OSError as error:
-        raise InputError(str(error.filename or directory), error.strerror, "a folder that can be written") from error
+        with writing(directory):
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            (directory / _ACCEPTED).mkdir(exist_ok=True)
+            for name in wanted:
+                key = Ed25519PrivateKey.generate()
+                made += [directory / f"{name}.key", directory / _ACCEPTED / f"{name}.pub"]
+                _write(made[-2], _private_pem(key), 0o600)
+                _write(made[-1], _public_pem(key.public_key()), 0o644)
+    except BaseException:
+        for path in made:  # half of them would stop the next try
+            path.unlink(missing_ok=True)
+        raise
 
 
 def load_identity(directory: Path, name: str) -> Identity:

@@ -151,8 +151,8 @@ def fold_recalls(items: Embedded, size: int) -> dict[str, float]:
 
 
 def _signs(codes: np.ndarray) -> np.ndarray:
-    """Codes as unit-length signs, whose products order as Hamming distances do; the sign of 0 is +1."""
-    return np.where(codes >= 0, 1, -1).astype(np.float32) / np.float32(np.sqrt(codes.shape[1]))
+    """Codes as signs, whose products are whole numbers and order as Hamming distances do; the sign of 0 is +1."""
+    return np.where(codes >= 0, 1, -1).astype(np.float32)
 
 
 def _label_metrics(queries: Embedded, evaluation: Evaluation, gallery: Embedded, seed: int) -> dict[str, float]:

@@ -71,6 +71,16 @@ class Fault(Part):
                 raise ValueError("rounds is a list like [2, 5], or a range like 3-7 or 3-")
         return value
 
+    @property
+    def turns(self) -> frozenset[int]:
+        """Rounds at which the fault may go on or off."""
+        if self.rounds is None:
+            return frozenset({0})
+        if isinstance(self.rounds, str):
+            first, _, last = self.rounds.partition("-")
+            return frozenset({int(first), *([int(last) + 1] if last else [])})
+        return frozenset(turn for round_ in self.rounds for turn in (round_, round_ + 1))
+
     def in_rounds(self, round_: int) -> bool:
         """Whether the fault is on in a round."""
         if self.rounds is None:

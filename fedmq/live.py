@@ -117,7 +117,7 @@ def print_summary(summary: Mapping[str, Any], folder: RunFolder, console: Consol
     metrics = summary["metrics"]
     labels = "map" in metrics
     head = ("", "R@1", "R@5", "R@10", *(["mAP"] if labels else []))
-    table = Table(*head, title=f"{summary['scenario']}: {summary['protocol']}, seed {summary['seed']}")
+    table = Table(*head, title=escape(f"{summary['scenario']}: {summary['protocol']}, seed {summary['seed']}"))
     models = [("", metrics)] + ([("own models, ", summary["personal"])] if "personal" in summary else [])
     for whose, measured in models:
         for name, way in (("image to text", "i2t"), ("text to image", "t2i"), ("mean", "mean")):
@@ -141,6 +141,7 @@ def print_summary(summary: Mapping[str, Any], folder: RunFolder, console: Consol
         f"run folder {folder.root}: report.html to look at"
         + (f", fedmq audit {folder.root} to check the message logs" if summary["messages"]["logged"] else ""),
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -102,6 +103,10 @@ class Plan:
     zero_shot: bool = False
 
 
+#: What a comparison sets itself, and what is said to who would vary it.
+_NOT_VARIED = {"seed": "seeds with --seeds", "name": "names of rows in --vary 'set={name: fast, rounds: 10},...'"}
+
+
 # --------------------------------------------------------------------------------------------------- from the options
 def parse_variation(text: str, option: str) -> Variation:
     """Read ``key=a,b,c`` or ``method:key=a,b,c``; values are YAML.
@@ -122,6 +127,8 @@ def parse_variation(text: str, option: str) -> Variation:
     if match["key"] == TOGETHER and (option != "--vary" or not all(isinstance(value, dict) for value in values)):
         allowed = "with --vary, mappings of keys, e.g. set={name: fast, rounds: 10, training.learning_rate: 0.01}"
         raise InputError(f"{option} {TOGETHER}", match["values"], allowed)
+    if match["key"] in _NOT_VARIED:
+        raise InputError(option, match["key"], _NOT_VARIED[match["key"]])
     return Variation(match["key"], tuple(values), match["who"])
 
 
@@ -158,7 +165,10 @@ def parse_target(text: str) -> Target:
     """
     metric, _, value = text.partition("=")
     try:
-        return Target(metric, float(value))
+        wanted = float(value)
+        if not math.isfinite(wanted):
+            raise ValueError
+        return Target(metric, wanted)
     except ValueError:
         raise InputError("--target", text, "metric=value, e.g. mean_r10=0.5") from None
 

@@ -127,7 +127,9 @@ class Script:
         Raises:
             InputError: it would be left without any modality.
         """
-        states = frozenset(self.facts(silo, round_) for round_ in range(rounds))
+        changing = (fault for fault in self.faults if isinstance(fault, ModalityLost | ModalityGained))
+        turns = {0, *(turn for fault in changing for turn in fault.turns)}
+        states = frozenset(self.facts(silo, round_) for round_ in turns if round_ < rounds)
         if any(not (state.image or state.text) for state in states):
             raise InputError("faults: modality_lost", f"{silo.name} without any modality", "silos that keep one")
         return states

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rich.markup import escape
 from rich.table import Table
 
 from fedmq.outcomes import Statistic, made_otherwise
@@ -161,16 +162,26 @@ def terminal(table: Grid, title: str) -> Table:
 
 def _plain(text: str) -> str:
     """Brackets are no markup."""
-    return text.replace("[", "\\[")
+    return escape(text)
 
 
 def markdown(table: Grid, command: str) -> str:
     """For documents; the command is in a block before it."""
-    lines = ["| " + " | ".join(table.head) + " |", "|" + "---|" + "---:|" * (len(table.head) - 1)]
-    lines += [
-        "| " + " | ".join(f"**{cell.text}**" if cell.best else cell.text for cell in row) + " |" for row in table.body
+    lines = [
+        "| " + " | ".join(map(_cell, table.head)) + " |",
+        "|" + "---|" + "---:|" * (len(table.head) - 1),
+        *(
+            "| " + " | ".join(f"**{_cell(cell.text)}**" if cell.best else _cell(cell.text) for cell in row) + " |"
+            for row in table.body
+        ),
     ]
-    return f"    {command}\n\n" + "\n".join(lines) + f"\n\n{'; '.join(table.notes)}.\n"
+    before = "".join(f"    {line}\n" for line in command.splitlines())
+    return f"{before}\n" + "\n".join(lines) + f"\n\n{'; '.join(table.notes)}.\n"
+
+
+def _cell(text: str) -> str:
+    """One cell of a table in Markdown, whatever is in it."""
+    return " ".join(text.split()).replace("|", "\\|")
 
 
 def latex(table: Grid, command: str) -> str:
@@ -187,7 +198,7 @@ def latex(table: Grid, command: str) -> str:
     columns = "l" + "r" * (len(table.head) - 1)
     return "\n".join(
         [
-            f"% {command}",
+            *(f"% {line}" for line in command.splitlines()),
             *(f"% {note}" for note in table.notes),
             f"\\begin{{tabular}}{{{columns}}}",
             "  \\toprule",

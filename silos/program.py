@@ -18,7 +18,7 @@ from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.crypto import load_accepted, load_identity
 from fedmq.data.share import load_share
-from fedmq.errors import InputError, RemoteWireError
+from fedmq.errors import FedmqError, InputError, RemoteWireError
 from fedmq.evaluator import HeldOut
 from fedmq.faults import Drift, LabelNoise
 from fedmq.layout import require_layout
@@ -252,7 +252,8 @@ def _reply(link: Link, silo: Silo, slots: Slots, message: Message, progress: Cal
         with slots.one():
             payloads = silo.respond(message)
     except Exception as error:
-        traceback.print_exc(file=sys.stderr)
+        if not isinstance(error, FedmqError):  # what the other side is told says all there is to a known one
+            traceback.print_exc(file=sys.stderr)
         text = f"task {header.sequence}: {type(error).__name__}: {error}"
         link.send(
             Kind.ERROR,

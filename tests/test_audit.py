@@ -21,6 +21,7 @@ from fedmq import policy
 from fedmq.audit import GENESIS, INLINE, Audit, MessageLog, audit_run, chain
 from fedmq.cli import app
 from fedmq.clock import WallClock
+from fedmq.crypto import fingerprint, load_accepted
 from fedmq.errors import InputError
 from fedmq.messages import PAYLOADS, Delta, Header, Kind, Message
 from fedmq.models.two_tower import InputSpec, build
@@ -435,6 +436,16 @@ def test_what_a_log_says_is_never_taken_for_markup(run: Path) -> None:
     table = CliRunner().invoke(app, ["audit", str(run), "--policy", str(written(run, "up: {kinds: [loss]}"))])
     assert table.exit_code == 3
     assert "[/conceal]" in table.stdout
+
+
+def test_brackets_in_a_place_are_no_markup(tmp_path: Path) -> None:
+    place = tmp_path / "q[/b] br[old]"
+    done = CliRunner().invoke(app, ["keys", "init", str(place), "--silos", "2"])
+    assert (done.exit_code, done.exception) == (0, None)
+    assert "br[old]" in done.stdout
+    shown = CliRunner().invoke(app, ["keys", "show", str(place)])
+    prints = [fingerprint(key) for key in load_accepted(place).values()]
+    assert all(each in re.sub(r"[\s│┃]", "", shown.stdout) or each[:30] in shown.stdout for each in prints)
 
 
 def test_a_log_that_is_a_folder_is_one_line(run: Path) -> None:

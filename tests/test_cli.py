@@ -50,7 +50,10 @@ def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         (["rounds"], "--set"),
         (["protocol.x=&a [*a]"], "--set protocol.x"),
         (["launcher=none"], "fedmq coordinator"),
-        (["silos.count=1025"], "silos.count"),
+        (["rounds=1000000000000"], "rounds"),
+        (["partition.alpha=1e308"], "partition.alpha"),
+        (['data.path="a\\0b"'], "data.path"),
+        (["silos.count=1025", "missing_modality.silos={}"], "silos.count"),
     ],
 )
 def test_bad_input_is_one_line_and_nothing_is_written(

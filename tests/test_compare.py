@@ -60,6 +60,19 @@ def test_a_variation_that_is_none_is_refused_in_one_line(text: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(("text", "allowed"), [("seed=1,2", "--seeds"), ("name=a,b", "set={name")])
+def test_what_a_comparison_sets_itself_is_not_varied(text: str, allowed: str) -> None:
+    for option in ("--vary", "--select"):
+        with pytest.raises(InputError, match=allowed):
+            planning.parse_variation(text, option)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "", "x"])
+def test_a_target_is_a_number(value: str) -> None:
+    with pytest.raises(InputError, match="--target"):
+        planning.parse_target(f"mean_r1={value}")
+
+
 def test_values_are_yaml_and_may_be_for_one_method() -> None:
     own = planning.parse_variation("rcsr:protocol.lambda_anc=0.3,1", "--select")
     assert (own.who, own.key, own.values) == ("rcsr", "protocol.lambda_anc", (0.3, 1))
@@ -473,6 +486,10 @@ def test_the_tables_say_the_same_in_every_form(study: tuple[Plan, tuple[made_row
     assert "rcsr, silos.count=4 & " in latex
     assert "mean\\_r1 & difference & fairness.worst\\_r1" in latex
     assert latex.splitlines()[0] == "% fedmq x_y"
+    broken = "fedmq compare --vary 'protocol=a,\n  b'"
+    assert tables.latex(grid, broken).splitlines()[:2] == ["% fedmq compare --vary 'protocol=a,", "%   b'"]
+    assert tables.markdown(grid, broken).startswith("    fedmq compare --vary 'protocol=a,\n      b'\n\n")
+    assert tables._cell("a | b\nc") == "a \\| b c"
     assert [latex.count(rule) for rule in ("\\toprule", "\\midrule", "\\bottomrule")] == [1, 1, 1]
     assert all(line.count(" & ") == len(grid.head) - 1 for line in latex.splitlines() if line.endswith("\\\\"))
     records = list(csv.DictReader(io.StringIO(tables.as_csv(tables.plain(rows)))))

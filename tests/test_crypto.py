@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -31,7 +32,7 @@ from fedmq.crypto import (
     revoke,
     seal_message,
 )
-from fedmq.errors import InputError, LocalWireError, RemoteWireError
+from fedmq.errors import InputError, LocalWireError, RemoteWireError, RunError
 from fedmq.handshake import Initiated, Responded, complete, confirm, initiate, respond
 from fedmq.messages import Delta, Header, Kind, Loss, Message
 
@@ -125,6 +126,23 @@ def test_a_public_key_left_behind_stops_its_name_before_anything_is_written(tmp_
     with pytest.raises(InputError, match=r"accepted/silo-01\.pub: found 'an existing key'"):
         init_keys(tmp_path, ["silo-00", "silo-01"])
     assert not list(tmp_path.glob("*.key"))
+
+
+def test_keys_that_could_not_be_written_whole_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = crypto._write
+
+    def full(path: Path, raw: bytes, mode: int) -> None:
+        write(path, raw[:10], mode)
+        if path.name == "silo-01.pub":
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(crypto, "_write", full)
+    with pytest.raises(RunError, match="No space left"):
+        init_keys(tmp_path, ["silo-00", "silo-01"])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    monkeypatch.undo()
+    init_keys(tmp_path, ["silo-00", "silo-01"])
+    assert set(load_accepted(tmp_path)) == {"silo-00", "silo-01"}
 
 
 def test_a_key_that_cannot_be_moved_is_one_line(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 
 from fedmq.data import extract, pictures
 from fedmq.data.encoders import image_encoder
@@ -119,6 +120,16 @@ def test_a_photo_is_scaled_by_its_shorter_side_and_cut_in_the_middle() -> None:
     assert pictures.fit(wide, 20).shape == (20, 20, 3)
     assert pictures.fit(wide, 10, resample="BOX").min() == 255
     assert pictures.fit(np.zeros((7, 5, 3), np.uint8), 16, crop=0.875).shape == (16, 16, 3)
+
+
+@pytest.mark.parametrize("shape", [(1, 30000, 3), (30000, 1, 3), (0, 5, 3), (5, 0, 3)])
+def test_a_strip_and_a_picture_without_pixels_are_no_photo(shape: tuple[int, int, int], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="at most 100 times the other"):
+        pictures.fit(np.zeros(shape, np.uint8), 16)
+    if 0 not in shape:
+        Image.fromarray(np.zeros(shape, np.uint8)).save(tmp_path / "strip.png")
+        with pytest.raises(InputError, match=r"strip\.png: found '\d+ x \d+ pixels'"):
+            pictures.decode(tmp_path / "strip.png")
 
 
 # --- whole sets -----------------------------------------------------------------------------------------------------

@@ -210,6 +210,27 @@ def test_msrvtt_takes_evenly_spaced_frames_of_each_folder(tmp_path: Path) -> Non
     assert len(read("msrvtt", tmp_path, frames=4).pictures.frames(0)) == 4
 
 
+def test_a_caption_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    layouts.msrvtt(tmp_path, frames=1)
+    whole = json.loads((tmp_path / "MSRVTT_data.json").read_text())
+    whole["sentences"][3]["caption"] = None
+    layouts.write(tmp_path / "MSRVTT_data.json", json.dumps(whole))
+    with pytest.raises(InputError, match=r"MSRVTT_data\.json: found .TypeError: the caption None of .video1"):
+        read("msrvtt", tmp_path)
+
+
+@pytest.mark.parametrize("number", ["²", "9" * 5000, "-1"])
+def test_numbers_of_lists_are_plain_ones(tmp_path: Path, number: str) -> None:
+    layouts.mirflickr(tmp_path / "mir")
+    layouts.write(tmp_path / "mir" / "mirflickr25k_annotations_v080" / "sea.txt", f"1\n{number}\n")
+    with pytest.raises(InputError, match="numbers of images, one a line"):
+        read("mirflickr", tmp_path / "mir")
+    layouts.wikipedia(tmp_path / "wiki")
+    layouts.write(tmp_path / "wiki" / "testset_txt_img_cat.list", f"a b {number}\n")
+    with pytest.raises(InputError, match=r"testset_txt_img_cat\.list: line 1"):
+        read("wikipedia", tmp_path / "wiki")
+
+
 def test_msrvtt_in_two_files_is_one_set(tmp_path: Path) -> None:
     layouts.msrvtt(tmp_path, frames=1)
     whole = json.loads((tmp_path / "MSRVTT_data.json").read_text())

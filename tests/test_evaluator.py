@@ -11,9 +11,9 @@ import torch
 
 from fedmq import world as worlds
 from fedmq.errors import InputError
-from fedmq.evaluator import HeldOut, embed, measure
+from fedmq.evaluator import Embedded, HeldOut, embed, measure
 from fedmq.protocol import Encoders
-from fedmq.scenario import Scenario
+from fedmq.scenario import Evaluation, Scenario
 from fedmq.scenario_file import load
 from fedmq.world import build_world, device_of
 from tests import inline
@@ -113,6 +113,18 @@ def test_a_summary_has_every_silos_figures_and_their_means(tmp_path: Path) -> No
         mean = np.mean([summary[each][name]["map_at5_i2t"] for name in names])
         assert summary[means]["map_at5_i2t"] == pytest.approx(mean)
     assert summary["personal_whole_split"] != summary["personal_per_silo"]
+
+
+@pytest.mark.parametrize("bits", [12, 24, 32, 48])
+def test_equally_distant_codes_are_tied_in_recalls_too(bits: int) -> None:
+    generator = np.random.default_rng(bits)
+    image, text = generator.normal(size=(2, 60, bits)).astype(np.float32)
+    found = measure(Embedded(image, text, np.arange(60), binary=True), Evaluation())
+    distance = ((image >= 0)[:, None] != (text >= 0)[None]).sum(2)
+    order = np.argsort(distance, axis=1, kind="stable")
+    ranks = (order == np.arange(60)[:, None]).argmax(1)
+    for k in (1, 5, 10):
+        assert found[f"i2t_r{k}"] == np.mean(ranks < k)
 
 
 def test_a_damaged_partition_in_the_cache_is_made_again(tmp_path: Path) -> None:

@@ -165,6 +165,15 @@ def test_silos_that_come_and_go_are_not_all_away_when_the_run_begins() -> None:
     assert all(3 <= count <= 25 for count in away), away  # 12 on average
 
 
+def test_a_run_of_a_billion_rounds_is_planned_at_once() -> None:
+    made = script({"kind": "modality_lost", "silos": ["silo-00"], "modality": "text", "rounds": "5-900000000"})
+    assert made.phases(SILOS[0], 10**9) == {SILOS[0], SiloFacts("silo-00", 0, True, False)}
+    assert made.phases(SILOS[0], 5) == {SILOS[0]}
+    listed = script({"kind": "modality_lost", "silos": ["silo-00"], "modality": "text", "rounds": [3]})
+    assert len(listed.phases(SILOS[0], 3)) == 1
+    assert len(listed.phases(SILOS[0], 4)) == 2
+
+
 def test_a_frame_without_a_body_can_be_damaged_too() -> None:
     assert [bytes(each) for each in _damaged([memoryview(b"h"), memoryview(b"")])] == [b"h", b""]
 

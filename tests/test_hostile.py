@@ -13,6 +13,7 @@ import msgpack
 import numpy as np
 import pytest
 import torch
+import yaml
 
 from coordinator.accept import LARGEST, check_reply
 from coordinator.loop import Loop
@@ -23,7 +24,7 @@ from fedmq.audit import MessageLog, read_log
 from fedmq.clock import VirtualClock
 from fedmq.codec import decode
 from fedmq.crypto import Session, init_keys, load_accepted, load_identity, seal_message
-from fedmq.errors import RemoteWireError, RunError
+from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.evaluator import Evaluator, load_inference
 from fedmq.handshake import complete, initiate
 from fedmq.messages import DiscriminatorDelta, Error, Header, Kind, Loss, Message, Metrics, Model
@@ -246,6 +247,25 @@ def test_noise_of_nobody_known_is_counted_whole_and_logged_in_part(tmp_path: Pat
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints
+def test_a_run_does_not_go_on_with_other_data(tiny: Path, tmp_path: Path) -> None:
+    before = Path(yaml.safe_load(tiny.read_text())["data"]["path"])
+    own = tmp_path / "own.npz"
+    own.write_bytes(before.read_bytes())
+    scenario, out = resolved(tiny, f"data.path={own}", "rounds=4", "evaluation.every=0"), tmp_path / "out"
+
+    def stop() -> bool:
+        return (out / "metrics.jsonl").exists() and len(list(read_lines(out / "metrics.jsonl"))) >= 2
+
+    assert inline.run(scenario, out, stop_wanted=stop).phase is Phase.STOPPED
+    with np.load(own) as stored:
+        changed = {name: stored[name] for name in stored.files}
+    np.savez(own, **{**changed, "image": changed["image"][::-1]})
+    with pytest.raises(InputError, match="data of other content than the run began with"):
+        inline.run(scenario, out, resume=True)
+    own.write_bytes(before.read_bytes())
+    assert inline.run(scenario, out, resume=True).phase is Phase.DONE
+
+
 @pytest.mark.parametrize("method", ["fedavg", "fedper"])
 def test_from_the_checkpoint_before_the_last_the_same_model_comes_out(tiny: Path, tmp_path: Path, method: str) -> None:
     scenario = resolved(tiny, f"protocol={{name: {method}}}", "rounds=5", "participation=1.0")

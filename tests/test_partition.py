@@ -83,6 +83,16 @@ def test_the_balanced_variant_leaves_no_silo_with_a_handful() -> None:
     assert min(least[False]) < 10 <= min(least[True])
 
 
+def test_classes_that_no_sample_is_of_are_not_dealt_out() -> None:
+    """Labels of a coarse level are never a sample's rarest: their numbers are among the groups, their samples not."""
+    group = np.repeat([4, 6, 7, 9, 11, 12], 30)
+    shares = partition.assign(Partition(kind="shards_classes", classes_per_silo=3), 8, group, 0)
+    assert [len(set(group[share])) for share in shares] == [3] * 8
+    assert {int(group[each]) for share in shares for each in share} == {4, 6, 7, 9, 11, 12}
+    with pytest.raises(InputError, match=r"classes_per_silo.*1 to 6 for 6 classes"):
+        partition.plan(Partition(kind="shards_classes", classes_per_silo=7), 8, group, 0)
+
+
 def test_a_silo_of_shards_holds_no_more_classes_than_asked_and_every_class_is_held() -> None:
     group = groups(900, 24)
     shares = partition.assign(Partition(kind="shards_classes", classes_per_silo=3), 20, group, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,30 @@ def test_another_content_is_another_folder(made: Prepared, tmp_path: Path) -> No
     assert again.labels is None
 
 
-def test_the_seed_counts_only_where_it_drew_the_split(made: Prepared, tmp_path: Path) -> None:
+def test_a_drawn_split_is_its_own_seeds_whatever_the_runs_is(made: Prepared, tmp_path: Path) -> None:
     data = Data(name="features", path=tmp_path / "set.npz")
     assert prepare(data, FEATURES, tmp_path / "cache", 7).folder == made.folder
     bare = write(tmp_path / "bare.npz", split=None)
-    drawn = [prepare(bare, FEATURES, tmp_path / "cache", seed) for seed in (0, 1, 0)]
-    assert drawn[0].folder == drawn[2].folder != drawn[1].folder
+    drawn = [prepare(bare, FEATURES, tmp_path / "cache", seed).folder for seed in (0, 1)]
+    assert drawn[0] == drawn[1]
+    other = Data(name="features", path=bare.path, split_seed=1)
+    assert prepare(other, FEATURES, tmp_path / "cache", 0).folder != drawn[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("image.npy", b""), ("captions.npy", b"\x93NUMPY"), ("keys.json", b""), ("text.npy", None)]
+)
+def test_a_damaged_array_in_the_cache_is_one_line(made: Prepared, name: str, content: bytes | None) -> None:
+    if content is None:
+        (made.folder / name).unlink()
+    else:
+        (made.folder / name).write_bytes(content)
+    again = open_prepared(made.folder)
+    with pytest.raises(InputError, match=re.escape(name)):
+        print(again.image, again.captions, again.keys, again.text)
+    if name in ("image.npy", "text.npy"):
+        with pytest.raises(InputError, match=re.escape(name)):
+            load_share(again, [0], image=True, text=True)
 
 
 def test_features_need_the_features_backbone_and_the_other_way_round(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def _flat_labels(stored: Stored, n: int) -> Array:
     if value.ndim not in (1, 2) or len(value) != n:
         raise InputError(stored.place, f"shape {list(value.shape)}", f"{n} labels or rows of labels, as the images are")
     if value.dtype.kind == "f":
-        if not np.array_equal(value, np.round(value)):
+        if not (np.abs(value) < 2**31).all() or not np.array_equal(value, np.round(value)):
             raise InputError(stored.place, "values that are not whole", "class numbers [n] or multi-hot 0/1 [n, L]")
         value = value.astype(np.int64)
     return value.astype(np.int64) if value.ndim == 1 else (value > 0).astype(np.uint8)
@@ -222,9 +222,13 @@ def read_pixels(data: Data) -> RawSet:
     labels = _flat_labels(found["all", "labels"], n)
     if bag.ndim != 2 or n not in (image.shape[0], image.shape[-1]):
         raise InputError(str(path), f"{n} labels, tags {list(bag.shape)}, images {list(image.shape)}", "equally many")
-    wrong = np.flatnonzero(~np.isfinite(bag).all(axis=1))
+    if bag.shape[1] == 0:
+        raise InputError(found["all", "text"].place, f"shape {list(bag.shape)}", "at least one tag")
+    with np.errstate(over="ignore", invalid="ignore"):
+        wrong = np.flatnonzero(~np.isfinite(bag.astype(np.float32)).all(axis=1))
     if len(wrong):
-        raise InputError(found["all", "text"].place, f"a value in row {wrong[0]} that is not finite", "finite numbers")
+        allowed = "finite float32 numbers"
+        raise InputError(found["all", "text"].place, f"a value in row {wrong[0]} that is not finite", allowed)
     if labels.ndim == 1:
         labels = (labels[:, None] == np.unique(labels)).astype(np.uint8)
     names = level_names(data.name, labels.shape[1]) or tuple(f"label-{i:03d}" for i in range(labels.shape[1]))

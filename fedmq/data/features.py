@@ -7,6 +7,7 @@ import hashlib
 import json
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +111,7 @@ def _read_arrays(path: Path) -> dict[str, Array]:
         raise InputError(str(path), "no such file", "a file of features (.npz or .safetensors)")
     broken = (
         OSError, ValueError, EOFError, KeyError, TypeError, NotImplementedError, RuntimeError, MemoryError,
-        zipfile.BadZipFile, zlib.error, safetensors.SafetensorError,
+        AttributeError, zipfile.BadZipFile, zlib.error, safetensors.SafetensorError,
     )  # fmt: skip
     try:
         names, read = openers[path.suffix](path)
@@ -183,7 +184,7 @@ def _names(path: Path, name: str, value: Array, count: int) -> tuple[str, ...]:
         except UnicodeEncodeError:
             raise InputError(f"{path}: {name}", item, "whole characters of Unicode") from None
     if len(set(names)) != len(names):
-        twice = next(item for index, item in enumerate(names) if item in names[:index])
+        twice = next(item for item, count in Counter(names).items() if count > 1)
         raise InputError(f"{path}: {name}", f"{twice!r} twice", "different names")
     return names
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from fedmq.data.features import SPLITS
 from fedmq.data.pictures import IMAGE_ENDINGS, Files, exists, files_below
-from fedmq.data.raw import U8, RawSet, checked, first_existing, folder_of, multi_hot, read_text
+from fedmq.data.raw import U8, RawSet, checked, first_existing, folder_of, is_number, multi_hot, read_text
 from fedmq.errors import InputError
 from fedmq.scenario import Data
 
@@ -51,7 +51,7 @@ def _regions(folder: Path) -> dict[str, set[str]]:
     for path in (path for path in lists if path.name == "labels.txt"):
         for number, line in enumerate(read_text(path).splitlines(), 1):
             parts = line.split()
-            if parts and (len(parts) < 3 or not parts[2].isdigit()):
+            if parts and (len(parts) < 3 or not is_number(parts[2])):
                 raise InputError(f"{path}: line {number}", line, "image, region and label number")
             if parts:
                 found[parts[0]].add(names.get(parts[2], f"label-{int(parts[2]):03d}").strip())
@@ -128,7 +128,7 @@ def wikipedia_lists(folder: Path) -> dict[str, list[tuple[str, str, int]]]:
             parts = line.split()
             if not parts:
                 continue
-            if len(parts) != 3 or not parts[2].isdigit() or not 1 <= int(parts[2]) <= len(WIKIPEDIA_CLASSES):
+            if len(parts) != 3 or not is_number(parts[2]) or not 1 <= int(parts[2]) <= len(WIKIPEDIA_CLASSES):
                 raise InputError(f"{folder / name}: line {number}", line, "text, image and a class from 1 to 10")
             found[split].append((parts[0], parts[1], int(parts[2]) - 1))
     return found

@@ -58,7 +58,9 @@ def read_msrvtt(data: Data) -> RawSet:
                 {**video, "split": str(video["split"]), "key": str(video["video_id"])} for video in loaded["videos"]
             ]
             for said in loaded["sentences"]:
-                if text := str(said["caption"]).strip():
+                if not isinstance(said["caption"], str):
+                    raise TypeError(f"the caption {said['caption']!r:.40} of {said['video_id']!r:.40}")
+                if text := said["caption"].strip():
                     captions[str(said["video_id"])].append(text)
         except (KeyError, TypeError) as error:
             allowed = "MSR-VTT's JSON: videos with video_id and split, sentences with video_id and caption"

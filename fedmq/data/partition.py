@@ -264,11 +264,14 @@ def plan(partition: Partition, silos: int, groups: I64, seed: int) -> Plan:
         case "dir_clusters":
             proportions = cluster_proportions(count, silos, partition.alpha, generator)
         case "shards_classes":
-            each = partition.classes_per_silo
-            if each > count or each * silos < count:
-                least = -(-count // silos)
-                raise InputError("partition.classes_per_silo", each, f"{least} to {count} for {count} classes")
-            proportions = shard_proportions(count, silos, each, generator)
+            # Labels that are no sample's rarest, as those of a coarse level, are no class that could be dealt out.
+            each, present = partition.classes_per_silo, np.unique(groups)
+            if each > len(present) or each * silos < len(present):
+                least = -(-len(present) // silos)
+                allowed = f"{least} to {len(present)} for {len(present)} classes"
+                raise InputError("partition.classes_per_silo", each, allowed)
+            proportions = np.full((count, silos), 1 / silos)
+            proportions[present] = shard_proportions(len(present), silos, each, generator)
         case "dir_class":
             proportions = class_proportions(count, silos, partition.alpha, generator)
             if partition.balanced:

@@ -21,6 +21,8 @@ IMAGE_ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".t
 VIDEO_ENDINGS = frozenset({".mp4", ".avi", ".webm", ".mkv", ".mov"})
 #: A larger picture is a decompression bomb or a mistake.
 MAX_PIXELS = 300_000_000
+#: Longest side of a picture in its shortest: what a strip shows is lost in the square that a network sees.
+MAX_RATIO = 100
 
 
 class Pictures(Protocol):
@@ -131,6 +133,9 @@ def decode(path: Path) -> Pixels:
         with image.open(path) as opened:
             if opened.width * opened.height > MAX_PIXELS:
                 raise InputError(str(path), f"{opened.width} x {opened.height} pixels", f"at most {MAX_PIXELS}")
+            if max(opened.size) > MAX_RATIO * min(opened.size):
+                allowed = f"one side at most {MAX_RATIO} times the other"
+                raise InputError(str(path), f"{opened.width} x {opened.height} pixels", allowed)
             return _eight_bits(ops.exif_transpose(opened), str(path))
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "an image") from None
@@ -321,6 +326,9 @@ def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC")
     """
     image = package("PIL.Image", "embedded", "image")
     height, width = pixels.shape[:2]
+    if not 0 < max(height, width) <= MAX_RATIO * min(height, width):
+        found = f"a picture of {width} x {height} pixels"
+        raise InputError("the image", found, f"sides of 1 pixel or more, one at most {MAX_RATIO} times the other")
     short = max(edge, int(edge / crop))
     size = (max(edge, round(width * short / min(height, width))), max(edge, round(height * short / min(height, width))))
     scaled = image.fromarray(pixels).resize(size, getattr(image.Resampling, resample))

@@ -139,8 +139,7 @@ class Prepared:
         )
 
     def _map(self, name: str) -> Array:
-        found: Array = np.load(self.folder / name, mmap_mode="r", allow_pickle=False)
-        return found
+        return mapped(self.folder / name)
 
     @cached_property
     def image(self) -> Array:
@@ -170,7 +169,11 @@ class Prepared:
     @cached_property
     def keys(self) -> tuple[str, ...]:
         """Names of the n items."""
-        return tuple(json.loads((self.folder / "keys.json").read_text(encoding="utf-8")))
+        path = self.folder / "keys.json"
+        try:
+            return tuple(json.loads(path.read_text(encoding="utf-8")))
+        except (OSError, ValueError) as error:
+            raise InputError(str(path), str(error), _AGAIN) from None
 
     def rows(self, split: str) -> npt.NDArray[np.int64]:
         """Rows of a split, ascending: int64 [m].
@@ -181,6 +184,19 @@ class Prepared:
         if split not in SPLITS:
             raise InputError("split", split, ", ".join(SPLITS))
         return np.flatnonzero(self.split == SPLITS.index(split)).astype(np.int64)
+
+
+def mapped(path: Path) -> Array:
+    """An array of prepared data, on disk.
+
+    Raises:
+        InputError: it is missing or damaged.
+    """
+    try:
+        found: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (OSError, ValueError, EOFError) as error:
+        raise InputError(str(path), str(error) or type(error).__name__, _AGAIN) from None
+    return found
 
 
 def open_prepared(folder: Path) -> Prepared:
@@ -330,7 +346,7 @@ def prepare(
     if data.name == "features":
         if data.path is None:
             raise InputError("data.path", None, "a .npz or .safetensors file")
-        return _prepare_features(data.path, cache, seed)
+        return _prepare_features(data.path, cache, data.split_seed)
     if backbone.name == "features":
         return _prepare_arrays(data, cache)
     from fedmq.data import extract  # noqa: PLC0415 - as above

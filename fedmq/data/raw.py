@@ -30,6 +30,11 @@ Array = npt.NDArray[Any]
 U8 = npt.NDArray[np.uint8]
 
 
+def is_number(text: str) -> bool:
+    """Whether a word of a list is a number: plain digits, and no more than an index or a class has."""
+    return text.isascii() and text.isdecimal() and len(text) < 19
+
+
 @dataclass(frozen=True, eq=False)
 class RawSet:
     """Items of a data set, in a fixed order.

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from fedmq.data.prepared import Prepared
+from fedmq.data.prepared import Prepared, mapped
 
 
 @dataclass(frozen=True)
@@ -40,8 +39,7 @@ class Share:
 
 def _rows_of(path: Path, rows: npt.NDArray[np.int64]) -> Tensor:
     """Copy some rows of an array on disk into memory; only their pages are read."""
-    mapped: npt.NDArray[Any] = np.load(path, mmap_mode="r", allow_pickle=False)
-    return torch.from_numpy(np.ascontiguousarray(np.asarray(mapped)[rows]))
+    return torch.from_numpy(np.ascontiguousarray(np.asarray(mapped(path))[rows]))
 
 
 def load_share(

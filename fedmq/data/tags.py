@@ -13,7 +13,7 @@ import numpy as np
 
 from fedmq.data.arrays import holds_pixels, read_pixels
 from fedmq.data.pictures import Files
-from fedmq.data.raw import U8, RawSet, checked, first_existing, folder_of, read_text
+from fedmq.data.raw import U8, RawSet, checked, first_existing, folder_of, is_number, read_text
 from fedmq.errors import InputError
 from fedmq.scenario import Data
 
@@ -90,7 +90,7 @@ def mirflickr_photos(data: Data) -> RawSet:
     labels = np.zeros((len(numbers), len(files)), dtype=np.uint8)
     for column, path in enumerate(files):
         for line in read_text(path).split():
-            if not line.isdigit():
+            if not is_number(line):
                 raise InputError(str(path), line, "numbers of images, one a line")
             if int(line) in row:
                 labels[row[int(line)], column] = 1

@@ -15,9 +15,9 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
-from fedmq import __version__, cli_audit, cli_compare, cli_keys, cli_search
+from fedmq import __version__, cli_audit, cli_compare, cli_data, cli_keys, cli_search
+from fedmq.cli_options import AsJson, Connect, Device, File, Keys, Seed, Settings
 from fedmq.errors import FedmqError, InputError, RunError
 
 _BEGAN = time.monotonic()
@@ -39,18 +39,6 @@ app.add_typer(data_app, name="data")
 
 out = Console()
 err = Console(stderr=True)
-
-File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario (YAML).", show_default=False)]
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set missing_modality.rate=0."),
-]
-Seed = Annotated[int | None, typer.Option("--seed", help="Override the scenario's seed.", min=0)]
-Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder made by [bold]fedmq keys init[/bold].")]
-Connect = Annotated[str, typer.Option("--connect", metavar="URI", help="Where the coordinator listens.")]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda:N; the scenario's by default.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
-
 
 #: What the command line's library leaves with after Ctrl-C.
 _INTERRUPTED = 130
@@ -360,60 +348,6 @@ def protocols_command(as_json: AsJson = False) -> None:
         out.print("    " + ", ".join(f"{key}: {value}" for key, value in options.items()), highlight=False, style="dim")
 
 
-@data_app.command("list")
-def data_list() -> None:
-    """List the data sets a scenario can name.
-
-    Example: [bold]fedmq data list[/bold]
-    """
-    from fedmq.data import sets  # noqa: PLC0415
-
-    table = Table("data.name", "what it is")
-    for name, summary in {**{name: found.summary for name, found in sets.SETS.items()}, **sets.OTHERS}.items():
-        table.add_row(name, summary)
-    out.print(table)
-    out.print("docs/data.md shows the layout that each is read from", highlight=False)
-
-
-@data_app.command("check")
-def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json: AsJson = False) -> None:
-    """Count a scenario's data, name missing and unreadable files, and show what each silo would hold.
-
-    Exit code 2 if a run would refuse the data. Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
-    """
-    from fedmq.data import check  # noqa: PLC0415
-
-    facts = check.check(_scenario_of(file, settings, seed), _bar())
-    if as_json:
-        print(json.dumps(facts, indent=2))
-    else:
-        check.show(facts, out)
-    if not facts["usable"]:
-        sys.exit(BAD_INPUT)
-
-
-@data_app.command("features")
-def data_features(
-    file: File, device: Device = None, settings: Settings = None, seed: Seed = None, as_json: AsJson = False
-) -> None:
-    """Extract a scenario's frozen features into the cache; an interrupted extraction goes on where it was.
-
-    Example: [bold]fedmq data features scenarios/rcsr_mr50.yaml --device cuda:0[/bold]
-    """
-    from fedmq.data.prepared import prepare  # noqa: PLC0415
-    from fedmq.world import device_of  # noqa: PLC0415
-
-    scenario = _scenario_of(file, settings, seed)
-    place = device_of(device or scenario.device)
-    found = prepare(scenario.data, scenario.backbone, None, scenario.seed, _bar(), place)
-    facts = {name: found.meta[name] for name in ("n", "image_shape", "text_shape", "captions", "digest")}
-    if as_json:
-        print(json.dumps({**facts, "folder": str(found.folder)}, indent=2))
-    else:
-        shapes = f"image {facts['image_shape']}, text {facts['text_shape']}, up to {facts['captions']} texts an item"
-        out.print(f"{facts['n']} items: {shapes}, in {found.folder}", highlight=False, soft_wrap=True, markup=False)
-
-
 def _pooled(method: str) -> bool:
     import protocols  # noqa: PLC0415 - brings torch
 
@@ -421,6 +355,7 @@ def _pooled(method: str) -> bool:
 
 
 cli_audit.add_audit(app, _bar, _pooled)
+cli_data.add_data(data_app, _scenario_of, _bar, BAD_INPUT)
 
 
 @app.command("replay")

@@ -219,9 +219,9 @@ def read_pixels(data: Data) -> RawSet:
         )
     bag, image = found["all", "text"].numbers(), found["all", "image"]
     n = len(bag)
-    labels = _flat_labels(found["all", "labels"], n)
     if bag.ndim != 2 or n not in (image.shape[0], image.shape[-1]):
-        raise InputError(str(path), f"{n} labels, tags {list(bag.shape)}, images {list(image.shape)}", "equally many")
+        raise InputError(str(path), f"tags {list(bag.shape)}, images {list(image.shape)}", "equally many, tags in rows")
+    labels = _flat_labels(found["all", "labels"], n)
     if bag.shape[1] == 0:
         raise InputError(found["all", "text"].place, f"shape {list(bag.shape)}", "at least one tag")
     with np.errstate(over="ignore", invalid="ignore"):

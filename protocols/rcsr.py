@@ -47,7 +47,7 @@ class RcsrOptions:
     """Options of RCSR; defaults are the paper's numbers and, where METHODS.md marks a choice, that choice.
 
     Args:
-        router: weigh by the router; without it by samples.
+        router: weigh by the router; without it by samples, or, ``uniform``, all reporters alike.
         minimax: multiply by the fairness weights q.
         client_align: the regulariser towards global prototypes (lambda_a of eq 4).
         anchor: anchoring of single-modality silos (eq 3); without it, and without client_align, they stay idle.
@@ -94,7 +94,7 @@ class RcsrOptions:
             reporters every plain weight is near 1/15 and eq 13 nearly constant.
     """
 
-    router: bool = True
+    router: bool | Literal["uniform"] = True
     minimax: bool = True
     client_align: bool = True
     anchor: bool | Literal["multi"] = True
@@ -348,13 +348,14 @@ class Rcsr:
         damping = torch.tensor([reply.damping for reply in replies], dtype=torch.float64)
         table = updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
 
-        weights = _merge.sample_weights([update.samples for update in updates])
+        alike = options.router == "uniform"
+        weights = _merge.sample_weights([1 if alike else update.samples for update in updates])
         adam = _router.Adam(
             tensors["router"], tensors["router_first"], tensors["router_second"], int(state.values["router_steps"])
         )
         log: dict[str, float] = {}
         told, among = weights, len(rows)  # what silos are told of: those the router looked at, merged now or not
-        if options.router and state.values["merges"] >= options.warmup:
+        if options.router is True and state.values["merges"] >= options.warmup:
             # Algorithm 1 weighs by the router and steps it in the same breath, both only once the warm-up is over.
             pool, where = self._pool(table, rows, statistics, round_)
             routed = self._routed(adam.values, pool, tensors)

@@ -86,6 +86,9 @@ def test_hard_triplets_are_the_worst_of_all_triplets_of_an_anchor() -> None:
     near, far = triplet.mined(found, positive, negative, "hard", np.random.default_rng(0))
     assert torch.equal(near, torch.stack([found[i][positive[i]].max() for i in range(8)]))
     assert torch.equal(far, torch.stack([found[i][negative[i]].min() for i in range(8)]))
+    nearer, same = triplet.mined(found, positive, negative, "nearest", np.random.default_rng(0))
+    assert torch.equal(nearer, torch.stack([found[i][positive[i]].min() for i in range(8)]))
+    assert torch.equal(same, far)
 
 
 def test_triplets_mix_modalities() -> None:

@@ -112,6 +112,15 @@ def test_weights_sum_to_one_and_stay_finite_for_extreme_losses(loss: float, warm
         assert torch.isfinite(tensor).all(), name
 
 
+def test_without_the_router_weights_follow_the_samples_or_are_all_alike() -> None:
+    for router, expected in ((False, [11 / 32, 9 / 32, 7 / 32, 5 / 32]), ("uniform", [0.25] * 4)):
+        options = {"router": router, "minimax": False, "branch_renorm": False, "warmup": 0}
+        run = world("rcsr", options, kinds=((True, True),) * 4)
+        np.testing.assert_allclose(weights_of(run, run.replies()), expected, atol=1e-6)
+        run.round()
+        assert run.state.values["router_steps"] == 0
+
+
 def test_during_warm_up_weights_follow_the_samples_and_the_router_rests() -> None:
     run = world("rcsr", {"warmup": 2, "minimax": False, "branch_renorm": False}, kinds=((True, True),) * 4)
     by_samples = torch.tensor([11, 9, 7, 5], dtype=torch.float64) / 32

@@ -16,7 +16,7 @@ from protocols._losses import unit
 from protocols._options import check
 
 Distance = Literal["cosine", "euclidean"]
-Mining = Literal["random", "all", "hard"]
+Mining = Literal["random", "all", "hard", "nearest"]
 Reduce = Literal["mean", "sum"]
 
 
@@ -28,7 +28,7 @@ class Options:
         distance: ``cosine`` is 1 - cos; ``euclidean`` the L2 norm.
         margin: a of eq 2, which the paper does not give; in units of r / 4 with the Euclidean distance.
         mining: for each anchor a ``random`` positive and negative of the batch, ``all`` of them, or the farthest
-            positive and nearest negative, ``hard``. The paper does not say.
+            positive and nearest negative, ``hard``, or the ``nearest`` of both. The paper does not say.
         reduce: ``mean`` over the triplets and samples, or the printed ``sum``.
         mu: weight of the quantisation loss.
     """
@@ -85,10 +85,11 @@ def mined(
         triplets = positive[:, :, None] & negative[:, None, :]
         return found[:, :, None].expand(triplets.shape)[triplets], found[:, None, :].expand(triplets.shape)[triplets]
     anchors = positive.any(1) & negative.any(1)
-    if mining == "hard":
+    if mining in ("hard", "nearest"):
         farthest = found.masked_fill(~positive, -torch.inf).amax(1)
+        own = farthest if mining == "hard" else found.masked_fill(~positive, torch.inf).amin(1)
         nearest = found.masked_fill(~negative, torch.inf).amin(1)
-        return farthest[anchors], nearest[anchors]
+        return own[anchors], nearest[anchors]
     chosen = [
         torch.from_numpy(generator.random(found.shape)).to(found.device).masked_fill(~mask, -1.0).argmax(1)[anchors]
         for mask in (positive, negative)

@@ -26,8 +26,17 @@ SILO, RUN = "silo-00", "link-0-0123456789ab"
 FULL = QUEUE - 2
 
 
+class Jumping(WallClock):
+    """A clock that can be set forward, as it is for a process that stood still."""
+
+    ahead = 0.0
+
+    def stopwatch(self) -> float:
+        return super().stopwatch() + self.ahead
+
+
 @contextmanager
-def both_ends(folder: Path, queue: int) -> Iterator[tuple[Listener, Roster, Link]]:
+def both_ends(folder: Path, queue: int, own_clock: WallClock | None = None) -> Iterator[tuple[Listener, Roster, Link]]:
     """A silo's link with a session, and the coordinator's end of it; the caller closes the link."""
     keys, uri = folder / "keys", f"memory://{folder.name.replace('_', '-')}"
     init_keys(keys, (COORDINATOR, SILO))
@@ -37,7 +46,7 @@ def both_ends(folder: Path, queue: int) -> Iterator[tuple[Listener, Roster, Link
         identity = load_identity(keys, COORDINATOR)
         roster = Roster(listener, identity, load_accepted(keys), RUN, log, clock, max_body=1 << 20)
         own = MessageLog(folder / f"{SILO}.jsonl", SILO, clock)
-        link = Link(uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, clock, now=lambda: 0.0)
+        link = Link(uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, own_clock or clock, now=lambda: 0.0)
         link.start()
         until = time.monotonic() + 10
         while not roster.online(SILO) and time.monotonic() < until:
@@ -84,6 +93,22 @@ def test_the_coordinator_may_be_at_work_for_longer_than_a_silo_may(tmp_path: Pat
     with both_ends(tmp_path, queue=64) as (_, roster, link):
         time.sleep(2.2 * BEAT_SECONDS)
         assert records(tmp_path, "note") == []
+        roster.send(SILO, roster.header(SILO, Kind.STOP))
+        link.close()
+
+
+def test_a_silo_that_stood_still_shakes_hands_again_at_once(tmp_path: Path) -> None:
+    clock = Jumping()
+    with both_ends(tmp_path, queue=64, own_clock=clock) as (listener, roster, link):
+        roster.drop(SILO)
+        clock.ahead = 3 * BEAT_SECONDS
+        until = time.monotonic() + 10
+        while not roster.online(SILO) and time.monotonic() < until:
+            got = listener.receive(0.1)
+            if got is not None:
+                roster.take(*got)
+        assert roster.online(SILO)
+        assert records(tmp_path, "note") == ["this process stood still: to the coordinator it was lost"]
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
 

@@ -133,5 +133,8 @@ class Inline:
         self._here.discard(name)
         return here
 
+    def note_unlogged(self) -> None:
+        """Nothing is left out."""
+
     def close(self) -> None:
         """Nothing to close."""

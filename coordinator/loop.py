@@ -54,7 +54,8 @@ from fedmq.status import Status
 from fedmq.transport import Listener
 
 _POLL_SECONDS = 0.2
-#: Messages taken before events and liveness have their turn: who floods the socket must not hold the run up.
+#: Messages taken before events have their turn: who floods the socket must not hold the run up. Nobody counts as silent
+#: meanwhile: what the silos said may lie behind the flood.
 _MESSAGES_AT_ONCE = 256
 #: Real seconds the finished run waits for an evaluator that went away.
 _EVALUATOR_PATIENCE = 60.0
@@ -148,6 +149,7 @@ class Loop:
         self.tally.spend("evaluation", self.clock.stopwatch() - waiting)
         for name in (*self._facts, EVALUATOR):
             self.roster.send(name, self.roster.header(name, Kind.STOP))
+        self.roster.note_unlogged()
         self._report(force=True)
         return self.rounds.phase
 

@@ -146,12 +146,16 @@ class Roster:
         """Whether one more refusal of nobody known is logged now; what was left out is noted by its number."""
         now = self._clock.stopwatch()
         if now - self._second >= 1.0:
-            if self._this_second > _UNKNOWN_LOGGED:
-                left = self._this_second - _UNKNOWN_LOGGED
-                self._log.note("refusals of unknown peers are counted, not logged", count=left)
-            self._second, self._this_second = now, 0
+            self.note_unlogged()
+            self._second = now
         self._this_second += 1
         return self._this_second <= _UNKNOWN_LOGGED
+
+    def note_unlogged(self) -> None:
+        """Put on record how many refusals were left out since it was last said."""
+        left, self._this_second = self._this_second - _UNKNOWN_LOGGED, 0
+        if left > 0:
+            self._log.note("refusals of unknown peers are counted, not logged", count=left)
 
     def _hello(self, address: bytes, frames: Sequence[memoryview], size: int) -> None:
         welcome, responded = respond(self._identity, self._accepted, self._run, frames, self._clock.now())

@@ -66,11 +66,13 @@ def init_keys(directory: Path, names: Iterable[str]) -> None:
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             (directory / _ACCEPTED).mkdir(exist_ok=True)
-            for name in wanted:
-                key = Ed25519PrivateKey.generate()
-                made += [directory / f"{name}.key", directory / _ACCEPTED / f"{name}.pub"]
-                _write(made[-2], _private_pem(key), 0o600)
-                _write(made[-1], _public_pem(key.public_key()), 0o644)
+        for name in wanted:
+            key = Ed25519PrivateKey.generate()
+            private, public = directory / f"{name}.key", directory / _ACCEPTED / f"{name}.pub"
+            _write(private, _private_pem(key), 0o600)
+            made.append(private)
+            _write(public, _public_pem(key.public_key()), 0o644)
+            made.append(public)
     except BaseException:
         for path in made:  # half of them would stop the next try
             path.unlink(missing_ok=True)
@@ -372,7 +374,20 @@ def _public_pem(key: Ed25519PublicKey) -> bytes:
 
 
 def _write(path: Path, raw: bytes, mode: int) -> None:
-    """Write a file that has its mode from its first byte on."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(raw)
+    """Write a new file that has its mode from its first byte on, whole or not at all.
+
+    Raises:
+        InputError: it is there already, or its folder cannot be written.
+        RunError: the disk is full or broken.
+    """
+    with writing(path):
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        except FileExistsError:
+            raise InputError(str(path), "an existing key", "a folder without that key") from None
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(raw)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise

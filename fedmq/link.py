@@ -27,7 +27,7 @@ COORDINATOR = "coordinator"
 BEAT_SECONDS = 2.0
 #: Beats without a word after which a peer counts as lost.
 LOST_BEATS = 2
-#: The same of the coordinator, which answers between a merge and the next: a new connection tells at once that it died.
+#: The same of the coordinator, which answers only between merges; if its process dies, the connection says so.
 _COORDINATOR_BEATS = 15
 _HELLO_SECONDS = 2.0
 #: Hellos without an answer after which the silo's own terminal is told, once until there is a session.
@@ -76,7 +76,7 @@ class Link:
 
         self._session: Session | None = None
         self._initiated: Initiated | None = None
-        self._heard = self._beat = self._asked = self._turned = 0.0
+        self._heard = self._beat = self._asked = 0.0
         self._connections = 1
 
     # ------------------------------------------------------------------------------------- for the training thread
@@ -157,10 +157,9 @@ class Link:
             self._put(connection, self._session, self._outbox.get())
 
     def _keep_alive(self, connection: Connection, now: float) -> None:
-        stood, self._turned = now - self._turned, now
         if self._session is not None and now - self._heard > BEAT_SECONDS * _COORDINATOR_BEATS:
             self._forget("the coordinator went silent")
-        elif self._session is not None and stood > BEAT_SECONDS * LOST_BEATS:
+        elif self._session is not None and now - self._beat > BEAT_SECONDS * LOST_BEATS:
             self._forget("this process stood still: to the coordinator it was lost")
         elif self._session is not None and connection.established() > self._connections:
             # A new connection is a new peer to the coordinator: the session went with the old one.

@@ -157,8 +157,9 @@ class Outcome:
 
     def time_to(self, target: Target) -> float | None:
         """The run's time [s] of the first evaluation that reaches a target; None if none does."""
-        reached = (each.now for each in self.evaluations if each.metrics.get(target.metric, -math.inf) >= target.value)
-        return next(reached, None)
+        sign = -1 if less_is_better(target.metric) else 1
+        found = ((each.now, each.metrics.get(target.metric)) for each in self.evaluations)
+        return next((now for now, value in found if value is not None and sign * (value - target.value) >= 0), None)
 
 
 @dataclass(frozen=True)

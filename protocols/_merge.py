@@ -193,6 +193,19 @@ def kept_share(rate: float, replies: int, cohort: int | None) -> float:
     return rate if cohort is None else float(rate ** (replies / cohort))
 
 
+def versions_of(tensors: Mapping[str, Tensor], name: str, table: Tensor, version: int) -> Tensor:
+    """The versions that a table's rows stand on, int64 [N], for the merge to change.
+
+    Args:
+        tensors: of the state; a checkpoint from before rows had versions lacks them, and its rows count as of now.
+        name: of the versions.
+        table: [N], below 0 where nothing is known of a silo.
+        version: of now.
+    """
+    kept = tensors.get(name)
+    return torch.where(table >= 0, version, -1) if kept is None else kept.clone()
+
+
 def still_known(versions: Tensor, version: int, max_age: int | None) -> Tensor:
     """Which rows of a table of silos' last statistics count, bool [N]: heard of, and not too long ago.
 

@@ -174,7 +174,7 @@ class FedCmr:
         labels = [max(1, take(reply.payloads, LabelCount).value) for reply in replies]
         losses = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]
         table = state.tensors[_LOSSES].clone()
-        versions = state.tensors[_VERSIONS].clone()
+        versions = _merge.versions_of(state.tensors, _VERSIONS, state.tensors[_LOSSES], round_)
         for reply, loss in zip(replies, losses, strict=True):
             table[reply.silo.index], versions[reply.silo.index] = loss, reply.base_version
         reported = torch.tensor(losses, dtype=torch.float64)

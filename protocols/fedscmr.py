@@ -237,7 +237,7 @@ class FedScmr:
         replies = _merge.ordered(replies)
         table = self._updated(state.tensors[_TABLE], replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
-        versions = state.tensors[_VERSIONS].clone()
+        versions = _merge.versions_of(state.tensors, _VERSIONS, state.tensors[_TABLE][:, 0], round_)
         versions[rows] = torch.tensor([reply.base_version for reply in replies])
         known = _merge.still_known(versions, round_, self.context.max_age)
         known[rows] = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import io
 import json
 import re
@@ -332,6 +333,13 @@ def test_the_time_to_a_target_is_that_of_the_first_evaluation_that_reaches_it(tm
     assert outcome.time_to(Target("mean_r1", 0.1)) == 0.0
     assert outcome.time_to(Target("mean_r1", 0.3)) == 3.0
     assert outcome.time_to(Target("mean_r1", 0.6)) is None
+    evaluations = [
+        dataclasses.replace(each, metrics={**each.metrics, "i2t_medr": rank})
+        for each, rank in zip(outcome.evaluations, (50.0, 4.0), strict=True)
+    ]
+    ranked = dataclasses.replace(outcome, evaluations=tuple(evaluations))
+    assert ranked.time_to(Target("i2t_medr", 5.0)) == 3.0
+    assert ranked.time_to(Target("i2t_medr", 3.0)) is None
 
 
 def test_version_0_is_what_no_training_gives(tmp_path: Path) -> None:

@@ -129,20 +129,45 @@ def test_a_public_key_left_behind_stops_its_name_before_anything_is_written(tmp_
 
 
 def test_keys_that_could_not_be_written_whole_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write = crypto._write
+    opened, count = os.fdopen, iter(range(9))
 
-    def full(path: Path, raw: bytes, mode: int) -> None:
-        write(path, raw[:10], mode)
-        if path.name == "silo-01.pub":
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def write(self, raw: bytes) -> None:
+            self.file.write(raw[:10])
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(crypto, "_write", full)
+    def full(descriptor: int, mode: str) -> Any:
+        file = opened(descriptor, mode)
+        return Full(file) if next(count) == 3 else file
+
+    monkeypatch.setattr(crypto.os, "fdopen", full)
     with pytest.raises(RunError, match="No space left"):
         init_keys(tmp_path, ["silo-00", "silo-01"])
     assert not [path for path in tmp_path.rglob("*") if path.is_file()]
     monkeypatch.undo()
     init_keys(tmp_path, ["silo-00", "silo-01"])
     assert set(load_accepted(tmp_path)) == {"silo-00", "silo-01"}
+
+
+def test_a_key_that_somebody_else_makes_meanwhile_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: path.suffix not in (".key", ".pub") and exists(path))
+    (tmp_path / "silo-01.key").write_text("another's")
+    with pytest.raises(InputError, match=r"silo-01\.key: found 'an existing key'"):
+        init_keys(tmp_path, ["silo-00", "silo-01"])
+    assert (tmp_path / "silo-01.key").read_text() == "another's"
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["silo-01.key"]
 
 
 def test_a_key_that_cannot_be_moved_is_one_line(tmp_path: Path) -> None:

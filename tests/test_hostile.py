@@ -23,7 +23,7 @@ from fedmq import transport
 from fedmq.audit import MessageLog, read_log
 from fedmq.clock import VirtualClock
 from fedmq.codec import decode
-from fedmq.crypto import Session, init_keys, load_accepted, load_identity, seal_message
+from fedmq.crypto import Session, init_keys, load_accepted, load_identity, open_message, seal_message
 from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.evaluator import Evaluator, load_inference
 from fedmq.handshake import complete, initiate
@@ -181,7 +181,7 @@ def joined(uri: str, keys: Path, name: str, scenario: Scenario) -> tuple[transpo
     connection = transport.connect(uri)
     frames, begun = initiate(load_identity(keys, name), "coordinator", run_name(scenario), 0.0)
     connection.send(frames)
-    welcome = connection.receive(10)
+    welcome = connection.receive(30)
     assert welcome is not None
     ready, session = complete(begun, load_accepted(keys), welcome, 0.0)
     connection.send(ready)
@@ -196,7 +196,9 @@ def giving_up(scenario: Scenario) -> Callable[[str, Path], None]:
         header = Header(
             run=session.run, kind=Kind.ERROR, sender="silo-03", receiver="coordinator", sequence=0, sent_at=0.0
         )
-        time.sleep(1.0)
+        while (frames := connection.receive(30)) is not None:
+            if open_message(session, frames)[0].header.kind is Kind.TASK:
+                break
         connection.send(seal_message(session, Message(header, (Error("bye", "my disk is gone"),))).frames)
         time.sleep(0.5)
         connection.close()
@@ -205,7 +207,9 @@ def giving_up(scenario: Scenario) -> Callable[[str, Path], None]:
 
 
 def test_one_silo_that_cannot_go_on_does_not_end_the_run_of_the_others(tiny: Path, tmp_path: Path) -> None:
-    scenario = resolved(tiny, "clock=wall", "aggregation.lost_after=1", "rounds=3", "evaluation.every=0")
+    scenario = resolved(
+        tiny, "clock=wall", "aggregation.lost_after=1", "rounds=3", "participation=1.0", "evaluation.every=0"
+    )
     outcome = threads.run(scenario, tmp_path, silos=scenario.silo_names[:3], others=[giving_up(scenario)])
     assert outcome.phase is Phase.DONE
     text = (tmp_path / "messages" / "coordinator.jsonl").read_text()
@@ -237,13 +241,17 @@ def test_noise_of_nobody_known_is_counted_whole_and_logged_in_part(tmp_path: Pat
         roster = Roster(listener, identity, accepted, "run-0", log, clock, max_body=1 << 20)
         for _ in range(1000):
             roster.take(b"anybody", [memoryview(b"x"), memoryview(b"")])
+        roster.note_unlogged()
         moments[0] = 2.0
+        for _ in range(150):
+            roster.take(b"anybody", [memoryview(b"x"), memoryview(b"")])
+        moments[0] = 4.0
         roster.take(b"anybody", [memoryview(b"x"), memoryview(b"")])
         listener.close()
-    assert roster.refused.total() == 1001
+    assert roster.refused.total() == 1151
     records = [record for _, record in read_log(tmp_path / "coordinator.jsonl") if record]
-    assert sum(record["action"] == "refused" for record in records) == 101
-    assert [record["count"] for record in records if record["action"] == "note"] == [900]
+    assert sum(record["action"] == "refused" for record in records) == 201
+    assert [record["count"] for record in records if record["action"] == "note"] == [900, 50]
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints

@@ -92,7 +92,7 @@ def test_a_task_that_cannot_be_read_is_answered_with_an_error(tmp_path: Path) ->
 def test_the_coordinator_may_be_at_work_for_longer_than_a_silo_may(tmp_path: Path) -> None:
     with both_ends(tmp_path, queue=64) as (_, roster, link):
         time.sleep(2.2 * BEAT_SECONDS)
-        assert records(tmp_path, "note") == []
+        assert "the coordinator went silent" not in records(tmp_path, "note")
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
 

@@ -171,7 +171,7 @@ def load(folder: Path) -> Checkpoint | None:
     except (OSError, KeyError, SafetensorError) as error:
         raise InputError(str(newest), f"a damaged state ({error})", _AGAIN) from None
     handed = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta["handed"].items()}
-    return Checkpoint(meta["rounds"], states, meta["now"], meta["due"], meta["tally"], handed, meta["data"])
+    return Checkpoint(meta["rounds"], states, meta["now"], meta["due"], meta["tally"], handed, meta.get("data", ""))
 
 
 def _read_state(path: Path, values: Mapping[str, Any]) -> State:

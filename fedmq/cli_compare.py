@@ -351,7 +351,7 @@ def _carry_out(options: Options, roots: Roots) -> None:
     with _display(err, quiet=options.quiet) as told:
         comparison = compare.carry_out(plan, place, told, roots.until_stopped)
     if comparison.stopped:
-        err.print(f"stopped; the same command goes on: [bold]{_plain(command)}[/bold]", highlight=False, soft_wrap=True)
+        err.print(f"stopped; the same command goes on: [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
         sys.exit(FAILED)
     table = tables.grid(comparison.rows, plan)
     _write_results(comparison, table, folder, command)
@@ -360,7 +360,7 @@ def _carry_out(options: Options, roots: Roots) -> None:
     else:
         out = Console()
         named = [options.source] if options.source else options.files
-        out.print(tables.terminal(table, f"{options.kind}: {_plain(', '.join(map(str, named)))}"))
+        out.print(tables.terminal(table, f"{options.kind}: {escape(', '.join(map(str, named)))}"))
         out.print(
             f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html",
             highlight=False,
@@ -368,17 +368,12 @@ def _carry_out(options: Options, roots: Roots) -> None:
             markup=False,
         )
     for line in comparison.warnings:
-        err.print(f"[yellow]warning[/yellow] {_plain(line)}", highlight=False, soft_wrap=True)
+        err.print(f"[yellow]warning[/yellow] {escape(line)}", highlight=False, soft_wrap=True)
     for name, line in comparison.errors.items():
-        err.print(f"[red]failed[/red] {_plain(name)}: {_plain(line)}", highlight=False, soft_wrap=True)
+        err.print(f"[red]failed[/red] {escape(name)}: {escape(line)}", highlight=False, soft_wrap=True)
     if comparison.errors:
         err.print("the others are done; the same command tries those that failed again", highlight=False)
         sys.exit(FAILED)
-
-
-def _plain(text: str) -> str:
-    """Brackets are no markup."""
-    return escape(text)
 
 
 def _write_results(comparison: Comparison, table: Grid, folder: Path, command: str) -> None:
@@ -410,13 +405,13 @@ def _display(console: Console, *, quiet: bool) -> Iterator[Callable[[str, Progre
         yield lambda what, how: None
     elif console.is_terminal:
         with Live("", console=console, refresh_per_second=2, transient=True) as shown:
-            yield lambda what, how: shown.update(_plain(_progress_line(what, how)))
+            yield lambda what, how: shown.update(escape(_progress_line(what, how)))
     else:
         clock, told = WallClock(), {"done": -1, "at": 0.0}
 
         def plain(what: str, how: Progress) -> None:
             if how.done != told["done"] or clock.now() - told["at"] >= _PLAIN_SECONDS:
                 told.update(done=how.done, at=clock.now())
-                console.print(_plain(_progress_line(what, how)), highlight=False, soft_wrap=True)
+                console.print(escape(_progress_line(what, how)), highlight=False, soft_wrap=True)
 
         yield plain

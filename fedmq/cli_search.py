@@ -97,7 +97,7 @@ def add_search(app: typer.Typer, bar: Bar) -> None:
         table = Table("rank", measure, Column("item", overflow="fold"), "caption")
         for hit in found.hits:
             score = f"{hit.score:.0f}" if found.gallery.binary else f"{hit.score:.3f}"
-            table.add_row(str(hit.rank), score, _literal(hit.item), _literal(hit.caption))
+            table.add_row(str(hit.rank), score, escape(hit.item), escape(hit.caption))
         Console().print(table)
 
 
@@ -173,12 +173,7 @@ def add_curves(app: typer.Typer, bar: Bar) -> None:
         table = Table("run", *(f"mAP {way}" for way in ways))
         for run in found:
             cells = (f"{run.ways[way].map:.4f}" if way in run.ways else "-" for way in ways)
-            table.add_row(_literal(run.name), *cells)
+            table.add_row(escape(run.name), *cells)
         console = Console()
         console.print(table)
         console.print(f"{folder}: curves.csv, curves.html", highlight=False, markup=False, soft_wrap=True)
-
-
-def _literal(text: str) -> str:
-    """A caption as it is: brackets in it are no markup."""
-    return escape(text)

@@ -15,9 +15,8 @@ from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.crypto import load_accepted, load_identity
 from fedmq.data.share import Share, load_share
-from fedmq.errors import InputError
 from fedmq.labels import fine_columns
-from fedmq.layout import require_layout
+from fedmq.layout import agree, require_layout
 from fedmq.link import Link
 from fedmq.messages import Error, Kind, Memory, Metrics, Model, Payload
 from fedmq.models.networks import Tower
@@ -351,10 +350,8 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
             message = link.receive()
             if message is None or message.header.kind is Kind.STOP:
                 break
-            if message.layout is not None and message.layout.digest != evaluator.model.layout.digest:
-                found = f"{len(message.layout.entries)} tensors, {message.layout.size} parameters"
-                here = f"{len(evaluator.model.layout.entries)} tensors, {evaluator.model.layout.size} parameters"
-                raise InputError("the coordinator's model layout", found, f"{here} as in this scenario")
+            if message.header.kind is Kind.LAYOUT:
+                agree(message.layout, evaluator.model.layout)
             if message.header.kind is not Kind.EVALUATE:
                 continue
             told["at"] = message.header.sent_at

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.errors import LocalWireError, RemoteWireError
+from fedmq.errors import InputError, LocalWireError, RemoteWireError
 from fedmq.fields import LAYER, FieldError, check_name, check_whole, shown
 
 DTYPES: tuple[str, ...] = ("float32", "float16", "float64", "int64", "int32", "uint8", "bool")
@@ -173,6 +173,18 @@ class Layout:
             name, dtype, shape, offset = row
             entries.append(LayoutEntry(name, tuple(shape), dtype, offset))
         return cls(tuple(entries))
+
+
+def agree(told: Layout | None, here: Layout) -> None:
+    """Compare the layout that the coordinator sends with that of the model built here.
+
+    Raises:
+        InputError: they differ, so the two sides have other scenarios or other weights.
+    """
+    if told is None or told.digest != here.digest:
+        found = "none" if told is None else f"{len(told.entries)} tensors, {told.size} parameters"
+        allowed = f"{len(here.entries)} tensors, {here.size} parameters as in this scenario"
+        raise InputError("the coordinator's model layout", found, allowed)
 
 
 def require_layout(

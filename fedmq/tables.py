@@ -152,17 +152,12 @@ def terminal(table: Grid, title: str) -> Table:
             width = max(len(row[place].text) for row in table.body) if place + 1 in below else None
             view.add_column(name, justify="left" if place == 0 else "right", overflow="fold", min_width=width)
     for row in table.body:
-        cells = [f"[bold]{_plain(cell.text)}[/bold]" if cell.best else _plain(cell.text) for cell in row]
+        cells = [f"[bold]{escape(cell.text)}[/bold]" if cell.best else escape(cell.text) for cell in row]
         for place in below:
             if row[place].text != "-":
                 cells[place - 1] += f"\n[dim]{cells[place]}[/dim]"
         view.add_row(*(cell for place, cell in enumerate(cells) if place not in below))
     return view
-
-
-def _plain(text: str) -> str:
-    """Brackets are no markup."""
-    return escape(text)
 
 
 def markdown(table: Grid, command: str) -> str:

@@ -21,7 +21,7 @@ from fedmq.data.share import load_share
 from fedmq.errors import FedmqError, InputError, RemoteWireError
 from fedmq.evaluator import HeldOut
 from fedmq.faults import Drift, LabelNoise
-from fedmq.layout import require_layout
+from fedmq.layout import agree, require_layout
 from fedmq.link import Link
 from fedmq.memory import keep_buffers
 from fedmq.messages import DiscriminatorDelta, Error, Kind, Message, Metrics, Model, Payload
@@ -220,7 +220,7 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
             told["at"] = message.header.sent_at
             match message.header.kind:
                 case Kind.LAYOUT:
-                    _agree(message, silo)
+                    agree(message.layout, silo.context.layout)
                     progress(f"{arguments.name}: joined")
                 case Kind.TASK | Kind.EVALUATE:
                     _reply(link, silo, slots, message, progress)
@@ -232,18 +232,6 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
     finally:
         link.close()
         slots.close()
-
-
-def _agree(message: Message, silo: Silo) -> None:
-    layout = message.layout
-    if layout is None or layout.digest != silo.context.layout.digest:
-        found = "none" if layout is None else f"{len(layout.entries)} tensors, {layout.size} parameters"
-        here = silo.context.layout
-        raise InputError(
-            "the coordinator's model layout",
-            found,
-            f"{len(here.entries)} tensors, {here.size} parameters as in this scenario",
-        )
 
 
 def _reply(link: Link, silo: Silo, slots: Slots, message: Message, progress: Callable[[str], None]) -> None:

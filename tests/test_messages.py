@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedmq.errors import LocalWireError, RemoteWireError
+from fedmq.errors import InputError, LocalWireError, RemoteWireError
 from fedmq.fields import FieldError, all_finite
-from fedmq.layout import Layout, LayoutEntry, require_layout
+from fedmq.layout import Layout, LayoutEntry, agree, require_layout
 from fedmq.messages import (
     CARRIES,
     PAYLOADS,
@@ -293,3 +293,11 @@ def test_a_buffer_must_fit_the_layout_it_names() -> None:
         with pytest.raises(RemoteWireError) as caught:
             require_layout(layouts, digest, buffer, names)
         assert caught.value.reason == "layout"
+
+
+def test_both_sides_have_one_layout_or_say_how_they_differ() -> None:
+    agree(LAYOUT, LAYOUT)
+    other = LAYOUT.part([LAYOUT.entries[0].name])
+    for told, found in ((other, f"1 tensors, {other.size} parameters"), (None, "none")):
+        with pytest.raises(InputError, match=f"model layout: found '{found}', allowed: {len(LAYOUT.entries)} tensors"):
+            agree(told, LAYOUT)

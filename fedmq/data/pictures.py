@@ -133,9 +133,7 @@ def decode(path: Path) -> Pixels:
         with image.open(path) as opened:
             if opened.width * opened.height > MAX_PIXELS:
                 raise InputError(str(path), f"{opened.width} x {opened.height} pixels", f"at most {MAX_PIXELS}")
-            if max(opened.size) > MAX_RATIO * min(opened.size):
-                allowed = f"one side at most {MAX_RATIO} times the other"
-                raise InputError(str(path), f"{opened.width} x {opened.height} pixels", allowed)
+            _check_sides(str(path), *opened.size)
             return _eight_bits(ops.exif_transpose(opened), str(path))
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "an image") from None
@@ -144,6 +142,17 @@ def decode(path: Path) -> Pixels:
     except Exception as error:  # Pillow's readers raise whatever they like on a broken file
         reason = str(error).replace(str(path), "file") or type(error).__name__
         raise InputError(str(path), reason, "a readable image; fedmq data check lists all that are not") from None
+
+
+def _check_sides(place: str, width: int, height: int) -> None:
+    """Refuse a picture without pixels, and a strip.
+
+    Raises:
+        InputError: it is one of these.
+    """
+    if not 0 < max(width, height) <= MAX_RATIO * min(width, height):
+        allowed = f"sides of 1 pixel or more, one at most {MAX_RATIO} times the other"
+        raise InputError(place, f"{width} x {height} pixels", allowed)
 
 
 def _eight_bits(image: Any, place: str) -> Pixels:
@@ -326,9 +335,7 @@ def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC")
     """
     image = package("PIL.Image", "embedded", "image")
     height, width = pixels.shape[:2]
-    if not 0 < max(height, width) <= MAX_RATIO * min(height, width):
-        found = f"a picture of {width} x {height} pixels"
-        raise InputError("the image", found, f"sides of 1 pixel or more, one at most {MAX_RATIO} times the other")
+    _check_sides("a picture", width, height)
     short = max(edge, int(edge / crop))
     size = (max(edge, round(width * short / min(height, width))), max(edge, round(height * short / min(height, width))))
     scaled = image.fromarray(pixels).resize(size, getattr(image.Resampling, resample))

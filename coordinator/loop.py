@@ -10,10 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import assert_never
 
-from coordinator import checkpoint as checkpoints
 from coordinator.accept import accept
 from coordinator.inline import Inline
 from coordinator.measuring import EVALUATOR, Measuring
@@ -38,6 +36,7 @@ from coordinator.rounds import (
     Stop,
     Switched,
 )
+from coordinator.saving import Saving
 from coordinator.setting import Setting
 from coordinator.tally import Tally
 from coordinator.timeline import Due, Entry, Timeline
@@ -59,8 +58,6 @@ _POLL_SECONDS = 0.2
 _MESSAGES_AT_ONCE = 256
 #: Real seconds the finished run waits for an evaluator that went away.
 _EVALUATOR_PATIENCE = 60.0
-#: A full disk may be full for a moment only; after that many refusals the run stops, to be resumed.
-_CHECKPOINT_TRIES = 3
 
 
 @dataclass
@@ -106,9 +103,9 @@ class Loop:
         self._loss: float | None = None
         self._errors: list[str] = []
         self._began = self._reported = self._looked = self._caught_up = self.clock.stopwatch()
-        # Silos forget states of tasks that the checkpoint before the last has settled: a damaged last one leaves it.
-        self._settled, self._settled_before = self.rounds.settled, dict[str, int]()
-        self._before = (self.tally.sent, self.tally.received, self.tally.refused)
+        self.saving = Saving(
+            self.setting, self.clock, self.log, self.tally, self.roster, self.trouble, self.rounds.settled
+        )
         for silo, at in self.due.items():
             if at < math.inf:  # a wall clock knows no due times
                 self._timeline.arrival(at, self._facts[silo].index, silo, self.rounds.flights[silo].sequence)
@@ -156,7 +153,7 @@ class Loop:
     def _ask_for_personal(self) -> None:
         here = [name for name in self.setting.plan.eligible if name not in self.rounds.gone]
         version = self.rounds.version
-        self.measuring.ask_silos(here, version, self.states[version], self._settled, self._facts_at)
+        self.measuring.ask_silos(here, version, self.states[version], self.saving.settled, self._facts_at)
         for name in self.measuring.asked:
             if not self.measuring.ask(name):
                 self._away.setdefault(name, self.clock.stopwatch())
@@ -409,7 +406,7 @@ class Loop:
         info = TaskInfo(
             round=action.round,
             rounds=self.setting.scenario.rounds,
-            settled=self._settled_before.get(silo.name, 0),
+            settled=self.saving.forgettable(silo.name),
             learning_rate=training.rate_at(action.round, self.setting.scenario.rounds),
         )
         header = self.roster.header(silo.name, Kind.TASK, sequence=action.sequence, base_version=action.base_version)
@@ -459,7 +456,7 @@ class Loop:
         self._loss = line["loss"]
         # Before the checkpoint: a resume from the one before drops the line again. After it, the line could be lost.
         append_line(self.setting.folder.metrics, line)
-        self._save(after)
+        self.saving.save(after, self.states, self.due)
         self.tally.spend("merge", self.clock.stopwatch() - began)
         self._handle(Merged(version))
 
@@ -469,31 +466,6 @@ class Loop:
         silo = self._facts_at(item.silo, message.header.base_version)
         merged = self.tally.participations
         return as_reply(self.setting, message, silo, self.states, self.rounds.version, merged)
-
-    def _save(self, after: Rounds) -> None:
-        self._settled, self._settled_before = after.settled, self._settled
-        handed = {silo: self.trouble.handed[silo] for silo in after.flights}
-        plain, now, tallied = after.to_plain(), self.clock.now(), self._tallied()
-        record = checkpoints.Checkpoint(plain, self.states, now, self.due, tallied, handed, self.setting.data)
-        for left in reversed(range(_CHECKPOINT_TRIES)):
-            try:
-                checkpoints.save(self.setting.folder.checkpoints, record, partial(self.trouble.to_disk, after.version))
-                return
-            except RunError as error:
-                self.log.note("checkpoint refused", version=after.version, error=str(error)[:300])
-                if not left:
-                    raise
-                self.clock.pause(_POLL_SECONDS)
-
-    def _tallied(self) -> dict[str, object]:
-        self.count_messages()
-        return self.tally.to_plain()
-
-    def count_messages(self) -> None:
-        """Bring the tally's message counts up to now; a resumed run adds to what it had."""
-        sent, received, refused = self._before
-        self.tally.sent, self.tally.received = sent + self.roster.sent, received + self.roster.received
-        self.tally.refused = refused + self.roster.refused
 
     def _forget_states(self, version: int) -> None:
         """Keep the states that a task in flight or an evaluation still stands on."""

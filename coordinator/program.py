@@ -161,7 +161,7 @@ def run_coordinator(
         listening(listener.uri)
         began = clock.stopwatch()
         phase = loop.run()
-        loop.count_messages()
+        loop.saving.count_messages()
         log.note("ended", phase=phase.value)
         loop.tally.spend("total", clock.stopwatch() - began)
         if phase is not Phase.DONE:

@@ -175,10 +175,19 @@ class Partition(Part):
     alpha: Positive = Field(0.1, le=1e6, description="Dirichlet concentration")
     clusters: Count = Field(50, description="text clusters of dir_clusters")
     classes_per_silo: Count = Field(3, description="classes per silo of shards_classes")
+    shots: Count | None = Field(
+        None, description="shards_classes: training samples of a class in a silo at most (n-way k-shot); null deals all"
+    )
     label: Literal["rarest", "first"] = Field(
         "rarest", description="which label of an item with several says whose it is: the rarest, or the first in order"
     )
     balanced: bool = Field(False, description="dir_class: silos that already hold n/K samples get no more")
+
+    @model_validator(mode="after")
+    def _shots(self) -> Partition:
+        if self.shots is not None and self.kind != "shards_classes":
+            raise ValueError(f"partition.shots is for partition.kind shards_classes, found {self.kind}")
+        return self
 
 
 class MissingModality(Part):

@@ -1,8 +1,8 @@
 """MOON: FedAvg with a model contrast, towards the global model and away from the silo's last one (Li et al. 2021).
 
 For two towers there is one contrast per modality, summed (METHODS.md 7.1). The positive is the net of the version the
-silo starts from, the negative the end of its own last training; a silo's first participation has no negative and skips
-the term, which would be the constant log 2. Both reference nets run in eval mode.
+silo starts from, the negatives are the ends of its own last trainings (one, as in the paper); a silo's first
+participation has no negative and skips the term, which would be the constant log 2. Reference nets run in eval mode.
 """
 
 from __future__ import annotations
@@ -30,17 +30,20 @@ class MoonOptions(fedavg.FedAvgOptions):
     Args:
         mu: weight of the contrast; 0 is FedAvg.
         contrast_tau: its temperature.
+        buffer: so many of a silo's last models are contrasted with; each is a whole model in the silo's memory.
         personal: silos are measured by their own models as their last training left them, not by the global one.
     """
 
     mu: float = 1.0
     contrast_tau: float = 0.5
+    buffer: int = 1
     personal: bool = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check("mu", self.mu, 0.0)
         check("contrast_tau", self.contrast_tau, 0.0, open_low=True)
+        check("buffer", self.buffer, 1, 100)
 
 
 def model_contrast(z: Tensor, shared: Tensor, previous: Sequence[Tensor], tau: float) -> Tensor:
@@ -49,7 +52,7 @@ def model_contrast(z: Tensor, shared: Tensor, previous: Sequence[Tensor], tau: f
     Args:
         z: [B, h] projections of a batch.
         shared: [B, h] the global model's of the same batch.
-        previous: [B, h] each, the previous local models', newest last.
+        previous: [B, h] each, the previous local models'.
         tau: temperature.
     """
     z = unit(z)
@@ -84,23 +87,26 @@ class Moon:
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on the base loss and the contrast; the model they end in is the next ones' negative."""
-        trained = self.fedavg.trained(local, task, extra=self._contrast(local, task))
-        return replace(trained, state={**trained.state, **_own.kept(local)})
+        names = (_own.OWN, *(f"{_own.OWN}_{age}" for age in range(1, self.options.buffer)))
+        previous = [local.state[name] for name in names if name in local.state]
+        trained = self.fedavg.trained(local, task, extra=self._contrast(local, task, previous))
+        older = dict(zip(names[1:], previous, strict=False))
+        return replace(trained, state={**trained.state, **_own.kept(local), **older})
 
-    def _contrast(self, local: Local, task: Task) -> _local.Extra | None:
-        previous = local.state.get(_own.OWN)
-        if previous is None or self.options.mu == 0:
+    def _contrast(self, local: Local, task: Task, previous: Sequence[Tensor]) -> _local.Extra | None:
+        if not previous or self.options.mu == 0:
             return None
         shared = as_tensor(take(task.payloads, Model).buffer)
         epochs = self.fedavg.context.training.local_epochs
-        references = [_own.Reference(local, theta, epochs) for theta in (shared, previous)]
+        references = [_own.Reference(local, theta, epochs) for theta in (shared, *previous)]
 
         def contrast(step: _local.Step, image: Out | None, text: Out | None) -> Tensor:
-            terms = [
-                model_contrast(own.hidden, glob.hidden, [old.hidden], self.options.contrast_tau)
-                for own, glob, old in zip((image, text), *(reference(step) for reference in references), strict=True)
-                if own is not None and glob is not None and old is not None
-            ]
+            terms = []
+            by_modality = zip(*(reference(step) for reference in references), strict=True)
+            for own, others in zip((image, text), by_modality, strict=True):
+                hidden = [other.hidden for other in others if other is not None]
+                if own is not None and hidden:
+                    terms.append(model_contrast(own.hidden, hidden[0], hidden[1:], self.options.contrast_tau))
             return self.options.mu * torch.stack(terms).sum()
 
         return contrast

@@ -138,6 +138,20 @@ def test_moon_keeps_the_model_its_training_ended_with() -> None:
     torch.testing.assert_close(run.personal[0][OWN], ended)
 
 
+def test_moon_contrasts_with_as_many_last_models_as_its_buffer_holds() -> None:
+    one, two = world("moon"), world("moon", {"buffer": 2})
+    ends: list[torch.Tensor] = []
+    for _ in range(3):
+        for run in (one, two):
+            run.round()
+        ends.append(two.personal[0][OWN])
+        if len(ends) == 2:  # there was no more than one last model so far
+            assert torch.equal(one.state.theta, two.state.theta)
+    assert not torch.equal(one.state.theta, two.state.theta)
+    assert set(two.personal[0]) - set(one.personal[0]) == {f"{OWN}_1"}
+    assert torch.equal(two.personal[0][f"{OWN}_1"], ends[1])
+
+
 def test_a_strong_distillation_keeps_embeddings_near_the_global_ones() -> None:
     moved = []
     for weight in (0.0, 1e6):

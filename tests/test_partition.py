@@ -102,6 +102,21 @@ def test_a_silo_of_shards_holds_no_more_classes_than_asked_and_every_class_is_he
     assert held.sum(axis=1).max() <= 3
 
 
+def test_of_n_way_k_shot_a_silo_trains_on_k_samples_of_each_of_its_classes() -> None:
+    group = np.repeat(np.arange(10), 60)
+    plan = partition.plan(Partition(kind="shards_classes", classes_per_silo=5, shots=20), 6, group, 0)
+    counts = partition.group_counts(group, partition.deal(plan, group))
+    assert set(np.unique(counts)) == {0, 20}
+    assert (counts > 0).sum(axis=0).tolist() == [5] * 6
+    # Nothing is left out of what silos are measured by.
+    assert sum(map(len, partition.deal(plan, group, "test"))) == len(group)
+
+
+def test_shots_are_of_shards_alone() -> None:
+    with pytest.raises(ValueError, match=r"shots is for partition\.kind shards_classes, found iid"):
+        Partition(kind="iid", shots=5)
+
+
 @pytest.mark.parametrize("each", [1, 25])
 def test_classes_that_cannot_be_dealt_out_are_refused(each: int) -> None:
     with pytest.raises(InputError, match=r"classes_per_silo.*2 to 24"):

@@ -176,11 +176,12 @@ def dirichlet_moments(alpha: float, n: int) -> F64:
 
 # --------------------------------------------------------------------------- dealing
 def _by_counts(groups: I64, counts: I64, generator: np.random.Generator) -> list[I64]:
-    """Shuffle each group and cut it by the counts [G, K]."""
+    """Shuffle each group and cut it by the counts [G, K]; what they leave over is nobody's."""
     parts: list[list[I64]] = [[] for _ in range(counts.shape[1])]
     for group in range(len(counts)):
         rows = generator.permutation(np.flatnonzero(groups == group))
-        for silo, part in enumerate(np.split(rows, np.cumsum(counts[group])[:-1])):
+        edges = np.cumsum(counts[group])
+        for silo, part in enumerate(np.split(rows[: edges[-1]], edges[:-1])):
             parts[silo].append(part)
     return [np.concatenate(part).astype(np.int64) for part in parts]
 
@@ -306,7 +307,7 @@ def deal(plan_: Plan, groups: I64, split: str = "train", *, sparse: bool = False
 
     Returns:
         For each silo its positions in the split, ascending; disjoint, none empty unless ``sparse``, and together the
-        whole split.
+        whole split, unless ``partition.shots`` leaves training samples over.
 
     Raises:
         InputError: more silos than samples, unless ``sparse``.
@@ -325,7 +326,10 @@ def deal(plan_: Plan, groups: I64, split: str = "train", *, sparse: bool = False
             proportions[len(plan_.proportions) :] = 0
             shares = _in_turn(groups, proportions, generator)
         case "shards_classes":
-            shares = _by_counts(groups, _shard_counts(np.bincount(groups, minlength=count), proportions), generator)
+            counts = _shard_counts(np.bincount(groups, minlength=count), proportions)
+            if split == "train" and partition.shots is not None:
+                counts = np.minimum(counts, partition.shots)
+            shares = _by_counts(groups, counts, generator)
         case "dir_class":
             cut = split_counts_balanced if partition.balanced else split_counts
             shares = _by_counts(groups, cut(np.bincount(groups, minlength=count), proportions), generator)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
+import os
 import signal
 import sys
 import time
@@ -55,6 +57,12 @@ def main() -> None:
     except KeyboardInterrupt:
         err.print("fedmq: interrupted")
         sys.exit(FAILED)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:
+            raise
+        # What is not printed yet is dropped, so that the interpreter does not try again on its way out.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _fail(RunError(f"{error.filename or 'the output'}: could not be written: {error.strerror}"), FAILED)
     except SystemExit as leaving:
         if leaving.code != _INTERRUPTED:
             raise

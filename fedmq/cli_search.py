@@ -153,16 +153,16 @@ def add_curves(app: typer.Typer, bar: Bar) -> None:
         """
         from fedmq import curves  # noqa: PLC0415 - brings torch, which --help does without
         from fedmq.release import open_release  # noqa: PLC0415
-        from fedmq.runfolder import write_text  # noqa: PLC0415
+        from fedmq.runfolder import make_folder, write_text  # noqa: PLC0415
 
         cutoffs = curves.parse_cutoffs(top)
         releases = [open_release(run, device) for run in runs]  # all of them, before any is measured
+        folder = make_folder(out_dir or runs[0] / "curves")
         show, found = bar(), []
         for done, release in enumerate(releases, 1):
             found.append(curves.measured(release, cutoffs, show))
             show("runs measured", done, len(releases))
         found = curves.distinct(found)
-        folder = out_dir or runs[0] / "curves"
         write_text(folder / "curves.csv", curves.table(found))
         write_text(folder / "curves.html", curves.page(found, ", ".join(run.name for run in found)))
         if as_json:

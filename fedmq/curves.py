@@ -6,6 +6,7 @@ models of finished runs are measured as their runs measured them: same split, sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -44,7 +45,7 @@ def parse_cutoffs(text: str) -> tuple[int, ...]:
         InputError: they are no whole numbers from 1.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() and int(part) for part in parts):
+    if not all(re.fullmatch(r"\d{1,18}", part) and int(part) for part in parts):
         raise InputError("--top", text, "whole numbers from 1, e.g. 1,10,100")
     return tuple(sorted({int(part) for part in parts}))
 

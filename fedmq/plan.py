@@ -139,7 +139,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
         InputError: they are no whole numbers from 0, or one is there twice.
     """
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts) or len({int(part) for part in parts}) < len(parts):
+    if not all(re.fullmatch(r"\d{1,18}", part) for part in parts) or len({int(part) for part in parts}) < len(parts):
         raise InputError("--seeds", text, "different whole numbers from 0, e.g. 0,1,2")
     return tuple(int(part) for part in parts)
 

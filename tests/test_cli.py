@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 
@@ -191,3 +192,13 @@ def test_an_availability_trace_is_found_from_any_folder(
     monkeypatch.chdir(tmp_path)
     chosen = cli._scenario_of(tiny, ["participation={kind: availability, trace: trace.csv}"], None)
     assert chosen.participation.trace == tmp_path / "trace.csv"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
+@pytest.mark.parametrize("arguments", [["--help"], ["protocols"]])
+def test_output_that_finds_no_room_is_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "fedmq.cli", *arguments]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert ended.returncode == cli.FAILED
+    assert ended.stderr == "fedmq: the output: could not be written: No space left on device\n"

@@ -81,7 +81,7 @@ def test_values_are_yaml_and_may_be_for_one_method() -> None:
     assert whole.values == ("fedavg", {"name": "rcsr", "filler": "zero"})
 
 
-@pytest.mark.parametrize("text", ["", "a", "0,0", "-1", "1.5", "0,,1"])
+@pytest.mark.parametrize("text", ["", "a", "0,0", "-1", "1.5", "0,,1", "9" * 5000])
 def test_seeds_are_different_whole_numbers(text: str) -> None:
     with pytest.raises(InputError, match="--seeds"):
         planning.parse_seeds(text)

@@ -77,7 +77,7 @@ def test_items_without_labels_have_no_relevant_ones(tmp_path: Path) -> None:
         curves.measured(open_release(tmp_path / "run"), (1,))
 
 
-@pytest.mark.parametrize("text", ["0", "1,x", "", "-3"])
+@pytest.mark.parametrize("text", ["0", "1,x", "", "-3", "9" * 5000])
 def test_cutoffs_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="--top"):
         curves.parse_cutoffs(text)

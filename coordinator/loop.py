@@ -78,6 +78,9 @@ class Loop:
         measuring: what is asked of the evaluator and of silos with models of their own.
         report: called with a :class:`Status` a few times a second.
         stop_wanted: asked between events; true stops the run cleanly.
+
+    Attributes:
+        saving: writes the checkpoints, and knows what the last one has.
     """
 
     setting: Setting

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from coordinator.merging import payloads_of
 from coordinator.rounds import Flight
 from coordinator.setting import Setting
 from fedmq.errors import RemoteWireError
@@ -22,7 +21,7 @@ from fedmq.messages import (
 )
 from fedmq.protocol import Checking, Context, SiloFacts
 from protocols._absent import layers_of, trainable
-from protocols._merge import as_tensor
+from protocols._merge import read_only
 
 #: Largest change of a parameter. No training makes it; a few merges of larger ones would leave no finite model.
 LARGEST = 1e15
@@ -48,7 +47,7 @@ def accept(message: Message, setting: Setting, silo: SiloFacts, flight: Flight |
     uploads, samples = setting.protocol.uploads(silo), setting.samples[silo.index]
     check_reply(message, uploads, setting.context, silo, setting.layers, samples=samples)
     if isinstance(setting.protocol, Checking):
-        setting.protocol.check(payloads_of(setting, message, silo))
+        setting.protocol.check(message.payloads)
 
 
 def check_reply(
@@ -117,7 +116,7 @@ def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: i
         raise RemoteWireError("malformed", f"a {payload.KIND} of {payload.n_samples} samples, the silo has {samples}")
     if payload.buffer.dtype != "float32":
         raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.dtype}, here float32")
-    low, high = torch.aminmax(as_tensor(payload.buffer)) if payload.buffer.size else (0.0, 0.0)
+    low, high = torch.aminmax(read_only(payload.buffer)) if payload.buffer.size else (0.0, 0.0)
     if max(-float(low), float(high)) > LARGEST:
         raise RemoteWireError("not_finite", f"a {payload.KIND} with a change above {LARGEST:.0e}")
 

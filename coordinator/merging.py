@@ -9,20 +9,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-
 from coordinator.setting import Setting
 from fedmq.errors import RunError
-from fedmq.messages import Loss, Message, Payload
+from fedmq.fields import all_finite
+from fedmq.messages import Loss, Message
 from fedmq.protocol import Merged, Reply, SiloFacts, State
 from fedmq.staleness import damping, mixed, rarity
 from protocols._absent import completed
 from protocols._robust import robust_replies
-
-
-def payloads_of(setting: Setting, message: Message, silo: SiloFacts) -> tuple[Payload, ...]:
-    """A checked reply's payloads as the method made them, branches that the silo lacks filled in again."""
-    return tuple(completed(payload, setting.context.layout, setting.layers, silo) for payload in message.payloads)
 
 
 def as_reply(
@@ -47,7 +41,8 @@ def as_reply(
     assert sequence is not None  # noqa: S101 - a reply that answers no task is refused where it arrives
     aggregation, age = setting.scenario.aggregation, version - base
     factor = damping(aggregation.staleness, age)
-    payloads = payloads_of(setting, message, silo)
+    # As the method made them: branches that the silo lacks are filled in again.
+    payloads = tuple(completed(payload, setting.context.layout, setting.layers, silo) for payload in message.payloads)
     return Reply(silo, sequence, base, age, factor, payloads, _rarity(setting, silo.name, merged), states[base])
 
 
@@ -81,7 +76,7 @@ def merged_state(
     # A lone reply's factor has no other reply to weigh against; it, too, can only act on the step.
     rate = aggregation.rate * (replies[0].factor if aggregation.mode == "async" else 1.0)
     theta = mixed(state.theta, merged.state.theta, min(rate, 1.0))
-    if not all(bool(torch.isfinite(each).all()) for each in (theta, *merged.state.tensors.values())):
+    if not all(all_finite(each.numpy()) for each in (theta, *merged.state.tensors.values())):
         raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")
     return Merged(replace(merged.state, theta=theta), merged.log), left_out
 

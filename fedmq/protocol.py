@@ -284,7 +284,7 @@ class Checking(Protocol):
     """What a method adds whose replies hold payloads of shapes that only it knows, as FedHAP's discriminator."""
 
     def check(self, payloads: Sequence[Payload]) -> None:
-        """Check a reply's payloads, whose kinds are right, before it counts as one.
+        """Check a reply's payloads, whose kinds are right, before it counts as one; updates are as they travel.
 
         Raises:
             RemoteWireError: a payload is not of this run's shape; the reply is refused, the run goes on.

@@ -64,7 +64,8 @@ def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, si
     if not isinstance(payload, PartialDelta) or trainable(names, silo) == names:
         return payload
     part = layout.part(names)
-    change = _merge.inserted(torch.zeros(part.size), part, payload.names, _merge.read_only(payload.buffer))
+    change = torch.zeros(part.size)
+    _merge.insert(change, part, payload.names, _merge.read_only(payload.buffer))
     buffer = change.numpy()
     if layers is None:
         return Delta(payload.layout_digest, buffer, payload.n_samples)

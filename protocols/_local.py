@@ -20,6 +20,7 @@ from fedmq.models.networks import Tower
 from fedmq.models.two_tower import MODALITIES, Modality, Out, TwoTower, optimiser
 from fedmq.protocol import Context, Local, Task
 from fedmq.seeds import numpy_generator, torch_generator
+from protocols import _merge
 from protocols._losses import local_prototype, proximal, proximal_gradient
 
 I64 = npt.NDArray[np.int64]
@@ -232,9 +233,14 @@ def branches_of(local: Local) -> dict[str, slice]:
 
 
 def load_model(local: Local, buffer: npt.NDArray[Any]) -> Tensor:
-    """Put the downloaded parameters into the model; returns them as float32 [P] on the model's device."""
+    """Put the downloaded parameters into the model.
+
+    Returns:
+        The parameters, float32 [P] on the model's device: nobody's to write to, and to subtract only, for where they
+        start in memory is up to the message they came in.
+    """
     local.model.load(buffer)
-    return local.model.flat.detach().clone()
+    return _merge.read_only(buffer).to(local.model.flat.device, torch.float32)
 
 
 def train_epochs(
@@ -270,6 +276,7 @@ def train_epochs(
         name: optimiser(model, training, task.learning_rate, [part]) for name, part in branches_of(local).items()
     }
     total, seen, moved = torch.zeros((), dtype=torch.float64, device=base.device), 0, False
+    change = torch.empty_like(base)  # one buffer for all differences: a new one for each costs more than they do
     before, seen_before = total, seen
     path = ("dropout", local.silo.name, task.base_version, task.sequence)
     with _dropout(model, torch_generator(context.seed, *path)):
@@ -285,7 +292,7 @@ def train_epochs(
                     value.backward()  # type: ignore[no-untyped-call]
                 value = value.detach()
                 if lambda_s and moved:  # at the first step theta is the base: neither value nor gradient
-                    drift = model.flat.detach() - base
+                    drift = torch.sub(model.flat.detach(), base, out=change)
                     value = value + proximal(drift, lambda_s)
                     model.add_gradient(proximal_gradient(drift, lambda_s))
                 for name in step.trains:
@@ -294,7 +301,8 @@ def train_epochs(
                 moved = True
                 total += value.double() * len(step.rows)
                 seen += len(step.rows)
-    delta = (model.flat.detach() - base).cpu()
+    model.zero_grad()  # gradients may lie in the buffer
+    delta = torch.sub(model.flat.detach(), base, out=change).cpu()
     mean, last = float(total) / max(1, seen), float(total - before) / max(1, seen - seen_before)
     # Least and greatest are finite if and only if all are (NaN is passed on): one pass, no mask.
     least, greatest = torch.aminmax(delta)

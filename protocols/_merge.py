@@ -142,13 +142,19 @@ def extract(theta: Tensor, layout: Layout, names: Sequence[str]) -> Tensor:
     return torch.cat([theta[part] for part in places(layout, names)])
 
 
-def inserted(theta: Tensor, layout: Layout, names: Sequence[str], values: Tensor) -> Tensor:
-    """A copy of a flat buffer [P] with some layers replaced by ``values``, the counterpart of :func:`extract`."""
-    result, offset = theta.clone(), 0
+def insert(theta: Tensor, layout: Layout, names: Sequence[str], values: Tensor) -> None:
+    """Replace some layers of a flat buffer [P] by ``values``, the counterpart of :func:`extract`."""
+    offset = 0
     for part in places(layout, names):
         size = part.stop - part.start
-        result[part] = values[offset : offset + size]
+        theta[part] = values[offset : offset + size]
         offset += size
+
+
+def inserted(theta: Tensor, layout: Layout, names: Sequence[str], values: Tensor) -> Tensor:
+    """A copy of a flat buffer [P] with some layers replaced by ``values``."""
+    result = theta.clone()
+    insert(result, layout, names, values)
     return result
 
 
@@ -228,9 +234,13 @@ def trained(delta: Tensor, part: slice, has_modality: bool) -> bool:
 def weighted_sum(parts: Sequence[Tensor], weights: Tensor) -> Tensor:
     """sum_k w_k parts_k, [P] each, accumulated in float64 in the order given."""
     total = torch.zeros_like(parts[0], dtype=torch.float64)
-    pairs = [(part, weight) for part, weight in zip(parts, weights.tolist(), strict=True) if weight != 0.0]
-    accumulate(total, pairs)
+    add_weighted(total, parts, weights)
     return total
+
+
+def add_weighted(total: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
+    """Add sum_k w_k parts_k to a float64 total [P] in place; what weighs nothing is not looked at."""
+    accumulate(total, [pair for pair in zip(parts, weights.tolist(), strict=True) if pair[1] != 0.0])
 
 
 def accumulate(total: Tensor, pairs: Sequence[tuple[Tensor, float]]) -> None:
@@ -244,19 +254,16 @@ def accumulate(total: Tensor, pairs: Sequence[tuple[Tensor, float]]) -> None:
             total[block].add_(part[block], alpha=weight)
 
 
-def branch_average(parts: Sequence[Tensor], weights: Tensor, took_part: Tensor) -> Tensor:
-    """One branch averaged over those that trained it alone, weights renormalised among them; zero if nobody did.
+def branch_weights(weights: Tensor, took_part: Tensor) -> Tensor:
+    """Weights of a branch that is averaged over those that trained it alone; all zero if nobody did.
 
     Args:
-        parts: the branch's part of each update, [P_b] each.
         weights: [M].
         took_part: [M] bool or 0/1.
     """
     kept = weights * took_part
     total = kept.sum()
-    if float(total) == 0.0:
-        return torch.zeros_like(parts[0], dtype=torch.float64)
-    return weighted_sum(parts, kept / total)
+    return kept if float(total) == 0.0 else kept / total
 
 
 def merge_updates(
@@ -284,7 +291,7 @@ def merge_updates(
         parts = [update.delta[part] for update in updates]
         if branch_renorm:
             active = [trained(update.delta, part, owner) for update, owner in zip(updates, owners, strict=True)]
-            step[part] = branch_average(parts, weights, torch.tensor(active))
+            add_weighted(step[part], parts, branch_weights(weights, torch.tensor(active)))
         else:
-            step[part] = weighted_sum(parts, weights * torch.tensor(owners))
-    return (theta.double() + step).to(theta.dtype)
+            add_weighted(step[part], parts, weights * torch.tensor(owners))
+    return step.add_(theta).to(theta.dtype)

@@ -232,7 +232,7 @@ class Rcsr:
         loss = self._loss(local, received, _centroids.received(task.payloads))
         work = None if loss is None else _local.EveryBatch(local, self.context.training.batch_size, loss)
         outcome = _local.train_epochs(local, self.context, task, base, work, lambda_s=self.options.lambda_s)
-        kept: Mapping[str, Tensor] = {"previous_update": outcome.delta.clone(), **self._personal(local, task, received)}
+        kept: Mapping[str, Tensor] = {"previous_update": outcome.delta, **self._personal(local, task, received)}
         samples = len(local.share)
         geometry = _router.geometry(
             outcome.delta,

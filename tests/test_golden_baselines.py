@@ -145,8 +145,9 @@ CHECKS: dict[str, Check] = {
     "fedavg": lambda x: _merge.weighted_sum(list(t(x["W"])), sample_weights(x)),
     "damped_a0.5_s0_3_8": lambda x: damped(x, 0.5),
     "damped_a0": lambda x: damped(x, 0.0),
-    "branch_average_101": lambda x: _merge.branch_average(
-        list(t(x["W"])), sample_weights(x), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)
+    "branch_average_101": lambda x: _merge.weighted_sum(
+        list(t(x["W"])),
+        _merge.branch_weights(sample_weights(x), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)),
     ),
 }
 

@@ -315,7 +315,8 @@ class TwoTower(nn.Module):
         """Add a gradient found outside autograd.
 
         Args:
-            gradient: float32 [P]; not to be changed before the next :meth:`zero_grad`, for a parameter without one takes it over.
+            gradient: float32 [P]; not to be changed before the next :meth:`zero_grad`: a parameter without a gradient
+                takes its part over.
         """
         for parameter, part in self._parts:
             more = gradient[part].view(parameter.shape)

@@ -17,7 +17,7 @@ from typing import Any
 from fedmq.audit import read_log
 from fedmq.errors import InputError
 from fedmq.link import COORDINATOR
-from fedmq.messages import Kind
+from fedmq.messages import Kind, Metrics
 from fedmq.outcomes import read_metrics, read_summary
 from fedmq.runfolder import RunFolder
 
@@ -25,8 +25,11 @@ _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to", "payloads", "digests")
 _KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
 
-#: A message by its kind, the silo at one end, and the task's number.
+#: A message by its kind, the silo at one end, and the task's number; figures by :data:`_MEASUREMENT` and the version.
 Key = tuple[str, str, int]
+
+#: A silo's figures answer by the number of its last merged task, whose own reply has that number, too.
+_MEASUREMENT = "measurement of version"
 
 
 @dataclass(frozen=True)
@@ -109,7 +112,10 @@ def _sent(path: Path) -> Iterator[tuple[Key, str]]:
             continue
         silo = record["receiver"] if record["kind"] == Kind.TASK else record["sender"]
         content = json.dumps({name: record.get(name) for name in _CONTENT}, sort_keys=True)
-        yield (record["kind"], silo, record["sequence"]), content
+        if any(kind == Metrics.KIND for kind, _ in record.get("payloads") or ()):
+            yield (_MEASUREMENT, silo, record["base_version"]), content
+        else:
+            yield (record["kind"], silo, record["sequence"]), content
 
 
 def first_difference(was: Record, now: Record) -> Difference | None:

@@ -69,6 +69,17 @@ def test_calls_and_messages_have_the_same_events(tiny: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_a_silo_that_also_measures_its_own_model_is_the_same(tiny: Path, tmp_path: Path) -> None:
+    # Its figures answer by the number of its last merged task, as the reply to that task did.
+    own = resolved(tiny, "protocol={name: rcsr, personal: fixed, personal_onset: 0}", "evaluation.every=1")
+    first, second = (finished(own, tmp_path / name, calls=False) for name in ("first", "second"))
+    record = read_record(first)
+    assert {version for kind, silo, version in record.messages if kind == "measurement of version"} >= {1, 2}
+    assert all(len(contents) == 1 for contents in record.messages.values())
+    assert difference(first, second) is None
+
+
+@pytest.mark.slow
 def test_the_first_difference_is_named(tiny: Path, tmp_path: Path) -> None:
     first = finished(resolved(tiny), tmp_path / "first")
     late = resolved(tiny, "faults=[{kind: late, seconds: 5, silos: [silo-00], rounds: [2]}]")

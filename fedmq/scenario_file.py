@@ -192,6 +192,18 @@ def input_error(
         if model is not None:
             below = first["loc"][:-1]
             message += f": {', '.join(nearest(found, _keys_at(model, below)))}"
+    elif first["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        # Pydantic names the discriminator in quotes, and the tags likewise.
+        context = first["ctx"]
+        where = _place_of(path, [*location, context["discriminator"].strip("'")], settings)
+        found = context.get("tag", "nothing")
+        message = f"one of {context['expected_tags']}" if "tag" in context else "a value is required here"
+    elif first["type"] in ("model_type", "model_attributes_type"):
+        found, message = first["input"], "a mapping"
+        if model is not None:
+            message += f" with keys of {', '.join(_keys_at(model, first['loc']))}"
+    elif first["type"] in ("tuple_type", "list_type"):
+        found, message = first["input"], "a list"
     elif not location or isinstance(first["input"], dict | BaseModel):
         found = "an inconsistent scenario"
     else:

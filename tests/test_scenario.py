@@ -109,6 +109,11 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("participation=true", "--set participation: found True, allowed: a number"),
         ("rounds=2026-13-01", "--set rounds: found '2026-13-01'"),
         (f"rounds={'[' * 20000}", "--set rounds"),
+        ("faults=[{kind: damage}]", r"--set faults: faults\.0\.kind: found 'damage', allowed: one of 'late', 'drop', "),
+        ("faults=[{share: 0.1}]", r"faults\.0\.kind: found 'nothing', allowed: a value is required here$"),
+        ("faults=[drop]", r"faults\.0: found 'drop', allowed: a mapping with keys of .*kind, "),
+        ("faults={kind: drop}", r"--set faults: found {'kind': 'drop'}, allowed: a list$"),
+        ("silos=4", "--set silos: found 4, allowed: a mapping with keys of count, slots$"),
     ],
 )
 def test_a_bad_setting_is_named_as_such_with_the_nearest_keys(tiny: Path, setting: str, told: str) -> None:

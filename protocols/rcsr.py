@@ -392,6 +392,8 @@ class Rcsr:
         )
         router = {"router": adam.values, "router_first": adam.first, "router_second": adam.second}
         log |= {"weight_entropy": float(_router.entropy(weights)), "weight_largest": float(weights.max())}
+        # What fairness is said to do for silos that lack a modality shows here.
+        log["weight_single"] = float(weights[[not reply.silo.paired for reply in replies]].sum())
         many: Mapping[str, Tensor] = {}
         if self.multi:
             many = _centroids.updated(tensors, replies, round_, self.context.max_age)

@@ -145,6 +145,15 @@ def test_fairness_multiplies_the_weights_in_warm_up_too() -> None:
     assert weights[1] > 0.6
 
 
+@pytest.mark.parametrize(("rule", "share"), [("code", 1 / (1 + math.exp(2 / 1.5))), ("entropic", 0.5)])
+def test_the_log_tells_the_weight_of_silos_that_lack_a_modality(rule: str, share: float) -> None:
+    options = {"router": False, "fair_update": rule, "fair_eta": 1.0, "fair_tau": 0.5}
+    run = world("rcsr", options, kinds=((True, True), (False, True)), sizes=(8, 8))
+    replies = [with_payload(reply, Loss(value=value)) for reply, value in zip(run.replies(), (3.0, 1.0), strict=True)]
+    log = run.protocol.merge(run.state, replies, run.version).log
+    assert log["weight_single"] == pytest.approx(share), "losses of different kinds are compared by one rule alone"
+
+
 def test_a_silo_with_an_average_loss_keeps_its_fairness_weight_however_often_it_reports() -> None:
     start = torch.full((3,), 1 / 3, dtype=torch.float64).log()
     log_q = start

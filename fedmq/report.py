@@ -10,6 +10,9 @@ from fedmq.errors import InputError
 from fedmq.outcomes import read_metrics, read_summary
 from fedmq.runfolder import RunFolder, write_text
 
+#: Numbers of a merge's line in the metrics that are not the method's own.
+_OF_EVERY_MERGE = ("version", "now", "loss")
+
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem;color:#1c2733}
 h1{font-size:1.5rem}h2{font-size:1.15rem;margin-top:2rem}table{border-collapse:collapse;margin:.5rem 0}
@@ -50,7 +53,28 @@ def _curves(evaluations: list[dict[str, Any]], merges: list[dict[str, Any]]) -> 
     if losses:
         trace = go.Scatter(x=[version for version, _ in losses], y=[loss for _, loss in losses], mode="lines")
         parts.append(_figure([trace], "Mean training loss of the silos merged", "merges", "loss", first=False))
+    for title, found in _told(merges).items():
+        # A silo has a value where it reported: lines alone would not show a single one.
+        traces = [
+            go.Scatter(x=list(values), y=list(values.values()), name=name, mode="lines+markers", marker_size=3)
+            for name, values in found.items()
+        ]
+        parts.append(_figure(traces, title, "merges", title, first=False))
     return "".join(parts)
+
+
+def _told(merges: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
+    """What the method told of its merges: of each figure's curves the value by version.
+
+    A method that tells something of every silo, as ``weight_silo-03``, has the silos' curves in one figure.
+    """
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for line in merges:
+        for key, value in line.items():
+            if key not in _OF_EVERY_MERGE and isinstance(value, int | float):
+                title = key.partition("-")[0].replace("_", " ")
+                found.setdefault(title, {}).setdefault(key, {})[line["version"]] = value
+    return found
 
 
 def _silos(summary: dict[str, Any]) -> str:

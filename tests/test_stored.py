@@ -65,6 +65,22 @@ def finished(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def test_the_report_draws_what_the_method_told_of_its_merges(finished: Path, tmp_path: Path) -> None:
+    folder = RunFolder(shutil.copytree(finished, tmp_path / "run"))
+    told = {"router_loss": 0.25, "weight_silo-01": 0.5, "weight_silo-03": 0.5}
+    lines = [json.loads(line) for line in folder.metrics.read_text().splitlines()]
+    assert any(line["kind"] == "merge" for line in lines)
+    grown = [{**line, **told} if line["kind"] == "merge" else line for line in lines]
+    folder.metrics.write_text("".join(json.dumps(line) + "\n" for line in grown))
+    report.write(folder)
+    page = (folder.root / "report.html").read_text()
+    assert '"title":{"text":"router loss"}' in page
+    assert page.count('"title":{"text":"weight silo"}') == page.count('"title":{"text":"router loss"}'), "one figure"
+    assert '"name":"weight_silo-01"' in page
+    assert '"name":"weight_silo-03"' in page
+    assert '"text":"now"' not in page, "the clock is not what a method told"
+
+
 def damaged(finished: Path, tmp_path: Path, name: str, content: bytes) -> Path:
     """A copy of the run with another content of one file, whose place is a pattern."""
     root = tmp_path / str(next(_numbers))

@@ -64,7 +64,7 @@ def _curves(evaluations: list[dict[str, Any]], merges: list[dict[str, Any]]) -> 
 
 
 def _told(merges: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
-    """What the method told of its merges: of each figure's curves the value by version.
+    """What the method told of its merges, such as ``router_loss``: figure -> curve -> value by version.
 
     A method that tells something of every silo, as ``weight_silo-03``, has the silos' curves in one figure.
     """

@@ -9,16 +9,19 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch.nn.functional import normalize
 
 from fedmq import metrics, ranking, seeds
 from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.crypto import load_accepted, load_identity
 from fedmq.data.share import Share, load_share
+from fedmq.errors import RemoteWireError
 from fedmq.labels import fine_columns
 from fedmq.layout import agree, require_layout
 from fedmq.link import Link
-from fedmq.messages import Error, Kind, Memory, Metrics, Model, Payload
+from fedmq.messages import ClassPrototypes, Error, Kind, Memory, Metrics, Model, Payload
+from fedmq.models.bank import Bank
 from fedmq.models.networks import Tower
 from fedmq.models.two_tower import TwoTower
 from fedmq.protocol import Encoders, encoders_of, take
@@ -311,10 +314,10 @@ class Evaluator:
 
 
 def load_inference(model: TwoTower, payloads: Sequence[Payload]) -> None:
-    """Load a released model: its parameters and, where it has one, the memory that enhances its codes.
+    """Load a released model: its parameters and, where it has one, the memory that enhances its codes or a query bank.
 
     Raises:
-        RemoteWireError: no model, more than one, or one of another layout.
+        RemoteWireError: no model, more than one, one of another layout, or a bank that does not fit it.
     """
     received = take(payloads, Model)
     require_layout({model.layout.digest: model.layout}, received.layout_digest, np.asarray(received.buffer))
@@ -324,6 +327,26 @@ def load_inference(model: TwoTower, payloads: Sequence[Payload]) -> None:
         for tower in (model.visual, model.text):
             if isinstance(tower, Tower):
                 tower.memory = centroids
+    banks = [payload for payload in payloads if isinstance(payload, ClassPrototypes)]
+    model.bank = bank_of(banks[0], model) if banks else None
+
+
+def bank_of(payload: ClassPrototypes, model: TwoTower) -> Bank:
+    """The query bank in a payload: rows of images, then as many of texts, those without a sample left out.
+
+    Raises:
+        RemoteWireError: rows of another length than the model's embeddings, no row of a modality, or a hash network.
+    """
+    rows = normalize(torch.tensor(payload.prototypes, device=model.flat.device), dim=1)
+    counts = torch.tensor(payload.counts, device=model.flat.device)
+    half, odd = divmod(len(counts), 2)
+    there = counts > 0
+    if model.binary or odd or rows.shape[1] != model.dim or not (there[:half].any() and there[half:].any()):
+        what = f"a query bank of shape {list(rows.shape)}"
+        raise RemoteWireError("layout", f"{what}; here image rows, then as many text rows, [2 J, {model.dim}]")
+    image, text = (slice(0, half), slice(half, None))
+    parts = (x[part][there[part]] for part in (image, text) for x in (rows, counts.float()))
+    return Bank(*parts)
 
 
 def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None] = lambda _: None) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,22 @@ from torch import Tensor
 from fedmq.data.encoders import Encoder, image_encoder, text_encoder
 from fedmq.data.prepared import Prepared, cache_folder
 from fedmq.data.sets import SETS
-from fedmq.errors import InputError
+from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluator import load_inference
 from fedmq.fields import FieldError
-from fedmq.messages import Memory, Model, Payload
+from fedmq.messages import ClassPrototypes, Memory, Model, Payload
 from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
 from fedmq.runfolder import RunFolder, load_aligned, open_run
 from fedmq.scenario import Data, Scenario
 from fedmq.scenario_file import load
 from fedmq.stored import Stored, read_json
 from fedmq.world import World, device_of
+
+#: What may lie beside a model, by the kind of its payload: what it is, and how it is made of the file's arrays.
+_BESIDE: Mapping[str, tuple[str, Callable[..., Payload]]] = {
+    Memory.KIND: ("a memory", Memory),
+    ClassPrototypes.KIND: ("a query bank", partial(ClassPrototypes, modality="both")),
+}
 
 
 class _Config(Stored):
@@ -76,13 +83,17 @@ class Release:
                 raise InputError(f"{self.run.model / 'model.safetensors'}: {entry.name}", found, str(list(entry.shape)))
         theta = torch.cat([tensors[entry.name].reshape(-1) for entry in model.layout.entries])
         more: list[Payload] = []
-        if Memory.KIND in self.config.get("with", ()):
-            arrays = {name: tensor.numpy() for name, tensor in self._tensors(Memory.KIND).items()}
-            try:
-                more.append(Memory(**arrays))
-            except (TypeError, FieldError) as error:
-                raise InputError(str(self.run.model / f"{Memory.KIND}.safetensors"), str(error), "a memory") from None
-        load_inference(model, (Model(model.layout.digest, theta.numpy()), *more))
+        for kind, (what, make) in _BESIDE.items():
+            if kind in self.config.get("with", ()):
+                arrays = {name: tensor.numpy() for name, tensor in self._tensors(kind).items()}
+                try:
+                    more.append(make(**arrays))
+                except (TypeError, FieldError) as error:
+                    raise InputError(str(self.run.model / f"{kind}.safetensors"), str(error), what) from None
+        try:
+            load_inference(model, (Model(model.layout.digest, theta.numpy()), *more))
+        except RemoteWireError as error:
+            raise InputError(str(self.run.model), str(error), "the release of this very scenario") from None
         return model
 
     def encoder(self, modality: Modality) -> Encoder:

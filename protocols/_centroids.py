@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from fedmq.messages import ClassPrototypes, Payload
 from fedmq.models.two_tower import MODALITIES
@@ -182,3 +183,27 @@ def updated(
 def known(tensors: Mapping[str, Tensor]) -> float:
     """How many centroids the coordinator knows."""
     return float((tensors[COUNTS] > 0).sum())
+
+
+def bank(tensors: Mapping[str, Tensor], silos: Sequence[SiloFacts]) -> tuple[ClassPrototypes, ...]:
+    """Some silos' centroids as a query bank: image rows, then as many text rows, the fewer filled up with empty ones.
+
+    Args:
+        tensors: of :func:`initial`, or what it became.
+        silos: whose.
+
+    Returns:
+        One payload; none while a modality has no centroid.
+    """
+    whose = torch.tensor([silo.index for silo in silos], dtype=torch.int64)
+    counts, rows = tensors[COUNTS][whose], tensors[CENTROIDS][whose]
+    found = []
+    for modality in range(len(MODALITIES)):
+        there = counts[:, modality] > 0
+        found.append((rows[:, modality][there], counts[:, modality][there]))
+    length = max(len(sizes) for _, sizes in found)
+    if not all(len(sizes) for _, sizes in found):
+        return ()
+    prototypes = torch.cat([functional.pad(each, (0, 0, 0, length - len(each))) for each, _ in found])
+    sizes = torch.cat([functional.pad(each, (0, length - len(each))) for _, each in found])
+    return (ClassPrototypes(prototypes.numpy(), sizes.numpy(), "both"),)

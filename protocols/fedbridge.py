@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -44,6 +44,8 @@ class FedBridgeOptions:
         lambda_pair: weight of the contrast between two captions of one item, in silos that have only captions.
         lambda_keep: weight of staying near the downloaded model's embeddings.
         single_weight: factor of a single-modality silo's weight in a merge.
+        bank: whose centroids go with the released model as a query bank against hubs (``fedmq.models.bank``):
+            nobody's, all silos', or those of paired silos alone. Silos' own models (``personal``) go without.
         branch_renorm: each branch is averaged over the silos that trained it.
         personal: FedBridge-p: paired silos also fine-tune RCSR-p's adapter on their pairs, which never leaves them. A
             silo that lacks a modality has no pair to fit one to and keeps the global model.
@@ -63,6 +65,7 @@ class FedBridgeOptions:
     lambda_pair: float = 1.0
     lambda_keep: float = 1.0
     single_weight: float = 0.5
+    bank: Literal["none", "all", "paired"] = "none"
     branch_renorm: bool = True
     personal: bool = False
     lambda_p: float = 0.2
@@ -176,6 +179,14 @@ class FedBridge:
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The model; for a silo that lacks a modality also everybody's centroids of it."""
         return (*self.fedavg.task(state, silo), *_centroids.download(state.tensors, silo))
+
+    def release(self, state: State) -> tuple[Payload, ...]:
+        """The query bank, if there is to be one and both modalities have a centroid."""
+        if self.options.bank == "none":
+            return ()
+        return _centroids.bank(
+            state.tensors, [silo for silo in self.context.silos if self.options.bank == "all" or silo.paired]
+        )
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on InfoNCE, on the assignment loss, or nothing during the warm-up; after it, the centroids."""

@@ -25,6 +25,7 @@ from torch.optim.sgd import sgd
 from fedmq.errors import InputError
 from fedmq.layout import Layout
 from fedmq.models.adapters import Adapter, MultiModalAdapter, SharedAdapters, site
+from fedmq.models.bank import Bank
 from fedmq.scenario import Backbone, Training
 from fedmq.seeds import torch_generator
 
@@ -180,6 +181,7 @@ class TwoTower(nn.Module):
         binary: as above.
         initial: draws the initial parameters float32 [P] again, the same in every process.
         flat: float32 [P], contiguous; the parameters are views of it.
+        bank: what a released model corrects its embeddings by; None where it has none, as in all training.
     """
 
     initial: Callable[[], Tensor]
@@ -197,6 +199,7 @@ class TwoTower(nn.Module):
         super().__init__()
         self.visual, self.text, self.shared = visual, text, shared
         self.dim, self.binary = dim, binary
+        self.bank: Bank | None = None
         trainable = sorted(self.named_parameters())
         self.layout = Layout.of((name, parameter.shape, "float32") for name, parameter in trainable)
         self.flat = torch.zeros(self.layout.size, device=device)
@@ -277,12 +280,14 @@ class TwoTower(nn.Module):
             x: float32 features [B, d_i], or uint8 pixels [B, 3, S, S] with adapters in the blocks.
 
         Returns:
-            float32 [B, d]: unit length, or codes whose signs rank where :attr:`binary`.
+            float32 [B, d]: unit length, or codes whose signs rank where :attr:`binary`; four numbers longer with a
+            :attr:`bank`.
 
         Raises:
             RuntimeError: built without the frozen image tower that this needs.
         """
-        return self.outputs("image", x).code
+        code = self.outputs("image", x).code
+        return code if self.bank is None else self.bank.images(code)
 
     def caption(self, x: Tensor) -> Tensor:
         """Embed captions.
@@ -296,7 +301,8 @@ class TwoTower(nn.Module):
         Raises:
             RuntimeError: built without the frozen text tower that this needs.
         """
-        return self.outputs("text", x).code
+        code = self.outputs("text", x).code
+        return code if self.bank is None else self.bank.texts(code)
 
     def within(self, branches: Sequence[slice]) -> list[nn.Parameter]:
         """The parameters that lie in some ranges of :attr:`flat`, in its order."""

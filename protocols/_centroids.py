@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.messages import ClassPrototypes, Payload
+from fedmq.errors import RemoteWireError
+from fedmq.messages import ClassPrototypes, Delta, PartialDelta, Payload
 from fedmq.models.two_tower import MODALITIES
 from fedmq.protocol import Context, Local, Reply, SiloFacts, Task, take
 from fedmq.seeds import numpy_generator
@@ -125,9 +126,15 @@ def check(payloads: Sequence[Payload], count: int, dim: int) -> None:
     """Check the centroids of a reply.
 
     Raises:
-        RemoteWireError: another number of rows or columns, or rows too long.
+        RemoteWireError: another number of rows or columns, rows too long, or more samples behind them than behind the
+            update, which was checked against what the silo has: a query bank weighs by them.
     """
-    _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * count, dim)
+    given = take(payloads, ClassPrototypes)
+    _class_prototypes.check_rows(given, 2 * count, dim)
+    samples = next(each.n_samples for each in payloads if isinstance(each, Delta | PartialDelta))
+    for modality, counts in zip(MODALITIES, np.split(given.counts, 2), strict=True):
+        if (most := sum(counts.tolist())) > samples:
+            raise RemoteWireError("malformed", f"{modality} centroids of {most} samples, the update of {samples}")
 
 
 def initial(context: Context, count: int) -> dict[str, Tensor]:

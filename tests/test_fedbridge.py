@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from fedmq.errors import RemoteWireError
 from fedmq.messages import ClassPrototypes, Delta
 from fedmq.protocol import Reply, take
 from protocols import _centroids, fedbridge
@@ -121,6 +122,20 @@ def test_what_a_silo_reports_of_a_modality_it_lacks_is_not_believed() -> None:
     merged = run.protocol.merge(run.state, [dataclasses.replace(image_only, payloads=payloads)], 0).state
     assert merged.tensors["centroid_counts"][image_only.silo.index, 0].all()
     assert not merged.tensors["centroid_counts"][image_only.silo.index, 1].any()
+
+
+def test_centroids_of_more_samples_than_the_silo_has_are_refused() -> None:
+    run = world("fedbridge", NOW)
+    for reply in run.replies():
+        given = take(reply.payloads, ClassPrototypes)
+        run.protocol.check(reply.payloads)  # type: ignore[attr-defined]
+        for half in (slice(0, 3), slice(3, 6)):
+            counts = given.counts.copy()
+            counts[half] = (1 << 63) - 1 if reply.silo.paired else 4
+            lie = dataclasses.replace(given, counts=counts)
+            payloads = tuple(lie if isinstance(each, ClassPrototypes) else each for each in reply.payloads)
+            with pytest.raises(RemoteWireError, match="samples"):
+                run.protocol.check(payloads)  # type: ignore[attr-defined]
 
 
 def test_the_assignment_loss_is_least_where_the_teacher_is_and_follows_its_sharper_choice() -> None:

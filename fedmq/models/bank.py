@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-#: tau, that of the contrast the towers were trained with.
+#: tau, what contrasts have by default; .05 to .1 make little difference.
 TEMPERATURE = 0.07
 #: beta: all of it overcorrects, the bank being coarser than the queries it stands for.
 STRENGTH = 0.5

@@ -313,7 +313,7 @@ def _fill(folder: Path, release: Release, prepared: Prepared, source: Source, pr
         "model_digest": release.digest,
         "made_of": source.described,
         "binary": model.binary,
-        "bits" if model.binary else "dim": model.dim if model.binary else arrays["image"].shape[1],
+        **({"bits": model.dim} if model.binary else {"dim": arrays["image"].shape[1]}),
         "items": len(items.keys),
         "captions": len(source.owner),
         "prepared": dict(prepared.meta),

@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn import functional
 
 from fedmq.errors import RemoteWireError
 from fedmq.messages import ClassPrototypes, Delta, PartialDelta, Payload
@@ -193,7 +192,7 @@ def known(tensors: Mapping[str, Tensor]) -> float:
 
 
 def bank(tensors: Mapping[str, Tensor], silos: Sequence[SiloFacts]) -> tuple[ClassPrototypes, ...]:
-    """Some silos' centroids as a query bank: image rows, then as many text rows, the fewer filled up with empty ones.
+    """Some silos' centroids as a query bank: all their image rows, then all their text rows, absent ones of count 0.
 
     Args:
         tensors: of :func:`initial`, or what it became.
@@ -203,14 +202,8 @@ def bank(tensors: Mapping[str, Tensor], silos: Sequence[SiloFacts]) -> tuple[Cla
         One payload; none while a modality has no centroid.
     """
     whose = torch.tensor([silo.index for silo in silos], dtype=torch.int64)
-    counts, rows = tensors[COUNTS][whose], tensors[CENTROIDS][whose]
-    found = []
-    for modality in range(len(MODALITIES)):
-        there = counts[:, modality] > 0
-        found.append((rows[:, modality][there], counts[:, modality][there]))
-    length = max(len(sizes) for _, sizes in found)
-    if not all(len(sizes) for _, sizes in found):
+    # [silos, 2, count, ...] to [2, silos * count, ...]
+    rows, counts = (tensors[name][whose].transpose(0, 1).flatten(1, 2) for name in (CENTROIDS, COUNTS))
+    if not bool((counts > 0).any(1).all()):
         return ()
-    prototypes = torch.cat([functional.pad(each, (0, 0, 0, length - len(each))) for each, _ in found])
-    sizes = torch.cat([functional.pad(each, (0, length - len(each))) for _, each in found])
-    return (ClassPrototypes(prototypes.numpy(), sizes.numpy(), "both"),)
+    return (_class_prototypes.payload(rows.flatten(0, 1), counts.flatten()),)

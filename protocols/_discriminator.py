@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from fedmq.layout import Layout
 from fedmq.models.networks import Plan, initial_parameters
-from fedmq.models.two_tower import FusedOptimiser
+from fedmq.models.optimiser import FusedOptimiser
 from fedmq.scenario import Training
 
 Eq8 = Literal["corrected", "printed"]

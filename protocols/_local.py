@@ -17,7 +17,8 @@ from fedmq.errors import InputError, RunError
 from fedmq.labels import fine_columns
 from fedmq.messages import Delta
 from fedmq.models.networks import Tower
-from fedmq.models.two_tower import MODALITIES, Modality, Out, TwoTower, optimiser
+from fedmq.models.optimiser import optimiser
+from fedmq.models.two_tower import MODALITIES, Modality, Out, TwoTower
 from fedmq.protocol import Context, Local, Task
 from fedmq.seeds import numpy_generator, torch_generator
 from protocols import _merge

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.models.two_tower import FusedOptimiser
+from fedmq.models.optimiser import FusedOptimiser
 from fedmq.protocol import Context, Encoders, Local, Task, encoders_of
 from fedmq.seeds import torch_generator
 from protocols import _local

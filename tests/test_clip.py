@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from fedmq.data.encoders import image_encoder
 from fedmq.errors import InputError
 from fedmq.models import clip, clip_weights
-from fedmq.models.two_tower import InputSpec, Modality, TwoTower, build, optimiser
+from fedmq.models.optimiser import optimiser
+from fedmq.models.two_tower import InputSpec, Modality, TwoTower, build
 from fedmq.scenario import Backbone, Training
 from tests.gradients import gradient_of
 

@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from fedmq.errors import InputError
-from fedmq.models.two_tower import InputSpec, TwoTower, branch, build, joint_dim, optimiser
+from fedmq.models.optimiser import optimiser
+from fedmq.models.two_tower import InputSpec, TwoTower, branch, build, joint_dim
 from fedmq.scenario import Backbone, Training
 from tests.gradients import gradient_of
 

@@ -46,15 +46,13 @@ class Bank:
 
     def images(self, z: Tensor) -> Tensor:
         """Image embeddings float32 [B, d] of unit length, made longer: [B, d + 4], of unit length."""
-        given = -STRENGTH * hubness(z, self.text, self.text_counts)
-        one, rest, nothing = torch.ones_like(given), _rest(given), torch.zeros_like(given)
-        return F.normalize(torch.cat([z, torch.stack([given, one, rest, nothing], 1)], 1), dim=1)
+        return F.normalize(torch.cat([z, _more(z, self.text, self.text_counts)], 1), dim=1)
 
     def texts(self, z: Tensor) -> Tensor:
         """Caption embeddings, likewise."""
-        given = -STRENGTH * hubness(z, self.image, self.image_counts)
-        one, rest, nothing = torch.ones_like(given), _rest(given), torch.zeros_like(given)
-        return F.normalize(torch.cat([z, torch.stack([one, given, nothing, rest], 1)], 1), dim=1)
+        # What an image adds meets a 1, and what makes up its length meets a 0; so for a caption, the other way round.
+        more = _more(z, self.image, self.image_counts)[:, [1, 0, 3, 2]]
+        return F.normalize(torch.cat([z, more], 1), dim=1)
 
 
 def hubness(z: Tensor, centroids: Tensor, counts: Tensor) -> Tensor:
@@ -72,6 +70,8 @@ def hubness(z: Tensor, centroids: Tensor, counts: Tensor) -> Tensor:
     return TEMPERATURE * (z @ centroids.T / TEMPERATURE + weights).logsumexp(1)
 
 
-def _rest(given: Tensor) -> Tensor:
-    """What makes all vectors of one length: given^2 + rest^2 = beta^2."""
-    return (STRENGTH**2 - given.square()).clamp_min(0).sqrt()
+def _more(z: Tensor, centroids: Tensor, counts: Tensor) -> Tensor:
+    """What an image's embedding is longer by, [B, 4]: -beta h, 1, what makes all of one length, 0."""
+    own = -STRENGTH * hubness(z, centroids, counts)
+    rest = (STRENGTH**2 - own.square()).clamp_min(0).sqrt()
+    return torch.stack([own, torch.ones_like(own), rest, torch.zeros_like(own)], 1)

@@ -7,6 +7,7 @@ forked from a forkserver that has imported everything beforehand, so that thirty
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import shutil
 import signal
@@ -48,6 +49,8 @@ _STOP_PATIENCE = 20.0
 _EVALUATOR_GRACE = 1.0
 #: A stop that takes longer than this is told of, so that nobody takes it for a hang.
 _STOP_UNTOLD = 2.0
+#: How the folders of runs' keys and sockets begin.
+_PRIVATE = "fedmq-run-"
 
 
 def prepare_world(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> Path:
@@ -283,6 +286,42 @@ class Simulated:
     peak_pss_mb: float
 
 
+@contextlib.contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Holds the lock of a folder, which the kernel drops with the process.
+
+    Raises:
+        OSError: somebody else's folder, or in use.
+    """
+    line = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(line, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(line)
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder of one run's own in the temporary directory, for its keys and socket; gone when it ends.
+
+    A run that SIGKILL ends cannot remove its folder, so the next one does, which knows it by its lost lock. The path is
+    short, because that of a Unix socket must be.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{_PRIVATE}*"):
+        with contextlib.suppress(OSError), _locked(left):
+            shutil.rmtree(left)
+    # Under another name until it is locked, so that nobody takes it for one that was left.
+    fresh = Path(tempfile.mkdtemp(prefix=f".{_PRIVATE}"))
+    private = fresh.with_name(fresh.name.removeprefix("."))
+    with _locked(fresh):
+        fresh.rename(private)
+        try:
+            yield private
+        finally:
+            shutil.rmtree(private, ignore_errors=True)
+
+
 def simulate(
     scenario: Scenario,
     folder: RunFolder,
@@ -308,10 +347,8 @@ def simulate(
     """
     began = time.monotonic() if began is None else began
     warm_up(scenario.backbone.name)
-    # Short, because the path of a Unix socket is; private, because it holds keys.
-    private = Path(tempfile.mkdtemp(prefix="fedmq-"))
-    keys = private / "keys"
-    try:
+    with private_folder() as private:
+        keys = private / "keys"
         init_keys(keys, (COORDINATOR, EVALUATOR, *scenario.silo_names))
         supervisor = _Supervisor(scenario, folder, keys, resume, data)
         try:
@@ -323,8 +360,6 @@ def simulate(
             raise
         finally:
             supervisor.end()
-    finally:
-        shutil.rmtree(private, ignore_errors=True)
     return Simulated(outcome, time.monotonic() - began, ready, supervisor.peak_pss / 2**20)
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ import psutil
 import pytest
 
 from fedmq.audit import audit_run
+from fedmq.simulate import private_folder
 from tests.threads import resolved, run
 
 pytestmark = pytest.mark.slow
@@ -128,8 +132,16 @@ def end_all(process: subprocess.Popen[str]) -> None:
     process.wait()
 
 
+@pytest.fixture
+def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The temporary directory of the programs a test starts; by a short path, for there are Unix sockets in it."""
+    with tempfile.TemporaryDirectory() as name:
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)
+
+
 def test_no_process_outlives_a_killed_command_and_the_run_can_be_resumed(
-    tiny: Path, tmp_path: Path, reference: dict[str, Any]
+    tiny: Path, tmp_path: Path, reference: dict[str, Any], temporary: Path
 ) -> None:
     # Only the command dies; in the first run a silo stands still meanwhile and cannot end itself.
     for merges, frozen in ((1, True), (1, False), (3, False)):
@@ -145,8 +157,24 @@ def test_no_process_outlives_a_killed_command_and_the_run_can_be_resumed(
         finally:
             end_all(process)
         assert "Traceback" not in error
+        # A killed run leaves its keys, and removes those of the one killed before it.
+        (left,) = temporary.glob("fedmq-run-*")
+        assert (left / "keys").is_dir()
     summary = resumed(tiny, out, "rounds=12", "evaluation.every=6")
     assert summary["model_digest"] == reference["model_digest"]
+    assert not list(temporary.glob("*fedmq-run-*"))
+
+
+def test_a_run_leaves_the_keys_of_one_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    stranger = tmp_path / "fedmq-run-elsewhere"
+    stranger.symlink_to(tmp_path)
+    with private_folder() as first, private_folder() as second:
+        assert first != second
+        assert stat.S_IMODE(first.stat().st_mode) == 0o700
+        assert first.is_dir()
+        assert second.is_dir()
+    assert list(tmp_path.iterdir()) == [stranger]
 
 
 def resumed(tiny: Path, out: Path, *settings: str) -> dict[str, Any]:

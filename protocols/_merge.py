@@ -52,22 +52,24 @@ def branch_slices(layout: Layout) -> dict[str, slice]:
 
 
 def module_slices(layout: Layout) -> dict[str, slice]:
-    """As :func:`branch_slices`, but every shared module (``shared.base``, ...) is a branch by itself.
+    """Where each module of each branch lies: ``visual.first``, ``shared.base``, ... in the layout's order.
 
-    For FedSCMR, of whose shared modules a silo with one modality trains some and not the EnhanceNet.
+    A silo may train some modules of a branch and not others: in FedSCMR, without both modalities, not the EnhanceNet.
     """
-    modules = dict.fromkeys(
-        SHARED + entry.name.removeprefix(SHARED).split(".")[0]
-        for entry in layout.entries
-        if entry.name.startswith(SHARED)
-    )
-    towers: dict[str, slice] = {modality: branch(layout, BRANCHES[modality]) for modality in MODALITIES}
-    return {**towers, **{module: branch(layout, f"{module}.") for module in modules}}
+    found, offset = dict[str, slice](), 0
+    for entry in layout.entries:
+        module = ".".join(entry.name.split(".")[:2])
+        start = found[module].start if module in found else offset
+        offset += entry.size
+        found[module] = slice(start, offset)
+    return found
 
 
 def owns(silo: SiloFacts, name: str) -> bool:
-    """Whether a silo trains a branch: that of a modality it has, the shared one, or with both the EnhanceNet."""
-    return {"image": silo.image, "text": silo.text, "shared.enhance": silo.paired}.get(name, True)
+    """Whether a silo trains a branch or module: of a modality it has, a shared one; with both only, an EnhanceNet."""
+    where, _, module = name.partition(".")
+    has = {**dict.fromkeys(("image", "visual"), silo.image), "text": silo.text}.get(where, True)
+    return has and (silo.paired or module != "enhance")
 
 
 def ordered(replies: Sequence[Reply]) -> list[Reply]:

@@ -22,7 +22,7 @@ class PartialFedAvg:
         options: FedAvg's, or more.
         context: of the run.
         names: the shared layers, at least one, in the layout's order.
-        modules: each shared module is averaged as a branch by itself, over the silos that train it.
+        modules: each module is averaged as a branch by itself, over the silos that train it.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
 """Robust merges: replies are changed or left out before a method merges them, so that every method has them.
 
 ``norm_bound`` scales updates, ``krum`` leaves replies out, ``median`` and ``trimmed_mean`` put one robust update in the
-place of everybody's: whatever weights a method then gives them, weights that sum to 1 over the silos that trained a
-branch give that update back (with ``branch_renorm``; the papers' plain sum shrinks it where modalities are missing).
+place of everybody's: whatever weights a method then gives them, weights that sum to 1 over the silos that train a
+module give that update back (with ``branch_renorm``; the papers' plain sum shrinks it where modalities are missing).
 
-A silo counts for a branch only if it trained it, so that silos which lack a modality neither outvote those that have
-it nor look like outliers. Arithmetic is in float64, in the fixed silo order.
+A silo counts for a module of the network only if it trained it, so that silos which lack a modality neither outvote
+those that have it nor look like outliers. Arithmetic is in float64, in the fixed silo order.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedmq.layout import Layout
 from fedmq.messages import Delta, PartialDelta, Payload
 from fedmq.parts import Robust
 from fedmq.protocol import Reply
-from protocols._merge import branch_slices, ordered, owns
+from protocols._merge import module_slices, ordered, owns
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
@@ -61,7 +61,7 @@ def krum_scores(distances: F64, byzantine: int) -> F64:
     The mean instead of the sum, which ranks alike, and is fair to updates that can be compared with fewer others.
 
     Args:
-        distances: squared distances [M, M]; NaN where two updates share no branch and cannot be compared.
+        distances: squared distances [M, M]; NaN where two updates share no module and cannot be compared.
         byzantine: f.
 
     Returns:
@@ -81,23 +81,21 @@ def multi_krum(scores: F64, keep: int) -> list[int]:
     return sorted(np.argsort(scores, kind="stable")[:keep].tolist())
 
 
-def distances(
-    updates: Sequence[F32], active: Mapping[str, npt.NDArray[np.bool_]], branches: Mapping[str, slice]
-) -> F64:
-    """Mean squared distance per coordinate of each two updates over the branches that both trained -> [M, M].
+def distances(updates: Sequence[F32], active: Mapping[str, npt.NDArray[np.bool_]], modules: Mapping[str, slice]) -> F64:
+    """Mean squared distance per coordinate of each two updates over the modules that both trained -> [M, M].
 
     Args:
         updates: M of float32 [P].
-        active: who trained a branch, [M] each.
-        branches: each modality's slice.
+        active: who trained a module, [M] each.
+        modules: each module's slice.
 
     Returns:
-        NaN where two share no branch.
+        NaN where two share no module.
     """
     count = len(updates)
     total, size = np.zeros((count, count)), np.zeros((count, count))
-    for modality, part in branches.items():
-        both = np.outer(active[modality], active[modality])
+    for module, part in modules.items():
+        both = np.outer(active[module], active[module])
         size += both * (part.stop - part.start)
         for block in _blocks(part):
             rows = np.stack([update[block].astype(np.float64) for update in updates])
@@ -125,17 +123,18 @@ def robust_replies(replies: Sequence[Reply], rule: Robust, layout: Layout) -> li
     if rule.rule == "none" or len(named) != 1:
         return replies
     (names,) = named
-    branches = branch_slices(layout if names is None else layout.part(names))
+    modules = module_slices(layout if names is None else layout.part(names))
     updates = [update.buffer.astype(np.float32, copy=False) for _, update in sent]
-    active = {
-        name: np.array([owns(replies[k].silo, name) and u[part].any() for (k, _), u in zip(sent, updates, strict=True)])
-        for name, part in branches.items()
-    }
+    owners = {name: np.array([owns(replies[place].silo, name) for place, _ in sent]) for name in modules}
+    active = {name: owners[name] & [bool(u[part].any()) for u in updates] for name, part in modules.items()}
     if rule.rule == "krum":
-        kept = _krum(distances(updates, active, branches), rule)
+        kept = _krum(distances(updates, active, modules), rule)
         left_out = {place for k, (place, _) in enumerate(sent) if k not in kept}
         return [reply for place, reply in enumerate(replies) if place not in left_out]
-    changed = _bounded(updates, rule) if rule.rule == "norm_bound" else _replaced(updates, active, branches, rule)
+    if rule.rule == "norm_bound":
+        changed = _bounded(updates, rule)
+    else:
+        changed = _replaced(updates, owners, active, modules, rule)
     result = list(replies)
     for (place, _), buffer in zip(sent, changed, strict=True):
         result[place] = _with_update(replies[place], buffer)
@@ -156,20 +155,21 @@ def _bounded(updates: Sequence[F32], rule: Robust) -> list[F32]:
 
 def _replaced(
     updates: Sequence[F32],
+    owners: Mapping[str, npt.NDArray[np.bool_]],
     active: Mapping[str, npt.NDArray[np.bool_]],
-    branches: Mapping[str, slice],
+    modules: Mapping[str, slice],
     rule: Robust,
 ) -> list[F32]:
-    """One update in the place of everybody's, branch by branch among those that trained it."""
+    """One update in the place of everybody's, module by module: of those that trained it, for all that could."""
     changed = [np.zeros_like(update) for update in updates]
-    for modality, part in branches.items():
-        members = np.flatnonzero(active[modality]).tolist()
+    for module, part in modules.items():
+        members = np.flatnonzero(active[module]).tolist()
         if not members:
             continue
         for block in _blocks(part):
             rows = np.stack([updates[k][block].astype(np.float64) for k in members])
             value = coordinate_median(rows) if rule.rule == "median" else trimmed_mean(rows, rule.trim)
-            for k in members:
+            for k in np.flatnonzero(owners[module]).tolist():
                 changed[k][block] = value
     return changed
 

@@ -144,7 +144,7 @@ class FedScmr:
             found = f"{context.objective.base} with layers {', '.join(layers[:3])}, ..."
             raise InputError("objective", found, "base dscmr with enhance true: FedSCMR has an EnhanceNet")
         names = [name for name in layers if name.startswith(_LAYERS[options.shared_layers])]
-        # Both terms need pairs: what a silo with one modality sends of the EnhanceNet must not shrink the step.
+        # Both terms need pairs: what a silo with one modality sends of the EnhanceNets must not shrink the step.
         apart = options.loss_cs or options.loss_ccs
         self.partial = PartialFedAvg(fedavg.FedAvgOptions(), context, names, modules=apart)
 

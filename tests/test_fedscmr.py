@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -14,11 +14,13 @@ import torch
 from fedmq.errors import InputError
 from fedmq.labels import COARSE
 from fedmq.messages import Loss, MeanAveragePrecision, PartialDelta
+from fedmq.parts import Robust
 from fedmq.protocol import Local, Reply, take
 from fedmq.ranking import cosine_metrics
 from fedmq.scenario import Objective, Training
 from protocols import _local, _merge, fedcmr, fedscmr
 from protocols._own import OWN
+from protocols._robust import robust_replies
 from tests.protocol_world import world
 
 PAIRED = ((True, True),) * 3
@@ -171,12 +173,14 @@ def test_fedcmr_runs_on_hash_layers_too() -> None:
         world("fedcmr", objective=Objective())
 
 
-def test_the_step_of_the_enhancenet_is_the_paired_silos_alone() -> None:
-    run = world("fedscmr", {"agg": "samples"})
+@pytest.mark.parametrize("shared_layers", ["base_enhance", "all"])
+def test_the_step_of_the_enhancenets_is_the_paired_silos_alone(shared_layers: str) -> None:
+    run = world("fedscmr", {"agg": "samples", "shared_layers": shared_layers})
     layout = run.model.layout
     names = run.protocol.layers  # type: ignore[attr-defined]
     part = layout.part(names)
-    enhance = [name for name in names if name.startswith("shared.enhance.")]
+    enhance = [name for name in names if ".enhance." in name]
+    assert len(enhance) == (6 if shared_layers == "all" else 2)
     replies = run.replies()
     before = _merge.extract(run.state.theta, layout, enhance)
     step = _merge.extract(run.protocol.merge(run.state, replies, 0).state.theta, layout, enhance) - before
@@ -192,6 +196,21 @@ def test_the_step_of_the_enhancenet_is_the_paired_silos_alone() -> None:
         own = _merge.extract(torch.tensor(np.array(update.buffer)), part, enhance)
         expected += own * update.n_samples / total
     torch.testing.assert_close(step, expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
+def test_silos_that_cannot_train_the_enhancenet_do_not_outvote_those_that_can(rule: Literal["median"]) -> None:
+    run = world("fedscmr", {"agg": "samples"}, kinds=[(True, True), *[(True, False)] * 3])
+    layout = run.model.layout
+    enhance = [name for name in run.protocol.layers if ".enhance." in name]  # type: ignore[attr-defined]
+    paired, *others = run.replies()
+    replies = robust_replies([paired, *others], Robust(rule=rule), layout)
+    before = _merge.extract(run.state.theta, layout, enhance)
+    step = _merge.extract(run.protocol.merge(run.state, replies, 0).state.theta, layout, enhance) - before
+    sent = next(each for each in paired.payloads if isinstance(each, PartialDelta))
+    part = layout.part(run.protocol.layers)  # type: ignore[attr-defined]
+    torch.testing.assert_close(step, _merge.extract(torch.tensor(sent.buffer), part, enhance), atol=1e-6, rtol=1e-4)
+    assert step.any()
 
 
 def test_a_silo_that_cannot_measure_counts_as_the_median_of_all_that_ever_did() -> None:

@@ -91,7 +91,8 @@ def to_disk(path: Path) -> None:
 
 def _existing(folder: Path) -> list[Path]:
     """Whole checkpoints, oldest first."""
-    return sorted(folder.glob("version-*")) if folder.is_dir() else []
+    # Numbers have six digits or more: by their length first.
+    return sorted(folder.glob("version-*"), key=lambda each: (len(each.name), each.name)) if folder.is_dir() else []
 
 
 def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] = to_disk) -> Path:

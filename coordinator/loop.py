@@ -104,7 +104,9 @@ class Loop:
         self._seen: set[str] = set()
         self._away: dict[str, float] = {}
         self._loss: float | None = None
-        self._errors: list[str] = []
+        # What a silo said went wrong with its open task; and since the last merge, with the last one it was asked.
+        self._said: dict[str, str] = {}
+        self._errors: dict[str, str] = {}
         self._began = self._reported = self._looked = self._caught_up = self.clock.stopwatch()
         self.saving = Saving(
             self.setting, self.clock, self.log, self.tally, self.roster, self.trouble, self.rounds.settled
@@ -220,6 +222,8 @@ class Loop:
             self._inbox.pop((event.silo, event.sequence), None)
             self.due.pop(event.silo, None)
             self.tally.failed += 1
+            if event.reason == "error":
+                self._errors[event.silo] = self._said.pop(event.silo, "")
             self.log.note("task failed", silo=event.silo, sequence=event.sequence, reason=event.reason)
         self.rounds, actions = self.rounds.handle(event)
         for action in self.setting.longest_first(actions):
@@ -272,6 +276,8 @@ class Loop:
     def _give_up(self, unusable: Unusable) -> None:
         """A reply that cannot be read is this task's outcome; asking for it again would bring the same."""
         header = unusable.header
+        if self.measuring.unreadable(header):
+            return
         if header.kind is Kind.REPLY and header.reply_to is not None and header.sender in self._facts:
             self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, unusable.reason))
 
@@ -316,15 +322,17 @@ class Loop:
                 self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, error.reason))
         elif header.kind is Kind.ERROR:
             error_payload = message.payloads[0]
-            text = error_payload.text if isinstance(error_payload, Error) else ""
-            self._errors.append(f"{header.sender}: {text}")
+            text = _printable(error_payload.text if isinstance(error_payload, Error) else "")
             self.log.note("error reported", peer=header.sender, error=text[:300])
             if header.reply_to is not None and header.sender in self._facts:
+                if self._is_open(header.sender, header.reply_to):
+                    self._said[header.sender] = text
                 self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, "error"))
             elif header.sender == EVALUATOR:
                 raise RunError(f"{header.sender}: {text}")
             elif header.sender in self._facts:
                 # It cannot go on. That is its own affair: it counts as any silo that stays away.
+                self._errors[header.sender] = text
                 self._lose(header.sender)
         else:
             self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
@@ -342,8 +350,7 @@ class Loop:
             outcome: a checked reply, or why there is none.
             after: seconds of real time from now, where time is real; None leaves it to the scenario's faults.
         """
-        flight = self.rounds.flights.get(silo)
-        if flight is None or flight.sequence != sequence or (silo, sequence) in self._inbox:
+        if not self._is_open(silo, sequence):
             # Said before: it is merged, given up, or waits for its time already. The first answer stands.
             self.tally.discarded["duplicate"] += 1
             self.log.note("reply discarded", silo=silo, sequence=sequence, reason="duplicate")
@@ -355,12 +362,21 @@ class Loop:
             at = self.clock.now() + (self.trouble.delay(silo) if after is None else after)
             self._timeline.arrival(at, self._facts[silo].index, silo, sequence)
 
+    def _is_open(self, silo: str, sequence: int) -> bool:
+        """Whether a task is out whose outcome is not known."""
+        flight = self.rounds.flights.get(silo)
+        return flight is not None and flight.sequence == sequence and (silo, sequence) not in self._inbox
+
     def _look_around(self) -> None:
         """Who went silent, who stayed away too long, and is it time to tell how things stand."""
         now = self.clock.stopwatch()
         if now - self._looked < _POLL_SECONDS:
             return
         self._looked = now
+        # A session also ends when a message cannot be delivered, and then nobody is silent.
+        for name in sorted(self.rounds.online):
+            if not self.roster.online(name):
+                self._lose(name)
         # After a long merge or a slow disk there may be much that was said and is not read yet.
         for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS, self._caught_up):
             self._lose(name)
@@ -437,8 +453,10 @@ class Loop:
         """Merge, checkpoint, and tell the machine: one step, of which either all or nothing survives."""
         began = self.clock.stopwatch()
         replies = [self._reply(item) for item in arrived]
-        if not replies and self._errors:
-            raise RunError(f"no silo of round {round_} could train; the first error was {self._errors[0]}")
+        # One silo's error costs its task. The run ends where all have said so, one after the other.
+        if not replies and set(self.setting.plan.eligible) <= set(self._errors):
+            name, text = next(iter(self._errors.items()))
+            raise RunError(f"no silo could train by round {round_}; the first error was {name}: {text}")
         state, log = self.states[self.rounds.version], {}
         if replies:
             merged, left_out = merged_state(self.setting, state, replies, round_)
@@ -498,3 +516,8 @@ class Loop:
                 elapsed=now - self._began,
             )
         )
+
+
+def _printable(text: str) -> str:
+    """A peer's text for logs and terminals: one line, nothing that a terminal would obey."""
+    return "".join(each if each.isprintable() else "?" for each in text)

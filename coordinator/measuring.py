@@ -9,7 +9,7 @@ from coordinator.roster import Roster
 from coordinator.setting import Setting
 from fedmq.audit import MessageLog
 from fedmq.errors import RemoteWireError
-from fedmq.messages import Error, Kind, Message, Metrics, Payload
+from fedmq.messages import Error, Header, Kind, Message, Metrics, Payload
 from fedmq.protocol import Personalised, Releasing, SiloFacts, State
 from fedmq.runfolder import append_line
 
@@ -122,20 +122,34 @@ class Measuring:
         self._log.note("peer stayed away: its own model is not measured", peer=name)
         del self._requests[name]
 
+    def _owed(self, header: Header) -> bool:
+        """Whether a message answers what a silo was asked; its last task's reply has the same number, said again."""
+        request = self._requests.get(header.sender)
+        return request is not None and (header.reply_to, header.base_version) == request[:2]
+
     def measured(self, message: Message) -> bool:
         """Take a silo's measurement of its own model, or its failure to make one; whether the message was that."""
-        name, payload = message.header.sender, message.payloads[0] if message.payloads else None
-        if name not in self._requests or message.header.reply_to != self._requests[name][0]:
+        if not self._owed(message.header):
             return False
-        if isinstance(payload, Metrics):
-            if _complete(payload, [name]):
-                self.personal[name] = payload
-            else:
-                detail = f"a measurement without {_NEEDED} of the whole and of its own share"
-                self._roster.refuse(name, RemoteWireError("unexpected", detail), 0)
-        elif isinstance(payload, Error):
+        name, payload = message.header.sender, message.payloads[0] if message.payloads else None
+        if isinstance(payload, Error):
             self._log.note("error reported", peer=name, error=payload.text[:300])
+        elif isinstance(payload, Metrics) and _complete(payload, [name]):
+            self.personal[name] = payload
+        else:
+            detail = f"a measurement without {_NEEDED} of the whole and of its own share"
+            self._roster.refuse(name, RemoteWireError("unexpected", detail), 0)
+        del self._requests[name]
+        return True
+
+    def unreadable(self, header: Header) -> bool:
+        """An answer cannot be read, which asking again would not change; whether it was one to a measurement."""
+        if header.kind not in (Kind.REPLY, Kind.ERROR):
+            return False
+        if header.sender == EVALUATOR and header.base_version in self.pending:
+            self.unusable.add(header.base_version)
+        elif self._owed(header):
+            del self._requests[header.sender]
         else:
             return False
-        del self._requests[name]
         return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -16,7 +17,7 @@ from fedmq.handshake import Accepted, Responded, confirm, respond
 from fedmq.messages import Header, Kind, Message, Reason
 from fedmq.transport import Listener
 
-#: Handshakes begun and not finished that are remembered; a flood of hellos drops the oldest.
+#: Handshakes begun and not finished that are remembered; a flood of hellos drops the oldest. As many answered hellos.
 _MAX_PENDING = 4096
 #: Who a frame is from that no session covers.
 _UNKNOWN = "unknown"
@@ -94,6 +95,7 @@ class Roster:
         self._listener, self._identity, self._accepted, self._run = listener, identity, accepted, run
         self._log, self._clock = log, clock
         self._pending: dict[bytes, Responded] = {}
+        self._answered: dict[bytes, None] = {}
         self._by_address: dict[bytes, Peer] = {}
         self._by_name: dict[str, Peer] = {}
         self.sent = 0
@@ -158,7 +160,14 @@ class Roster:
             self._log.note("refusals of unknown peers are counted, not logged", count=left)
 
     def _hello(self, address: bytes, frames: Sequence[memoryview], size: int) -> None:
+        # It travels in clear: whoever recorded one can send it again, without a key and as often as he likes.
+        digest = hashlib.sha256(b"".join(frames)).digest()
+        if digest in self._answered:
+            raise RemoteWireError(Reason.REPLAY, "a hello that was answered before")
         welcome, responded = respond(self._identity, self._accepted, self._run, frames, self._clock.now())
+        while len(self._answered) >= _MAX_PENDING:
+            del self._answered[next(iter(self._answered))]
+        self._answered[digest] = None
         self._log.handshake("received", Kind.HELLO, responded.peer, size)
         while len(self._pending) >= _MAX_PENDING:
             del self._pending[next(iter(self._pending))]

@@ -405,6 +405,8 @@ class Rounds:
         if flight is None or flight.sequence != sequence:
             return self, ()
         flights = {name: each for name, each in self.flights.items() if name != silo}
+        # Its time came when it was given up; one that is back by then has failed a task, and can be asked the next.
+        gone = gone and silo not in self.online
         after = replace(self, flights=flights, gone=self.gone | {silo} if gone else self.gone)
         if self.phase is Phase.COLLECTING and flight.base_version == self.version:
             cohort = tuple(name for name in self.cohort if name != silo)

@@ -34,6 +34,8 @@ _HELLO_SECONDS = 2.0
 _PATIENT_HELLOS = 5
 #: How long the thread waits before it looks at the clock again [ms].
 _TURN_MILLISECONDS = 250
+#: Messages taken in a turn: who floods the socket must not keep this side from its beats.
+_MESSAGES_AT_ONCE = 256
 #: Turns after which a message that finds no room is given up, and the session with it.
 _PATIENT_TURNS = int(1000 * BEAT_SECONDS) // _TURN_MILLISECONDS
 
@@ -151,8 +153,9 @@ class Link:
         self._keep_alive(connection, self._clock.stopwatch())
         if self._wake_reads in dict(poller.poll(_TURN_MILLISECONDS)):
             os.read(self._wake_reads, 4096)
-        while self._take(connection):
-            pass
+        for _ in range(_MESSAGES_AT_ONCE):
+            if not self._take(connection):
+                break
         while self._session is not None and not self._stopped and not self._outbox.empty():
             self._put(connection, self._session, self._outbox.get())
 
@@ -201,8 +204,9 @@ class Link:
                 return
             # One who waits to be heard still listens: there is no room either where the coordinator has just ended,
             # and its stop can be read by nobody once the session is forgotten.
-            while self._take(connection):
-                pass
+            for _ in range(_MESSAGES_AT_ONCE):
+                if not self._take(connection):
+                    break
             if self._stopped or self._session is not session:
                 return
         self._forget("the queue to the coordinator is full")
@@ -252,9 +256,11 @@ class Link:
     def _welcome(self, connection: Connection, frames: list[memoryview], size: int) -> None:
         if self._initiated is None:
             raise RemoteWireError(Reason.UNEXPECTED, "a frame before hello")
+        # Taken first: whoever stands still from here on has not beaten since, and must notice.
+        now = self._clock.stopwatch()
         ready, session = complete(self._initiated, self._accepted, frames, self._now())
         self._log.handshake("received", "welcome", COORDINATOR, size)
         self._log.handshake("sent", "ready", COORDINATOR, sum(memoryview(frame).nbytes for frame in ready))
         connection.send(ready)
         self._session, self._unanswered = session, 0
-        self._heard = self._beat = self._clock.stopwatch()
+        self._heard = self._beat = now

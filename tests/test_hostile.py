@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -113,22 +114,66 @@ def test_a_merge_that_leaves_no_finite_state_ends_the_run_by_name(tiny: Path, tm
             inline.run(resolved(tiny), tmp_path)
 
 
-# ------------------------------------------------------------------------------------------------- measuring
-def test_a_silo_that_measures_nothing_is_left_out_of_the_personal_figures(
+def failing(monkeypatch: pytest.MonkeyPatch, names: Sequence[str]) -> None:
+    """Silos that answer every task with an error, which they dress up for a terminal."""
+    respond = Silo.respond
+
+    def answer(silo: Silo, message: Message) -> tuple[Any, ...]:
+        if silo.facts.name in names:
+            raise RemoteWireError("unexpected", "no, \x1b[2Jnever")
+        return respond(silo, message)
+
+    monkeypatch.setattr(Silo, "respond", answer)
+
+
+def test_a_silos_errors_cost_its_tasks_and_never_the_run(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # One silo a round: where it is that one, a round has no reply at all.
+    scenario = resolved(tiny, "participation=0.25", "rounds=6")
+    failing(monkeypatch, ["silo-01"])
+    outcome = inline.run(scenario, tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert outcome.summary["per_silo"]["silo-01"]["participations"] == 0
+    assert outcome.summary["tasks"]["failed"] > 0
+
+
+def test_a_run_that_no_silo_can_train_ends_with_the_first_ones_error(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = resolved(tiny, "participation=0.25", "rounds=100")
+    failing(monkeypatch, scenario.silo_names)
+    with pytest.raises(RunError, match=r"no silo could train by round \d+; .* silo-0\d: task 1: .*never") as ended:
+        inline.run(scenario, tmp_path)
+    assert str(ended.value).isprintable()
+
+
+# ------------------------------------------------------------------------------------------------- measuring
+#: What no codec lets through.
+UNREADABLE = Model("0" * 64, np.full(3, np.nan, np.float32))
+
+
+def within(seconds: float) -> Callable[[], bool]:
+    """Stops a run that would wait for ever."""
+    until = time.monotonic() + seconds
+    return lambda: time.monotonic() > until
+
+
+@pytest.mark.parametrize("answer", [Metrics({}, {}), Loss(1.0), UNREADABLE])
+def test_a_silo_that_measures_nothing_is_left_out_of_the_personal_figures(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
     measure = Silo.measure
-    monkeypatch.setattr(
-        Silo, "measure", lambda self, m: Metrics({}, {}) if self.facts.name == "silo-00" else measure(self, m)
-    )
-    outcome = inline.run(resolved(tiny, "protocol={name: fedper}", "rounds=2"), tmp_path)
+    monkeypatch.setattr(Silo, "measure", lambda self, m: answer if self.facts.name == "silo-00" else measure(self, m))
+    scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2")
+    outcome = inline.run(scenario, tmp_path, stop_wanted=within(60))
     assert outcome.phase is Phase.DONE
     assert "silo-00" not in outcome.summary["personal_whole_split"]
     assert outcome.summary["messages"]["refused"] == 1
 
 
 @pytest.mark.parametrize(
-    "answer", [Metrics({"mean_r1": 0.1}, {}), Metrics({}, {"silo-00": {"mean_r1": 1.0}}), Loss(1.0)]
+    "answer", [Metrics({"mean_r1": 0.1}, {}), Metrics({}, {"silo-00": {"mean_r1": 1.0}}), Loss(1.0), UNREADABLE]
 )
 def test_an_evaluator_that_answers_with_no_evaluation_is_told_of_and_a_resume_evaluates(
     tiny: Path, tmp_path: Path, answer: Any
@@ -137,7 +182,7 @@ def test_an_evaluator_that_answers_with_no_evaluation_is_told_of_and_a_resume_ev
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Evaluator, "evaluate", lambda *_: answer)
         with pytest.raises(RunError, match=r"the evaluator answered with what is no evaluation; .*--resume"):
-            inline.run(scenario, tmp_path)
+            inline.run(scenario, tmp_path, stop_wanted=within(60))
     assert inline.run(scenario, tmp_path, resume=True).phase is Phase.DONE
 
 
@@ -252,6 +297,24 @@ def test_noise_of_nobody_known_is_counted_whole_and_logged_in_part(tmp_path: Pat
     records = [record for _, record in read_log(tmp_path / "coordinator.jsonl") if record]
     assert sum(record["action"] == "refused" for record in records) == 201
     assert [record["count"] for record in records if record["action"] == "note"] == [900, 50]
+
+
+def test_a_hello_that_somebody_repeats_is_refused_and_fills_no_log(tmp_path: Path) -> None:
+    init_keys(tmp_path / "keys", ("coordinator", "silo-00"))
+    accepted, clock = load_accepted(tmp_path / "keys"), VirtualClock()
+    with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", clock) as log:
+        listener = listen("memory://repeated")
+        identity = load_identity(tmp_path / "keys", "coordinator")
+        roster = Roster(listener, identity, accepted, "run-0", log, clock, max_body=1 << 20)
+        own = load_identity(tmp_path / "keys", "silo-00")
+        for count in (1000, 1):
+            hello, _ = initiate(own, "coordinator", "run-0", 0.0)
+            for number in range(count):
+                roster.take(f"{number}".encode(), [memoryview(frame) for frame in hello])
+        listener.close()
+    assert roster.refused == {"replay": 999}
+    actions = Counter(record["action"] for _, record in read_log(tmp_path / "coordinator.jsonl") if record)
+    assert actions == {"received": 2, "sent": 2, "refused": 100}
 
 
 # ------------------------------------------------------------------------------------------------------- checkpoints

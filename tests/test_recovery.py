@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,9 @@ from coordinator import loop
 from coordinator.rounds import Phase
 from fedmq import link, transport
 from fedmq.audit import read_log
-from fedmq.crypto import load_accepted, load_identity, seal_message
+from fedmq.crypto import load_accepted, load_identity, open_message, seal_message
 from fedmq.handshake import complete, initiate
-from fedmq.messages import Header, Kind, Message
+from fedmq.messages import Error, Header, Kind, Message
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.world import run_name
@@ -98,3 +99,53 @@ def test_in_real_time_a_silo_that_stays_away_is_given_up_and_the_others_go_on(
     failed = {(each["silo"], each["reason"]) for each in records(tmp_path) if each.get("text") == "task failed"}
     # Without rounds to wait for it, the run may be over before the silo is.
     assert ("silo-00", "stayed away") in failed or mode == "async"
+
+
+def dying(scenario: Scenario) -> Callable[[str, Path], None]:
+    """A silo-00 whose machine dies just after its first answer, long before anybody can call it silent."""
+
+    def join(uri: str, keys: Path) -> None:
+        connection = transport.connect(uri)
+        hello, initiated = initiate(load_identity(keys, "silo-00"), "coordinator", run_name(scenario), 0.0)
+        connection.send(hello)
+        frames = connection.receive(20.0)
+        assert frames is not None
+        ready, session = complete(initiated, load_accepted(keys), frames, 0.0)
+        connection.send(ready)
+        header = Header(
+            run=run_name(scenario),
+            kind=Kind.HEARTBEAT,
+            sender="silo-00",
+            receiver="coordinator",
+            sequence=0,
+            sent_at=0.0,
+        )
+        while True:
+            connection.send(seal_message(session, Message(header)).frames)
+            frames = connection.receive(BEAT)
+            if frames is None:
+                continue
+            message, _ = open_message(session, frames)
+            if message.header.kind is Kind.TASK:
+                break
+        failed = replace(header, kind=Kind.ERROR, sequence=1, reply_to=message.header.sequence)
+        connection.send(seal_message(session, Message(failed, (Error.saying("training_failed", "x"),))).frames)
+        time.sleep(BEAT / 4)
+        connection.close()
+
+    return join
+
+
+def test_a_silo_to_whom_a_message_cannot_be_delivered_is_lost_as_any_other(tiny: Path, tmp_path: Path) -> None:
+    settings = ("clock=wall", "rounds=3", "participation=1", "aggregation.lost_after=2", "evaluation.every=0")
+    scenario, until = resolved(tiny, *settings), time.monotonic() + 60
+    outcome = run(
+        scenario,
+        tmp_path,
+        silos=scenario.silo_names[1:],
+        others=[dying(scenario)],
+        stop_wanted=lambda: time.monotonic() > until,
+    )
+    assert outcome.phase is Phase.DONE
+    said = [each.get("text") for each in records(tmp_path)]
+    assert "peer lost" in said

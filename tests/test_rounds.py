@@ -153,6 +153,7 @@ def test_a_silo_that_returns_gets_its_open_task_under_the_same_number() -> None:
 def test_a_silo_given_up_shrinks_the_cohort_and_is_asked_again_once_it_is_back() -> None:
     rounds, sends = gathered(plan())
     rounds, _ = answer(rounds, sends[:3])
+    rounds, _ = rounds.handle(Lost("silo-03"))
     rounds, actions = rounds.handle(Failed("silo-03", 1, "stayed away", gone=True))
     assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in SILOS[:3])),)
     rounds, actions = rounds.handle(Merged(1))
@@ -161,9 +162,22 @@ def test_a_silo_given_up_shrinks_the_cohort_and_is_asked_again_once_it_is_back()
     assert not rounds.gone
 
 
+def test_a_silo_that_is_back_before_it_is_given_up_has_failed_a_task_and_is_asked_the_next() -> None:
+    rounds, sends = gathered(plan())
+    rounds, _ = answer(rounds, sends[:3])
+    rounds, _ = rounds.handle(Lost("silo-03"))
+    rounds, _ = rounds.handle(Joined("silo-03"))
+    rounds, actions = rounds.handle(Failed("silo-03", 1, "stayed away", gone=True))
+    assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in SILOS[:3])),)
+    rounds, actions = rounds.handle(Merged(1))
+    assert Send("silo-03", 2, 1, 1) in actions
+    assert not rounds.gone
+
+
 def test_when_everybody_is_gone_the_round_waits_and_begins_again_with_whoever_returns() -> None:
     rounds, sends = gathered(plan())
     for send in sends:
+        rounds, _ = rounds.handle(Lost(send.silo))
         rounds, actions = rounds.handle(Failed(send.silo, send.sequence, "stayed away", gone=True))
     assert actions == (Merge(0, ()),)
     rounds, actions = rounds.handle(Merged(1))

@@ -1,7 +1,7 @@
 """Centroids of what silos have, several for each modality, for silos that lack it: FedBridge's and RCSR's many anchors.
 
-A silo clusters its embeddings once, reports the mean of each cluster, and keeps whose cluster each item is; the
-coordinator keeps every silo's last report and hands a silo that lacks a modality all centroids of it.
+A silo clusters its embeddings, each item once, reports the mean of each cluster, and keeps whose cluster each item is;
+the coordinator keeps every silo's last report and hands a silo that lacks a modality all centroids of it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedmq.errors import RemoteWireError
 from fedmq.messages import ClassPrototypes, Delta, PartialDelta, Payload
-from fedmq.models.two_tower import MODALITIES
+from fedmq.models.two_tower import MODALITIES, Modality
 from fedmq.protocol import Context, Local, Reply, SiloFacts, Task, take
 from fedmq.seeds import numpy_generator
 from protocols import _class_prototypes, _local
@@ -25,8 +25,9 @@ from protocols._merge import as_tensor
 CENTROIDS = "centroids"
 COUNTS = "centroid_counts"
 VERSIONS = "centroid_versions"
-#: Silo-side, one for each modality: the cluster of each item.
+#: Silo-side, one for each modality: the cluster of each item that the silo ever clustered, and those items' rows.
 MEMBERS = "centroid_members"
+ROWS = "centroid_rows"
 
 
 # --------------------------------------------------------------------------------------------------- the silo's half
@@ -68,23 +69,53 @@ def centroids_of(z: Tensor, members: Tensor, count: int) -> tuple[Tensor, Tensor
     return unit(total).float() * (sizes > 0).unsqueeze(1), sizes
 
 
+def _first(rows: Tensor) -> Tensor:
+    """Which places [n] hold a row that none before them holds; drift may bring an item that is there already."""
+    order = rows.argsort(stable=True)
+    first = torch.ones(len(rows), dtype=torch.bool)
+    first[order[1:]] = rows[order[1:]] != rows[order[:-1]]
+    return first
+
+
 def _members(
-    local: Local, context: Context, pair: tuple[Tensor | None, Tensor | None], count: int, support: int
-) -> dict[str, Tensor]:
-    """Clusters of the silo's items by modality, made once and kept.
+    local: Local, context: Context, modality: Modality, z: Tensor, count: int, support: int
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Clusters of the silo's items in one modality; an item is in one cluster at most, for ever.
 
     Made anew in every task, clusters of m and of m - 1 items that differ by one would be sent sooner or later, and
-    their difference is that item's embedding, whatever ``support`` says.
+    their difference is that item's embedding, whatever ``support`` says. So where a scenario's drift changes the
+    items, a cluster that lost one ends for good, all its items are in none from then on, and items that the silo never
+    had are clustered among themselves, into the numbers that are free. An item that is there twice counts once.
+
+    Args:
+        local: the silo.
+        context: of the run.
+        modality: whose clusters.
+        z: [n, d] of unit length, the silo's items.
+        count: most clusters.
+        support: least samples of one.
+
+    Returns:
+        int64 [n], from 0 to ``count - 1``, -1 for items in no cluster; and what the silo keeps of it.
     """
-    kept = dict[str, Tensor]()
-    for modality, z in zip(MODALITIES, pair, strict=True):
-        name = f"{MEMBERS}_{modality}"
-        if name in local.state:
-            kept[name] = local.state[name]
-        elif z is not None:
-            generator = numpy_generator(context.seed, "centroids", local.silo.name, modality)
-            kept[name] = members_of(z, count, support, generator)
-    return kept
+    rows, names = local.share.rows, (f"{MEMBERS}_{modality}", f"{ROWS}_{modality}")
+    first = _first(rows)
+    seen = members = rows[:0]
+    if names[0] in local.state:
+        members = local.state[names[0]]
+        seen = local.state.get(names[1], rows)  # a state from before rows were kept: taken to be of the items of now
+        ended = members[~(torch.isin(seen, rows) & _first(seen))]
+        members = torch.where(torch.isin(members, ended), -1, members)
+    new = first & ~torch.isin(rows, seen)
+    if bool(new.any()):
+        free = sorted(set(range(count)).difference(members.tolist()))
+        generator = numpy_generator(context.seed, "centroids", local.silo.name, modality)
+        found = members_of(z[new], len(free), support, generator)
+        members = torch.cat([members, torch.tensor([*free, -1])[found]])  # -1 takes the last: no cluster
+        seen = torch.cat([seen, rows[new]])
+    order = seen.argsort(stable=True)
+    place = order[torch.searchsorted(seen[order], rows)]
+    return torch.where(first, members[place], -1), dict(zip(names, (members, seen), strict=True))
 
 
 def report(
@@ -101,17 +132,17 @@ def report(
         begun: whether any are made yet; all rows are empty before.
     """
     empty = torch.zeros(count, context.dim), torch.zeros(count, dtype=torch.int64)
-    found, members = [empty, empty], dict[str, Tensor]()
+    found = [empty, empty]
+    kept = {name: each for name, each in local.state.items() if name.startswith((MEMBERS, ROWS))}
     if begun:
         generator = _local.generator_of(context, local, task, "centroids")
         pair = _local.embed_all(local, _local.choose_captions(local, generator), context.training.batch_size)
-        members = _members(local, context, pair, count, support)
-        found = [
-            empty if z is None else centroids_of(z, members[f"{MEMBERS}_{modality}"], count)
-            for modality, z in zip(MODALITIES, pair, strict=True)
-        ]
+        for place, (modality, z) in enumerate(zip(MODALITIES, pair, strict=True)):
+            if z is not None:
+                members, known = _members(local, context, modality, z, count, support)
+                found[place], kept = centroids_of(z, members, count), {**kept, **known}
     prototypes, counts = (torch.cat(parts) for parts in zip(*found, strict=True))
-    return ClassPrototypes(prototypes.numpy(), counts.numpy(), "both"), members
+    return ClassPrototypes(prototypes.numpy(), counts.numpy(), "both"), kept
 
 
 def received(payloads: Sequence[Payload]) -> Tensor | None:

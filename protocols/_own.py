@@ -1,8 +1,8 @@
-"""What methods share whose silos keep whole models, or parts of models, of their own."""
+"""What methods share whose silos keep models of their own, or compare with what other or earlier models made."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -39,6 +39,27 @@ def encoders_of(local: Local, theta: Tensor | npt.NDArray[Any]) -> Encoders:
     model.load(theta)
     device = model.flat.device
     return Encoders(lambda x: model.image(x.to(device)), lambda x: model.caption(x.to(device)))
+
+
+def unsharpened(local: Local, image: Out | None, text: Out | None) -> _local.Outs:
+    """A step's outputs with codes as they are outside training, for a comparison with what was made there.
+
+    DJSRH and JDSH train ever sharper codes. Banks and prototypes are of codes of sharpness 1: compared with the sharp
+    ones they would pull back what enters tanh, the more the sharper, even where it is the very same. Everywhere else
+    the outputs are what they were.
+
+    Args:
+        local: the silo.
+        image: of its image tower; None for what the step does not run or the silo lacks.
+        text: likewise.
+    """
+    return _plain(image, local.model.visual), _plain(text, local.model.text)
+
+
+def _plain(out: Out | None, tower: nn.Module) -> Out | None:
+    if out is None or not isinstance(tower, Tower) or tower.sharpness == 1.0 or not tower.plan.tanh:
+        return out
+    return replace(out, code=torch.tanh(out.raw))
 
 
 @dataclass(frozen=True)

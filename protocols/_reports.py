@@ -31,7 +31,7 @@ def updated_table(
     """The table of last-known statistics after a merge; a reply older than the entry leaves it alone.
 
     Args:
-        tensors: holding the table.
+        tensors: holding the table, ``table_mask`` included.
         rows: int64 [M] silo of each report.
         statistics: the reports.
         versions: [M] the version each stands on.
@@ -42,6 +42,7 @@ def updated_table(
             continue
         table["table_versions"][row] = version
         table["table_prototypes"][row] = statistics.prototypes[at]
+        table["table_mask"][row] = statistics.mask[at]
         table["table_geometry"][row] = statistics.geometry[at]
         table["table_losses"][row] = statistics.losses[at]
     return table

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedmq.messages import Model, Payload
 from fedmq.models.two_tower import MODALITIES, Out
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _local, fedavg
+from protocols import _local, _own, fedavg
 from protocols._losses import unit
 from protocols._merge import as_tensor
 from protocols._options import check
@@ -177,7 +177,7 @@ class CreamFl:
         before = {name: known[LAST + name] for name in bank if LAST + name in known}
         options, any_length = self.options, self.context.objective.base != "info_nce"
         weights = Weights(options.inter, options.intra, options.kd, options.contrast_tau, any_length)
-        trained = self.fedavg.trained(local, task, extra=contrasts(bank, before, weights))
+        trained = self.fedavg.trained(local, task, extra=_plainly(local, contrasts(bank, before, weights)))
         last = {LAST + name: z for name, z in self._embedded(local, task, "last").items()}
         kept = {BANK + name: z for name, z in bank.items()}
         return replace(trained, state={**trained.state, **kept, **last, ROWS: local.share.rows.clone()})
@@ -191,6 +191,17 @@ class CreamFl:
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """As FedAvg."""
         return self.fedavg.merge(state, replies, round_)
+
+
+def _plainly(local: Local, terms: _local.Extra | None) -> _local.Extra | None:
+    """The silo's terms on codes as sharp as those of the bank."""
+    if terms is None:
+        return None
+
+    def plainly(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
+        return terms(step, *_own.unsharpened(local, image, text))
+
+    return plainly
 
 
 def averaged(known: Mapping[str, Tensor], new: Mapping[str, Tensor], ema: float) -> dict[str, Tensor]:

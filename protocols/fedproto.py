@@ -121,7 +121,7 @@ class FedProto:
             members = _local.labels_of(local, step.rows)[:, self.columns] > 0
             terms = [
                 prototype_loss(out.code, members, prototypes, valid)
-                for out, (prototypes, valid) in zip((image, text), by_modality, strict=True)
+                for out, (prototypes, valid) in zip(_own.unsharpened(local, image, text), by_modality, strict=True)
                 if out is not None
             ]
             return self.options.weight * torch.stack(terms).sum()

@@ -37,6 +37,9 @@ _VERSIONS = "scmr_versions"
 class FedScmrOptions:
     """Options of FedSCMR; defaults are the paper's best and, where METHODS.md marks a choice, that choice.
 
+    Of the base's options it takes the network's (``objective.enhance``, ``leaky``). The weights ``objective.alpha`` and
+    ``objective.beta`` are of DSCMR's loss, which it does not train: its own are the ``alpha`` and ``beta`` here.
+
     Args:
         loss_cs: discrimination and consistency in the common subspaces (eq 4).
         loss_ccs: the constraint across subspaces (eq 7).

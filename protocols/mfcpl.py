@@ -30,7 +30,7 @@ from fedmq.messages import ClassPrototypes, Model, Payload
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.seeds import numpy_generator
-from protocols import _class_prototypes, _clusters, _local, _merge, fedavg
+from protocols import _class_prototypes, _clusters, _local, _merge, _own, fedavg
 from protocols._class_prototypes import Shared
 from protocols._losses import cosine, unit
 from protocols._merge import as_tensor
@@ -148,7 +148,7 @@ class Mfcpl:
         (found,) = (payload for payload in received if payload.modality == "both")
         shared = _class_prototypes.read_download(found, device)
         members = self._members(local, task, received, shared)
-        trained = self.fedavg.trained(local, task, extra=self._terms(members, shared))
+        trained = self.fedavg.trained(local, task, extra=self._terms(local, members, shared))
         if not local.silo.paired:
             return trained
         report = self._centroids(local, task) if members is None else self._prototypes(local, task, members)
@@ -184,19 +184,21 @@ class Mfcpl:
         found = _local.embed_all(local, caption, self.context.training.batch_size)
         return [z for z in found if z is not None]
 
-    def _terms(self, members: Tensor | None, shared: Shared) -> _local.Extra | None:
+    def _terms(self, local: Local, members: Tensor | None, shared: Shared) -> _local.Extra | None:
         options = self.options
         if not (options.cmpr or options.cmpc or options.cma):
             return None
 
         def terms(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
-            codes = None if image is None else image.code, None if text is None else text.code
             found: list[Tensor] = []
             if members is not None:
                 own = members[torch.from_numpy(step.rows).to(members.device)]
-                found = proto_terms(*codes, own / own.sum(1, keepdim=True).clamp(min=1), shared, options)
-            if options.cma and codes[0] is not None and codes[1] is not None:
-                found.append(options.cma * modal_alignment(codes[0], codes[1]))
+                # Prototypes are of codes as they are outside training; the codes of a pair are as sharp as each other.
+                outs = _own.unsharpened(local, image, text)
+                codes = [None if out is None else out.code for out in outs]
+                found = proto_terms(codes[0], codes[1], own / own.sum(1, keepdim=True).clamp(min=1), shared, options)
+            if options.cma and image is not None and text is not None:
+                found.append(options.cma * modal_alignment(image.code, text.code))
             return torch.stack(found).sum() if found else None
 
         return terms

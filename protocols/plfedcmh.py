@@ -42,6 +42,8 @@ from protocols._options import check
 
 _MODELS = "table_models"
 _VERSIONS = "table_model_versions"
+#: bool [K, branches]: which branches each silo's model was trained in.
+_OWNERS = "table_model_owners"
 _BLOCK = 1024
 
 
@@ -182,6 +184,7 @@ class PlFedCmh:
         tensors = {
             _MODELS: torch.zeros(count, len(theta)),
             _VERSIONS: torch.full((count,), -1, dtype=torch.int64),
+            _OWNERS: torch.zeros(count, len(self.parts), dtype=torch.bool),
             **_class_prototypes.initial(count, len(self.columns), self.context.dim),
         }
         for name, shape in self.shapes.items():
@@ -213,14 +216,21 @@ class PlFedCmh:
 
     def _known(self, state: State, name: str) -> Tensor:
         """Silos bool [K] whose branch can be mixed: they have it and have trained."""
-        owners = torch.tensor([_merge.owns(silo, name) for silo in self.context.silos])
-        return owners & (state.tensors[_VERSIONS] >= 0)
+        return self._owners(state)[:, list(self.parts).index(name)] & (state.tensors[_VERSIONS] >= 0)
+
+    def _owners(self, state: State) -> Tensor:
+        """Which branches each silo's model has, bool [K, branches], as of its last reply: faults may change that."""
+        if _OWNERS in state.tensors:
+            return state.tensors[_OWNERS]
+        # A checkpoint from before the table kept it: as the run began.
+        return torch.tensor([[_merge.owns(silo, name) for name in self.parts] for silo in self.context.silos])
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Each reporter's model and hypernetworks move by its update; prototypes and the global model are averaged."""
         replies = _merge.ordered(replies)
         merged = self.fedavg.merge(State(state.theta), replies, round_)
         models, versions = state.tensors[_MODELS].clone(), state.tensors[_VERSIONS].clone()
+        owners = self._owners(state).clone()
         networks = {name: state.tensors[f"hyper_{name}"].clone() for name in self.parts}
         for reply in replies:
             update, sent = as_tensor(take(reply.payloads, Delta).buffer), reply.base or state
@@ -230,6 +240,7 @@ class PlFedCmh:
             if reply.base_version >= int(versions[reply.silo.index]):
                 models[reply.silo.index] = self.mixture(sent, reply.silo) + update
                 versions[reply.silo.index] = reply.base_version
+                owners[reply.silo.index] = torch.tensor([_merge.owns(reply.silo, name) for name in self.parts])
         prototypes = _class_prototypes.updated(
             state.tensors,
             [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies],
@@ -238,7 +249,7 @@ class PlFedCmh:
             weighted=False,
         )
         hyper = {f"hyper_{name}": each for name, each in networks.items()}
-        tensors = {_MODELS: models, _VERSIONS: versions, **hyper, **prototypes}
+        tensors = {_MODELS: models, _VERSIONS: versions, _OWNERS: owners, **hyper, **prototypes}
         return Merged(State(merged.state.theta, tensors, state.values), merged.log)
 
     def _step(self, sent: State, reply: Reply, name: str, update: Tensor) -> Tensor:

@@ -41,6 +41,9 @@ from protocols._reports import Statistics, updated_table
 
 Shared = tuple[Tensor | None, Tensor | None]
 
+#: Of the table: the modalities of which each silo's last report had a prototype.
+_MASK = "table_mask"
+
 
 @dataclass(frozen=True)
 class RcsrOptions:
@@ -50,10 +53,11 @@ class RcsrOptions:
         router: weigh by the router; without it by samples, or, ``uniform``, all reporters alike.
         minimax: multiply by the fairness weights q.
         client_align: the regulariser towards global prototypes (lambda_a of eq 4).
-        anchor: anchoring of single-modality silos (eq 3); without it, and without client_align, they stay idle.
+        anchor: anchoring of single-modality silos (eq 3); without it, and without client_align, they stay idle, and
+            without it their personal adapters stay as they are.
             ``multi`` anchors each sample to the nearest of all silos' centroids of the missing modality, which one
-            prototype draws onto one point; not the paper's. Silos cluster once, when the warm-up is over; until there
-            are centroids the one prototype stands.
+            prototype draws onto one point; not the paper's. Silos cluster each item once, when the warm-up is over;
+            until there are centroids the one prototype stands.
         anchor_centroids: of ``multi``, a silo's centroids of a modality, at most.
         anchor_support: of ``multi``, least samples behind a centroid.
         filler: what stands for a missing modality's prototype at the coordinator: the global ``ema``, ``zero``, or a
@@ -271,16 +275,14 @@ class Rcsr:
     def _personal(self, local: Local, task: Task, received: Shared) -> dict[str, Tensor]:
         """The silo's adapter, fine-tuned once personalisation has begun; nothing where there is none."""
         options = self.options
-        missing = received[1] if local.silo.image else received[0]
-        if (
-            not self.personalised
-            or task.round < options.personal_onset
-            or not (local.silo.paired or missing is not None)
-        ):
+        anchored = self._anchored(local.silo, received)
+        if not self.personalised or task.round < options.personal_onset or not (local.silo.paired or anchored):
             return _personal.kept(local)
         # Eq 2 or eq 3 on personalised features; the regulariser of eq 4 is about what is shared.
         centroids = _centroids.received(task.payloads)
-        loss = partial(local_loss, shared=received, options=options, anchored=True, aligned=False, centroids=centroids)
+        loss = partial(
+            local_loss, shared=received, options=options, anchored=anchored, aligned=False, centroids=centroids
+        )
         tuning = _personal.Tuning(options.personal_hidden, options.personal_epochs, options.personal_rate)
         strength = self._strength(task.payloads)
         return {_personal.STATE: _personal.fine_tuned(local, self.context, task, tuning, strength, loss)}
@@ -290,13 +292,17 @@ class Rcsr:
         _local.load_model(local, take(payloads, Model).buffer)
         return _personal.encoders(local, self._strength(payloads))
 
+    def _anchored(self, silo: SiloFacts, shared: Shared) -> bool:
+        """Whether a silo is anchored to what it lacks, of which there has to be a prototype."""
+        missing = shared[1] if silo.image else shared[0]
+        return bool(self.options.anchor) and self.options.lambda_anc > 0 and missing is not None
+
     def _loss(self, local: Local, received: Shared, centroids: Tensor | None) -> _local.LossFunction | None:
         """The silo's loss; None while it has no term, as a single-modality silo before the first prototypes."""
         options, silo = self.options, local.silo
         device = local.model.flat.device
         image, text = (None if each is None else each.to(device) for each in received)
-        missing = text if silo.image else image
-        anchored = options.anchor and options.lambda_anc > 0 and missing is not None
+        anchored = self._anchored(silo, received)
         known = (silo.image and image is not None) or (silo.text and text is not None)
         aligned = options.client_align and options.lambda_a > 0 and known
         if not (silo.paired or anchored or aligned):
@@ -316,6 +322,7 @@ class Rcsr:
             **(_centroids.initial(self.context, self.options.anchor_centroids) if self.multi else {}),
             **_fairness.initial(count),
             "table_prototypes": torch.zeros(count, 2, dim),
+            _MASK: torch.zeros(count, 2, dtype=torch.bool),
             "table_geometry": torch.zeros(count, 4),
             "table_losses": torch.zeros(count, dtype=torch.float64),
             "table_versions": torch.full((count,), -1, dtype=torch.int64),
@@ -340,7 +347,8 @@ class Rcsr:
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Weigh, step the router, move q, add the updates, average the prototypes: algorithm 1, in its order."""
-        options, tensors = self.options, state.tensors
+        # A checkpoint from before the table had a mask: what silos have did not change but by a scenario's faults.
+        options, tensors = self.options, {_MASK: self._begun(), **state.tensors}
         replies = _merge.ordered(replies)
         updates = [_merge.update_of(reply, self.context.layout) for reply in replies]
         statistics = self._read(replies)
@@ -432,11 +440,14 @@ class Rcsr:
         there = _merge.still_known(table["table_versions"], version, self.context.max_age)
         there[rows] = True
         known = there.nonzero().squeeze(1)
-        mask = torch.tensor([_prototypes.has(silo) for silo in self.context.silos])
-        pool = Statistics(
-            table["table_prototypes"][known], mask[known], table["table_geometry"][known], table["table_losses"][known]
-        )
+        # As each last reported: a scenario's faults may take or give a modality.
+        found = (table[name][known] for name in ("table_prototypes", _MASK, "table_geometry", "table_losses"))
+        pool = Statistics(*found)
         return pool, torch.searchsorted(known, rows)
+
+    def _begun(self) -> Tensor:
+        """Which modalities the silos have as the run begins, bool [N, 2]."""
+        return torch.tensor([_prototypes.has(silo) for silo in self.context.silos])
 
     def _filler(self, router: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """What stands for a missing prototype, [2, d]: the present global one, whatever the silo sent."""

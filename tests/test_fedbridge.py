@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,7 +60,8 @@ def test_a_centroid_is_of_the_same_items_in_every_report() -> None:
     silo = run.context.silos[0]
     first = run.train(silo)
     members = {name: value.clone() for name, value in first.state.items()}
-    assert sorted(members) == ["centroid_members_image", "centroid_members_text"]
+    kinds = [f"{kind}_{modality}" for kind in (_centroids.MEMBERS, _centroids.ROWS) for modality in ("image", "text")]
+    assert sorted(members) == kinds
     for _ in range(3):
         run.round()
     last = run.train(silo)
@@ -67,6 +69,59 @@ def test_a_centroid_is_of_the_same_items_in_every_report() -> None:
     one, other = (take(each.payloads, ClassPrototypes) for each in (first, last))
     assert np.array_equal(one.counts, other.counts)
     assert not np.array_equal(one.prototypes, other.prototypes)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fedbridge", {"warmup": 0.0, "support": 3, "centroids": 5}),
+        ("rcsr", {"anchor": "multi", "warmup": 0, "anchor_support": 3, "anchor_centroids": 5}),
+    ],
+)
+@pytest.mark.parametrize("rows_kept", [True, False], ids=["", "state of before rows were kept"])
+def test_where_a_silos_items_change_each_is_still_in_one_centroid_at_most(
+    name: str, options: dict[str, Any], rows_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = world(name, options, kinds=((True, True),), sizes=(60,))
+    silo, pool = run.context.silos[0], run.shares[0]
+    image = 3 * torch.eye(DIM)[torch.arange(60) // 8] + 0.1 * unit(60, DIM)  # eight rows alike, then eight others, ...
+    text = image[:, None].repeat(1, 3, 1)
+    reported: list[dict[int, frozenset[int]]] = []
+    means = _centroids.centroids_of
+
+    def watched(z: torch.Tensor, members: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = run.shares[0].rows
+        reported.append({c: frozenset(rows[members == c].tolist()) for c in set(members.tolist()) - {-1}})
+        assert all(len(each) == int((members == c).sum()) for c, each in reported[-1].items()), "an item twice"
+        return means(z, members, count)
+
+    def hold(rows: torch.Tensor) -> None:
+        some = dataclasses.replace(pool, image=image[rows], text=text[rows], captions=pool.captions[rows])
+        run.shares = {0: dataclasses.replace(some, labels=None, rows=rows)}
+        run.train(silo)
+
+    monkeypatch.setattr(_centroids, "centroids_of", watched)
+    before = torch.arange(40)
+    hold(before)
+    if not rows_kept:
+        run.personal[0] = {key: each for key, each in run.personal[0].items() if "_rows_" not in key}
+        hold(before)
+        reported[:2] = []
+    after = before.clone()
+    after[:6] = torch.tensor([50, 51, 52, 53, 54, 39])  # the last is there already
+    hold(after)
+    hold(after)
+    hold(before)
+    hold(torch.cat([before[:30], torch.arange(45, 55)]))
+    for modality in (0, 1):
+        first, second, third, fourth, last = reported[modality::2]
+        assert second == third
+        kept = {each for each in first.values() if not each & set(range(6))}
+        assert kept and kept <= set(second.values())
+        new = set(second.values()) - kept
+        assert new and all(each <= set(range(50, 55)) for each in new)
+        every = {each for found in (first, second, fourth, last) for each in found.values()}
+        assert all(one == other or not one & other for one in every for other in every)
 
 
 def test_no_centroid_is_reported_before_the_warm_up_is_over() -> None:

@@ -359,6 +359,58 @@ def test_a_reference_is_as_sharp_as_the_epoch_it_is_asked_in() -> None:
                 torch.testing.assert_close(kept.code, made.code)
 
 
+@pytest.mark.parametrize("base", ["djsrh", "jdsh"])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("creamfl", {"inter": 0.0, "intra": 0.0, "kd": 1.0}),
+        ("fedproto", {}),
+        ("mfcpl", {"cmpc": 0.0, "cma": 0.0}),
+    ],
+)
+def test_what_a_method_compares_with_codes_of_before_training_is_as_sharp_as_they(
+    method: str, options: dict[str, Any], base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very same model has no distance to itself, however sharp training is by now."""
+    extras: list[_local.Extra] = []
+    epochs = _local.train_epochs
+
+    def watched(*args: Any, extra: _local.Extra, **others: Any) -> _local.Outcome:
+        extras.append(extra)
+        return epochs(*args, extra=extra, **others)
+
+    monkeypatch.setattr(_local, "train_epochs", watched)
+    # Of one item with one caption a class's prototype is that item's code; MFCPL's is of both modalities, here alike.
+    run = small(base, method, options, kinds=((True, True),), sizes=[1])
+    only, flat = run.shares[0], run.model.flat.data
+    assert only.image is not None
+    alike = replace(only, text=only.image[:, None].clone(), captions=torch.ones(1, dtype=torch.int64))
+    run.shares = {0: alike}
+    if method == "mfcpl":
+        flat[run.model.branch("text")] = flat[run.model.branch("image")]
+        run.state = run.protocol.initial(flat.clone())
+    silo = run.context.silos[0]
+    run.state = run.protocol.merge(run.state, [run.reply(silo, run.train(silo, 0.0))], 0).state
+    run.train(silo, 0.0)
+    caption = np.zeros(1, np.int64)
+    step = _local.Step(np.zeros(1, np.int64), caption, lambda *_: torch.zeros(()))
+    for sharpness in (1.0, 2.0, 10.0):
+        with _reconstruction.sharpened(local_of(run, 0), sharpness):
+            image, text = _local.outputs(local_of(run, 0), step.rows, caption)
+            found = extras[-1](step, image, text)
+        assert image is not None and found is not None
+        assert float(found.detach()) == pytest.approx(0.0, abs=1e-10), sharpness
+        assert torch.equal(image.code, torch.tanh(sharpness * image.raw))
+
+
+@pytest.mark.parametrize("base", [None, "dgcpn", "dcmh", "djsrh"])
+def test_outputs_that_are_not_sharpened_are_compared_as_they_are(base: str | None) -> None:
+    run = world("fedavg") if base is None else small(base)
+    local = local_of(run, 0)
+    outs = _local.outputs(local, np.arange(3), np.zeros(len(local.share), np.int64))
+    assert all(one is other for one, other in zip(_own.unsharpened(local, *outs), outs, strict=True))
+
+
 @pytest.mark.parametrize("base", ["dcmh", "shdch"])
 def test_feduch_refuses_towers_whose_projections_differ_in_width(base: Literal["dcmh", "shdch"]) -> None:
     objective = Objective(base=base, bits=8)

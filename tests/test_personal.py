@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,21 @@ def test_no_adapter_is_there_before_the_onset_round() -> None:
         run.round()
         has = [_personal.STATE in run.personal[silo.index] for silo in run.eligible]
         assert all(has) if round_ == 2 else not any(has)
+
+
+@pytest.mark.parametrize("off", [{"anchor": False}, {"lambda_anc": 0.0}], ids=["no anchor", "an anchor of weight 0"])
+def test_without_an_anchor_a_silo_that_lacks_a_modality_fits_no_adapter(off: dict[str, Any]) -> None:
+    run, anchored = world("rcsr", {**ON, **off}), world("rcsr", ON)
+    for _ in range(2):
+        run.round()
+        anchored.round()
+    assert [_personal.STATE in run.personal[silo.index] for silo in run.eligible] == [True, False, False, True]
+    # One it has already, as of a time when it had both modalities, stays as it is.
+    for silo in run.context.silos[1:3]:
+        run.personal[silo.index] = {**run.personal[silo.index], **anchored.personal[silo.index]}
+        before = run.personal[silo.index][_personal.STATE].clone()
+        run.train(silo)
+        assert torch.equal(run.personal[silo.index][_personal.STATE], before)
 
 
 def test_an_adapter_goes_on_from_where_it_was() -> None:

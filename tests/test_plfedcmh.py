@@ -15,7 +15,7 @@ from fedmq.messages import ClassPrototypes, Model
 from fedmq.protocol import Local, Personalised, State
 from fedmq.scenario import Objective
 from protocols import _hypernetwork, plfedcmh
-from tests.protocol_world import DIM, World, equal_states, world
+from tests.protocol_world import DIM, World, equal_states, share, world
 
 TWO = ((True, True), (True, True))
 GENERATOR = 7
@@ -124,6 +124,33 @@ def test_only_silos_that_have_a_branch_are_mixed_into_it() -> None:
     for silo in run.context.silos:
         image = run.protocol.mixture(State(run.state.theta, spoilt), silo)[run.model.branch("image")]
         assert float(image.abs().max()) < 1e3
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["", "checkpoint of before owners were kept"])
+def test_a_silo_that_gains_or_loses_a_modality_is_mixed_by_what_it_last_trained(older: bool) -> None:
+    run = trained_world(1)
+    first, second = run.context.silos[:2]
+    lost, gained = dataclasses.replace(first, text=False), dataclasses.replace(second, text=True)
+    run.shares = {**run.shares, 0: share(lost, 11), 1: share(gained, 9)}
+    if older:
+        without = {name: each for name, each in run.state.tensors.items() if name != "table_model_owners"}
+        run.state = State(run.state.theta, without, run.state.values)
+
+    def of_text() -> list[int]:
+        """Silos whose text branch goes into a mixture."""
+        silo, found = run.context.silos[3], []
+        part = run.model.branch("text")
+        for index in range(4):
+            models = run.state.tensors["table_models"].clone()
+            models[index, part] += 1.0
+            changed = State(run.state.theta, {**run.state.tensors, "table_models": models})
+            if not torch.equal(run.protocol.mixture(changed, silo)[part], run.protocol.mixture(run.state, silo)[part]):
+                found.append(index)
+        return found
+
+    assert of_text() == [0, 2, 3]
+    run.round([lost, gained])
+    assert of_text() == [1, 2, 3]
 
 
 def test_the_hypernetwork_of_a_branch_the_silo_lacks_never_moves() -> None:

@@ -22,8 +22,8 @@ class Options:
     """Options of DSCMR; defaults are the paper's.
 
     Args:
-        alpha: weight of the pairwise likelihood J2.
-        beta: weight of the modality distance J3.
+        alpha: weight of the pairwise likelihood J2; FedSCMR has a loss of its own and takes no notice, see there.
+        beta: weight of the modality distance J3; likewise.
         enhance: the network has FedSCMR's EnhanceNet, behind which items are compared. Only FedSCMR's own terms train
             it: with them off, or under another method, only the optimiser's weight decay moves it.
         leaky: leaky ReLU after the common layer, as FedCMR's network has.

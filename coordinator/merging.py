@@ -13,7 +13,7 @@ from coordinator.setting import Setting
 from fedmq.errors import RunError
 from fedmq.fields import all_finite
 from fedmq.messages import Loss, Message
-from fedmq.protocol import Merged, Reply, SiloFacts, State
+from fedmq.protocol import Following, Merged, Reply, SiloFacts, State
 from fedmq.staleness import damping, mixed, rarity
 from protocols._absent import completed
 from protocols._robust import robust_replies
@@ -75,10 +75,13 @@ def merged_state(
     aggregation = setting.scenario.aggregation
     # A lone reply's factor has no other reply to weigh against; it, too, can only act on the step.
     rate = aggregation.rate * (replies[0].factor if aggregation.mode == "async" else 1.0)
-    theta = mixed(state.theta, merged.state.theta, min(rate, 1.0))
-    if not all(all_finite(each.numpy()) for each in (theta, *merged.state.tensors.values())):
+    rate = min(rate, 1.0)
+    after = replace(merged.state, theta=mixed(state.theta, merged.state.theta, rate))
+    if rate < 1.0 and isinstance(setting.protocol, Following):
+        after = setting.protocol.followed(state, after, rate)
+    if not all(all_finite(each.numpy()) for each in (after.theta, *after.tensors.values())):
         raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")
-    return Merged(replace(merged.state, theta=theta), merged.log), left_out
+    return Merged(after, merged.log), left_out
 
 
 def merge_line(

@@ -67,7 +67,7 @@ def add_data(
     ) -> None:
         """Extract a scenario's frozen features into the cache; an interrupted extraction goes on where it was.
 
-        Example: [bold]fedmq data features scenarios/rcsr_mr50.yaml --device cuda:0[/bold]
+        Example: [bold]fedmq data features scenarios/fedcafe/mirflickr.yaml --device cuda:0[/bold]
         """
         from fedmq.data.prepared import prepare  # noqa: PLC0415
         from fedmq.world import device_of  # noqa: PLC0415

@@ -279,14 +279,14 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
     if chosen is None and (root / own).is_dir():
         return open_gallery(root / own)
     scenario = release.scenario
-    prepared = prepare(scenario.data, scenario.backbone, release.cache, scenario.seed, progress)
+    prepared = prepare(scenario.data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
     if chosen is None:
         source = of_data(scenario.data, scenario.backbone, prepared, own)
     elif chosen.is_dir():
         source = of_folder(release, chosen)
     else:
         data = load(chosen).data
-        other = prepare(data, scenario.backbone, release.cache, scenario.seed, progress)
+        other = prepare(data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
         if other.inputs != prepared.inputs:
             raise InputError(f"--gallery {chosen}", f"items like {other.inputs}", f"items like {prepared.inputs}")
         source = of_data(

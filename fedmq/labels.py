@@ -16,3 +16,8 @@ def coarse_columns(names: Sequence[str]) -> list[int]:
 def fine_columns(names: Sequence[str]) -> list[int]:
     """Columns that say what is alike: the lower level's, or all where labels have one level."""
     return [column for column, name in enumerate(names) if not name.startswith(COARSE)]
+
+
+def trained_columns(base: str, names: Sequence[str]) -> list[int]:
+    """Columns that a base's silos train on: both levels for SHDCH, and for any other those that say what is alike."""
+    return list(range(len(names))) if base == "shdch" else fine_columns(names)

@@ -303,6 +303,21 @@ class Sharing(Protocol):
 
 
 @runtime_checkable
+class Following(Protocol):
+    """What a method adds that keeps beside the model what has to move as far as the model does."""
+
+    def followed(self, before: State, after: State, rate: float) -> State:
+        """The state where of a merge's step a share is taken (``fedmq.staleness.mixed``).
+
+        Args:
+            before: the merge.
+            after: the merge, with the model that is kept already.
+            rate: the share, in [0, 1).
+        """
+        ...
+
+
+@runtime_checkable
 class Releasing(Protocol):
     """What a method adds whose global model needs more than its parameters at inference, as FedCAFE's memory."""
 

@@ -74,6 +74,8 @@ class Data(Part):
             raise ValueError("data.path is not for data.name openmoji, which comes from a package")
         if self.path is None and self.name != "openmoji":
             raise ValueError(f"data.path is needed when data.name is {self.name}; docs/data.md shows its layout")
+        if self.name == "manifest" and self.annotations is not None:
+            raise ValueError("data.annotations is not for data.name manifest: data.path is the file of annotations")
         if self.name in ("openmoji", "features"):
             drawn = {"split_seed"} if self.name == "features" else set[str]()  # where the file has no split
             own = self.model_dump(exclude={"name", "path", *drawn}, exclude_defaults=True)
@@ -112,6 +114,9 @@ class Backbone(Part):
         if self.text_encoder is not None and (self.name == "features" or self.adapter_site == "blocks"):
             other = "backbone.name features" if self.name == "features" else "backbone.adapter_site blocks"
             raise ValueError(f"backbone.text_encoder is not for {other}")
+        if self.pretrained is not None and self.name in ("lite", "features"):
+            has = "brings its own weights" if self.name == "lite" else "has no encoder"
+            raise ValueError(f"backbone.pretrained is not for backbone.name {self.name}, which {has}")
         if self.end_to_end and self.name != MATCONVNET:
             raise ValueError(f"backbone.end_to_end needs backbone.name {MATCONVNET}, not {self.name}")
         if self.adapter_site == "blocks" and (

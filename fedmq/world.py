@@ -25,6 +25,7 @@ from fedmq.data import partition
 from fedmq.data.prepared import Prepared, cache_folder, open_prepared, prepare, text_features
 from fedmq.data.share import Share, load_share
 from fedmq.errors import InputError
+from fedmq.labels import trained_columns
 from fedmq.models import networks
 from fedmq.models.two_tower import TwoTower, build
 from fedmq.protocol import Context, SiloFacts
@@ -76,7 +77,7 @@ class World:
     ) -> TwoTower:
         """The two towers with their initial parameters; frozen encoders only for the modalities asked for."""
         if scenario.objective.base != "info_nce":
-            classes = networks.classes_of(scenario.objective.base, self.prepared.label_names)
+            classes = networks.classes_of(self.prepared.label_names)
             return networks.build(
                 scenario.objective,
                 self.prepared.inputs,
@@ -96,6 +97,7 @@ class World:
 
     def context(self, scenario: Scenario, model: TwoTower) -> Context:
         """Facts for both halves of a method."""
+        names = self.prepared.label_names
         return Context(
             scenario.seed,
             scenario.rounds,
@@ -104,7 +106,7 @@ class World:
             model.dim,
             scenario.training,
             scenario.objective,
-            self.prepared.label_names,
+            tuple(names[column] for column in trained_columns(scenario.objective.base, names)),
             max_age=scenario.aggregation.max_age,
             public=self.public_share,
             build=partial(self.build_model, scenario, "cpu", ("image", "text")),
@@ -155,6 +157,14 @@ def device_of(name: str, index: int = 0) -> str:
     return f"cuda:{number}"
 
 
+def _extracting_device(name: str) -> str:
+    """Where a run extracts features: its device, or the CPU where a coordinator's or a reader's machine lacks that."""
+    try:
+        return device_of(name)
+    except InputError:
+        return "cpu"
+
+
 def build_world(
     scenario: Scenario,
     progress: Progress | None = None,
@@ -181,7 +191,9 @@ def build_world(
     prepared = (
         open_prepared(folder)
         if folder is not None
-        else prepare(scenario.data, scenario.backbone, cache, scenario.seed, progress)
+        else prepare(
+            scenario.data, scenario.backbone, cache, scenario.seed, progress, _extracting_device(scenario.device)
+        )
     )
     flags = partition.modalities(scenario.missing_modality, scenario.silo_names)
     silos = tuple(
@@ -279,7 +291,7 @@ def _groups(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I64, I64], 
             clusters = scenario.partition.clusters
             if clusters > len(train):
                 raise InputError("partition.clusters", clusters, f"at most {len(train)}, the training samples")
-            features = text_features(prepared, cache=cache)
+            features = text_features(prepared, scenario.backbone, scenario.seed, cache)
             centres = partition.cluster_centres(features[train], clusters, scenario.seed)
             one, two, three = (partition.nearest_centre(features[part], centres) for part in rows)
             return one, two, three

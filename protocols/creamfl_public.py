@@ -208,6 +208,10 @@ class CreamFlPublic:
             replace(state, theta=theta, tensors={**state.tensors, **self._represented(theta)}), {"server_loss": loss}
         )
 
+    def followed(self, before: State, after: State, rate: float) -> State:
+        """The representations that go down are of the model that is kept."""
+        return replace(after, tensors={**after.tensors, **self._represented(after.theta)})
+
     def _coordinator(self) -> Local:
         """The coordinator as it trains on the public pairs."""
         return Local(SiloFacts("coordinator", len(self.context.silos), True, True), self.public, self.model, {})

@@ -25,6 +25,7 @@ from fedmq.messages import ClassPrototypes, Delta, DiscriminatorDelta, Payload
 from fedmq.models.networks import signs, straight_through
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.staleness import mixed
 from protocols import _bases, _class_prototypes, _local, _merge, fedavg
 from protocols import _discriminator as adversary
 from protocols._bases import triplet
@@ -234,6 +235,13 @@ class FedHap:
         if self._shares_discriminator:
             tensors[_CHANGE] = self._merged_discriminator(state.tensors[_CHANGE], replies)
         return replace(merged, state=replace(merged.state, tensors=tensors))
+
+    def followed(self, before: State, after: State, rate: float) -> State:
+        """The discriminator moves as far as the networks do (METHODS.md 4)."""
+        if not self._shares_discriminator:
+            return after
+        change = mixed(before.tensors[_CHANGE], after.tensors[_CHANGE], rate)
+        return replace(after, tensors={**after.tensors, _CHANGE: change})
 
     def _merged_discriminator(self, change: Tensor, replies: Sequence[Reply]) -> Tensor:
         updates = [_merge.update_of(_as_delta(reply), self.layout) for reply in replies]

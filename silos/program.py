@@ -21,6 +21,7 @@ from fedmq.data.share import load_share
 from fedmq.errors import FedmqError, InputError, RemoteWireError
 from fedmq.evaluator import HeldOut
 from fedmq.faults import Drift, LabelNoise
+from fedmq.labels import trained_columns
 from fedmq.layout import agree, require_layout
 from fedmq.link import Link
 from fedmq.memory import keep_buffers
@@ -107,7 +108,11 @@ class Silo:
             if isinstance(fault, Drift):
                 everybody = np.sort(np.concatenate(world.train))
                 rows = fault.rows(rows, everybody, self.script.generator(place, name))
-        self.share = load_share(world.prepared, rows, image=self.facts.image, text=self.facts.text)
+        share = load_share(world.prepared, rows, image=self.facts.image, text=self.facts.text)
+        columns = trained_columns(self.scenario.objective.base, world.prepared.label_names)
+        if share.labels is not None and len(columns) < share.labels.shape[1]:
+            share = replace(share, labels=share.labels[:, columns].contiguous())
+        self.share = share
         for place, fault in standing:
             if isinstance(fault, LabelNoise):
                 self.share = fault.spoil(self.share, self.script.generator(place, name))

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.rounds import Action, Arrived, Joined, Merge, Merged, Plan, Rounds, Send
 from fedmq.parts import Staleness
-from fedmq.protocol import Local, Reply, SiloFacts, State, Task
+from fedmq.protocol import Following, Local, Reply, SiloFacts, State, Task
 from fedmq.staleness import damping, mixed
 from tests.protocol_world import World
 
@@ -56,7 +56,10 @@ class Federation:
             before, version = self.states[self.rounds.version], self.rounds.version
             after = self.world.protocol.merge(before, replies, version).state
             if self.plan.mode == "async":
-                after = replace(after, theta=mixed(before.theta, after.theta, self.mixing * replies[0].damping))
+                rate = self.mixing * replies[0].damping
+                after = replace(after, theta=mixed(before.theta, after.theta, rate))
+                if rate < 1.0 and isinstance(self.world.protocol, Following):
+                    after = self.world.protocol.followed(before, after, rate)
             self.states[version + 1] = after
             self.staleness += [reply.staleness for reply in replies]
             self.merges.append(len(replies))

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import protocols
+from coordinator.merging import merged_state
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.messages import ClassPrototypes, Delta, Loss, PartialDelta, Representations
 from fedmq.models.two_tower import Out
+from fedmq.parts import Aggregation
 from fedmq.protocol import Checking, Local, Personalised, Reply, Task
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Base, Objective, Privacy, Training
@@ -430,6 +432,20 @@ def test_with_a_public_set_representations_travel_and_parameters_do_not() -> Non
         run.model.load(run.state.theta)
         said = run.model.image(run.protocol.public.image).detach()  # type: ignore[attr-defined]
         torch.testing.assert_close(torch.from_numpy(down.values[:items].astype(np.float32)), said, atol=1e-3, rtol=0)
+
+
+def test_of_a_model_that_goes_part_of_the_way_its_own_representations_go_down() -> None:
+    run = world("creamfl_public", {"server_rate": 1e-2})
+    aggregation = Aggregation(mode="async", mixing=0.3)
+    setting: Any = types.SimpleNamespace(
+        protocol=run.protocol, context=run.context, scenario=types.SimpleNamespace(aggregation=aggregation)
+    )
+    merged, _ = merged_state(setting, run.state, run.replies(run.eligible[:1]), 0)
+    run.model.load(merged.state.theta)
+    said = run.model.image(run.protocol.public.image).detach()  # type: ignore[attr-defined]
+    torch.testing.assert_close(merged.state.tensors["public_image"], said)
+    whole = run.protocol.merge(run.state, run.replies(run.eligible[:1]), 0).state
+    assert not torch.allclose(whole.tensors["public_image"], said)
 
 
 def test_public_training_alone_teaches_the_coordinator_where_nobody_replies_with_a_modality() -> None:

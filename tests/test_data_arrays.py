@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,96 @@ def test_a_split_in_the_file_is_kept(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", image=rows(8), text=rows(8), split=split)
     found = prepare(Data(name="iapr", path=tmp_path / "a.npz"), FEATURES, tmp_path / "cache")
     assert found.split.tolist() == [0] * 5 + [2] * 3
+
+
+def matlab_characters(path: Path, split: Sequence[str]) -> None:
+    """A char array in HDF5, as MATLAB stores one: numbers of characters, a string in each column."""
+    width = max(map(len, split))
+    with h5py.File(path, "a") as file:
+        file["split"] = np.array([[ord(letter) for letter in word.ljust(width)] for word in split], np.uint16).T
+        file["split"].attrs["MATLAB_class"] = np.bytes_("char")
+
+
+SPLIT = ["train"] * 4 + ["val"] * 2 + ["test"] * 2
+CODES = np.array([0] * 4 + [1] * 2 + [2] * 2)
+CELLS = np.empty((1, 8), dtype=object)
+CELLS[:] = [SPLIT]
+
+
+@pytest.mark.parametrize(
+    ("name", "split"),
+    [
+        ("strings.h5", SPLIT),
+        ("bytes.h5", np.array(SPLIT, dtype="S")),
+        ("row of strings.h5", np.array([SPLIT], dtype=object)),
+        ("row.h5", CODES[None]),
+        ("column.h5", CODES[:, None].astype(float)),
+        ("row.mat", CODES[None]),
+        ("column.mat", CODES[:, None]),
+        ("doubles.mat", CODES.astype(float)),
+        ("characters.mat", SPLIT),
+        ("cells.mat", CELLS),
+        ("v73.mat", CODES[None].astype(float)),
+        ("v73 characters.mat", None),
+        ("strings.npz", SPLIT),
+        ("row.npz", CODES[None]),
+    ],
+)
+@pytest.mark.parametrize("pixels", [False, True])
+def test_a_files_own_split_is_read_however_it_is_stored(name: str, split: Any, pixels: bool, tmp_path: Path) -> None:
+    image = RNG.integers(0, 256, (8, 5, 6, 3), dtype=np.uint8) if pixels else rows(8, 6)
+    arrays = {"IAll": image, "TAll": rows(8, 5), "LAll": np.eye(8, 4)}
+    if split is not None:
+        arrays["split"] = split
+    path = tmp_path / name
+    if name.startswith("v73"):
+        matlab_hdf5(path, **arrays)
+        if split is None:
+            matlab_characters(path, SPLIT)
+    else:
+        saved(path, arrays)
+    data = Data(name="mirflickr", path=path)
+    found = read_pixels(data).split if pixels else read_arrays(data)["split"]
+    assert found is not None
+    assert found.tolist() == CODES.tolist()
+
+
+@pytest.mark.parametrize(
+    ("name", "split", "expected"),
+    [
+        ("a.mat", np.array([0, 0, 0, 0, 1, 1, 2, 2.5]), r"float64 \[8\].*\[8\] of train, val, test"),
+        ("a.mat", np.array(["train"] * 7 + ["tset"]), "'tset' in row 7"),
+        ("a.mat", np.array([0] * 6 + [2]), r"\[1, 7\].*\[8\] of train"),
+        ("a.mat", {"inside": CODES}, r"split: found .*\[1, 1\].*\[8\] of train"),
+        ("a.h5", np.array(["train"] * 8, dtype=object), "no test item"),
+    ],
+)
+def test_a_split_that_is_none_is_never_replaced_by_a_drawn_one(
+    name: str, split: Any, expected: str, tmp_path: Path
+) -> None:
+    arrays = {"IAll": rows(8, 6), "TAll": rows(8, 5), "LAll": np.eye(8, 4), "split": split}
+    refused(saved(tmp_path / name, arrays), expected)
+
+
+def test_a_split_of_references_in_hdf5_is_refused(tmp_path: Path) -> None:
+    path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(8, 6), TAll=rows(8, 5), LAll=np.eye(8, 4))
+    with h5py.File(path, "a") as file:
+        file.create_dataset("split", (8, 1), dtype=h5py.ref_dtype)
+    refused(path, r"split: found 'object \[8\]', allowed: \[8\] of train")
+
+
+@pytest.mark.parametrize(
+    "options", [{"text": "bag"}, {"missing": "skip"}, {"images": "x"}, {"annotations": "x"}, {"frames": 3}]
+)
+def test_keys_about_pictures_and_sentences_are_not_for_arrays(options: dict[str, Any], tmp_path: Path) -> None:
+    (key,) = options
+    path = saved(tmp_path / "a.npz", parts())
+    with pytest.raises(InputError, match=rf"data\.{key}: found .*not for arrays of features"):
+        prepare(Data(name="pascal", path=path, **options), FEATURES, tmp_path / "cache")
+    if key not in ("text", "missing"):
+        path = saved(tmp_path / "b.npz", {"IAll": PIXELS, "YAll": np.eye(6, 5), "LAll": np.eye(6)})
+        with pytest.raises(InputError, match=rf"data\.{key}: found .*not for arrays of pixels"):
+            SETS["nuswide"].read(Data(name="nuswide", path=path, **options))
 
 
 # --- files that were cut, or whose parts do not fit -------------------------------------------------------------------

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from fedmq import cli
+from fedmq import scenario_file as scenarios
+from fedmq.data import extract
+from fedmq.scenario import Backbone, Data
+from fedmq.world import build_world
 from tests import layouts
 from tests.test_data_extract import tiny_clip
 
@@ -113,6 +120,61 @@ def test_names_that_no_disk_or_no_encoding_can_hold_are_named_without_a_tracebac
     error = capfd.readouterr().err.strip().splitlines()
     assert len(error) == 1
     assert "whole characters of Unicode" in error[0]
+
+
+def test_a_folder_whose_name_is_no_utf_8_is_checked_and_extracted(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layouts.msrvtt(tmp_path / "set", frames=2)
+    strange = tmp_path / "set" / os.fsdecode(b"vid\xe9os")
+    (tmp_path / "set" / "frames").rename(strange)
+    path = scenario(tmp_path, {"name": "msrvtt", "path": str(tmp_path / "set"), "frames": 2})
+    for arguments in (["check", path], ["features", path], ["check", path, "--json"]):
+        assert fedmq(monkeypatch, "data", *arguments, "--set", "silos.count=1") == 0
+    (strange / "video1" / "000.jpg").write_bytes(b"")
+    capfd.readouterr()
+    assert fedmq(monkeypatch, "data", "check", path) == 2
+    assert f"{tmp_path}/set/vid\\udce9os/video1/000.jpg: " in capfd.readouterr().out
+
+
+def test_a_text_of_wikipedia_that_is_not_there_is_listed_and_may_be_left_out(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (layouts.wikipedia(tmp_path / "set") / "texts" / "txt3-7.xml").unlink()
+    path = scenario(tmp_path, {"name": "wikipedia", "path": str(tmp_path / "set")})
+    for setting, code, items in (("refuse", 2, 5), ("skip", 0, 4)):
+        assert fedmq(monkeypatch, "data", "check", path, "--set", f"data.missing={setting}", "--json") == code
+        facts = json.loads(capfd.readouterr().out)
+        assert (facts["items"], facts["without_captions"]) == (items, ["txt3-7/img3"])
+
+
+def test_the_example_of_a_device_is_a_scenario_that_uses_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "data", "features", "--help") == 0
+    named = re.search(r"scenarios/[\w/]+\.yaml(?=\s+--device cuda)", capfd.readouterr().out)
+    assert named is not None
+    chosen = scenarios.load(Path(__file__).parent.parent / named[0]).backbone
+    assert chosen.name not in ("lite", "features")
+    assert chosen.adapter_site == "feature"
+
+
+def test_a_run_extracts_on_its_device_where_the_machine_has_it(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts.flickr(tmp_path / "set")
+    path = scenario(tmp_path, {"name": "flickr8k", "path": str(tmp_path / "set")})
+    seen, plan = [], extract.plan
+
+    def note(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu") -> extract.Plan:
+        seen.append(device)
+        return plan(data, backbone, cache, seed)
+
+    monkeypatch.setattr(extract, "plan", note)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for device in ("cpu", "auto", "cuda:1", "cuda:2"):
+        build_world(scenarios.load(path, [f"device={device}"]))
+    assert seen == ["cpu", "cuda:0", "cuda:1", "cpu"]
 
 
 def test_a_set_too_small_for_its_papers_split_says_which_numbers_to_give(

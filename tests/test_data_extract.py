@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
+import safetensors.torch
 from PIL import Image
 
 from fedmq.data import extract, pictures
@@ -18,6 +20,7 @@ from fedmq.data.encoders import image_encoder
 from fedmq.data.extract import pooled, store
 from fedmq.data.prepared import Prepared, prepare, text_features
 from fedmq.errors import InputError
+from fedmq.models import clip_weights
 from fedmq.models.two_tower import build
 from fedmq.scenario import Backbone, Data
 from tests import layouts
@@ -174,7 +177,41 @@ def test_with_adapters_in_the_blocks_photos_are_pixels_and_captions_tokens(tmp_p
     assert (found.image.dtype, found.image.shape) == (np.uint8, (6, 3, 32, 32))
     assert (found.text.dtype, found.text.shape) == (np.int32, (6, 3, 20))
     assert build(backbone, found.inputs, 0, cache=tmp_path / "cache").dim == 16
-    assert text_features(found).shape == (6, 16)
+    assert text_features(found, backbone).shape == (6, 16)
+
+
+def test_pixels_and_tokens_are_shared_but_not_what_other_weights_made_of_them(tmp_path: Path) -> None:
+    backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
+    data = Data(name="flickr8k", path=layouts.flickr(tmp_path / "set"))
+
+    def made(seed: int, folder: str) -> tuple[Prepared, npt.NDArray[np.float32]]:
+        found = prepare(data, backbone, tmp_path / folder, seed)
+        return found, text_features(found, backbone, seed)
+
+    (zero, _), (one, vectors) = made(0, "cache"), made(1, "cache")
+    alone, wanted = made(1, "other")
+    assert one.digest == alone.digest != zero.digest
+    assert np.array_equal(vectors, wanted)
+    assert len(list((tmp_path / "cache" / "features").glob("*.npy"))) == 2
+
+
+def test_adapters_in_the_blocks_of_a_replaced_or_moved_checkpoint(tmp_path: Path) -> None:
+    weights = [clip_weights.weights(tiny_clip(tmp_path), seed, tmp_path / "cache").folder for seed in (0, 1)]
+
+    def write(path: Path, folder: Path) -> Backbone:
+        towers = [safetensors.torch.load_file(folder / f"{name}.safetensors") for name in ("image", "text")]
+        safetensors.torch.save_file(towers[0] | towers[1], path)
+        return tiny_clip(tmp_path, pretrained=str(path), adapter_site="blocks", head="mlp")
+
+    first = prepared(tmp_path, write(tmp_path / "w.safetensors", weights[0]))
+    second = prepared(tmp_path, write(tmp_path / "w.safetensors", weights[1]))
+    assert first.digest != second.digest
+    moved = write(tmp_path / "old.safetensors", weights[0])
+    found = prepared(tmp_path, moved)
+    assert found.digest == first.digest
+    # The folder was made with a file that now holds other weights.
+    same = prepare(Data(name="flickr8k", path=tmp_path / "set"), moved, tmp_path / "other")
+    assert np.array_equal(text_features(found, moved), text_features(same, moved))
 
 
 def test_videos_are_pooled_and_do_not_go_with_adapters_in_the_blocks(tmp_path: Path) -> None:
@@ -191,7 +228,7 @@ def test_tags_are_a_bag_of_words_or_one_sentence(tmp_path: Path) -> None:
     found = prepare(data, tiny_clip(tmp_path), tmp_path / "cache")
     assert (found.text.shape, found.text.dtype) == ((7, 1, 3), np.float32)
     assert found.text[0, 0].tolist() == [1, 0, 1]
-    assert text_features(found).tolist() == found.text[:, 0].tolist()
+    assert text_features(found, tiny_clip(tmp_path)).tolist() == found.text[:, 0].tolist()
     said = prepare(data.model_copy(update={"text": "sentences"}), tiny_clip(tmp_path), tmp_path / "cache")
     assert said.text.shape == (7, 1, 16)
     layouts.flickr(tmp_path / "set")

@@ -16,7 +16,7 @@ from fedmq.data.pictures import decode
 from fedmq.data.raw import RawSet, draw_parts, split_of
 from fedmq.data.sets import SETS, Draw
 from fedmq.errors import InputError
-from fedmq.scenario import Data
+from fedmq.scenario import Backbone, Data
 from tests import layouts
 
 pytest.importorskip("PIL")
@@ -56,6 +56,47 @@ def test_annotations_and_images_may_lie_elsewhere(tmp_path: Path) -> None:
         read("flickr8k", tmp_path / "a")
     found = read("flickr8k", tmp_path / "a", annotations=tmp_path / "k.json", images=tmp_path / "photos")
     assert not any(found.pictures.missing(row) for row in range(len(found)))
+
+
+def test_wikipedias_lists_and_texts_may_lie_elsewhere(tmp_path: Path) -> None:
+    whole = read("wikipedia", layouts.wikipedia(tmp_path / "set"))
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    for name in ("trainset_txt_img_cat.list", "testset_txt_img_cat.list"):
+        (tmp_path / "set" / name).rename(notes / name)
+    for _ in range(2):
+        found = read("wikipedia", tmp_path / "set", annotations=notes)
+        assert (found.keys, found.captions) == (whole.keys, whole.captions)
+        assert not any(found.pictures.missing(row) for row in range(len(found)))
+        if not (notes / "texts").exists():
+            (tmp_path / "set" / "texts").rename(notes / "texts")
+    with pytest.raises(InputError, match=r"elsewhere/trainset_txt_img_cat\.list.*no such file"):
+        read("wikipedia", tmp_path / "set", annotations=tmp_path / "elsewhere")
+
+
+@pytest.mark.parametrize("inner", ["Groundtruth/AllLabels", "AllLabels", "."])
+def test_nuswides_labels_may_lie_elsewhere(inner: str, tmp_path: Path) -> None:
+    whole = read("nuswide", layouts.nuswide(tmp_path / "set"))
+    (tmp_path / "notes" / inner).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / "set" / "Groundtruth" / "AllLabels").rename(tmp_path / "notes" / inner)
+    with pytest.raises(InputError, match=r"data\.annotations.*AllLabels"):
+        read("nuswide", tmp_path / "set")
+    found = read("nuswide", tmp_path / "set", annotations=tmp_path / "notes")
+    assert found.label_names == whole.label_names
+    assert np.array_equal(found.labels, whole.labels)  # type: ignore[arg-type]
+
+
+def test_images_of_iapr_are_a_folder_of_numbers_or_the_one_above(tmp_path: Path) -> None:
+    layouts.iapr(tmp_path / "set")
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "set" / "images").rename(tmp_path / "photos" / "images")
+    for images in (tmp_path / "photos" / "images", tmp_path / "photos"):
+        found = read("iapr", tmp_path / "set", images=images)
+        assert not any(found.pictures.missing(row) for row in range(len(found)))
+    (tmp_path / "photos" / "images" / "00" / "1.jpg").unlink()
+    found = read("iapr", tmp_path / "set", images=tmp_path / "photos" / "images")
+    assert [row for row in range(len(found)) if found.pictures.missing(row)] == [1]
+    assert found.pictures.name(1) == str(tmp_path / "photos" / "images" / "00" / "1.jpg")
 
 
 def test_coco_trains_on_restval_and_takes_its_labels_from_the_instances(tmp_path: Path) -> None:
@@ -494,11 +535,18 @@ def test_the_scenarios_numbers_replace_a_sets_own_split() -> None:
         ({"name": "coco"}, "data.path is needed"),
         ({"name": "openmoji", "frames": 3}, "data.frames is not for"),
         ({"name": "features", "path": "x", "train": 3}, "data.train is not for"),
+        ({"name": "manifest", "path": "x.csv", "annotations": "y"}, "data.annotations is not for data.name manifest"),
     ],
 )
 def test_a_scenario_names_a_known_set_and_only_its_own_options(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected):
         Data.model_validate(options)
+
+
+@pytest.mark.parametrize("name", ["lite", "features"])
+def test_weights_are_not_for_a_backbone_that_takes_none(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"backbone\.pretrained is not for backbone\.name {name}"):
+        Backbone.model_validate({"name": name, "pretrained": "w.pt"})
 
 
 # --- documents ------------------------------------------------------------------------------------------------------

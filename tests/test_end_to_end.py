@@ -72,6 +72,15 @@ def test_an_untrained_end_to_end_network_is_the_one_over_frozen_features(file: P
     }
 
 
+def test_another_file_of_weights_is_another_run_over_the_same_pictures(file: Path, tmp_path: Path) -> None:
+    scenario = scenarios.load(file)
+    first = prepare(scenario.data, scenario.backbone)
+    layouts.matconvnet(tmp_path / "f.mat", old=True)
+    second = prepare(scenario.data, scenario.backbone)
+    assert first.digest != second.digest
+    assert (first.folder / "image.npy").samefile(second.folder / "image.npy")
+
+
 def test_blocks_without_gradient_are_what_one_pass_gives(file: Path) -> None:
     network = matconvnet.load(scenarios.load(file).backbone, "cpu")
     shown = torch.randint(0, 256, (70, 3, 224, 224), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)

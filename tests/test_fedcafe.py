@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import textwrap
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scipy import io as scipy_io
 
 from coordinator.accept import check_reply
 from fedmq import evaluator
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.labels import coarse_columns, fine_columns
+from fedmq.labels import coarse_columns, fine_columns, trained_columns
 from fedmq.messages import Memory, Model
 from fedmq.models import networks
 from fedmq.models.two_tower import InputSpec
@@ -23,7 +26,9 @@ from fedmq.protocol import Context, Local, Reply, SiloFacts, Task
 from fedmq.scenario import Objective, Training
 from protocols import _bases, _local, _memory, fedcafe
 from protocols._bases import _alternating, dcmh, shdch
+from tests import inline
 from tests.protocol_world import DIM, LABELS, World, equal_states, share, world
+from tests.threads import resolved
 
 OFF = {"afe": False, "loss_e": False, "loss_c": False, "loss_d": False, "weighted_agg": False}
 LEVELS = ("fine:a", "coarse:x", "fine:b", "coarse:y")
@@ -386,8 +391,39 @@ def test_levels_are_told_apart_by_the_names() -> None:
     assert coarse_columns(LEVELS) == [1, 3]
     assert fine_columns(LEVELS) == [0, 2]
     assert (coarse_columns(LABELS), fine_columns(LABELS)) == ([], [0, 1, 2, 3])
-    assert networks.classes_of("shdch", LEVELS) == 2
-    assert networks.classes_of("dscmr", LEVELS) == 4
+    assert (networks.classes_of(LEVELS), networks.classes_of(LABELS)) == (2, 4)
+    assert trained_columns("shdch", LEVELS) == [0, 1, 2, 3]
+    assert trained_columns("dpsh", LEVELS) == [0, 2]
+    assert trained_columns("dpsh", LABELS) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("base", ["dpsh", "dch", "csq", "greedyhash", "triplet", "dscmr", "dcmh", "shdch"])
+def test_of_two_levels_the_upper_one_is_trained_on_by_shdch_alone(base: str, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    images, tags = (generator.normal(size=(48, 6)).astype(np.float32) for _ in range(2))
+    labels = np.zeros((48, 35))
+    labels[np.arange(48), 8 + np.arange(48) % 6] = 1
+    digests = set()
+    for upper in (0, 1):
+        labels[:, :8] = 0
+        labels[np.arange(48), np.arange(48) % (3 - upper)] = 1
+        folder = tmp_path / str(upper)
+        folder.mkdir()
+        scipy_io.savemat(folder / "vgg.mat", {"images": images, "tags": tags, "labels": labels})
+        text = f"""
+            name: levels
+            rounds: 2
+            protocol: {{name: fedavg}}
+            objective: {{base: {base}, bits: 8, hidden: 8}}
+            data: {{name: fashionvc, path: {folder / "vgg.mat"}, queries: 6}}
+            backbone: {{name: features}}
+            silos: {{count: 2}}
+            partition: {{kind: iid}}
+            training: {{batch_size: 8, warmup_rounds: 0}}
+        """
+        (folder / "a.yaml").write_text(textwrap.dedent(text))
+        digests.add(inline.run(resolved(folder / "a.yaml"), folder / "run").summary["model_digest"])
+    assert len(digests) == (2 if base == "shdch" else 1)
 
 
 def test_relevance_goes_by_the_fine_labels(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -477,3 +477,13 @@ def test_images_are_retrieved_by_images_from_the_database_alone() -> None:
     assert "map_i2i" not in plain
     with pytest.raises(ValueError, match="within"):
         Evaluation(within=True)
+
+
+def test_of_a_part_of_a_merges_step_the_discriminator_takes_the_same_part() -> None:
+    run = small("triplet", "fedhap")
+    run.round()
+    before, after = run.state, run.protocol.merge(run.state, run.replies(), 1).state
+    kept = run.protocol.followed(before, after, 0.25)  # type: ignore[attr-defined]
+    steps = [state.tensors[fedhap._CHANGE] - before.tensors[fedhap._CHANGE] for state in (after, kept)]
+    assert steps[0].any()
+    torch.testing.assert_close(steps[1], 0.25 * steps[0])

@@ -186,7 +186,7 @@ def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatc
 
 
 def test_text_features_are_the_mean_of_an_items_captions(made: Prepared) -> None:
-    found = text_features(made)
+    found = text_features(made, Backbone(name="features"))
     assert found.shape == (20, 6)
     assert found.dtype == np.float32
     for row, count in enumerate(made.captions):
@@ -290,12 +290,12 @@ def test_openmoji_with_adapters_in_the_blocks_is_pixels_and_token_ids(few: list[
     assert share.image is not None
     assert share.text is not None
     assert model.image(share.image).shape == model.caption(share.text[:, 0]).shape == (2, 16)
-    features = text_features(found)
+    features = text_features(found, backbone)
     assert features.shape == (5, 16)
     assert (found.folder / "text_features.npy").is_file()
-    assert np.array_equal(text_features(found), features)
+    assert np.array_equal(text_features(found, backbone), features)
     frozen = prepare(Data(name="openmoji"), tiny_clip(tmp_path), tmp_path / "cache")
-    assert np.allclose(text_features(frozen), features, atol=1e-6)
+    assert np.allclose(text_features(frozen, tiny_clip(tmp_path)), features, atol=1e-6)
 
 
 def test_openmoji_at_the_feature_site_is_the_frozen_towers_features(few: list[openmoji.Item], tmp_path: Path) -> None:

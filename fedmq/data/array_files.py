@@ -52,7 +52,7 @@ class Stored:
         key: its name there.
         shape: as MATLAB or NumPy would say it.
         matlab: stored in HDF5 with the axes the other way round, as MATLAB does.
-        words: holds strings, not numbers.
+        words: holds strings, not numbers; a row of characters that MATLAB stored counts as one string.
     """
 
     path: Path
@@ -91,12 +91,24 @@ class Stored:
             with np.load(self.path, allow_pickle=False) as opened:
                 return np.asarray(opened[self.key])
         if _is_hdf5(self.path):
-            with package("h5py", "formats", str(self.path)).File(self.path, "r") as opened:
+            h5py = package("h5py", "formats", str(self.path))
+            with h5py.File(self.path, "r") as opened:
+                if h5py.check_string_dtype(opened[self.key].dtype) is not None:
+                    return np.array(opened[self.key].asstr()[()], dtype=np.str_)
                 value = np.asarray(opened[self.key][()])
-            return value.transpose() if self.matlab else value
+            value = value.transpose() if self.matlab else value
+            return _joined(value) if self.words else value
         value = package("scipy.io", "formats", str(self.path)).loadmat(self.path, variable_names=[self.key])[self.key]
+        if value.dtype == object and not hasattr(value, "toarray"):
+            # A cell array of MATLAB; what is no string in it is refused as a string.
+            return np.array([str(np.squeeze(cell)) for cell in value.reshape(-1)])
         # Tags are often stored as a sparse matrix.
         return np.asarray(value.toarray() if hasattr(value, "toarray") else value)
+
+
+def _joined(codes: Array) -> Array:
+    """Rows of characters' numbers [n, length] to n strings, as MATLAB stores them in HDF5."""
+    return np.array(["".join(map(chr, row)) for row in np.atleast_2d(codes).tolist()])
 
 
 def _is_hdf5(path: Path) -> bool:
@@ -163,27 +175,38 @@ def _complete(path: Path) -> None:
 
 
 def _inside(path: Path) -> list[Stored]:
-    """The arrays of one file, without reading them."""
+    """The arrays of one file, without reading them; a ``split`` of whatever kind is one, lest another be drawn."""
     if path.suffix.lower() == ".npz":
         with np.load(path, allow_pickle=False) as opened:
             # The header of each member has its shape.
             return [_npy_header(opened, path, key) for key in opened.files]
     if _is_hdf5(path):
-        with package("h5py", "formats", str(path)).File(path, "r") as opened:
-            datasets = {
-                key: value for key, value in opened.items() if hasattr(value, "shape") and value.dtype.kind in "iufb"
-            }
-            facts = [
-                (key, tuple(map(int, value.shape)), "MATLAB_class" in value.attrs) for key, value in datasets.items()
+        h5py = package("h5py", "formats", str(path))
+        with h5py.File(path, "r") as opened:
+            datasets = {key: value for key, value in opened.items() if hasattr(value, "shape")}
+            return [
+                _dataset(path, key, value, words)
+                for key, value in datasets.items()
+                if (words := h5py.check_string_dtype(value.dtype) is not None)
+                or value.dtype.kind in "iufb"
+                or key == "split"
             ]
-        return [Stored(path, key, shape[::-1] if matlab else shape, matlab) for key, shape, matlab in facts]
     _complete(path)
     listed = package("scipy.io", "formats", str(path)).whosmat(path)
     return [
         Stored(path, key, tuple(map(int, shape)), words=kind == "char")
         for key, shape, kind in listed
-        if kind not in ("cell", "struct", "object")
+        if kind not in ("cell", "struct", "object") or key == "split"
     ]
+
+
+def _dataset(path: Path, key: str, value: Any, words: bool) -> Stored:
+    """One array of an HDF5 file."""
+    shape, matlab = tuple(map(int, value.shape)), value.attrs.get("MATLAB_class")
+    if matlab is None:
+        return Stored(path, key, shape, words=words)
+    characters = matlab == b"char" and not words
+    return Stored(path, key, shape[:0:-1] if characters else shape[::-1], True, words or characters)
 
 
 def listed(path: Path) -> list[Stored]:

@@ -19,7 +19,7 @@ from fedmq.data.array_files import ENDINGS, Found, Pile, Stored, What, files_of,
 from fedmq.data.features import SPLITS, split_codes
 from fedmq.data.folders import WIKIPEDIA_CLASSES, WIKIPEDIA_LISTS, wikipedia_lists, wikipedia_split
 from fedmq.data.pictures import Rows
-from fedmq.data.raw import RawSet, checked, labelled_rows
+from fedmq.data.raw import RawSet, checked, labelled_rows, refuse_keys
 from fedmq.errors import InputError
 from fedmq.scenario import Data
 
@@ -31,6 +31,31 @@ LABELLED = frozenset({"mirflickr", "nuswide", "wikipedia", "pascal"})
 LEVELS: Mapping[str, tuple[int, int]] = {"fashionvc": (8, 27), "ssense": (4, 28)}
 
 
+def _whole(value: Array) -> bool:
+    """Whether numbers are whole, and no larger than a class is."""
+    return bool((np.abs(value) < 2**31).all()) and np.array_equal(value, np.round(value))
+
+
+def _own_split(path: Path, n: int) -> npt.NDArray[np.uint8] | None:
+    """The ``split`` of a file, or of a folder of files, of n items; None where there is none.
+
+    Raises:
+        InputError: as :func:`fedmq.data.features.split_codes`.
+    """
+    stored = next((array for file in files_of(path) for array in listed(file) if array.key == "split"), None)
+    if stored is None:
+        return None
+    value = stored.read()
+    # MATLAB knows no vectors, pads strings with spaces and keeps numbers as doubles.
+    if value.shape in ((n, 1), (1, n)):
+        value = value.reshape(-1)
+    if value.dtype.kind in "US":
+        value = np.char.strip(value)
+    elif value.dtype.kind == "f" and _whole(value):
+        value = value.astype(np.int64)
+    return split_codes(stored.path, value, n)
+
+
 def _flat_labels(stored: Stored, n: int) -> Array:
     """Class numbers [n], or multi-hot [n, L]."""
     value = stored.numbers()
@@ -39,7 +64,7 @@ def _flat_labels(stored: Stored, n: int) -> Array:
     if value.ndim not in (1, 2) or len(value) != n:
         raise InputError(stored.place, f"shape {list(value.shape)}", f"{n} labels or rows of labels, as the images are")
     if value.dtype.kind == "f":
-        if not (np.abs(value) < 2**31).all() or not np.array_equal(value, np.round(value)):
+        if not _whole(value):
             raise InputError(stored.place, "values that are not whole", "class numbers [n] or multi-hot 0/1 [n, L]")
         value = value.astype(np.int64)
     return value.astype(np.int64) if value.ndim == 1 else (value > 0).astype(np.uint8)
@@ -103,8 +128,9 @@ def read_arrays(data: Data) -> dict[str, Array]:
     """Precomputed features of any set, by the keys of ``features.read_features``.
 
     Raises:
-        InputError: the arrays are not recognised, or their sizes differ.
+        InputError: the arrays are not recognised, or their sizes differ; or the scenario says where pictures lie.
     """
+    refuse_keys(data, ("text", "missing", "images", "annotations", "frames"), "arrays of features")
     path = data.path
     if path is None or not files_of(path):
         raise InputError("data.path", str(path), f"a file or folder of features ({', '.join(sorted(ENDINGS))})")
@@ -121,15 +147,14 @@ def read_arrays(data: Data) -> dict[str, Array]:
         # A .mat file that was cut off between two arrays looks like a whole one that has fewer.
         names = ", ".join(stored.key for stored in found.values())
         raise InputError(str(path), f"{names}; no labels", f"labels, too, e.g. L_tr or LAll: {data.name} has some")
-    own = next((array for file in files_of(path) for array in listed(file) if array.key == "split"), None)
-    if parts == ["all"] and own is not None:
-        arrays["split"] = split_codes(path, own.read(), len(arrays["image"]))
-    elif parts != ["all"]:
-        if data.name == "wikipedia" and list(sizes) == ["train", "test"]:
-            arrays["split"] = wikipedia_split(sizes["train"], sizes["test"])
-        else:
-            codes = [SPLITS.index(part if "train" in parts or part != "database" else "train") for part in parts]
-            arrays["split"] = np.repeat(codes, list(sizes.values())).astype(np.uint8)
+    if parts == ["all"]:
+        own = _own_split(path, sizes["all"])
+        arrays.update({} if own is None else {"split": own})
+    elif data.name == "wikipedia" and list(sizes) == ["train", "test"]:
+        arrays["split"] = wikipedia_split(sizes["train"], sizes["test"])
+    else:
+        codes = [SPLITS.index(part if "train" in parts or part != "database" else "train") for part in parts]
+        arrays["split"] = np.repeat(codes, list(sizes.values())).astype(np.uint8)
     again = _again(arrays, sizes) if {"train", "database"} <= sizes.keys() else None
     if again is not None and again.any():
         arrays = _only(arrays, np.flatnonzero(~again))
@@ -207,8 +232,9 @@ def read_pixels(data: Data) -> RawSet:
     label.mat of SHDCH (FashionVC, Ssense).
 
     Raises:
-        InputError: the arrays are not recognised, or their sizes differ.
+        InputError: the arrays are not recognised, or their sizes differ; or the scenario says where pictures lie.
     """
+    refuse_keys(data, ("images", "annotations", "frames"), "arrays of pixels")
     path = data.path
     if path is None or not files_of(path):
         raise InputError("data.path", str(path), f"a folder or file of {data.name}; see docs/data.md for its layout")
@@ -244,5 +270,6 @@ def read_pixels(data: Data) -> RawSet:
             bag=narrow if np.array_equal(narrow, bag) else bag.astype(np.float32),
             labels=labels.astype(np.uint8),
             label_names=names,
+            split=_own_split(path, n),
         )
     )

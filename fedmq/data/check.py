@@ -149,6 +149,11 @@ def check(scenario: Scenario, progress: Progress | None = None) -> dict[str, Any
     return facts
 
 
+def _printable(text: str) -> str:
+    """Bytes of a file's name that are no UTF-8 as escapes."""
+    return text.encode(errors="backslashreplace").decode()
+
+
 def show(facts: dict[str, Any], out: Console) -> None:
     """Print the facts of :func:`check`."""
     splits = ", ".join(f"{count} {name}" for name, count in facts["splits"].items() if count)
@@ -163,9 +168,9 @@ def show(facts: dict[str, Any], out: Console) -> None:
             rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""
             out.print(f"{len(found)} {kind.replace('_', ' ')}{rest}:", highlight=False)
             for name in found[:SHOWN]:
-                out.print(f"  {name}", highlight=False, markup=False, soft_wrap=True)
+                out.print(f"  {_printable(name)}", highlight=False, markup=False, soft_wrap=True)
     for problem in facts.get("problems", []):
-        out.print(problem, highlight=False, markup=False, soft_wrap=True)
+        out.print(_printable(problem), highlight=False, markup=False, soft_wrap=True)
     if "silos" in facts:
         table = Table("silo", "modalities", "samples", "held out")
         for name, own in facts["silos"].items():

@@ -30,6 +30,7 @@ class Encoder:
         mean: per channel, where rows are pixels that are normalised later; else empty.
         std: likewise.
         edge: in pixels, of the pictures that need no scaling; drawings are rendered so.
+        later: digest of the weights that a model puts over the rows, where rows are pixels; else empty.
     """
 
     digest: str
@@ -38,6 +39,7 @@ class Encoder:
     mean: tuple[float, ...] = ()
     std: tuple[float, ...] = ()
     edge: int = 224
+    later: str = ""
 
 
 def _batches(encode: Callable[[Array], torch.Tensor], items: Array) -> Array:
@@ -76,7 +78,8 @@ def _matconvnet_images(backbone: Backbone, device: str) -> Encoder:
         return fit(picture, matconvnet.EDGE)
 
     if backbone.end_to_end:
-        return Encoder(key_of("pixels", matconvnet.EDGE), _channels_first, fitted)
+        later = matconvnet.weights_digest(backbone)
+        return Encoder(key_of("pixels", matconvnet.EDGE), _channels_first, fitted, later=later)
     loaded = functools.cache(lambda: matconvnet.load(backbone, device))
 
     def encode(pictures: Sequence[Pixels]) -> Array:
@@ -112,7 +115,13 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
     if backbone.adapter_site == "blocks":
         frozen = clip_weights.weights(backbone, seed, cache)
         return Encoder(
-            key_of("pixels", size), _channels_first, lambda picture: fit(picture, size), frozen.mean, frozen.std, size
+            key_of("pixels", size),
+            _channels_first,
+            lambda picture: fit(picture, size),
+            frozen.mean,
+            frozen.std,
+            size,
+            key_of(digest, frozen.mean, frozen.std),
         )
     tower = functools.cache(lambda: clip.load_tower(clip_weights.weights(backbone, seed, cache), "image", device))
 

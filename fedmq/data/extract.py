@@ -214,7 +214,9 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
     image_key = key_of("rows", raw.image_digest, image.digest)
     text_key = key_of("rows", raw.text_digest(kind), text.digest if text else "bag")
     labels = None if raw.labels is None else array_digest(raw.labels)
-    facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site)
+    # Pixels and token ids are shared whatever network sees them; what is made with its weights later is not.
+    later = (image.later,) if image.later else ()
+    facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site, *later)
     digest = key_of(data.name, image_key, text_key, *facts)
     return Plan(raw, kind, split, image, text, image_key, text_key, digest)
 

@@ -74,6 +74,13 @@ def _western(path: Path) -> str:
     return read_text(path, "latin-1")
 
 
+def _iapr_image(images: Path, named: str) -> Path:
+    """Where ``images/00/25.jpg`` of an annotation lies: in ``data.images``, or in a folder ``images`` inside that."""
+    path = Path(named)
+    inside = images / (path.relative_to("images") if path.is_relative_to("images") else path)
+    return images / path if not exists(inside) and exists(images / path) else inside
+
+
 def read_iapr(data: Data) -> RawSet:
     """IAPR TC-12 (Grubinger et al. 2006): ``images/NN/N.jpg`` and ``annotations_complete_eng/NN/N.eng``.
 
@@ -85,7 +92,6 @@ def read_iapr(data: Data) -> RawSet:
     folder = folder_of(data)
     names = ("annotations_complete_eng", "iaprtc12/annotations_complete_eng", "annotations")
     notes = data.annotations or first_existing([folder / name for name in names], "data.path", "annotations")
-    root = data.images or notes.parent
     keys, paths, captions = [], [], []
     for path in sorted(path for path in files_below(notes) if path.suffix == ".eng"):
         text = _western(path)
@@ -94,8 +100,9 @@ def read_iapr(data: Data) -> RawSet:
             raise InputError(f"{path}: IMAGE", image, "a path like images/00/25.jpg")
         caption = element(text, "DESCRIPTION") or element(text, "TITLE")
         keys.append(path.relative_to(notes).with_suffix("").as_posix())
-        paths.append(root / image)
+        paths.append(_iapr_image(data.images, image) if data.images else notes.parent / image)
         captions.append((caption,) if caption else ())
+    root = data.images or notes.parent
     regions = _regions(folder)
     labels, label_names = multi_hot([regions.get(Path(key).name, set()) for key in keys])
     return checked(
@@ -137,11 +144,15 @@ def wikipedia_lists(folder: Path) -> dict[str, list[tuple[str, str, int]]]:
 def read_wikipedia(data: Data) -> RawSet:
     """Wikipedia (Rasiwasia et al. 2010): ``images/<class>/*.jpg``, ``texts/*.xml`` and the two list files.
 
+    A text that is not there is an item without a caption.
+
     Raises:
-        InputError: a list or a text is missing or of another form.
+        InputError: a list is missing or of another form, there is no folder of texts, or a text is unreadable.
     """
     folder = folder_of(data)
-    lists = wikipedia_lists(folder)
+    notes = data.annotations or folder
+    lists = wikipedia_lists(notes)
+    texts = first_existing([notes / "texts", folder / "texts"], "data.path", "folder of texts")
     pairs = [*lists["train"], *lists["test"]]
     root = data.images or folder / "images"
     paths, captions = [], []
@@ -149,7 +160,8 @@ def read_wikipedia(data: Data) -> RawSet:
         inside = root / WIKIPEDIA_CLASSES[number] / f"{image}.jpg"
         flat = root / f"{image}.jpg"
         paths.append(flat if not exists(inside) and exists(flat) else inside)
-        said = plain(read_text(folder / "texts" / f"{text}.xml"))
+        written = texts / f"{text}.xml"
+        said = plain(read_text(written)) if exists(written) else ""
         captions.append((said,) if said else ())
     labels, names = multi_hot([{WIKIPEDIA_CLASSES[number]} for _, _, number in pairs], WIKIPEDIA_CLASSES)
     return checked(

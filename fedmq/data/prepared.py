@@ -355,7 +355,11 @@ def prepare(
 
 
 def text_features(
-    prepared: Prepared, cache: Path | None = None, progress: Progress | None = None
+    prepared: Prepared,
+    backbone: Backbone,
+    seed: int = 0,
+    cache: Path | None = None,
+    progress: Progress | None = None,
 ) -> npt.NDArray[np.float32]:
     """One text vector per item, the mean of its captions' frozen features, for clustering in the partition.
 
@@ -363,6 +367,8 @@ def text_features(
 
     Args:
         prepared: the data set.
+        backbone: which it was prepared with. The folder names one, too, but its weights may lie elsewhere by now.
+        seed: of random weights.
         cache: folder with the tower's weights; None means the one that holds ``prepared``.
         progress: told while encoding.
 
@@ -378,9 +384,7 @@ def text_features(
         if not kept.is_file():
             from fedmq.models import clip, clip_weights  # noqa: PLC0415 - as above
 
-            source = prepared.meta["source"]
-            backbone = Backbone.model_validate(source["backbone"])
-            frozen = clip_weights.weights(backbone, source["seed"], cache or prepared.folder.parent.parent)
+            frozen = clip_weights.weights(backbone, seed, cache or prepared.folder.parent.parent)
             tokens = prepared.text[seen]
             encoded = clip.encode_texts(frozen, tokens, BATCH, tell(progress, "captions", len(tokens)))
             write_once(kept, _mean_of(_spread(encoded, counts), counts))

@@ -105,7 +105,8 @@ def array_digest(value: Array) -> str:
 def _digest(lines: Iterable[str]) -> str:
     found = hashlib.sha256()
     for line in lines:
-        found.update(f"{line}\n".encode())
+        # A name on disk may be of any bytes.
+        found.update(f"{line}\n".encode(errors="surrogateescape"))
     return found.hexdigest()
 
 
@@ -306,6 +307,23 @@ def folder_of(data: Data) -> Path:
     if data.path is None or not data.path.is_dir():
         raise InputError("data.path", str(data.path), f"the folder of {data.name}; see docs/data.md for its layout")
     return data.path
+
+
+def refuse_keys(data: Data, names: Iterable[str], what: str) -> None:
+    """Refuse keys of ``data`` that say nothing about how a set is stored here.
+
+    Args:
+        data: of the scenario.
+        names: the keys.
+        what: how the set is stored, for the message.
+
+    Raises:
+        InputError: one of them is given.
+    """
+    for name in names:
+        value = getattr(data, name)
+        if value != Data.model_fields[name].default:
+            raise InputError(f"data.{name}", str(value), f"no such key: it is not for {what}")
 
 
 def first_existing(paths: Sequence[Path], place: str, what: str) -> Path:

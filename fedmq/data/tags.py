@@ -148,9 +148,11 @@ def nuswide_photos(data: Data) -> RawSet:
     listed = _first(folder, "ImageList/Imagelist.txt", "ImageList/ImageList.txt", "Imagelist.txt")
     # The list was written on Windows.
     names = [line.strip().replace("\\", "/") for line in read_text(listed, "latin-1").splitlines() if line.strip()]
-    files = sorted(_first(folder, "Groundtruth/AllLabels", "AllLabels").glob("Labels_*.txt"))
+    notes = data.annotations or folder
+    inner = [notes / "Groundtruth" / "AllLabels", notes / "AllLabels", *([notes] if data.annotations else [])]
+    files = sorted(first_existing(inner, "data.annotations", "AllLabels").glob("Labels_*.txt"))
     if not files:
-        raise InputError(str(folder), "no Labels_*.txt in AllLabels", "one file of 0 and 1 for each label")
+        raise InputError(str(notes), "no Labels_*.txt in AllLabels", "one file of 0 and 1 for each label")
     columns = [_digits(path, 1)[:, 0] for path in files]
     tags_path = _first(folder, "NUS_WID_Tags/AllTags1k.txt", "Tags/AllTags1k.txt", "AllTags1k.txt")
     bag = _digits(tags_path, None)

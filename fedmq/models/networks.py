@@ -254,9 +254,9 @@ class CommonSpace(nn.Module):
         return Out(common, common, code, self.label(common))
 
 
-def classes_of(base: Base, label_names: Sequence[str]) -> int:
-    """Classes of a base's classifier: those of DCMH and SHDCH tell the fine labels apart, the others all labels."""
-    return len(fine_columns(label_names)) if base in ("dcmh", "shdch") else len(label_names)
+def classes_of(label_names: Sequence[str]) -> int:
+    """Classes of a classifier: of two label levels it tells the lower ones apart."""
+    return len(fine_columns(label_names))
 
 
 def initial_parameters(layout: Layout, plan: Plan, seed: int, trained: Backbone | None = None) -> Tensor:

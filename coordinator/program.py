@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import platform
@@ -36,7 +35,6 @@ from fedmq.cost import CostModel
 from fedmq.crypto import Identity, load_accepted, load_identity
 from fedmq.errors import InputError
 from fedmq.handshake import Accepted
-from fedmq.layout import Layout
 from fedmq.link import COORDINATOR
 from fedmq.memory import keep_buffers
 from fedmq.messages import Loss, Payload
@@ -96,11 +94,6 @@ def check(scenario: Scenario, world: World) -> None:
     """
     _setting(scenario, world, RunFolder(Path()))
     world.build_model(scenario, device_of(scenario.device), ("image", "text"))
-
-
-def model_digest(layout: Layout, theta: torch.Tensor) -> str:
-    """SHA-256 (hex) over the layout's digest and the parameters' bytes: equal digests, equal models, to the bit."""
-    return hashlib.sha256(bytes.fromhex(layout.digest) + theta.contiguous().numpy().tobytes()).hexdigest()
 
 
 def run_coordinator(
@@ -277,7 +270,7 @@ def _finish(loop: Loop, world: World, clock: Clock) -> dict[str, Any]:
     """Write the released model, the summary and the report."""
     setting, folder = loop.setting, loop.setting.folder
     state, protocol = loop.states[loop.rounds.version], setting.protocol
-    digest = model_digest(setting.context.layout, state.theta)
+    digest = setting.context.layout.model_digest(state.theta.numpy())
     _release(setting, state.theta, protocol.release(state) if isinstance(protocol, Releasing) else (), digest)
     summary = _summary(loop, world, clock, digest)
     write_json(folder.summary, summary)

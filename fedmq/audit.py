@@ -148,10 +148,16 @@ def read_log(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
 
 #: What the coordinator notes of a run without messages; an auditor must not take its silence for a clean record.
 INLINE = "silos run inside the coordinator: no messages are exchanged, none are logged"
+_NOT_INLINE = "says that nothing was sent; only the coordinator may, and only where no log has a message or a handshake"
+#: As docs/wire.md calls it, and what a log calls a peer that no session names; neither module may be imported here.
+_COORDINATOR, _UNKNOWN = "coordinator", "unknown"
 
 
 class MessageLog:
-    """Appends records to one process's log.
+    """Appends records to one process's log, each whole or not at all.
+
+    Every method that records something raises what ``fedmq.runfolder.writing`` says if the record cannot be written;
+    the log then ends with the record before it.
 
     Args:
         path: of the log; an existing one is continued, after cutting off a last line that a crash left unfinished.
@@ -167,7 +173,7 @@ class MessageLog:
         self.path = path
         self.process = process
         self._clock = clock
-        self._head, self._count = GENESIS, 0
+        self._head, self._count, self._size = GENESIS, 0, 0
         make_folder(path.parent)
         with writing(path):
             self._file = path.open("ab", buffering=0)
@@ -191,7 +197,6 @@ class MessageLog:
             time.sleep(0.05)
 
     def _continue(self) -> None:
-        whole = 0
         with self.path.open("rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):
@@ -199,8 +204,8 @@ class MessageLog:
                 record = _record(line)
                 if record is not None:  # What is none is not ours to mend: the audit will point at it.
                     self._head, self._count = record["hash"], record["n"] + 1
-                whole += len(line)
-        os.truncate(self.path, whole)
+                self._size += len(line)
+        os.truncate(self.path, self._size)
 
     @property
     def head(self) -> str:
@@ -215,9 +220,18 @@ class MessageLog:
             **record,
             "previous": self._head,
         }
-        record["hash"] = self._head = chain(self._head, record)
-        self._count += 1
-        self._file.write(_canonical(record) + b"\n")
+        record["hash"] = head = chain(self._head, record)
+        line = _canonical(record) + b"\n"
+        with writing(self.path):
+            try:
+                rest = memoryview(line)
+                while rest:  # A disk that is about to be full takes a part of it, and says so at the next write only.
+                    rest = rest[self._file.write(rest) :]
+            except BaseException:
+                # Half a record would break the chain for all that follow.
+                self._file.truncate(self._size)
+                raise
+        self._head, self._count, self._size = head, self._count + 1, self._size + len(line)
 
     def message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> None:
         """Record a message.
@@ -354,11 +368,24 @@ def audit_run(folder: Path) -> Audit:
             str(folder), "no messages/*.jsonl", "a run folder that fedmq scenario or fedmq coordinator wrote"
         )
     result = Audit()
+    named: dict[str, str] = {}
+    notes: list[tuple[str, str]] = []
+    exchanged = False
     sent: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]] = {}
     received: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]] = {}
     for path in logs:
         for place, record in _checked_chain(path, result):
             _tally(place, record, result, sent, received)
+            for name in _others(record):
+                named.setdefault(name, place)
+            exchanged = exchanged or _shape(record) in ("message", "handshake")
+            if record["action"] == "note" and record["text"] == INLINE:
+                notes.append((path.stem, place))
+    # Whoever has messages to hide could write that note; the coordinator's holds unless any log speaks against it.
+    result.inline = not exchanged and any(process == _COORDINATOR for process, _ in notes)
+    if result.inline:
+        return result
+    result.findings += [Finding(place, _NOT_INLINE) for _, place in notes]
     present, unseen = {path.stem for path in logs}, Counter[str]()
     for key, (place, record) in received.items():
         if key in sent:
@@ -368,12 +395,25 @@ def audit_run(folder: Path) -> Audit:
             result.findings.append(Finding(place, what))
         else:
             unseen[key[0]] += 1
-    for process, count in sorted(unseen.items()):
-        what = f"no such log in this folder: {count} messages of {process} cannot be compared"
-        result.findings.append(Finding(f"{process}.jsonl", what))
+    for process in sorted(named.keys() - present):
+        count = unseen[process]
+        why = f"{count} messages of {process} cannot be compared" if count else f"{named[process]} tells of {process}"
+        result.findings.append(Finding(f"{process}.jsonl", f"no such log in this folder: {why}"))
     # What went to a process whose log is elsewhere is not known to be lost.
     result.undelivered = sum(key[1] in present for key in sent.keys() - received.keys())
     return result
+
+
+def _others(record: dict[str, Any]) -> tuple[str, ...]:
+    """The processes that a record tells of; of one that was never heard there need not be a log."""
+    match _shape(record):
+        case "message":
+            return record["sender"], record["receiver"]
+        case "handshake":
+            return (record["peer"],)
+        case "refused" if record["peer"] != _UNKNOWN:
+            return (record["peer"],)
+    return ()
 
 
 def _compare(place: str, record: dict[str, Any], other_place: str, other: dict[str, Any], result: Audit) -> None:
@@ -409,9 +449,7 @@ def _tally(
     received: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]],
 ) -> None:
     process, action = record["process"], record["action"]
-    if action == "note":
-        result.inline = result.inline or record["text"] == INLINE
-    elif action == "refused":
+    if action == "refused":
         result.refused[process][record["reason"]] += 1
     elif action == "sent":
         result.frames[process] += record["bytes"]

@@ -15,6 +15,7 @@ from rich.console import Console
 from fedmq.errors import InputError
 
 if TYPE_CHECKING:
+    from fedmq.audit import Finding
     from fedmq.probe import Probe
 
 DIFFERENT = 3
@@ -46,7 +47,8 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
     ) -> None:
         """Check the message logs of a run: hash chains, sent against received, and what left each silo.
 
-        Exit code 3 if anything does not add up or breaks the policy; a probe is a measurement and no finding.
+        Exit code 3 if anything does not add up or breaks the policy; a probe is a measurement and no finding, unless
+        what is released is another model than the run's.
 
         Example: [bold]fedmq audit runs/smoke-20260101-120000[/bold]
 
@@ -63,7 +65,9 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
             wanted = "a run with messages (launcher local, or processes started by hand)"
             raise InputError(str(run), "a run whose silos were calls inside the coordinator: nothing was sent", wanted)
         held = None if allowed is None or policy_file is None else policy.hold(audit, allowed, policy_file)
-        measured = _probed(run, bar, pooled) if with_probe else None
+        measured, swapped = _probed(run, bar, pooled) if with_probe else (None, None)
+        # Beside the logs' findings, and printed with them.
+        audit.findings += [swapped] if swapped else []
         findings = [*audit.findings, *(held.findings if held else ())]
         if as_json:
             facts = {**audit.to_plain(), "ok": not findings, "findings": [vars(finding) for finding in findings]}
@@ -85,10 +89,11 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
             sys.exit(DIFFERENT)
 
 
-def _probed(run: Path, bar: Bar, pooled: Callable[[str], bool]) -> Probe:
-    """Probe a run's released model; what takes longer says how far it is."""
+def _probed(run: Path, bar: Bar, pooled: Callable[[str], bool]) -> tuple[Probe, None] | tuple[None, Finding]:
+    """Probe a run's released model, or find that it is another; what takes longer says how far it is."""
     from fedmq import probe  # noqa: PLC0415 - brings torch
-    from fedmq.release import open_release  # noqa: PLC0415
+    from fedmq.audit import Finding  # noqa: PLC0415
+    from fedmq.release import OtherModelError, open_release  # noqa: PLC0415
 
     # The auditor's machine need not have the run's GPU.
     release = open_release(run, "auto")
@@ -98,4 +103,7 @@ def _probed(run: Path, bar: Bar, pooled: Callable[[str], bool]) -> Probe:
         if time.monotonic() - began > _QUIET_SECONDS:
             show(what, done, total)
 
-    return probe.probe(release, pooled=pooled(release.scenario.protocol.name), progress=tell)
+    try:
+        return probe.probe(release, pooled=pooled(release.scenario.protocol.name), progress=tell), None
+    except OtherModelError as error:
+        return None, Finding(error.place, f"{error.found} instead of {error.allowed}")

@@ -115,6 +115,10 @@ class Layout:
         """SHA-256 in hexadecimal over :meth:`canonical`."""
         return hashlib.sha256(self.canonical()).hexdigest()
 
+    def model_digest(self, theta: npt.NDArray[Any]) -> str:
+        """SHA-256 (hex) over the digest and parameters [P]: equal digests, equal models, to the bit."""
+        return hashlib.sha256(bytes.fromhex(self.digest) + np.ascontiguousarray(theta).tobytes()).hexdigest()
+
     @cached_property
     def by_name(self) -> Mapping[str, LayoutEntry]:
         """Entries by name."""

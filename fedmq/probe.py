@@ -31,7 +31,7 @@ from fedmq.evaluator import embed
 from fedmq.models.two_tower import MODALITIES, TwoTower
 from fedmq.outcomes import read_summary
 from fedmq.protocol import encoders_of
-from fedmq.release import Release
+from fedmq.release import OtherModelError, Release
 from fedmq.world import World, build_world
 
 F64 = npt.NDArray[np.float64]
@@ -227,9 +227,12 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
         progress: told (what, done, total).
 
     Raises:
+        OtherModelError: the release is not the model that the run's summary tells of.
         InputError: the run's data are not on this machine, or the release is damaged, or nobody trained.
     """
     scenario, summary = release.scenario, read_summary(release.run)
+    if release.digest != summary["model_digest"]:
+        raise OtherModelError(release.run.model / "config.json", release.digest, summary["model_digest"])
     try:
         world = build_world(scenario, progress, release.cache, pooled=pooled)
     except InputError as error:

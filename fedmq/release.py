@@ -38,6 +38,19 @@ class _Config(Stored):
     model_digest: str
 
 
+class OtherModelError(InputError):
+    """What is released is not the model that the run's records tell of.
+
+    Args:
+        place: the file whose model it is.
+        found: SHA-256 (hex) of that model.
+        told: SHA-256 (hex) of the run's.
+    """
+
+    def __init__(self, place: Path, found: str, told: str) -> None:
+        super().__init__(str(place), f"a model with digest {found}", f"the run's own, with digest {told}")
+
+
 @dataclass(frozen=True)
 class Release:
     """A finished run, opened for inference.
@@ -58,7 +71,7 @@ class Release:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the model."""
+        """SHA-256 (hex) of the model as the release tells it; :meth:`model` holds the parameters against it."""
         return str(self.config["model_digest"])
 
     def model(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> TwoTower:
@@ -69,6 +82,7 @@ class Release:
             modalities: towers that will be used.
 
         Raises:
+            OtherModelError: the parameters are not those of the run.
             InputError: the release is damaged, or of another model.
         """
         nothing = np.zeros(0, np.int64)
@@ -78,10 +92,17 @@ class Release:
             raise InputError(str(self.run.model), "parameters of another model", "the release of this very scenario")
         tensors = self._tensors("model")
         for entry in model.layout.entries:
+            place = f"{self.run.model / 'model.safetensors'}: {entry.name}"
             found = list(tensors[entry.name].shape) if entry.name in tensors else "nothing"
             if found != list(entry.shape):
-                raise InputError(f"{self.run.model / 'model.safetensors'}: {entry.name}", found, str(list(entry.shape)))
+                raise InputError(place, found, str(list(entry.shape)))
+            dtype = str(tensors[entry.name].dtype).removeprefix("torch.")
+            if dtype != entry.dtype:
+                raise InputError(place, dtype, entry.dtype)
         theta = torch.cat([tensors[entry.name].reshape(-1) for entry in model.layout.entries])
+        found_digest = model.layout.model_digest(theta.numpy())
+        if found_digest != self.digest:
+            raise OtherModelError(self.run.model / "model.safetensors", found_digest, self.digest)
         more: list[Payload] = []
         for kind, (what, make) in _BESIDE.items():
             if kind in self.config.get("with", ()):

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+from fedmq.errors import InputError
+from fedmq.runfolder import make_folder, writing
 
 _POLL_SECONDS = 0.0005
 
@@ -31,12 +35,17 @@ class Slots:
     Args:
         folder: shared by all silos of the run on this machine; made if needed.
         count: how many train at once.
+
+    Raises:
+        InputError: the folder is not one that can be written.
+        RunError: the disk is full or broken.
     """
 
     def __init__(self, folder: Path, count: int) -> None:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self._files = [(folder / f"slot-{index}").open("ab") for index in range(count)]
-        self._queue = (folder / "queue").open("ab")
+        make_folder(folder)
+        with writing(folder):
+            self._files = [(folder / f"slot-{index}").open("ab") for index in range(count)]
+            self._queue = (folder / "queue").open("ab")
 
     @contextmanager
     def one(self) -> Iterator[None]:
@@ -65,6 +74,24 @@ class Slots:
 
 
 def slots_folder(run: str) -> Path:
-    """Where the silos of a run on this machine meet."""
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or os.environ.get("TMPDIR") or "/tmp")  # noqa: S108 - private by mode 0700
-    return base / f"fedmq-slots-{os.getuid()}" / run
+    """Where the silos of a run on this machine meet: in a folder of this user alone, made if needed.
+
+    It lies in ``$XDG_RUNTIME_DIR``, which a cluster's nodes and ``su`` may name without having it, else in ``$TMPDIR``,
+    else in ``/tmp``.
+
+    Raises:
+        InputError: the user's folder cannot be made, or belongs to somebody else.
+        RunError: the disk is full or broken.
+    """
+    named = [Path(os.environ[name]) for name in ("XDG_RUNTIME_DIR", "TMPDIR") if os.environ.get(name)]
+    writable = (place for place in named if place.is_dir() and os.access(place, os.W_OK | os.X_OK))
+    own = next(writable, Path("/tmp")) / f"fedmq-slots-{os.getuid()}"  # noqa: S108 - private by mode 0700
+    with writing(own):
+        own.mkdir(mode=0o700, exist_ok=True)
+        # Anybody may make a folder or a link of that name in a shared place before we do.
+        found = own.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            allowed = "a folder of this user alone; with TMPDIR another place is taken"
+            raise InputError(str(own), "a link or a folder of somebody else", allowed)
+        own.chmod(0o700)
+    return own / run

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,12 +19,15 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from coordinator import roster
+from fedmq import audit as audits
 from fedmq import policy
 from fedmq.audit import GENESIS, INLINE, Audit, MessageLog, audit_run, chain
 from fedmq.cli import app
 from fedmq.clock import WallClock
 from fedmq.crypto import fingerprint, load_accepted
 from fedmq.errors import InputError
+from fedmq.link import COORDINATOR
 from fedmq.messages import PAYLOADS, Delta, Header, Kind, Message
 from fedmq.models.two_tower import InputSpec, build
 from fedmq.scenario import Backbone
@@ -105,6 +110,51 @@ def test_two_processes_cannot_write_one_log(run: Path, monkeypatch: pytest.Monke
     assert not audit_run(run).findings
 
 
+FILLED = """
+import resource, sys
+from pathlib import Path
+from fedmq.audit import MessageLog
+from fedmq.clock import WallClock
+from fedmq.errors import RunError
+
+path = Path(sys.argv[1])
+with MessageLog(path, "silo-00", WallClock()) as log:
+    log.note("started")
+    before, head = path.read_bytes(), log.head
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 50, resource.RLIM_INFINITY))
+    for _ in range(2):
+        try:
+            log.note("no room")
+        except RunError as error:
+            print(error)
+        assert (path.read_bytes(), log.head) == (before, head)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    log.note("room again")
+"""
+
+
+def test_a_record_that_the_disk_takes_only_in_part_is_an_error_and_leaves_nothing(run: Path) -> None:
+    path = run / "messages" / "silo-00.jsonl"
+    done = subprocess.run([sys.executable, "-c", FILLED, path], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [f"{path}: could not be written: File too large"] * 2
+    assert [json.loads(line).get("text") for line in lines(run, "silo-00")[3:]] == ["started", "room again"]
+    assert not audit_run(run).findings
+
+
+def test_a_record_that_is_taken_in_parts_is_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Slow(io.FileIO):
+        def write(self, data: Any) -> int:
+            return super().write(bytes(data[:7]))
+
+    with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
+        monkeypatch.setattr(log, "_file", Slow(log.path, "ab"))
+        log.note("started")
+        log.note("ended")
+    assert not audit_run(run).findings
+    assert len(lines(run, "silo-00")) == 5
+
+
 @pytest.mark.parametrize("edit", ["remove", "swap", "insert"])
 def test_removed_moved_and_inserted_records_show(run: Path, edit: str) -> None:
     content = lines(run, "coordinator")
@@ -164,6 +214,37 @@ def test_a_log_that_is_not_there_is_one_finding(run: Path) -> None:
     ]
 
 
+def test_a_missing_log_is_a_finding_even_of_a_process_that_no_message_came_from(run: Path) -> None:
+    with MessageLog(run / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
+        log.refused("unknown", "unknown_session", "a task before a handshake", 100)
+        assert not audit_run(run).findings  # noise of nobody known
+        log.handshake("received", "hello", "silo-01", 1400)
+        log.message("sent", message(0, "coordinator", "silo-02"), "d", 100)
+        log.refused("silo-03", "malformed", "40 MB", 40_000_000)
+    assert [(f.place, f.what) for f in audit_run(run).findings] == [
+        (f"silo-0{silo}.jsonl", f"no such log in this folder: coordinator.jsonl:{line} tells of silo-0{silo}")
+        for silo, line in ((1, 6), (2, 7), (3, 8))
+    ]
+    for process in ("silo-01", "silo-02", "silo-03"):
+        with MessageLog(run / "messages" / f"{process}.jsonl", process, WallClock()) as log:
+            log.note("started")
+    assert not audit_run(run).findings
+    (run / "messages" / "coordinator.jsonl").unlink()
+    assert [f.place for f in audit_run(run).findings] == ["coordinator.jsonl"]
+
+
+def test_a_name_that_a_record_has_no_place_for_is_passed_over(run: Path) -> None:
+    content = [
+        line.replace('"peer":"silo-00"', '"peer":"silo-00","sender":["x"]') for line in lines(run, "coordinator")
+    ]
+    rewrite(run, "coordinator", reseal(content))
+    assert not audit_run(run).findings
+
+
+def test_the_audit_calls_processes_as_the_programs_do() -> None:
+    assert (audits._COORDINATOR, audits._UNKNOWN) == (COORDINATOR, roster._UNKNOWN)
+
+
 def test_a_folder_without_logs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="run folder"):
         audit_run(tmp_path)
@@ -180,6 +261,29 @@ def test_a_run_without_messages_is_no_clean_record(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["audit", str(tmp_path)])
     assert isinstance(done.exception, InputError)
     assert "nothing was sent" in str(done.exception)
+
+
+@pytest.mark.parametrize("liar", ["silo-00", "coordinator"])
+def test_nobodys_word_that_nothing_was_sent_ends_the_audit_of_logs_with_messages(run: Path, liar: str) -> None:
+    with MessageLog(run / "messages" / f"{liar}.jsonl", liar, WallClock()) as log:
+        log.note(INLINE)
+    rewrite(run, "silo-00", reseal(lines(run, "silo-00")[1:]))
+    done = CliRunner().invoke(app, ["audit", str(run), "--json"])
+    found = [finding["what"] for finding in json.loads(done.stdout)["findings"]]
+    assert done.exit_code == 3
+    assert "reply from silo-00 received, but never logged as sent" in found
+    assert any("says that nothing was sent" in what for what in found)
+
+
+@pytest.mark.parametrize("other", ["silo-00", "coordinator"])
+def test_only_a_coordinator_without_a_handshake_says_that_nothing_was_sent(tmp_path: Path, other: str) -> None:
+    with MessageLog(tmp_path / "messages" / f"{other}.jsonl", other, WallClock()) as log:
+        log.note(INLINE)
+        if other == "coordinator":
+            log.handshake("received", "hello", "silo-00", 1400)
+    audit = audit_run(tmp_path)
+    assert not audit.inline
+    assert audit.findings[0].place == f"{other}.jsonl:1"
 
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "audit.md"

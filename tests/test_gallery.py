@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from fedmq import cli, codes, gallery, search
 from fedmq import scenario_file as scenarios
@@ -39,17 +39,18 @@ def model_of(scenario: Scenario) -> TwoTower:
     return world.build_model(scenario, "cpu", ("image", "text"))
 
 
-def released(root: Path, scenario: Scenario, memory: np.ndarray | None = None) -> Path:
-    """The folder of a run that ended with its initial parameters."""
+def released(root: Path, scenario: Scenario, memory: np.ndarray | None = None, scale: float = 1.0) -> Path:
+    """The folder of a run that ended with its initial parameters, or with a multiple of them."""
     model = model_of(scenario)
+    theta = scale * model.flat.detach()
     (root / "model").mkdir(parents=True)
     (root / "scenario.yaml").write_text(scenario.dump())
-    views = model.layout.views(model.flat.detach().numpy())
+    views = model.layout.views(theta.numpy())
     save_file({name: torch.tensor(view) for name, view in views.items()}, root / "model" / "model.safetensors")
     if memory is not None:
         support = torch.ones(len(memory), dtype=torch.int64)
         save_file({"centroids": torch.tensor(memory), "support": support}, root / "model" / "memory.safetensors")
-    config = {"layout_digest": model.layout.digest, "model_digest": "ab" * 32}
+    config = {"layout_digest": model.layout.digest, "model_digest": model.layout.model_digest(theta.numpy())}
     write_json(root / "model" / "config.json", {**config, "with": [] if memory is None else ["memory"]})
     return root
 
@@ -138,10 +139,9 @@ def test_a_second_search_needs_neither_the_data_nor_the_model(
     assert by_item(open_release(hashing.run.root), "000007").hits == before.hits
 
 
-def test_another_model_gets_a_gallery_of_its_own(embeddings: Release) -> None:
-    first = export(embeddings)
-    write_json(embeddings.run.model / "config.json", {**embeddings.config, "model_digest": "cd" * 32})
-    assert export(open_release(embeddings.run.root)).folder != first.folder
+def test_another_model_gets_a_gallery_of_its_own(embeddings: Release, tmp_path: Path) -> None:
+    other = open_release(released(tmp_path / "other", embeddings.scenario, scale=2.0))
+    assert export(other).folder.name != export(embeddings).folder.name
 
 
 def test_an_export_that_dies_leaves_nothing_half_written(embeddings: Release, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,6 +222,20 @@ def test_a_damaged_gallery_is_one_line(embeddings: Release) -> None:
     made.vectors.write_bytes(b"PK\x03\x04cut short")
     with pytest.raises(InputError, match="a damaged file"):
         made.array("image")
+
+
+@pytest.mark.parametrize("settings", [[], [DCMH]], ids=["embeddings", "codes"])
+def test_parameters_that_are_not_the_runs_are_refused(tiny: Path, tmp_path: Path, settings: list[str]) -> None:
+    scenario = scenarios.load(tiny, settings)
+    own, other = (open_release(released(tmp_path / f"x{scale}", scenario, scale=scale)) for scale in (1.0, 2.0))
+    path = own.run.model / "model.safetensors"
+    path.write_bytes((other.run.model / "model.safetensors").read_bytes())
+    with pytest.raises(InputError, match=f"^{path}: found 'a model with digest {other.digest}', .*{own.digest}$"):
+        export(own)
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
+    with pytest.raises(InputError, match="found 'bfloat16', allowed: float32"):
+        export(own)
+    assert not [path for path in (own.run.model / "gallery").iterdir() if path.is_dir()]
 
 
 def test_parameters_of_another_model_are_refused(embeddings: Release) -> None:

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 from sklearn.metrics import roc_auc_score, roc_curve
 
 import protocols
@@ -227,6 +228,30 @@ def test_a_probe_of_broken_logs_exits_with_3(
     log = tmp_path / "run" / "messages" / "silo-00.jsonl"
     log.write_text("".join(log.read_text().splitlines(keepends=True)[:-2]))
     assert fedmq(monkeypatch, "audit", tmp_path / "run", "--probe", "--json") == 3
+
+
+@pytest.mark.parametrize("swapped", ["model", "model and config"])
+def test_a_swapped_model_is_a_finding_and_is_not_probed(
+    run_of_rcsr_p: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    swapped: str,
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(run_of_rcsr_p, root)
+    path, config = root / "model" / "model.safetensors", root / "model" / "config.json"
+    save_file({name: -tensor for name, tensor in load_file(path).items()}, path)
+    if swapped != "model":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "model_digest": "cd" * 32}))
+    assert fedmq(monkeypatch, "audit", root, "--probe", "--json") == 3
+    facts = json.loads(capsys.readouterr().out)
+    own = json.loads((root / "summary.json").read_text())["model_digest"]
+    (finding,) = facts["findings"]
+    assert finding["place"] == str(path if swapped == "model" else config)
+    assert finding["what"].endswith(f"instead of the run's own, with digest {own}")
+    assert (facts["ok"], "probe" in facts) == (False, False)
+    assert fedmq(monkeypatch, "audit", root) == 0  # the logs themselves agree
 
 
 def test_hash_codes_are_probed_too(tiny: Path, tmp_path: Path) -> None:

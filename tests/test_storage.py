@@ -23,7 +23,7 @@ from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.errors import InputError, RunError
 from fedmq.protocol import State
-from silos.slots import Slots
+from silos.slots import Slots, slots_folder
 from silos.state import StateStore
 
 
@@ -114,6 +114,15 @@ def test_the_last_two_are_kept_and_older_states_are_carried_on_without_copying(t
     loaded = checkpoint.load(tmp_path)
     assert loaded is not None
     assert torch.equal(loaded.states[1].theta, torch.ones(3))
+
+
+def test_the_last_two_are_kept_by_number_however_many_digits_it_has(tmp_path: Path) -> None:
+    for number in range(999_998, 1_000_002):
+        checkpoint.save(tmp_path, made(number))
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    assert loaded.rounds["version"] == 1_000_001
+    assert {path.name for path in tmp_path.iterdir()} == {"version-1000000", "version-1000001"}
 
 
 def test_a_crash_while_writing_leaves_the_checkpoint_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,6 +219,67 @@ def test_a_killed_silo_frees_its_slot(tmp_path: Path) -> None:
     with Slots(tmp_path, 1).one():
         assert time.monotonic() - began < 5
     holder.wait()
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """XDG_RUNTIME_DIR names the folder ``user``, which is not there; TMPDIR the folder ``shared``, which is."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "user"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "shared"))
+    (tmp_path / "shared").mkdir()
+    return tmp_path
+
+
+def test_slots_lie_in_the_first_place_that_can_be_written(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = f"fedmq-slots-{os.getuid()}"
+    assert slots_folder("r") == places / "shared" / own / "r"
+    assert not (places / "user").exists()
+    (places / "user").mkdir()
+    assert slots_folder("r") == places / "user" / own / "r"
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != places / "user" and access(path, mode))
+    assert slots_folder("r") == places / "shared" / own / "r"
+
+
+@pytest.mark.parametrize("before", [None, 0o755])
+def test_the_folder_of_a_users_slots_is_that_users_alone(places: Path, before: int | None) -> None:
+    own = places / "shared" / f"fedmq-slots-{os.getuid()}"
+    if before:
+        own.mkdir()
+        own.chmod(before)
+    Slots(slots_folder("r"), 1).close()
+    assert own.stat().st_mode & 0o777 == 0o700
+
+
+def test_slots_in_a_folder_of_somebody_else_are_refused_in_one_line(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = places / "shared" / f"fedmq-slots-{os.getuid()}"
+    own.symlink_to(places)
+    with pytest.raises(InputError, match=rf"^{own}: found 'a link or a folder of somebody else', allowed: .*TMPDIR"):
+        slots_folder("r")
+    own.unlink()
+    own.mkdir(mode=0o755)
+    user = os.getuid()
+    own.rename(places / "shared" / f"fedmq-slots-{user + 1}")
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with pytest.raises(InputError, match="of somebody else"):
+        slots_folder("r")
+    assert (places / "shared" / f"fedmq-slots-{user + 1}").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("blocked", ["own", "run", "slot"])
+def test_slots_that_cannot_be_made_are_one_line(places: Path, blocked: str) -> None:
+    own = places / "shared" / f"fedmq-slots-{os.getuid()}"
+    if blocked == "slot":
+        (own / "r" / "slot-0").mkdir(parents=True)
+    elif blocked == "run":
+        own.mkdir()
+        (own / "r").write_text("")
+    else:
+        own.write_text("")
+    with pytest.raises(InputError, match=f"^{own}.*allowed: a folder that can be written$"):
+        Slots(slots_folder("r"), 1)
 
 
 def test_no_more_than_so_many_hold_a_slot_at_once(tmp_path: Path) -> None:

@@ -75,28 +75,19 @@ def _fail(error: FedmqError, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _scenario_of(file: Path, settings: list[str] | None, seed: int | None) -> Any:
-    """A scenario with every default written out, the method's options included."""
+def _scenario_of(file: Path, settings: list[str] | None, seed: int | None, *, by_hand: bool = False) -> Any:
+    """A scenario with every default written out, the method's options included.
+
+    Its paths are absolute, so that a resume or a search finds them from any folder. Where the programs are started by
+    hand, those of weights stay as they are written: the programs, each on its own machine, must agree on them.
+    """
     import protocols  # noqa: PLC0415 - brings torch, which --help does without
     from fedmq import scenario_file as scenarios  # noqa: PLC0415
 
     extra = [*(settings or []), *([f"seed={seed}"] if seed is not None else [])]
     raw = scenarios.apply_settings(scenarios.read_yaml(file), extra)
     scenario = protocols.resolved(scenarios.parse(raw, file), str(file))
-    data = scenario.data
-    # Absolute, so that a resume finds them from any folder.
-    places = {name: getattr(data, name) for name in ("path", "annotations", "images")}
-    data = data.model_copy(update={name: _absolute(f"data.{name}", path) for name, path in places.items() if path})
-    participation, trace = scenario.participation, scenario.participation.trace
-    participation = participation.model_copy(update={"trace": trace and _absolute("participation.trace", trace)})
-    return scenario.model_copy(update={"data": data, "participation": participation})
-
-
-def _absolute(key: str, path: Path) -> Path:
-    try:
-        return path.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a character no path has
-        raise InputError(key, str(path)[:200], f"a path ({error})") from None
+    return scenarios.with_absolute_paths(scenario, weights=not by_hand)
 
 
 def _bar() -> Callable[[str, int, int], None]:
@@ -248,14 +239,15 @@ def coordinator_command(
     from fedmq.runfolder import RunFolder, open_run  # noqa: PLC0415
     from fedmq.world import build_world  # noqa: PLC0415
 
-    scenario = _scenario_of(file, settings, seed)
+    scenario = _scenario_of(file, settings, seed, by_hand=True)
     if resume and out_dir is None:
         raise InputError("--resume", "no --out", "the folder of the run to go on with: --out DIR --resume")
     folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}")
     if resume or folder.scenario.exists():
         # Silos and the evaluator may have begun their logs there, but no other run may have been.
         open_run(folder.root)
-        resuming.check(folder, _scenario_of(folder.scenario, None, None), scenario, f"--out {folder.root}")
+        before = _scenario_of(folder.scenario, None, None, by_hand=True)
+        resuming.check(folder, before, scenario, f"--out {folder.root}")
     if not resume and (folder.checkpoints / "silos").parent.exists() and any(folder.checkpoints.glob("version-*")):
         raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume")
     build_world(scenario, _bar())
@@ -295,7 +287,7 @@ def silo_command(
     """
     from silos.program import SiloArguments, run_silo  # noqa: PLC0415
 
-    scenario = _scenario_of(file, settings, seed)
+    scenario = _scenario_of(file, settings, seed, by_hand=True)
     arguments = SiloArguments(
         scenario, name, connect, keys, out_dir or Path("runs") / f"{scenario.name}-{name}", device
     )
@@ -318,7 +310,7 @@ def evaluator_command(
     """
     from fedmq.evaluator import EvaluatorArguments, run_evaluator  # noqa: PLC0415
 
-    scenario = _scenario_of(file, settings, seed)
+    scenario = _scenario_of(file, settings, seed, by_hand=True)
     arguments = EvaluatorArguments(
         scenario, connect, keys, out_dir or Path("runs") / f"{scenario.name}-evaluator", device
     )
@@ -459,7 +451,19 @@ def _prepare(quiet: bool) -> Callable[[Any], Path]:
     return lambda scenario: simulate.prepare_world(scenario, None if quiet else _bar())
 
 
-_ROOTS = cli_compare.Roots(_scenario_of, _prepare, _until_stopped)
+def _share(scenario: Any, folder: Path) -> None:
+    """Refuse what the data in a folder cannot be shared out by, without making clusters, which takes a second each."""
+    from fedmq.world import build_world  # noqa: PLC0415
+
+    partition = scenario.partition
+    clustered = partition.kind == "dir_clusters"
+    alike = partition.model_copy(update={"kind": "iid"}) if clustered else partition
+    samples = sum(map(len, build_world(scenario.model_copy(update={"partition": alike}), folder=folder).train))
+    if clustered and partition.clusters > samples:
+        raise InputError("partition.clusters", partition.clusters, f"at most {samples}, the training samples")
+
+
+_ROOTS = cli_compare.Roots(_scenario_of, _prepare, _share, _until_stopped)
 cli_compare.add_compare(app, _ROOTS)
 cli_compare.add_sweep(app, _ROOTS)
 cli_search.add_search(app, _bar)

@@ -21,7 +21,7 @@ from fedmq.clock import WallClock
 from fedmq.errors import InputError
 
 if TYPE_CHECKING:
-    from fedmq.compare import Comparison, Prepare
+    from fedmq.compare import Comparison, Prepare, Share
     from fedmq.comparison import ComparisonFile
     from fedmq.jobs import Progress
     from fedmq.plan import Plan, Resolve
@@ -145,11 +145,13 @@ class Roots:
     Args:
         resolve: reads and checks a scenario, the method's options included.
         prepare: makes a scenario's data, from whether to be quiet.
+        share: refuses what they cannot be shared out by.
         until_stopped: catches Ctrl-C from now on; gives what tells whether it came.
     """
 
     resolve: Resolve
     prepare: Callable[[bool], Prepare]
+    share: Share
     until_stopped: Callable[[], Callable[[], bool]]
 
 
@@ -334,15 +336,15 @@ def _carry_out(options: Options, roots: Roots) -> None:
         InputError: what is asked for is not allowed, or a folder cannot be written.
     """
     plan = _plan(options, roots.resolve)
-    from fedmq import compare, tables  # noqa: PLC0415
+    from fedmq import compare, plots, tables  # noqa: PLC0415
     from fedmq.plan import default_folder  # noqa: PLC0415
-    from fedmq.runfolder import make_folder  # noqa: PLC0415
+    from fedmq.runfolder import make_folder, write_text  # noqa: PLC0415
 
-    err, command = Console(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
+    out, err, command = Console(), Console(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
     folder = options.out_dir or default_folder(plan, options.kind, roots.resolve)
     make_folder(folder)  # the tables are written at the very end: too late to learn that they cannot be
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // (2 if options.processes else 1))
-    data_digest = compare.digest_once(roots.prepare(options.quiet))
+    data_digest = compare.digest_once(roots.prepare(options.quiet), roots.share)
     place = compare.Workplace(options.runs_dir or folder / "runs", roots.resolve, data_digest, options.processes, jobs)
     if not options.quiet:
         trials = sum(len(entry.candidates) for entry in plan.entries if len(entry.candidates) > 1)
@@ -354,13 +356,16 @@ def _carry_out(options: Options, roots: Roots) -> None:
         err.print(f"stopped; the same command goes on: [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
         sys.exit(FAILED)
     table = tables.grid(comparison.rows, plan)
-    _write_results(comparison, table, folder, command)
+    _write_tables(comparison, plan, table, folder, command)
     if options.as_json:
         print(json.dumps({"folder": str(folder), "rows": tables.plain(comparison.rows), "errors": comparison.errors}))
     else:
-        out = Console()
         named = [options.source] if options.source else options.files
-        out.print(tables.terminal(table, f"{options.kind}: {escape(', '.join(map(str, named)))}"))
+        title = f"{options.kind}: {escape(', '.join(map(str, named)))}"
+        out.print(*tables.terminal(table, title, out.width), sep="\n")
+    # Last: whatever becomes of the plots, the tables are there.
+    write_text(folder / "plots.html", plots.page(comparison.rows, command, table.notes))
+    if not options.as_json:
         out.print(
             f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html",
             highlight=False,
@@ -376,16 +381,15 @@ def _carry_out(options: Options, roots: Roots) -> None:
         sys.exit(FAILED)
 
 
-def _write_results(comparison: Comparison, table: Grid, folder: Path, command: str) -> None:
-    from fedmq import plots, tables  # noqa: PLC0415
+def _write_tables(comparison: Comparison, plan: Plan, table: Grid, folder: Path, command: str) -> None:
+    from fedmq import tables  # noqa: PLC0415
     from fedmq.runfolder import write_text  # noqa: PLC0415
 
     results = {
         "table.csv": tables.as_csv(tables.plain(comparison.rows)),
-        "runs.csv": tables.as_csv(tables.runs(comparison.rows)),
+        "runs.csv": tables.as_csv(tables.runs(comparison.rows, plan)),
         "table.tex": tables.latex(table, command),
         "table.md": tables.markdown(table, command),
-        "plots.html": plots.page(comparison.rows, command, table.notes),
     }
     for name, text in results.items():
         write_text(folder / name, text)

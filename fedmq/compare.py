@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from fedmq import jobs, outcomes
+from fedmq.data.features import file_digest
 from fedmq.errors import InputError
 from fedmq.outcomes import Outcome
-from fedmq.plan import Entry, Plan, Resolve, digest
+from fedmq.plan import Entry, Plan, Resolve, digest, named_by
 from fedmq.rows import Row, empty_columns, rows
 from fedmq.runfolder import RunFolder, make_folder, write_text, writing
 from fedmq.scenario import Scenario
@@ -27,7 +28,17 @@ from fedmq.scenario import Scenario
 Settings = tuple[str, ...]
 """As ``--set`` takes them."""
 Prepare = Callable[[Scenario], Path]
-"""Makes a scenario's data in the cache; gives the folder, which is named by the digest of what is in it."""
+"""Makes a scenario's data in the cache and shares them out; gives the folder, named by the digest of what is in it."""
+
+Share = Callable[[Scenario, Path], object]
+"""Finds out whether the data in such a folder can be shared out as a scenario asks for; raises InputError if not."""
+#: What a scenario's data are shared out by, beside their own digest.
+_SHARED: dict[str, Any] = {
+    "silos": {"count"},
+    "partition": True,
+    "missing_modality": True,
+    "evaluation": {"split", "fold_size"},
+}
 
 
 @dataclass(frozen=True)
@@ -89,16 +100,25 @@ class Workplace:
     jobs: int
 
 
-def digest_once(prepare: Prepare) -> Callable[[Scenario], str]:
-    """A digest of a scenario's data that prepares each data set once: finding it again takes half a second."""
-    known: dict[str, str] = {}
+def digest_once(prepare: Prepare, share: Share) -> Callable[[Scenario], str]:
+    """A digest of a scenario's data that prepares each data set once: finding it again takes half a second.
+
+    Whether it can be shared out in each of the ways asked for is found out, too.
+    """
+    known: dict[str, Path] = {}
+    shared: set[str] = set()
 
     def data_digest(scenario: Scenario) -> str:
         parts = scenario.model_dump(mode="json", include={"data", "backbone", "objective", "seed"})
         key = json.dumps(parts, sort_keys=True)
+        how = scenario.model_dump(mode="json", include=_SHARED)
+        way = json.dumps([key, how], sort_keys=True)
         if key not in known:
-            known[key] = prepare(scenario).name
-        return known[key]
+            known[key] = prepare(scenario)
+        elif way not in shared:
+            share(scenario, known[key])
+        shared.add(way)
+        return known[key].name
 
     return data_digest
 
@@ -117,7 +137,7 @@ def run_of(
         rounds: in place of the scenario's.
 
     Raises:
-        InputError: the data cannot be read, or cannot be shared out as asked.
+        InputError: the data or the trace cannot be read, or the data cannot be shared out as asked.
     """
     split = ["evaluation.split=val", "evaluation.every=0"] if trial else []
     length = [] if rounds is None else [f"rounds={rounds}"]
@@ -125,7 +145,9 @@ def run_of(
     scenario = place.resolve(entry.file, [*entry.settings, *chosen, *split, *length, *launcher], seed)
     # Neither changes what comes out: how the silos are started, and where the same data lie.
     here: dict[str, Any] = {"launcher": True, "silos": {"slots"}, "data": {"path", "annotations", "images"}}
-    facts = scenario.model_dump(mode="json", exclude=here)
+    facts = named_by(scenario, here)
+    if (trace := scenario.participation.trace) is not None:
+        facts["participation"]["trace"] = file_digest(trace)  # what is in it, not where it lies
     name = f"{scenario.name}-{scenario.protocol.name}-seed{seed}-{digest([facts, place.data_digest(scenario)])}"
     title = f"{entry.name}, seed {seed}" + f" ({' '.join(chosen)})" * trial
     return Run(name, title, RunFolder(place.runs / name), scenario)

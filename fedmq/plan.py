@@ -11,9 +11,10 @@ import hashlib
 import itertools
 import json
 import math
+import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,6 +51,12 @@ class Variation:
     key: str
     values: tuple[Any, ...]
     who: str | None = None
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """The keys it sets: its own, or those that go together."""
+        together = (str(key) for value in self.values for key in value) if self.key == TOGETHER else ()
+        return frozenset(together) or frozenset((self.key,))
 
     @property
     def settings(self) -> tuple[str, ...]:
@@ -129,6 +136,8 @@ def parse_variation(text: str, option: str) -> Variation:
         raise InputError(f"{option} {TOGETHER}", match["values"], allowed)
     if match["key"] in _NOT_VARIED:
         raise InputError(option, match["key"], _NOT_VARIED[match["key"]])
+    if match["key"] == TOGETHER and any("seed" in value for value in values):
+        raise InputError(f"{option} {TOGETHER}", "seed", _NOT_VARIED["seed"])
     return Variation(match["key"], tuple(values), match["who"])
 
 
@@ -229,7 +238,12 @@ def entries(
     Raises:
         InputError: a scenario, key or value is not allowed, or two rows would be the same.
     """
-    scenarios = {file: resolve(file, list(settings), None) for file in files}
+    if any(_key(setting) == "seed" for setting in settings):
+        raise InputError("--set", "seed", _NOT_VARIED["seed"])
+    # What is below a varied key is for the rows: the file's own method need not know it.
+    wide = [f"{key}." for each in varied for key in each.keys]
+    own_settings = [setting for setting in settings if not _key(setting).startswith(tuple(wide))]
+    scenarios = {file: resolve(file, own_settings, None) for file in files}
     names_of = {file: {own.name, own.protocol.name} for file, own in scenarios.items()}
     _refuse_idle("--vary", varied, {name for names in names_of.values() for name in names})
     drafts = [
@@ -241,17 +255,21 @@ def entries(
     methods = _methods(drafts)
     made: list[Entry] = []
     known: set[str] = set()
+    same: dict[tuple[str, ...], str] = {}
     for draft, method in zip(drafts, methods, strict=True):
         whole = [method] if len(set(methods)) > 1 or not draft.point else []
         name = ", ".join([*whole, *(f"{key}={text}" for key, text in draft.point)])
         own = (*settings, *draft.settings)
-        with _blaming("--vary", draft.settings):
+        with _blaming("--vary", draft.settings), _pointing(name, own, varied):
             names = {resolve(draft.file, list(own), None).protocol.name, draft.scenario, method, name}
         known |= names
         candidates = tuple(itertools.product(*(each.settings for each in _fitting(select, names))))
+        runs: list[str] = []
         for candidate in candidates:
             with _blaming("--select", candidate):
-                resolve(draft.file, [*own, *candidate], None)
+                runs.append(resolve(draft.file, [*own, *candidate], None).model_dump_json())
+        if (other := same.setdefault(tuple(runs), name)) != name:
+            raise InputError("--vary", name, f"rows that differ: its scenario is that of {other}")
         made.append(Entry(name, method, draft.point, draft.file, own, candidates))
     _refuse_idle("--select", select, known)
     if twice := [name for name, count in Counter(entry.name for entry in made).items() if count > 1]:
@@ -270,6 +288,24 @@ def _blaming(option: str, settings: Sequence[str]) -> Iterator[None]:
             if found:
                 raise InputError(place, error.found, error.allowed) from None
         raise
+
+
+@contextmanager
+def _pointing(row: str, settings: Sequence[str], varied: Sequence[Variation]) -> Iterator[None]:
+    """Where a row does not know an option that is set for several, name the row and how one alone is given it."""
+    try:
+        yield
+    except InputError as error:
+        given = {_key(setting) for setting in settings}
+        for key, named in (("protocol", "name"), ("objective", "base")):
+            if f"{key}.{error.found}" in given and any(key in each.keys for each in varied):
+                hint = f"--vary '{key}={{{named}: ..., {error.found}: ...}},...' sets it for one alone"
+                raise InputError(f"{error.place} of {row}", error.found, f"{error.allowed}; {hint}") from None
+        raise
+
+
+def _key(setting: str) -> str:
+    return setting.partition("=")[0]
 
 
 @dataclass(frozen=True)
@@ -342,13 +378,29 @@ def default_folder(plan: Plan, kind: str, resolve: Resolve) -> Path:
 
     Seeds and columns do not count: more of them can be asked for later.
     """
-    facts = [
-        [resolve(entry.file, list(entry.settings), 0).model_dump(mode="json"), entry.candidates]
-        for entry in plan.entries
-    ]
+    facts = [[named_by(resolve(entry.file, list(entry.settings), 0)), entry.candidates] for entry in plan.entries]
     names = "-".join(dict.fromkeys(entry.method for entry in plan.entries))
     slug = re.sub(r"[^a-z0-9_.]+", "-", names.lower())[:40].strip("-")
     return Path("runs") / f"{kind}-{slug}-{digest(facts)}"
+
+
+def named_by(scenario: Scenario, leave_out: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """A scenario as the plain data whose digest stands in names.
+
+    A path reached by a link is the one it leads to, and a weights file below the working directory is named from there,
+    as scenarios name it: they were so when the names of finished runs were made.
+
+    Args:
+        scenario: as resolved.
+        leave_out: parts and keys that do not count.
+    """
+    facts = scenario.model_dump(mode="json", exclude=dict(leave_out or {}))
+    for part, keys in (("data", ("path", "annotations", "images")), ("participation", ("trace",))):
+        facts[part] |= {key: os.path.realpath(path) for key in keys if (path := facts[part].get(key))}
+    below = f"{Path.cwd()}{os.sep}"
+    weights = {key: value for key in ("name", "pretrained", "text_encoder") if (value := facts["backbone"].get(key))}
+    facts["backbone"] |= {key: value.removeprefix(below) for key, value in weights.items()}
+    return facts
 
 
 def digest(facts: object) -> str:

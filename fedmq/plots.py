@@ -39,7 +39,7 @@ def document(title: str, notes: Sequence[str], figures: Sequence[Any]) -> str:
 
 def _column(rows: Sequence[Row], column: str) -> list[Any]:
     """The figures of one column."""
-    figures = [_against_value(rows, column)] if any(row.entry.point for row in rows) else []
+    figures = [_against_value(rows, column)] if _shared_keys(rows) else []
     figures.append(_bars(rows, column))
     if any(column in each.metrics for row in rows for outcome in row.outcomes.values() for each in outcome.evaluations):
         figures += [_curves(rows, column, over_time=False), _curves(rows, column, over_time=True)]
@@ -138,11 +138,17 @@ def _is_number(text: str) -> bool:
     return True
 
 
+def _shared_keys(rows: Sequence[Row]) -> list[str]:
+    """The varied keys that all rows at a point have: each method may vary keys of its own."""
+    points = [dict(row.entry.point) for row in rows if row.entry.point]
+    return [key for key in (points[0] if points else ()) if all(key in point for point in points)]
+
+
 def _against_value(rows: Sequence[Row], column: str) -> Any:
-    """A column against the first varied key whose values are numbers, a line for everything else that differs."""
+    """A column against the first shared key whose values are numbers, a line for everything else that differs."""
     rows = [row for row in rows if row.entry.point]
     points = {row.entry.name: dict(row.entry.point) for row in rows}
-    keys = list(points[rows[0].entry.name])
+    keys = _shared_keys(rows)
     numeric = [key for key in keys if all(_is_number(point[key]) for point in points.values())]
     key = (numeric or keys)[0]
     lines: dict[str, list[Row]] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -12,7 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from fedmq.errors import InputError
-from fedmq.scenario import Scenario
+from fedmq.scenario import Backbone, Scenario
 
 
 class _Lines(yaml.SafeLoader):
@@ -78,37 +79,73 @@ class Overridden(dict[str, Any]):
 def apply_settings(raw: Mapping[str, Any], settings: Sequence[str]) -> Overridden:
     """Apply ``key.sub=value`` settings (``--set``) to a raw scenario; values are read as YAML.
 
+    Of one key the last setting counts. One of a whole key, such as ``protocol``, goes before those below it, such as
+    ``protocol.mu``, whichever was written first, so that it does not wipe them.
+
     Raises:
         InputError: a setting is not ``key=value``, or goes below something that is no mapping.
     """
     result: dict[str, Any] = {**raw}
     keys = [*(raw.overridden if isinstance(raw, Overridden) else ())]
-    for setting in settings:
-        key, equals, text = setting.partition("=")
-        if not equals or not key:
-            raise InputError("--set", setting, "key=value, e.g. --set training.learning_rate=0.001")
-        try:
-            value = yaml.safe_load(text)
-            json.dumps(value, default=str, skipkeys=True)  # an alias may hold itself
-        except (yaml.YAMLError, ValueError, RecursionError):
-            raise InputError(f"--set {key}", text[:60], "a YAML value") from None
+    for key, value in _in_order([_read_setting(setting) for setting in settings]):
         place = result
         *parents, leaf = key.split(".")
         for parent in parents:
-            below = place.get(parent)
-            if isinstance(below, str) and parent in ("protocol", "objective"):
-                below = {"name" if parent == "protocol" else "base": below}
-            if isinstance(below, int | float) and parent == "participation":
-                below = {"rate": below}
+            below = _long_form(parent, place.get(parent)) if place is result else place.get(parent)
             if below is not None and not isinstance(below, dict):
-                raise InputError(f"--set {key}", setting, f"{parent} holds no further keys")
+                raise InputError(f"--set {key}", value, f"no key below {parent}, which holds none")
             place[parent] = {**(below or {})}
             place = place[parent]
-        if leaf in ("protocol", "objective") and not parents and isinstance(value, str):
-            value = {"name" if leaf == "protocol" else "base": value}
         place[leaf] = value
         keys.append(key)
     return Overridden(result, keys)
+
+
+def _read_setting(setting: str) -> tuple[str, Any]:
+    key, equals, text = setting.partition("=")
+    if not equals or not key:
+        raise InputError("--set", setting, "key=value, e.g. --set training.learning_rate=0.001")
+    try:
+        value = yaml.safe_load(text)
+        json.dumps(value, default=str, skipkeys=True)  # an alias may hold itself
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise InputError(f"--set {key}", text[:60], "a YAML value") from None
+    return key, _long_form(key, value)
+
+
+def _long_form(key: str, value: Any) -> Any:
+    """A mapping in place of the short form that some keys of a scenario have."""
+    if isinstance(value, str) and key in ("protocol", "objective"):
+        return {"name" if key == "protocol" else "base": value}
+    if isinstance(value, int | float) and not isinstance(value, bool) and key == "participation":
+        return {"rate": value}
+    return value
+
+
+def _in_order(settings: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+    """Settings as they are applied: a whole key before what is below it.
+
+    What is below falls away where a later setting of the whole key holds that place itself.
+    """
+    kept = [
+        (key, value)
+        for number, (key, value) in enumerate(settings, 1)
+        if not any(
+            key.startswith(f"{whole}.") and _holds(own, key[len(whole) + 1 :]) for whole, own in settings[number:]
+        )
+    ]
+    return sorted(kept, key=lambda setting: setting[0].count("."))
+
+
+def _holds(value: Any, key: str) -> bool:
+    """Whether a value has a place of its own for a key below it; one that is no mapping leaves no room for any."""
+    for part in key.split("."):
+        if not isinstance(value, Mapping):
+            return True
+        if part not in value:
+            return False
+        value = value[part]
+    return True
 
 
 def _line_of(path: Path, location: Sequence[str | int]) -> int | None:
@@ -254,3 +291,48 @@ def load(path: Path, settings: Sequence[str] = ()) -> Scenario:
         InputError: anything is not allowed.
     """
     return parse(apply_settings(read_yaml(path), settings), path)
+
+
+def with_absolute_paths(scenario: Scenario, *, weights: bool) -> Scenario:
+    """A scenario that finds its files from any folder. Links are left: what belongs to a file lies beside its link.
+
+    Args:
+        scenario: as read; relative paths start at the working directory.
+        weights: also the backbone's files and folders that are there.
+
+    Raises:
+        InputError: something is no path.
+    """
+    data, trace = scenario.data, scenario.participation.trace
+    places = {key: getattr(data, key) for key in ("path", "annotations", "images")}
+    parts = {
+        "data": {key: _absolute(f"data.{key}", path) for key, path in places.items() if path},
+        "participation": {"trace": _absolute("participation.trace", trace)} if trace else {},
+        "backbone": _weights(scenario.backbone) if weights else {},
+    }
+    return scenario.model_copy(
+        update={part: getattr(scenario, part).model_copy(update=changed) for part, changed in parts.items()}
+    )
+
+
+def _absolute(key: str, path: Path) -> Path:
+    try:
+        path.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a character no path has
+        raise InputError(key, str(path)[:200], f"a path ({error})") from None
+    return path.absolute()
+
+
+def _weights(backbone: Backbone) -> dict[str, Any]:
+    """The backbone's files and folders that are there, absolute. Names of models and tags are left alone."""
+    found: dict[str, Any] = {}
+    name, pretrained, text_encoder = backbone.name, backbone.pretrained, backbone.text_encoder
+    # A tag has neither dot nor slash, and comes before a file that is called like it.
+    if pretrained and re.search(r"[./]", pretrained) and Path(pretrained).is_file():
+        found["pretrained"] = str(Path(pretrained).absolute())
+        # Random weights would be others: they are drawn by the model's name as it is written.
+        if name.endswith(".json") and Path(name).is_file():
+            found["name"] = str(Path(name).absolute())
+    if text_encoder is not None and text_encoder.exists():
+        found["text_encoder"] = text_encoder.absolute()
+    return found

@@ -18,6 +18,7 @@ from fedmq.plan import Plan, shown
 from fedmq.rows import Row
 
 _DIFFERENCE = "difference"
+_BORDERS = 3  # of a column on a terminal: a line, and a space on both sides
 _LATEX = {
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
     "\\": "\\textbackslash{}",
@@ -143,21 +144,38 @@ def _made_otherwise(rows: Sequence[Row]) -> list[str]:
     return [f"not all made alike, so that last digits may differ: {', '.join(several)}"] if several else []
 
 
-def terminal(table: Grid, title: str) -> Table:
-    """For people; a difference stands below its mean, so that several columns fit side by side."""
+def terminal(table: Grid, title: str, width: int) -> list[Table]:
+    """For people; a difference stands below its mean, and columns that do not fit side by side are in a further table.
+
+    Args:
+        table: as :func:`grid` made it.
+        title: of the first table; the notes are below the last.
+        width: of the terminal [characters].
+    """
     below = {place for place, name in enumerate(table.head) if name == _DIFFERENCE}
-    view = Table(title=title, title_justify="left", caption="; ".join(table.notes), caption_justify="left")
-    for place, name in enumerate(table.head):
-        if place not in below:
-            width = max(len(row[place].text) for row in table.body) if place + 1 in below else None
-            view.add_column(name, justify="left" if place == 0 else "right", overflow="fold", min_width=width)
-    for row in table.body:
-        cells = [f"[bold]{escape(cell.text)}[/bold]" if cell.best else escape(cell.text) for cell in row]
-        for place in below:
-            if row[place].text != "-":
-                cells[place - 1] += f"\n[dim]{cells[place]}[/dim]"
-        view.add_row(*(cell for place, cell in enumerate(cells) if place not in below))
-    return view
+    names, *places = (place for place in range(len(table.head)) if place not in below)
+    # A number stays in one piece; long names and what was chosen are folded.
+    least = {
+        place: min(width // 4, max(len(row[place].text) for row in table.body)) + _BORDERS for place in (names, *places)
+    }
+    blocks: list[list[int]] = [[]]
+    for place in places:
+        if blocks[-1] and 1 + sum(least[each] for each in (names, *blocks[-1], place)) > width:
+            blocks.append([])
+        blocks[-1].append(place)
+    views = [Table(title=None if number else title, title_justify="left") for number in range(len(blocks))]
+    views[-1].caption, views[-1].caption_justify = "; ".join(table.notes), "left"
+    for view, block in zip(views, blocks, strict=True):
+        view.add_column(table.head[names], overflow="fold")
+        for place in block:
+            view.add_column(table.head[place], justify="right", overflow="fold", min_width=least[place] - _BORDERS)
+        for row in table.body:
+            cells = [f"[bold]{escape(cell.text)}[/bold]" if cell.best else escape(cell.text) for cell in row]
+            for place in below:
+                if row[place].text != "-":
+                    cells[place - 1] += f"\n[dim]{cells[place]}[/dim]"
+            view.add_row(*(cells[place] for place in (names, *block)))
+    return views
 
 
 def markdown(table: Grid, command: str) -> str:
@@ -231,13 +249,14 @@ def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def runs(rows: Sequence[Row]) -> list[dict[str, Any]]:
-    """Every run as plain data: its row, seed, values, model and folder."""
+def runs(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
+    """Every run as plain data: its row, seed, values, model and folder; what is not known is None."""
     return [
         {
             "name": row.entry.name,
             "seed": seed,
-            **{metric: outcome.value(metric) for metric in row.columns if not metric.startswith("seconds to ")},
+            **{metric: outcome.value(metric) for metric in plan.metrics},
+            **{target.title: outcome.time_to(target) for target in plan.targets},
             "model_digest": outcome.summary.get("model_digest"),
             "folder": str(outcome.folder.root),
         }

@@ -13,6 +13,9 @@ import pytest
 from fedmq import cli
 from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
+from fedmq.data.manifest import read_manifest
+from fedmq.data.pictures import Files
+from fedmq.errors import InputError
 
 
 def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -192,6 +195,46 @@ def test_an_availability_trace_is_found_from_any_folder(
     monkeypatch.chdir(tmp_path)
     chosen = cli._scenario_of(tiny, ["participation={kind: availability, trace: trace.csv}"], None)
     assert chosen.participation.trace == tmp_path / "trace.csv"
+
+
+def test_weights_are_found_from_any_folder_and_names_of_tags_left_alone(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("w.pt", "tower.json", "openai"):
+        (tmp_path / name).touch()
+    (tmp_path / "bert").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def backbone(written: str, *, by_hand: bool = False) -> tuple[str, str | None, Path | None]:
+        settings = ["data={name: openmoji}", f"backbone={written}"]
+        found = cli._scenario_of(tiny, settings, None, by_hand=by_hand).backbone
+        return found.name, found.pretrained, found.text_encoder
+
+    of_file = "{name: tower.json, pretrained: w.pt, text_encoder: bert}"
+    assert backbone(of_file) == (str(tmp_path / "tower.json"), str(tmp_path / "w.pt"), tmp_path / "bert")
+    assert backbone(of_file, by_hand=True) == ("tower.json", "w.pt", Path("bert")), "agreed on by several machines"
+    assert backbone("{name: ViT-B-32, pretrained: openai}") == ("ViT-B-32", "openai", None)
+    assert backbone("{name: tower.json}") == ("tower.json", None, None), "random weights are drawn by this name"
+    assert backbone("{name: ViT-B-32, pretrained: not/there.pt}") == ("ViT-B-32", "not/there.pt", None)
+
+
+def test_a_linked_manifest_finds_its_images_beside_the_link(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "set").mkdir()
+    lines = [f'{{"image": "{name}", "captions": ["{name}"]}}\n' for name in ("1.png", "2.png")]
+    (tmp_path / "blobs" / "3fa9").write_text("".join(lines))
+    (tmp_path / "set" / "list.jsonl").symlink_to(Path("..", "blobs", "3fa9"))
+    monkeypatch.chdir(tmp_path)
+    chosen = cli._scenario_of(tiny, ["data={name: manifest, path: set/list.jsonl}"], None)
+    assert chosen.data.path == tmp_path / "set" / "list.jsonl"
+    pictures = read_manifest(chosen.data).pictures
+    assert isinstance(pictures, Files)
+    assert pictures.paths == (tmp_path / "set" / "1.png", tmp_path / "set" / "2.png")
+    (tmp_path / "round.jsonl").symlink_to("round.jsonl")
+    with pytest.raises(InputError, match=r"data\.path: found 'round.jsonl', allowed: a path"):
+        cli._scenario_of(tiny, ["data={name: manifest, path: round.jsonl}"], None)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")

@@ -24,6 +24,7 @@ from rich.console import Console
 from scipy import stats
 from typer.testing import CliRunner
 
+import protocols
 from fedmq import cli, cli_compare, compare, jobs, outcomes, plots, tables
 from fedmq import plan as planning
 from fedmq import rows as made_rows
@@ -34,6 +35,7 @@ from fedmq.outcomes import Target
 from fedmq.plan import Entry, Plan
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Evaluation, Scenario
+from fedmq.world import build_world
 from tests.threads import resolved, run
 
 ROOT = Path(__file__).parent.parent
@@ -47,6 +49,11 @@ def entries(tiny: Path, vary: list[str], select: list[str] | None = None) -> tup
     varied = [planning.parse_variation(text, "--vary") for text in vary]
     chosen = [planning.parse_variation(text, "--select") for text in select or []]
     return planning.entries([tiny], [], varied, chosen, resolve)
+
+
+def fully_resolved(file: Path, settings: list[str], seed: int | None) -> Scenario:
+    """With the method's options checked."""
+    return protocols.resolved(resolve(file, settings, seed), str(file))
 
 
 def place(folder: Path) -> compare.Workplace:
@@ -135,6 +142,49 @@ def test_a_bad_value_is_found_before_anything_runs(tiny: Path) -> None:
         entries(tiny, [], ["training.learning_rate=0.1,-1"])
 
 
+def test_a_varied_method_keeps_the_options_set_beside_it_and_its_own_value_counts_first(tiny: Path) -> None:
+    def taus(settings: list[str], *vary: str) -> list[tuple[str, float]]:
+        varied = [planning.parse_variation(text, "--vary") for text in vary]
+        rows = planning.entries([tiny], settings, varied, [], resolve)
+        chosen = [resolve(row.file, list(row.settings), None).protocol for row in rows]
+        return [(each.name, each.options["tau"]) for each in chosen]
+
+    both = [("fedavg", 0.3), ("rcsr", 0.3)]
+    assert taus(["protocol.tau=0.3"], "protocol=fedavg,rcsr") == both
+    assert taus([], "protocol.tau=0.3", "protocol=fedavg,rcsr") == both
+    assert taus(["protocol.tau=0.3"], "protocol=fedavg,{name: rcsr, tau: 1}") == [both[0], ("rcsr", 1)]
+    assert taus(["protocol.tau=0.3"], "set={protocol: fedavg},{protocol: {name: rcsr, tau: 1}}")[1] == ("rcsr", 1)
+
+
+def test_an_option_that_one_row_does_not_know_is_refused_with_how_to_give_it_to_others(tiny: Path) -> None:
+    varied = [planning.parse_variation("protocol=fedprox,fedavg", "--vary")]
+    with pytest.raises(
+        InputError, match=r"protocol of fedavg: found 'mu'.*--vary 'protocol={name: \.\.\., mu: "
+    ) as caught:
+        planning.entries([tiny], ["protocol.mu=0.1"], varied, [], fully_resolved)
+    assert "\n" not in str(caught.value)
+    (row,) = planning.entries(
+        [tiny], ["protocol.mu=0.1"], [replace(varied[0], values=("fedprox",))], [], fully_resolved
+    )
+    assert fully_resolved(row.file, list(row.settings), None).protocol.options["mu"] == 0.1
+
+
+def test_rows_that_are_the_same_scenario_are_refused(tiny: Path) -> None:
+    for vary in (["set={name: u, rounds: 3},{name: v, rounds: 3}"], ["protocol.name=rcsr,fedavg", "protocol=moon"]):
+        with pytest.raises(InputError, match="rows that differ: its scenario is that of ") as caught:
+            entries(tiny, vary)
+        assert "\n" not in str(caught.value)
+    equal = "set={name: u, rounds: 3},{name: v, rounds: 3}"
+    assert len(entries(tiny, [equal], ["v:training.learning_rate=0.1,0.2"])) == 2
+
+
+def test_seeds_are_not_set(tiny: Path) -> None:
+    with pytest.raises(InputError, match="--set: found 'seed', allowed: seeds with --seeds"):
+        planning.entries([tiny], ["seed=3"], [], [], resolve)
+    with pytest.raises(InputError, match="--vary set: found 'seed', allowed: seeds with --seeds"):
+        planning.parse_variation("set={name: u, seed: 3}", "--vary")
+
+
 def test_the_same_file_twice_is_refused(tiny: Path) -> None:
     with pytest.raises(InputError, match="different names"):
         planning.entries([tiny, tiny], [], [], [], resolve)
@@ -180,6 +230,33 @@ def test_a_run_is_named_by_what_it_computes(tiny: Path, tmp_path: Path) -> None:
     assert len({name, *(other.name for other in others)}) == 5
 
 
+def test_a_run_is_named_by_what_is_in_its_trace_not_by_where_that_lies(tiny: Path, tmp_path: Path) -> None:
+    def name(path: Path, trace: str) -> str:
+        path.write_text(f"silo,on,off\n{trace}\n")
+        (entry,) = planning.entries([tiny], [f"participation={{kind: availability, trace: {path}}}"], [], [], resolve)
+        return compare.run_of(entry, (), 0, place(tmp_path)).name
+
+    before = name(tmp_path / "trace.csv", "silo-00,0,100")
+    assert name(tmp_path / "other.csv", "silo-00,0,100") == before
+    assert name(tmp_path / "trace.csv", "silo-00,0,50") != before
+
+
+def test_names_do_not_change_with_links_nor_with_weights_named_in_full(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.npz").symlink_to(tmp_path / "real.npz")
+
+    def facts(pretrained: str, path: str) -> dict[str, Any]:
+        settings = [f"backbone={{name: matconvnet, pretrained: {pretrained}}}", f"data.path={path}"]
+        return planning.named_by(resolve(tiny, settings, None))
+
+    named = facts("w.mat", "real.npz")
+    assert (named["backbone"]["pretrained"], named["data"]["path"]) == ("w.mat", str(tmp_path / "real.npz"))
+    assert facts(str(tmp_path / "w.mat"), "link.npz") == named
+    assert facts("/elsewhere/w.mat", "link.npz") != named
+
+
 def test_data_are_prepared_once_for_all_runs_that_share_them(tiny: Path) -> None:
     asked: list[int] = []
 
@@ -187,10 +264,37 @@ def test_data_are_prepared_once_for_all_runs_that_share_them(tiny: Path) -> None
         asked.append(scenario.seed)
         return Path("cache") / f"digest-{scenario.seed}"
 
-    data_digest = compare.digest_once(prepare)
+    shared: list[tuple[int, str]] = []
+
+    def share(scenario: Scenario, folder: Path) -> None:
+        shared.append((scenario.silos.count, folder.name))
+
+    data_digest = compare.digest_once(prepare, share)
     found = [data_digest(resolve(tiny, [f"silos.count={count}"], seed)) for count in (4, 5) for seed in (0, 1)]
     assert found == ["digest-0", "digest-1"] * 2
     assert asked == [0, 1]
+    data_digest(resolve(tiny, ["silos.count=5", "rounds=9"], 0))
+    assert shared == [(5, "digest-0"), (5, "digest-1")], "each other way to share them out is tried once"
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("silos.count", 4, 70),
+        ("partition.clusters", 5, 500),
+        ("partition", "{kind: iid}", "{kind: shards_classes, classes_per_silo: 50}"),
+    ],
+)
+def test_every_way_to_share_the_data_out_is_checked_beforehand(
+    tiny: Path, tmp_path: Path, key: str, good: object, bad: object
+) -> None:
+    place = compare.Workplace(
+        tmp_path, resolve, compare.digest_once(lambda each: build_world(each).prepared.folder, cli._share), True, 1
+    )
+    rows = entries(tiny, [f"{key}={good},{bad}"])
+    compare.run_of(rows[0], (), 0, place)
+    with pytest.raises(InputError, match=key.partition(".")[0]):
+        compare.run_of(rows[1], (), 0, place)
 
 
 # ------------------------------------------------------------------------------------------------------- doing them
@@ -482,7 +586,7 @@ def test_the_tables_say_the_same_in_every_form(study: tuple[Plan, tuple[made_row
     plan, rows = study
     grid = tables.grid(rows, plan)
     console = Console(width=160, record=True, file=io.StringIO())
-    console.print(tables.terminal(grid, "title"))
+    console.print(*tables.terminal(grid, "title", 160))
     text, latex, markdown = console.export_text(), tables.latex(grid, "fedmq x_y"), tables.markdown(grid, "fedmq x_y")
     for form in (text, markdown):
         assert "0.6100 ± 0.0100" in form
@@ -504,9 +608,25 @@ def test_the_tables_say_the_same_in_every_form(study: tuple[Plan, tuple[made_row
     assert float(records[2]["mean_r1.mean"]) == pytest.approx(0.61)
     assert records[2]["silos.count"] == "4"
     assert records[1]["mean_r1.low"] == ""
-    runs = list(csv.DictReader(io.StringIO(tables.as_csv(tables.runs(rows)))))
+    runs = list(csv.DictReader(io.StringIO(tables.as_csv(tables.runs(rows, plan)))))
     assert len(runs) == 14
     assert runs[3]["model_digest"] == "digest-0.5"
+    assert [run["seconds to mean_r1 0.55"] for run in runs[6:9]] == ["4.0", "5.0", "6.0"]
+
+
+def test_a_terminal_too_narrow_for_all_columns_shows_them_in_several_tables() -> None:
+    names = [f"metric_{number}" for number in range(9)]
+    head = ("", *(title for name in names for title in (name, "difference")))
+    cells = [tables.Cell(text) for number in range(9) for text in (f"0.{number}446 ± 0.0031", "+0.1 [+0.0, +0.2]")]
+    grid = tables.Grid(head, ((tables.Cell("a name of a row that is folded"), *cells),), ("a note",))
+    for width, count in ((80, 3), (400, 1)):
+        console = Console(width=width, record=True, file=io.StringIO())
+        views = tables.terminal(grid, "title", width)
+        console.print(*views, sep="\n")
+        text = console.export_text()
+        assert len(views) == count
+        assert all(name in text and f"0.{number}446 ± 0.0031" in text for number, name in enumerate(names))
+        assert (text.count("title"), text.count("a note")) == (1, 1)
 
 
 def test_a_target_that_not_all_seeds_reach_is_counted(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
@@ -523,6 +643,30 @@ def test_the_page_of_plots_draws_every_column_in_every_way(study: tuple[Plan, tu
     for title in ("mean_r1 against silos.count", "mean_r1 over merges", "mean_r1 over virtual time"):
         assert title in page
     assert page.count("Plotly.newPlot(") == 2 + 2 + 2 + 2  # against and bars of three columns, two curves of one
+
+
+@pytest.mark.parametrize(
+    ("vary", "against"),
+    [
+        (["tiny:rounds=3,4", "other:silos.count=4,5"], None),
+        (["rounds=3,4", "other:silos.count=4,5"], "rounds"),
+        (["tiny:rounds=3,4"], "rounds"),
+    ],
+)
+def test_plots_are_drawn_against_a_key_that_all_methods_vary(
+    tiny: Path, tmp_path: Path, vary: list[str], against: str | None
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(tiny.read_text().replace("name: tiny", "name: other"))
+    varied = [planning.parse_variation(text, "--vary") for text in vary]
+    plan = Plan(planning.entries([tiny, other], [], varied, [], resolve), (0,), ("mean_r1",))
+    finished: dict[str, dict[int, outcomes.Outcome]] = {}
+    for number, row in enumerate(plan.entries):
+        finish(RunFolder(tmp_path / str(number)), 0.5)
+        finished[row.name] = {0: outcomes.read(RunFolder(tmp_path / str(number)))}
+    page = plots.page(made_rows.rows(plan, {}, finished), "title", [])
+    assert set(re.findall(r"mean_r1 against ([\w.]+)", page)) == ({against} if against else set())
+    assert "mean_r1 over merges" in page
 
 
 def test_curves_of_different_lengths_are_averaged_where_all_have_values() -> None:
@@ -648,7 +792,9 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> tuple[typer.Typer, list[str]]:
 
     monkeypatch.setattr(jobs, "run_all", pretend)
     app = typer.Typer()
-    roots = cli_compare.Roots(resolve, lambda quiet: lambda scenario: Path("data"), lambda: lambda: False)
+    roots = cli_compare.Roots(
+        resolve, lambda quiet: lambda scenario: Path("data"), lambda scenario, folder: None, lambda: lambda: False
+    )
     cli_compare.add_compare(app, roots)
     cli_compare.add_sweep(app, roots)
     return app, started
@@ -685,6 +831,20 @@ def test_a_column_no_run_has_is_warned_of_and_the_table_is_written(
     assert re.match(r"warning column 'fairness\.wurst_r1' .*nearest: fairness\.worst_r1", line)
     assert "| tiny | 0.0030 | - |" in (tmp_path / "table.md").read_text()
     assert (tmp_path / "plots.html").stat().st_size > 0
+
+
+def test_the_tables_are_written_and_printed_before_the_plots_are_made(
+    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> str:
+        raise KeyError("plots")
+
+    monkeypatch.setattr(plots, "page", fail)
+    arguments = ["compare", str(tiny), "--metric", "mean_r1", "--seeds", "0", "--quiet", "--out", str(tmp_path)]
+    done = CliRunner().invoke(pretended[0], arguments)
+    assert isinstance(done.exception, KeyError)
+    assert "mean_r1" in done.stdout
+    assert "| tiny | 0.0030 |" in (tmp_path / "table.md").read_text()
 
 
 @pytest.mark.parametrize("option", ["--out", "--runs"])
@@ -746,7 +906,9 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., cli_compare.Options]
         found: list[cli_compare.Options] = []
         monkeypatch.setattr(cli_compare, "_carry_out", lambda options, roots: found.append(options))
         app = typer.Typer()
-        roots = cli_compare.Roots(resolve, lambda quiet: lambda scenario: Path("data"), lambda: lambda: False)
+        roots = cli_compare.Roots(
+            resolve, lambda quiet: lambda scenario: Path("data"), lambda scenario, folder: None, lambda: lambda: False
+        )
         cli_compare.add_compare(app, roots)
         cli_compare.add_sweep(app, roots)
         CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False, standalone_mode=False)
@@ -828,7 +990,7 @@ def test_options_beside_a_comparison_file_go_on_top(tiny: Path, asked: Callable[
 def test_two_sets_of_a_file_stay_two_unless_another_takes_their_place(
     tiny: Path, asked: Callable[..., cli_compare.Options]
 ) -> None:
-    text = "compare: ../tiny.yaml\nvary:\n  - 'set={rounds: 3},{rounds: 4}'\n  - 'set={seed: 3},{seed: 4}'\n"
+    text = "compare: ../tiny.yaml\nvary:\n  - 'set={rounds: 3},{rounds: 4}'\n  - 'set={device: cpu},{device: auto}'\n"
     file = comparison_file(tiny.parent, text)
     assert len(asked("compare", file).vary or []) == 2
     assert asked("compare", file, "--vary", "set={rounds: 5},{rounds: 6}").vary == ["set={rounds: 5},{rounds: 6}"]

@@ -150,6 +150,32 @@ def test_settings_that_are_none_are_refused(tiny: Path, setting: str) -> None:
         scenarios.load(tiny, [setting])
 
 
+@pytest.mark.parametrize(
+    ("settings", "part", "wanted"),
+    [
+        (["protocol.tau=0.5", "protocol=fedavg"], "protocol", {"name": "fedavg", "tau": 0.5}),
+        (["protocol.tau=0.5", "protocol={name: fedavg, tau: 0.2}"], "protocol", {"name": "fedavg", "tau": 0.2}),
+        (["protocol={name: fedavg, tau: 0.2}", "protocol.tau=0.5"], "protocol", {"name": "fedavg", "tau": 0.5}),
+        (["protocol.name=rcsr", "protocol=fedavg"], "protocol", {"name": "fedavg"}),
+        (["objective.bits=16", "objective=dcmh"], "objective", {"base": "dcmh", "bits": 16}),
+        (["participation.kind=by_data", "participation=0.5"], "participation", {"kind": "by_data", "rate": 0.5}),
+        (["aggregation.robust.rule=krum", "aggregation={robust: {trim: 0.1}}"], "aggregation.robust", {"rule": "krum"}),
+        (
+            ["aggregation.robust.rule=krum", "aggregation={robust: {rule: none}}"],
+            "aggregation.robust",
+            {"rule": "none"},
+        ),
+    ],
+)
+def test_a_setting_of_a_whole_key_leaves_those_below_it(
+    tiny: Path, settings: list[str], part: str, wanted: dict[str, object]
+) -> None:
+    found = scenarios.load(tiny, settings).model_dump()
+    for key in part.split("."):
+        found = found[key]
+    assert {**found, **wanted} == found
+
+
 def test_settings_reach_every_part_and_keep_the_file_as_it_is(tiny: Path) -> None:
     before = tiny.read_text()
     scenario = scenarios.load(

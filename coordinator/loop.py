@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from coordinator.accept import accept
+from coordinator.failures import Failures, text_of
 from coordinator.inline import Inline
 from coordinator.measuring import EVALUATOR, Measuring
 from coordinator.merging import as_reply, losses_of, merge_line, merged_state
@@ -44,9 +45,8 @@ from coordinator.trouble import Trouble
 from fedmq.audit import MessageLog
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
-from fedmq.faults import Fate
 from fedmq.link import BEAT_SECONDS, LOST_BEATS
-from fedmq.messages import Error, Kind, Loss, Message, TaskInfo
+from fedmq.messages import Kind, Loss, Message, TaskInfo
 from fedmq.protocol import Reply, SiloFacts, State
 from fedmq.runfolder import append_line
 from fedmq.status import Status
@@ -104,9 +104,7 @@ class Loop:
         self._seen: set[str] = set()
         self._away: dict[str, float] = {}
         self._loss: float | None = None
-        # What a silo said went wrong with its open task; and since the last merge, with the last one it was asked.
-        self._said: dict[str, str] = {}
-        self._errors: dict[str, str] = {}
+        self._failures = Failures()
         self._began = self._reported = self._looked = self._caught_up = self.clock.stopwatch()
         self.saving = Saving(
             self.setting, self.clock, self.log, self.tally, self.roster, self.trouble, self.rounds.settled
@@ -158,7 +156,7 @@ class Loop:
     def _ask_for_personal(self) -> None:
         here = [name for name in self.setting.plan.eligible if name not in self.rounds.gone]
         version = self.rounds.version
-        self.measuring.ask_silos(here, version, self.states[version], self.saving.settled, self._facts_at)
+        self.measuring.ask_silos(here, version, self.states[version], self.saving.settled, self.setting.facts_at)
         for name in self.measuring.asked:
             if not self.measuring.ask(name):
                 self._away.setdefault(name, self.clock.stopwatch())
@@ -223,7 +221,7 @@ class Loop:
             self.due.pop(event.silo, None)
             self.tally.failed += 1
             if event.reason == "error":
-                self._errors[event.silo] = self._said.pop(event.silo, "")
+                self._failures.due(event.silo)
             self.log.note("task failed", silo=event.silo, sequence=event.sequence, reason=event.reason)
         self.rounds, actions = self.rounds.handle(event)
         for action in self.setting.longest_first(actions):
@@ -314,32 +312,27 @@ class Loop:
             pass
         elif header.kind is Kind.REPLY and header.reply_to is not None:
             try:
-                silo = self._facts_at(header.sender, header.base_version)
+                silo = self.setting.facts_at(header.sender, header.base_version)
                 accept(message, self.setting, silo, self.rounds.flights.get(header.sender))
                 self._deliver(header.sender, header.reply_to, message)
             except RemoteWireError as error:
                 self.roster.refuse(header.sender, error, 0)
                 self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, error.reason))
         elif header.kind is Kind.ERROR:
-            error_payload = message.payloads[0]
-            text = _printable(error_payload.text if isinstance(error_payload, Error) else "")
+            text = text_of(message)
             self.log.note("error reported", peer=header.sender, error=text[:300])
             if header.reply_to is not None and header.sender in self._facts:
                 if self._is_open(header.sender, header.reply_to):
-                    self._said[header.sender] = text
+                    self._failures.said(header.sender, text)
                 self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, "error"))
             elif header.sender == EVALUATOR:
                 raise RunError(f"{header.sender}: {text}")
             elif header.sender in self._facts:
                 # It cannot go on. That is its own affair: it counts as any silo that stays away.
-                self._errors[header.sender] = text
+                self._failures.stopped(header.sender, text)
                 self._lose(header.sender)
         else:
             self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
-
-    def _facts_at(self, name: str, version: int) -> SiloFacts:
-        """A silo as it is at a version; only faults change it."""
-        return self.setting.script.facts(self._facts[name], version)
 
     def _deliver(self, silo: str, sequence: int, outcome: Message | Failed, after: float | None = None) -> None:
         """A task has its outcome; the first one counts, and its time is the timeline's business.
@@ -400,12 +393,15 @@ class Loop:
 
     # -------------------------------------------------------------------------------------------------- to outside
     def _send(self, action: Send) -> None:
-        silo = self._facts_at(action.silo, action.base_version)
-        fate = self._fate(silo, action)
+        silo = self.setting.facts_at(action.silo, action.base_version)
+        work = self.setting.cost.duration(silo.name, action.sequence, self.setting.samples[silo.index])
+        fate = self.trouble.fate(silo.name, action.sequence, action.base_version, work)
+        if not self.setting.protocol.eligible(silo):
+            fate = replace(fate, due=fate.handed, fails="not eligible", sent=False)
         if silo.name not in self.due:
             self.due[silo.name] = math.inf
             if self.clock.virtual:
-                at = self._outcome_at(silo, fate)
+                at = self.setting.outcome_at(silo.name, fate)
                 self.due[silo.name] = at
                 self._timeline.arrival(at, silo.index, silo.name, action.sequence)
         off = self.clock.virtual and not self.setting.trace.on(silo.name, self.due[silo.name])
@@ -435,35 +431,19 @@ class Loop:
             self.tally.traffic("down", payloads)
             self.trouble.after_sending(silo.name, action.sequence)
 
-    def _fate(self, silo: SiloFacts, action: Send) -> Fate:
-        """What becomes of a task: from the cost model and the scenario's faults, the same whenever it is sent."""
-        work = self.setting.cost.duration(silo.name, action.sequence, self.setting.samples[silo.index])
-        fate = self.trouble.fate(silo.name, action.sequence, action.base_version, work)
-        if not self.setting.protocol.eligible(silo):
-            return replace(fate, due=fate.handed, fails="not eligible", sent=False)
-        return fate
-
-    def _outcome_at(self, silo: SiloFacts, fate: Fate) -> float:
-        """When a task handed out now will have its outcome [s of virtual time]."""
-        wait = self.setting.scenario.participation.interrupted == "wait"
-        on = self.setting.trace.outcome_at(silo.name, fate.handed, fate.due, wait=wait)
-        return on if fate.sent else fate.due
-
     def _merge(self, round_: int, arrived: tuple[Arrived, ...]) -> None:
         """Merge, checkpoint, and tell the machine: one step, of which either all or nothing survives."""
         began = self.clock.stopwatch()
         replies = [self._reply(item) for item in arrived]
-        # One silo's error costs its task. The run ends where all have said so, one after the other.
-        if not replies and set(self.setting.plan.eligible) <= set(self._errors):
-            name, text = next(iter(self._errors.items()))
-            raise RunError(f"no silo could train by round {round_}; the first error was {name}: {text}")
+        if not replies and (error := self._failures.of_all(self.setting.plan.eligible)) is not None:
+            raise RunError(f"no silo could train by round {round_}; the first error was {error}")
         state, log = self.states[self.rounds.version], {}
         if replies:
             merged, left_out = merged_state(self.setting, state, replies, round_)
             state, log = merged.state, dict(merged.log)
             for name in left_out:
                 self.log.note("reply left out by krum", silo=name, version=self.rounds.version)
-            self._errors.clear()
+            self._failures.merged()
         for item in arrived:
             self._inbox.pop((item.silo, item.sequence))
             self.due.pop(item.silo, None)
@@ -484,7 +464,7 @@ class Loop:
     def _reply(self, item: Arrived) -> Reply:
         message = self._inbox[item.silo, item.sequence]
         assert isinstance(message, Message)  # noqa: S101 - the machine merges what arrived, and failures never arrive
-        silo = self._facts_at(item.silo, message.header.base_version)
+        silo = self.setting.facts_at(item.silo, message.header.base_version)
         merged = self.tally.participations
         return as_reply(self.setting, message, silo, self.states, self.rounds.version, merged)
 
@@ -516,8 +496,3 @@ class Loop:
                 elapsed=now - self._began,
             )
         )
-
-
-def _printable(text: str) -> str:
-    """A peer's text for logs and terminals: one line, nothing that a terminal would obey."""
-    return "".join(each if each.isprintable() else "?" for each in text)

@@ -8,8 +8,9 @@ from functools import cached_property
 
 from coordinator.rounds import Action, Plan, Send
 from fedmq.cost import CostModel
+from fedmq.faults import Fate
 from fedmq.participation import Trace, cohort_size, sampling_of
-from fedmq.protocol import Context, FederatedProtocol, Sharing
+from fedmq.protocol import Context, FederatedProtocol, Sharing, SiloFacts
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.script import Script
@@ -43,6 +44,14 @@ class Setting:
     def script(self) -> Script:
         """The scenario's faults."""
         return Script(self.scenario.faults, self.scenario.seed, self.context.silos)
+
+    @cached_property
+    def _silos(self) -> dict[str, SiloFacts]:
+        return {silo.name: silo for silo in self.context.silos}
+
+    def facts_at(self, name: str, version: int) -> SiloFacts:
+        """A silo as it is at a version; only faults change it."""
+        return self.script.facts(self._silos[name], version)
 
     @cached_property
     def plan(self) -> Plan:
@@ -81,6 +90,12 @@ class Setting:
         """Whether a silo that stays away is given up; by default only where time is real."""
         chosen = self.scenario.aggregation.on_lost
         return self.scenario.clock == "wall" if chosen is None else chosen == "give_up"
+
+    def outcome_at(self, silo: str, fate: Fate) -> float:
+        """When a task handed out now will have its outcome [s of virtual time]."""
+        wait = self.scenario.participation.interrupted == "wait"
+        on = self.trace.outcome_at(silo, fate.handed, fate.due, wait=wait)
+        return on if fate.sent else fate.due
 
     def longest_first(self, actions: Sequence[Action]) -> list[Action]:
         """Actions with the tasks among them in order of their work, on where tasks stood.

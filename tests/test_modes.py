@@ -278,10 +278,11 @@ def test_power_of_choice_asks_by_loss_and_needs_a_method_that_reports_one(
 
 @pytest.mark.parametrize("protocol", ["local", "fedproto"])
 def test_clipping_is_refused_where_no_silo_sends_an_update(tiny: Path, tmp_path: Path, protocol: str) -> None:
+    settings = ("launcher=inline", f"protocol={protocol}", "privacy.clip_norm=1.0")
     with pytest.raises(
         InputError, match=rf"privacy\.clip_norm: found 1\.0, allowed: null: silos of {protocol} send no"
     ):
-        inline(tiny, tmp_path / "refused", f"protocol={protocol}", "privacy.clip_norm=1.0")
+        simulate_inline(resolved(tiny, *settings), RunFolder(tmp_path), resume=False, status=lambda _: None)
 
 
 def test_a_coordinator_that_died_after_the_last_merge_ends_the_run_when_it_is_back(tiny: Path, tmp_path: Path) -> None:

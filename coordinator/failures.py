@@ -1,0 +1,44 @@
+"""What silos say goes wrong with their tasks: one silo's word costs its task, that of all of them ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from fedmq.messages import Error, Message
+
+
+def text_of(message: Message) -> str:
+    """A peer's error for logs and terminals: one line, nothing that a terminal would obey."""
+    payload = message.payloads[0]
+    return "".join(c if c.isprintable() else "?" for c in payload.text) if isinstance(payload, Error) else ""
+
+
+class Failures:
+    """Errors of silos' tasks since the last merge that had a reply; one of each silo, so that nobody can fill it."""
+
+    def __init__(self) -> None:
+        self._said: dict[str, str] = {}
+        self._errors: dict[str, str] = {}
+
+    def said(self, silo: str, text: str) -> None:
+        """A silo said what is wrong with its open task; it counts when the task's time has come."""
+        self._said[silo] = text
+
+    def due(self, silo: str) -> None:
+        """That time has come."""
+        self._errors[silo] = self._said.pop(silo, "")
+
+    def stopped(self, silo: str, text: str) -> None:
+        """A silo said that it cannot go on at all."""
+        self._errors[silo] = text
+
+    def merged(self) -> None:
+        """Somebody could train."""
+        self._errors.clear()
+
+    def of_all(self, silos: Iterable[str]) -> str | None:
+        """The first error, if every one of these silos had one."""
+        if not set(silos) <= set(self._errors):
+            return None
+        name, text = next(iter(self._errors.items()))
+        return f"{name}: {text}"

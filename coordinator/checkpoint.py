@@ -43,6 +43,7 @@ class _Tally(Stored):
     participations: dict[str, int]
     discarded: dict[str, int]
     failed: int
+    events: int = 0  # checkpoints from before they were counted lack it
     seconds: dict[str, float]
 
 
@@ -53,6 +54,7 @@ class _Checkpoint(Stored):
     tally: _Tally
     handed: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]]
     data: str = ""
+    trace: str = ""
     values: dict[Annotated[str, Field(pattern=r"^\d+$")], dict[str, Any]]
 
 
@@ -69,6 +71,7 @@ class Checkpoint:
         tally: counters for the summary.
         handed: number and time of handing out [s] of each task in flight, by silo.
         data: digest of the prepared data that the run is of.
+        trace: digest of the file that says when silos are on; empty where there is none.
     """
 
     rounds: Mapping[str, Any]
@@ -78,6 +81,7 @@ class Checkpoint:
     tally: Mapping[str, Any]
     handed: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     data: str = ""
+    trace: str = ""
 
 
 def to_disk(path: Path) -> None:
@@ -131,6 +135,7 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
             "tally": checkpoint.tally,
             "handed": dict(checkpoint.handed),
             "data": checkpoint.data,
+            "trace": checkpoint.trace,
             "values": {str(version): dict(state.values) for version, state in checkpoint.states.items()},
         }
         (temporary / "checkpoint.json").write_text(json.dumps(meta), encoding="utf-8")
@@ -172,7 +177,16 @@ def load(folder: Path) -> Checkpoint | None:
     except (OSError, KeyError, SafetensorError) as error:
         raise InputError(str(newest), f"a damaged state ({error})", _AGAIN) from None
     handed = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta["handed"].items()}
-    return Checkpoint(meta["rounds"], states, meta["now"], meta["due"], meta["tally"], handed, meta.get("data", ""))
+    return Checkpoint(
+        meta["rounds"],
+        states,
+        meta["now"],
+        meta["due"],
+        meta["tally"],
+        handed,
+        meta.get("data", ""),
+        meta.get("trace", ""),
+    )
 
 
 def _read_state(path: Path, values: Mapping[str, Any]) -> State:

@@ -165,7 +165,7 @@ class Loop:
         if self.stop_wanted():
             self._handle(Stop())
             return
-        entry = self._timeline.peek()
+        entry = self._timeline.peek(self.rounds.version)
         if entry is None and self.rounds.stranded:
             raise RunError("no silo that may be asked is ever on again; see participation.trace")
         # A resumed run's time stands still until all are back: what was under way is due in the rounds to come.
@@ -175,8 +175,9 @@ class Loop:
             self.clock.advance_to(max(entry.at, self.clock.now()))
             event = self._event(entry)
             self._note_event(entry, event)
+            self.tally.events += 1
             self._handle(event)
-            self.trouble.after_event(self.rounds.version)
+            self.trouble.after_event(self.rounds.version, self.tally.events)
         else:
             wait = _POLL_SECONDS
             if entry is not None and not gathering and not self.clock.virtual:
@@ -311,6 +312,7 @@ class Loop:
         elif self.measuring.measured(message):
             pass
         elif header.kind is Kind.REPLY and header.reply_to is not None:
+            self.tally.traffic("up", message.payloads)
             try:
                 silo = self.setting.facts_at(header.sender, header.base_version)
                 accept(message, self.setting, silo, self.rounds.flights.get(header.sender))
@@ -349,8 +351,6 @@ class Loop:
             self.log.note("reply discarded", silo=silo, sequence=sequence, reason="duplicate")
             return
         self._inbox[silo, sequence] = outcome
-        if isinstance(outcome, Message):
-            self.tally.traffic("up", outcome.payloads)
         if not self.clock.virtual:
             at = self.clock.now() + (self.trouble.delay(silo) if after is None else after)
             self._timeline.arrival(at, self._facts[silo].index, silo, sequence)

@@ -33,6 +33,7 @@ from fedmq.clock import Clock, clock_for
 from fedmq.codec import MAX_BODY_HEADER
 from fedmq.cost import CostModel
 from fedmq.crypto import Identity, load_accepted, load_identity
+from fedmq.data.features import file_digest
 from fedmq.errors import InputError
 from fedmq.handshake import Accepted
 from fedmq.link import COORDINATOR
@@ -130,6 +131,9 @@ def run_coordinator(
     if saved and saved.data not in ("", setting.data):
         found = f"data of other content than the run began with ({setting.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"what was there then ({saved.data[:12]})")
+    if saved and saved.trace not in ("", setting.trace_file):
+        found = f"another trace than the run began with ({setting.trace_file[:12]})"
+        raise InputError(f"participation.trace: {scenario.participation.trace}", found, f"that ({saved.trace[:12]})")
     run = run_name(scenario)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     if not folder.scenario.exists():
@@ -152,11 +156,9 @@ def run_coordinator(
         trouble = Trouble(setting.script, folder, log, clock, order=order, wired=wired, handed=handed)
         loop = _loop(setting, theta, saved, clock, listener, roster, log, trouble, status, stop_wanted)
         listening(listener.uri)
-        began = clock.stopwatch()
         phase = loop.run()
-        loop.saving.count_messages()
+        loop.saving.bring_up_to_now()
         log.note("ended", phase=phase.value)
-        loop.tally.spend("total", clock.stopwatch() - began)
         if phase is not Phase.DONE:
             return Outcome(phase, {})
         return Outcome(phase, _finish(loop, world, clock))
@@ -205,10 +207,10 @@ def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setti
     size = model.layout.nbytes
     cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
+    path = scenario.participation.trace
+    digests = world.prepared.digest, "" if path is None else file_digest(path)
     samples = tuple(len(rows) for rows in world.train)
-    setting = Setting(
-        scenario, protocol_class(options, context), context, samples, cost, folder, trace, world.prepared.digest
-    )
+    setting = Setting(scenario, protocol_class(options, context), context, samples, cost, folder, trace, *digests)
     sent = [setting.protocol.uploads(silo) for silo in world.silos if setting.protocol.eligible(silo)]
     if scenario.privacy.clip_norm is not None and not any(set(privacy.TRANSFORMED) & kinds for kinds in sent):
         allowed = f"null: silos of {scenario.protocol.name} send no update that could be clipped"

@@ -52,6 +52,7 @@ class Saving:
         self._setting, self._clock, self._log = setting, clock, log
         self._tally, self._roster, self._trouble = tally, roster, trouble
         self._earlier = (tally.sent, tally.received, tally.refused)
+        self._earlier_seconds, self._began = tally.seconds.get("total", 0.0), clock.stopwatch()
         self.settled = settled
         self._settled_before: Mapping[str, int] = {}
 
@@ -74,10 +75,11 @@ class Saving:
             RunError: the disk refused it again and again.
         """
         self.settled, self._settled_before = after.settled, self.settled
-        self.count_messages()
+        self.bring_up_to_now()
         handed = {silo: self._trouble.handed[silo] for silo in after.flights}
         plain, now, tallied = after.to_plain(), self._clock.now(), self._tally.to_plain()
-        record = checkpoints.Checkpoint(plain, states, now, due, tallied, handed, self._setting.data)
+        setting = self._setting
+        record = checkpoints.Checkpoint(plain, states, now, due, tallied, handed, setting.data, setting.trace_file)
         for left in reversed(range(_TRIES)):
             try:
                 checkpoints.save(
@@ -90,8 +92,9 @@ class Saving:
                     raise
                 self._clock.pause(_PAUSE_SECONDS)
 
-    def count_messages(self) -> None:
-        """Bring the tally's message counts up to now; a resumed run adds to what it had."""
+    def bring_up_to_now(self) -> None:
+        """Bring the tally's messages and seconds up to now; a resumed run adds to what it had."""
+        self._tally.seconds["total"] = self._earlier_seconds + self._clock.stopwatch() - self._began
         sent, received, refused = self._earlier
         self._tally.sent, self._tally.received = sent + self._roster.sent, received + self._roster.received
         self._tally.refused = refused + self._roster.refused

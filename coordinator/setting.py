@@ -29,6 +29,7 @@ class Setting:
         folder: the run folder.
         trace: when each silo is on.
         data: digest of the prepared data.
+        trace_file: digest of the file that ``trace`` was read from; empty for none.
     """
 
     scenario: Scenario
@@ -39,6 +40,7 @@ class Setting:
     folder: RunFolder
     trace: Trace = field(default_factory=Trace)
     data: str = ""
+    trace_file: str = ""
 
     @cached_property
     def script(self) -> Script:

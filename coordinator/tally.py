@@ -15,15 +15,16 @@ class Tally:
     """What is counted.
 
     Args:
-        up: bytes of payload tensors from the silos, by kind.
-        down: bytes of payload tensors to the silos, by kind.
+        up: bytes of payload tensors in the silos' replies, by kind: all that reached the coordinator, merged or not.
+        down: bytes of payload tensors in the tasks, by kind, as often as they were sent.
         sent: messages the coordinator sent.
         received: messages it received.
         refused: frames it refused, by reason.
         participations: merged replies, by silo.
         discarded: replies that came but were not merged, by reason.
         failed: tasks that brought no usable reply.
-        seconds: real seconds by phase, summed over resumes.
+        events: that were dealt with, the one under way included.
+        seconds: real seconds by phase and in all, summed over resumes.
     """
 
     up: Counter[str] = field(default_factory=Counter)
@@ -34,6 +35,7 @@ class Tally:
     participations: Counter[str] = field(default_factory=Counter)
     discarded: Counter[str] = field(default_factory=Counter)
     failed: int = 0
+    events: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
     def spend(self, phase: str, seconds: float) -> None:

@@ -52,8 +52,10 @@ class Timeline:
         """A silo goes on or off at ``at`` [s]."""
         heapq.heappush(self._heap, Entry(at, Due.SWITCH, index, silo=silo))
 
-    def peek(self) -> Entry | None:
-        """The earliest entry."""
+    def peek(self, round_: int) -> Entry | None:
+        """The earliest entry; deadlines of rounds before this one, which a resumed run lacks, are passed over."""
+        while self._heap and self._heap[0].due is Due.DEADLINE and self._heap[0].index < round_:
+            heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
     def pop(self) -> Entry:

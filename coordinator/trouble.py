@@ -85,7 +85,6 @@ class Trouble:
         self._on_frames: dict[tuple[str, int], list[Strike]] = {}
         self._held: dict[str, Frames] = {}
         self._stopped: set[str] = set()
-        self._events = 0
         if script.faults and not clock.virtual:
             log.note("wall clock: the faults are real, but this run cannot be replayed")
 
@@ -130,7 +129,10 @@ class Trouble:
     def after_sending(self, silo: str, sequence: int) -> None:
         """The silo has its task: kill it, freeze it, or lie in wait for its reply."""
         for place, fault in self._strikes.get(silo, ()):
-            if isinstance(fault, _ON_FRAMES | Crash | Freeze | Leave) and self._first(f"{place} {silo} {sequence}"):
+            if isinstance(fault, Drop) and fault.again is None:
+                # The task fails however often it is sent, also after a restart: that is its fate.
+                self._on_frames[silo, sequence] = [Strike(place, fault)]
+            elif isinstance(fault, _ON_FRAMES | Crash | Freeze | Leave) and self._first(f"{place} {silo} {sequence}"):
                 match fault:
                     case Crash() | Leave():
                         self._do(Order("kill", silo), fault.kind, sequence)
@@ -190,11 +192,10 @@ class Trouble:
         return (arrived if held is None else [*arrived, held]), failed
 
     # ------------------------------------------------------------------------------------------------- coordinator
-    def after_event(self, version: int) -> None:
-        """One more event of the run is dealt with; the coordinator may be scripted to die now."""
-        self._events += 1
+    def after_event(self, version: int, events: int) -> None:
+        """So many events of the run are dealt with; the coordinator may be scripted to die now."""
         for place, fault in self.script.crashes():
-            due = self._events == fault.after_event if fault.after_round is None else version >= fault.after_round
+            due = version >= fault.after_round if fault.after_round else events >= (fault.after_event or 0)
             if due and self._first(f"{place} {COORDINATOR}"):
                 self._log.note("fault", kind=fault.kind, place=place, silo=COORDINATOR, sequence=version)
                 self._do(Order("die", COORDINATOR), fault.kind, version)

@@ -31,6 +31,8 @@ from fedmq.world import World, build_world, device_of, run_name
 
 NAME = "evaluator"
 _BATCH = 256
+#: By how much float32 vectors of unit length may miss it.
+_LENGTH = 1e-4
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,7 @@ def measure(
         and ``map_at50``, ``ndcg_at50``, ... for each cut-off (means of both ways); with ``evaluation.within`` and a
         gallery of its own also ``map_i2i``, ``map_t2t`` and their cut-offs.
     """
-    image, text = (_signs(x) if queries.binary else x for x in (queries.image, queries.text))
+    image, text = _comparable(queries)
     found = metrics.recalls(image, text, queries.owner)
     found |= {"spread_image": metrics.spread(image), "spread_text": metrics.spread(text)}
     if queries.labels is None:
@@ -147,9 +149,22 @@ def fold_recalls(items: Embedded, size: int) -> dict[str, float]:
     found = []
     for start in starts:
         fold = items.subset(np.arange(start, start + size))
-        image, text = (_signs(x) if items.binary else x for x in (fold.image, fold.text))
+        image, text = _comparable(fold)
         found.append(metrics.recalls(image, text, fold.owner))
     return {f"fold_{name}": float(np.mean([each[name] for each in found])) for name in found[0]}
+
+
+def _comparable(items: Embedded) -> tuple[np.ndarray, np.ndarray]:
+    """Images and captions whose inner products rank: codes as signs, others of unit length, as DSCMR's are not."""
+    image, text = ((_signs if items.binary else _unit)(each) for each in (items.image, items.text))
+    return image, text
+
+
+def _unit(vectors: np.ndarray) -> np.ndarray:
+    """Vectors [n, d] scaled to unit length, zero ones left; as they are, to the bit, where all have it already."""
+    lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
+    lengths[lengths == 0] = 1
+    return vectors if np.abs(lengths - 1).max(initial=0) <= _LENGTH else vectors / lengths
 
 
 def _signs(codes: np.ndarray) -> np.ndarray:

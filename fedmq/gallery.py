@@ -284,6 +284,10 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
         source = of_data(scenario.data, scenario.backbone, prepared, own)
     elif chosen.is_dir():
         source = of_folder(release, chosen)
+    elif not chosen.is_file():
+        raise InputError(
+            f"--gallery {chosen}", "nothing", "a folder of pictures, or a scenario file (YAML) for its data"
+        )
     else:
         data = load(chosen).data
         other = prepare(data, scenario.backbone, release.cache, scenario.seed, progress, release.device)

@@ -46,7 +46,7 @@ class _Summary(Stored):
     scenario: str
     seed: int
     versions: int
-    model_digest: str
+    model_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     metrics: dict[str, float]
     per_silo: dict[str, _Silo]
     fairness: dict[str, float]

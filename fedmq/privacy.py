@@ -23,6 +23,9 @@ def clip(update: F32, norm: float) -> F32:
 def transform(update: F32, privacy: Privacy, seed: int, path: tuple[str | int, ...]) -> F32:
     """Clip, then add noise of standard deviation ``noise_multiplier * clip_norm`` (DP-FedAvg, McMahan et al. 2018).
 
+    An update of zeros stays one: the silo stood idle by the method's rule, which tells nothing of its data, and with
+    noise it would count as one that trained.
+
     Args:
         update: float32 [P].
         privacy: the scenario's choice; the same array comes back when it asks for nothing.
@@ -30,7 +33,7 @@ def transform(update: F32, privacy: Privacy, seed: int, path: tuple[str | int, .
             seed of your own, kept secret, where the noise must protect.
         path: silo, base version, sequence: what the noise is drawn for.
     """
-    if privacy.clip_norm is None:
+    if privacy.clip_norm is None or not update.any():
         return update
     clipped = clip(update, privacy.clip_norm)
     if privacy.noise_multiplier == 0:

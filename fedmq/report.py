@@ -119,7 +119,7 @@ def write(folder: RunFolder) -> None:
     body = [
         f"<h1>{html.escape(summary['scenario'])}: {html.escape(summary['protocol'])}, seed {summary['seed']}</h1>",
         f"<p>{summary['versions']} merges, {len(summary['per_silo'])} silos, "
-        f"model digest <code>{summary['model_digest']}</code></p>",
+        f"model digest <code>{html.escape(summary['model_digest'])}</code></p>",
         _curves(evaluations, merges),
         "<h2>Retrieval</h2>",
         _table(("metric", "before training", "after"), rows),

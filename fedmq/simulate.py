@@ -464,7 +464,8 @@ def finish_summary(summary: Mapping[str, Any], simulated: Simulated) -> dict[str
         **summary,
         "seconds": {
             **summary["seconds"],
-            "total": round(simulated.seconds, 3),
+            # Of a resumed run the coordinators' own time, all together; else the command's, start-up included.
+            "total": round(max(simulated.seconds, summary["seconds"]["total"]), 3),
             "startup": round(simulated.ready_seconds or summary["seconds"]["startup"], 3),
         },
         "processes": {**summary["processes"], "peak_pss_mb": round(simulated.peak_pss_mb, 1)},

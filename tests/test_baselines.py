@@ -17,6 +17,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.messages import ClassPrototypes, Delta, Loss, PartialDelta, Representations
 from fedmq.models.two_tower import Out
 from fedmq.parts import Aggregation
+from fedmq.privacy import transform
 from fedmq.protocol import Checking, Local, Personalised, Reply, Task
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Base, Objective, Privacy, Training
@@ -480,6 +481,29 @@ def resized(payload: Any) -> Any:
             return Representations(values[:-1].copy(), modality)
         case _:
             return payload
+
+
+def test_noise_does_not_make_an_idle_silo_one_that_trained() -> None:
+    kinds, private = (
+        ((True, True), (True, True), (True, False), (False, True)),
+        Privacy(clip_norm=10, noise_multiplier=1e-7),
+    )
+    run = world("fedavg", {"single_modality": "idle"}, kinds=kinds)
+
+    def sent(reply: Reply) -> Reply:
+        path = (reply.silo.name, 0, 1)
+        payloads = tuple(
+            dataclasses.replace(each, buffer=transform(np.array(each.buffer), private, 0, path))
+            if isinstance(each, Delta)
+            else each
+            for each in reply.payloads
+        )
+        return dataclasses.replace(reply, payloads=payloads)
+
+    replies = run.replies()
+    plain, noisy = (run.protocol.merge(run.state, each, 0).state.theta for each in (replies, list(map(sent, replies))))
+    assert not torch.equal(plain, noisy)
+    torch.testing.assert_close(noisy, plain)
 
 
 @pytest.mark.parametrize("name", ["creamfl_public", "fedproto", "mfcpl"])

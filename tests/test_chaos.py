@@ -153,18 +153,37 @@ def test_real_messages_come_to_what_the_calls_came_to(faults: list[dict[str, obj
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
-def test_a_coordinator_killed_after_every_single_event_loses_nothing(mode: str, tiny: Path, tmp_path: Path) -> None:
-    settings = ("participation=1.0", f"aggregation.mode={mode}", "rounds=3")
-    whole = run_restarted(resolved(tiny, *settings), tmp_path / "whole").summary["model_digest"]
+@pytest.mark.parametrize(
+    ("aggregation", "faults"),
+    [
+        ("{mode: sync}", ""),
+        ("{mode: buffered}", ""),
+        ("{mode: async}", ""),
+        ("{mode: sync, deadline: 0.9, quorum: 0.5}", ""),
+        ("{mode: sync}", "{kind: drop, silos: [silo-01], rounds: [1]}, "),
+        ("{mode: async}", "{kind: drop, probability: 0.3}, "),
+    ],
+)
+def test_a_coordinator_killed_after_every_single_event_loses_nothing(
+    aggregation: str, faults: str, tiny: Path, tmp_path: Path
+) -> None:
+    settings = ("participation=1.0", f"aggregation={aggregation}", "rounds=3")
+    whole = run_restarted(resolved(tiny, *settings, f"faults=[{faults}]"), tmp_path / "whole").summary["model_digest"]
     record = read_record(RunFolder(tmp_path / "whole"))
     for number in range(1, len(record.events) + 1):
-        scenario = resolved(tiny, *settings, f"faults=[{{kind: coordinator_crash, after_event: {number}}}]")
+        scenario = resolved(tiny, *settings, f"faults=[{faults}{{kind: coordinator_crash, after_event: {number}}}]")
         out = tmp_path / str(number)
         assert run_restarted(scenario, out).summary["model_digest"] == whole, number
         assert first_difference(record, read_record(RunFolder(out))) is None
-        assert len(notes(out, "fault")) == 1
+        assert sum(note["kind"] == "coordinator_crash" for note in notes(out, "fault")) == 1
         sane(out, 3)
+
+
+@pytest.mark.slow
+def test_events_are_counted_over_the_restarts_of_a_run(tiny: Path, tmp_path: Path) -> None:
+    crashes = "{kind: coordinator_crash, after_event: 7}, {kind: coordinator_crash, after_event: 14}"
+    run_restarted(resolved(tiny, "participation=1.0", f"faults=[{crashes}]"), tmp_path)
+    assert [note["place"] for note in notes(tmp_path, "fault")] == [0, 1]
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import torch
 
 from fedmq import world as worlds
 from fedmq.errors import InputError
-from fedmq.evaluator import Embedded, HeldOut, embed, measure
+from fedmq.evaluator import Embedded, HeldOut, embed, fold_recalls, measure
 from fedmq.protocol import Encoders
 from fedmq.scenario import Evaluation, Scenario
 from fedmq.scenario_file import load
@@ -113,6 +113,20 @@ def test_a_summary_has_every_silos_figures_and_their_means(tmp_path: Path) -> No
         mean = np.mean([summary[each][name]["map_at5_i2t"] for name in names])
         assert summary[means]["map_at5_i2t"] == pytest.approx(mean)
     assert summary["personal_whole_split"] != summary["personal_per_silo"]
+
+
+def test_recalls_rank_by_cosine_whatever_the_length_of_embeddings() -> None:
+    generator = np.random.default_rng(0)
+    image = generator.normal(size=(40, 6)).astype(np.float32)
+    owner = np.repeat(np.arange(40), 2)
+    text = image[owner] + generator.normal(size=(80, 6)).astype(np.float32)
+    text[3] = 0
+    lengths = [np.linalg.norm(each, axis=1, keepdims=True) for each in (image, text)]
+    unit = Embedded(image / lengths[0], text / np.where(lengths[1] > 0, lengths[1], 1), owner)
+    measured = [measure(each, Evaluation()) for each in (unit, Embedded(image, text, owner))]
+    assert measured[0] == pytest.approx(measured[1], rel=1e-5)
+    folds = [fold_recalls(each, 20) for each in (unit, Embedded(image, text, owner))]
+    assert folds[0] == folds[1]
 
 
 @pytest.mark.parametrize("bits", [12, 24, 32, 48])

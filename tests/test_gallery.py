@@ -162,6 +162,11 @@ def test_the_memory_released_with_a_model_shapes_its_codes(hashing: Release, tmp
     assert np.array_equal(codes.unpack(export(other).array("image"), 12), codes.sign(outputs(other)[0]))
 
 
+def test_a_gallery_that_is_not_there_is_told_of_with_what_may_be_one(embeddings: Release, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--gallery .*nowhere: found 'nothing', allowed: a folder of pictures, or"):
+        export(embeddings, tmp_path / "nowhere")
+
+
 def test_another_scenarios_data_can_be_the_gallery(embeddings: Release, features: Path, tmp_path: Path) -> None:
     with np.load(features) as whole:
         part = {name: whole[name][:20] for name in ("image", "text")}

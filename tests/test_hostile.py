@@ -148,6 +148,22 @@ def test_a_run_that_no_silo_can_train_ends_with_the_first_ones_error(
     assert str(ended.value).isprintable()
 
 
+def test_what_comes_up_is_counted_also_where_it_is_refused(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = resolved(tiny, "rounds=1", "participation=1", "protocol=fedavg")
+    whole = inline.run(scenario, tmp_path / "whole").summary["bytes"]["up"]["delta"]
+    respond = Silo.respond
+    monkeypatch.setattr(
+        Silo,
+        "respond",
+        lambda self, m: tuple(p for p in respond(self, m) if self.facts.name != "silo-01" or not isinstance(p, Loss)),
+    )
+    outcome = inline.run(scenario, tmp_path / "refused")
+    assert outcome.summary["tasks"]["failed"] == 1
+    assert outcome.summary["bytes"]["up"]["delta"] == whole
+
+
 # ------------------------------------------------------------------------------------------------- measuring
 #: What no codec lets through.
 UNREADABLE = Model("0" * 64, np.full(3, np.nan, np.float32))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,6 +14,8 @@ import pytest
 import torch
 
 import protocols
+from coordinator import loop
+from coordinator.merging import merged_state
 from coordinator.rounds import Phase
 from fedmq.errors import InputError, RunError
 from fedmq.participation import trace_of
@@ -23,6 +26,7 @@ from fedmq.simulate import simulate_inline
 from fedmq.staleness import damping, hinge, mixed, polynomial, rarity
 from fedmq.stored import read_lines
 from protocols import _merge, rcsr
+from tests import inline as calls
 from tests.modes_world import federation
 from tests.protocol_world import equal_states, world
 from tests.threads import resolved, run
@@ -260,6 +264,32 @@ def test_a_trace_after_whose_end_nobody_is_on_ends_the_run_with_a_line_that_says
     path.write_text("silo,on,off\n" + "".join(f"silo-0{index},0,0.5\n" for index in range(4)))
     with pytest.raises(RunError, match=r"participation\.trace"):
         inline(tiny, tmp_path / "run", "rounds=50", f"participation={{kind: availability, trace: {path}}}")
+
+
+def test_a_run_does_not_go_on_with_another_trace(tiny: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "trace.csv", tmp_path / "run"
+    path.write_text("silo,on,off\n" + "".join(f"silo-0{index},0,900\n" for index in range(4)))
+    scenario = resolved(tiny, "launcher=inline", f"participation={{kind: availability, trace: {path}}}")
+    first = simulate_inline(scenario, RunFolder(out), resume=False, status=lambda _: None).outcome
+    assert first.phase is Phase.DONE
+    RunFolder(out).summary.unlink()
+    path.write_text(path.read_text().replace("900", "9"))
+    with pytest.raises(InputError, match=r"participation\.trace: .*trace\.csv: found 'another trace than"):
+        simulate_inline(scenario, RunFolder(out), resume=True, status=lambda _: None)
+
+
+def test_the_seconds_of_a_resumed_run_are_those_of_all_its_processes(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = resolved(tiny, "launcher=inline", "participation=1.0")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "merged_state", lambda *arguments: time.sleep(0.3) or merged_state(*arguments))
+        stopped = calls.run(scenario, tmp_path, stop_wanted=stop_after(2, tmp_path))
+    assert stopped.phase is Phase.STOPPED
+    seconds = calls.run(scenario, tmp_path, resume=True).summary["seconds"]
+    # The last merge before a checkpoint is counted after it.
+    assert seconds["merge"] >= 0.3
+    assert seconds["total"] >= max(0.6, seconds["merge"] + seconds["evaluation"])
 
 
 def test_power_of_choice_asks_by_loss_and_needs_a_method_that_reports_one(

@@ -147,7 +147,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
         checkpoint.load(tmp_path)
 
 
-@pytest.mark.parametrize("name", Tally().to_plain())
+@pytest.mark.parametrize("name", sorted(Tally().to_plain().keys() - {"events"}))
 def test_a_checkpoint_without_one_of_the_counters_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint.save(tmp_path, made(1))
     path = tmp_path / "version-000001" / "checkpoint.json"

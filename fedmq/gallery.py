@@ -26,7 +26,7 @@ import torch
 
 from fedmq import codes
 from fedmq.data.features import file_digest
-from fedmq.data.pictures import IMAGE_ENDINGS, decode, files_below, package
+from fedmq.data.pictures import IMAGE_ENDINGS, PIXELS_VERSION, decode, files_below, package
 from fedmq.data.prepared import Prepared, build_once, key_of, prepare
 from fedmq.errors import InputError
 from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
@@ -141,9 +141,8 @@ def of_folder(release: Release, folder: Path) -> Source:
         raise InputError(f"--gallery {folder}", "no picture", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
     # A name of bytes that are no UTF-8 is shown with them escaped: it could not be printed otherwise.
     keys = tuple(os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files)
-    content = key_of(
-        "folder", release.digest, [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]
-    )
+    contents = [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]
+    content = key_of("folder", release.digest, contents, PIXELS_VERSION)
 
     encoder = release.encoder("image")
 

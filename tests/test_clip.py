@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from PIL import Image
 
 from fedmq.data.encoders import image_encoder
+from fedmq.data.prepared import key_of
 from fedmq.errors import InputError
 from fedmq.models import clip, clip_weights
 from fedmq.models.optimiser import optimiser
@@ -238,9 +241,120 @@ def test_a_pickle_that_would_run_code_is_refused(tiny: Path, tmp_path: Path) -> 
             return os.mkdir, (str(tmp_path / "ran"),)
 
     torch.save({"visual.proj": Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(InputError, match=r"evil\.pt"):
+    with pytest.raises(InputError, match=r"evil\.pt: found 'something other than tensors'"):
         clip_weights.weights(backbone(tiny, pretrained=str(tmp_path / "evil.pt")), 0, tmp_path / "cache")
     assert not (tmp_path / "ran").exists()
+
+
+def test_a_torchscript_archive_is_refused_and_what_the_message_advises_makes_it_fit(tiny: Path, tmp_path: Path) -> None:
+    model = open_clip.model.CLIP(**TINY).eval()
+    inputs = (PIXELS.float(), captions(tiny).long())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.jit.trace(model, inputs, check_trace=False).save(tmp_path / "archive.pt")
+        torch.save(torch.jit.load(tmp_path / "archive.pt", map_location="cpu").state_dict(), tmp_path / "state.pt")
+    chosen = backbone(tiny, pretrained=str(tmp_path / "archive.pt"))
+    with warnings.catch_warnings(), pytest.raises(InputError) as caught:
+        warnings.simplefilter("error")
+        clip_weights.weights(chosen, 0, tmp_path / "cache")
+    for words in ("found 'a TorchScript archive'", "torch.jit.load(FILE, map_location='cpu')", "tag openai"):
+        assert words in str(caught.value)
+    assert "weights_only" not in str(caught.value)
+    found = clip_weights.weights(backbone(tiny, pretrained=str(tmp_path / "state.pt")), 0, tmp_path / "cache")
+    loaded = safetensors.torch.load_file(found.folder / "image.safetensors")
+    assert torch.equal(loaded["visual.conv1.weight"], model.visual.conv1.weight)
+
+
+@pytest.mark.parametrize("ending", ["pt", "safetensors"])
+def test_openais_file_is_not_put_into_a_model_with_another_activation(tiny: Path, tmp_path: Path, ending: str) -> None:
+    path, quick = tmp_path / f"openai.{ending}", tmp_path / "quick.json"
+    marks = {name: torch.tensor(32) for name in ("input_resolution", "context_length", "vocab_size")}
+    state = {**local_weights(tmp_path / "own.pt"), **marks}
+    torch.save(state, path) if ending == "pt" else safetensors.torch.save_file(state, path)
+    for name, words in ((str(tiny), 'a model with "quick_gelu": true'), ("ViT-B-32", "ViT-B-32-quickgelu")):
+        with pytest.raises(InputError, match=rf"backbone\.name.*{words} for .*openai\.{ending}"):
+            clip_weights.weights_digest(Backbone(name=name, pretrained=str(path)), 0, tmp_path / "cache")
+    quick.write_text(json.dumps({**TINY, "quick_gelu": True}))
+    found = clip_weights.weights(Backbone(name=str(quick), pretrained=str(path)), 0, tmp_path / "cache")
+    loaded = safetensors.torch.load_file(found.folder / "image.safetensors")
+    assert torch.equal(loaded["visual.conv1.weight"], state["visual.conv1.weight"])
+
+
+OPENAI = clip_weights.Preprocessing()
+ONE = (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "tag", "wanted"),
+    [
+        ("ViT-B-32", "laion2b_s34b_b79k", OPENAI),
+        ("ViT-B-32", None, OPENAI),
+        ("ViT-B-32", "FILE", OPENAI),
+        ("MobileCLIP-S1", None, OPENAI),
+        ("MobileCLIP-S1", "FILE", clip_weights.Preprocessing((0.0,) * 3, ONE, "bilinear", unnamed=(0.0,) * 3 + ONE)),
+        ("MobileCLIP-S1", "datacompdr", clip_weights.Preprocessing((0.0,) * 3, ONE, "bilinear")),
+        # Its tags do not agree on mean and std, those of ViT-H-14 not on how pictures are scaled.
+        ("ViT-L-14", "laion2b_s32b_b82k", clip_weights.Preprocessing((0.5,) * 3, (0.5,) * 3)),
+        ("ViT-L-14", "FILE", OPENAI),
+        ("ViT-H-14-quickgelu", "dfn5b", clip_weights.Preprocessing(resize_mode="squash")),
+        ("ViT-H-14", "FILE", OPENAI),
+    ],
+)
+def test_pictures_are_made_as_the_weights_want_them(
+    name: str, tag: str | None, wanted: clip_weights.Preprocessing, tmp_path: Path
+) -> None:
+    torch.save({"a": torch.zeros(1)}, tmp_path / "w.pt")
+    chosen = Backbone(name=name, pretrained=str(tmp_path / "w.pt") if tag == "FILE" else tag)
+    assert clip_weights.preprocessing(chosen) == wanted
+    # Rows of models that want nothing special keep the names that they always had.
+    frozen = clip_weights.weights_digest(chosen, 0, tmp_path)
+    size = clip_weights.image_size(name, clip_weights.config_of(name))
+    digest = image_encoder(chosen, 0, tmp_path, "cpu").digest
+    usual = (wanted.interpolation, wanted.resize_mode) == ("bicubic", "shortest")
+    assert (digest == key_of("image", frozen, size)) == usual
+
+
+@pytest.mark.parametrize("size", [(640, 427), (375, 500)])
+@pytest.mark.parametrize(
+    ("name", "tag", "mode", "interpolation"),
+    [
+        ("ViT-B-32", "laion2b_s34b_b79k", "shortest", "bicubic"),
+        ("MobileCLIP-S1", "datacompdr", "shortest", "bilinear"),
+        ("ViT-L-14-CLIPA", "datacomp1b", "squash", "bilinear"),
+        ("ViT-B-16-SigLIP", "webli", "squash", "bicubic"),
+    ],
+)
+def test_a_picture_is_scaled_as_open_clip_does_for_the_tag(
+    name: str, tag: str, mode: str, interpolation: str, size: tuple[int, int], tmp_path: Path
+) -> None:
+    picture = np.random.default_rng(3).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    encoder = image_encoder(Backbone(name=name, pretrained=tag), 0, tmp_path, "cpu")
+    edge = clip_weights.image_size(name, clip_weights.config_of(name))
+    theirs = open_clip.image_transform(
+        edge, False, mean=(0.0,) * 3, std=ONE, resize_mode=mode, interpolation=interpolation
+    )(Image.fromarray(picture))
+    assert np.array_equal(encoder.fit(picture), (255 * theirs).round().permute(1, 2, 0).to(torch.uint8).numpy())
+
+
+def test_pixels_for_adapters_in_the_blocks_are_squashed_too_and_named_apart(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usual = image_encoder(backbone(tiny), 0, tmp_path, "cpu")
+    assert usual.digest == key_of("pixels", 32)
+    way = clip_weights.Preprocessing(resize_mode="squash")
+    monkeypatch.setattr(clip_weights, "preprocessing", lambda _: way)
+    encoder = image_encoder(backbone(tiny), 0, tmp_path, "cpu")
+    assert encoder.digest == key_of("pixels", 32, "bicubic", "squash")
+    wide = np.zeros((40, 120, 3), np.uint8)
+    wide[:, :40] = 255
+    assert encoder.fit(wide)[16, 0].tolist() == [255] * 3
+    assert usual.fit(wide)[16, 16].tolist() == [0] * 3
+
+
+def test_a_way_to_scale_pictures_that_is_not_known_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(open_clip, "get_pretrained_cfg", lambda *_: {"resize_mode": "longest"})
+    with pytest.raises(InputError, match=r"laion2b_s34b_b79k, whose pictures are scaled by longest.*or squash"):
+        clip_weights.preprocessing(Backbone(name="ViT-B-32", pretrained="laion2b_s34b_b79k"))
 
 
 @pytest.mark.parametrize(

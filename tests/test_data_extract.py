@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +299,39 @@ def test_a_timm_checkpoint_is_read_and_one_that_does_not_fit_is_named(tmp_path: 
         prepared(tmp_path, Backbone(name="timm:resnet10tt"))
     with pytest.raises(InputError, match=r"backbone\.pretrained.*a tag of resnet10t: c3_in1k"):
         prepared(tmp_path, backbone.model_copy(update={"pretrained": "nowhere.pt"}))
+
+
+@pytest.mark.parametrize(
+    ("name", "tag", "mode"),
+    [("convnext_tiny", "in12k_ft_in1k", "center"), ("convnext_tiny", "in12k_ft_in1k_384", "squash")],
+)
+def test_a_picture_is_scaled_as_timm_does_for_the_tag(name: str, tag: str, mode: str, tmp_path: Path) -> None:
+    timm, torch = pytest.importorskip("timm"), pytest.importorskip("torch")
+    how = timm.get_pretrained_cfg(f"{name}.{tag}")
+    assert (how.crop_mode, how.crop_pct) == (mode, 0.95 if mode == "center" else 1.0)
+    picture = np.random.default_rng(3).integers(0, 256, (375, 500, 3), dtype=np.uint8)
+    encoder = image_encoder(Backbone(name=f"timm:{name}", pretrained=tag), 0, tmp_path, "cpu")
+    config = timm.data.resolve_data_config(pretrained_cfg=how.to_dict()) | {"mean": (0.0,) * 3, "std": (1.0,) * 3}
+    theirs = timm.data.create_transform(**config)(Image.fromarray(picture))
+    assert np.array_equal(encoder.fit(picture), (255 * theirs).round().permute(1, 2, 0).to(torch.uint8).numpy())
+
+
+def test_a_name_of_timm_without_tags_is_scaled_as_its_model_wants(tmp_path: Path) -> None:
+    pytest.importorskip("timm")
+    with pytest.warns(UserWarning, match="deprecated"):
+        encoder = image_encoder(Backbone(name="timm:vit_tiny_patch16_224_in21k"), 0, tmp_path, "cpu")
+    assert encoder.fit(np.zeros((300, 400, 3), np.uint8)).shape == (224, 224, 3)
+
+
+@pytest.mark.parametrize("changed", [{"crop_mode": "border"}, {"input_size": (3, 64, 48)}])
+def test_a_timm_model_whose_pictures_cannot_be_made_is_refused(
+    changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timm = pytest.importorskip("timm")
+    usual = timm.get_pretrained_cfg("resnet10t")
+    monkeypatch.setattr(timm, "get_pretrained_cfg", lambda _: replace(usual, **changed))
+    with pytest.raises(InputError, match=r"timm:resnet10t, whose pictures are .*crop_mode center or squash"):
+        image_encoder(Backbone(name="timm:resnet10t"), 0, tmp_path, "cpu")
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedmq.data.pictures import Pixels, fit
+from fedmq.data.pictures import PIXELS_VERSION, Pixels, fit
 from fedmq.data.prepared import BATCH, key_of
 from fedmq.scenario import MATCONVNET, TIMM, Backbone
 
@@ -55,20 +55,23 @@ def _channels_first(pictures: Sequence[Pixels]) -> Array:
 def _timm_images(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
     from fedmq.models import timm_images  # noqa: PLC0415 - seconds to import, and only this backbone needs it
 
-    loaded = functools.cache(lambda: timm_images.load(backbone, seed, device))
+    loaded = functools.cache(lambda: timm_images.load(backbone, seed, device)[0])
+    how = timm_images.preprocessing(backbone)
+    edge, crop, squash = int(how["input_size"][-1]), float(how["crop_pct"]), how["crop_mode"] == "squash"
 
     def fitted(picture: Pixels) -> Pixels:
-        how = loaded()[1]
-        return fit(picture, int(how["input_size"][-1]), float(how["crop_pct"]), str(how["interpolation"]).upper())
+        return fit(picture, edge, crop, str(how["interpolation"]).upper(), squash=squash)
 
     def encode(pictures: Sequence[Pixels]) -> Array:
-        model, how = loaded()
+        model = loaded()
         mean, std = (255 * torch.tensor(how[name], device=device).view(-1, 1, 1) for name in ("mean", "std"))
         return _batches(
             lambda rows: model((torch.from_numpy(rows).to(device).float() - mean) / std), _channels_first(pictures)
         )
 
-    return Encoder(timm_images.weights_digest(backbone, seed, cache), encode, fitted)
+    # Drawings, too, are cut out of a larger square here: the version counts whatever pictures these are.
+    facts = (PIXELS_VERSION, "squash") if squash else (PIXELS_VERSION,)
+    return Encoder(key_of(timm_images.weights_digest(backbone, seed, cache), *facts), encode, fitted)
 
 
 def _matconvnet_images(backbone: Backbone, device: str) -> Encoder:
@@ -112,12 +115,20 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
 
     size = clip_weights.image_size(backbone.name, clip_weights.config_of(backbone.name))
     digest = clip_weights.weights_digest(backbone, seed, cache)
+    how = clip_weights.preprocessing(backbone)
+    way = (how.interpolation, how.resize_mode)
+    # What most models want is in no key: rows of theirs were made before there was a choice.
+    scaled = () if way == ("bicubic", "shortest") else way
+
+    def fitted(picture: Pixels) -> Pixels:
+        return fit(picture, size, resample=how.interpolation.upper(), squash=how.resize_mode == "squash")
+
     if backbone.adapter_site == "blocks":
         frozen = clip_weights.weights(backbone, seed, cache)
         return Encoder(
-            key_of("pixels", size),
+            key_of("pixels", size, *scaled),
             _channels_first,
-            lambda picture: fit(picture, size),
+            fitted,
             frozen.mean,
             frozen.std,
             size,
@@ -128,7 +139,7 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
     def encode(pictures: Sequence[Pixels]) -> Array:
         return _batches(lambda rows: tower()(torch.from_numpy(rows).to(device)), _channels_first(pictures))
 
-    return Encoder(key_of("image", digest, size), encode, lambda picture: fit(picture, size), edge=size)
+    return Encoder(key_of("image", digest, size, *scaled, *how.unnamed), encode, fitted, edge=size)
 
 
 def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:

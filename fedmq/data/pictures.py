@@ -23,6 +23,9 @@ VIDEO_ENDINGS = frozenset({".mp4", ".avi", ".webm", ".mkv", ".mov"})
 MAX_PIXELS = 300_000_000
 #: Longest side of a picture in its shortest: what a strip shows is lost in the square that a network sees.
 MAX_RATIO = 100
+#: Of how a stored picture becomes pixels; rows that another version made are not used again. 2: transparent pictures
+#: lie on white, and the middle is cut out to the pixel where torchvision cuts it out.
+PIXELS_VERSION = 2
 
 
 class Pictures(Protocol):
@@ -123,7 +126,7 @@ def spread_evenly(total: int, wanted: int) -> list[int]:
 
 
 def decode(path: Path) -> Pixels:
-    """An image file as uint8 [height, width, 3], turned as its EXIF tag says.
+    """An image file as uint8 [height, width, 3], turned as its EXIF tag says, on white where it is transparent.
 
     Raises:
         InputError: missing, truncated, or no image.
@@ -164,13 +167,22 @@ def _eight_bits(image: Any, place: str) -> Pixels:
         InputError: grey values of more than 16 bits, whose white nobody knows.
     """
     if not image.mode.startswith(("I", "F")):
-        return np.asarray(image.convert("RGB")).copy()
+        return np.asarray(_on_white(image) if image.has_transparency_data else image.convert("RGB")).copy()
     grey = np.asarray(image).astype(np.float64)
+    if (clear := image.info.get("transparency")) is not None:
+        grey[grey == clear] = 65535  # one grey of a PNG of 16 bits
     if image.mode.startswith("I;16") or (image.mode == "I" and 255 < grey.max(initial=0) <= 65535):
         grey = np.round(grey / 257)
     if not ((grey >= 0) & (grey <= 255)).all():
         raise InputError(place, f"grey values of Pillow's mode {image.mode}", "8 or 16 bits a channel")
     return np.repeat(grey.astype(np.uint8)[..., None], 3, axis=2)
+
+
+def _on_white(image: Any) -> Any:
+    """An opened image with transparency as RGB on white; the colours below what is transparent are arbitrary."""
+    white, layer = package("PIL.Image", "embedded", "image").new("RGB", image.size, "white"), image.convert("RGBA")
+    white.paste(layer, mask=layer)
+    return white
 
 
 def video_frames(path: Path, wanted: int) -> list[Pixels]:
@@ -228,7 +240,7 @@ class Files:
         return str(self.paths[row])
 
     def stamp(self, row: int) -> str:
-        """Path below the root, size, and time of change."""
+        """Path below the root, size, time of change, and how pixels are made of it."""
         path = self.paths[row]
         try:
             about = path.stat()
@@ -236,7 +248,7 @@ class Files:
             raise InputError(str(path), error.strerror or str(error), "a readable file") from None
         inner = path.relative_to(self.root) if path.is_relative_to(self.root) else path
         # A folder's time changes with its list of files, which is what its frames are.
-        return f"{inner}|{about.st_size}|{about.st_mtime_ns}|{self.wanted}"
+        return f"{inner}|{about.st_size}|{about.st_mtime_ns}|{self.wanted}|{PIXELS_VERSION}"
 
     def missing(self, row: int) -> bool:
         """Whether neither a file nor a folder lies there."""
@@ -304,8 +316,8 @@ class Rows:
         return f"{self.stack.place}[{self.rows[row]}]"
 
     def stamp(self, row: int) -> str:
-        """The file's stamp and the row."""
-        return f"{self.stack.stamp}|{self.rows[row]}"
+        """The file's stamp, the row, and how pixels are made of it."""
+        return f"{self.stack.stamp}|{self.rows[row]}|{PIXELS_VERSION}"
 
     def missing(self, row: int) -> bool:
         """Never: the file holds as many as it says."""
@@ -321,23 +333,28 @@ class Rows:
         return type(self)(self.stack, tuple(self.rows[row] for row in rows))
 
 
-def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC") -> Pixels:
-    """Scale the shorter side to ``edge / crop`` and cut the middle out, as CLIP and timm do.
+def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC", *, squash: bool = False) -> Pixels:
+    """Scale the shorter side to ``edge / crop`` and cut the middle out, to the pixel as CLIP and timm do.
 
     Args:
         pixels: uint8 [height, width, 3].
         edge: of the result.
         crop: share of the shorter side that is kept.
         resample: Pillow's name of the interpolation.
+        squash: scale both sides to ``edge / crop``, whatever shape the picture had.
 
     Returns:
         uint8 [edge, edge, 3].
+
+    Raises:
+        InputError: a strip, or a picture without pixels.
     """
     image = package("PIL.Image", "embedded", "image")
     height, width = pixels.shape[:2]
     _check_sides("a picture", width, height)
     short = max(edge, int(edge / crop))
-    size = (max(edge, round(width * short / min(height, width))), max(edge, round(height * short / min(height, width))))
+    # Torchvision cuts the longer side's fraction off, and its halves go to the even number.
+    size = (short, short) if squash else tuple(int(short * side / min(height, width)) for side in (width, height))
     scaled = image.fromarray(pixels).resize(size, getattr(image.Resampling, resample))
-    left, top = (size[0] - edge) // 2, (size[1] - edge) // 2
+    left, top = (round((side - edge) / 2) for side in size)
     return np.asarray(scaled.crop((left, top, left + edge, top + edge)))

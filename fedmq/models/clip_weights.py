@@ -1,11 +1,13 @@
 """The weights of open_clip models: read and checked once, kept in the cache as one safetensors file per tower."""
 
 import difflib
+import functools
 import json
+import pickle
 import zipfile
 from collections.abc import Mapping
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,10 @@ from fedmq.seeds import derive
 CONFIG_KEYS = ("embed_dim", "vision_cfg", "text_cfg")
 # In checkpoints but no part of either tower.
 SCALES = ("logit_scale", "logit_bias")
+# In the files that OpenAI published, and in no others.
+OPENAI_MARKS = ("input_resolution", "context_length", "vocab_size")
 # In old checkpoints; computed, or of no use to the model.
-PASSED_OVER = ("input_resolution", "context_length", "vocab_size", "attn_mask", "text.attn_mask")
+PASSED_OVER = (*OPENAI_MARKS, "attn_mask", "text.attn_mask")
 
 
 def config_of(name: str) -> dict[str, Any]:
@@ -122,28 +126,113 @@ class Weights:
     std: tuple[float, ...]
 
 
+@dataclass(frozen=True)
+class Preprocessing:
+    """How a model's pictures are made.
+
+    Args:
+        mean: per channel, of pixels scaled to [0, 1].
+        std: likewise.
+        interpolation: bicubic or bilinear.
+        resize_mode: ``shortest``, whose middle is cut out, or ``squash``: the whole picture as a square.
+        unnamed: mean and std where neither the name of the weights nor open_clip's default says them.
+    """
+
+    mean: tuple[float, ...] = OPENAI_DATASET_MEAN
+    std: tuple[float, ...] = OPENAI_DATASET_STD
+    interpolation: str = "bicubic"
+    resize_mode: str = "shortest"
+    unnamed: tuple[float, ...] = ()
+
+
+def _tags_of(name: str) -> list[str]:
+    return [] if name.endswith(".json") else list(open_clip.list_pretrained_tags_by_model(name))
+
+
+def preprocessing(backbone: Backbone) -> Preprocessing:
+    """How pictures are made for these weights: as the tag says; for a file, as all tags of its architecture agree.
+
+    What they do not agree on, and everything for random weights, is open_clip's default: OpenAI's values.
+
+    Raises:
+        InputError: unknown model, tag or file, or a way to scale pictures that cannot be had here.
+    """
+    kind, what = _source_of(backbone)
+    tags = {"tag": [what], "file": _tags_of(backbone.name), "random": []}[kind]
+    trained = [open_clip.get_pretrained_cfg(backbone.name, tag) for tag in tags]
+    usual = Preprocessing()
+
+    def agreed(key: str) -> Any:
+        default = getattr(usual, key)
+        found = [type(default)(one.get(key) or default) for one in trained]
+        return found[0] if found and found.count(found[0]) == len(found) else default
+
+    made = Preprocessing(*(agreed(key) for key in ("mean", "std", "interpolation", "resize_mode")))
+    if made.resize_mode not in ("shortest", "squash") or made.interpolation not in ("bicubic", "bilinear"):
+        found = f"{what or backbone.name}, whose pictures are scaled by {made.resize_mode}, {made.interpolation}"
+        raise InputError("backbone.pretrained", found, "weights for shortest or squash, bicubic or bilinear")
+    own = kind == "tag" or (made.mean, made.std) == (usual.mean, usual.std)
+    return made if own else replace(made, unnamed=(*made.mean, *made.std))
+
+
+def _is_torchscript(path: Path) -> bool:
+    """Whether a file is a program with weights, as OpenAI published CLIP, and no state dict."""
+    if not zipfile.is_zipfile(path):
+        return False
+    with zipfile.ZipFile(path) as archive:
+        return any(name.endswith("/constants.pkl") for name in archive.namelist())
+
+
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
     """The state dict of a local file, never unpickled beyond tensors.
 
     Raises:
         InputError: unreadable, or no state dict.
     """
+    place = f"backbone.pretrained: {path}"
     try:
         if path.suffix == ".safetensors":
             state: Any = safetensors.torch.load_file(path)
+        elif _is_torchscript(path):
+            once = "torch.save(torch.jit.load(FILE, map_location='cpu').state_dict(), OTHER)"
+            allowed = f"a state dict, which {once} makes of it once; for OpenAI's CLIP also the tag openai"
+            raise InputError(place, "a TorchScript archive", allowed)
         else:
             # Mapped where the format allows it: a model and its checkpoint need not be in memory together.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except InputError:
+        raise
     except Exception as error:  # torch.load raises whatever its readers raise on a corrupt file
         reason = next(iter(str(error).splitlines()), type(error).__name__)
-        raise InputError(
-            f"backbone.pretrained: {path}", reason, "a state dict (.safetensors, or .pt readable with weights_only)"
-        ) from None
+        if isinstance(error, pickle.UnpicklingError):
+            reason = "something other than tensors"  # torch advises to run it
+        raise InputError(place, reason, "a state dict (.safetensors, or .pt readable with weights_only)") from None
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
     if not isinstance(state, dict) or not state or not all(isinstance(v, Tensor | int) for v in state.values()):
         raise InputError(f"backbone.pretrained: {path}", type(state).__name__, "a mapping of names to tensors")
     return {str(key).removeprefix("module."): value for key, value in state.items()}
+
+
+def _names_in(path: Path) -> frozenset[str]:
+    """Names of a local file's parameters; read again only when the file was changed.
+
+    Raises:
+        InputError: unreadable, or no state dict.
+    """
+    about = path.stat()
+    return _names_read(path, about.st_size, about.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=8)
+def _names_read(path: Path, _size: int, _changed: int) -> frozenset[str]:
+    if path.suffix != ".safetensors":
+        return frozenset(read_checkpoint(path))
+    try:
+        with safetensors.safe_open(path, framework="pt") as file:
+            return frozenset(name.removeprefix("module.") for name in file.keys())  # noqa: SIM118 - not a mapping
+    except (OSError, safetensors.SafetensorError) as error:
+        raise InputError(f"backbone.pretrained: {path}", str(error), "a readable .safetensors file") from None
 
 
 def _load_checkpoint(model: nn.Module, path: Path) -> None:
@@ -172,15 +261,15 @@ def _source_of(backbone: Backbone) -> tuple[str, str]:
     """Where weights come from: ``("random", "")``, ``("tag", tag)`` or ``("file", path)``.
 
     Raises:
-        InputError: neither a tag of the model nor a file, or the tag was trained with another activation.
+        InputError: neither a tag of the model nor a readable file, or trained with another activation.
     """
     wanted = backbone.pretrained
     if wanted is None:
         return "random", ""
-    tags = [] if backbone.name.endswith(".json") else open_clip.list_pretrained_tags_by_model(backbone.name)
+    tags, quick = _tags_of(backbone.name), bool(config_of(backbone.name).get("quick_gelu", False))
     if wanted in tags:
         trained = bool(open_clip.get_pretrained_cfg(backbone.name, wanted).get("quick_gelu", False))
-        if trained != bool(config_of(backbone.name).get("quick_gelu", False)):
+        if trained != quick:
             # open_clip only warns; the features would be wrong without a sign of it.
             other = f"{backbone.name}-quickgelu" if trained else backbone.name.removesuffix("-quickgelu")
             raise InputError(
@@ -188,6 +277,13 @@ def _source_of(backbone: Backbone) -> tuple[str, str]:
             )
         return "tag", wanted
     if Path(wanted).is_file():
+        # Looked for here and not when the weights are read: rows that were made with them may be in the cache already.
+        if not quick and _names_in(Path(wanted)).issuperset(OPENAI_MARKS):
+            other = f"{backbone.name}-quickgelu"
+            if other not in open_clip.list_models():
+                other = 'a model with "quick_gelu": true'
+            allowed = f"{other} for {wanted}: OpenAI's weights, which had its activation"
+            raise InputError("backbone.name", backbone.name, allowed)
         return "file", wanted
     known = f"a file, or a tag of {backbone.name}: {', '.join(tags) or 'it has none'}"
     raise InputError("backbone.pretrained", wanted, known)
@@ -282,9 +378,7 @@ def weights(backbone: Backbone, seed: int, cache: Path) -> Weights:
         InputError: unknown model, tag or file, or a file that does not fit the model.
         RunError: a tag's weights could not be fetched, or the cache cannot be written.
     """
-    config = config_of(backbone.name)
-    kind, what = _source_of(backbone)
-    trained = open_clip.get_pretrained_cfg(backbone.name, what) if kind == "tag" else {}
+    config, made = config_of(backbone.name), preprocessing(backbone)
 
     def fill(folder: Path) -> None:
         for modality, tensors in _tensors(_full_model(backbone, config, seed)).items():
@@ -296,6 +390,6 @@ def weights(backbone: Backbone, seed: int, cache: Path) -> Weights:
         config=config,
         image_size=image_size(backbone.name, config),
         context_length=context_length(config),
-        mean=tuple(trained.get("mean") or OPENAI_DATASET_MEAN),
-        std=tuple(trained.get("std") or OPENAI_DATASET_STD),
+        mean=made.mean,
+        std=made.std,
     )

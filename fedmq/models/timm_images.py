@@ -58,6 +58,30 @@ def _source(backbone: Backbone) -> tuple[str, str]:
     raise InputError("backbone.pretrained", wanted, f"a file, or a tag of {name}: {', '.join(tags) or 'it has none'}")
 
 
+def preprocessing(backbone: Backbone) -> Mapping[str, Any]:
+    """How the model's pictures are made: timm's data configuration, of the tag or of the model's first one.
+
+    Returns:
+        timm's ``input_size``, ``mean``, ``std``, ``crop_pct``, ``crop_mode`` and ``interpolation``.
+
+    Raises:
+        InputError: unknown model, tag or file, or a way to scale pictures that cannot be had here.
+    """
+    timm, name, (kind, what) = package("timm", "embedded", "backbone.name"), architecture(backbone), _source(backbone)
+    found = timm.get_pretrained_cfg(f"{name}.{what}" if kind == "tag" else name)
+    if found is None:
+        # A name from before timm had tags: only the model that it stands for knows.
+        with torch.random.fork_rng(devices=[]):
+            how: Mapping[str, Any] = timm.data.resolve_model_data_config(timm.create_model(name))
+    else:
+        how = timm.data.resolve_data_config(pretrained_cfg=found.to_dict())
+    _, height, width = how["input_size"]
+    if how["crop_mode"] not in ("center", "squash") or height != width:
+        made = f"{backbone.name}, whose pictures are {width} x {height} with crop_mode {how['crop_mode']}"
+        raise InputError("backbone.name", made, "a model of square pictures with crop_mode center or squash")
+    return how
+
+
 def weights_digest(backbone: Backbone, seed: int, cache: Path) -> str:
     """SHA-256 (hex) of what the weights are made from: a key for caches.
 
@@ -104,14 +128,14 @@ def load(backbone: Backbone, seed: int, device: str) -> tuple[nn.Module, Mapping
         device: where it computes.
 
     Returns:
-        The frozen model, and timm's ``input_size``, ``mean``, ``std``, ``crop_pct`` and ``interpolation``.
+        The frozen model, and what :func:`preprocessing` says.
 
     Raises:
         InputError: unknown model, tag or file, or a file that does not fit.
         RunError: a tag's weights could not be fetched.
     """
     timm = package("timm", "embedded", "backbone.name")
-    name, (kind, what) = architecture(backbone), _source(backbone)
+    name, (kind, what), how = architecture(backbone), _source(backbone), preprocessing(backbone)
     # timm draws from the global generator and takes no other: it is put back as it was.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "backbone", backbone.name))
@@ -123,4 +147,4 @@ def load(backbone: Backbone, seed: int, device: str) -> tuple[nn.Module, Mapping
     if kind == "file":
         _load(model, Path(what))
     model.eval().requires_grad_(False)
-    return model.to(device), timm.data.resolve_model_data_config(model)
+    return model.to(device), how

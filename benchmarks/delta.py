@@ -17,7 +17,7 @@ from coordinator.accept import check_reply
 from fedmq.fields import all_finite
 from fedmq.memory import keep_buffers
 from fedmq.messages import Delta, Kind, Message
-from fedmq.protocol import Context
+from fedmq.protocol import Context, SiloFacts
 from fedmq.scenario import Training
 from protocols._merge import accumulate, read_only
 
@@ -57,7 +57,7 @@ def _over(uri: str, folder: Path, repeats: int) -> list[float]:
                 while not isinstance(message, Message):
                     got = listener.receive(1.0)
                     message = None if got is None else roster.take(*got)
-                check_reply(message, frozenset({Delta}), context)
+                check_reply(message, frozenset({Delta}), context, SiloFacts(_SILO, 0, True, True))
                 delta = message.payloads[0]
                 assert isinstance(delta, Delta)
                 accumulate(total, [(read_only(delta.buffer), 0.1)])

@@ -15,9 +15,11 @@ import torch
 
 from benchmarks.line import MEGABYTES, PARAMETERS, coordinator_end, link_of, started, two_branches
 from benchmarks.measure import Number, Result, Stopwatch, spread
-from coordinator import checkpoint, loop, roster
-from coordinator.loop import Loop, Setting
+from coordinator import accept, checkpoint, roster
+from coordinator.loop import Loop
+from coordinator.measuring import Measuring
 from coordinator.rounds import Rounds
+from coordinator.setting import Setting
 from coordinator.tally import Tally
 from coordinator.trouble import Trouble
 from fedmq.clock import VirtualClock
@@ -82,7 +84,7 @@ def _setting(scenario: Scenario, folder: Path) -> Setting:
     silos = tuple(SiloFacts(name, index, True, True) for index, name in enumerate(scenario.silo_names))
     context = Context(0, scenario.rounds, silos, two_branches(), 512, scenario.training)
     size = context.layout.nbytes
-    cost = CostModel(scenario.cost, 0, 1, size, size)
+    cost = CostModel(scenario.cost, 0, scenario.silo_names, 1, size, size)
     method = Constant(_NoOptions(), context)
     return Setting(scenario, method, context, (1,) * len(silos), cost, RunFolder(folder))
 
@@ -142,7 +144,7 @@ def run(silos: int = 10, rounds: int = 20) -> Result:
                     Tally(),
                     Trouble(setting.script, setting.folder, log, clock, order=None, wired=True, handed={}),
                     {},
-                    set(range(rounds + 1)),  # nobody evaluates
+                    Measuring(setting, peers, log, range(rounds + 1)),  # nobody evaluates
                     report=lambda _: None,
                     stop_wanted=lambda: False,
                 )
@@ -153,7 +155,7 @@ def run(silos: int = 10, rounds: int = 20) -> Result:
                         (roster, "seal_message", "sealing tasks"),
                         (Listener, "send", "handing tasks to ZeroMQ"),
                         (roster, "open_message", "opening and decoding replies"),
-                        (loop, "check_reply", "checking replies"),
+                        (accept, "check_reply", "checking replies"),
                         (setting.protocol, "merge", "merging"),
                         (checkpoint, "save", "checkpoint, all of it"),
                         (os, "fsync", "of that in fsync"),

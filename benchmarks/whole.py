@@ -14,7 +14,6 @@ import torch
 import protocols
 from benchmarks.measure import Number, Result
 from benchmarks.startup import scenario_file, simulated
-from coordinator.program import model_digest
 from coordinator.rounds import Plan
 from fedmq import scenario_file as scenarios
 from fedmq.data.share import load_share
@@ -64,7 +63,7 @@ def bare(scenario: Scenario, world: World, threads: int) -> Bare:
                 kept[name] = dict(trained.state)
                 replies.append(Reply(silo, sequences[name], round_, 0, 1.0, trained.payloads))
             state = method.merge(state, replies, round_).state
-        return Bare(time.perf_counter() - began, model_digest(context.layout, state.theta))
+        return Bare(time.perf_counter() - began, context.layout.model_digest(state.theta.numpy()))
     finally:
         torch.set_num_threads(before)
 

@@ -37,8 +37,8 @@ class Failures:
         self._errors.clear()
 
     def of_all(self, silos: Iterable[str]) -> str | None:
-        """The first error, if every one of these silos had one."""
-        if not set(silos) <= set(self._errors):
+        """The first error, if there is one and every one of these silos had one."""
+        if not self._errors or not set(silos) <= set(self._errors):
             return None
         name, text = next(iter(self._errors.items()))
         return f"{name}: {text}"

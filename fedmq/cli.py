@@ -182,7 +182,11 @@ def _folder_for(scenario: Any, out_dir: Path | None, resume: Path | None) -> Any
         if out_dir is not None:
             raise InputError("--out", str(out_dir), "no --out beside --resume, which names the folder itself")
         folder = open_run(resume)
-        resuming.check(folder, _scenario_of(folder.scenario, None, None), scenario, f"--resume {resume}")
+        before = _scenario_of(folder.scenario, None, None)
+        resuming.check(folder, before, scenario, f"--resume {resume}")
+        if (before.launcher == "inline") != (scenario.launcher == "inline"):
+            # Half of it would be without messages, and no log could be audited.
+            raise InputError("launcher", scenario.launcher, f"{before.launcher}, as the run began")
         return folder
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{stamp}")

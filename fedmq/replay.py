@@ -100,7 +100,8 @@ def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
             continue
         if record["text"] in ("started", "resumed"):
             events = [event for event in events if event["version"] < (record.get("version") or 0)]
-        elif record["text"] == "event":
+        elif record["text"] == "event" and record["event"] != "deadline":
+            # Logs once told of deadlines of merges that were over; of the others the merges themselves tell.
             events.append({name: record[name] for name in _EVENT})
     return tuple(events)
 

@@ -51,6 +51,8 @@ _EVALUATOR_GRACE = 1.0
 _STOP_UNTOLD = 2.0
 #: How the folders of runs' keys and sockets begin.
 _PRIVATE = "fedmq-run-"
+#: The file in one that its run holds a lock on.
+_LOCK = "lock"
 
 
 def prepare_world(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> Path:
@@ -287,39 +289,26 @@ class Simulated:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Holds the lock of a folder, which the kernel drops with the process.
-
-    Raises:
-        OSError: somebody else's folder, or in use.
-    """
-    line = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(line, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(line)
-
-
-@contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
     """A folder of one run's own in the temporary directory, for its keys and socket; gone when it ends.
 
     A run that SIGKILL ends cannot remove its folder, so the next one does, which knows it by its lost lock. The path is
     short, because that of a Unix socket must be.
     """
-    for left in Path(tempfile.gettempdir()).glob(f"{_PRIVATE}*"):
-        with contextlib.suppress(OSError), _locked(left):
-            shutil.rmtree(left)
-    # Under another name until it is locked, so that nobody takes it for one that was left.
-    fresh = Path(tempfile.mkdtemp(prefix=f".{_PRIVATE}"))
-    private = fresh.with_name(fresh.name.removeprefix("."))
-    with _locked(fresh):
-        fresh.rename(private)
-        try:
+    for lock in Path(tempfile.gettempdir()).glob(f"{_PRIVATE}*/{_LOCK}"):
+        with contextlib.suppress(OSError), lock.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+    private = Path(tempfile.mkdtemp(prefix=_PRIVATE))
+    try:
+        # Locked under another name, so that nobody takes it for one that was left.
+        with (private / "fresh").open("xb") as file:
+            with contextlib.suppress(OSError):  # where there are no locks, nobody else gets one either
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (private / "fresh").rename(private / _LOCK)
             yield private
-        finally:
-            shutil.rmtree(private, ignore_errors=True)
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
 
 
 def simulate(

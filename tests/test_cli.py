@@ -245,3 +245,22 @@ def test_output_that_finds_no_room_is_one_line(arguments: list[str]) -> None:
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert ended.returncode == cli.FAILED
     assert ended.stderr == "fedmq: the output: could not be written: No space left on device\n"
+
+
+def test_a_run_goes_on_with_messages_if_it_began_with_them(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert fedmq(monkeypatch, "scenario", tiny, "--out", out, "--quiet", "--set", "launcher=inline") == 0
+    (out / "summary.json").unlink()
+    assert fedmq(monkeypatch, "scenario", tiny, "--resume", out, "--quiet") == 2
+    assert "launcher: found 'local', allowed: inline, as the run began" in capfd.readouterr().err
+    assert fedmq(monkeypatch, "scenario", tiny, "--resume", out, "--quiet", "--set", "launcher=inline") == 0
+
+
+def test_every_benchmark_can_be_chosen() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--only", "nonesuch"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "nonesuch: not one of delta, rounds, startup, hamming, loop, soak" in done.stderr

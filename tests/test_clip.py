@@ -284,6 +284,19 @@ OPENAI = clip_weights.Preprocessing()
 ONE = (1.0, 1.0, 1.0)
 
 
+def test_weights_of_a_model_file_are_the_same_wherever_that_is_named_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.json").write_text(json.dumps(clip_weights.config_of("RN50")))
+    torch.save({"a": torch.zeros(1)}, "w.pt")
+    digests = {
+        clip_weights.weights_digest(Backbone(name=str(name), pretrained=str(tmp_path / "w.pt")), 0, tmp_path / "cache")
+        for name in ("a.json", tmp_path / "a.json")
+    }
+    assert len(digests) == 1
+
+
 @pytest.mark.parametrize(
     ("name", "tag", "wanted"),
     [

@@ -164,6 +164,22 @@ def test_what_comes_up_is_counted_also_where_it_is_refused(
     assert outcome.summary["bytes"]["up"]["delta"] == whole
 
 
+@pytest.mark.parametrize(
+    ("names", "settings"),
+    [
+        ((0, 1, 2, 3), ("participation=0.5", "rounds=1")),
+        ((0, 1, 2), ("participation=1", "rounds=3", "faults=[{kind: leave, silos: [silo-03], rounds: 0-9}]")),
+    ],
+)
+def test_a_run_into_which_nothing_was_merged_is_none_however_short_it_was(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Sequence[int], settings: Sequence[str]
+) -> None:
+    failing(monkeypatch, [f"silo-0{number}" for number in names])
+    with pytest.raises(RunError, match=r"no silo could train in any round; .* silo-0\d: task \d+: .*never"):
+        inline.run(resolved(tiny, "evaluation.every=0", *settings), tmp_path)
+    assert not (tmp_path / "summary.json").exists()
+
+
 # ------------------------------------------------------------------------------------------------- measuring
 #: What no codec lets through.
 UNREADABLE = Model("0" * 64, np.full(3, np.nan, np.float32))

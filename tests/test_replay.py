@@ -13,7 +13,8 @@ import pytest
 from coordinator import loop
 from coordinator.rounds import Phase
 from fedmq import link
-from fedmq.audit import audit_run
+from fedmq.audit import MessageLog, audit_run
+from fedmq.clock import VirtualClock
 from fedmq.errors import InputError
 from fedmq.replay import Difference, first_difference, read_record
 from fedmq.runfolder import RunFolder, write_json
@@ -80,6 +81,16 @@ def test_a_silo_that_also_measures_its_own_model_is_the_same(tiny: Path, tmp_pat
 
 
 @pytest.mark.slow
+def test_a_log_that_tells_of_deadlines_of_merges_that_were_over_is_of_the_same_run(tiny: Path, tmp_path: Path) -> None:
+    first, second = (finished(resolved(tiny), tmp_path / name) for name in ("first", "second"))
+    with MessageLog(second.messages("coordinator"), "coordinator", VirtualClock()) as log:
+        log.note("event", event="deadline", silo="", sequence=0, now=1.0, version=0)
+    assert difference(first, second) is None
+    with MessageLog(second.messages("coordinator"), "coordinator", VirtualClock()) as log:
+        log.note("event", event="arrived", silo="silo-00", sequence=99, now=1.0, version=0)
+    assert difference(first, second) is not None
+
+
 def test_the_first_difference_is_named(tiny: Path, tmp_path: Path) -> None:
     first = finished(resolved(tiny), tmp_path / "first")
     late = resolved(tiny, "faults=[{kind: late, seconds: 5, silos: [silo-00], rounds: [2]}]")

@@ -313,7 +313,9 @@ def weights_digest(backbone: Backbone, seed: int, cache: Path) -> str:
         what = str(seed)
     elif kind == "file":
         what = digest_of(Path(what), cache)
-    return key_of("weights", open_clip.__version__, backbone.name, config, kind, what)
+    # Where a model is a file its contents are the configuration; random weights are drawn by its name, as written.
+    name = "" if kind == "file" and backbone.name.endswith(".json") else backbone.name
+    return key_of("weights", open_clip.__version__, name, config, kind, what)
 
 
 def _full_model(backbone: Backbone, config: Mapping[str, Any], seed: int) -> nn.Module:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from fedmq.fields import printable
 from fedmq.messages import Error, Message
 
 
 def text_of(message: Message) -> str:
     """A peer's error for logs and terminals: one line, nothing that a terminal would obey."""
     payload = message.payloads[0]
-    return "".join(c if c.isprintable() else "?" for c in payload.text) if isinstance(payload, Error) else ""
+    return printable(payload.text) if isinstance(payload, Error) else ""
 
 
 class Failures:
@@ -36,9 +37,11 @@ class Failures:
         """Somebody could train."""
         self._errors.clear()
 
+    @property
+    def first(self) -> str | None:
+        """The first error, if there is one."""
+        return next((f"{name}: {text}" for name, text in self._errors.items()), None)
+
     def of_all(self, silos: Iterable[str]) -> str | None:
-        """The first error, if there is one and every one of these silos had one."""
-        if not self._errors or not set(silos) <= set(self._errors):
-            return None
-        name, text = next(iter(self._errors.items()))
-        return f"{name}: {text}"
+        """The first error, if every one of these silos had one."""
+        return self.first if set(silos) <= set(self._errors) else None

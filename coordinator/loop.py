@@ -130,7 +130,8 @@ class Loop:
             self._step()
         waiting = self.clock.stopwatch()
         if self.rounds.phase is Phase.DONE:
-            self._refuse_nothing()
+            if (error := self._failures.first) is not None and not self.tally.participations.total():
+                raise RunError(f"no silo could train in any round; the first error was {error}")
             self.trouble.bring_back()
             self._ask_for_personal()
         away = waiting
@@ -153,12 +154,6 @@ class Loop:
         self.roster.note_unlogged()
         self._report(force=True)
         return self.rounds.phase
-
-    def _refuse_nothing(self) -> None:
-        """A run into which no reply was ever merged is none, where a silo said why."""
-        error = self._failures.of_all(())
-        if error is not None and not self.tally.participations.total():
-            raise RunError(f"no silo could train in any round; the first error was {error}")
 
     def _ask_for_personal(self) -> None:
         here = [name for name in self.setting.plan.eligible if name not in self.rounds.gone]

@@ -44,6 +44,11 @@ class FieldError(LocalWireError):
         super().__init__(detail)
 
 
+def printable(text: str) -> str:
+    """Somebody else's text as one line with nothing in it that a terminal would obey."""
+    return "".join(each if each.isprintable() else "?" for each in text)
+
+
 def shown(value: object) -> str:
     """A peer's value in a message to a reader: at most 80 characters, of a list or map its type alone.
 

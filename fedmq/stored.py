@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from fedmq.errors import InputError
+from fedmq.fields import printable
 
 _SHOWN = 60  # characters of a value that an error shows
 
@@ -75,5 +76,5 @@ def _checked(place: str, text: bytes, schema: type[BaseModel], allowed: str) -> 
 
 
 def _short(value: object) -> str:
-    shown = "".join(each if each.isprintable() else "?" for each in str(value))
+    shown = printable(str(value))
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

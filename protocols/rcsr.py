@@ -53,11 +53,10 @@ class RcsrOptions:
         router: weigh by the router; without it by samples, or, ``uniform``, all reporters alike.
         minimax: multiply by the fairness weights q.
         client_align: the regulariser towards global prototypes (lambda_a of eq 4).
-        anchor: anchoring of single-modality silos (eq 3); without it, and without client_align, they stay idle, and
-            without it their personal adapters stay as they are.
-            ``multi`` anchors each sample to the nearest of all silos' centroids of the missing modality, which one
-            prototype draws onto one point; not the paper's. Silos cluster each item once, when the warm-up is over;
-            until there are centroids the one prototype stands.
+        anchor: anchoring of single-modality silos (eq 3), without which their personal adapters stay as they are, and
+            they idle if there is no client_align either. ``multi`` anchors each sample to the nearest of all silos'
+            centroids of the missing modality, which one prototype draws onto one point; not the paper's. Silos cluster
+            each item once, when the warm-up is over; until there are centroids the one prototype stands.
         anchor_centroids: of ``multi``, a silo's centroids of a modality, at most.
         anchor_support: of ``multi``, least samples behind a centroid.
         filler: what stands for a missing modality's prototype at the coordinator: the global ``ema``, ``zero``, or a
@@ -238,13 +237,8 @@ class Rcsr:
         outcome = _local.train_epochs(local, self.context, task, base, work, lambda_s=self.options.lambda_s)
         kept: Mapping[str, Tensor] = {"previous_update": outcome.delta, **self._personal(local, task, received)}
         samples = len(local.share)
-        geometry = _router.geometry(
-            outcome.delta,
-            local.state.get("previous_update"),
-            self.branches["image"],
-            self.branches["text"],
-            samples,
-        )
+        image, text = self.branches["image"], self.branches["text"]
+        geometry = _router.geometry(outcome.delta, local.state.get("previous_update"), image, text, samples)
         filler = received if self.options.filler == "ema" else (None, None)
         payloads: tuple[Payload, ...] = (
             _local.delta_payload(self.context, outcome, samples),
@@ -348,7 +342,8 @@ class Rcsr:
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Weigh, step the router, move q, add the updates, average the prototypes: algorithm 1, in its order."""
         # A checkpoint from before the table had a mask: what silos have did not change but by a scenario's faults.
-        options, tensors = self.options, {_MASK: self._begun(), **state.tensors}
+        mask = torch.tensor([_prototypes.has(silo) for silo in self.context.silos])
+        options, tensors = self.options, {_MASK: mask, **state.tensors}
         replies = _merge.ordered(replies)
         updates = [_merge.update_of(reply, self.context.layout) for reply in replies]
         statistics = self._read(replies)
@@ -442,12 +437,7 @@ class Rcsr:
         known = there.nonzero().squeeze(1)
         # As each last reported: a scenario's faults may take or give a modality.
         found = (table[name][known] for name in ("table_prototypes", _MASK, "table_geometry", "table_losses"))
-        pool = Statistics(*found)
-        return pool, torch.searchsorted(known, rows)
-
-    def _begun(self) -> Tensor:
-        """Which modalities the silos have as the run begins, bool [N, 2]."""
-        return torch.tensor([_prototypes.has(silo) for silo in self.context.silos])
+        return Statistics(*found), torch.searchsorted(known, rows)
 
     def _filler(self, router: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
         """What stands for a missing prototype, [2, d]: the present global one, whatever the silo sent."""

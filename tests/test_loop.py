@@ -16,8 +16,8 @@ from coordinator import checkpoint
 from coordinator.rounds import Phase
 from fedmq import transport
 from fedmq.audit import audit_run
-from fedmq.crypto import init_keys, load_accepted, load_identity, seal_message
-from fedmq.handshake import complete, initiate
+from fedmq.crypto import init_keys, load_identity, seal_message
+from fedmq.handshake import initiate
 from fedmq.link import BEAT_SECONDS, LOST_BEATS
 from fedmq.messages import Delta, Header, Kind, Message
 from fedmq.models.two_tower import BRANCHES
@@ -25,7 +25,7 @@ from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.world import run_name
 from silos.program import SiloArguments, run_silo
-from tests.threads import resolved, run
+from tests.threads import joined, resolved, run
 
 
 @pytest.fixture(scope="module")
@@ -250,22 +250,7 @@ def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_th
 
     def silo(uri: str, keys: Path) -> None:
         """Joins as silo-00, misbehaves, leaves; then the honest silo-00 takes its place."""
-        connection = transport.connect(uri)
-        identity, accepted = load_identity(keys, "silo-00"), load_accepted(keys)
-        hello, initiated = initiate(identity, "coordinator", run_name(scenario), 0.0)
-        connection.send(hello)
-        frames = connection.receive(5.0)
-        assert frames is not None
-        ready, session = complete(initiated, accepted, frames, 0.0)
-        connection.send(ready)
-        beat = Header(
-            run=run_name(scenario),
-            kind=Kind.HEARTBEAT,
-            sender="silo-00",
-            receiver="coordinator",
-            sequence=0,
-            sent_at=0.0,
-        )
+        connection, session, beat = joined(scenario, uri, keys)
         first = seal_message(session, Message(beat))
         connection.send(first.frames)
         connection.send(first.frames)  # replayed

@@ -13,16 +13,14 @@ import pytest
 
 from coordinator import loop
 from coordinator.rounds import Phase
-from fedmq import link, transport
+from fedmq import link
 from fedmq.audit import read_log
-from fedmq.crypto import load_accepted, load_identity, open_message, seal_message
-from fedmq.handshake import complete, initiate
-from fedmq.messages import Error, Header, Kind, Message
+from fedmq.crypto import open_message, seal_message
+from fedmq.messages import Error, Kind, Message
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
-from fedmq.world import run_name
 from silos.program import SiloArguments, run_silo
-from tests.threads import resolved, run
+from tests.threads import joined, resolved, run
 
 pytestmark = pytest.mark.slow
 BEAT = 0.4
@@ -39,21 +37,7 @@ def silent(scenario: Scenario, out: Path, *, returns: bool) -> Callable[[str, Pa
     """A silo-00 that joins, takes its task and is never heard again; or whose machine comes back after a while."""
 
     def join(uri: str, keys: Path) -> None:
-        connection = transport.connect(uri)
-        hello, initiated = initiate(load_identity(keys, "silo-00"), "coordinator", run_name(scenario), 0.0)
-        connection.send(hello)
-        frames = connection.receive(10.0)
-        assert frames is not None
-        ready, session = complete(initiated, load_accepted(keys), frames, 0.0)
-        connection.send(ready)
-        beat = Header(
-            run=run_name(scenario),
-            kind=Kind.HEARTBEAT,
-            sender="silo-00",
-            receiver="coordinator",
-            sequence=0,
-            sent_at=0.0,
-        )
+        connection, session, beat = joined(scenario, uri, keys)
         connection.send(seal_message(session, Message(beat)).frames)
         time.sleep(4 * BEAT)
         if returns:
@@ -105,30 +89,16 @@ def dying(scenario: Scenario) -> Callable[[str, Path], None]:
     """A silo-00 whose machine dies just after its first answer, long before anybody can call it silent."""
 
     def join(uri: str, keys: Path) -> None:
-        connection = transport.connect(uri)
-        hello, initiated = initiate(load_identity(keys, "silo-00"), "coordinator", run_name(scenario), 0.0)
-        connection.send(hello)
-        frames = connection.receive(20.0)
-        assert frames is not None
-        ready, session = complete(initiated, load_accepted(keys), frames, 0.0)
-        connection.send(ready)
-        header = Header(
-            run=run_name(scenario),
-            kind=Kind.HEARTBEAT,
-            sender="silo-00",
-            receiver="coordinator",
-            sequence=0,
-            sent_at=0.0,
-        )
+        connection, session, beat = joined(scenario, uri, keys)
         while True:
-            connection.send(seal_message(session, Message(header)).frames)
+            connection.send(seal_message(session, Message(beat)).frames)
             frames = connection.receive(BEAT)
             if frames is None:
                 continue
             message, _ = open_message(session, frames)
             if message.header.kind is Kind.TASK:
                 break
-        failed = replace(header, kind=Kind.ERROR, sequence=1, reply_to=message.header.sequence)
+        failed = replace(beat, kind=Kind.ERROR, sequence=1, reply_to=message.header.sequence)
         connection.send(seal_message(session, Message(failed, (Error.saying("training_failed", "x"),))).frames)
         time.sleep(BEAT / 4)
         connection.close()

@@ -13,9 +13,14 @@ from typing import Any
 import protocols
 from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
 from fedmq import scenario_file as scenarios
-from fedmq.crypto import init_keys
+from fedmq import transport
+from fedmq.crypto import Session, init_keys, load_accepted, load_identity
 from fedmq.evaluator import EvaluatorArguments, run_evaluator
+from fedmq.handshake import complete, initiate
+from fedmq.messages import Header, Kind
 from fedmq.scenario import Scenario
+from fedmq.transport import Connection
+from fedmq.world import run_name
 from silos.program import SiloArguments, run_silo
 
 _NUMBERS = itertools.count()
@@ -40,6 +45,19 @@ def watched(over: threading.Event, function: Callable[..., Any], *arguments: obj
                 break
 
     return call
+
+
+def joined(scenario: Scenario, uri: str, keys: Path) -> tuple[Connection, Session, Header]:
+    """A silo-00 written by hand: its connection, its session and the header of its heartbeats."""
+    connection, name = transport.connect(uri), run_name(scenario)
+    hello, initiated = initiate(load_identity(keys, "silo-00"), "coordinator", name, 0.0)
+    connection.send(hello)
+    frames = connection.receive(20.0)
+    assert frames is not None
+    ready, session = complete(initiated, load_accepted(keys), frames, 0.0)
+    connection.send(ready)
+    beat = Header(run=name, kind=Kind.HEARTBEAT, sender="silo-00", receiver="coordinator", sequence=0, sent_at=0.0)
+    return connection, session, beat
 
 
 def run(

@@ -38,7 +38,7 @@ from fedmq.errors import InputError
 from fedmq.handshake import Accepted
 from fedmq.link import COORDINATOR
 from fedmq.memory import keep_buffers
-from fedmq.messages import Loss, Payload
+from fedmq.messages import Loss, Payload, digest
 from fedmq.metrics import fairness
 from fedmq.outcomes import read_metrics
 from fedmq.participation import cohort_size, trace_of
@@ -272,15 +272,17 @@ def _finish(loop: Loop, world: World, clock: Clock) -> dict[str, Any]:
     """Write the released model, the summary and the report."""
     setting, folder = loop.setting, loop.setting.folder
     state, protocol = loop.states[loop.rounds.version], setting.protocol
-    digest = setting.context.layout.model_digest(state.theta.numpy())
-    _release(setting, state.theta, protocol.release(state) if isinstance(protocol, Releasing) else (), digest)
-    summary = _summary(loop, world, clock, digest)
+    model = setting.context.layout.model_digest(state.theta.numpy())
+    more = protocol.release(state) if isinstance(protocol, Releasing) else ()
+    digests = {"model_digest": model, "released_with": {payload.KIND: digest(payload) for payload in more}}
+    _release(setting, state.theta, more, digests)
+    summary = _summary(loop, world, clock, digests)
     write_json(folder.summary, summary)
     report.write(folder)
     return summary
 
 
-def _release(setting: Setting, theta: torch.Tensor, more: tuple[Payload, ...], digest: str) -> None:
+def _release(setting: Setting, theta: torch.Tensor, more: tuple[Payload, ...], digests: Mapping[str, Any]) -> None:
     """The model by the layout's names, and in files of their own what else inference needs."""
     layout, folder = setting.context.layout, setting.folder.model
     tensors = {name: torch.from_numpy(view.copy()) for name, view in layout.views(theta.numpy()).items()}
@@ -292,15 +294,14 @@ def _release(setting: Setting, theta: torch.Tensor, more: tuple[Payload, ...], d
         "backbone": setting.scenario.backbone.model_dump(mode="json"),
         "objective": setting.scenario.objective.model_dump(mode="json"),
         "protocol": setting.scenario.protocol.name,
-        "with": [payload.KIND for payload in more],
         "dim": setting.context.dim,
         "layout_digest": layout.digest,
-        "model_digest": digest,
+        **digests,
     }
     write_json(folder / "config.json", config)
 
 
-def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, Any]:
+def _summary(loop: Loop, world: World, clock: Clock, digests: Mapping[str, Any]) -> dict[str, Any]:
     scenario, tally = loop.setting.scenario, loop.tally
     evaluations = {line["version"]: line for line in read_metrics(loop.setting.folder) if line["kind"] == "evaluation"}
     last = evaluations[max(evaluations)]
@@ -316,7 +317,7 @@ def _summary(loop: Loop, world: World, clock: Clock, digest: str) -> dict[str, A
         "seed": scenario.seed,
         "rounds": scenario.rounds,
         "versions": loop.rounds.version,
-        "model_digest": digest,
+        **digests,
         "metrics": last["metrics"],
         "per_silo": {
             silo.name: {

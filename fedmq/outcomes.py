@@ -13,7 +13,7 @@ from pydantic import Field, RootModel
 from fedmq.errors import InputError
 from fedmq.metrics import fairness
 from fedmq.runfolder import RunFolder
-from fedmq.stored import Stored, read_json, read_lines
+from fedmq.stored import Digest, Stored, read_json, read_lines
 
 CONFIDENCE = 0.95
 #: What is better when it is less; everything else is better when it is more.
@@ -46,7 +46,8 @@ class _Summary(Stored):
     scenario: str
     seed: int
     versions: int
-    model_digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    model_digest: Digest
+    released_with: Annotated[dict[str, Digest], Field(default_factory=dict)]
     metrics: dict[str, float]
     per_silo: dict[str, _Silo]
     fairness: dict[str, float]

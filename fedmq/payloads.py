@@ -5,7 +5,6 @@ A payload declares its fields once, in ``FIELDS``; construction and decoding bot
 
 from __future__ import annotations
 
-import hashlib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
+from blake3 import blake3
 
 from fedmq.fields import (
     DIGEST,
@@ -407,7 +407,10 @@ _DIGESTS: WeakKeyDictionary[Payload, str] = WeakKeyDictionary()
 
 
 def digest(payload: Payload) -> str:
-    """SHA-256 (hex) over a payload's kind and every field of it: equal digests, equal payloads, to the bit."""
+    """BLAKE3 (hex) over a payload's kind and every field of it: equal digests, equal payloads, to the bit.
+
+    SHA-256, four times slower on one core, took a third of an update's way from a silo into the sum.
+    """
     known = _DIGESTS.get(payload)
     if known is None:
         known = _DIGESTS[payload] = _digest(payload)
@@ -415,12 +418,12 @@ def digest(payload: Payload) -> str:
 
 
 def _digest(payload: Payload) -> str:
-    total = hashlib.sha256(payload.KIND.encode())
+    total = blake3(payload.KIND.encode())
     for name in payload.FIELDS:
         value = getattr(payload, name)
         if isinstance(value, np.ndarray):
             total.update(f"\0{name}\0{value.dtype.name}{value.shape}\0".encode())
-            total.update(np.ascontiguousarray(value).data)
+            total.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         else:
             plain = dict(sorted(value.items())) if isinstance(value, Mapping) else value
             total.update(f"\0{name}\0{plain!r}".encode())

@@ -233,6 +233,10 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
     scenario, summary = release.scenario, read_summary(release.run)
     if release.digest != summary["model_digest"]:
         raise OtherModelError(release.run.model / "config.json", release.digest, summary["model_digest"])
+    for kind, told in summary.get("released_with", {}).items():
+        found = release.config["released_with"].get(kind, "nothing")
+        if found != told:
+            raise OtherModelError(release.run.model / "config.json", found, told, kind)
     try:
         world = build_world(scenario, progress, release.cache, pooled=pooled)
     except InputError as error:

@@ -18,12 +18,12 @@ from fedmq.data.sets import SETS
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluator import load_inference
 from fedmq.fields import FieldError
-from fedmq.messages import ClassPrototypes, Memory, Model, Payload
+from fedmq.messages import ClassPrototypes, Memory, Model, Payload, digest
 from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
 from fedmq.runfolder import RunFolder, load_aligned, open_run
 from fedmq.scenario import Data, Scenario
 from fedmq.scenario_file import load
-from fedmq.stored import Stored, read_json
+from fedmq.stored import Digest, Stored, read_json
 from fedmq.world import World, device_of
 
 #: What may lie beside a model, by the kind of its payload: what it is, and how it is made of the file's arrays.
@@ -34,21 +34,23 @@ _BESIDE: Mapping[str, tuple[str, Callable[..., Payload]]] = {
 
 
 class _Config(Stored):
-    layout_digest: str
-    model_digest: str
+    layout_digest: Digest
+    model_digest: Digest
+    released_with: dict[str, Digest]
 
 
 class OtherModelError(InputError):
-    """What is released is not the model that the run's records tell of.
+    """What is released is not what the run's records tell of.
 
     Args:
-        place: the file whose model it is.
-        found: SHA-256 (hex) of that model.
-        told: SHA-256 (hex) of the run's.
+        place: the file it is in.
+        found: digest (hex) of that model, or of what is released with it.
+        told: digest (hex) of the run's.
+        what: of the two.
     """
 
-    def __init__(self, place: Path, found: str, told: str) -> None:
-        super().__init__(str(place), f"a model with digest {found}", f"the run's own, with digest {told}")
+    def __init__(self, place: Path, found: str, told: str, what: str = "a model") -> None:
+        super().__init__(str(place), f"{what} with digest {found}", f"the run's own, with digest {told}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class Release:
             modalities: towers that will be used.
 
         Raises:
-            OtherModelError: the parameters are not those of the run.
+            OtherModelError: the parameters, or what is released with them, are not those of the run.
             InputError: the release is damaged, or of another model.
         """
         nothing = np.zeros(0, np.int64)
@@ -105,12 +107,8 @@ class Release:
             raise OtherModelError(self.run.model / "model.safetensors", found_digest, self.digest)
         more: list[Payload] = []
         for kind, (what, make) in _BESIDE.items():
-            if kind in self.config.get("with", ()):
-                arrays = {name: tensor.numpy() for name, tensor in self._tensors(kind).items()}
-                try:
-                    more.append(make(**arrays))
-                except (TypeError, FieldError) as error:
-                    raise InputError(str(self.run.model / f"{kind}.safetensors"), str(error), what) from None
+            if kind in self.config["released_with"]:
+                more.append(self._beside(kind, what, make))
         try:
             load_inference(model, (Model(model.layout.digest, theta.numpy()), *more))
         except RemoteWireError as error:
@@ -131,6 +129,16 @@ class Release:
             raise InputError("search", f"a run whose texts are bags of words ({data.name})", allowed)
         make = image_encoder if modality == "image" else text_encoder
         return make(backbone, self.scenario.seed, self.cache, self.device)
+
+    def _beside(self, kind: str, what: str, make: Callable[..., Payload]) -> Payload:
+        path, told = self.run.model / f"{kind}.safetensors", self.config["released_with"][kind]
+        try:
+            payload = make(**{name: tensor.numpy() for name, tensor in self._tensors(kind).items()})
+        except (TypeError, FieldError) as error:
+            raise InputError(str(path), str(error), what) from None
+        if digest(payload) != told:
+            raise OtherModelError(path, digest(payload), told, what)
+        return payload
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         path = self.run.model / f"{name}.safetensors"

@@ -1,8 +1,8 @@
 """Replay: was a run done again the same run? Compared event by event, from what the run folders hold.
 
 Compared are the order of events with their virtual times, every merge with its replies and their staleness, what
-every task and reply held (kinds, sizes, digests), every evaluation, and the model's digest. Not compared is what real
-time decides: tags and sessions, dates, and how often a message had to be sent again.
+every task and reply held (kinds, sizes, digests), every evaluation, and the digests of what was released. Not compared
+is what real time decides: tags and sessions, dates, and how often a message had to be sent again.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ class Record:
 
     Args:
         digest: of the released model.
+        released_with: digests of what is released with it, by kind.
         events: in their order; a coordinator that was started again takes back what came after its checkpoint.
         messages: what each task and reply held, one entry per different content; one unless something is wrong.
         lines: of ``metrics.jsonl`` by kind and version.
@@ -46,6 +47,7 @@ class Record:
     """
 
     digest: str
+    released_with: Mapping[str, str]
     events: tuple[Mapping[str, Any], ...]
     messages: Mapping[Key, tuple[str, ...]]
     lines: Mapping[tuple[str, int], Mapping[str, Any]]
@@ -85,6 +87,7 @@ def read_record(folder: RunFolder) -> Record:
                 known.append(content)
     return Record(
         digest=summary["model_digest"],
+        released_with=summary.get("released_with", {}),
         events=_events(own),
         messages={key: tuple(contents) for key, contents in messages.items()},
         lines={(line["kind"], line["version"]): line for line in read_metrics(folder)},
@@ -143,7 +146,11 @@ def first_difference(was: Record, now: Record) -> Difference | None:
         if was.lines.get(line) != now.lines.get(line):
             before, after = was.lines.get(line), now.lines.get(line)
             return Difference("{} of version {}".format(*line), _shown(before), _shown(after))
-    return Difference("model_digest", was.digest, now.digest) if was.digest != now.digest else None
+    if was.digest != now.digest:
+        return Difference("model_digest", was.digest, now.digest)
+    if was.released_with != now.released_with:
+        return Difference("released_with", _shown(was.released_with), _shown(now.released_with))
+    return None
 
 
 def _message_difference(key: Key, was: Record, now: Record) -> Difference | None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedmq.errors import InputError
 from fedmq.fields import printable
 
+#: 32 bytes in hexadecimal.
+Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 _SHOWN = 60  # characters of a value that an error shows
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.numpy import save_file as save_arrays
 from safetensors.torch import load_file, save_file
 
 from fedmq import cli, codes, gallery, search
@@ -19,6 +20,7 @@ from fedmq import scenario_file as scenarios
 from fedmq.data.prepared import cache_folder, prepare
 from fedmq.errors import InputError
 from fedmq.gallery import Gallery, export, open_gallery
+from fedmq.messages import Memory, digest
 from fedmq.models.two_tower import TwoTower
 from fedmq.release import Release, open_release
 from fedmq.runfolder import write_json
@@ -47,12 +49,19 @@ def released(root: Path, scenario: Scenario, memory: np.ndarray | None = None, s
     (root / "scenario.yaml").write_text(scenario.dump())
     views = model.layout.views(theta.numpy())
     save_file({name: torch.tensor(view) for name, view in views.items()}, root / "model" / "model.safetensors")
+    beside = {}
     if memory is not None:
-        support = torch.ones(len(memory), dtype=torch.int64)
-        save_file({"centroids": torch.tensor(memory), "support": support}, root / "model" / "memory.safetensors")
+        beside["memory"] = digest(remember(root, memory))
     config = {"layout_digest": model.layout.digest, "model_digest": model.layout.model_digest(theta.numpy())}
-    write_json(root / "model" / "config.json", {**config, "with": [] if memory is None else ["memory"]})
+    write_json(root / "model" / "config.json", {**config, "released_with": beside})
     return root
+
+
+def remember(root: Path, centroids: np.ndarray) -> Memory:
+    """Lay a memory beside a released model."""
+    memory = Memory(centroids, np.ones(len(centroids), np.int64))
+    save_arrays(vars(memory), root / "model" / "memory.safetensors")
+    return memory
 
 
 @pytest.fixture
@@ -160,6 +169,15 @@ def test_the_memory_released_with_a_model_shapes_its_codes(hashing: Release, tmp
     other = open_release(released(tmp_path / "other", hashing.scenario, memory))
     assert not np.array_equal(export(hashing).array("image"), export(other).array("image"))
     assert np.array_equal(codes.unpack(export(other).array("image"), 12), codes.sign(outputs(other)[0]))
+
+
+def test_another_runs_memory_beside_the_model_is_refused(hashing: Release, tmp_path: Path) -> None:
+    memory = np.random.default_rng(0).normal(size=(5, 12)).astype(np.float32)
+    root = released(tmp_path / "other", hashing.scenario, memory)
+    own, found = digest(Memory(memory, np.ones(5, np.int64))), digest(remember(root, -memory))
+    message = f"^{root}/model/memory.safetensors: found 'a memory with digest {found}', .*{own}$"
+    with pytest.raises(InputError, match=message):
+        export(open_release(root))
 
 
 def test_a_gallery_that_is_not_there_is_told_of_with_what_may_be_one(embeddings: Release, tmp_path: Path) -> None:

@@ -274,9 +274,10 @@ def _finish(loop: Loop, world: World, clock: Clock) -> dict[str, Any]:
     state, protocol = loop.states[loop.rounds.version], setting.protocol
     model = setting.context.layout.model_digest(state.theta.numpy())
     more = protocol.release(state) if isinstance(protocol, Releasing) else ()
-    digests = {"model_digest": model, "released_with": {payload.KIND: digest(payload) for payload in more}}
-    _release(setting, state.theta, more, digests)
-    summary = _summary(loop, world, clock, digests)
+    with_it = {payload.KIND: digest(payload) for payload in more}
+    _release(setting, state.theta, more, {"model_digest": model, "released_with": with_it})
+    told = {"model_digest": model, **({"released_with": with_it} if with_it else {})}
+    summary = _summary(loop, world, clock, told)
     write_json(folder.summary, summary)
     report.write(folder)
     return summary

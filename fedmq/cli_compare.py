@@ -361,7 +361,7 @@ def _carry_out(options: Options, roots: Roots) -> None:
         print(json.dumps({"folder": str(folder), "rows": tables.plain(comparison.rows), "errors": comparison.errors}))
     else:
         named = [options.source] if options.source else options.files
-        title = f"{options.kind}: {escape(', '.join(map(str, named)))}"
+        title = f"{options.kind}: {', '.join(map(str, named))}"
         out.print(*tables.terminal(table, title, out.width), sep="\n")
     # Last: whatever becomes of the plots, the tables are there.
     write_text(folder / "plots.html", plots.page(comparison.rows, command, table.notes))

@@ -116,7 +116,7 @@ def measure(
         queries: the evaluated items.
         evaluation: cut-offs of the label metrics.
         gallery: what the label metrics retrieve from; None is the queries' own other modality.
-        seed: of the gallery's order, which settles ties.
+        seed: of the order of items and captions, which settles ties.
 
     Returns:
         ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ...; ``i2t_medr`` and ``t2i_medr``; ``spread_image`` and ``spread_text``;
@@ -124,8 +124,8 @@ def measure(
         and ``map_at50``, ``ndcg_at50``, ... for each cut-off (means of both ways); with ``evaluation.within`` and a
         gallery of its own also ``map_i2i``, ``map_t2t`` and their cut-offs.
     """
-    image, text = _comparable(queries)
-    found = metrics.recalls(image, text, queries.owner)
+    image, text, owner = _comparable(queries, seed)
+    found = metrics.recalls(image, text, owner)
     found |= {"spread_image": metrics.spread(image), "spread_text": metrics.spread(text)}
     if queries.labels is None:
         return found
@@ -133,7 +133,7 @@ def measure(
     return found if gallery is None or not evaluation.within else found | _within(queries, evaluation, gallery, seed)
 
 
-def fold_recalls(items: Embedded, size: int) -> dict[str, float]:
+def fold_recalls(items: Embedded, size: int, seed: int = 0) -> dict[str, float]:
     """Recall within consecutive folds of ``size`` items, the mean over the folds that are full (METHODS.md 8.4).
 
     COCO's 5,000 test images so make five galleries of 1,000, beside the one of 5,000.
@@ -141,6 +141,7 @@ def fold_recalls(items: Embedded, size: int) -> dict[str, float]:
     Args:
         items: the evaluated items, at least ``size``.
         size: items of a fold.
+        seed: of the order within a fold, which settles ties.
 
     Returns:
         ``fold_i2t_r1``, ``fold_t2i_r1``, ``fold_mean_r1``, ...
@@ -148,16 +149,22 @@ def fold_recalls(items: Embedded, size: int) -> dict[str, float]:
     starts = range(0, len(items.image) - size + 1, size)
     found = []
     for start in starts:
-        fold = items.subset(np.arange(start, start + size))
-        image, text = _comparable(fold)
-        found.append(metrics.recalls(image, text, fold.owner))
+        found.append(metrics.recalls(*_comparable(items.subset(np.arange(start, start + size)), seed)))
     return {f"fold_{name}": float(np.mean([each[name] for each in found])) for name in found[0]}
 
 
-def _comparable(items: Embedded) -> tuple[np.ndarray, np.ndarray]:
-    """Images and captions whose inner products rank: codes as signs, others of unit length, as DSCMR's are not."""
-    image, text = ((_signs if items.binary else _unit)(each) for each in (items.image, items.text))
-    return image, text
+def _comparable(items: Embedded, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Images, captions and the captions' owners, whose inner products rank: codes as signs, others of unit length.
+
+    Codes tie massively, and a stable order would let captions that lie image by image come all together or not at
+    all: they are shuffled (METHODS.md 8.2). Embeddings, DSCMR's apart, are of unit length as they are, and do not tie.
+    """
+    if not items.binary:
+        return _unit(items.image), _unit(items.text), items.owner
+    generator = seeds.numpy_generator(seed, "recalls")
+    rows, captions = generator.permutation(len(items.image)), generator.permutation(len(items.text))
+    places = np.argsort(rows)
+    return _signs(items.image[rows]), _signs(items.text[captions]), places[items.owner[captions]]
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
@@ -298,7 +305,7 @@ class HeldOut:
             )
             for name in names
         }
-        folds = fold_recalls(embedded, evaluation.fold_size) if evaluation.fold_size else {}
+        folds = fold_recalls(embedded, evaluation.fold_size, seed) if evaluation.fold_size else {}
         return Metrics(measure(embedded, evaluation, gallery, seed) | folds, per_silo)
 
 

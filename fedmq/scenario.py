@@ -52,6 +52,7 @@ class Data(Part):
     train: Count | None = Field(None, description="training items to draw; the rest is database (gallery only)")
     split_seed: int = Field(0, ge=0, description="of a drawn split, apart from the run's seed")
     frames: Count = Field(12, description="frames of a video, evenly spaced")
+    captions: Count | None = Field(None, description="captions kept of each item, the first ones; null keeps all")
     missing: Literal["refuse", "skip"] = Field(
         "refuse", description="items without their picture or without a caption: refuse the set, or leave them out"
     )

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from fedmq.outcomes import Statistic, made_otherwise
 from fedmq.plan import Plan, shown
@@ -144,12 +145,12 @@ def _made_otherwise(rows: Sequence[Row]) -> list[str]:
     return [f"not all made alike, so that last digits may differ: {', '.join(several)}"] if several else []
 
 
-def terminal(table: Grid, title: str, width: int) -> list[Table]:
+def terminal(table: Grid, title: str, width: int) -> list[Text | Table]:
     """For people; a difference stands below its mean, and columns that do not fit side by side are in a further table.
 
     Args:
         table: as :func:`grid` made it.
-        title: of the first table; the notes are below the last.
+        title: above the first table; the notes are below the last. Both may be wider than a table is.
         width: of the terminal [characters].
     """
     below = {place for place, name in enumerate(table.head) if name == _DIFFERENCE}
@@ -163,8 +164,7 @@ def terminal(table: Grid, title: str, width: int) -> list[Table]:
         if blocks[-1] and 1 + sum(least[each] for each in (names, *blocks[-1], place)) > width:
             blocks.append([])
         blocks[-1].append(place)
-    views = [Table(title=None if number else title, title_justify="left") for number in range(len(blocks))]
-    views[-1].caption, views[-1].caption_justify = "; ".join(table.notes), "left"
+    views = [Table() for _ in blocks]
     for view, block in zip(views, blocks, strict=True):
         view.add_column(table.head[names], overflow="fold")
         for place in block:
@@ -175,7 +175,7 @@ def terminal(table: Grid, title: str, width: int) -> list[Table]:
                 if row[place].text != "-":
                     cells[place - 1] += f"\n[dim]{cells[place]}[/dim]"
             view.add_row(*(cells[place] for place in (names, *block)))
-    return views
+    return [Text(title, style="italic"), *views, Text("; ".join(table.notes), style="dim italic")]
 
 
 def markdown(table: Grid, command: str) -> str:

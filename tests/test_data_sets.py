@@ -150,6 +150,14 @@ def test_items_without_a_label_are_left_out_where_the_scenario_asks_for_it(tmp_p
         read("flickr8k", layouts.flickr(tmp_path), labelled=True)
 
 
+def test_the_first_captions_alone_are_kept_where_the_scenario_asks_for_it(tmp_path: Path) -> None:
+    folder = layouts.flickr(tmp_path)
+    whole, one = read("flickr8k", folder), read("flickr8k", folder, captions=1)
+    assert max(map(len, whole.captions)) > 1
+    assert one.captions == tuple(own[:1] for own in whole.captions)
+    assert read("flickr8k", folder, captions=99).captions == whole.captions
+
+
 def test_a_folder_in_place_of_a_photo_is_unreadable_by_name(tmp_path: Path) -> None:
     folder = layouts.flickr(tmp_path)
     (folder / "images" / "1.jpg").unlink()

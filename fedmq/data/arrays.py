@@ -130,7 +130,7 @@ def read_arrays(data: Data) -> dict[str, Array]:
     Raises:
         InputError: the arrays are not recognised, or their sizes differ; or the scenario says where pictures lie.
     """
-    refuse_keys(data, ("text", "missing", "images", "annotations", "frames"), "arrays of features")
+    refuse_keys(data, ("text", "missing", "images", "annotations", "frames", "captions"), "arrays of features")
     path = data.path
     if path is None or not files_of(path):
         raise InputError("data.path", str(path), f"a file or folder of features ({', '.join(sorted(ENDINGS))})")

@@ -148,6 +148,8 @@ def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
     """
     if kind == "bag" and raw.bag is None:
         raise InputError("data.text", "bag", f"sentences: {data.name} has no bag of words")
+    if kind == "bag" and data.captions is not None:
+        raise InputError("data.captions", str(data.captions), "null: a bag of words is one text")
     absent = [row for row in range(len(raw)) if raw.pictures.missing(row)]
     silent = [row for row in range(len(raw)) if not raw.captions[row]] if kind == "sentences" else []
     if data.missing == "skip":

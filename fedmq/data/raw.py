@@ -83,6 +83,10 @@ class RawSet:
         """
         return self.subset(labelled_rows(self.labels, self.place))
 
+    def first_captions(self, most: int) -> RawSet:
+        """The items with at most so many captions each, the first ones."""
+        return replace(self, captions=tuple(own[:most] for own in self.captions))
+
     @cached_property
     def image_digest(self) -> str:
         """SHA-256 (hex) of which pictures these are: names, sizes and times of change, not every pixel."""

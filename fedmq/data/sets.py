@@ -61,7 +61,8 @@ class DataSet:
         """
         module, _, name = self.reader.partition(".")
         found: RawSet = getattr(importlib.import_module(f"fedmq.data.{module}"), name)(data)
-        return found.labelled() if data.labelled else found
+        found = found.labelled() if data.labelled else found
+        return found if data.captions is None else found.first_captions(data.captions)
 
 
 SETS: Mapping[str, DataSet] = {

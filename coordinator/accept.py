@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from coordinator.rounds import Flight
 from coordinator.setting import Setting
 from fedmq.errors import RemoteWireError
+from fedmq.labels import fine_columns
 from fedmq.messages import (
+    ClassPrototypes,
     Delta,
     DiscriminatorDelta,
+    LabelCount,
+    Loss,
     Memory,
     Message,
     Metrics,
@@ -19,15 +24,23 @@ from fedmq.messages import (
     PartialDelta,
     Payload,
 )
-from fedmq.protocol import Checking, Context, SiloFacts
+from fedmq.protocol import Checking, Context, SiloFacts, State
 from protocols._absent import layers_of, trainable
 from protocols._merge import read_only
 
 #: Largest change of a parameter. No training makes it; a few merges of larger ones would leave no finite model.
 LARGEST = 1e15
+#: Largest length of an update, in lengths of the model that it is of, or in ones if the model is shorter. Training that
+#: goes well moves a model by a small part of its length; one such update in a merge leaves a model that cannot be
+#: trained any more, and that silos without fault would be the first to complain of.
+LONGEST = 1e4
+#: Largest mean loss of a sample. FedCMR reports sums over samples, so many times as much.
+LARGEST_LOSS = 1e6
 
 
-def accept(message: Message, setting: Setting, silo: SiloFacts, flight: Flight | None) -> None:
+def accept(
+    message: Message, setting: Setting, silo: SiloFacts, flight: Flight | None, base: State | None = None
+) -> None:
     """Check a silo's reply against its task, the run and the method.
 
     Args:
@@ -35,6 +48,7 @@ def accept(message: Message, setting: Setting, silo: SiloFacts, flight: Flight |
         setting: of the run.
         silo: who sent it, as it was when it was asked.
         flight: the task that it is at; None if nothing is asked of it.
+        base: the state that the reply stands on; None if that is kept no more.
 
     Raises:
         RemoteWireError: ``unexpected`` for another base version than its task stood on, which would make a silo fresher
@@ -45,7 +59,10 @@ def accept(message: Message, setting: Setting, silo: SiloFacts, flight: Flight |
         detail = f"base version {header.base_version}, the task had {flight.base_version}"
         raise RemoteWireError("unexpected", detail)
     uploads, samples = setting.protocol.uploads(silo), setting.samples[silo.index]
-    check_reply(message, uploads, setting.context, silo, setting.layers, samples=samples)
+    # Methods that count an item of both modalities twice in a row of class prototypes or of a memory say so.
+    twice = silo.paired and getattr(setting.protocol, "counts_both", False)
+    layers, context, theta = setting.layers, setting.context, None if base is None else base.theta
+    check_reply(message, uploads, context, silo, layers, samples=samples, theta=theta, counted=2 if twice else 1)
     if isinstance(setting.protocol, Checking):
         setting.protocol.check(message.payloads)
 
@@ -58,6 +75,8 @@ def check_reply(
     layers: Sequence[str] | None = None,
     *,
     samples: int | None = None,
+    theta: Tensor | None = None,
+    counted: int = 1,
 ) -> None:
     """Check a reply against what the method lets this silo upload and against the run's layout and dimension.
 
@@ -70,10 +89,13 @@ def check_reply(
         silo: who sent it.
         layers: that the method's updates are of; None for the whole model.
         samples: that the silo trains on, as far as the coordinator knows; None if it does not.
+        theta: the model that the reply stands on, as far as the coordinator has it.
+        counted: how often a row of class prototypes or of a memory counts a sample, at most.
 
     Raises:
         RemoteWireError: ``unexpected`` for kinds that are missing, repeated or not asked for; ``layout`` for buffers
-            of another layout or size; ``malformed`` for updates of no samples, or of more than the silo has.
+            of another layout or size; ``malformed`` for updates of no samples or too long to be any training's, for
+            losses that none makes, and for more samples or categories than the silo can have.
     """
     shared = layers_of(context.layout, layers)
     sent = trainable(shared, silo)
@@ -87,10 +109,14 @@ def check_reply(
     for payload in message.payloads:
         if isinstance(payload, Delta | PartialDelta):
             _check_update(payload, context, sent, samples)
+            _check_length(payload, theta)
         elif isinstance(payload, DiscriminatorDelta):
             _check_change(payload, samples)
+            _check_length(payload, theta)
         else:
             _check_statistics(payload, context)
+            if samples is not None:
+                _check_weights(payload, samples, counted)
 
 
 def _check_update(payload: Delta | PartialDelta, context: Context, sent: tuple[str, ...], samples: int | None) -> None:
@@ -121,6 +147,32 @@ def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: i
         raise RemoteWireError("not_finite", f"a {payload.KIND} with a change above {LARGEST:.0e}")
 
 
+def _check_length(payload: Delta | PartialDelta | DiscriminatorDelta, theta: Tensor | None) -> None:
+    """A change is not so long that a merge with it would leave nothing to train."""
+    if theta is None:
+        return
+    # In single precision, which may well be infinite: every reply is measured so, and only long ones further.
+    length = float(torch.linalg.vector_norm(read_only(payload.buffer)))
+    if length <= LONGEST:
+        return
+    most = LONGEST * max(1.0, float(torch.linalg.vector_norm(theta)))
+    if length > most:
+        raise RemoteWireError("malformed", f"a {payload.KIND} of length {length:.4g}, here at most {most:.4g}")
+
+
+def _check_weights(payload: Payload, samples: int, counted: int) -> None:
+    """What merges weigh by, or sum up, is no more than a silo of so many samples can say."""
+    match payload:
+        case Loss(value=value):
+            if abs(value) > (most := LARGEST_LOSS * samples):
+                raise RemoteWireError("malformed", f"a loss of {value:.4g}, here at most {most:.4g}")
+        case ClassPrototypes(counts=counts) | Memory(support=counts):
+            if (found := int(counts.max(initial=0))) > (most := counted * samples):
+                raise RemoteWireError("malformed", f"a row of {payload.KIND} of {found} samples, at most {most} here")
+        case _:
+            pass
+
+
 def _check_statistics(payload: Payload, context: Context) -> None:
     """What travels beside an update has the run's own shapes, as far as they are the same for all methods."""
     match payload:
@@ -128,6 +180,9 @@ def _check_statistics(payload: Payload, context: Context) -> None:
             classifier = context.layout.by_name.get("visual.classifier.weight")
             if classifier is None or centroids.shape != classifier.shape:
                 raise RemoteWireError("layout", f"a memory of shape {centroids.shape}")
+        case LabelCount(value=value):
+            if value > (most := len(fine_columns(context.label_names))):
+                raise RemoteWireError("malformed", f"{value} categories present, here are {most}")
         case Metrics():
             raise RemoteWireError("unexpected", "metrics nobody asked for")
         case ModalityPrototypes(image=image, text=text):

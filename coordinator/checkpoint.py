@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -13,12 +14,11 @@ from typing import Annotated, Any
 import torch
 from pydantic import Field
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
 from fedmq.errors import InputError, RunError
 from fedmq.protocol import State
-from fedmq.runfolder import load_aligned
-from fedmq.stored import Stored, read_json
+from fedmq.runfolder import load_aligned, write_tensors
+from fedmq.stored import Digest, Stored, read_json
 
 KEPT = 2
 _THETA = "theta"
@@ -55,6 +55,7 @@ class _Checkpoint(Stored):
     handed: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]]
     data: str = ""
     trace: str = ""
+    digests: dict[str, Digest] | None = None  # checkpoints from before states had any lack it
     values: dict[Annotated[str, Field(pattern=r"^\d+$")], dict[str, Any]]
 
 
@@ -119,15 +120,19 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir(parents=True)
+        digests, known = dict[str, str](), _digests(before[-1]) if before else {}
         for version, state in checkpoint.states.items():
             name = f"state-{version:06d}.safetensors"
             older = before[-1] / name if before else None
             if older is not None and older.exists() and before[-1] != target:
                 # The same tensors are on disk already; a second name costs nothing.
                 os.link(older, temporary / name)
+                # What it was when it was written: the digest of now would vouch for a file that was changed since.
+                digests[name] = known.get(name) or _digest(older)
             else:
                 _write_state(temporary / name, state)
                 to_disk(temporary / name)
+                digests[name] = _digest(temporary / name)
         meta = {
             "rounds": checkpoint.rounds,
             "now": checkpoint.now,
@@ -136,6 +141,7 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
             "handed": dict(checkpoint.handed),
             "data": checkpoint.data,
             "trace": checkpoint.trace,
+            "digests": digests,
             "values": {str(version): dict(state.values) for version, state in checkpoint.states.items()},
         }
         (temporary / "checkpoint.json").write_text(json.dumps(meta), encoding="utf-8")
@@ -155,7 +161,21 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
 def _write_state(path: Path, state: State) -> None:
     tensors = {_THETA: state.theta, **{_PREFIX + name: tensor for name, tensor in state.tensors.items()}}
     # Clones: safetensors refuses tensors that share memory, as views of one buffer do.
-    save_file({name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()}, path)
+    write_tensors(path, {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()})
+
+
+def _digest(path: Path) -> str:
+    """SHA-256 of a file, in hexadecimal."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digests(folder: Path) -> dict[str, str]:
+    """What a checkpoint says its states' digests are; nothing if it is damaged, or from before there were any."""
+    try:
+        return read_json(folder / "checkpoint.json", _Checkpoint, _AGAIN).get("digests") or {}
+    except InputError:
+        return {}
 
 
 def load(folder: Path) -> Checkpoint | None:
@@ -170,8 +190,9 @@ def load(folder: Path) -> Checkpoint | None:
     newest = existing[-1]
     meta = read_json(newest / "checkpoint.json", _Checkpoint, _AGAIN)
     try:
+        digests = meta.get("digests")
         states = {
-            int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values)
+            int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values, digests)
             for version, values in meta["values"].items()
         }
     except (OSError, KeyError, SafetensorError) as error:
@@ -189,7 +210,9 @@ def load(folder: Path) -> Checkpoint | None:
     )
 
 
-def _read_state(path: Path, values: Mapping[str, Any]) -> State:
+def _read_state(path: Path, values: Mapping[str, Any], digests: Mapping[str, str] | None) -> State:
+    if digests is not None and _digest(path) != digests[path.name]:
+        raise OSError(f"{path.name} is not the file that was written")
     tensors = load_aligned(path)
     theta: torch.Tensor = tensors.pop(_THETA)
     return State(theta, {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}, values)

@@ -16,7 +16,7 @@ from typing import Any
 from coordinator.roster import Ready, Unusable
 from fedmq.audit import MessageLog
 from fedmq.clock import Clock
-from fedmq.errors import FedmqError, RemoteWireError
+from fedmq.errors import DiskError, FedmqError, RemoteWireError
 from fedmq.fields import all_finite
 from fedmq.link import COORDINATOR
 from fedmq.messages import Error, Header, Kind, Message, Payload, Reason, tensors
@@ -62,6 +62,8 @@ class Inline:
         kind = Kind.REPLY
         try:
             payloads = self._answers[header.receiver](request)
+        except DiskError:
+            raise  # as it ends a silo's process, to go on from there
         except Exception as error:
             if not isinstance(error, FedmqError):  # what the other side is told says all there is to a known one
                 traceback.print_exc(file=sys.stderr)

@@ -17,7 +17,7 @@ from coordinator.failures import Failures, text_of
 from coordinator.inline import Inline
 from coordinator.measuring import EVALUATOR, Measuring
 from coordinator.merging import as_reply, losses_of, merge_line, merged_state
-from coordinator.roster import Ready, Roster, Unusable
+from coordinator.roster import Ready, Returns, Roster, Unusable
 from coordinator.rounds import (
     Action,
     Arrived,
@@ -46,7 +46,7 @@ from fedmq.audit import MessageLog
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.link import BEAT_SECONDS, LOST_BEATS
-from fedmq.messages import Kind, Loss, Message, TaskInfo
+from fedmq.messages import Kind, Loss, Message
 from fedmq.protocol import Reply, SiloFacts, State
 from fedmq.runfolder import append_line
 from fedmq.status import Status
@@ -104,7 +104,7 @@ class Loop:
         self._seen: set[str] = set()
         self._away: dict[str, float] = {}
         self._loss: float | None = None
-        self._failures = Failures()
+        self._failures, self._returns = Failures(), Returns()
         self._began = self._reported = self._looked = self._caught_up = self.clock.stopwatch()
         self.saving = Saving(
             self.setting, self.clock, self.log, self.tally, self.roster, self.trouble, self.rounds.settled
@@ -160,7 +160,7 @@ class Loop:
         version = self.rounds.version
         self.measuring.ask_silos(here, version, self.states[version], self.saving.settled, self.setting.facts_at)
         for name in self.measuring.asked:
-            if not self.measuring.ask(name):
+            if name in self._returns.waiting or not self.measuring.ask(name):
                 self._away.setdefault(name, self.clock.stopwatch())
 
     def _step(self) -> None:
@@ -283,19 +283,22 @@ class Loop:
             self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, unusable.reason))
 
     def _welcome(self, ready: Ready) -> None:
-        name = ready.name
+        name, now = ready.name, self.clock.stopwatch()
+        if name != EVALUATOR and name not in self._facts:
+            self.roster.refuse(name, RemoteWireError("unknown_sender", f"{name} is no silo of this scenario"), 0)
+            self.roster.drop(name)
+            return
+        if ready.returned and name != EVALUATOR:
+            self._handle(Lost(name))
+        if self._returns.must_wait(name, now, BEAT_SECONDS):
+            self._away.setdefault(name, now)
+            return
+        self._away.pop(name, None)
         if name == EVALUATOR:
             self._send_layout(name)
             for version in self.measuring.pending:
                 self.measuring.evaluate(version, self.states[version])
             return
-        if name not in self._facts:
-            self.roster.refuse(name, RemoteWireError("unknown_sender", f"{name} is no silo of this scenario"), 0)
-            self.roster.drop(name)
-            return
-        if ready.returned:
-            self._handle(Lost(name))
-        self._away.pop(name, None)
         self._send_layout(name)
         if name in self.measuring.asked:
             self.measuring.ask(name)
@@ -317,7 +320,8 @@ class Loop:
             self.tally.traffic("up", message.payloads)
             try:
                 silo = self.setting.facts_at(header.sender, header.base_version)
-                accept(message, self.setting, silo, self.rounds.flights.get(header.sender))
+                base = self.states.get(header.base_version)
+                accept(message, self.setting, silo, self.rounds.flights.get(header.sender), base)
                 self._deliver(header.sender, header.reply_to, message)
             except RemoteWireError as error:
                 self.roster.refuse(header.sender, error, 0)
@@ -368,6 +372,8 @@ class Loop:
         if now - self._looked < _POLL_SECONDS:
             return
         self._looked = now
+        for name in filter(self.roster.online, self._returns.due(now, BEAT_SECONDS)):
+            self._welcome(Ready(name, returned=False))
         # A session also ends when a message cannot be delivered, and then nobody is silent.
         for name in sorted(self.rounds.online):
             if not self.roster.online(name):
@@ -415,17 +421,11 @@ class Loop:
                 self._deliver(silo.name, action.sequence, failed, max(0.0, fate.due - self.clock.now()))
             return
         self.trouble.before_sending(silo.name)
-        if not self.roster.online(silo.name):
+        if not self.roster.online(silo.name) or silo.name in self._returns.waiting:
             self._away.setdefault(silo.name, self.clock.stopwatch())
             return
         payloads = self.setting.protocol.task(self.states[action.base_version], silo)
-        training = self.setting.scenario.training
-        info = TaskInfo(
-            round=action.round,
-            rounds=self.setting.scenario.rounds,
-            settled=self.saving.forgettable(silo.name),
-            learning_rate=training.rate_at(action.round, self.setting.scenario.rounds),
-        )
+        info = self.setting.task_info(action.round, self.saving.forgettable(silo.name))
         header = self.roster.header(silo.name, Kind.TASK, sequence=action.sequence, base_version=action.base_version)
         # Stamped with its first handing out, so that a silo that is sent it again does the same again.
         message = Message(replace(header, sent_at=fate.handed), payloads, info)

@@ -10,17 +10,47 @@ from coordinator.setting import Setting
 from fedmq.audit import MessageLog
 from fedmq.errors import RemoteWireError
 from fedmq.messages import Error, Header, Kind, Message, Metrics, Payload
+from fedmq.outcomes import read_metrics
 from fedmq.protocol import Personalised, Releasing, SiloFacts, State
 from fedmq.runfolder import append_line
 
 EVALUATOR = "evaluator"
 #: What a summary cannot be made without.
 _NEEDED = "mean_r1"
+#: Largest median rank taken of a silo, as many as the items that a run may measure by; all other figures are shares.
+_LARGEST_RANK = 2.0**32
+#: By how much a sum of shares may miss 1.
+_ROUNDING = 1e-6
 
 
 def _complete(measured: Metrics, silos: Iterable[str]) -> bool:
     """Whether a measurement has what the summary needs, of the whole and of each of these silos."""
     return _NEEDED in measured.values and all(_NEEDED in measured.per_silo.get(name, {}) for name in silos)
+
+
+def _wrong(said: Payload | None, name: str, like: Metrics) -> str | None:
+    """What is wrong with a silo's measurement of its own model; None if nothing is.
+
+    Summaries are means and spreads over silos of figures that all have: one silo's names or numbers are everybody's.
+
+    Args:
+        said: the silo's answer.
+        name: of the silo.
+        like: an evaluation, which has the figures of the whole and of each silo's share that a silo measures, too.
+    """
+    if not isinstance(said, Metrics):
+        return "no measurement"
+    if said.per_silo.keys() != {name}:
+        return "a measurement without its own share, or with another's"
+    for found, wanted in ((said.values, like.values), (said.per_silo[name], like.per_silo[name])):
+        if found.keys() != wanted.keys():
+            odd = ", ".join(sorted(found.keys() ^ wanted.keys())[:3])
+            return f"a measurement with other figures than an evaluation has: {odd}"
+        for key, value in found.items():
+            most = _LARGEST_RANK if key.endswith("_medr") else 1.0 + _ROUNDING
+            if not 0.0 <= value <= most:
+                return f"a measurement with {key} {value:.4g}, allowed: 0 to {most:.4g}"
+    return None
 
 
 class Measuring:
@@ -48,6 +78,8 @@ class Measuring:
         self.unusable: set[int] = set()
         self.metrics: Mapping[str, float] = {}
         self.personal: dict[str, Metrics] = {}
+        self._like: Metrics | None = None
+        self._early: dict[str, Payload | None] = {}
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -88,6 +120,9 @@ class Measuring:
         per_silo = {name: dict(own) for name, own in payload.per_silo.items()}
         line = {"kind": "evaluation", "version": version, "metrics": self.metrics, "per_silo": per_silo}
         append_line(self._setting.folder.metrics, line)
+        self._like = payload
+        for name in list(self._early):
+            self._judge(name, self._early.pop(name), payload)
 
     def ask_silos(
         self,
@@ -108,6 +143,9 @@ class Measuring:
         """
         protocol = self._setting.protocol
         if isinstance(protocol, Personalised) and protocol.personalised:
+            before = [line for line in read_metrics(self._setting.folder) if line["kind"] == "evaluation"]
+            if before:
+                self._like = Metrics(before[-1]["metrics"], before[-1]["per_silo"])
             for name in sorted(names):
                 self._requests[name] = settled.get(name, 0), version, protocol.task(state, facts(name, version))
 
@@ -134,13 +172,19 @@ class Measuring:
         name, payload = message.header.sender, message.payloads[0] if message.payloads else None
         if isinstance(payload, Error):
             self._log.note("error reported", peer=name, error=payload.text[:300])
-        elif isinstance(payload, Metrics) and _complete(payload, [name]):
-            self.personal[name] = payload
+        elif self._like is None:  # the evaluator is slower with its first evaluation
+            self._early[name] = payload
         else:
-            detail = f"a measurement without {_NEEDED} of the whole and of its own share"
-            self._roster.refuse(name, RemoteWireError("unexpected", detail), 0)
+            self._judge(name, payload, self._like)
         del self._requests[name]
         return True
+
+    def _judge(self, name: str, payload: Payload | None, like: Metrics) -> None:
+        """Keep a silo's measurement, or refuse it."""
+        if (wrong := _wrong(payload, name, like)) is not None:
+            self._roster.refuse(name, RemoteWireError("unexpected", wrong), 0)
+        elif isinstance(payload, Metrics):
+            self.personal[name] = payload
 
     def unreadable(self, header: Header) -> bool:
         """An answer cannot be read, which asking again would not change; whether it was one to a measurement."""

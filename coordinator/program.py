@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import platform
+import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -14,7 +15,6 @@ from typing import Any
 import numpy as np
 import psutil
 import torch
-from safetensors.torch import save_file
 
 import fedmq
 import protocols
@@ -43,7 +43,7 @@ from fedmq.metrics import fairness
 from fedmq.outcomes import read_metrics
 from fedmq.participation import cohort_size, trace_of
 from fedmq.protocol import Releasing
-from fedmq.runfolder import RunFolder, write_atomically, write_json
+from fedmq.runfolder import RunFolder, write_atomically, write_json, write_tensors
 from fedmq.scenario import Scenario
 from fedmq.status import Status
 from fedmq.transport import Listener, listen
@@ -123,6 +123,8 @@ def run_coordinator(
     # Merges are sums over one buffer; a second thread would only fight the silos for the cores.
     torch.set_num_threads(1)
     keep_buffers()
+    if peers is None:
+        _allow_descriptors()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     keys = _keys(arguments) if peers is None else None
     world = build_world(scenario, folder=arguments.data, pooled=protocols.pooled(scenario.protocol.name))
@@ -158,14 +160,19 @@ def run_coordinator(
         listening(listener.uri)
         phase = loop.run()
         loop.saving.bring_up_to_now()
+        summary = _finish(loop, world, clock) if phase is Phase.DONE else {}
         log.note("ended", phase=phase.value)
-        if phase is not Phase.DONE:
-            return Outcome(phase, {})
-        return Outcome(phase, _finish(loop, world, clock))
+        return Outcome(phase, summary)
     finally:
         if listener is not None:
             listener.close()
         log.close()
+
+
+def _allow_descriptors() -> None:
+    """As many open files as the system allows: each connection is one, and who reaches the port can make some."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def largest_body(setting: Setting) -> int:
@@ -211,6 +218,9 @@ def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setti
     digests = world.prepared.digest, "" if path is None else file_digest(path)
     samples = tuple(len(rows) for rows in world.train)
     setting = Setting(scenario, protocol_class(options, context), context, samples, cost, folder, trace, *digests)
+    if setting.plan.wanted(1) < setting.plan.cohort_size(1):  # the first round's cohort may be everybody
+        context = replace(context, whole_rounds=False)
+        setting = replace(setting, protocol=protocol_class(options, context), context=context)
     sent = [setting.protocol.uploads(silo) for silo in world.silos if setting.protocol.eligible(silo)]
     if scenario.privacy.clip_norm is not None and not any(set(privacy.TRANSFORMED) & kinds for kinds in sent):
         allowed = f"null: silos of {scenario.protocol.name} send no update that could be clipped"
@@ -276,6 +286,8 @@ def _finish(loop: Loop, world: World, clock: Clock) -> dict[str, Any]:
     more = protocol.release(state) if isinstance(protocol, Releasing) else ()
     with_it = {payload.KIND: digest(payload) for payload in more}
     _release(setting, state.theta, more, {"model_digest": model, "released_with": with_it})
+    # Before the summary: where that is, the log says what was released, whenever the process was killed.
+    loop.log.note("released", model_digest=model, **with_it)
     told = {"model_digest": model, **({"released_with": with_it} if with_it else {})}
     summary = _summary(loop, world, clock, told)
     write_json(folder.summary, summary)
@@ -287,16 +299,18 @@ def _release(setting: Setting, theta: torch.Tensor, more: tuple[Payload, ...], d
     """The model by the layout's names, and in files of their own what else inference needs."""
     layout, folder = setting.context.layout, setting.folder.model
     tensors = {name: torch.from_numpy(view.copy()) for name, view in layout.views(theta.numpy()).items()}
-    write_atomically(folder / "model.safetensors", lambda path: save_file(tensors, path))
+    write_atomically(folder / "model.safetensors", lambda path: write_tensors(path, tensors))
     for payload in more:
         arrays = {name: torch.tensor(value) for name, value in vars(payload).items() if isinstance(value, np.ndarray)}
-        write_atomically(folder / f"{payload.KIND}.safetensors", partial(save_file, arrays))
+        write_atomically(folder / f"{payload.KIND}.safetensors", partial(write_tensors, tensors=arrays))
     config = {
         "backbone": setting.scenario.backbone.model_dump(mode="json"),
         "objective": setting.scenario.objective.model_dump(mode="json"),
         "protocol": setting.scenario.protocol.name,
         "dim": setting.context.dim,
         "layout_digest": layout.digest,
+        # The order of the parameters, which the file does not keep: with it anybody can take the digests again.
+        "layout": [entry.name for entry in layout.entries],
         **digests,
     }
     write_json(folder / "config.json", config)

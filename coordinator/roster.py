@@ -55,6 +55,33 @@ class Ready:
     returned: bool
 
 
+class Returns:
+    """Who comes back again and again: each time all that is open is sealed and queued for it, models among it.
+
+    The first time nobody waits; who comes back once more within a beat is dealt with when the beat is over.
+
+    Attributes:
+        waiting: who waits for that.
+    """
+
+    def __init__(self) -> None:
+        self._last: dict[str, float] = {}
+        self.waiting: set[str] = set()
+
+    def must_wait(self, name: str, now: float, beat: float) -> bool:
+        """Whether a peer that is here again by the stopwatch's time ``now`` [s] has to wait."""
+        if now - self._last.get(name, -math.inf) < beat:
+            self.waiting.add(name)
+            return True
+        self.waiting.discard(name)
+        self._last[name] = now if name in self._last else -math.inf
+        return False
+
+    def due(self, now: float, beat: float) -> list[str]:
+        """Whose waiting is over."""
+        return [name for name in sorted(self.waiting) if now - self._last[name] >= beat]
+
+
 @dataclass(frozen=True)
 class Unusable:
     """A peer's message proved authentic, but it cannot be read; it was refused, counted and logged.

@@ -259,7 +259,9 @@ class Flight:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The machine. All fields but ``plan``, ``online`` and ``off`` are checkpointed.
+    """The machine. A checkpoint holds ``version``, ``gone``, ``flights``, ``sequences`` and ``losses``.
+
+    It is one of a merge, after which the other fields begin anew, or are what silos and the trace say by then.
 
     Args:
         plan: facts of the scenario.

@@ -9,6 +9,7 @@ from functools import cached_property
 from coordinator.rounds import Action, Plan, Send
 from fedmq.cost import CostModel
 from fedmq.faults import Fate
+from fedmq.messages import TaskInfo
 from fedmq.participation import Trace, cohort_size, sampling_of
 from fedmq.protocol import Context, FederatedProtocol, Sharing, SiloFacts
 from fedmq.runfolder import RunFolder
@@ -24,7 +25,8 @@ class Setting:
         scenario: as resolved.
         protocol: the method.
         context: facts for both halves of it.
-        samples: training samples of each silo, in silo order; only the cost model looks at them.
+        samples: training samples of each silo, in silo order: bounds of what it may claim, its weight where silos are
+            drawn by size, and its work in virtual time and in the order of tasks.
         cost: of tasks in virtual time.
         folder: the run folder.
         trace: when each silo is on.
@@ -92,6 +94,11 @@ class Setting:
         """Whether a silo that stays away is given up; by default only where time is real."""
         chosen = self.scenario.aggregation.on_lost
         return self.scenario.clock == "wall" if chosen is None else chosen == "give_up"
+
+    def task_info(self, round_: int, settled: int) -> TaskInfo:
+        """What a task of a round says of itself; ``settled`` is the silo's task up to which it may forget."""
+        rate = self.scenario.training.rate_at(round_, self.scenario.rounds)
+        return TaskInfo(round=round_, rounds=self.scenario.rounds, settled=settled, learning_rate=rate)
 
     def outcome_at(self, silo: str, fate: Fate) -> float:
         """When a task handed out now will have its outcome [s of virtual time]."""

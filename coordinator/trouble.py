@@ -23,7 +23,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.faults import Corrupt, Crash, Drop, Duplicate, Fate, Freeze, Late, Leave, Reorder, Split, Standing
 from fedmq.link import BEAT_SECONDS, COORDINATOR
 from fedmq.messages import Header, Kind, Message
-from fedmq.runfolder import RunFolder, append_line
+from fedmq.runfolder import RunFolder, append_line, cut_unfinished
 from fedmq.script import Script, Strike
 from fedmq.stored import Stored, read_lines
 
@@ -80,6 +80,7 @@ class Trouble:
         self.handed = dict(handed)
         self._log, self._clock, self._order, self._wired = log, clock, order, wired
         self._record = folder.faults
+        cut_unfinished(self._record)
         self._fired = {line["fault"] for line in read_lines(self._record, _Fired, "a fault that fired")}
         self._strikes: dict[str, list[Strike]] = {}
         self._on_frames: dict[tuple[str, int], list[Strike]] = {}

@@ -8,144 +8,24 @@ sent what kind of thing to whom, how large it was, and the authentication tag of
 from __future__ import annotations
 
 import fcntl
-import hashlib
-import json
 import os
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import Discriminator, Field, Tag, TypeAdapter
-
+from fedmq.bound import Course, against_the_run
 from fedmq.clock import Clock
 from fedmq.errors import InputError
 from fedmq.messages import Header, Message, digest, tensor_bytes
-from fedmq.runfolder import make_folder, writing
-from fedmq.stored import Stored
+from fedmq.records import GENESIS, canonical, chain, read_log, record_of, shape
+from fedmq.runfolder import RunFolder, make_folder, writing
 
-GENESIS = "0" * 64
-Action = Literal["sent", "received", "refused", "note"]
 #: How long to wait for a process of the same name that is being ended [s].
 _LOCK_SECONDS = 5.0
-
-
-def _canonical(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
-
-
-def chain(previous: str, record: Mapping[str, Any]) -> str:
-    """Hash of a record: SHA-256 over the previous hash and the canonical JSON of the record without ``hash``."""
-    return hashlib.sha256(previous.encode() + _canonical(record)).hexdigest()
-
-
-# ------------------------------------------------------------------------------------------------ what a record holds
-# Logs come from processes that nobody trusts: a record is what its action says, or it is none.
-_Size = Annotated[int, Field(ge=0)]
-
-
-class _Record(Stored):
-    n: int
-    process: str
-    wall: str
-    previous: str
-    hash: str
-
-
-class _Note(_Record):
-    text: str
-    version: int | None = None
-    __pydantic_extra__: dict[str, str | float | None]
-
-
-class _Event(_Note):
-    event: str
-    silo: str
-    sequence: int
-    now: float
-    version: int
-
-
-class _Refused(_Record):
-    peer: str
-    reason: str
-    detail: str
-    bytes: _Size
-
-
-class _Handshake(_Record):
-    kind: str
-    peer: str
-    bytes: _Size
-
-
-class _Message(_Record):
-    run: str
-    kind: str
-    sender: str
-    receiver: str
-    sequence: int
-    reply_to: int | None
-    base_version: int
-    sent_at: float
-    session: str
-    counter: int
-    payloads: list[tuple[str, _Size]]
-    digests: list[str] | None = None
-    bytes: _Size
-    tag: str
-
-
-def _shape(record: Any) -> str | None:
-    """Which of them a record says it is."""
-    action = record.get("action") if isinstance(record, dict) else None
-    if action in ("sent", "received"):
-        return "message" if "counter" in record else "handshake"
-    if action == "note":
-        return "event" if record.get("text") == "event" else "note"
-    return "refused" if action == "refused" else None
-
-
-_RECORD: TypeAdapter[Any] = TypeAdapter(
-    Annotated[
-        Annotated[_Note, Tag("note")]
-        | Annotated[_Event, Tag("event")]
-        | Annotated[_Refused, Tag("refused")]
-        | Annotated[_Handshake, Tag("handshake")]
-        | Annotated[_Message, Tag("message")],
-        Discriminator(_shape),
-    ]
-)
-
-
-def _record(line: bytes) -> dict[str, Any] | None:
-    """A line as the record it is, None if it is none."""
-    try:
-        _RECORD.validate_json(line)
-        record: dict[str, Any] = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return record if line.endswith(b"\n") else None
-
-
-def read_log(path: Path) -> Iterator[tuple[int, dict[str, Any] | None]]:
-    """The records of a log with their line numbers; None for a line that is no whole record of a message log.
-
-    Raises:
-        InputError: it cannot be read.
-    """
-    try:
-        file = path.open("rb")
-    except OSError as error:
-        raise InputError(str(path), error.strerror, "a readable message log") from None
-    with file:
-        for number, line in enumerate(file, 1):
-            yield number, _record(line)
-
-
 #: What the coordinator notes of a run without messages; an auditor must not take its silence for a clean record.
 INLINE = "silos run inside the coordinator: no messages are exchanged, none are logged"
 _NOT_INLINE = "says that nothing was sent; only the coordinator may, and only where no log has a message or a handshake"
@@ -201,7 +81,7 @@ class MessageLog:
             for line in file:
                 if not line.endswith(b"\n"):
                     break
-                record = _record(line)
+                record = record_of(line)
                 if record is not None:  # What is none is not ours to mend: the audit will point at it.
                     self._head, self._count = record["hash"], record["n"] + 1
                 self._size += len(line)
@@ -221,7 +101,7 @@ class MessageLog:
             "previous": self._head,
         }
         record["hash"] = head = chain(self._head, record)
-        line = _canonical(record) + b"\n"
+        line = canonical(record) + b"\n"
         with writing(self.path):
             try:
                 rest = memoryview(line)
@@ -247,8 +127,8 @@ class MessageLog:
                 "action": action,
                 **_header(message.header),
                 "payloads": [[payload.KIND, tensor_bytes(payload)] for payload in message.payloads],
-                # The sender's record alone: hashing costs, and the tag binds the receiver's record to it.
-                **({"digests": [digest(payload) for payload in message.payloads]} if action == "sent" else {}),
+                # At both ends: the tag binds the sealed bytes, which no log has, and nobody else could say what was in.
+                "digests": [digest(payload) for payload in message.payloads],
                 "bytes": size,
                 "tag": tag,
             }
@@ -353,11 +233,35 @@ class Audit:
         }
 
 
-_COMPARED = ("run", "kind", "sequence", "reply_to", "base_version", "sent_at", "payloads", "bytes", "tag")
+_COMPARED = ("run", "kind", "sequence", "reply_to", "base_version", "sent_at", "payloads", "digests", "bytes", "tag")
+#: A frame by its sender, receiver, session and counter; with it where it is logged, and how.
+_Frames = dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]]
+
+
+@dataclass
+class _Logs:
+    """What is gathered of all logs.
+
+    Args:
+        sent: frames as their senders logged them.
+        received: frames as their receivers logged them.
+        named: processes that a record tells of, with the first place.
+        inline: logs with the note that nothing was sent, with its place.
+        exchanged: whether any log has a message or a handshake.
+        course: what binds the logs to the rest of the run folder.
+    """
+
+    sent: _Frames = field(default_factory=dict)
+    received: _Frames = field(default_factory=dict)
+    named: dict[str, str] = field(default_factory=dict)
+    inline: list[tuple[str, str]] = field(default_factory=list)
+    exchanged: bool = False
+    course: Course = field(default_factory=Course)
 
 
 def audit_run(folder: Path) -> Audit:
-    """Check every message log of a run folder: its own chain, and what was sent against what was received.
+    """Check every message log of a run folder: its own chain, what was sent against what was received, and both against
+    what the folder says of the run.
 
     Raises:
         InputError: the folder holds no message logs.
@@ -367,46 +271,48 @@ def audit_run(folder: Path) -> Audit:
         raise InputError(
             str(folder), "no messages/*.jsonl", "a run folder that fedmq scenario or fedmq coordinator wrote"
         )
-    result = Audit()
-    named: dict[str, str] = {}
-    notes: list[tuple[str, str]] = []
-    exchanged = False
-    sent: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]] = {}
-    received: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]] = {}
+    result, found = Audit(), _Logs()
     for path in logs:
-        for place, record in _checked_chain(path, result):
-            _tally(place, record, result, sent, received)
-            for name in _others(record):
-                named.setdefault(name, place)
-            exchanged = exchanged or _shape(record) in ("message", "handshake")
-            if record["action"] == "note" and record["text"] == INLINE:
-                notes.append((path.stem, place))
+        for place, record in _of_its_own(path, result):
+            _tally(path.stem, place, record, result, found)
     # Whoever has messages to hide could write that note; the coordinator's holds unless any log speaks against it.
-    result.inline = not exchanged and any(process == _COORDINATOR for process, _ in notes)
-    if result.inline:
-        return result
-    result.findings += [Finding(place, _NOT_INLINE) for _, place in notes]
-    present, unseen = {path.stem for path in logs}, Counter[str]()
-    for key, (place, record) in received.items():
-        if key in sent:
-            _compare(place, record, *sent[key], result)
+    result.inline = not found.exchanged and any(process == _COORDINATOR for process, _ in found.inline)
+    if not result.inline:
+        result.findings += [Finding(place, _NOT_INLINE) for _, place in found.inline]
+        _compare_ends(found, {path.stem for path in logs}, result)
+    result.findings += [
+        Finding(*each) for each in against_the_run(RunFolder(folder), found.course, found.named, inline=result.inline)
+    ]
+    if not result.inline:
+        result.findings += _missing(found, {path.stem for path in logs})
+    return result
+
+
+def _compare_ends(found: _Logs, present: set[str], result: Audit) -> None:
+    """Hold what was received against what was sent."""
+    for key, (place, record) in found.received.items():
+        if key in found.sent:
+            _compare(place, record, *found.sent[key], result)
         elif key[0] in present:
             what = f"{record['kind']} from {key[0]} received, but never logged as sent"
             result.findings.append(Finding(place, what))
-        else:
-            unseen[key[0]] += 1
-    for process in sorted(named.keys() - present):
-        count = unseen[process]
-        why = f"{count} messages of {process} cannot be compared" if count else f"{named[process]} tells of {process}"
-        result.findings.append(Finding(f"{process}.jsonl", f"no such log in this folder: {why}"))
     # What went to a process whose log is elsewhere is not known to be lost.
-    result.undelivered = sum(key[1] in present for key in sent.keys() - received.keys())
-    return result
+    result.undelivered = sum(key[1] in present for key in found.sent.keys() - found.received.keys())
+
+
+def _missing(found: _Logs, present: set[str]) -> Iterator[Finding]:
+    """A finding for every process that something tells of, and of which there is no log."""
+    unseen = Counter(sender for sender, *_ in found.received)
+    for process in sorted(found.named.keys() - present):
+        count = unseen[process]
+        told = f"{found.named[process]} tells of {process}"
+        why = f"{count} messages of {process} cannot be compared" if count else told
+        yield Finding(f"{process}.jsonl", f"no such log in this folder: {why}")
 
 
 def _others(record: dict[str, Any]) -> tuple[str, ...]:
     """The processes that a record tells of; of one that was never heard there need not be a log."""
-    match _shape(record):
+    match shape(record):
         case "message":
             return record["sender"], record["receiver"]
         case "handshake":
@@ -420,6 +326,25 @@ def _compare(place: str, record: dict[str, Any], other_place: str, other: dict[s
     different = [name for name in _COMPARED if record.get(name) != other.get(name)]
     if different:
         result.findings.append(Finding(place, f"differs from {other_place} in {', '.join(different)}"))
+
+
+def _of_its_own(path: Path, result: Audit) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The records of a log with their places, held against each other and against the name of the file."""
+    counters, strangers = dict[str, int](), set[str]()
+    for place, record in _checked_chain(path, result):
+        process = record["process"]
+        if process != path.stem and process not in strangers:
+            strangers.add(process)
+            result.findings.append(Finding(place, f"a record of {process} in the log of {path.stem}"))
+        if shape(record) == "message" and record["action"] == "sent":
+            # A silo's first sealed message is its ready, which is logged as a handshake.
+            first = 0 if path.stem == _COORDINATOR else 1
+            counter, expected = record["counter"], counters.get(record["session"], first)
+            if counter > expected:
+                what = f"message {counter} of a session, expected {expected}: what was between them is not in the log"
+                result.findings.append(Finding(place, what))
+            counters[record["session"]] = max(expected, counter + 1)
+        yield place, record
 
 
 def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -441,23 +366,27 @@ def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, dict[str, A
         yield place, record
 
 
-def _tally(
-    place: str,
-    record: dict[str, Any],
-    result: Audit,
-    sent: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]],
-    received: dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]],
-) -> None:
-    process, action = record["process"], record["action"]
+def _tally(process: str, place: str, record: dict[str, Any], result: Audit, found: _Logs) -> None:
+    """Take a record of a process's log into account."""
+    for name in _others(record):
+        found.named.setdefault(name, place)
+    found.course.take(process, place, record)
+    action = record["action"]
     if action == "refused":
         result.refused[process][record["reason"]] += 1
     elif action == "sent":
         result.frames[process] += record["bytes"]
-    if _shape(record) != "message":
+    elif action == "note" and record["text"] == INLINE:
+        found.inline.append((process, place))
+    found.exchanged = found.exchanged or shape(record) in ("message", "handshake")
+    if shape(record) != "message":
         return
     result.messages.append((place, record))
+    if len(record["digests"]) != len(record["payloads"]):
+        what = f"{len(record['digests'])} digests of {len(record['payloads'])} payloads"
+        result.findings.append(Finding(place, what))
     key = (record["sender"], record["receiver"], record["session"], record["counter"])
-    seen = sent if action == "sent" else received
+    seen = found.sent if action == "sent" else found.received
     if key in seen:
         result.findings.append(Finding(place, f"the same frame as {seen[key][0]} is logged as {action} again"))
     seen[key] = (place, record)
@@ -466,3 +395,5 @@ def _tally(
             result.left[process][kind] += size
         if process != record["sender"]:
             result.findings.append(Finding(place, f"{process} logged sending in the name of {record['sender']}"))
+    elif process != record["receiver"]:
+        result.findings.append(Finding(place, f"{process} logged receiving what was for {record['receiver']}"))

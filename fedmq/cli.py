@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from fedmq import __version__, cli_audit, cli_compare, cli_data, cli_keys, cli_search
-from fedmq.cli_options import AsJson, Connect, Device, File, Keys, Seed, Settings
+from fedmq.cli_options import AsJson, Connect, Device, File, Keys, Quiet, Run, Seed, Settings
 from fedmq.errors import FedmqError, InputError, RunError
 
 _BEGAN = time.monotonic()
@@ -118,7 +118,7 @@ def scenario_command(
         Path | None, typer.Option("--resume", metavar="DIR", help="Go on with a run that was stopped or killed.")
     ] = None,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Run a scenario: a coordinator, an evaluator and all silos as real processes on this machine.
 
@@ -252,13 +252,13 @@ def coordinator_command(
         open_run(folder.root)
         before = _scenario_of(folder.scenario, None, None, by_hand=True)
         resuming.check(folder, before, scenario, f"--out {folder.root}")
-    if not resume and (folder.checkpoints / "silos").parent.exists() and any(folder.checkpoints.glob("version-*")):
+    if not resume and any(folder.checkpoints.glob("version-*")):
         raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume")
-    build_world(scenario, _bar())
+    data = build_world(scenario, _bar()).prepared.folder
     stop = _until_stopped()
     with live.display(scenario, err, quiet=False) as status:
         outcome = run_coordinator(
-            CoordinatorArguments(scenario, bind, keys, folder.root, resume),
+            CoordinatorArguments(scenario, bind, keys, folder.root, resume, data),
             listening=lambda uri: err.print(
                 f"listening on {uri} for {scenario.silos.count} silos and the evaluator", highlight=False
             ),
@@ -364,9 +364,9 @@ cli_data.add_data(data_app, _scenario_of, _bar, BAD_INPUT)
 
 @app.command("replay")
 def replay_command(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)],
+    run: Run,
     as_json: AsJson = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="No progress.")] = False,
+    quiet: Quiet = False,
 ) -> None:
     """Do a run again, faults and all, and compare the two event by event.
 

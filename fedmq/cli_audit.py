@@ -45,7 +45,7 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
         ] = False,
         as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
     ) -> None:
-        """Check the message logs of a run: hash chains, sent against received, and what left each silo.
+        """Check the message logs of a run: hash chains, sent against received, what left each silo, what was released.
 
         Exit code 3 if anything does not add up or breaks the policy; a probe is a measurement and no finding, unless
         what is released is another model than the run's.
@@ -61,13 +61,13 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
 
         allowed = None if policy_file is None else policy.read_policy(policy_file)
         audit = audit_run(run)
-        if audit.inline:
+        if audit.inline and not audit.findings:
             wanted = "a run with messages (launcher local, or processes started by hand)"
             raise InputError(str(run), "a run whose silos were calls inside the coordinator: nothing was sent", wanted)
         held = None if allowed is None or policy_file is None else policy.hold(audit, allowed, policy_file)
         measured, swapped = _probed(run, bar, pooled) if with_probe else (None, None)
         # Beside the logs' findings, and printed with them.
-        audit.findings += [swapped] if swapped else []
+        audit.findings += [swapped] if swapped and swapped not in audit.findings else []
         findings = [*audit.findings, *(held.findings if held else ())]
         if as_json:
             facts = {**audit.to_plain(), "ok": not findings, "findings": [vars(finding) for finding in findings]}

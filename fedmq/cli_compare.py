@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 
+from fedmq.cli_options import AsJson, Quiet
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 
@@ -109,8 +110,6 @@ Processes = Annotated[
         "messages, which gives the same model to the bit.",
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 
 
 @dataclass(frozen=True)
@@ -193,9 +192,25 @@ def add_compare(app: typer.Typer, roots: Roots) -> None:
         added to: [bold]fedmq compare scenarios/rcsr/tables/ablation.yaml --seeds 0[/bold]
         """
         options = Options(
-            "compare", files, seeds, out_dir, runs_dir, settings, vary, select, select_seed,
-            select_rounds, metric, baseline, target, zero_shot, jobs, processes, as_json, quiet,
-        )  # fmt: skip
+            kind="compare",
+            files=files,
+            seeds=seeds,
+            out_dir=out_dir,
+            runs_dir=runs_dir,
+            settings=settings,
+            vary=vary,
+            select=select,
+            select_seed=select_seed,
+            select_rounds=select_rounds,
+            metric=metric,
+            baseline=baseline,
+            target=target,
+            zero_shot=zero_shot,
+            jobs=jobs,
+            processes=processes,
+            as_json=as_json,
+            quiet=quiet,
+        )
         _carry_out(_asked(options), roots)
 
 
@@ -234,9 +249,25 @@ def add_sweep(app: typer.Typer, roots: Roots) -> None:
         [bold]fedmq sweep scenarios/rcsr/tables/silos.yaml --seeds 0[/bold]
         """
         options = Options(
-            "sweep", [file], seeds, out_dir, runs_dir, settings, vary, select, select_seed,
-            select_rounds, metric, baseline, target, zero_shot, jobs, processes, as_json, quiet,
-        )  # fmt: skip
+            kind="sweep",
+            files=[file],
+            seeds=seeds,
+            out_dir=out_dir,
+            runs_dir=runs_dir,
+            settings=settings,
+            vary=vary,
+            select=select,
+            select_seed=select_seed,
+            select_rounds=select_rounds,
+            metric=metric,
+            baseline=baseline,
+            target=target,
+            zero_shot=zero_shot,
+            jobs=jobs,
+            processes=processes,
+            as_json=as_json,
+            quiet=quiet,
+        )
         _carry_out(_asked(options), roots)
 
 

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from fedmq.cli_options import AsJson, Device, File, Seed, Settings
+from fedmq.cli_options import AsJson, Bar, Device, File, Seed, Settings
 
 out = Console()
 
@@ -19,7 +19,7 @@ out = Console()
 def add_data(
     app: typer.Typer,
     scenario_of: Callable[..., Any],
-    bar: Callable[[], Callable[[str, int, int], None]],
+    bar: Bar,
     bad_input: int,
 ) -> None:
     """Add the commands of ``fedmq data``.

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+#: Makes a progress line, which is told (what, done, total).
+Bar = Callable[[], Callable[[str, int, int], None]]
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario (YAML).", show_default=False)]
 Settings = Annotated[
@@ -17,3 +21,5 @@ Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder made b
 Connect = Annotated[str, typer.Option("--connect", metavar="URI", help="Where the coordinator listens.")]
 Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda:N; the scenario's by default.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,9 +13,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Column, Table
 
-Bar = Callable[[], Callable[[str, int, int], None]]
+from fedmq.cli_options import AsJson, Bar, Device, Run
 
-Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]
 Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="What to look for.", show_default=False)]
 Chosen = Annotated[
     Path | None,
@@ -26,8 +24,6 @@ Chosen = Annotated[
         help="A scenario whose data set is searched, or a folder of pictures; the run's own data set by default.",
     ),
 ]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda:N; the scenario's by default.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 
 
 class Side(StrEnum):

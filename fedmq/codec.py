@@ -56,29 +56,16 @@ _TASK_KEYS = ("round", "rounds", "settled", "learning_rate")
 _LENGTH_BYTES = 4
 
 
-def encode(message: Message) -> tuple[bytes, list[BytesLike]]:
-    """Encode a message whose header already has its session and counter.
-
-    Returns:
-        The clear header, and the buffers whose concatenation is the body (tensors are not copied).
-
-    Raises:
-        LocalWireError: the message is larger than the wire allows.
-    """
-    return encode_header(message.header), encode_body(message)
-
-
-def decode(
-    header: Header | BytesLike, body: BytesLike, *, max_body: int = MAX_BODY, check_finite: bool = True
-) -> Message:
+def decode(header: Header | BytesLike, body: BytesLike, *, max_body: int = MAX_BODY) -> Message:
     """Decode a message from its header and its opened body.
+
+    NaN and infinity are refused wherever floats are declared, in the buffers of models and deltas too (about 0.5 ms for
+    12 MB of float32). Buffers of uint8 are not looked into: only their layout says which bytes are floats.
 
     Args:
         header: the clear header, as bytes or decoded.
         body: the whole body; it stays alive as long as a decoded array does.
         max_body: largest body accepted [bytes].
-        check_finite: refuse NaN and infinity in the buffers of models and deltas too; about 0.5 ms for 12 MB of
-            float32. Buffers of uint8 are not looked into: only their layout says which bytes are floats.
 
     Raises:
         RemoteWireError: reason ``malformed``, ``oversized``, ``not_finite`` or ``wire_version``.
@@ -86,7 +73,7 @@ def decode(
     if not isinstance(header, Header):
         header = decode_header(header)
     try:
-        payloads, task, layout = _decode_body(byte_view(body), max_body, check_finite)
+        payloads, task, layout = _decode_body(byte_view(body), max_body)
         return Message(header, payloads, task, layout)
     except FieldError as error:
         raise RemoteWireError(error.reason, str(error)) from error
@@ -238,9 +225,7 @@ def _plain(spec: Field, value: Any) -> Any:
             return value
 
 
-def _decode_body(
-    body: memoryview, max_body: int, check_finite: bool
-) -> tuple[tuple[Payload, ...], TaskInfo | None, Layout | None]:
+def _decode_body(body: memoryview, max_body: int) -> tuple[tuple[Payload, ...], TaskInfo | None, Layout | None]:
     if body.nbytes > max_body:
         raise FieldError(f"body: {body.nbytes} bytes, allowed {max_body}", Reason.OVERSIZED)
     if body.nbytes < _LENGTH_BYTES:
@@ -260,14 +245,14 @@ def _decode_body(
         raise FieldError(f"payloads: not a list of at most {MAX_PAYLOADS}")
     payloads = []
     for row in rows:
-        payload, end = _decode_payload(row, body, end, check_finite)
+        payload, end = _decode_payload(row, body, end)
         payloads.append(payload)
     if end != body.nbytes:
         raise FieldError(f"body: {body.nbytes} bytes, its last part ends at {end}")
     return tuple(payloads), task, layout
 
 
-def _decode_payload(row: object, body: memoryview, end: int, check_finite: bool) -> tuple[Payload, int]:
+def _decode_payload(row: object, body: memoryview, end: int) -> tuple[Payload, int]:
     """One payload from its ``[kind, fields]`` and the tensors that begin after byte ``end`` of the body."""
     if not isinstance(row, list) or len(row) != 2 or type(row[0]) is not str or row[0] not in PAYLOADS:
         raise FieldError("payloads: an entry is not [known kind, fields]")
@@ -280,7 +265,7 @@ def _decode_payload(row: object, body: memoryview, end: int, check_finite: bool)
         match spec:
             case Tensor():
                 value, end = _view(f"{kind}.{name}", spec, value, body, end)
-                if check_finite and spec.bulk and not all_finite(value):
+                if spec.bulk and not all_finite(value):
                     raise FieldError(f"{kind}.{name}: NaN or infinity", Reason.NOT_FINITE)
             case Names():
                 value = tuple(value) if isinstance(value, list) else value

@@ -330,9 +330,7 @@ def seal_message(session: Session, message: Message) -> Sealed:
     return session.seal(message.header, encode_body(message))
 
 
-def open_message(
-    session: Session, frames: Sequence[BytesLike], *, max_body: int = MAX_BODY, check_finite: bool = True
-) -> tuple[Message, str]:
+def open_message(session: Session, frames: Sequence[BytesLike], *, max_body: int = MAX_BODY) -> tuple[Message, str]:
     """Open and decode a message.
 
     Returns:
@@ -344,7 +342,7 @@ def open_message(
     opened = session.open(frames, max_body=max_body)
     if opened.header.kind in HANDSHAKE_KINDS:
         raise RemoteWireError(Reason.UNEXPECTED, f"a {opened.header.kind} after the handshake")
-    return decode(opened.header, opened.body, max_body=max_body, check_finite=check_finite), opened.tag
+    return decode(opened.header, opened.body, max_body=max_body), opened.tag
 
 
 def _two(frames: Sequence[BytesLike]) -> tuple[memoryview, memoryview]:

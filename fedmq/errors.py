@@ -3,6 +3,7 @@
 FedmqError
 ├── InputError          a file, option or value the user gave is not allowed      (exit code 2)
 ├── RunError            the run itself could not go on                            (exit code 1)
+│   └── DiskError       the disk refused to take a file
 └── WireError
     ├── LocalWireError  our own side broke the wire's rules: a bug, raised at once
     └── RemoteWireError the peer broke them: its message is dropped, the run goes on
@@ -33,6 +34,10 @@ class InputError(FedmqError):
 
 class RunError(FedmqError):
     """The run failed for a reason outside the user's input."""
+
+
+class DiskError(RunError):
+    """A file could not be written: a full or broken disk."""
 
 
 class WireError(FedmqError):

@@ -403,7 +403,7 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
             header = message.header
             try:
                 result: Metrics | Error = evaluator.evaluate(message.payloads)
-            except Exception as error:
+            except Exception as error:  # whatever a model does to its evaluation, the run is told why
                 result = Error.saying("evaluation_failed", f"{type(error).__name__}: {error}")
             kind = Kind.ERROR if isinstance(result, Error) else Kind.REPLY
             link.send(

@@ -191,28 +191,20 @@ def agree(told: Layout | None, here: Layout) -> None:
         raise InputError("the coordinator's model layout", found, allowed)
 
 
-def require_layout(
-    layouts: Mapping[str, Layout], digest: str, buffer: npt.NDArray[Any], names: Sequence[str] | None = None
-) -> Layout:
+def require_layout(layouts: Mapping[str, Layout], digest: str, buffer: npt.NDArray[Any]) -> Layout:
     """The agreed layout that a peer's buffer claims, once the buffer is seen to fit it.
 
     Args:
         layouts: the session's layouts by digest.
         digest: what the payload names.
         buffer: the payload's buffer, 1-D.
-        names: for a partial delta, its layers; the layout of these alone is returned.
 
     Raises:
-        RemoteWireError: reason ``layout``: unknown digest, unknown layer, or another number of bytes.
+        RemoteWireError: reason ``layout``: unknown digest, or another number of bytes.
     """
     layout = layouts.get(digest)
     if layout is None:
         raise RemoteWireError("layout", f"no layout {digest[:12]} was agreed")
-    if names is not None:
-        unknown = [name for name in names if name not in layout.by_name]
-        if unknown:
-            raise RemoteWireError("layout", f"layer {unknown[0]} is not in layout {digest[:12]}")
-        layout = layout.part(names)
     if buffer.nbytes != layout.nbytes:
         raise RemoteWireError("layout", f"{buffer.nbytes} bytes, the layout has {layout.nbytes}")
     return layout

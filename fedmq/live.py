@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from fedmq.audit import Audit
+from fedmq.fields import printable
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.status import Status
@@ -152,7 +153,7 @@ def print_audit(audit: Audit, console: Console) -> None:
     for process in sorted(audit.records):
         left = ", ".join(f"{kind} {size:,}" for kind, size in sorted(audit.left.get(process, {}).items()))
         refused = ", ".join(f"{reason} {count}" for reason, count in sorted(audit.refused.get(process, {}).items()))
-        name, left, refused = escape(process), escape(left), escape(refused)  # a log may say anything
+        name, left, refused = (escape(printable(text)) for text in (process, left, refused))  # a log may say anything
         table.add_row(name, f"{audit.records[process]:,}", f"{audit.frames[process]:,}", left or "-", refused or "-")
     console.print(table)
     if audit.undelivered:
@@ -161,7 +162,8 @@ def print_audit(audit: Audit, console: Console) -> None:
             highlight=False,
         )
     for finding in audit.findings:
-        console.print(f"[red]{escape(finding.place)}[/red]: {escape(finding.what)}", highlight=False)
+        place, what = escape(printable(finding.place)), escape(printable(finding.what))
+        console.print(f"[red]{place}[/red]: {what}", highlight=False)
     verdict = (
         "the logs agree with themselves and with each other"
         if not audit.findings

@@ -419,12 +419,24 @@ def digest(payload: Payload) -> str:
 
 def _digest(payload: Payload) -> str:
     total = blake3(payload.KIND.encode())
-    for name in payload.FIELDS:
+    for name, spec in payload.FIELDS.items():
         value = getattr(payload, name)
         if isinstance(value, np.ndarray):
             total.update(f"\0{name}\0{value.dtype.name}{value.shape}\0".encode())
             total.update(np.ascontiguousarray(value).reshape(-1).view(np.uint8).data)
         else:
-            plain = dict(sorted(value.items())) if isinstance(value, Mapping) else value
-            total.update(f"\0{name}\0{plain!r}".encode())
+            total.update(f"\0{name}\0{_as_decoded(spec, value)!r}".encode())
     return total.hexdigest()
+
+
+def _as_decoded(spec: Field, value: Any) -> Any:
+    """A field's value as the receiver has it: both ends of a message log its digest."""
+    match spec:
+        case Real():
+            return None if value is None else float(value)
+        case Numbers():
+            return {each: float(number) for each, number in sorted(value.items())}
+        case NumbersByName():
+            return {each: {own: float(x) for own, x in inner.items()} for each, inner in sorted(value.items())}
+        case _:
+            return value

@@ -19,6 +19,7 @@ from rich.markup import escape
 
 from fedmq.audit import Audit, Finding
 from fedmq.errors import InputError
+from fedmq.fields import printable
 from fedmq.parts import Name, Part
 from fedmq.payloads import PAYLOADS
 from fedmq.scenario_file import input_error, read_yaml
@@ -273,7 +274,8 @@ def show(held: Held, console: Console) -> None:
     """Print what holding a run against a policy showed."""
     findings = held.findings
     for finding in findings[:_SHOWN]:
-        console.print(f"[red]{escape(finding.place)}[/red]: {escape(finding.what)}", highlight=False, soft_wrap=True)
+        place, what = escape(printable(finding.place)), escape(printable(finding.what))
+        console.print(f"[red]{place}[/red]: {what}", highlight=False, soft_wrap=True)
     if len(findings) > _SHOWN:
         console.print(f"and {len(findings) - _SHOWN} more; --json has all", highlight=False)
     free = f"; it does not speak of {held.free:,} others" if held.free else ""

@@ -58,6 +58,8 @@ class Context:
         objective: the base loss and its options.
         label_names: of the data set's L labels, in their order; empty where it has none.
         cohort: silos of a full synchronous round, for merges of fewer; None takes every merge for a full one.
+        whole_rounds: the scenario's mode merges a round's replies at a time, as ``sync`` does; false of modes without
+            rounds that merge fewer. The coordinator's half alone is told.
         max_age: versions after which a table of last-known statistics forgets a silo; None keeps all.
         public: loads the items that belong to no silo and may be seen by all, in both modalities; None where the data
             set marks none.
@@ -73,6 +75,7 @@ class Context:
     objective: Objective = field(default_factory=Objective)
     label_names: tuple[str, ...] = ()
     cohort: int | None = None
+    whole_rounds: bool = True
     max_age: int | None = None
     public: Callable[[], Share | None] = field(default=lambda: None, compare=False)
     build: Callable[[], TwoTower] | None = field(default=None, compare=False)

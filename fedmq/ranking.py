@@ -2,8 +2,8 @@
 
 One query at a time, several threads side by side: distances by counting bits, one stable sort, and from then on only
 the places of the relevant items. Memory is a few arrays as long as the database, however many queries there are; sums
-go in the order of the queries, so the number of threads changes nothing. ``fedmq.metrics`` has the same values written
-as their definitions say, on whole matrices, for a reader and for the tests.
+go in the order of the queries, so the number of threads changes nothing. ``tests/definitions.py`` has the same values
+written as their definitions say, on whole matrices.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +16,14 @@ from fedmq.data.prepared import Prepared, cache_folder
 from fedmq.data.sets import SETS
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluator import load_inference
-from fedmq.fields import FieldError
-from fedmq.messages import ClassPrototypes, Memory, Model, Payload, digest
+from fedmq.messages import Model, Payload, digest
 from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
+from fedmq.released import BESIDE, beside
 from fedmq.runfolder import RunFolder, load_aligned, open_run
 from fedmq.scenario import Data, Scenario
 from fedmq.scenario_file import load
 from fedmq.stored import Digest, Stored, read_json
 from fedmq.world import World, device_of
-
-#: What may lie beside a model, by the kind of its payload: what it is, and how it is made of the file's arrays.
-_BESIDE: Mapping[str, tuple[str, Callable[..., Payload]]] = {
-    Memory.KIND: ("a memory", Memory),
-    ClassPrototypes.KIND: ("a query bank", partial(ClassPrototypes, modality="both")),
-}
 
 
 class _Config(Stored):
@@ -106,9 +99,9 @@ class Release:
         if found_digest != self.digest:
             raise OtherModelError(self.run.model / "model.safetensors", found_digest, self.digest)
         more: list[Payload] = []
-        for kind, (what, make) in _BESIDE.items():
+        for kind in BESIDE:
             if kind in self.config["released_with"]:
-                more.append(self._beside(kind, what, make))
+                more.append(self._beside(kind))
         try:
             load_inference(model, (Model(model.layout.digest, theta.numpy()), *more))
         except RemoteWireError as error:
@@ -130,14 +123,11 @@ class Release:
         make = image_encoder if modality == "image" else text_encoder
         return make(backbone, self.scenario.seed, self.cache, self.device)
 
-    def _beside(self, kind: str, what: str, make: Callable[..., Payload]) -> Payload:
+    def _beside(self, kind: str) -> Payload:
         path, told = self.run.model / f"{kind}.safetensors", self.config["released_with"][kind]
-        try:
-            payload = make(**{name: tensor.numpy() for name, tensor in self._tensors(kind).items()})
-        except (TypeError, FieldError) as error:
-            raise InputError(str(path), str(error), what) from None
+        payload = beside(path, kind)
         if digest(payload) != told:
-            raise OtherModelError(path, digest(payload), told, what)
+            raise OtherModelError(path, digest(payload), told, BESIDE[kind][0])
         return payload
 
     def _tensors(self, name: str) -> dict[str, Tensor]:

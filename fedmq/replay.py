@@ -14,22 +14,28 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from fedmq.audit import read_log
 from fedmq.errors import InputError
+from fedmq.fields import printable
 from fedmq.link import COORDINATOR
-from fedmq.messages import Kind, Metrics
+from fedmq.messages import Kind, Metrics, digest
 from fedmq.outcomes import read_metrics, read_summary
+from fedmq.records import read_log
+from fedmq.released import BESIDE, beside, parameters
 from fedmq.runfolder import RunFolder
+from fedmq.stored import Stored, read_json
 
 _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to", "payloads", "digests")
 _KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
+#: Of a summary, what does not depend on how fast anybody was; and ``personal*``, where the same silos were measured.
+_FIGURES = ("seed", "rounds", "versions", "metrics", "per_silo", "per_silo_mean", "fairness", "public_items")
 
 #: A message by its kind, the silo at one end, and the task's number; figures by :data:`_MEASUREMENT` and the version.
 Key = tuple[str, str, int]
 
 #: A silo's figures answer by the number of its last merged task, whose own reply has that number, too.
 _MEASUREMENT = "measurement of version"
+_EVALUATOR = "evaluator"  # as docs/wire.md calls it
 
 
 @dataclass(frozen=True)
@@ -39,18 +45,24 @@ class Record:
     Args:
         digest: of the released model.
         released_with: digests of what is released with it, by kind.
+        files: digests of the files of both, by kind.
+        figures: of the summary, by their names.
         events: in their order; a coordinator that was started again takes back what came after its checkpoint.
         messages: what each task and reply held, one entry per different content; one unless something is wrong.
         lines: of ``metrics.jsonl`` by kind and version.
+        measured: silos whose own models were measured in the end; one that stayed away was not.
         made_with: versions of fedmq, torch and Python, and the kind of processor.
         resumed: how often its coordinator went on from a checkpoint.
     """
 
     digest: str
     released_with: Mapping[str, str]
+    files: Mapping[str, str]
+    figures: Mapping[str, Any]
     events: tuple[Mapping[str, Any], ...]
     messages: Mapping[Key, tuple[str, ...]]
     lines: Mapping[tuple[str, int], Mapping[str, Any]]
+    measured: frozenset[str]
     made_with: Mapping[str, str]
     resumed: int
 
@@ -74,7 +86,7 @@ def read_record(folder: RunFolder) -> Record:
     """Read a finished run.
 
     Raises:
-        InputError: the run is not finished, or its coordinator's log is missing.
+        InputError: the run is not finished, its coordinator's log is missing, or its release is damaged.
     """
     summary, own = read_summary(folder), folder.messages(COORDINATOR)
     if not own.is_file():
@@ -88,12 +100,43 @@ def read_record(folder: RunFolder) -> Record:
     return Record(
         digest=summary["model_digest"],
         released_with=summary.get("released_with", {}),
+        files=_files(folder),
+        figures=_figures(summary),
         events=_events(own),
         messages={key: tuple(contents) for key, contents in messages.items()},
         lines={(line["kind"], line["version"]): line for line in read_metrics(folder)},
+        measured=frozenset(summary.get("personal_per_silo", {})),
         made_with=summary["versions_of"],
         resumed=sum(record is not None and record.get("text") == "resumed" for _, record in read_log(own)),
     )
+
+
+class _Config(Stored):
+    layout: list[str]
+    released_with: dict[str, str]
+
+
+def _files(folder: RunFolder) -> dict[str, str]:
+    """Digests of what is released, taken of the files themselves."""
+    config = read_json(folder.model / "config.json", _Config, "the configuration of a released model")
+    layout, theta = parameters(folder.model / "model.safetensors", config["layout"])
+    more = {
+        kind: digest(beside(folder.model / f"{kind}.safetensors", kind))
+        for kind in sorted(BESIDE.keys() & config["released_with"].keys())
+    }
+    return {"model": layout.model_digest(theta), **more}
+
+
+def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
+    personal = {name: value for name, value in summary.items() if name.startswith("personal")}
+    tasks, seconds = summary.get("tasks", {}), summary["seconds"]
+    return {
+        **{name: summary.get(name) for name in _FIGURES},
+        # A reply that was sent again is discarded, which real time decides.
+        **{f"tasks.{name}": tasks.get(name) for name in ("merged", "failed")},
+        "seconds.virtual": seconds.get("virtual"),
+        **personal,
+    }
 
 
 def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
@@ -129,6 +172,11 @@ def first_difference(was: Record, now: Record) -> Difference | None:
         was: the run.
         now: its replay.
     """
+    return _event_difference(was, now) or _other_difference(was, now) or _outcome_difference(was, now)
+
+
+def _event_difference(was: Record, now: Record) -> Difference | None:
+    """In the events, and in the messages of the task that each is about."""
     for number, (before, after) in enumerate(zip_longest(was.events, now.events), 1):
         if before != after:
             return Difference(f"event {number}", _shown(before), _shown(after))
@@ -138,7 +186,15 @@ def first_difference(was: Record, now: Record) -> Difference | None:
             found = _message_difference((kind, before["silo"], before["sequence"]), was, now)
             if found is not None:
                 return found
-    for key in sorted(was.messages.keys() & now.messages.keys()):
+    return None
+
+
+def _other_difference(was: Record, now: Record) -> Difference | None:
+    """In messages that no event tells of, and in the lines of ``metrics.jsonl``."""
+    for key in sorted(was.messages.keys() | now.messages.keys()):
+        one_sided = key not in was.messages or key not in now.messages
+        if one_sided and _under_way(key, was if key in was.messages else now):
+            continue
         found = _message_difference(key, was, now)
         if found is not None:
             return found
@@ -146,11 +202,39 @@ def first_difference(was: Record, now: Record) -> Difference | None:
         if was.lines.get(line) != now.lines.get(line):
             before, after = was.lines.get(line), now.lines.get(line)
             return Difference("{} of version {}".format(*line), _shown(before), _shown(after))
+    return None
+
+
+def _outcome_difference(was: Record, now: Record) -> Difference | None:
+    """In what was released, and in the figures of the summary."""
     if was.digest != now.digest:
         return Difference("model_digest", was.digest, now.digest)
     if was.released_with != now.released_with:
         return Difference("released_with", _shown(was.released_with), _shown(now.released_with))
+    for kind in sorted(was.files.keys() | now.files.keys()):
+        if was.files.get(kind) != now.files.get(kind):
+            place = f"model/{kind}.safetensors"
+            return Difference(place, was.files.get(kind, "nothing"), now.files.get(kind, "nothing"))
+    for name in sorted(was.figures.keys() | now.figures.keys()):
+        before, after = was.figures.get(name), now.figures.get(name)
+        if before != after and not (name.startswith("personal") and was.measured != now.measured):
+            return Difference(f"summary: {name}", json.dumps(before), json.dumps(after))
     return None
+
+
+def _under_way(key: Key, record: Record) -> bool:
+    """Whether a message was on its way when the run ended: real time decides whether it is in the logs.
+
+    Args:
+        key: of a message that only one of two runs has.
+        record: of that run.
+    """
+    kind, silo, number = key
+    if kind == _MEASUREMENT:
+        return silo != _EVALUATOR and number == record.figures["versions"]
+    over = max((event["sequence"] for event in record.events if event["silo"] == silo), default=-1)
+    tasks = [each for sort, name, each in record.messages if (sort, name) == (Kind.TASK, silo) and each > over]
+    return tasks != [] and number == min(tasks)
 
 
 def _message_difference(key: Key, was: Record, now: Record) -> Difference | None:
@@ -158,7 +242,9 @@ def _message_difference(key: Key, was: Record, now: Record) -> Difference | None
     if before == after and len(before) <= 1:
         return None
     kind, silo, number = key
-    return Difference(f"{kind} {number} of {silo}", " and ".join(before) or "nothing", " and ".join(after) or "nothing")
+    return Difference(
+        printable(f"{kind} {number} of {silo}"), " and ".join(before) or "nothing", " and ".join(after) or "nothing"
+    )
 
 
 def _shown(facts: Mapping[str, Any] | None) -> str:

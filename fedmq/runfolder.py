@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedmq.errors import InputError, RunError
+from fedmq.errors import DiskError, InputError
 
 if TYPE_CHECKING:
     import torch
@@ -101,7 +102,7 @@ def writing(path: Path) -> Iterator[None]:
 
     Raises:
         InputError: the place is not one that can be written.
-        RunError: the system refused for another reason, e.g. a full disk.
+        DiskError: the system refused for another reason, e.g. a full disk.
     """
     try:
         yield
@@ -109,7 +110,7 @@ def writing(path: Path) -> Iterator[None]:
         reason = error.strerror or str(error)
         if error.errno in _BAD_PLACE:
             raise InputError(str(path), reason, "a folder that can be written") from error
-        raise RunError(f"{path}: could not be written: {reason}") from error
+        raise DiskError(f"{path}: could not be written: {reason}") from error
 
 
 def make_folder(path: Path) -> Path:
@@ -117,7 +118,7 @@ def make_folder(path: Path) -> Path:
 
     Raises:
         InputError: it cannot be made or written.
-        RunError: the disk is full or broken.
+        DiskError: the disk is full or broken.
     """
     with writing(path):
         path.mkdir(parents=True, exist_ok=True)
@@ -136,7 +137,7 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool
 
     Raises:
         InputError: the file cannot be written there.
-        RunError: the disk is full or broken.
+        DiskError: the disk is full or broken.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
@@ -156,7 +157,7 @@ def write_text(path: Path, text: str) -> None:
 
     Raises:
         InputError: the file cannot be written there.
-        RunError: the disk is full or broken.
+        DiskError: the disk is full or broken.
     """
     write_atomically(path, lambda temporary: _write_text(temporary, text))
 
@@ -176,12 +177,30 @@ def load_aligned(path: Path) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write a safetensors file; what the system refuses is the error that it is of any other file.
+
+    Raises:
+        OSError: the disk is full or broken, which safetensors says in an error of its own that is none.
+    """
+    from safetensors import SafetensorError  # noqa: PLC0415 - as above
+    from safetensors.torch import save_file  # noqa: PLC0415
+
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)", str(error))
+        if number is None:
+            raise OSError(errno.EIO, str(error), str(path)) from error
+        raise OSError(code := int(number[1]), os.strerror(code), str(path)) from error
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write JSON atomically.
 
     Raises:
         InputError: the file cannot be written there.
-        RunError: the disk is full or broken.
+        DiskError: the disk is full or broken.
     """
     write_atomically(path, lambda temporary: _dump(temporary, value))
 
@@ -191,11 +210,30 @@ def _dump(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, record: Mapping[str, Any]) -> None:
-    """Append one JSON line.
+    """Append one JSON line, whole or not at all.
 
     Raises:
         InputError: the file cannot be written there.
-        RunError: the disk is full or broken.
+        DiskError: the disk is full or broken.
     """
-    with writing(path), path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
+    rest = memoryview(json.dumps(record).encode() + b"\n")
+    with writing(path), path.open("ab", buffering=0) as file:
+        size = file.seek(0, os.SEEK_END)
+        try:
+            while rest:  # a disk that is about to be full takes a part of it
+                rest = rest[file.write(rest) :]
+        except BaseException:
+            file.truncate(size)
+            raise
+
+
+def cut_unfinished(path: Path) -> None:
+    """Cut off a last line that a crash left unfinished, so that the next one does not continue it.
+
+    Raises:
+        InputError: the file cannot be written.
+        DiskError: the disk is full or broken.
+    """
+    with writing(path):
+        if path.exists() and (content := path.read_bytes()) and not content.endswith(b"\n"):
+            os.truncate(path, content.rfind(b"\n") + 1)

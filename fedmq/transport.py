@@ -78,10 +78,6 @@ class Listener:
         """
         return _send(self.socket, [peer, *_sendable(frames)], zmq.NOBLOCK)
 
-    def fileno(self) -> int:
-        """ZeroMQ's edge-triggered descriptor; ``zmq.Poller`` takes :attr:`socket` itself, which is simpler."""
-        return int(self.socket.getsockopt(zmq.FD))
-
     def close(self) -> None:
         """Close; what is queued is still sent for up to two seconds. Closing twice is allowed."""
         _close(self.socket, self._context)
@@ -139,10 +135,6 @@ class Connection:
                 parse_monitor_message(self._monitor.recv_multipart())
                 self._established += 1
         return self._established
-
-    def fileno(self) -> int:
-        """ZeroMQ's edge-triggered descriptor; ``zmq.Poller`` takes :attr:`socket` itself, which is simpler."""
-        return int(self.socket.getsockopt(zmq.FD))
 
     def close(self) -> None:
         """Close; what is queued is still sent for up to two seconds. Closing twice is allowed."""

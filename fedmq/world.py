@@ -6,7 +6,6 @@ made once and kept in the cache, so a silo started by hand finds them there.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import re
@@ -22,12 +21,13 @@ import numpy.typing as npt
 import torch
 
 from fedmq.data import partition
-from fedmq.data.prepared import Prepared, cache_folder, open_prepared, prepare, text_features
+from fedmq.data.prepared import Prepared, cache_folder, locked, open_prepared, prepare, text_features
 from fedmq.data.share import Share, load_share
 from fedmq.errors import InputError
 from fedmq.labels import trained_columns
 from fedmq.models import networks
 from fedmq.models.two_tower import TwoTower, build
+from fedmq.naming import facts_of, name_of
 from fedmq.protocol import Context, SiloFacts
 from fedmq.runfolder import write_atomically
 from fedmq.scenario import DEVICE, Scenario
@@ -35,9 +35,6 @@ from fedmq.scenario import DEVICE, Scenario
 I64 = npt.NDArray[np.int64]
 Progress = Callable[[str, int, int], None]
 _FORMAT = 2
-_EVALUATED = {"val": 1, "test": 2}
-_TRAIN = 0
-_PUBLIC = 3
 
 
 @dataclass(frozen=True)
@@ -114,26 +111,18 @@ class World:
 
     def public_share(self) -> Share | None:
         """The items of the split ``public``, which belong to no silo; None where there are none."""
-        rows = np.flatnonzero(np.asarray(self.prepared.split) == _PUBLIC)
+        rows = self.prepared.rows("public")
         return load_share(self.prepared, rows, image=True, text=True) if len(rows) else None
 
 
 def run_facts(scenario: Scenario) -> dict[str, Any]:
     """What a run is a run of, as plain data: its scenario, without where it runs and where its files lie."""
-    here: dict[str, Any] = {
-        "device": True,
-        "launcher": True,
-        "data": {"path", "annotations", "images"},
-        "silos": {"slots"},
-        "participation": {"trace"},
-    }
-    return scenario.model_dump(mode="json", exclude=here)
+    return facts_of(scenario.model_dump(mode="json"))
 
 
 def run_name(scenario: Scenario) -> str:
     """The run's name on the wire: equal only for equal scenarios, wherever they run and wherever their files lie."""
-    digest = hashlib.sha256(json.dumps(run_facts(scenario), sort_keys=True).encode()).hexdigest()
-    return f"{scenario.name}-{digest[:12]}"
+    return name_of(scenario.model_dump(mode="json"))
 
 
 def device_of(name: str, index: int = 0) -> str:
@@ -212,8 +201,8 @@ def build_world(
 
 
 def _database(scenario: Scenario, prepared: Prepared) -> I64:
-    outside = ~np.isin(np.asarray(prepared.split), (_EVALUATED[scenario.evaluation.split], _PUBLIC))
-    return np.flatnonzero(outside)
+    kept_apart = np.concatenate([prepared.rows(scenario.evaluation.split), prepared.rows("public")])
+    return np.setdiff1d(np.arange(prepared.n), kept_apart)
 
 
 Parts = tuple[I64, ...]
@@ -231,9 +220,7 @@ def _shares(scenario: Scenario, prepared: Prepared, cache: Path) -> tuple[Parts,
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
     path = cache / "partitions" / f"{key}.npz"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_suffix(".lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with locked(path.with_suffix(".lock")):
         found = _read_npz(path)
         if found is None:
             found = _make_shares(scenario, prepared, cache)
@@ -257,9 +244,7 @@ def _write_npz(path: Path, arrays: dict[str, I64]) -> None:
 
 
 def _make_shares(scenario: Scenario, prepared: Prepared, cache: Path) -> dict[str, I64]:
-    split = np.asarray(prepared.split)
-    train = np.flatnonzero(split == _TRAIN)
-    evaluated = np.flatnonzero(split == _EVALUATED[scenario.evaluation.split])
+    train, evaluated = prepared.rows("train"), prepared.rows(scenario.evaluation.split)
     if len(evaluated) == 0:
         raise InputError("evaluation.split", scenario.evaluation.split, "a split that the data set has")
     others = np.setdiff1d(_database(scenario, prepared), train)

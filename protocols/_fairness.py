@@ -13,11 +13,16 @@ from torch import Tensor
 
 from fedmq.protocol import SiloFacts
 
-#: How many times its group's running mean a loss counts at most: one reply must not take the merge.
+#: How many times its group's running mean a loss counts at most: one reply must not take the merge. Where half of the
+#: group's silos would count that much, it is the running mean that is out of touch, and it is raised.
 LARGEST = 10.0
-#: How many times the median of a merge the running mean may be: one reply must not blind it for the rest of the run.
-#: Honest losses of anchored silos lie orders of magnitude apart, so this has to be far.
+#: How many times the median of the group's silos the running mean may be: one reply must not blind it for the rest of
+#: the run. Honest losses of anchored silos lie orders of magnitude apart, so this has to be far.
 FARTHEST = 1000.0
+#: Fewest losses that have a median: of two one may be absurd, and nobody can say which.
+FEWEST = 3
+#: Losses up to this are no observation: rounding of 1 - cos, or the proximal term of a silo that has nothing else.
+NOTHING = 1e-6
 
 Rule = Literal["entropic", "paper", "code"]
 
@@ -28,14 +33,23 @@ def group_of(silo: SiloFacts) -> int:
 
 
 def normalised_losses(
-    losses: Tensor, groups: Tensor, running: Tensor, seen: Tensor, rate: float = 0.9
+    losses: Tensor,
+    groups: Tensor,
+    running: Tensor,
+    seen: Tensor,
+    rate: float = 0.9,
+    *,
+    known: tuple[Tensor, Tensor] | None = None,
+    capped: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Losses divided by their group's running mean (first line of RCSR eq 10).
 
-    A loss of exactly 0 is no observation: the silo had nothing to minimise (its anchor not yet valid, or a batch of
-    one). It leaves the running mean alone and counts as average, 1, where the plain ratio would read it as excellent.
-    A loss counts at most :data:`LARGEST` times its group's running mean, which is at most :data:`FARTHEST` times the
-    median of those that came; at a group's first observation a loss is at most that.
+    A loss of nothing is no observation: the silo had nothing to minimise (its anchor not yet valid, or a batch of one).
+    It leaves the running mean alone and counts as average, 1, where the plain ratio would read it as excellent.
+
+    The running mean is held between 1 / :data:`LARGEST` and :data:`FARTHEST` times the median of the group's silos,
+    where at least :data:`FEWEST` are known. A loss counts at most :data:`LARGEST` times the running mean; at a group's
+    first observation, when there is none, at most :data:`FARTHEST` times the median.
 
     Args:
         losses: float64 [M], at least 0.
@@ -43,22 +57,33 @@ def normalised_losses(
         running: float64 [3] running mean of each group.
         seen: bool [3], whether the group was ever observed; the first observation is taken as it is.
         rate: share of the old mean that is kept.
+        known: the last loss of every silo float64 [N], 0 of one that never replied, and its group int64 [N]: a merge of
+            few replies has no median of its own. None takes this merge's.
+        capped: without it nothing is bound, and no loss but 0 is nothing: the ratio as printed.
 
     Returns:
         normalised losses [M], and ``running`` and ``seen`` after this round.
     """
     running, seen = running.clone(), seen.clone()
-    observed = losses > 0
+    nothing = NOTHING if capped else 0.0
+    observed = losses > nothing
+    everybody, their_groups = (losses, groups) if known is None else known
     for group in range(len(running)):
         chosen = observed & (groups == group)
-        if bool(chosen.any()):
-            farthest = FARTHEST * losses[chosen].median()  # of two the lower
-            running[group] = torch.minimum(running[group], farthest)
+        if not bool(chosen.any()):
+            continue
+        if capped:
+            last = everybody[(everybody > nothing) & (their_groups == group)]
+            farthest = torch.tensor(torch.inf, dtype=losses.dtype)
+            if len(last) >= FEWEST:
+                median = last.median()
+                farthest = FARTHEST * median
+                running[group] = running[group].clamp(median / LARGEST, farthest)
             most = LARGEST * running[group] if bool(seen[group]) else farthest
             losses = torch.where(chosen, torch.minimum(losses, most), losses)
-            mean = losses[chosen].mean()
-            running[group] = rate * running[group] + (1 - rate) * mean if bool(seen[group]) else mean
-            seen[group] = True
+        mean = losses[chosen].mean()
+        running[group] = rate * running[group] + (1 - rate) * mean if bool(seen[group]) else mean
+        seen[group] = True
     return torch.where(observed, losses / torch.where(seen, running, 1.0)[groups], 1.0), running, seen
 
 
@@ -121,6 +146,7 @@ def stepped(
     tau: float,
     rule: Rule,
     center: bool,
+    known: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], float]:
     """Both lines of RCSR eq 10 for one merge.
 
@@ -132,13 +158,15 @@ def stepped(
         rates: float64 [M] step size eta of each.
         kept: share of the groups' old running means.
         tau: weight of the entropy of q.
-        rule: see :func:`updated_log_q`; ``code`` is pulled by the raw losses.
+        rule: see :func:`updated_log_q`; ``code`` is pulled by the raw losses, ``paper`` by normalised ones without caps.
         center: the normalised loss minus 1 pulls, not the loss itself.
+        known: see :func:`normalised_losses`.
 
     Returns:
         the tensors after the merge, and the value of eq 10 there.
     """
-    normalised, running, seen = normalised_losses(losses, groups, tensors["fair_running"], tensors["fair_seen"], kept)
+    before = tensors["fair_running"], tensors["fair_seen"]
+    normalised, running, seen = normalised_losses(losses, groups, *before, kept, known=known, capped=rule != "paper")
     values = losses if rule == "code" else normalised - 1 if center else normalised
     log_q = updated_log_q(tensors["fair_log_q"], values, rows, rates, tau=tau, rule=rule)
     value = float(objective(log_q, normalised, rows, tau))

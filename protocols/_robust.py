@@ -5,7 +5,8 @@ place of everybody's: whatever weights a method then gives them, weights that su
 module give that update back (with ``branch_renorm``; the papers' plain sum shrinks it where modalities are missing).
 
 A silo counts for a module of the network only if it trained it, so that silos which lack a modality neither outvote
-those that have it nor look like outliers. Arithmetic is in float64, in the fixed silo order.
+those that have it nor look like outliers. An idle silo's reply, whose update is zero throughout, passes as it came and
+is not counted at all: not in the median length, nor among Krum's M. Arithmetic is in float64, in the fixed silo order.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def norm_bound_factors(norms: F64, bound: float | None) -> F64:
 
     Args:
         norms: L2 norms [M].
-        bound: c; None takes the median of the norms.
+        bound: c; None takes the median of the norms, of silos that trained.
     """
     limit = float(np.median(norms)) if bound is None else bound
     return np.divide(limit, norms, out=np.ones_like(norms), where=norms > limit)
@@ -110,7 +111,7 @@ def robust_replies(replies: Sequence[Reply], rule: Robust, layout: Layout) -> li
 
     Args:
         replies: as they came. Of their payloads only updates (Delta, PartialDelta) are looked at and changed, and only
-            if all are of the same parameters.
+            if all are of the same parameters; those that are zero throughout are left as they are.
         rule: as in the scenario.
         layout: of the shared parameters.
 
@@ -118,7 +119,8 @@ def robust_replies(replies: Sequence[Reply], rule: Robust, layout: Layout) -> li
         In the fixed silo order; the same objects where nothing is changed.
     """
     replies = ordered(replies)
-    sent = [(place, update) for place, reply in enumerate(replies) if (update := _update(reply)) is not None]
+    found = [(place, _update(reply)) for place, reply in enumerate(replies)]
+    sent = [(place, update) for place, update in found if update is not None and update.buffer.any()]
     named = {update.names if isinstance(update, PartialDelta) else None for _, update in sent}
     if rule.rule == "none" or len(named) != 1:
         return replies

@@ -11,9 +11,8 @@ from typing import Literal
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 
-from protocols._losses import unit
+from protocols._bases.dscmr import mean_length, pair_likelihood
 
 Norm = Literal["row", "frob"]
 
@@ -21,8 +20,7 @@ Norm = Literal["row", "frob"]
 def distance(difference: Tensor, norm: Norm) -> Tensor:
     """Length of a difference of matrices [B, d]: mean of row lengths, or the Frobenius norm."""
     if norm == "row":
-        rows: Tensor = torch.linalg.vector_norm(difference, dim=1)
-        return rows.mean()
+        return mean_length(difference)
     whole: Tensor = torch.linalg.vector_norm(difference)
     return whole
 
@@ -33,15 +31,10 @@ def label_loss(predicted: Tensor, labels: Tensor, norm: Norm) -> Tensor:
     return length if norm == "row" else length / len(labels)
 
 
-def pair_term(a: Tensor, b: Tensor, similar: Tensor) -> Tensor:
-    """One summand of eq 2: mean over [B, B] of log(1 + e^Γ) - δ Γ with Γ = cos(a_i, b_j) / 2, δ [B, B]."""
-    gamma = 0.5 * unit(a) @ unit(b).T
-    likelihood: Tensor = functional.softplus(gamma) - similar * gamma
-    return likelihood.mean()
-
-
 def discrimination(image: Tensor | None, text: Tensor | None, similar: Tensor, pairs: int) -> Tensor:
     """l_csd (eq 2) over S_V and S_T [B, d]: four pairs of modalities as printed, or three as public code has it.
+
+    Each summand is DSCMR's J2, with δ for its counts S.
 
     Args:
         image: None where the silo lacks images; its pairs are left out.
@@ -49,10 +42,10 @@ def discrimination(image: Tensor | None, text: Tensor | None, similar: Tensor, p
         similar: [B, B], 1 where two samples share a category; counts of shared labels with three pairs.
         pairs: 4, the cross pair twice, or 3.
     """
-    terms = [pair_term(held, held, similar) for held in (image, text) if held is not None]
+    terms = [pair_likelihood(held, held, similar) for held in (image, text) if held is not None]
     if image is not None and text is not None:
-        terms += [pair_term(image, text, similar)]
-        terms += [pair_term(text, image, similar)] if pairs == 4 else []
+        terms += [pair_likelihood(image, text, similar)]
+        terms += [pair_likelihood(text, image, similar)] if pairs == 4 else []
     return torch.stack(terms).sum()
 
 

@@ -213,6 +213,11 @@ class FedCafe:
         )
 
     @property
+    def counts_both(self) -> bool:
+        """Whether a row of a memory may stand for an item's image and for its caption: that of two stages does."""
+        return self.options.memory == "kmeans_two_stage"
+
+    @property
     def remembers(self) -> bool:
         """Whether anything needs the memories."""
         return self.options.afe or self.options.weighted_agg

@@ -114,6 +114,8 @@ class FedHap:
     """FedHAP, see the module's text."""
 
     Options: ClassVar[type[Any]] = FedHapOptions
+    #: Codes of images and of captions vote for the same rows.
+    counts_both = True
 
     def __init__(self, options: FedHapOptions, context: Context) -> None:
         self.options = options

@@ -20,6 +20,7 @@ from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, S
 from protocols import _local, _own, fedavg
 from protocols._merge import as_tensor
 from protocols._options import check
+from protocols.moon import has_trained
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,10 @@ class FedMekt:
         trained = self.fedavg.trained(local, task, extra=self._distillation(task, local))
         if not self.options.personal:
             return trained
-        return replace(trained, state={**trained.state, **_own.kept(local)})
+        # An idle silo holds the download; its own model stays that of its last training, if there was any.
+        before = {name: own for name, own in local.state.items() if name == _own.OWN}
+        own = _own.kept(local) if has_trained(self.fedavg, local, task, trained) else before
+        return replace(trained, state={**trained.state, **own})
 
     def _distillation(self, task: Task, local: Local) -> _local.Extra | None:
         if self.options.weight == 0:

@@ -24,6 +24,7 @@ from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, S
 from fedmq.ranking import cosine_metrics
 from fedmq.seeds import numpy_generator
 from protocols import _local, _merge, _own, _scmr, fedavg
+from protocols._bases.dscmr import logits_of
 from protocols._options import check
 from protocols._partial import PartialFedAvg
 
@@ -88,7 +89,7 @@ def local_loss(image: Out | None, text: Out | None, labels: Tensor, options: Fed
     """
     held = [out for out in (image, text) if out is not None]
     norm = options.norm
-    total = torch.stack([_scmr.label_loss(_logits(out), labels, norm) for out in held]).sum()
+    total = torch.stack([_scmr.label_loss(logits_of(out), labels, norm) for out in held]).sum()
     if options.loss_cs:
         counts = labels @ labels.T
         similar = (counts > 0).to(labels.dtype) if options.pairs == 4 else counts
@@ -100,12 +101,6 @@ def local_loss(image: Out | None, text: Out | None, labels: Tensor, options: Fed
     if options.loss_ccs and image is not None and text is not None:
         total = total + options.beta * _scmr.cross_space(image.raw, text.raw, image.code, text.code, norm)
     return total
-
-
-def _logits(out: Out) -> Tensor:
-    if out.logits is None:
-        raise ValueError("the network has no label head")
-    return out.logits
 
 
 @dataclass(frozen=True)

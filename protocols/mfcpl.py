@@ -8,11 +8,12 @@ class by class, equally over silos. Every silo adds three terms to FedAvg's loss
 - CMPC, cosine contrast at temperature 0.5 against the *other* modality's prototypes, the own class being right;
 - CMA, 1 - cos between the two embeddings of a pair, in paired silos.
 
-Without labels there are ten pseudo-classes. At its first participation a paired silo reports K-means centroids of its
-captions, embedded by the initial model, which is nearly the frozen encoder; the coordinator merges the first that come
-by seeded K-means, and the classes then stay. Silos with captions class a sample by the centroid nearest to its first
-caption, silos with images alone by the nearest image prototype, with the downloaded model. A centroid of few samples is
-close to them: whoever minds should not run this on tiny silos.
+Without labels there are ten pseudo-classes. Until there are, a paired silo reports K-means centroids of its captions,
+embedded by the initial model, which is nearly the frozen encoder. Once as many silos as a synchronous cohort has were
+heard, or half of the paired ones, the coordinator merges each one's last centroids by seeded K-means, and the classes
+then stay: of a single merge of few replies one silo's captions would make them for all. Silos with captions class a
+sample by the centroid nearest to its first caption, silos with images alone by the nearest image prototype, with the
+downloaded model. A centroid of few samples is close to them: whoever minds should not run this on tiny silos.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from protocols._options import check
 
 CENTRES = "pseudo_classes"
 SIZES = "pseudo_classes_sizes"
+#: What pseudo-classes are made of, by silo: centroids of its captions, the captions behind each, whether it was heard.
+GIVEN, GIVEN_SIZES, HEARD = "given_centroids", "given_centroids_sizes", "given_centroids_heard"
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,17 @@ class Mfcpl:
         tensors = {**state.tensors, **_class_prototypes.initial(len(self.context.silos), self.classes, dim)}
         if self.pseudo:
             tensors |= {CENTRES: torch.zeros(self.classes, dim), SIZES: torch.zeros(self.classes, dtype=torch.int64)}
+            tensors |= self._nothing_given()
         return State(theta, tensors)
+
+    def _nothing_given(self) -> dict[str, Tensor]:
+        """No silo heard of yet."""
+        silos = len(self.context.silos)
+        return {
+            GIVEN: torch.zeros(silos, self.classes, self.context.dim),
+            GIVEN_SIZES: torch.zeros(silos, self.classes, dtype=torch.int64),
+            HEARD: torch.zeros(silos, dtype=torch.bool),
+        }
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """As FedAvg, and the class prototypes; without labels the pseudo-classes' centroids too."""
@@ -234,14 +247,15 @@ class Mfcpl:
         return (*payloads, _class_prototypes.payload(state.tensors[CENTRES], state.tensors[SIZES], "text"))
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
-        """As FedAvg; then the class prototypes, or the pseudo-classes from the first centroids that come."""
-        merged = self.fedavg.merge(state, replies, round_)
-        found = [
-            (reply, take(reply.payloads, ClassPrototypes)) for reply in _merge.ordered(replies) if reply.silo.paired
-        ]
+        """As FedAvg; then the class prototypes, or the pseudo-classes once enough silos sent centroids."""
+        merged, replies = self.fedavg.merge(state, replies, round_), _merge.ordered(replies)
+        found = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies if reply.silo.paired]
         tensors = dict(merged.state.tensors)
         if self.pseudo and not bool((tensors[SIZES] > 0).any()):
-            tensors |= self._pseudo_classes(tensors, [each for _, each in found if each.modality == "text"])
+            # A checkpoint from before centroids were kept by silo lacks them.
+            tensors = {**self._nothing_given(), **tensors}
+            tensors |= self._given(tensors, replies, [each for each in found if each[1].modality == "text"])
+            tensors |= self._pseudo_classes(tensors)
         reported = [each for each in found if each[1].modality == "both"]
         tensors |= _class_prototypes.updated(tensors, reported, round_, max_age=self.context.max_age, weighted=False)
         return Merged(replace(merged.state, tensors=tensors), merged.log)
@@ -261,17 +275,26 @@ class Mfcpl:
                 rows = self.classes if payload.modality == "text" else 2 * self.classes
                 _class_prototypes.check_rows(payload, rows, self.context.dim, longest)
 
-    def _pseudo_classes(self, tensors: Mapping[str, Tensor], found: Sequence[ClassPrototypes]) -> Mapping[str, Tensor]:
-        """The silos' centroids merged by seeded K-means."""
-        if not found:
-            return {}
-        points = torch.cat([as_tensor(each.prototypes) for each in found])
-        sizes = torch.cat([as_tensor(each.counts) for each in found])
-        there = sizes > 0
-        if not bool(there.any()):
+    def _given(
+        self, tensors: Mapping[str, Tensor], replies: Sequence[Reply], found: Sequence[tuple[Reply, ClassPrototypes]]
+    ) -> dict[str, Tensor]:
+        """Which silos were heard of so far, and the last centroids of each that sent any."""
+        given, sizes, heard = (tensors[name].clone() for name in (GIVEN, GIVEN_SIZES, HEARD))
+        heard[[reply.silo.index for reply in replies]] = True
+        for reply, each in found:
+            given[reply.silo.index], sizes[reply.silo.index] = as_tensor(each.prototypes), as_tensor(each.counts)
+        return {GIVEN: given, GIVEN_SIZES: sizes, HEARD: heard}
+
+    def _pseudo_classes(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """The silos' centroids merged by seeded K-means; nothing while too few silos were heard."""
+        there, cohort = tensors[GIVEN_SIZES] > 0, self.context.cohort
+        senders, paired = int(there.any(1).sum()), sum(silo.paired for silo in self.context.silos)
+        a_round = cohort is None or int(tensors[HEARD].sum()) >= cohort
+        if senders == 0 or not (a_round or 2 * senders >= paired):
             return {}
         generator = numpy_generator(self.context.seed, "mfcpl", "classes")
-        centres, held = _clusters.k_means(points[there], sizes[there], self.classes, generator)
+        points, sizes = tensors[GIVEN][there], tensors[GIVEN_SIZES][there]
+        centres, held = _clusters.k_means(points, sizes, self.classes, generator)
         return {CENTRES: centres.float(), SIZES: held.round().long()}
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedmq.messages import Model, Payload
+from fedmq.messages import Delta, Model, Payload
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from protocols import _local, _own, fedavg
@@ -60,6 +60,11 @@ def model_contrast(z: Tensor, shared: Tensor, previous: Sequence[Tensor], tau: f
     return (logits.logsumexp(1) - logits[:, 0]).mean()
 
 
+def has_trained(method: fedavg.FedAvg, local: Local, task: Task, trained: Trained) -> bool:
+    """Whether a silo trained, so that its model is its own: one with nothing to minimise still holds the download."""
+    return bool(take(trained.payloads, Delta).buffer.any()) or method.work(local, task) is not None
+
+
 class Moon:
     """MOON, see the module's text."""
 
@@ -86,12 +91,16 @@ class Moon:
         return self.fedavg.task(state, silo)
 
     def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs on the base loss and the contrast; the model they end in is the next ones' negative."""
+        """Local epochs on the base loss and the contrast; the model they end in is the next ones' negative.
+
+        A silo that idles keeps what its own last training ended in, if there was any.
+        """
         names = (_own.OWN, *(f"{_own.OWN}_{age}" for age in range(1, self.options.buffer)))
         previous = [local.state[name] for name in names if name in local.state]
         trained = self.fedavg.trained(local, task, extra=self._contrast(local, task, previous))
-        older = dict(zip(names[1:], previous, strict=False))
-        return replace(trained, state={**trained.state, **_own.kept(local), **older})
+        newest = _own.kept(local) if has_trained(self.fedavg, local, task, trained) else {}
+        own = dict(zip(names[len(newest) :], previous, strict=False))
+        return replace(trained, state={**trained.state, **newest, **own})
 
     def _contrast(self, local: Local, task: Task, previous: Sequence[Tensor]) -> _local.Extra | None:
         if not previous or self.options.mu == 0:

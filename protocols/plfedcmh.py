@@ -158,13 +158,13 @@ class PlFedCmh:
     def _own_prototypes(self, local: Local, task: Task, labels: Tensor) -> ClassPrototypes:
         """Class means of the outputs before tanh, of one caption per item; count 0 for a modality the silo lacks."""
         caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, "prototypes"))
+        with torch.no_grad():
+            blocks = [
+                _local.outputs(local, np.arange(start, min(start + _BLOCK, len(local.share))), caption)
+                for start in range(0, len(local.share), _BLOCK)
+            ]
         rows, counts = [], []
-        for place in (0, 1):
-            with torch.no_grad():
-                outs = [
-                    _local.outputs(local, np.arange(start, min(start + _BLOCK, len(local.share))), caption)[place]
-                    for start in range(0, len(local.share), _BLOCK)
-                ]
+        for outs in zip(*blocks, strict=True):
             raw = [out.raw for out in outs if out is not None]
             features = torch.cat(raw) if raw else torch.zeros(0, self.context.dim, device=labels.device)
             means, count = _class_prototypes.class_means(features, labels[: len(features)])

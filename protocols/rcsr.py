@@ -20,18 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.messages import ClassPrototypes, Delta, Geometry, Loss, ModalityPrototypes, Model, Payload, RouterStatistics
-from fedmq.protocol import (
-    Context,
-    Encoders,
-    Local,
-    Merged,
-    Reply,
-    SiloFacts,
-    State,
-    Task,
-    Trained,
-    take,
-)
+from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.seeds import torch_generator
 from protocols import _centroids, _fairness, _local, _merge, _personal, _prototypes, _router
 from protocols._losses import anchor, info_nce, local_prototype, nearest_anchor, prototype_regulariser, unit
@@ -79,11 +68,16 @@ class RcsrOptions:
         router_rate: Adam's learning rate for the router.
         router_mask: ``input`` hides filled prototypes from the router, ``none`` shows it the fillers.
         router_over: ``reporters`` of the round, as printed, or the ``table`` of all silos' last statistics, restricted
-            to the reporters and renormalised; the latter keeps a meaning when few replies are merged at a time.
+            to the reporters and renormalised; the latter keeps a meaning when few replies are merged at a time. Not
+            given, it is the table where merges are of fewer replies than a round has (``async``, small buffers).
         fair_eta: step size of q.
         fair_tau: weight of q's entropy.
         fair_ema: share of the old group mean loss kept at a full round.
-        fair_update: ``entropic``, ``paper`` or ``code``, see protocols._fairness.
+        fair_update: ``entropic``, an exact step with q's entropy; ``paper``, as printed, without it; ``code``, raw
+            losses and q to the power 1 / (1 + fair_tau). The printed formula has no bounds and ``paper`` none; with
+            ``entropic`` a loss counts at most 10 times its group's running mean, which is held between a tenth and
+            1000 times the median of the group's last losses, and one of 1e-6 or less as average: else one absurd
+            reply would take the merge, or be what its group is measured by for the rest of the run.
         fair_center: pull by the normalised loss minus 1, so that an average silo stays where it is however often it
             reports; the normalised loss itself, as printed, if false. Not used by ``code``, which takes raw losses.
         branch_renorm: each branch is averaged over the silos that trained it; the paper's plain sum if false.
@@ -121,7 +115,7 @@ class RcsrOptions:
     router_softplus: bool = False
     router_rate: float = 1e-3
     router_mask: Literal["input", "none"] = "input"
-    router_over: Literal["reporters", "table"] = "reporters"
+    router_over: Literal["reporters", "table"] | None = None
     fair_eta: float = 0.1
     fair_tau: float = 0.1
     fair_ema: float = 0.9
@@ -204,6 +198,7 @@ class Rcsr:
         self.context = context
         self.branches = _merge.branch_slices(context.layout)
         self.router = _router.layout(context.dim, options.filler == "learned")
+        self.router_over = options.router_over or ("reporters" if context.whole_rounds else "table")
 
     def eligible(self, silo: SiloFacts) -> bool:
         """Everybody takes part."""
@@ -368,16 +363,19 @@ class Rcsr:
         personal = self._told(tensors, rows, told, among)
         fairness: Mapping[str, Tensor] = {}
         if options.minimax:
+            groups = torch.tensor([_fairness.group_of(silo) for silo in self.context.silos])
+            groups[rows] = torch.tensor([_fairness.group_of(reply.silo) for reply in replies])
             fairness, log["fair_value"] = _fairness.stepped(
                 tensors,
                 statistics.losses,
                 rows,
-                torch.tensor([_fairness.group_of(reply.silo) for reply in replies]),
+                groups[rows],
                 options.fair_eta * damping,  # a stale loss moves q less
                 kept=_merge.kept_share(options.fair_ema, len(replies), self.context.cohort),
                 tau=options.fair_tau,
                 rule=options.fair_update,
                 center=options.fair_center,
+                known=(table["table_losses"], groups),
             )
             weights = _fairness.fused_weights(weights, fairness["fair_log_q"][rows])
         factors = torch.tensor([reply.factor for reply in replies], dtype=torch.float64)
@@ -420,8 +418,6 @@ class Rcsr:
             RemoteWireError: a payload is missing or of a wrong shape.
         """
         prototypes, mask = _prototypes.read_uploads(replies, self.context.dim)
-        if self.options.proto_unit:
-            prototypes = unit(prototypes)
         geometry = torch.stack([as_tensor(take(reply.payloads, Geometry).values) for reply in replies])
         losses = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]
         return Statistics(prototypes, mask, geometry, torch.tensor(losses, dtype=torch.float64))
@@ -430,7 +426,7 @@ class Rcsr:
         self, table: Mapping[str, Tensor], rows: Tensor, statistics: Statistics, version: int
     ) -> tuple[Statistics, Tensor]:
         """The silos the router looks at, and where the reporters stand among them; rows too old are left out."""
-        if self.options.router_over == "reporters":
+        if self.router_over == "reporters":
             return statistics, torch.arange(len(rows))
         there = _merge.still_known(table["table_versions"], version, self.context.max_age)
         there[rows] = True

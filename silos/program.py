@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import traceback
 from collections.abc import Callable
@@ -18,9 +19,10 @@ from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.crypto import load_accepted, load_identity
 from fedmq.data.share import load_share
-from fedmq.errors import FedmqError, InputError, RemoteWireError
+from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError
 from fedmq.evaluator import HeldOut
 from fedmq.faults import Drift, LabelNoise
+from fedmq.fields import printable
 from fedmq.labels import trained_columns
 from fedmq.layout import agree, require_layout
 from fedmq.link import Link
@@ -39,6 +41,8 @@ from silos.state import StateStore
 #: Unused memory a silo may keep between its tasks, in models. Tasks of RCSR over features take a seventh less time than
 #: with the C library's own limits; with no limit they gain nothing more, and 30 silos hold half a gigabyte more.
 _KEPT_MODELS = 3
+#: From where an absolute path can begin to the last slash there is: folders may be called anything.
+_FOLDERS = re.compile(r"(?<![^\s'\"(\[=:])[.~]*/(?:.*/)?", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -239,15 +243,37 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
         slots.close()
 
 
+def told_of(error: Exception) -> str:
+    """What the coordinator is told of an error; the rest stays on the silo's own standard error.
+
+    Of files their names without their folders, in which the names of users are; of an error that is not the project's
+    own, whose text nobody here wrote, its type alone.
+    """
+    name = type(error).__name__
+    match error:
+        case InputError():
+            place, found, allowed = (_FOLDERS.sub("", each) for each in (error.place, repr(error.found), error.allowed))
+            return f"{name}: {place}: found {found}, allowed: {allowed}"
+        case FedmqError():
+            return f"{name}: {_FOLDERS.sub('', str(error))}"
+        case _:
+            return name
+
+
 def _reply(link: Link, silo: Silo, slots: Slots, message: Message, progress: Callable[[str], None]) -> None:
     header = message.header
     try:
         with slots.one():
             payloads = silo.respond(message)
+    except DiskError:
+        # No fault of the task's, which would count as failed: started again, the silo does it from the state before it.
+        raise
     except Exception as error:
-        if not isinstance(error, FedmqError):  # what the other side is told says all there is to a known one
+        text = f"task {header.sequence}: {told_of(error)}"
+        if not isinstance(error, FedmqError):
             traceback.print_exc(file=sys.stderr)
-        text = f"task {header.sequence}: {type(error).__name__}: {error}"
+        elif not text.endswith(str(error)):
+            print(f"{silo.facts.name}: task {header.sequence}: {printable(str(error))}", file=sys.stderr, flush=True)
         link.send(
             Kind.ERROR,
             (Error.saying("training_failed", text),),

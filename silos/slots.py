@@ -18,7 +18,9 @@ from typing import IO
 from fedmq.errors import InputError
 from fedmq.runfolder import make_folder, writing
 
-_POLL_SECONDS = 0.0005
+#: Pauses between two looks for a free slot [s]: flock waits for one file, not for the first of several. Each is longer
+#: by a fiftieth, so about a fiftieth of the wait so far: a slot hardly lies idle, and a long wait costs few wake-ups.
+_FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.0005, 0.02, 1.02
 
 
 def _try(file: IO[bytes]) -> bool:
@@ -61,11 +63,13 @@ class Slots:
             fcntl.flock(held, fcntl.LOCK_UN)
 
     def _wait(self) -> IO[bytes]:
+        pause = _FIRST_PAUSE
         while True:
             for file in self._files:
                 if _try(file):
                     return file
-            time.sleep(_POLL_SECONDS)
+            time.sleep(pause)
+            pause = min(pause * _GROWTH, _LONGEST_PAUSE)
 
     def close(self) -> None:
         """Give everything back."""

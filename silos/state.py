@@ -11,10 +11,9 @@ from pathlib import Path
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 
-from fedmq.errors import InputError
-from fedmq.runfolder import load_aligned, write_atomically
+from fedmq.errors import DiskError, InputError
+from fedmq.runfolder import load_aligned, write_atomically, write_tensors
 
 
 class StateStore:
@@ -61,11 +60,17 @@ class StateStore:
             sequence: the task's number.
             state: what to keep, the store's own from now on; nothing is written when there is nothing and never was.
             settled: replies up to this number are durably merged, so only the newest state up to it is still needed.
+
+        Raises:
+            DiskError: it could not be written, whatever the reason.
         """
         stored = self._stored()
         if state or stored:
             owned = {name: tensor.detach().contiguous() for name, tensor in state.items()}
-            write_atomically(self._path(sequence), lambda path: save_file(owned, path))
+            try:
+                write_atomically(self._path(sequence), lambda path: write_tensors(path, owned))
+            except InputError as error:
+                raise DiskError(str(error)) from error
             self._newest = sequence, owned
         for number in [number for number in stored if number <= settled][:-1]:
             self._path(number).unlink(missing_ok=True)

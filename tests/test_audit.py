@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +22,19 @@ from typer.testing import CliRunner
 
 from coordinator import roster
 from fedmq import audit as audits
-from fedmq import policy
-from fedmq.audit import GENESIS, INLINE, Audit, MessageLog, audit_run, chain
+from fedmq import live, policy
+from fedmq.audit import INLINE, Audit, MessageLog, audit_run
 from fedmq.cli import app
 from fedmq.clock import WallClock
+from fedmq.codec import decode, encode_body
 from fedmq.crypto import fingerprint, load_accepted
 from fedmq.errors import InputError
 from fedmq.link import COORDINATOR
-from fedmq.messages import PAYLOADS, Delta, Header, Kind, Message
+from fedmq.messages import PAYLOADS, Delta, Header, Kind, Message, digest
 from fedmq.models.two_tower import InputSpec, build
+from fedmq.payloads import Error, Loss, Metrics
 from fedmq.scenario import Backbone
+from tests.forging import forge, lines, reseal, rewrite
 
 
 def message(counter: int, sender: str = "silo-00", receiver: str = "coordinator") -> Message:
@@ -50,34 +54,15 @@ def message(counter: int, sender: str = "silo-00", receiver: str = "coordinator"
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A silo sends three messages; the coordinator logs receiving them."""
+    """A silo sends three messages after its ready; the coordinator logs receiving them."""
     with MessageLog(tmp_path / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
-        for counter in range(3):
+        for counter in range(1, 4):
             log.message("sent", message(counter), f"{counter:032x}", 100)
     with MessageLog(tmp_path / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
-        for counter in range(3):
+        for counter in range(1, 4):
             log.message("received", message(counter), f"{counter:032x}", 100)
         log.refused("silo-00", "replay", "message 0", 100)
     return tmp_path
-
-
-def lines(run: Path, process: str) -> list[str]:
-    return (run / "messages" / f"{process}.jsonl").read_text().splitlines()
-
-
-def rewrite(run: Path, process: str, content: list[str]) -> None:
-    (run / "messages" / f"{process}.jsonl").write_text("".join(line + "\n" for line in content))
-
-
-def reseal(content: list[str]) -> list[str]:
-    """What a forger who knows the format does: a new chain over the edited records."""
-    head, result = GENESIS, []
-    for number, line in enumerate(content):
-        record = {**json.loads(line), "n": number, "previous": head}
-        del record["hash"]
-        record["hash"] = head = chain(head, record)
-        result.append(json.dumps(record))
-    return result
 
 
 def test_untouched_logs_agree(run: Path) -> None:
@@ -115,6 +100,7 @@ import resource, sys
 from pathlib import Path
 from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
+from fedmq.codec import decode, encode_body
 from fedmq.errors import RunError
 
 path = Path(sys.argv[1])
@@ -286,6 +272,118 @@ def test_only_a_coordinator_without_a_handshake_says_that_nothing_was_sent(tmp_p
     assert audit.findings[0].place == f"{other}.jsonl:1"
 
 
+def found(run: Path) -> list[tuple[str, str]]:
+    return [(finding.place, finding.what) for finding in audit_run(run).findings]
+
+
+def test_a_record_of_another_process_shows(run: Path) -> None:
+    stolen = lines(run, "silo-00")[0]
+    rewrite(run, "coordinator", reseal([*lines(run, "coordinator")[1:], stolen]))
+    assert ("coordinator.jsonl:4", "a record of silo-00 in the log of coordinator") in found(run)
+    rewrite(run, "coordinator", reseal([stolen.replace('"process":"silo-00"', '"process":"coordinator"')]))
+    assert ("coordinator.jsonl:1", "coordinator logged sending in the name of silo-00") in found(run)
+
+
+def test_swapped_logs_show(run: Path) -> None:
+    one, other = run / "messages" / "silo-00.jsonl", run / "messages" / "coordinator.jsonl"
+    one.rename(run / "kept")
+    other.rename(one)
+    (run / "kept").rename(other)
+    assert {
+        ("coordinator.jsonl:1", "a record of silo-00 in the log of coordinator"),
+        ("silo-00.jsonl:1", "a record of coordinator in the log of silo-00"),
+        ("silo-00.jsonl:1", "silo-00 logged receiving what was for coordinator"),
+    } <= set(found(run))
+
+
+def test_a_sealed_message_does_not_pass_as_a_handshake(run: Path) -> None:
+    for process in ("silo-00", "coordinator"):
+        forge(run, process, lambda record: {key: record[key] for key in record if key != "counter"} | {"peer": "x"})
+    assert ("silo-00.jsonl:1", "no whole record of a message log") in found(run)
+
+
+@pytest.mark.parametrize("edit", ["doubled", "spaced", "carriage return"])
+def test_another_way_to_write_a_record_shows(run: Path, edit: str) -> None:
+    content = lines(run, "silo-00")
+    match edit:
+        case "doubled":  # whoever reads the first of the two reads another size
+            content[2] = content[2].replace('{"action"', '{"bytes":1,"action"')
+        case "spaced":
+            content[2] = content[2].replace('"bytes":', '"bytes": ')
+        case _:
+            content[2] += "\r"
+    rewrite(run, "silo-00", content)
+    assert ("silo-00.jsonl:3", "no whole record of a message log") in found(run)
+
+
+def test_a_message_removed_from_both_ends_leaves_a_hole_in_its_sessions_numbers(run: Path) -> None:
+    for process in ("silo-00", "coordinator"):
+        forge(run, process, lambda record: None if record.get("counter") == 2 else record)
+    hole = "message 3 of a session, expected 2: what was between them is not in the log"
+    assert found(run) == [("silo-00.jsonl:2", hole)]
+    for process in ("silo-00", "coordinator"):
+        forge(run, process, lambda record: None if record.get("counter") == 1 else record)
+    assert "message 3 of a session, expected 1" in found(run)[0][1]  # the first of all is no more than another
+
+
+def test_a_coordinator_counts_from_0_and_each_session_by_itself(run: Path) -> None:
+    for process, action in (("coordinator", "sent"), ("silo-00", "received")):
+        with MessageLog(run / "messages" / f"{process}.jsonl", process, WallClock()) as log:
+            for session, counter in ((b"s" * 16, 0), (b"t" * 16, 0), (b"s" * 16, 1)):
+                down = message(counter, "coordinator", "silo-00")
+                log.message(action, replace(down, header=replace(down.header, session=session)), "d", 100)
+    assert found(run) == []
+    forge(run, "coordinator", lambda record: None if record.get("counter") == 0 else record)
+    assert any("message 1 of a session, expected 0" in what for _, what in found(run))
+
+
+def test_who_logs_another_payload_than_it_sends_is_named_by_the_other_end(run: Path) -> None:
+    def lie(record: dict[str, Any]) -> dict[str, Any]:
+        return {**record, "digests": ["ab" * 32]} if record["counter"] == 2 else record
+
+    forge(run, "silo-00", lie)
+    assert found(run) == [("coordinator.jsonl:2", "differs from silo-00.jsonl:2 in digests")]
+
+
+def test_digests_cannot_be_left_out(run: Path) -> None:
+    for process in ("silo-00", "coordinator"):
+        forge(run, process, lambda record: {**record, "digests": []} if "digests" in record else record)
+    assert {("silo-00.jsonl:1", "0 digests of 1 payloads"), ("coordinator.jsonl:3", "0 digests of 1 payloads")} <= set(
+        found(run)
+    )
+    forge(run, "silo-00", lambda record: {key: record[key] for key in record if key != "digests"})
+    assert ("silo-00.jsonl:1", "no whole record of a message log") in found(run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "payload"),
+    [
+        (Kind.REPLY, Loss(np.float64(0.1))),  # type: ignore[call-arg]
+        (Kind.REPLY, Loss(1)),
+        (Kind.REPLY, Metrics({"b": np.float64(0.5), "a": 1}, {"silo-01": {"y": 1, "x": 0.25}, "silo-00": {}})),
+        (Kind.ERROR, Error("failed", "why")),
+    ],
+)
+def test_both_ends_take_the_same_digest_whatever_sort_of_number_a_method_gave(kind: Kind, payload: Any) -> None:
+    header = replace(message(1).header, kind=kind)
+    body = b"".join(map(bytes, encode_body(Message(header, (payload,)))))
+    assert digest(decode(header, body).payloads[0]) == digest(payload)
+
+
+def test_what_a_log_says_never_steers_the_auditors_terminal(run: Path) -> None:
+    def steer(record: dict[str, Any]) -> dict[str, Any]:
+        return {**record, "payloads": [["x\x1b[2Jy", 20]], "sender": "z\x1b]0;t\x07"}
+
+    forge(run, "silo-00", steer)
+    (run / "messages" / "silo-00.jsonl").rename(run / "messages" / "silo\x1b[31m.jsonl")
+    console = Console(record=True, width=200)
+    live.print_audit(audit_run(run), console)
+    policy.show(held(run, "up: {kinds: [loss]}"), console)
+    shown = console.export_text()
+    assert "x?[2Jy" in shown
+    assert not {"\x1b", "\x07"} & set(shown)
+
+
 DOCUMENT = Path(__file__).parent.parent / "docs" / "audit.md"
 
 
@@ -303,6 +401,11 @@ def test_the_script_of_the_document_finds_what_the_audit_finds(run: Path, tmp_pa
     for edited in ([content[0], content[1].replace("100", "101"), content[2]], [content[0], content[2]]):
         rewrite(run, "silo-00", edited)
         assert (check().returncode, check().stderr) == (1, "line 2: not what was written\n")
+    for edited in (content[1].replace('{"action"', '{"bytes":1,"action"'), content[1].replace(":", ": ", 1)):
+        rewrite(run, "silo-00", [content[0], edited, content[2]])
+        assert check().stderr == "line 2: not what was written\n"
+    log.write_bytes("".join(line + "\r\n" for line in content).encode())
+    assert check().stderr == "line 1: not what was written\n"
 
 
 def test_the_document_names_every_field_of_a_record(run: Path) -> None:
@@ -358,9 +461,9 @@ def test_what_a_silo_sends_in_all_is_a_finding_once_where_it_goes_beyond_the_lim
 
 def test_what_goes_down_and_the_evaluator_have_rules_of_their_own(run: Path) -> None:
     with MessageLog(run / "messages" / "evaluator.jsonl", "evaluator", WallClock()) as log:
-        log.message("sent", message(0, sender="evaluator"), "e", 100)
+        log.message("sent", message(1, sender="evaluator"), "e", 100)
     with MessageLog(run / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
-        log.message("received", message(0, sender="evaluator"), "e", 100)
+        log.message("received", message(1, sender="evaluator"), "e", 100)
         log.message("sent", message(0, "coordinator", "silo-00"), "d", 100)
     found = held(run, "down: {kinds: [model]}")
     assert [f.what for f in found.findings] == ["silo-00 down, reply with delta, 20 bytes: down.kinds allows model"]
@@ -560,7 +663,7 @@ def test_a_log_that_is_a_folder_is_one_line(run: Path) -> None:
 
 def test_a_policy_that_is_broken_everywhere_is_told_in_short(run: Path) -> None:
     with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
-        for counter in range(3, 40):
+        for counter in range(4, 41):
             log.message("sent", message(counter), f"{counter:032x}", 100)
     console = Console(record=True, width=200)
     policy.show(held(run, "up: {kinds: [loss]}"), console)

@@ -15,17 +15,32 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from coordinator import program
+from coordinator.accept import LONGEST, check_reply
 from coordinator.rounds import Phase
 from fedmq import codec, tables
 from fedmq.audit import read_log
 from fedmq.errors import RemoteWireError
 from fedmq.fields import FieldError
-from fedmq.messages import ClassPrototypes, Header, Kind, Message, ModalityPrototypes, Payload, Representations
-from fedmq.protocol import Checking, Reply
+from fedmq.messages import (
+    ClassPrototypes,
+    Delta,
+    Header,
+    Kind,
+    LabelCount,
+    Loss,
+    Memory,
+    Message,
+    ModalityPrototypes,
+    Payload,
+    Representations,
+)
+from fedmq.protocol import Checking, Reply, Sharing
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Objective, Training
 from protocols import _class_prototypes, _prototypes, creamfl_public
+from protocols._absent import shortened
 from protocols._losses import unit
+from silos.program import Silo
 from tests import inline
 from tests.inline import lines, notes
 from tests.protocol_world import DIM, World, world
@@ -344,3 +359,132 @@ def test_other_methods_keep_their_limit() -> None:
         layout.nbytes = size
         setting: Any = types.SimpleNamespace(protocol=protocol, context=types.SimpleNamespace(layout=layout))
         assert program.largest_body(setting) == limit
+
+
+# --------------------------------------------------------------------------- updates, losses and counts
+def refused(run: World, reply: Reply, **more: Any) -> str | None:
+    """The reason for which the coordinator refuses a reply of a silo of 20 samples; None if it takes it."""
+    header = Header(
+        run="run-0",
+        kind=Kind.REPLY,
+        sender=reply.silo.name,
+        receiver="coordinator",
+        sequence=1,
+        reply_to=1,
+        sent_at=0.0,
+    )
+    uploads = run.protocol.uploads(reply.silo)
+    layers = run.protocol.layers if isinstance(run.protocol, Sharing) else None
+    sent = tuple(shortened(each, run.context.layout, reply.silo) for each in reply.payloads)
+    try:
+        check_reply(Message(header, sent), uploads, run.context, reply.silo, layers, samples=20, **more)
+    except RemoteWireError as error:
+        return error.reason
+    return None
+
+
+@pytest.mark.parametrize("theta_length", [0.01, 30.0])
+def test_an_update_as_long_as_no_training_makes_it_is_refused(theta_length: float) -> None:
+    run = made("fedavg", "info_nce")
+    run.round()
+    (reply, *_) = run.replies()
+    theta = run.state.theta * theta_length / run.state.theta.norm()
+    delta = of(reply, Delta)
+    most = LONGEST * max(1.0, theta_length)
+    for length, reason in ((0.99 * most, None), (1.01 * most, "malformed"), (9e14, "malformed")):
+        buffer = np.zeros_like(delta.buffer)
+        buffer[0] = length
+        lie = with_payload(reply, dataclasses.replace(delta, buffer=buffer))
+        assert refused(run, lie, theta=theta) == reason, length
+
+
+def test_one_endless_update_costs_its_task_and_not_the_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    respond = Silo.respond
+
+    def answer(silo: Silo, message: Message) -> tuple[Payload, ...]:
+        found = respond(silo, message)
+        if silo.facts.name != "silo-00" or message.header.kind is not Kind.TASK:
+            return found
+        return tuple(
+            dataclasses.replace(each, buffer=np.full(each.buffer.size, 9e14, np.float32))
+            if isinstance(each, Delta)
+            else each
+            for each in found
+        )
+
+    monkeypatch.setattr(Silo, "respond", answer)
+    outcome = inline.run(resolved(tiny, "protocol={name: fedavg}", "participation=1.0"), tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert [line["replies"] for line in lines(tmp_path, "merge")] == [["silo-01", "silo-02", "silo-03"]] * 4
+    told = {(peer, reason) for peer, reason, detail in refusals(tmp_path) if "of length" in detail}
+    assert told == {("silo-00", "malformed")}
+
+
+def test_a_loss_that_no_training_makes_is_refused_and_a_run_with_two_such_liars_ends(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made("fedavg", "info_nce")
+    run.round()
+    (reply, *_) = run.replies()
+    for value, reason in ((2e7, None), (-2e7, None), (2.1e7, "malformed"), (-1.7e308, "malformed")):
+        assert refused(run, with_payload(reply, Loss(value))) == reason
+    respond = Silo.respond
+
+    def answer(silo: Silo, message: Message) -> tuple[Payload, ...]:
+        found = respond(silo, message)
+        lies = silo.facts.name in ("silo-00", "silo-01")
+        return tuple(Loss(1.7e308) if lies and isinstance(each, Loss) else each for each in found)
+
+    monkeypatch.setattr(Silo, "respond", answer)
+    outcome = inline.run(resolved(tiny, "protocol={name: rcsr}", "participation=1.0"), tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert {(peer, reason) for peer, reason, _ in refusals(tmp_path)} == {
+        ("silo-00", "malformed"),
+        ("silo-01", "malformed"),
+    }
+
+
+@pytest.mark.parametrize("name", ["fedscmr", "fedcmr"])
+def test_a_silo_has_no_more_categories_than_there_are(name: str) -> None:
+    objective = Objective.model_validate({"base": "dscmr", "bits": BITS, "enhance": True})
+    run = world(name, objective=objective)
+    run.round()
+    classes = len(run.context.label_names)
+    for reply in run.replies():
+        assert refused(run, reply) is None
+        assert refused(run, with_payload(reply, LabelCount(classes))) is None
+        assert refused(run, with_payload(reply, LabelCount(classes + 1))) == "malformed"
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "options", "twice"),
+    [
+        ("fedproto", "info_nce", {}, False),
+        ("mfcpl", "info_nce", {}, False),
+        ("plfedcmh", "shdch", {}, False),
+        ("fedhap", "shdch", {}, True),
+        ("fedcafe", "dcmh", {}, False),
+        ("fedcafe", "dcmh", {"memory": "kmeans_two_stage"}, True),
+    ],
+)
+def test_a_row_counts_no_more_samples_than_its_silo_has(
+    name: str, base: str, options: dict[str, Any], *, twice: bool
+) -> None:
+    run = made(name, base, options=options) if options else made(name, base)
+    run.round()
+    assert bool(getattr(run.protocol, "counts_both", False)) is twice
+    tried = 0
+    for reply in run.replies():
+        counted = 2 if twice and reply.silo.paired else 1
+        for kind, field in ((ClassPrototypes, "counts"), (Memory, "support")):
+            for payload in (each for each in reply.payloads if isinstance(each, kind)):
+                assert refused(run, reply, counted=counted) is None
+                counts = getattr(payload, field).copy()
+                for most, reason in ((20 * counted, None), (20 * counted + 1, "malformed")):
+                    counts[0] = most
+                    lie = with_payload(reply, dataclasses.replace(payload, **{field: counts}))
+                    assert refused(run, lie, counted=counted) == reason
+                tried += 1
+    assert tried

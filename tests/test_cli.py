@@ -126,6 +126,21 @@ def test_a_coordinator_takes_up_its_own_run_alone(
     assert "a finished run" in capfd.readouterr().err
 
 
+def test_a_coordinator_does_not_begin_where_another_run_left_checkpoints(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begin = ("coordinator", tiny, "--keys", tmp_path / "keys", "--out", tmp_path / "run")
+    # Silos may have begun there, with personal state of theirs; what is missing then is the coordinator's key.
+    (tmp_path / "run" / "checkpoints" / "silos").mkdir(parents=True)
+    assert fedmq(monkeypatch, *begin) == 2
+    assert "coordinator.key" in capfd.readouterr().err
+    (tmp_path / "run" / "checkpoints" / "version-000002").mkdir()
+    assert fedmq(monkeypatch, *begin) == 2
+    error = capfd.readouterr().err
+    assert "a folder with checkpoints of a run" in error
+    assert "--resume" in error
+
+
 def test_wrong_keys_are_named(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

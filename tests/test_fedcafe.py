@@ -26,7 +26,7 @@ from fedmq.protocol import Context, Local, Reply, SiloFacts, Task
 from fedmq.scenario import Objective, Training
 from protocols import _bases, _local, _memory, fedcafe
 from protocols._bases import _alternating, dcmh, shdch
-from tests import inline
+from tests import definitions, inline
 from tests.protocol_world import DIM, LABELS, World, equal_states, share, world
 from tests.threads import resolved
 
@@ -463,7 +463,7 @@ def test_an_update_of_the_class_codes_never_raises_the_objective(levels: int) ->
             present = labels[:, [0, 2]].any(0)
             inclusion = (labels[:, [1, 3]].T @ labels[:, [0, 2]] > 0).float()
             coarse, fine = (level.codes for level in work.levels)
-            total = total + shdch.tie_loss(coarse, fine[present], inclusion[:, present], 100.0)
+            total = total + definitions.tie_loss(coarse, fine[present], inclusion[:, present], 100.0)
         return float(total)
 
     work.codes = _alternating.common_codes(work.buffers)

@@ -24,6 +24,7 @@ from protocols import (
     plfedcmh,
 )
 from protocols._bases import _alternating, shdch
+from tests import definitions
 from tests.golden_checks import Check, Inputs, compare, every, t
 
 STALENESS = (0, 3, 8)
@@ -56,7 +57,7 @@ def common_codes(x: Inputs) -> torch.Tensor:
 def shdch_objective(x: Inputs, *, swept: bool = False) -> torch.Tensor:
     levels = class_codes(x, swept=swept)
     outputs = [shdch.output_loss(t(x[name]), common_codes(x), levels, 10.0) for name in "FG"]
-    return outputs[0] + outputs[1] + shdch.tie_loss(levels[0].codes, levels[1].codes, t(x["S12"]), 100.0)
+    return outputs[0] + outputs[1] + definitions.tie_loss(levels[0].codes, levels[1].codes, t(x["S12"]), 100.0)
 
 
 def plfedcmh_batch(x: Inputs) -> torch.Tensor:

@@ -10,27 +10,28 @@ import torch
 
 from fedmq import metrics, ranking
 from fedmq.data import partition
+from tests import definitions
 from tests.golden_checks import Check, Inputs, compare, every
 
 
 def distance(x: Inputs) -> np.ndarray:
-    return metrics.hamming(x["qB"], x["rB"])
+    return definitions.hamming(x["qB"], x["rB"])
 
 
 def relevance(x: Inputs) -> np.ndarray:
-    return metrics.relevance(x["qL"], x["rL"])
+    return definitions.relevance(x["qL"], x["rL"])
 
 
 def mean_ap(**options: Any) -> Check:
-    return lambda x: metrics.mean_ap(distance(x), relevance(x), **options)
+    return lambda x: definitions.mean_ap(distance(x), relevance(x), **options)
 
 
 def ndcg(n: int, ideal: Any, form: Any) -> Check:
-    return lambda x: metrics.ndcg(-x["sim"], x["gains"], n, ideal=ideal, form=form)
+    return lambda x: definitions.ndcg(-x["sim"], x["gains"], n, ideal=ideal, form=form)
 
 
 def precision_recall(n: int, which: int) -> Check:
-    return lambda x: metrics.precision_recall_at(distance(x), relevance(x), n)[which]
+    return lambda x: definitions.precision_recall_at(distance(x), relevance(x), n)[which]
 
 
 def recall(key: str) -> Check:
@@ -48,20 +49,20 @@ CHECKS: dict[str, Check] = {
     "map_all_skip_empty": mean_ap(empty="skip"),
     "map_all_best": mean_ap(ties="best"),
     "map_all_worst": mean_ap(ties="worst"),
-    "map_all_expected": lambda x: metrics.mean_expected_ap(distance(x), relevance(x)),
+    "map_all_expected": lambda x: definitions.mean_expected_ap(distance(x), relevance(x)),
     "i2t_ranks": lambda x: metrics.retrieval_ranks(x["zi"], x["zt"], x["cap_img"])[0],
     "t2i_ranks": lambda x: metrics.retrieval_ranks(torch.from_numpy(x["zi"]), torch.from_numpy(x["zt"]), x["cap_img"])[
         1
     ],
-    "pr_rank_p": lambda x: metrics.pr_by_rank(distance(x), relevance(x))[0],
-    "pr_rank_r": lambda x: metrics.pr_by_rank(distance(x), relevance(x))[1],
-    "pr_radius_p": lambda x: metrics.pr_by_radius(distance(x), relevance(x), x["qB"].shape[1])[0],
-    "pr_radius_r": lambda x: metrics.pr_by_radius(distance(x), relevance(x), x["qB"].shape[1])[1],
+    "pr_rank_p": lambda x: definitions.pr_by_rank(distance(x), relevance(x))[0],
+    "pr_rank_r": lambda x: definitions.pr_by_rank(distance(x), relevance(x))[1],
+    "pr_radius_p": lambda x: definitions.pr_by_radius(distance(x), relevance(x), x["qB"].shape[1])[0],
+    "pr_radius_r": lambda x: definitions.pr_by_radius(distance(x), relevance(x), x["qB"].shape[1])[1],
     "fairness": lambda x: [metrics.fairness(x["client_metric"])[name] for name in ("mean", "std", "worst", "gap")],
     "split_counts": counts,
     "split_counts_balanced": lambda x: partition.split_counts_balanced(x["class_sizes"], x["props"]),
-    "dirichlet_moments_a0.1_n30": lambda x: partition.dirichlet_moments(0.1, 30),
-    "dirichlet_moments_a0.5_n10": lambda x: partition.dirichlet_moments(0.5, 10),
+    "dirichlet_moments_a0.1_n30": lambda x: definitions.dirichlet_moments(0.1, 30),
+    "dirichlet_moments_a0.5_n10": lambda x: definitions.dirichlet_moments(0.5, 10),
 }
 for cutoff in (5, 10, 20):
     CHECKS[f"map_{cutoff}"] = mean_ap(cutoff=cutoff)
@@ -70,14 +71,14 @@ for cutoff in (5, 10, 20):
     for ideal in ("full", "retrieved"):
         for form in ("exp", "linear"):
             CHECKS[f"ndcg_{cutoff}_{ideal}_{form}"] = ndcg(cutoff, ideal, form)
-    CHECKS[f"ndcg_{cutoff}_binary_hamming"] = lambda x, n=cutoff: metrics.ndcg(distance(x), relevance(x), n)  # type: ignore[misc]
+    CHECKS[f"ndcg_{cutoff}_binary_hamming"] = lambda x, n=cutoff: definitions.ndcg(distance(x), relevance(x), n)  # type: ignore[misc]
     CHECKS[f"precision_{cutoff}"] = precision_recall(cutoff, 0)
     CHECKS[f"recall_top_{cutoff}"] = precision_recall(cutoff, 1)
 for k in metrics.RECALLS:
     for way in ("i2t", "t2i", "mean"):
         CHECKS[f"{way}_r{k}"] = recall(f"{way}_r{k}")
 for name in ("size", "size_std", "js_mean", "js_std", "js_mean_bits", "eff_classes", "tv_mean", "held"):
-    CHECKS[f"part_{name}"] = lambda x, name=name: partition.partition_statistics(counts(x))[name]  # type: ignore[misc]
+    CHECKS[f"part_{name}"] = lambda x, name=name: definitions.partition_statistics(counts(x))[name]  # type: ignore[misc]
 
 
 @every(CHECKS)

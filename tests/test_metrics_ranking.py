@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmq import codes, metrics, ranking
+from fedmq import codes, ranking
+from tests import definitions
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -37,26 +38,26 @@ def assert_equal(one: ranking.RankingMetrics, other: ranking.RankingMetrics) -> 
 def test_all_values_of_one_pass_are_those_of_the_definitions(seed: int) -> None:
     q, b, ql, bl = data = world(seed)
     found = one_pass(data, at=(1, 7, 70, 500), ndcg_at=(3, 100), top_n=(5, 100), curves=True)
-    distance, relevant = metrics.hamming(codes.sign(q), codes.sign(b)), metrics.relevance(ql, bl)
+    distance, relevant = definitions.hamming(codes.sign(q), codes.sign(b)), definitions.relevance(ql, bl)
     close = {"rtol": 1e-12, "atol": 1e-14}
-    np.testing.assert_allclose(found.map, metrics.mean_ap(distance, relevant), **close)
-    np.testing.assert_allclose(found.map_expected, metrics.mean_expected_ap(distance, relevant), **close)
+    np.testing.assert_allclose(found.map, definitions.mean_ap(distance, relevant), **close)
+    np.testing.assert_allclose(found.map_expected, definitions.mean_expected_ap(distance, relevant), **close)
     for n in (1, 7, 70, 500):
-        np.testing.assert_allclose(found.map_at[n], metrics.mean_ap(distance, relevant, n), **close)
+        np.testing.assert_allclose(found.map_at[n], definitions.mean_ap(distance, relevant, n), **close)
     for n in (3, 100):
-        np.testing.assert_allclose(found.ndcg[n], metrics.ndcg(distance, relevant, n), **close)
+        np.testing.assert_allclose(found.ndcg[n], definitions.ndcg(distance, relevant, n), **close)
         np.testing.assert_allclose(
-            found.ndcg_retrieved[n], metrics.ndcg(distance, relevant, n, ideal="retrieved"), **close
+            found.ndcg_retrieved[n], definitions.ndcg(distance, relevant, n, ideal="retrieved"), **close
         )
     for n in (5, 100):
-        np.testing.assert_allclose(found.top_n[n], metrics.precision_recall_at(distance, relevant, n), **close)
+        np.testing.assert_allclose(found.top_n[n], definitions.precision_recall_at(distance, relevant, n), **close)
     assert found.pr_rank is not None
     assert found.pr_radius is not None
     np.testing.assert_allclose(
-        (found.pr_rank.precision, found.pr_rank.recall), metrics.pr_by_rank(distance, relevant), **close
+        (found.pr_rank.precision, found.pr_rank.recall), definitions.pr_by_rank(distance, relevant), **close
     )
     np.testing.assert_allclose(
-        (found.pr_radius.precision, found.pr_radius.recall), metrics.pr_by_radius(distance, relevant, 12), **close
+        (found.pr_radius.precision, found.pr_radius.recall), definitions.pr_by_radius(distance, relevant, 12), **close
     )
 
 
@@ -66,14 +67,14 @@ def test_cosine_values_are_those_of_the_definitions(seed: int) -> None:
     q, b, ql, bl = data = world(seed)
     found = ranking.cosine_metrics(*data, at=(7,), ndcg_at=(9,), top_n=(5,), curves=True)
     unit = [torch.nn.functional.normalize(torch.from_numpy(each), dim=1) for each in (q, b)]
-    distance, relevant = -(unit[0] @ unit[1].T).numpy(), metrics.relevance(ql, bl)
-    assert found.map == pytest.approx(metrics.mean_ap(distance, relevant), abs=1e-12)
-    assert found.map_expected == pytest.approx(metrics.mean_expected_ap(distance, relevant), abs=1e-12)
-    assert found.map_at[7] == pytest.approx(metrics.mean_ap(distance, relevant, 7), abs=1e-12)
-    assert found.ndcg[9] == pytest.approx(metrics.ndcg(distance, relevant, 9), abs=1e-12)
-    assert found.top_n[5] == pytest.approx(metrics.precision_recall_at(distance, relevant, 5), abs=1e-12)
+    distance, relevant = -(unit[0] @ unit[1].T).numpy(), definitions.relevance(ql, bl)
+    assert found.map == pytest.approx(definitions.mean_ap(distance, relevant), abs=1e-12)
+    assert found.map_expected == pytest.approx(definitions.mean_expected_ap(distance, relevant), abs=1e-12)
+    assert found.map_at[7] == pytest.approx(definitions.mean_ap(distance, relevant, 7), abs=1e-12)
+    assert found.ndcg[9] == pytest.approx(definitions.ndcg(distance, relevant, 9), abs=1e-12)
+    assert found.top_n[5] == pytest.approx(definitions.precision_recall_at(distance, relevant, 5), abs=1e-12)
     assert found.pr_rank is not None
-    np.testing.assert_allclose(found.pr_rank.precision, metrics.pr_by_rank(distance, relevant)[0], atol=1e-12)
+    np.testing.assert_allclose(found.pr_rank.precision, definitions.pr_by_rank(distance, relevant)[0], atol=1e-12)
     assert found.pr_radius is None
 
 
@@ -110,8 +111,8 @@ def test_the_bits_of_packed_codes_bound_the_radius() -> None:
 @pytest.mark.parametrize("bits", [64, 100, 300])
 def test_codes_of_several_words_rank_as_the_definition_says(bits: int) -> None:
     q, b, ql, bl = data = world(3, bits=bits, labels=70)
-    distance = metrics.hamming(codes.sign(q), codes.sign(b))
-    expected = metrics.mean_ap(distance, metrics.relevance(ql, bl))
+    distance = definitions.hamming(codes.sign(q), codes.sign(b))
+    expected = definitions.mean_ap(distance, definitions.relevance(ql, bl))
     assert one_pass(data).map == pytest.approx(expected, abs=1e-13)
 
 
@@ -150,8 +151,10 @@ def test_shuffling_a_gallery_sorted_by_class_takes_the_labels_out_of_the_ties() 
 def test_a_broken_model_scores_as_chance_does() -> None:
     q, b, ql, bl = world(0)
     found = ranking.cosine_metrics(np.full_like(q, np.nan), b, ql, bl)
-    relevant = metrics.relevance(ql, bl)
-    assert found.map_expected == pytest.approx(metrics.mean_expected_ap(np.zeros_like(relevant), relevant), abs=1e-12)
+    relevant = definitions.relevance(ql, bl)
+    assert found.map_expected == pytest.approx(
+        definitions.mean_expected_ap(np.zeros_like(relevant), relevant), abs=1e-12
+    )
 
 
 def test_no_queries_and_nothing_relevant_give_zeros() -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from fedmq.data import partition
 from fedmq.errors import InputError
 from fedmq.scenario import MissingModality, Partition
+from tests import definitions
 
 KINDS = ("iid", "dir_class", "dir_clusters", "shards_classes")
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -36,17 +37,17 @@ def test_every_sample_goes_to_one_silo_and_no_silo_is_empty(
     chosen = Partition(kind=kind, alpha=alpha, balanced=balanced, classes_per_silo=6)
     group = groups(samples, 6, seed)
     group[:6] = range(6)
-    shares = partition.assign(chosen, silos, group, seed)
+    shares = definitions.assign(chosen, silos, group, seed)
     assert len(shares) == silos
     assert min(map(len, shares)) >= 1
     assert sorted(np.concatenate(shares).tolist()) == list(range(samples))
-    again = partition.assign(chosen, silos, group, seed)
+    again = definitions.assign(chosen, silos, group, seed)
     assert all(np.array_equal(one, other) for one, other in zip(shares, again, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["iid", "dir_clusters"])
 def test_shares_are_equal_where_the_recipe_says_so(kind: Any) -> None:
-    sizes = [len(share) for share in partition.assign(Partition(kind=kind), 7, groups(100, 10), 0)]
+    sizes = [len(share) for share in definitions.assign(Partition(kind=kind), 7, groups(100, 10), 0)]
     assert sizes == [15, 15, 14, 14, 14, 14, 14]
 
 
@@ -55,8 +56,8 @@ def test_a_lower_alpha_sets_silos_further_apart() -> None:
     for kind in ("dir_class", "dir_clusters"):
         apart = []
         for alpha in (0.1, 1.0, 100.0):
-            shares = partition.assign(Partition(kind=kind, alpha=alpha), 10, group, 0)  # type: ignore[arg-type]
-            apart.append(partition.partition_statistics(partition.group_counts(group, shares))["js_mean"])
+            shares = definitions.assign(Partition(kind=kind, alpha=alpha), 10, group, 0)  # type: ignore[arg-type]
+            apart.append(definitions.partition_statistics(definitions.group_counts(group, shares))["js_mean"])
         assert apart[0] > 2 * apart[1] > 4 * apart[2]
 
 
@@ -64,11 +65,11 @@ def test_a_lower_alpha_sets_silos_further_apart() -> None:
 def test_a_held_out_share_resembles_its_silos_training_share(kind: Any) -> None:
     train, test = groups(4000, 12, 0), groups(1000, 12, 1)
     plan = partition.plan(Partition(kind=kind, alpha=0.2), 8, train, 0)
-    one = partition.group_counts(train, partition.deal(plan, train))
-    other = partition.group_counts(test, partition.deal(plan, test, "test"))
+    one = definitions.group_counts(train, partition.deal(plan, train))
+    other = definitions.group_counts(test, partition.deal(plan, test, "test"))
 
     def apart(a: int, b: int) -> float:
-        return partition.js_divergence(one[:, a] / one[:, a].sum(), other[:, b] / other[:, b].sum())
+        return definitions.js_divergence(one[:, a] / one[:, a].sum(), other[:, b] / other[:, b].sum())
 
     own = np.mean([apart(silo, silo) for silo in range(8)])
     foreign = np.mean([apart(silo, (silo + 3) % 8) for silo in range(8)])
@@ -79,14 +80,16 @@ def test_the_balanced_variant_leaves_no_silo_with_a_handful() -> None:
     least = {}
     for balanced in (False, True):
         chosen = Partition(kind="dir_class", alpha=0.1, balanced=balanced)
-        least[balanced] = [min(map(len, partition.assign(chosen, 8, groups(800, 4, seed), seed))) for seed in range(5)]
+        least[balanced] = [
+            min(map(len, definitions.assign(chosen, 8, groups(800, 4, seed), seed))) for seed in range(5)
+        ]
     assert min(least[False]) < 10 <= min(least[True])
 
 
 def test_classes_that_no_sample_is_of_are_not_dealt_out() -> None:
     """Labels of a coarse level are never a sample's rarest: their numbers are among the groups, their samples not."""
     group = np.repeat([4, 6, 7, 9, 11, 12], 30)
-    shares = partition.assign(Partition(kind="shards_classes", classes_per_silo=3), 8, group, 0)
+    shares = definitions.assign(Partition(kind="shards_classes", classes_per_silo=3), 8, group, 0)
     assert [len(set(group[share])) for share in shares] == [3] * 8
     assert {int(group[each]) for share in shares for each in share} == {4, 6, 7, 9, 11, 12}
     with pytest.raises(InputError, match=r"classes_per_silo.*1 to 6 for 6 classes"):
@@ -95,8 +98,8 @@ def test_classes_that_no_sample_is_of_are_not_dealt_out() -> None:
 
 def test_a_silo_of_shards_holds_no_more_classes_than_asked_and_every_class_is_held() -> None:
     group = groups(900, 24)
-    shares = partition.assign(Partition(kind="shards_classes", classes_per_silo=3), 20, group, 0)
-    held = partition.group_counts(group, shares) > 0
+    shares = definitions.assign(Partition(kind="shards_classes", classes_per_silo=3), 20, group, 0)
+    held = definitions.group_counts(group, shares) > 0
     assert held.sum(axis=0).max() <= 3
     assert held.sum(axis=1).min() >= 2  # 60 places for 24 classes
     assert held.sum(axis=1).max() <= 3
@@ -105,7 +108,7 @@ def test_a_silo_of_shards_holds_no_more_classes_than_asked_and_every_class_is_he
 def test_of_n_way_k_shot_a_silo_trains_on_k_samples_of_each_of_its_classes() -> None:
     group = np.repeat(np.arange(10), 60)
     plan = partition.plan(Partition(kind="shards_classes", classes_per_silo=5, shots=20), 6, group, 0)
-    counts = partition.group_counts(group, partition.deal(plan, group))
+    counts = definitions.group_counts(group, partition.deal(plan, group))
     assert set(np.unique(counts)) == {0, 20}
     assert (counts > 0).sum(axis=0).tolist() == [5] * 6
     # Nothing is left out of what silos are measured by.
@@ -126,7 +129,7 @@ def test_classes_that_cannot_be_dealt_out_are_refused(each: int) -> None:
 @every_kind
 def test_more_silos_than_samples_are_refused(kind: Any) -> None:
     with pytest.raises(InputError, match=r"silos\.count: found 11, allowed: at most 10"):
-        partition.assign(Partition(kind=kind), 11, groups(10, 3), 0)
+        definitions.assign(Partition(kind=kind), 11, groups(10, 3), 0)
     plan = partition.plan(Partition(kind=kind, classes_per_silo=1), 5, np.zeros(10, np.int64), 0)
     with pytest.raises(InputError, match="test"):
         partition.deal(plan, np.zeros(4, np.int64), "test")
@@ -134,7 +137,7 @@ def test_more_silos_than_samples_are_refused(kind: Any) -> None:
 
 @every_kind
 def test_as_many_silos_as_samples_get_one_each(kind: Any) -> None:
-    shares = partition.assign(Partition(kind=kind, classes_per_silo=1), 6, np.array([0, 0, 0, 1, 1, 2]), 3)
+    shares = definitions.assign(Partition(kind=kind, classes_per_silo=1), 6, np.array([0, 0, 0, 1, 1, 2]), 3)
     assert [len(share) for share in shares] == [1] * 6
 
 

@@ -4,45 +4,26 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fedmq.messages import ClassPrototypes, Geometry, Loss, ModalityPrototypes, RouterStatistics
-from fedmq.protocol import Reply, State, take
+from fedmq.protocol import Merged, Reply, State, take
 from fedmq.scenario import Training
-from protocols import _fairness, _merge, _prototypes, _router
+from protocols import _merge, _prototypes, _router, rcsr
 from protocols._centroids import MEMBERS
 from protocols._losses import anchor, info_nce, nearest_anchor, unit
-from tests.protocol_world import DIM, MIXED, World, equal_states, share, world
+from tests import inline
+from tests.protocol_world import DIM, MIXED, equal_states, share, world
+from tests.replies import weights_of, with_payload
+from tests.threads import resolved
 
 OFF = {"router": False, "minimax": False, "client_align": False, "anchor": False, "lambda_s": 0.0}
-
-
-def weights_of(run: World, replies: list[Reply]) -> torch.Tensor:
-    """The weights a merge used, read back by giving each reply a unit update of its own."""
-    delta = next(payload for payload in replies[0].payloads if hasattr(payload, "n_samples"))
-    marked = []
-    start = run.model.branch("image").start
-    for index, reply in enumerate(replies):
-        buffer = np.zeros_like(delta.buffer)
-        buffer[start + index] = 1.0
-        own = next(payload for payload in reply.payloads if hasattr(payload, "n_samples"))
-        new = dataclasses.replace(own, buffer=buffer)
-        marked.append(
-            dataclasses.replace(reply, payloads=tuple(new if payload is own else payload for payload in reply.payloads))
-        )
-    after = run.protocol.merge(run.state, marked, run.version).state.theta.double()
-    return (after - run.state.theta.double())[start : start + len(replies)]
-
-
-def with_payload(reply: Reply, new: Any) -> Reply:
-    payloads = tuple(new if type(payload) is type(new) else payload for payload in reply.payloads)
-    return dataclasses.replace(reply, payloads=payloads)
 
 
 # ------------------------------------------------------------------------- degeneration
@@ -53,6 +34,17 @@ def test_with_every_switch_off_rcsr_is_fedavg_to_the_bit(branch_renorm: bool) ->
     for _ in range(4):
         plain.round()
         run.round()
+        assert torch.equal(run.state.theta, plain.state.theta)
+
+
+@pytest.mark.parametrize("proto_unit", [True, False])
+def test_with_anchors_on_and_all_else_off_it_is_anchored_fedavg_to_the_bit(proto_unit: bool) -> None:
+    plain = world("fedavg", {"proto_unit": proto_unit})
+    run = world("rcsr", {**OFF, "anchor": True, "proto_unit": proto_unit})
+    for _ in range(6):
+        plain.round()
+        run.round()
+        assert torch.equal(run.state.tensors["prototypes"], plain.state.tensors["prototypes"])
         assert torch.equal(run.state.theta, plain.state.theta)
 
 
@@ -72,6 +64,51 @@ def test_the_router_over_the_table_equals_the_router_over_reporters_when_all_rep
         for run in runs:
             run.round()
     assert equal_states(runs[0].state, runs[1].state)
+
+
+def test_where_merges_are_of_few_replies_the_router_looks_at_all_silos_unless_told_otherwise() -> None:
+    for given, whole, over in (
+        (None, True, "reporters"),
+        (None, False, "table"),
+        ("reporters", False, "reporters"),
+        ("table", True, "table"),
+    ):
+        run = world("rcsr", {"warmup": 0, "router_over": given, "minimax": False, "personal": "router"})
+        context = dataclasses.replace(run.context, whole_rounds=whole)
+        run.protocol = rcsr.Rcsr(run.protocol.options, context)  # type: ignore[attr-defined]
+        run.round()
+        run.round(run.eligible[:1])
+        told = take(run.protocol.task(run.state, run.eligible[0]), RouterStatistics).weight
+        assert told is not None
+        # A softmax over one reply gives it all, whatever it says.
+        assert (told == 1.0) is (over == "reporters"), (given, whole)
+
+
+@pytest.mark.parametrize(
+    ("settings", "over"),
+    [
+        ((), "reporters"),
+        (("aggregation.mode=buffered",), "table"),
+        (("aggregation.mode=buffered", "aggregation.buffer=3"), "reporters"),  # a round, to the bit
+        (("aggregation.mode=async",), "table"),
+        (("aggregation.mode=async", "participation=0.25"), "reporters"),  # a round is one reply, too
+        (("aggregation.mode=async", "protocol.router_over=reporters"), "reporters"),
+    ],
+    ids=str,
+)
+def test_a_run_without_rounds_has_its_router_look_at_the_table(
+    settings: tuple[str, ...], over: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    merge = rcsr.Rcsr.merge
+
+    def watched(protocol: rcsr.Rcsr, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        seen.append(protocol.router_over)
+        return merge(protocol, state, replies, round_)
+
+    monkeypatch.setattr(rcsr.Rcsr, "merge", watched)
+    inline.run(resolved(tiny, "rounds=1", "participation=0.75", *settings), tmp_path)
+    assert seen == [over]
 
 
 def test_the_router_over_the_table_still_weighs_a_buffer_of_two() -> None:
@@ -168,64 +205,6 @@ def test_during_warm_up_weights_follow_the_samples_and_the_router_rests() -> Non
     assert not torch.equal(run.state.tensors["router"], router)
     assert not np.allclose(routed, by_samples, atol=1e-4)
     assert float(routed.sum()) == pytest.approx(1, abs=1e-5)
-
-
-def test_fairness_multiplies_the_weights_in_warm_up_too() -> None:
-    run = world("rcsr", {"branch_renorm": False, "fair_eta": 1.0}, kinds=((True, True),) * 2, sizes=(8, 8))
-    low, high = (with_payload(reply, Loss(value=value)) for reply, value in zip(run.replies(), (1.0, 3.0), strict=True))
-    weights = weights_of(run, [low, high])
-    assert weights[1] > 0.6
-
-
-@pytest.mark.parametrize(("rule", "share"), [("code", 1 / (1 + math.exp(2 / 1.5))), ("entropic", 0.5)])
-def test_the_log_tells_the_weight_of_silos_that_lack_a_modality(rule: str, share: float) -> None:
-    options = {"router": False, "fair_update": rule, "fair_eta": 1.0, "fair_tau": 0.5}
-    run = world("rcsr", options, kinds=((True, True), (False, True)), sizes=(8, 8))
-    replies = [with_payload(reply, Loss(value=value)) for reply, value in zip(run.replies(), (3.0, 1.0), strict=True)]
-    log = run.protocol.merge(run.state, replies, run.version).log
-    assert log["weight_single"] == pytest.approx(share), "losses of different kinds are compared by one rule alone"
-
-
-def test_a_silo_with_an_average_loss_keeps_its_fairness_weight_however_often_it_reports() -> None:
-    start = torch.full((3,), 1 / 3, dtype=torch.float64).log()
-    log_q = start
-    for _ in range(500):
-        log_q = _fairness.updated_log_q(
-            log_q,
-            torch.tensor([0.0], dtype=torch.float64),
-            torch.tensor([0]),
-            torch.tensor([0.1], dtype=torch.float64),
-            tau=0.0,
-        )
-    assert torch.allclose(log_q, start)
-
-
-def test_a_loss_of_nothing_counts_as_average_and_leaves_the_running_mean_alone() -> None:
-    running, seen = torch.tensor([2.0, 0.0, 0.0], dtype=torch.float64), torch.tensor([True, False, False])
-    losses = torch.tensor([0.0, 0.0, 4.0], dtype=torch.float64)
-    found, after, now_seen = _fairness.normalised_losses(losses, torch.tensor([0, 1, 2]), running, seen)
-    assert found.tolist() == [1.0, 1.0, 1.0]
-    assert after.tolist() == [2.0, 0.0, 4.0]
-    assert now_seen.tolist() == [True, False, True]
-
-
-@settings(max_examples=50, deadline=None)
-@given(
-    losses=st.lists(st.floats(0, 1e6), min_size=1, max_size=6),
-    rule=st.sampled_from(["entropic", "paper", "code"]),
-    eta=st.floats(0, 10),
-)
-def test_fairness_weights_are_a_distribution_whatever_the_losses(losses: list[float], rule: Any, eta: float) -> None:
-    count = len(losses)
-    log_q = torch.full((8,), 1 / 8, dtype=torch.float64).log()
-    values = torch.tensor(losses, dtype=torch.float64)
-    for _ in range(3):
-        rates = torch.full((count,), eta, dtype=torch.float64)
-        log_q = _fairness.updated_log_q(log_q, values, torch.arange(count), rates, tau=0.1, rule=rule)
-    fused = _fairness.fused_weights(torch.full((count,), 1 / count, dtype=torch.float64), log_q[:count])
-    assert torch.isfinite(log_q).all()
-    assert float(log_q.exp().sum()) == pytest.approx(1)
-    assert float(fused.sum()) == pytest.approx(1)
 
 
 # ------------------------------------------------------------------------- prototypes
@@ -492,33 +471,6 @@ def test_the_state_before_the_first_round_knows_of_nobody() -> None:
     state: State = world("rcsr").state
     assert state.tensors["table_versions"].tolist() == [-1] * len(MIXED)
     assert float(state.tensors["fair_log_q"].exp().sum()) == pytest.approx(1)
-
-
-def test_one_absurd_loss_neither_takes_the_merge_nor_blinds_the_mean() -> None:
-    running, seen = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64), torch.tensor([True, False, False])
-    groups = torch.zeros(15, dtype=torch.int64)
-    losses = torch.ones(15, dtype=torch.float64)
-    losses[3] = 1e30
-    found, after, _ = _fairness.normalised_losses(losses, groups, running, seen)
-    assert float(found.max()) <= _fairness.LARGEST
-    assert float(after[0]) < 2.0
-    # At the first observation, too; and a mean that was blinded sees again.
-    first, blinded, _ = _fairness.normalised_losses(losses, groups, torch.zeros(3).double(), torch.zeros(3).bool())
-    assert float(blinded[0]) < 100 and float(first.max()) < 100
-    _, again, _ = _fairness.normalised_losses(
-        torch.ones(15).double(), groups, torch.tensor([1e26, 0.0, 0.0]).double(), seen
-    )
-    assert float(again[0]) <= _fairness.FARTHEST
-
-
-def test_losses_that_honest_silos_have_are_not_capped() -> None:
-    running, seen = torch.tensor([2.0, 0.5, 0.0], dtype=torch.float64), torch.tensor([True, True, False])
-    losses = torch.tensor([1.0, 6.0, 0.01, 0.9], dtype=torch.float64)
-    groups = torch.tensor([0, 0, 1, 1])
-    found, after, _ = _fairness.normalised_losses(losses, groups, running, seen)
-    mean = torch.tensor([0.9 * 2.0 + 0.1 * 3.5, 0.9 * 0.5 + 0.1 * 0.455]).double()
-    torch.testing.assert_close(after[:2], mean)
-    torch.testing.assert_close(found, losses / mean[groups])
 
 
 def test_a_silo_merged_alone_is_told_its_weight_among_all_that_the_router_knows() -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from coordinator import loop
 from coordinator.rounds import Phase
@@ -121,6 +123,73 @@ def test_a_changed_metric_and_a_changed_digest_are_found(tiny: Path, tmp_path: P
     summary = json.loads(second.summary.read_text())
     write_json(second.summary, {**summary, "model_digest": "0" * 64})
     assert difference(first, second) == Difference("model_digest", read_record(first).digest, "0" * 64)
+
+
+FORGED = ("metrics", "per_silo", "participations", "fairness", "tasks", "seconds")
+
+
+def test_forged_figures_of_a_summary_are_not_the_same_run(tiny: Path, tmp_path: Path) -> None:
+    run = finished(resolved(tiny, "rounds=2"), tmp_path / "run")
+    honest, summary = read_record(run), json.loads(run.summary.read_text())
+    for what in FORGED:
+        forged = json.loads(json.dumps(summary))
+        match what:
+            case "metrics":
+                forged["metrics"]["mean_r1"] = 0.99
+            case "per_silo":
+                forged["per_silo"]["silo-02"]["mean_r1"] = 0.99
+            case "participations":
+                forged["per_silo"]["silo-02"]["participations"] += 1
+            case "fairness":
+                forged["fairness"]["worst_r1"] = 0.99
+            case "tasks":
+                forged["tasks"]["failed"] += 1
+            case _:
+                forged["seconds"]["virtual"] += 1
+        write_json(run.summary, forged)
+        found = first_difference(read_record(run), honest)
+        assert found is not None, what
+        assert found.place.startswith("summary: "), what
+    write_json(
+        run.summary, {**summary, "seconds": {**summary["seconds"], "total": 1e6}, "bytes": {"up": {}, "down": {}}}
+    )
+    assert first_difference(read_record(run), honest) is None  # real time, and what had to be sent again
+
+
+def test_a_swapped_model_is_not_the_same_run(tiny: Path, tmp_path: Path) -> None:
+    run = finished(resolved(tiny, "rounds=2"), tmp_path / "run")
+    honest, path = read_record(run), run.model / "model.safetensors"
+    save_file({name: -array for name, array in load_file(path).items()}, path)
+    found = first_difference(read_record(run), honest)
+    assert found is not None
+    assert (found.place, found.now) == ("model/model.safetensors", honest.digest)
+    path.unlink()
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        read_record(run)
+
+
+def test_a_message_that_no_event_tells_of_must_be_in_both_runs(tiny: Path, tmp_path: Path) -> None:
+    honest = read_record(finished(resolved(tiny, "rounds=2"), tmp_path / "run"))
+    last = max(event["sequence"] for event in honest.events if event["silo"] == "silo-00")
+
+    def compared(*keys: tuple[str, str, int]) -> Difference | None:
+        more = replace(honest, messages=dict.fromkeys(keys, ("said",)))
+        found, back = first_difference(more, honest), first_difference(honest, more)
+        assert (found is None) == (back is None)
+        return found
+
+    task, reply = ("task", "silo-00", last + 1), ("reply", "silo-00", last + 1)
+    assert compared(task, reply) is None  # under way when the run ended
+    for invented in (
+        reply,
+        ("error", "silo-00", 0),
+        ("reply", "silo-00", 99),
+        ("measurement of version", "evaluator", 1),
+    ):
+        keys = (invented,) if invented == reply else (task, reply, invented)
+        found = compared(*keys)
+        assert found is not None, invented
+        assert (found.place, found.was, found.now) == ("{0} {2} of {1}".format(*invented), "said", "nothing")
 
 
 def test_an_unfinished_run_is_no_run_to_compare(tiny: Path, tmp_path: Path) -> None:

@@ -54,7 +54,33 @@ def test_norms_above_the_bound_are_scaled_down_to_it() -> None:
 
 def test_without_a_bound_the_median_norm_is_the_bound() -> None:
     np.testing.assert_allclose(norm_bound_factors(np.array([1.0, 2.0, 8.0]), None), [1, 1, 0.25])
-    np.testing.assert_allclose(norm_bound_factors(np.array([0.0, 0.0, 8.0]), None), [1, 1, 0])
+
+
+@pytest.mark.parametrize("rule", ["norm_bound", "krum", "median", "trimmed_mean"])
+def test_silos_that_idle_neither_outvote_those_that_train_nor_are_changed(rule: str) -> None:
+    """A median length of all would be 0 and stop all training, and Krum would keep the idle, who agree."""
+    replies = constant(0, 0, 0, 0, 8)
+    changed = robust_replies(replies, Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
+    assert all(a is b for a, b in zip(changed[:4], replies[:4], strict=True))
+    np.testing.assert_array_equal(updates(changed), updates(replies))
+
+
+def test_the_median_norm_is_of_silos_that_trained() -> None:
+    changed = robust_replies(constant(0, 1, 0, 2, 0, 8), Robust(rule="norm_bound"), LAYOUT)
+    np.testing.assert_allclose(updates(changed)[:, 0], [0, 1, 0, 2, 0, 2], rtol=1e-6)
+
+
+def test_krum_finds_the_outlier_among_those_that_trained_and_leaves_no_idle_silo_out() -> None:
+    rule = Robust(rule="krum", byzantine=0.25)
+    kept = robust_replies(constant(0, 1.0, 0, 50, 1.1, 0, 0.9, 0), rule, LAYOUT)
+    assert [each.silo.index for each in kept] == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_nothing_happens_to_replies_that_are_all_idle() -> None:
+    replies = constant(0, 0)
+    for rule in ("norm_bound", "krum", "median", "trimmed_mean"):
+        changed = robust_replies(replies, Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
+        assert all(a is b for a, b in zip(changed, replies, strict=True))
 
 
 def test_the_median_of_each_coordinate() -> None:

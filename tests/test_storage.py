@@ -18,11 +18,14 @@ import torch
 from coordinator import checkpoint
 from coordinator.checkpoint import Checkpoint
 from coordinator.tally import Tally
+from coordinator.trouble import Trouble
 from fedmq import runfolder
 from fedmq.audit import MessageLog
-from fedmq.clock import WallClock
+from fedmq.clock import VirtualClock, WallClock
 from fedmq.errors import InputError, RunError
 from fedmq.protocol import State
+from fedmq.runfolder import RunFolder
+from fedmq.script import Script
 from silos.slots import Slots, slots_folder
 from silos.state import StateStore
 
@@ -88,6 +91,34 @@ def test_a_full_disk_is_nobodys_input(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("half", [b'{"fault": "0 sil', b"", b'{"fault": "1 silo-00 2"'])
+def test_a_line_that_a_crash_left_unfinished_is_cut_off_before_the_next_is_written(tmp_path: Path, half: bytes) -> None:
+    folder = RunFolder(tmp_path)
+    folder.faults.write_bytes(b'{"fault": "0 silo-00 1"}\n' + half)
+    for again in range(2):
+        with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", WallClock()) as log:
+            script = Script((), 0, ())
+            trouble = Trouble(script, folder, log, VirtualClock(), order=None, wired=False, handed={})
+        assert not trouble._first("0 silo-00 1")
+        assert trouble._first("2 silo-00 3") is not bool(again)
+    whole = [line["fault"] for line in map(json.loads, folder.faults.read_text().splitlines())]
+    assert whole == ["0 silo-00 1", "2 silo-00 3"]
+
+
+def test_of_a_line_that_finds_no_room_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    runfolder.append_line(path, {"a": 1})
+    program = (
+        "import resource, sys; from pathlib import Path; from fedmq import runfolder\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))\n"
+        "try: runfolder.append_line(Path(sys.argv[1]), {'b': 'x' * 100})\n"
+        "except runfolder.DiskError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    assert "could not be written: File too large" in done.stdout
+    assert path.read_text() == '{"a": 1}\n'
+
+
 def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, made(7, 5))
     loaded = checkpoint.load(tmp_path)
@@ -145,6 +176,32 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     (folder / "state-000001.safetensors").write_bytes(b"no")
     with pytest.raises(InputError, match="version-000001"):
         checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_a_state_that_is_not_the_one_that_was_written_is_a_damaged_checkpoint(tmp_path: Path, *, carried: bool) -> None:
+    folder = checkpoint.save(tmp_path, made(1))
+    other = tmp_path / "other"
+    checkpoint.save(other, Checkpoint(made(1).rounds, {1: made(5).states[5]}, 1.0, {}, made(1).tally))
+    # Under a killed run, in place: as sound a file as the one before, and linked to by the checkpoint after it.
+    changed = folder / "state-000001.safetensors"
+    changed.write_bytes((other / "version-000001" / changed.name).read_bytes())
+    if carried:
+        folder = checkpoint.save(tmp_path, made(2, 1))
+    with pytest.raises(InputError, match=rf"{folder.name}: found 'a damaged state .*{changed.name}.*the one before"):
+        checkpoint.load(tmp_path)
+
+
+def test_a_checkpoint_from_before_states_had_digests_is_read_and_its_states_are_carried_on(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, made(1)) / "checkpoint.json"
+    content = json.loads(path.read_text())
+    del content["digests"]
+    path.write_text(json.dumps(content))
+    assert checkpoint.load(tmp_path) is not None
+    checkpoint.save(tmp_path, made(2, 1))
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    assert set(loaded.states) == {1, 2}
 
 
 @pytest.mark.parametrize("name", sorted(Tally().to_plain().keys() - {"events"}))

@@ -300,11 +300,6 @@ def test_another_process_connects(scheme: str, tmp_path: Path) -> None:
     listener.close()
 
 
-def test_the_sockets_of_one_process_can_be_polled(listener: Listener, dial: Callable[[], Connection]) -> None:
-    assert listener.fileno() >= 0
-    assert dial().fileno() >= 0
-
-
 @pytest.mark.parametrize(
     "bad",
     [

@@ -46,7 +46,8 @@ def _regions(folder: Path) -> dict[str, set[str]]:
     names: dict[str, str] = {}
     lists = [path for path in sorted(files_below(folder)) if path.name in ("wlist.txt", "labels.txt")]
     for path in (path for path in lists if path.name == "wlist.txt"):
-        names.update(line.split(maxsplit=1) for line in read_text(path).splitlines() if len(line.split()) >= 2)  # type: ignore[misc]
+        lines = (line.split(maxsplit=1) for line in read_text(path).splitlines())
+        names.update((parts[0], parts[1]) for parts in lines if len(parts) == 2)
     found: dict[str, set[str]] = defaultdict(set)
     for path in (path for path in lists if path.name == "labels.txt"):
         for number, line in enumerate(read_text(path).splitlines(), 1):

@@ -8,7 +8,6 @@ annotations. Left out: flags, components, skin-tone and hair variants, OpenMoji'
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.metadata
 import io
 import re
@@ -17,15 +16,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from pathlib import Path
-from types import ModuleType
-from typing import Literal, Self, cast
+from typing import Any, Literal, Self, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from fedmq import seeds
 from fedmq.data.features import SPLITS
-from fedmq.data.pictures import Pixels
+from fedmq.data.pictures import Pixels, package
 from fedmq.data.raw import RawSet, checked
 from fedmq.errors import InputError
 from fedmq.scenario import Data
@@ -38,8 +36,6 @@ TRAIN_BELOW, VAL_BELOW = 0.70, 0.80
 
 # Of the first few seeds, the one whose shares come out nearest to 70, 10 and 20 %.
 _SPLIT_SEED = 1
-
-_EMBEDDED = "pip install 'fedmq[embedded]'"
 
 
 @dataclass(frozen=True)
@@ -78,16 +74,8 @@ class Words:
     keywords: tuple[str, ...]
 
 
-def _package(name: str) -> ModuleType:
-    """Import one of the optional packages.
-
-    Raises:
-        InputError: it is not installed; says which extra installs it.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise InputError("data.name: openmoji", f"package {name} missing", _EMBEDDED) from error
+def _package(name: str) -> Any:
+    return package(name, "embedded", "data.name: openmoji")
 
 
 def _parse_words(text: str) -> Iterator[Words]:

@@ -12,7 +12,7 @@ import warnings
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, combinations
+from itertools import accumulate
 from typing import Any, Literal
 
 import numpy as np
@@ -167,11 +167,6 @@ def split_counts_balanced(sizes: npt.ArrayLike, proportions: F64) -> I64:
         result[group] = split_counts([size], (share / share.sum())[None])[0]
         held += result[group]
     return result
-
-
-def dirichlet_moments(alpha: float, n: int) -> F64:
-    """Mean and variance of one coordinate of a symmetric Dirichlet over ``n``."""
-    return np.array([1 / n, (1 / n) * (1 - 1 / n) / (n * alpha + 1)])
 
 
 # --------------------------------------------------------------------------- dealing
@@ -343,54 +338,6 @@ def _shard_counts(sizes: I64, proportions: F64) -> I64:
         holders = np.flatnonzero(proportions[group] > 0)
         counts[group, holders] = _equal_sizes(int(size), len(holders))
     return counts
-
-
-def assign(partition: Partition, silos: int, groups: I64, seed: int) -> list[I64]:
-    """Plan and deal the training split in one step; for held-out splits keep the plan and call :func:`deal`."""
-    return deal(plan(partition, silos, groups, seed), groups)
-
-
-# --------------------------------------------------------------------------- statistics
-def js_divergence(p: F64, q: F64) -> float:
-    """Jensen-Shannon divergence of two distributions [C], in nats."""
-    middle = (p + q) / 2
-
-    def kl(a: F64) -> float:
-        some = a > 0
-        return float((a[some] * np.log(a[some] / middle[some])).sum())
-
-    return (kl(p) + kl(q)) / 2
-
-
-def partition_statistics(counts: I64) -> dict[str, Any]:
-    """Summary of a partition from its counts [C, K]: sizes and how far apart the silos' label distributions are.
-
-    Returns:
-        ``size`` [K]; ``size_std``; ``js_mean``, ``js_std`` (nats) and ``js_mean_bits`` over pairs of silos;
-        ``eff_classes``, the mean exponential of the entropy; ``tv_mean``, the mean total variation from the whole;
-        ``held`` [K], classes present. Empty silos are left out of the means.
-    """
-    size = counts.sum(axis=0)
-    rows = (counts / np.maximum(size, 1)).T[size > 0]
-    whole = counts.sum(axis=1) / max(1, counts.sum())
-    pairs = np.array([js_divergence(a, b) for a, b in combinations(rows, 2)] or [0.0])
-    entropies = np.array([-(row[row > 0] * np.log(row[row > 0])).sum() for row in rows])
-    return {
-        "size": size,
-        "size_std": float(size.std()),
-        "js_mean": float(pairs.mean()),
-        "js_std": float(pairs.std()),
-        "js_mean_bits": float(pairs.mean() / np.log(2)),
-        "eff_classes": float(np.exp(entropies).mean()),
-        "tv_mean": float((0.5 * np.abs(rows - whole).sum(axis=1)).mean()),
-        "held": (counts > 0).sum(axis=0),
-    }
-
-
-def group_counts(groups: I64, shares: Sequence[I64]) -> I64:
-    """Counts [G, K] of each group in each share, for :func:`partition_statistics`."""
-    count = int(groups.max()) + 1
-    return np.stack([np.bincount(groups[share], minlength=count) for share in shares], axis=1)
 
 
 # --------------------------------------------------------------------------- missing modalities

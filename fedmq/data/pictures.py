@@ -203,7 +203,7 @@ def video_frames(path: Path, wanted: int) -> list[Pixels]:
                     found.append(cast("Pixels", frame.to_ndarray(format="rgb24")))
                 if len(found) == len(keep):
                     break
-    except Exception as error:
+    except Exception as error:  # FFmpeg's errors, and whatever PyAV makes of a broken stream or frame
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(str(path), reason, "a readable video; fedmq data check lists all that are not") from None
     if not found:

@@ -107,11 +107,9 @@ class Weights:
     """Frozen weights in the cache.
 
     Args:
-        folder: holds ``image.safetensors``, ``text.safetensors`` and ``model.json``.
+        folder: holds ``image.safetensors`` and ``text.safetensors``.
         name: of the model.
         config: its architecture.
-        image_size: edge of its pictures in pixels.
-        context_length: token ids per caption.
         mean: per channel, of pixels scaled to [0, 1].
         std: likewise.
     """
@@ -119,8 +117,6 @@ class Weights:
     folder: Path
     name: str
     config: Mapping[str, Any]
-    image_size: int
-    context_length: int
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
@@ -389,8 +385,6 @@ def weights(backbone: Backbone, seed: int, cache: Path) -> Weights:
         folder=build_once(cache / "weights" / weights_digest(backbone, seed, cache), fill),
         name=backbone.name,
         config=config,
-        image_size=image_size(backbone.name, config),
-        context_length=context_length(config),
         mean=made.mean,
         std=made.std,
     )

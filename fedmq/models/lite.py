@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib
 import re
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,8 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +27,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedmq.data.pictures import package
 from fedmq.errors import InputError
 
 if TYPE_CHECKING:
@@ -58,19 +57,9 @@ IMAGE_DIM = 2 * sum(STAGES) + GRID * GRID * STAGES[-2]
 
 HEADS = Path(__file__).with_name("lite_heads.safetensors")
 
-_EMBEDDED = "pip install 'fedmq[embedded]'"
 
-
-def _package(name: str) -> ModuleType:
-    """Import one of the optional packages.
-
-    Raises:
-        InputError: it is not installed; says which extra installs it.
-    """
-    try:
-        return importlib.import_module(name)
-    except ImportError as error:
-        raise InputError("backbone.name: lite", f"package {name} missing", _EMBEDDED) from error
+def _package(name: str) -> Any:
+    return package(name, "embedded", "backbone.name: lite")
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from scipy.linalg import hadamard
 from torch import Tensor
 from torch.nn import functional
 
@@ -32,19 +33,11 @@ class Options:
         check("lamb", self.lamb, 0.0)
 
 
-def hadamard(size: int) -> Tensor:
-    """Sylvester's Hadamard matrix, float32 [size, size], for a power of two."""
-    matrix = torch.ones(1, 1)
-    while len(matrix) < size:
-        matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)])
-    return matrix
-
-
 def hash_centres(classes: int, bits: int, generator: np.random.Generator) -> Tensor:
     """A centre in {-1, 1}^r for each class, float32 [C, r].
 
-    The first rows of [H; -H] where r is a power of two and they are enough; otherwise, as for 12, 24 and 48 bits,
-    random balanced vectors, drawn again until any two differ in more than r / 4 bits.
+    The first rows of [H; -H], H Sylvester's Hadamard matrix, where r is a power of two and they are enough; otherwise,
+    as for 12, 24 and 48 bits, random balanced vectors, drawn again until any two differ in more than r / 4 bits.
 
     Args:
         classes: C.
@@ -52,7 +45,7 @@ def hash_centres(classes: int, bits: int, generator: np.random.Generator) -> Ten
         generator: draws; the same for all silos of a run.
     """
     if bits & (bits - 1) == 0 and classes <= 2 * bits:
-        matrix = hadamard(bits)
+        matrix = torch.from_numpy(hadamard(bits, dtype=np.float32))
         return torch.cat([matrix, -matrix])[:classes]
     balanced = np.where(np.arange(bits) % 2 == 0, 1.0, -1.0).astype(np.float32)
     best, farthest = np.zeros((0, bits), np.float32), -1.0

@@ -39,14 +39,14 @@ class Options:
         check("beta", self.beta, 0.0)
 
 
-def label_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """J1 of one modality: mean_i ||p_i - l_i||, for logits and multi-hot labels [B, C]."""
-    distance: Tensor = torch.linalg.vector_norm(logits - labels, dim=1)
-    return distance.mean()
+def mean_length(difference: Tensor) -> Tensor:
+    """Mean over the rows of a difference of matrices [B, d] of their lengths, mean_i ||a_i - b_i||: J1 and J3."""
+    rows: Tensor = torch.linalg.vector_norm(difference, dim=1)
+    return rows.mean()
 
 
 def pair_likelihood(a: Tensor, b: Tensor, similar: Tensor) -> Tensor:
-    """J2 of one pair of modalities: mean over [B, B] of log(1 + e^Γ) - S Γ with Γ = cos(a, b) / 2.
+    """J2 of one pair of modalities: mean over [B, B] of log(1 + e^Γ) - S Γ with Γ = cos(a_i, b_j) / 2.
 
     Args:
         a: [B, d].
@@ -58,14 +58,10 @@ def pair_likelihood(a: Tensor, b: Tensor, similar: Tensor) -> Tensor:
     return likelihood.mean()
 
 
-def modality_distance(image: Tensor, text: Tensor) -> Tensor:
-    """J3: mean_i ||v_i - t_i|| for [B, d]."""
-    distance: Tensor = torch.linalg.vector_norm(image - text, dim=1)
-    return distance.mean()
-
-
 def loss(image: Out | None, text: Out | None, labels: Tensor, options: Options) -> Tensor:
     """J = J1 + alpha J2 + beta J3 in the modalities that are there; J3 and the cross pair need both.
+
+    J1 is the distance of label predictions from labels, J3 that of the modalities' common features.
 
     Args:
         image: common features in ``raw`` [B, d], label predictions in ``logits`` [B, C].
@@ -75,17 +71,22 @@ def loss(image: Out | None, text: Out | None, labels: Tensor, options: Options) 
     """
     held = [out for out in (image, text) if out is not None]
     similar = labels @ labels.T
-    total = torch.stack([label_loss(_logits(out), labels) for out in held]).sum()
+    total = torch.stack([mean_length(logits_of(out) - labels) for out in held]).sum()
     pairs = [(out.raw, out.raw) for out in held]
     if image is not None and text is not None:
         pairs.append((image.raw, text.raw))
-        total = total + options.beta * modality_distance(image.raw, text.raw)
+        total = total + options.beta * mean_length(image.raw - text.raw)
     return total + options.alpha * torch.stack([pair_likelihood(a, b, similar) for a, b in pairs]).sum()
 
 
-def _logits(out: Out) -> Tensor:
+def logits_of(out: Out) -> Tensor:
+    """A batch's label predictions [B, C].
+
+    Raises:
+        ValueError: the network is not DSCMR's.
+    """
     if out.logits is None:
-        raise ValueError("DSCMR's network has a label head")
+        raise ValueError("the network has no label head")
     return out.logits
 
 

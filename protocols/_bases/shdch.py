@@ -99,11 +99,6 @@ def output_loss(outputs: Tensor, codes: Tensor, levels: Sequence[Level], gamma: 
     return torch.stack([*parts, gamma * (codes - outputs).square().sum()]).sum()
 
 
-def tie_loss(coarse: Tensor, fine: Tensor, inclusion: Tensor, eta: float) -> Tensor:
-    """Tie of two levels' codes [C1, r] and [C2, r]: eta ||r S12 - Y1 Y2^T||^2 with the inclusion S12 [C1, C2]."""
-    return eta * (coarse.shape[1] * inclusion - coarse @ fine.T).square().sum()
-
-
 def swept_codes(
     level: Level, outputs: Sequence[Tensor], other: Tensor, inclusion: Tensor, eta: Tensor, sweeps: int
 ) -> Tensor:

@@ -1,0 +1,40 @@
+"""The name of a run: a digest of all that its scenario says but where it runs; found without the data and torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from typing import Any
+
+#: What a scenario says of where it runs and where its files lie; of a mapping, keys of it.
+_HERE: Mapping[str, tuple[str, ...]] = {
+    "device": (),
+    "launcher": (),
+    "data": ("path", "annotations", "images"),
+    "silos": ("slots",),
+    "participation": ("trace",),
+}
+
+
+def facts_of(plain: Mapping[str, Any]) -> dict[str, Any]:
+    """What a run is a run of.
+
+    Args:
+        plain: a whole scenario as plain data, as ``scenario.yaml`` of a run folder has it.
+    """
+    facts = {key: value for key, value in plain.items() if _HERE.get(key, ("",)) != ()}
+    for key, own in _HERE.items():
+        if own and isinstance(facts.get(key), Mapping):
+            facts[key] = {name: value for name, value in facts[key].items() if name not in own}
+    return facts
+
+
+def name_of(plain: Mapping[str, Any]) -> str:
+    """The run's name on the wire: equal only for equal scenarios, wherever they run and wherever their files lie.
+
+    Args:
+        plain: as for :func:`facts_of`.
+    """
+    digest = hashlib.sha256(json.dumps(facts_of(plain), sort_keys=True, default=str).encode()).hexdigest()
+    return f"{plain.get('name')}-{digest[:12]}"

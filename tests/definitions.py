@@ -1,0 +1,249 @@
+"""Definitions on whole matrices that the program computes otherwise, or not at all: what its results are held against.
+
+All values are fractions in [0, 1]. Ties are ordered by (distance, database index), so a value never depends on a sort's
+inner workings; for Hamming ranking :func:`mean_expected_ap` gives the number that does not depend on the order at all.
+Distances are [Q, N] arrays where smaller is closer; a similarity is ranked by its negative.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedmq.codes import Array, as_numpy
+from fedmq.data.partition import deal, plan
+from fedmq.ranking import Denominator, Empty, harmonic_numbers, tie_averaged_ap
+from fedmq.scenario import Partition
+
+Floats = npt.NDArray[np.floating[Any]]
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+Ties = Literal["stable", "best", "worst"]
+
+
+def owners(captions: Array) -> I64:
+    """The image each caption belongs to, captions laid out image by image: (2, 1) -> (0, 0, 1)."""
+    counts = as_numpy(captions)
+    return np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+
+
+# --------------------------------------------------------------------------- Hamming ranking and mAP
+def hamming(queries: Array, database: Array) -> F64:
+    """Hamming distances [Q, N] of codes [Q, r] and [N, r] in {-1, +1}: (r - <q, b>) / 2."""
+    q, b = as_numpy(queries).astype(np.float64), as_numpy(database).astype(np.float64)
+    distance: F64 = 0.5 * (b.shape[1] - q @ b.T)
+    return distance
+
+
+def relevance(query_labels: Array, database_labels: Array) -> F64:
+    """1 where two label rows [Q, C], [N, C] share at least one label, else 0 -> [Q, N]."""
+    q, b = as_numpy(query_labels).astype(np.float64), as_numpy(database_labels).astype(np.float64)
+    return (q @ b.T > 0).astype(np.float64)
+
+
+def ranking(distance: Floats, relevant: Floats | None = None, ties: Ties = "stable") -> I64:
+    """Database indices in ranked order [Q, N].
+
+    Args:
+        distance: [Q, N].
+        relevant: 0/1 [Q, N], only for ``best`` and ``worst``.
+        ties: ``stable`` by index; ``best`` relevant first; ``worst`` relevant last.
+    """
+    if ties == "stable":
+        return np.argsort(distance, axis=1, kind="stable")
+    if relevant is None:
+        raise ValueError(f"ties {ties!r} needs the relevance")
+    second = -relevant if ties == "best" else relevant
+    return np.stack([np.lexsort((second[i], distance[i])) for i in range(len(distance))])
+
+
+def average_precision(
+    distance: Floats,
+    relevant: Floats,
+    cutoff: int | None = None,
+    ties: Ties = "stable",
+    denominator: Denominator = "retrieved",
+) -> F64:
+    """AP of each query [Q]: sum_j precision(j) rel_j / denominator over the first ``cutoff`` of the ranked list.
+
+    Args:
+        distance: [Q, N].
+        relevant: 0/1 [Q, N].
+        cutoff: R; None is the whole list.
+        ties: see :func:`ranking`.
+        denominator: ``retrieved`` relevant items among the first R (all public hashing code); ``total`` all relevant
+            items; ``min`` the smaller of R and total.
+    """
+    top = np.take_along_axis(relevant, ranking(distance, relevant, ties), axis=1)[:, :cutoff]
+    hits = top.cumsum(axis=1)
+    summed = (hits / np.arange(1, top.shape[1] + 1) * top).sum(axis=1)
+    total = relevant.sum(axis=1)
+    below = {"retrieved": top.sum(axis=1), "total": total, "min": np.minimum(top.shape[1], total)}[denominator]
+    ap: F64 = np.divide(summed, below, out=np.zeros_like(summed), where=below > 0)
+    return ap
+
+
+def expected_ap(distance: Floats, relevant: Floats) -> F64:
+    """AP of each query [Q] averaged over all orders inside tied blocks; see ``fedmq.ranking.tie_averaged_ap``."""
+    harmonic = harmonic_numbers(distance.shape[1])
+    result = np.zeros(len(distance))
+    for row, (d, rel) in enumerate(zip(distance, relevant, strict=True)):
+        _, block = np.unique(d, return_inverse=True)
+        result[row] = tie_averaged_ap(np.bincount(block), np.bincount(block, weights=rel), harmonic)
+    return result
+
+
+def _mean_over_queries(values: F64, relevant: Floats, empty: Empty) -> float:
+    """Mean AP; a query with nothing relevant in the database counts 0 or is left out."""
+    kept = values if empty == "zero" else values[relevant.sum(axis=1) > 0]
+    return float(kept.mean()) if kept.size else 0.0
+
+
+def mean_ap(
+    distance: Floats,
+    relevant: Floats,
+    cutoff: int | None = None,
+    *,
+    ties: Ties = "stable",
+    denominator: Denominator = "retrieved",
+    empty: Empty = "zero",
+) -> float:
+    """Mean AP, or mAP@R; arguments as in :func:`average_precision`, ``empty`` as public code: zero."""
+    return _mean_over_queries(average_precision(distance, relevant, cutoff, ties, denominator), relevant, empty)
+
+
+def mean_expected_ap(distance: Floats, relevant: Floats, empty: Empty = "zero") -> float:
+    """Mean AP over the whole list averaged over orders of ties."""
+    return _mean_over_queries(expected_ap(distance, relevant), relevant, empty)
+
+
+# --------------------------------------------------------------------------- NDCG, precision, recall, curves
+def ndcg(
+    distance: Floats,
+    gains: Floats,
+    n: int,
+    *,
+    ideal: Literal["full", "retrieved"] = "full",
+    form: Literal["exp", "linear"] = "exp",
+) -> float:
+    """NDCG@n: DCG = sum_i g_i / log2(i + 1), over queries; 0 for a query without any gain.
+
+    Args:
+        distance: [Q, N].
+        gains: graded relevance [Q, N].
+        n: cut-off.
+        ideal: the ideal list taken from the whole database, or the retrieved n reordered.
+        form: g = 2^rel - 1, or rel itself.
+    """
+    g = 2.0**gains - 1 if form == "exp" else np.asarray(gains, dtype=np.float64)
+    got = np.take_along_axis(g, ranking(distance), axis=1)[:, :n]
+    best = np.sort(g if ideal == "full" else got, axis=1)[:, ::-1][:, :n]
+    discount = 1 / np.log2(np.arange(2, got.shape[1] + 2))
+    above, below = (got * discount).sum(axis=1), (best * discount).sum(axis=1)
+    return float(np.divide(above, below, out=np.zeros_like(above), where=below > 0).mean())
+
+
+def _ranked_with_relevant(distance: Floats, relevant: Floats) -> Floats:
+    """Relevance in ranked order of the queries that have anything relevant."""
+    kept = relevant.sum(axis=1) > 0
+    return np.take_along_axis(relevant[kept], ranking(distance[kept]), axis=1)
+
+
+def precision_recall_at(distance: Floats, relevant: Floats, n: int) -> tuple[float, float]:
+    """Precision@n and Recall@n averaged over queries with anything relevant."""
+    ranked = _ranked_with_relevant(distance, relevant)
+    if not len(ranked):
+        return 0.0, 0.0
+    hits = ranked[:, :n].sum(axis=1)
+    return float((hits / n).mean()), float((hits / ranked.sum(axis=1)).mean())
+
+
+def pr_by_rank(distance: Floats, relevant: Floats) -> tuple[F64, F64]:
+    """Mean precision and recall [N] at each list position, over queries with anything relevant."""
+    ranked = _ranked_with_relevant(distance, relevant)
+    hits = ranked.cumsum(axis=1)
+    precision = hits / np.arange(1, ranked.shape[1] + 1)
+    return precision.mean(axis=0), (hits / ranked.sum(axis=1, keepdims=True)).mean(axis=0)
+
+
+def pr_by_radius(distance: Floats, relevant: Floats, bits: int) -> tuple[F64, F64]:
+    """Mean precision and recall [bits + 1] of everything within Hamming radius 0..bits.
+
+    Queries that retrieve nothing at a radius are left out of its precision; NaN where none retrieves anything.
+    """
+    kept = relevant.sum(axis=1) > 0
+    d, rel = distance[kept], relevant[kept]
+    precision, recalled = np.full(bits + 1, np.nan), np.full(bits + 1, np.nan)
+    for radius in range(bits + 1):
+        inside = d <= radius + 1e-9
+        hits, found = (inside * rel).sum(axis=1), inside.sum(axis=1)
+        some = found > 0
+        if some.any():
+            precision[radius] = float((hits[some] / found[some]).mean())
+        if len(d):
+            recalled[radius] = float((hits / rel.sum(axis=1)).mean())
+    return precision, recalled
+
+
+# --------------------------------------------------------------------------- partitions
+def assign(partition: Partition, silos: int, groups: I64, seed: int) -> list[I64]:
+    """Plan and deal the training split in one step; for held-out splits keep the plan and call :func:`deal`."""
+    return deal(plan(partition, silos, groups, seed), groups)
+
+
+def dirichlet_moments(alpha: float, n: int) -> F64:
+    """Mean and variance of one coordinate of a symmetric Dirichlet over ``n``."""
+    return np.array([1 / n, (1 / n) * (1 - 1 / n) / (n * alpha + 1)])
+
+
+def js_divergence(p: F64, q: F64) -> float:
+    """Jensen-Shannon divergence of two distributions [C], in nats."""
+    middle = (p + q) / 2
+
+    def kl(a: F64) -> float:
+        some = a > 0
+        return float((a[some] * np.log(a[some] / middle[some])).sum())
+
+    return (kl(p) + kl(q)) / 2
+
+
+def partition_statistics(counts: I64) -> dict[str, Any]:
+    """Summary of a partition from its counts [C, K]: sizes and how far apart the silos' label distributions are.
+
+    Returns:
+        ``size`` [K]; ``size_std``; ``js_mean``, ``js_std`` (nats) and ``js_mean_bits`` over pairs of silos;
+        ``eff_classes``, the mean exponential of the entropy; ``tv_mean``, the mean total variation from the whole;
+        ``held`` [K], classes present. Empty silos are left out of the means.
+    """
+    size = counts.sum(axis=0)
+    rows = (counts / np.maximum(size, 1)).T[size > 0]
+    whole = counts.sum(axis=1) / max(1, counts.sum())
+    pairs = np.array([js_divergence(a, b) for a, b in combinations(rows, 2)] or [0.0])
+    entropies = np.array([-(row[row > 0] * np.log(row[row > 0])).sum() for row in rows])
+    return {
+        "size": size,
+        "size_std": float(size.std()),
+        "js_mean": float(pairs.mean()),
+        "js_std": float(pairs.std()),
+        "js_mean_bits": float(pairs.mean() / np.log(2)),
+        "eff_classes": float(np.exp(entropies).mean()),
+        "tv_mean": float((0.5 * np.abs(rows - whole).sum(axis=1)).mean()),
+        "held": (counts > 0).sum(axis=0),
+    }
+
+
+def group_counts(groups: I64, shares: Sequence[I64]) -> I64:
+    """Counts [G, K] of each group in each share, for :func:`partition_statistics`."""
+    count = int(groups.max()) + 1
+    return np.stack([np.bincount(groups[share], minlength=count) for share in shares], axis=1)
+
+
+# --------------------------------------------------------------------------- SHDCH
+def tie_loss(coarse: torch.Tensor, fine: torch.Tensor, inclusion: torch.Tensor, eta: float) -> torch.Tensor:
+    """Tie of two levels' codes [C1, r] and [C2, r]: eta ||r S12 - Y1 Y2^T||^2 with the inclusion S12 [C1, C2]."""
+    return eta * (coarse.shape[1] * inclusion - coarse @ fine.T).square().sum()

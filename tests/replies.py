@@ -1,0 +1,53 @@
+"""Replies as tests look into them and change them, and silos' own models."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedmq.protocol import Local, Personalised, Reply
+from tests.protocol_world import World
+
+
+def payload_of(reply: Reply, kind: type[Any]) -> Any:
+    (found,) = [payload for payload in reply.payloads if isinstance(payload, kind)]
+    return found
+
+
+def with_payload(reply: Reply, new: Any) -> Reply:
+    payloads = tuple(new if type(payload) is type(new) else payload for payload in reply.payloads)
+    return dataclasses.replace(reply, payloads=payloads)
+
+
+def weights_of(run: World, replies: list[Reply]) -> torch.Tensor:
+    """The weights a merge used, read back by giving each reply a unit update of its own."""
+    delta = next(payload for payload in replies[0].payloads if hasattr(payload, "n_samples"))
+    marked = []
+    start = run.model.branch("image").start
+    for index, reply in enumerate(replies):
+        buffer = np.zeros_like(delta.buffer)
+        buffer[start + index] = 1.0
+        own = next(payload for payload in reply.payloads if hasattr(payload, "n_samples"))
+        new = dataclasses.replace(own, buffer=buffer)
+        marked.append(
+            dataclasses.replace(reply, payloads=tuple(new if payload is own else payload for payload in reply.payloads))
+        )
+    after = run.protocol.merge(run.state, marked, run.version).state.theta.double()
+    return (after - run.state.theta.double())[start : start + len(replies)]
+
+
+def silo_of(run: World, index: int) -> Local:
+    return Local(run.context.silos[index], run.shares[index], run.model, run.personal.get(index, {}))
+
+
+def own_embeddings(run: World, index: int) -> torch.Tensor:
+    """The first silo's images as another silo's own model embeds them."""
+    assert isinstance(run.protocol, Personalised)
+    payloads = run.protocol.task(run.state, run.context.silos[index])
+    images = run.shares[0].image
+    assert images is not None
+    with torch.no_grad():
+        return run.protocol.encoders(silo_of(run, index), payloads).image(images)

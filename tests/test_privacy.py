@@ -1,0 +1,85 @@
+"""Clipping and noise as silos really apply them, in a whole run: how much, and never the same twice."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from fedmq.messages import Delta, DiscriminatorDelta, Payload
+from fedmq.privacy import transform
+from fedmq.protocol import Task
+from fedmq.scenario import Privacy
+from silos.program import Silo
+from tests import inline
+from tests.threads import resolved
+
+CLIP, MULTIPLIER = 0.25, 3.0
+SILOS = ("silos.count=2", "missing_modality={}", "participation=1.0", "rounds=2", "evaluation.every=0")
+NOISY = f"privacy={{clip_norm: {CLIP}, noise_multiplier: {MULTIPLIER}}}"
+
+Key = tuple[str, int, str]
+F32 = npt.NDArray[np.float32]
+
+
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> dict[Key, tuple[F32, F32]]:
+    """What silos were about to send and what they sent of it, by silo, task and kind; nothing else is changed."""
+    real, seen = Silo._transform, dict[Key, tuple[F32, F32]]()
+
+    def watched(silo: Silo, payload: Payload, task: Task) -> Payload:
+        after = real(silo, payload, task)
+        if isinstance(payload, Delta | DiscriminatorDelta):
+            before, now = (np.array(each.buffer) for each in (payload, after))  # type: ignore[attr-defined]
+            assert (silo.facts.name, task.sequence, payload.KIND) not in seen
+            seen[silo.facts.name, task.sequence, payload.KIND] = before, now
+        return after
+
+    monkeypatch.setattr(Silo, "_transform", watched)
+    return seen
+
+
+def clipped(update: F32, norm: float = CLIP) -> F32:
+    return (update * min(1.0, norm / float(np.linalg.norm(update)))).astype(np.float32)
+
+
+def test_every_update_of_a_run_has_noise_of_its_own_as_large_as_the_scenario_says(
+    tiny: Path, tmp_path: Path, sent: dict[Key, tuple[F32, F32]]
+) -> None:
+    hashing = ("protocol=fedhap", "objective={base: dcmh, bits: 8, hidden: 16}", "training.learning_rate=0.05")
+    inline.run(resolved(tiny, *SILOS, *hashing, NOISY), tmp_path)
+    trained = {key: pair for key, pair in sent.items() if pair[0].any()}
+    # Both silos' updates of both rounds, and of the second, where there are prototypes, their discriminators'.
+    assert sorted(key[2] for key in trained) == ["delta"] * 4 + ["discriminator_delta"] * 2
+    assert max(float(np.linalg.norm(before)) for before, _ in trained.values()) > CLIP
+    noise = {key: after - clipped(before) for key, (before, after) in trained.items()}
+    for key, vector in noise.items():
+        deviation = float(vector.std())
+        assert deviation == pytest.approx(CLIP * MULTIPLIER, rel=5 / np.sqrt(2 * vector.size)), key
+        assert abs(float(vector.mean())) < 5 * deviation / np.sqrt(vector.size), key
+    shortest = min(map(len, noise.values()))
+    for (one, a), (two, b) in itertools.combinations(noise.items(), 2):
+        # Two unrelated vectors of n numbers have a correlation of about 1 / sqrt(n).
+        assert abs(np.corrcoef(a[:shortest], b[:shortest])[0, 1]) < 6 / np.sqrt(shortest), (one, two)
+
+
+def test_without_noise_an_update_is_clipped_and_one_that_is_short_enough_goes_as_it_is(
+    tiny: Path, tmp_path: Path, sent: dict[Key, tuple[F32, F32]]
+) -> None:
+    inline.run(resolved(tiny, *SILOS, "protocol=fedavg", "privacy.clip_norm=0.01"), tmp_path / "clipped")
+    assert len(sent) == 4
+    for before, after in sent.values():
+        assert float(np.linalg.norm(before)) > 0.01
+        np.testing.assert_allclose(after, clipped(before, 0.01), rtol=1e-5)
+    sent.clear()
+    inline.run(resolved(tiny, *SILOS, "protocol=fedavg", "privacy.clip_norm=1e6"), tmp_path / "whole")
+    assert all(np.array_equal(before, after) for before, after in sent.values())
+    assert len(sent) == 4
+
+
+def test_an_idle_silos_update_of_zeros_stays_one_and_tells_nothing() -> None:
+    still = np.zeros(9, np.float32)
+    assert transform(still, Privacy(clip_norm=1.0, noise_multiplier=2.0), 0, ("silo-00", 0, 1)) is still

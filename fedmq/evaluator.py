@@ -122,7 +122,7 @@ def measure(
         ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ...; ``i2t_medr`` and ``t2i_medr``; ``spread_image`` and ``spread_text``;
         with labels ``map_i2t``, ``map_t2i``, ``map``, the means over tied orders ``map_expected_i2t``, ... of codes,
         and ``map_at50``, ``ndcg_at50``, ... for each cut-off (means of both ways); with ``evaluation.within`` and a
-        gallery of its own also ``map_i2i``, ``map_t2t`` and their cut-offs.
+        gallery of its own also ``map_i2i``, ``map_t2t``, their cut-offs and of codes their means over tied orders.
     """
     image, text, owner = _comparable(queries, seed)
     found = metrics.recalls(image, text, owner)
@@ -199,6 +199,8 @@ def _within(queries: Embedded, evaluation: Evaluation, gallery: Embedded, seed: 
     found: dict[str, float] = {}
     for way, each in rank(queries, gallery, evaluation, seed, ("i2i", "t2t")).items():
         found |= {f"map_{way}": each.map, **{f"map_at{n}_{way}": each.map_at[n] for n in evaluation.map_at}}
+        if queries.binary:
+            found[f"map_expected_{way}"] = each.map_expected
     return found
 
 

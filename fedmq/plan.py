@@ -192,7 +192,7 @@ def known_metrics(evaluation: Evaluation) -> tuple[str, ...]:
         *(f"fold_{way}_medr" for way in ("i2t", "t2i") if evaluation.fold_size),
         *("spread_image", "spread_text"),
         *(f"map{way}" for way in ways),
-        *(f"map_expected{way}" for way in ways[:3]),
+        *(f"map_expected{way}" for way in ways),
         *(f"map_at{n}{way}" for n in evaluation.map_at for way in ways),
         *(f"ndcg_at{n}{way}" for n in evaluation.ndcg_at for way in ways[:3]),
     )

@@ -158,7 +158,7 @@ def stepped(
         rates: float64 [M] step size eta of each.
         kept: share of the groups' old running means.
         tau: weight of the entropy of q.
-        rule: see :func:`updated_log_q`; ``code`` is pulled by the raw losses, ``paper`` by normalised ones without caps.
+        rule: see :func:`updated_log_q`; ``code`` is pulled by the raw losses, ``paper`` by uncapped normalised ones.
         center: the normalised loss minus 1 pulls, not the loss itself.
         known: see :func:`normalised_losses`.
 

@@ -7,6 +7,7 @@ one batch at a time, because nobody needs more than the batch's own rows and col
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -59,12 +60,12 @@ def batch_features(local: Local, step_rows: _local.I64, caption: _local.I64 | No
 
 
 def item_features(share: Share) -> tuple[Tensor, Tensor]:
-    """Unit-length features of all items [n, d_i] and [n, d_t]; an item's captions are averaged, each at unit length.
+    """Features of all items [n, d_i] and [n, d_t]; of several captions the mean, each at unit length.
 
-    What a silo lacks is stood in for by what it has.
+    What a silo lacks is stood in for by what it has. Nothing is copied where an item has one caption.
     """
-    image = None if share.image is None else unit(share.image.float())
-    return _both(image, None if share.text is None else unit(_mean_caption(share.text, share.captions)))
+    image = None if share.image is None else share.image.float()
+    return _both(image, None if share.text is None else _mean_caption(share.text, share.captions))
 
 
 def _mean_caption(text: Tensor, counts: Tensor) -> Tensor:
@@ -100,10 +101,11 @@ class Graph:
     """DGCPN's similarity over a silo's whole training set, given out batch by batch.
 
     A batch costs memory for [B, n]; the rows of a batch are computed again whenever it comes, which is cheap beside the
-    networks, and n x n numbers are never there.
+    networks, and n x n numbers are never there. Nor is a second copy of the features: what is scaled to unit length is
+    their products.
 
     Args:
-        image: [n, d_i] unit-length features.
+        image: [n, d_i] features of any length.
         text: [n, d_t] likewise.
         a1: share of the text in the pairwise similarity.
         a2: share of the neighbours' agreement in the result.
@@ -130,7 +132,18 @@ class Graph:
 
     def pairs(self, rows: Tensor) -> Tensor:
         """P[rows] = a1 F_T F_T^T + (1 - a1) F_I F_I^T -> [B, n]."""
-        return self.a1 * self.text[rows] @ self.text.T + (1 - self.a1) * self.image[rows] @ self.image.T
+        text, image = self._cosines(self.text, rows), self._cosines(self.image, rows)
+        return self.a1 * text + (1 - self.a1) * image
+
+    def _cosines(self, features: Tensor, rows: Tensor) -> Tensor:
+        lengths = self._lengths[0 if features is self.image else 1]
+        return unit(features[rows]) @ features.T / lengths
+
+    @cached_property
+    def _lengths(self) -> tuple[Tensor, Tensor]:
+        """Lengths of the images' and the texts' rows, each [n]."""
+        image, text = (torch.linalg.vector_norm(each, dim=1).clamp_min(EPSILON) for each in (self.image, self.text))
+        return image, text
 
     def neighbours(self, rows: Tensor, pairs: Tensor) -> Tensor:
         """A[rows]: P without each row's z smallest entries and the item itself, rows summing to 1 -> [B, n].

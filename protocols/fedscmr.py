@@ -141,6 +141,11 @@ class FedScmr:
         if "shared.enhance.weight" not in layers:
             found = f"{context.objective.base} with layers {', '.join(layers[:3])}, ..."
             raise InputError("objective", found, "base dscmr with enhance true: FedSCMR has an EnhanceNet")
+        if options.shared_layers == "all" and options.eval_space == "common":
+            # The model that everybody shares is evaluated, released and searched by its codes, the enhanced ones.
+            raise InputError(
+                "protocol.eval_space", "common with shared_layers all", "enhanced, or another shared_layers"
+            )
         names = [name for name in layers if name.startswith(_LAYERS[options.shared_layers])]
         # Both terms need pairs: what a silo with one modality sends of the EnhanceNets must not shrink the step.
         apart = options.loss_cs or options.loss_ccs

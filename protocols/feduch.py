@@ -26,7 +26,7 @@ from protocols._merge import as_tensor
 from protocols._options import check
 from protocols._similarity import mean_square
 from protocols.fedmekt import divergence
-from protocols.moon import model_contrast
+from protocols.moon import has_trained, model_contrast
 
 #: Bases whose two towers' projections cannot be contrasted with each other.
 _UNEQUAL = ("dcmh", "shdch")
@@ -144,9 +144,10 @@ class FedUch:
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs with FedUCH's terms; the nets they end in are the next ones' previous nets."""
         trained = self.fedavg.trained(local, task, extra=self._extra(local, task))
-        if not self._contrasts(local.silo):
-            return trained
-        return replace(trained, state={**trained.state, **_own.kept(local)})
+        # A silo that contrasts nothing for now, a modality being lost, keeps its last nets for when that is back.
+        before = {name: own for name, own in local.state.items() if name == _own.OWN}
+        newest = self._contrasts(local.silo) and has_trained(self.fedavg, local, task, trained)
+        return replace(trained, state={**trained.state, **(_own.kept(local) if newest else before)})
 
     def _contrasts(self, silo: SiloFacts) -> bool:
         return self.options.contrast and silo.paired

@@ -102,7 +102,7 @@ class PlFedCmh:
 
     def __init__(self, options: PlFedCmhOptions, context: Context) -> None:
         if context.objective.base == "info_nce" or not context.label_names:
-            raise InputError("objective.base", context.objective.base, "a hashing base, and data with labels")
+            raise InputError("objective.base", context.objective.base, "any other base, and data with labels")
         self.options = options
         self.context = context
         self.columns = fine_columns(context.label_names)

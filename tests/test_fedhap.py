@@ -229,6 +229,13 @@ def test_hash_centres_of_a_power_of_two_are_rows_of_a_hadamard_matrix(bits: int)
     assert torch.equal(centres @ centres.T, bits * torch.eye(10))
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_no_two_classes_have_one_hash_centre_even_where_few_bits_hold_many(seed: int) -> None:
+    centres = csq.hash_centres(80, 12, np.random.default_rng(seed))
+    assert len(np.unique(centres.numpy(), axis=0)) == 80
+    assert (centres.sum(1) == 0).all()
+
+
 def test_random_hash_centres_of_24_bits_differ_in_more_than_a_quarter() -> None:
     centres = csq.hash_centres(10, 24, np.random.default_rng(0))
     assert all(int((a != b).sum()) > 6 for a, b in combinations(centres, 2))

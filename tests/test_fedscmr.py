@@ -103,6 +103,11 @@ def test_fedscmr_refuses_a_network_without_an_enhancenet() -> None:
         world("fedscmr", objective=Objective(base="dscmr", bits=8, hidden=16))
 
 
+def test_fedscmr_refuses_the_common_space_where_all_share_one_model_whose_codes_are_enhanced() -> None:
+    with pytest.raises(InputError, match=r"protocol\.eval_space: found 'common with shared_layers all'"):
+        world("fedscmr", {"shared_layers": "all", "eval_space": "common"})
+
+
 def test_fedcmr_goes_on_from_the_merged_layer_minus_half_its_own_displacement() -> None:
     run = world("fedcmr", {"local_share": 0.0}, kinds=PAIRED[:1], sizes=(8,))
     layout, shared = run.model.layout, run.protocol.partial.shared  # type: ignore[attr-defined]

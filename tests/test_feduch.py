@@ -72,6 +72,16 @@ def test_similarity_block_by_block_is_the_dense_one(n: int) -> None:
         torch.testing.assert_close(graph.similarity(rows), wanted[rows][:, rows], rtol=1e-10, atol=1e-12)
 
 
+def test_similarity_is_of_directions_and_makes_no_second_copy_of_the_features() -> None:
+    image, text = features(40)
+    longer = Graph(image * torch.arange(1, 41)[:, None], text * 3), Graph(image, text)
+    rows = torch.arange(0, 40, 3)
+    torch.testing.assert_close(*(graph.similarity(rows) for graph in longer), rtol=1e-10, atol=1e-12)
+    held = share(small("dgcpn").context.silos[1], 9)
+    assert held.image is not None
+    assert item_features(held)[0].data_ptr() == held.image.data_ptr()
+
+
 def test_items_that_are_there_twice_keep_each_other_as_neighbours() -> None:
     image, text = features(20, twins=4)
     graph, rows = Graph(image, text), torch.arange(20)
@@ -104,7 +114,7 @@ def test_a_silo_without_text_has_the_similarity_of_its_images() -> None:
     assert lone.text is None
     torch.testing.assert_close(image, text)
     pairs = Graph(image, text).pairs(torch.arange(9))
-    torch.testing.assert_close(pairs, image @ image.T)
+    torch.testing.assert_close(pairs, unit(image) @ unit(image).T)
 
 
 def test_captions_an_item_does_not_have_do_not_enter_its_features() -> None:
@@ -436,3 +446,14 @@ def test_dropout_masks_are_twice_or_nothing_with_equal_chance_and_repeat_by_seed
     assert float(masks[0].mean()) == pytest.approx(1.0, abs=0.03)  # five standard deviations of 33,033 bits
     assert torch.equal(masks[0], masks[1])
     assert not torch.equal(masks[0], masks[2])
+
+
+def test_a_silo_that_loses_a_modality_for_a_while_has_its_last_nets_when_that_is_back() -> None:
+    run = small("dgcpn", "feduch")
+    paired = run.context.silos[0]
+    run.train(paired)
+    before = run.personal[0][_own.OWN]
+    lone = replace(paired, text=False)
+    run.shares = {**run.shares, 0: share(lone, 9)}
+    run.train(lone)
+    assert torch.equal(run.personal[0][_own.OWN], before)

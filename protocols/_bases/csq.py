@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -37,7 +38,8 @@ def hash_centres(classes: int, bits: int, generator: np.random.Generator) -> Ten
     """A centre in {-1, 1}^r for each class, float32 [C, r].
 
     The first rows of [H; -H], H Sylvester's Hadamard matrix, where r is a power of two and they are enough; otherwise,
-    as for 12, 24 and 48 bits, random balanced vectors, drawn again until any two differ in more than r / 4 bits.
+    as for 12, 24 and 48 bits, random balanced vectors, drawn again until any two differ in more than r / 4 bits. Where
+    no draw comes so far, as for 80 classes in 12 bits, at least no two classes have one centre, if there are enough.
 
     Args:
         classes: C.
@@ -57,6 +59,12 @@ def hash_centres(classes: int, bits: int, generator: np.random.Generator) -> Ten
             best, farthest = drawn, nearest
         if farthest > bits / 4:
             break
+    while farthest == 0 and classes <= math.comb(bits, bits // 2):
+        first = np.sort(np.unique(best, axis=0, return_index=True)[1])
+        again = np.setdiff1d(np.arange(classes), first)
+        if not len(again):
+            break
+        best[again] = generator.permuted(np.tile(balanced, (len(again), 1)), axis=1)
     return torch.from_numpy(best)
 
 

@@ -146,7 +146,7 @@ def binary_loss(image: Tensor | None, text: Tensor | None, similar: Tensor, opti
 
 
 def graph_of(image: Tensor, text: Tensor, options: Options) -> Graph:
-    """The graph over n items of image rows [n, d_i] and text rows [n, d_t], both of unit length."""
+    """The graph over n items of image rows [n, d_i] and text rows [n, d_t], of any length."""
     return Graph(image, text, options.a1, options.a2, options.scale_share, options.zeroed_share)
 
 

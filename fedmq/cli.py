@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 import signal
@@ -134,7 +135,7 @@ def scenario_command(
             # Before torch is imported here: the forkserver then imports it at the same time.
             warm.warm_up(chosen.backbone.name)
         from fedmq import children, live, simulate  # noqa: PLC0415
-        from fedmq.runfolder import write_json, write_text  # noqa: PLC0415
+        from fedmq.runfolder import write_json  # noqa: PLC0415
         from fedmq.world import device_of  # noqa: PLC0415
 
         scenario = _scenario_of(file, settings, seed)
@@ -149,7 +150,7 @@ def scenario_command(
                 folder.root.rmdir()  # made to see that it can be; nothing is in it yet
         raise
     if resume is None:
-        write_text(folder.scenario, scenario.dump())
+        _begin(folder, scenario)
     with live.display(scenario, err, quiet=quiet) as status:
         if inline:
             simulated = simulate.simulate_inline(scenario, folder, resume=resume is not None, status=status, data=data)
@@ -164,7 +165,7 @@ def scenario_command(
     summary = simulate.finish_summary(simulated.outcome.summary, simulated)
     write_json(folder.summary, summary)
     if as_json:
-        print(json.dumps(summary, indent=2))
+        print(json.dumps({"folder": str(folder.root), **summary}, indent=2))
     else:
         live.print_summary(summary, folder, out)
 
@@ -188,13 +189,44 @@ def _folder_for(scenario: Any, out_dir: Path | None, resume: Path | None) -> Any
             # Half of it would be without messages, and no log could be audited.
             raise InputError("launcher", scenario.launcher, f"{before.launcher}, as the run began")
         return folder
-    stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
-    folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{stamp}")
+    if out_dir is None:
+        stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
+        return RunFolder(_new_folder(make_folder(Path("runs")), f"{scenario.name}-{stamp}"))
+    folder = RunFolder(out_dir.expanduser())
     make_folder(folder.root)
     if any(folder.root.iterdir()):
         allowed = "a new folder, or --resume DIR to go on with a run"
         raise InputError(f"--out {folder.root}", "a folder that is not empty", allowed)
     return folder
+
+
+def _new_folder(parent: Path, name: str) -> Path:
+    """A folder of that name that was not there; with a number behind it where runs begin within one second."""
+    from fedmq.runfolder import writing  # noqa: PLC0415
+
+    for number in itertools.count(1):
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        with writing(path), contextlib.suppress(FileExistsError):
+            path.mkdir()
+            return path
+    raise AssertionError("unreachable")
+
+
+def _begin(folder: Any, scenario: Any) -> None:
+    """Write a run's scenario into its folder, which so is taken.
+
+    Raises:
+        InputError: another run took it while this one prepared its data.
+    """
+    from fedmq.runfolder import writing  # noqa: PLC0415
+
+    with writing(folder.scenario):
+        try:
+            with folder.scenario.open("x", encoding="utf-8") as file:
+                file.write(scenario.dump())
+        except FileExistsError:
+            found = "a folder that another run has taken meanwhile"
+            raise InputError(f"--out {folder.root}", found, "a new folder") from None
 
 
 def _inline(file: Path, launcher: str) -> bool:

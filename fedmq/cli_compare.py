@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -308,8 +308,8 @@ def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
         vary=_in_place(file.vary, options.vary or []),
         select=_in_place(file.select, options.select or []),
         target=[*file.target, *(options.target or [])],
-        seeds=options.seeds or file.seeds,
-        metric=options.metric or file.metric,
+        seeds=file.seeds if options.seeds is None else options.seeds,
+        metric=file.metric if options.metric is None else options.metric,
         baseline=options.baseline or file.baseline,
         select_seed=file.select_seed if options.select_seed is None else options.select_seed,
         select_rounds=options.select_rounds or file.select_rounds,
@@ -338,7 +338,8 @@ def _plan(options: Options, resolve: Resolve) -> Plan:
 
     varied = [plan.parse_variation(text, "--vary") for text in options.vary or []]
     select = [plan.parse_variation(text, "--select") for text in options.select or []]
-    seeds, metrics = plan.parse_seeds(options.seeds or _SEEDS), plan.parse_metrics(options.metric or _METRIC)
+    seeds = plan.parse_seeds(_SEEDS if options.seeds is None else options.seeds)
+    metrics = plan.parse_metrics(_METRIC if options.metric is None else options.metric)
     targets = tuple(plan.parse_target(text) for text in options.target or [])
     try:
         made = plan.Plan(
@@ -381,8 +382,13 @@ def _carry_out(options: Options, roots: Roots) -> None:
         trials = sum(len(entry.candidates) for entry in plan.entries if len(entry.candidates) > 1)
         size = f"{len(plan.entries)} rows x {len(plan.seeds)} seeds" + f", {trials} trials on validation" * bool(trials)
         err.print(f"{size}; at most {jobs} runs at once, in {folder}", highlight=False, soft_wrap=True, markup=False)
-    with _display(err, quiet=options.quiet) as told:
-        comparison = compare.carry_out(plan, place, told, roots.until_stopped)
+    try:
+        with _display(err, quiet=options.quiet) as told:
+            comparison = compare.carry_out(plan, place, told, roots.until_stopped)
+    except BaseException:
+        with suppress(OSError):
+            folder.rmdir()  # made to see that it can be; nothing is in it yet
+        raise
     if comparison.stopped:
         err.print(f"stopped; the same command goes on: [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
         sys.exit(FAILED)

@@ -317,6 +317,7 @@ def with_absolute_paths(scenario: Scenario, *, weights: bool) -> Scenario:
 
 def _absolute(key: str, path: Path) -> Path:
     try:
+        path = path.expanduser()
         path.resolve()
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a character no path has
         raise InputError(key, str(path)[:200], f"a path ({error})") from None

@@ -86,7 +86,8 @@ def prepare_world(scenario: Scenario, progress: Callable[[str, int, int], None] 
                 case Path() as folder:
                     return folder
     except EOFError:
-        raise RunError("preparing the data failed, see above") from None
+        process.join(1.0)
+        raise RunError(f"preparing the data ended with exit code {process.exitcode}, see above") from None
     finally:
         if process.is_alive():
             process.join(1.0)

@@ -154,7 +154,7 @@ def test_the_release_finds_what_the_evaluator_measured_and_trains_no_other_model
     path = tmp_path / "all" / "model" / "class_prototypes.safetensors"
     arrays = load_file(path)
     save_file({**arrays, "prototypes": arrays["prototypes"][:, :-1].clone()}, path)
-    with pytest.raises(InputError, match="a query bank with digest .* the run's own"):
+    with pytest.raises(InputError, match=r"a query bank with digest .* the run's own"):
         release.model(prepared)
     save_file({"counts": arrays["counts"]}, path)
     with pytest.raises(InputError, match=r"class_prototypes\.safetensors"):

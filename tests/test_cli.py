@@ -11,11 +11,13 @@ import numpy as np
 import pytest
 
 from fedmq import cli
+from fedmq import scenario_file as scenarios
 from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.data.manifest import read_manifest
 from fedmq.data.pictures import Files
 from fedmq.errors import InputError
+from fedmq.runfolder import RunFolder
 
 
 def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -89,6 +91,40 @@ def test_a_folder_in_use_is_not_overwritten(tiny: Path, tmp_path: Path, monkeypa
     (tmp_path / "kept.txt").write_text("mine")
     assert fedmq(monkeypatch, "scenario", tiny, "--out", tmp_path) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_runs_that_begin_within_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    made = [cli._new_folder(tmp_path, "smoke-20260101-000000").name for _ in range(3)]
+    assert made == ["smoke-20260101-000000", "smoke-20260101-000000-2", "smoke-20260101-000000-3"]
+
+
+def test_a_folder_that_another_run_took_meanwhile_keeps_its_scenario(tiny: Path, tmp_path: Path) -> None:
+    folder, scenario = RunFolder(tmp_path), scenarios.load(tiny)
+    cli._begin(folder, scenario)
+    before = folder.scenario.read_text()
+    with pytest.raises(InputError, match="another run has taken"):
+        cli._begin(folder, scenario.model_copy(update={"seed": 1}))
+    assert folder.scenario.read_text() == before
+
+
+def test_a_home_folder_is_found_by_its_tilde(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = scenarios.with_absolute_paths(scenarios.load(tiny, ["data.path=~/mine.npz"]), weights=False)
+    assert found.data.path == tmp_path / "mine.npz"
+
+
+def test_an_empty_list_of_seeds_is_not_the_default_one(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "compare", tiny, "--seeds", "", "--out", tmp_path / "out") == 2
+    assert "--seeds: found ''" in capfd.readouterr().err
+
+
+def test_data_check_of_bare_vectors_with_an_encoder_is_one_line(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "data", "check", tiny, "--set", "backbone.name=lite") == 2
+    assert "features with data.name features" in capfd.readouterr().err
 
 
 def test_a_resume_of_something_else_is_refused(

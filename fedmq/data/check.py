@@ -141,7 +141,7 @@ def check(scenario: Scenario, progress: Progress | None = None) -> dict[str, Any
         InputError: the data cannot be read, or cannot be shared out as asked.
     """
     data, backbone = scenario.data, scenario.backbone
-    if data.name == "openmoji" or backbone.name == "features":
+    if data.name in ("openmoji", "features") or backbone.name == "features":
         return {"data": data.name, **_world_facts(build_world(scenario, progress)), "usable": True}
     facts = check_raw(data, progress)
     if facts["usable"] and extract.find(data, backbone, cache_folder(), scenario.seed) is not None:

@@ -73,6 +73,9 @@ def store(path: Path, n: int, chunk: int, encode: Callable[[range], Array], told
                 values = encode(range(done, min(done + chunk, n)))
                 if mapped is None:
                     mapped = np.lib.format.open_memmap(partial, "w+", values.dtype, (n, *values.shape[1:]))
+                    # All of its room now: a disk found full when a page is written kills the process without a word.
+                    with partial.open("r+b") as file:
+                        os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
                 mapped[done : done + len(values)] = values
                 done += len(values)
                 # The rows first, then the mark that counts them: a mark never promises rows that are not there.

@@ -76,7 +76,12 @@ def run(
         init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
     over = threading.Event()
     named = silos or scenario.silo_names
-    targets = [watched(over, run_silo, SiloArguments(scenario, name, uri, keys, out)) for name in named]
+
+    def unanswered(line: str) -> None:
+        if over.is_set():  # it came when all was over, so that nobody told it: a real process is ended by a signal
+            raise RuntimeError(line)
+
+    targets = [watched(over, run_silo, SiloArguments(scenario, name, uri, keys, out), unanswered) for name in named]
     targets.append(watched(over, run_evaluator, EvaluatorArguments(scenario, uri, keys, out)))
     targets += [lambda other=other: other(uri, keys) for other in others]  # type: ignore[misc]
     threads = [threading.Thread(target=target, daemon=True) for target in targets]
@@ -90,6 +95,6 @@ def run(
         over.set()
         for thread in threads:
             if thread.is_alive():
-                thread.join(10)
+                thread.join(60)  # who heard nothing gives its session up after 30 s, and knocks for 12 s
         # Whoever is left would go on writing its log beside the next one of its name.
         assert not [target for target, thread in zip(targets, threads, strict=True) if thread.is_alive()]

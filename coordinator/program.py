@@ -160,7 +160,7 @@ def run_coordinator(
         listening(listener.uri)
         phase = loop.run()
         loop.saving.bring_up_to_now()
-        summary = _finish(loop, world, clock) if phase is Phase.DONE else {}
+        summary = _finish(loop, world, clock, theta) if phase is Phase.DONE else {}
         log.note("ended", phase=phase.value)
         return Outcome(phase, summary)
     finally:
@@ -221,7 +221,7 @@ def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setti
     if setting.plan.wanted(1) < setting.plan.cohort_size(1):  # the first round's cohort may be everybody
         context = replace(context, whole_rounds=False)
         setting = replace(setting, protocol=protocol_class(options, context), context=context)
-    sent = [setting.protocol.uploads(silo) for silo in world.silos if setting.protocol.eligible(silo)]
+    sent = _sent(setting, world)
     if scenario.privacy.clip_norm is not None and not any(set(privacy.TRANSFORMED) & kinds for kinds in sent):
         allowed = f"null: silos of {scenario.protocol.name} send no update that could be clipped"
         raise InputError("privacy.clip_norm", scenario.privacy.clip_norm, allowed)
@@ -229,6 +229,11 @@ def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setti
         allowed = f"uniform, by_data or availability: {scenario.protocol.name} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)
     return setting, model.flat.detach().clone()
+
+
+def _sent(setting: Setting, world: World) -> list[frozenset[type[Payload]]]:
+    """What the silos that the method may ask send."""
+    return [setting.protocol.uploads(silo) for silo in world.silos if setting.protocol.eligible(silo)]
 
 
 def _loop(
@@ -278,8 +283,15 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _finish(loop: Loop, world: World, clock: Clock) -> dict[str, Any]:
-    """Write the released model, the summary and the report."""
+def _finish(loop: Loop, world: World, clock: Clock, initial: torch.Tensor) -> dict[str, Any]:
+    """Write the released model, the summary and the report.
+
+    Args:
+        loop: at its end.
+        world: the silos and their data.
+        clock: of the run.
+        initial: parameters [P] that the run began with.
+    """
     setting, folder = loop.setting, loop.setting.folder
     state, protocol = loop.states[loop.rounds.version], setting.protocol
     model = setting.context.layout.model_digest(state.theta.numpy())
@@ -288,7 +300,10 @@ def _finish(loop: Loop, world: World, clock: Clock) -> dict[str, Any]:
     _release(setting, state.theta, more, {"model_digest": model, "released_with": with_it})
     # Before the summary: where that is, the log says what was released, whenever the process was killed.
     loop.log.note("released", model_digest=model, **with_it)
-    told = {"model_digest": model, **({"released_with": with_it} if with_it else {})}
+    told: dict[str, Any] = {"model_digest": model, **({"released_with": with_it} if with_it else {})}
+    shared = any(kinds & set(privacy.TRANSFORMED) for kinds in _sent(setting, world))
+    if shared and torch.equal(state.theta, initial):
+        told["unchanged"] = True
     summary = _summary(loop, world, clock, told)
     write_json(folder.summary, summary)
     report.write(folder)
@@ -316,7 +331,7 @@ def _release(setting: Setting, theta: torch.Tensor, more: tuple[Payload, ...], d
     write_json(folder / "config.json", config)
 
 
-def _summary(loop: Loop, world: World, clock: Clock, digests: Mapping[str, Any]) -> dict[str, Any]:
+def _summary(loop: Loop, world: World, clock: Clock, told: Mapping[str, Any]) -> dict[str, Any]:
     scenario, tally = loop.setting.scenario, loop.tally
     evaluations = {line["version"]: line for line in read_metrics(loop.setting.folder) if line["kind"] == "evaluation"}
     last = evaluations[max(evaluations)]
@@ -332,7 +347,7 @@ def _summary(loop: Loop, world: World, clock: Clock, digests: Mapping[str, Any])
         "seed": scenario.seed,
         "rounds": scenario.rounds,
         "versions": loop.rounds.version,
-        **digests,
+        **told,
         "metrics": last["metrics"],
         "per_silo": {
             silo.name: {

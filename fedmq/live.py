@@ -145,6 +145,14 @@ def print_summary(summary: Mapping[str, Any], folder: RunFolder, console: Consol
         markup=False,
         soft_wrap=True,
     )
+    if summary.get("unchanged"):
+        console.print(
+            "the model is the one the run began with, to the bit: no silo's update changed it. Silos that have nothing "
+            "to train on send zeros; `loss` in metrics.jsonl says whether any of them trained",
+            style="yellow",
+            highlight=False,
+            soft_wrap=True,
+        )
 
 
 def print_audit(audit: Audit, console: Console) -> None:

@@ -95,12 +95,15 @@ def test_a_resumed_run_knows_the_evaluations_figures_from_its_file(tiny: Path, t
 
 
 # -------------------------------------------------------------------------------------------------- who comes back
-def storming(scenario: Scenario, done: list[int]) -> Callable[[str, Path], None]:
-    """A silo-03 that shakes hands again and again, on connections that it keeps; then a silo as any other."""
+def storming(scenario: Scenario, sent: list[float], done: list[int]) -> Callable[[str, Path], None]:
+    """A silo-03 that, once it has a task, shakes hands again and again; then one as any other."""
 
     def silo(uri: str, keys: Path) -> None:
-        kept = []
-        for _ in range(30):
+        kept = [joined(uri, keys, "silo-03", scenario)[0]]
+        end = time.monotonic() + 20
+        while not sent and time.monotonic() < end:
+            time.sleep(0.01)  # nobody has a task before all others came
+        for _ in range(29):
             kept.append(joined(uri, keys, "silo-03", scenario)[0])
         done.append(len(kept))
         for connection in kept:
@@ -124,7 +127,7 @@ def test_who_comes_back_again_and_again_is_handed_its_open_task_once_in_a_beat(
 
     monkeypatch.setattr(Roster, "send", counted)
     out = tmp_path / "storm"
-    outcome = threads.run(scenario, out, silos=scenario.silo_names[:3], others=[storming(scenario, done)])
+    outcome = threads.run(scenario, out, silos=scenario.silo_names[:3], others=[storming(scenario, sent, done)])
     assert done == [30]
     # The first time, the first time again, and once in each beat that the storm lasted.
     assert len(sent) <= 3 + (sent[-1] - sent[0]) / BEAT_SECONDS

@@ -1,0 +1,36 @@
+"""A run in which nobody trained anything ends, and says so."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from fedmq.live import print_summary
+from fedmq.runfolder import RunFolder
+from tests import inline
+from tests.threads import resolved
+
+
+def told(scenario_file: Path, out: Path, *settings: str) -> tuple[bool, str]:
+    """What a run's summary and its screen say of a model that nobody changed."""
+    scenario = resolved(scenario_file, "rounds=2", "participation=1", *settings)
+    summary, screen = inline.run(scenario, out).summary, io.StringIO()
+    print_summary(summary, RunFolder(out), Console(file=screen, width=200))
+    return summary.get("unchanged", False), screen.getvalue()
+
+
+@pytest.mark.parametrize("way", ["idle", "anchored to what nobody has"])
+def test_a_run_that_nobody_trained_in_says_so(tiny: Path, tmp_path: Path, way: str) -> None:
+    protocol = "{name: fedavg, single_modality: idle}" if way == "idle" else "{name: rcsr, client_align: false}"
+    lone = ["missing_modality={rate: 1, only: image}"]
+    unchanged, screen = told(tiny, tmp_path, f"protocol={protocol}", *lone)
+    assert unchanged and "no silo's update changed it" in screen
+
+
+@pytest.mark.parametrize("protocol", ["fedavg", "local", "fedproto"])
+def test_a_run_that_trained_or_shares_no_model_says_nothing_of_it(tiny: Path, tmp_path: Path, protocol: str) -> None:
+    unchanged, screen = told(tiny, tmp_path, f"protocol={protocol}")
+    assert not unchanged and "changed it" not in screen

@@ -125,6 +125,9 @@ def _notes(rows: Sequence[Row], plan: Plan, selected: bool, compared: bool) -> t
     with_public = sorted(f"{method} ({items} items)" for method, items in public if items is not None)
     if with_public:
         notes.append(f"trained on a public set besides, which the others had not: {', '.join(with_public)}")
+    untrained = [row.entry.name for row in rows if any(own.summary.get("unchanged") for own in row.outcomes.values())]
+    if untrained:
+        notes.append(f"no silo's update changed the model of at least one seed: {', '.join(untrained)}")
     if any(row.best for row in rows):
         notes.append("bold: best")
     if selected:

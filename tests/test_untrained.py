@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from fedmq import tables
 from fedmq.live import print_summary
 from fedmq.runfolder import RunFolder
 from tests import inline
@@ -34,3 +37,17 @@ def test_a_run_that_nobody_trained_in_says_so(tiny: Path, tmp_path: Path, way: s
 def test_a_run_that_trained_or_shares_no_model_says_nothing_of_it(tiny: Path, tmp_path: Path, protocol: str) -> None:
     unchanged, screen = told(tiny, tmp_path, f"protocol={protocol}")
     assert not unchanged and "changed it" not in screen
+
+
+def test_a_table_names_rows_whose_model_nobody_changed() -> None:
+    def row(name: str, **facts: bool) -> Any:
+        outcomes = {seed: SimpleNamespace(summary=own) for seed, own in enumerate([{}, facts])}
+        entry = SimpleNamespace(method=name, name=name, candidates=(None,))
+        return SimpleNamespace(entry=entry, outcomes=outcomes, against=None, best=())
+
+    plan: Any = SimpleNamespace(seeds=(0, 1))
+    notes = tables._notes([row("fedavg"), row("idle", unchanged=True)], plan, False, False)
+    assert [note for note in notes if "changed the model" in note] == [
+        "no silo's update changed the model of at least one seed: idle"
+    ]
+    assert not any("changed the model" in note for note in tables._notes([row("fedavg")], plan, False, False))

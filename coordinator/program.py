@@ -126,7 +126,7 @@ def run_coordinator(
     if peers is None:
         _allow_descriptors()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
-    keys = _keys(arguments) if peers is None else None
+    identity, accepted, revoked = _keys(arguments) if peers is None else (None, {}, frozenset[str]())
     world = build_world(scenario, folder=arguments.data, pooled=protocols.pooled(scenario.protocol.name))
     setting, theta = _setting(scenario, world, folder)
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
@@ -149,14 +149,16 @@ def run_coordinator(
             log.note(INLINE)
             listener = roster = Inline(peers(world), run, log, clock)
         else:
-            assert keys is not None  # noqa: S101 - read above where silos connect
+            assert identity is not None  # noqa: S101 - read above where silos connect
             max_body = largest_body(setting)
             # Frames up to twice that are read, so as to be refused by name and logged; ZeroMQ hangs up on larger ones.
             listener = listen(arguments.bind, max_frame=2 * max_body)
-            roster = Roster(listener, *keys, run, log, clock, max_body)
+            roster = Roster(listener, identity, accepted, run, log, clock, max_body)
         wired, handed = isinstance(roster, Roster), saved.handed if saved else {}
         trouble = Trouble(setting.script, folder, log, clock, order=order, wired=wired, handed=handed)
-        loop = _loop(setting, theta, saved, clock, listener, roster, log, trouble, status, stop_wanted)
+        for silo in sorted(revoked):
+            log.note("expelled", peer=silo)
+        loop = _loop(setting, theta, saved, revoked, clock, listener, roster, log, trouble, status, stop_wanted)
         listening(listener.uri)
         phase = loop.run()
         loop.saving.bring_up_to_now()
@@ -185,19 +187,21 @@ def largest_body(setting: Setting) -> int:
     return max(_LEAST_BODY, 4 * setting.context.layout.nbytes, tensors + MAX_BODY_HEADER)
 
 
-def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted]:
-    """The coordinator's own key and the keys it accepts.
+def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted, frozenset[str]]:
+    """The coordinator's own key, the keys it accepts, and the silos whose keys were taken back.
 
     Raises:
-        InputError: a key is missing.
+        InputError: a key is missing; of a run that goes on, the evaluator's or every silo's.
     """
     identity, accepted = load_identity(arguments.keys, COORDINATOR), load_accepted(arguments.keys)
-    missing = [name for name in (*arguments.scenario.silo_names, EVALUATOR) if name not in accepted]
+    silos = arguments.scenario.silo_names
+    missing = [name for name in (*silos, EVALUATOR) if name not in accepted]
+    if arguments.resume and EVALUATOR not in missing and len(missing) < len(silos):
+        return identity, accepted, frozenset(missing)
     if missing:
-        raise InputError(
-            f"{arguments.keys}: accepted", f"no key of {missing[0]}", "a public key for the evaluator and every silo"
-        )
-    return identity, accepted
+        allowed = "a public key for the evaluator and every silo; a run that goes on (--resume) does without a silo's"
+        raise InputError(f"{arguments.keys}: accepted", f"no key of {missing[0]}", allowed)
+    return identity, accepted, frozenset()
 
 
 def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setting, torch.Tensor]:
@@ -240,6 +244,7 @@ def _loop(
     setting: Setting,
     theta: torch.Tensor,
     saved: checkpoints.Checkpoint | None,
+    revoked: frozenset[str],
     clock: Clock,
     listener: Listener | Inline,
     roster: Roster | Inline,
@@ -254,6 +259,10 @@ def _loop(
     else:
         rounds, states = Rounds.from_plain(plan, saved.rounds), dict(saved.states)
         due, tally = dict(saved.due), Tally.from_plain(saved.tally)
+    # They can never come back: nothing is asked of them, and what was has failed.
+    flights = {silo: flight for silo, flight in rounds.flights.items() if silo not in revoked}
+    rounds = replace(rounds, gone=rounds.gone | revoked, flights=flights)
+    due = {silo: at for silo, at in due.items() if silo not in revoked}
     measuring = Measuring(setting, roster, log, _cut_metrics(setting.folder, rounds.version))
     return Loop(
         setting,

@@ -269,7 +269,7 @@ class Rounds:
         version: merges so far; also the number of the present round.
         online: silos with a live session.
         off: silos that the availability trace has off.
-        gone: silos given up; they are not asked again until they rejoin.
+        gone: silos given up; they are not asked again until they rejoin, and a resumed run begins without them.
         flights: tasks that are out, by silo.
         cohort: the silos asked at this version that have not failed. A silo is asked at most once per version.
         arrived: replies to be merged next, by silo.
@@ -340,7 +340,7 @@ class Rounds:
         # The same task under the same number: a silo that already did it answers from memory or does the same again.
         flight = here.flights.get(silo)
         again = () if flight is None else (Send(silo, flight.sequence, flight.base_version, flight.round),)
-        complete = here.phase is Phase.GATHERING and set(here.plan.silos) <= here.online
+        complete = here.phase is Phase.GATHERING and set(here.plan.silos) <= here.online | here.gone
         begun, actions = here._begin() if complete else here._refilled()
         return begun, again + actions
 

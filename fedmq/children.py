@@ -30,14 +30,19 @@ _PR_SET_PDEATHSIG = 1
 _ORPHANED = 1
 
 
-def _settle_in() -> None:
+def _settle_in(*, terminable: bool = True) -> None:
     """A child leaves Ctrl-C to the process that started it and never outlives it.
 
     To the kernel its parent is the forkserver, so dying with the parent is not enough: the forkserver ends once nobody
     holds the write end of its pipe any more, and every child is given one. A thread waits for the starter's end; and
     the write end is closed, so that the forkserver ends too and takes with it a child that stands still.
+
+    Args:
+        terminable: SIGTERM ends it; the coordinator, told to stop by its starter, finishes what it writes instead.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL if terminable else signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     starter = multiprocessing.parent_process()
@@ -80,7 +85,7 @@ def _say(error: FedmqError) -> int:
 
 def coordinator_process(arguments: CoordinatorArguments, line: Connection) -> None:
     """The coordinator; the line tells its starter the status, the orders, and at last the outcome."""
-    _settle_in()
+    _settle_in(terminable=False)
     try:
         outcome = run_coordinator(
             arguments,

@@ -12,7 +12,9 @@ import signal
 # Ctrl-C is for the command that started the forkserver: it ends, and then the forkserver does. The forkserver itself
 # ignores it only once all is imported. The children inherit this, and none of them wants anything else.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-# It came blocked, see fedmq.warm.
+# SIGTERM, which a scheduler sends to every process of a run, is blocked here: a child takes what came once it is ready.
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+# SIGINT came blocked, see fedmq.warm.
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 _MODULES = (

@@ -201,7 +201,8 @@ def test_a_stop_that_takes_long_is_told_of(tiny: Path, tmp_path: Path, reference
     assert "--resume" in error
 
 
-def test_ctrl_c_while_silos_start_ends_those_at_once(tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_while_silos_start_ends_those_at_once(tiny: Path, tmp_path: Path, how: signal.Signals) -> None:
     out = tmp_path / "run"
     process = started(tiny, out)
     try:
@@ -210,7 +211,7 @@ def test_ctrl_c_while_silos_start_ends_those_at_once(tiny: Path, tmp_path: Path)
         while not (out / "messages" / "coordinator.jsonl").exists():
             assert time.monotonic() < deadline
             time.sleep(0.005)
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, how)
         asked = time.monotonic()
         _, error = process.communicate(timeout=PATIENCE)
         assert time.monotonic() - asked < 15.0
@@ -266,7 +267,11 @@ def holds(process: psutil.Process, name: str) -> bool:
         return False
 
 
-def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(
+    tiny: Path, tmp_path: Path, reference: dict[str, Any], how: signal.Signals
+) -> None:
+    """So does what a scheduler sends to all processes of a run alike."""
     out = tmp_path / "run"
     process = subprocess.Popen(
         [FEDMQ, "scenario", str(tiny), "--out", str(out), "--set", "rounds=12"],
@@ -275,7 +280,7 @@ def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(tiny: Path, tmp_path: P
         start_new_session=True,
     )
     wait_for_merges(out, 2)
-    os.killpg(process.pid, signal.SIGINT)
+    os.killpg(process.pid, how)
     _, error = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
     assert "Traceback" not in error

@@ -444,7 +444,7 @@ def _display(console: Console, *, quiet: bool) -> Iterator[Callable[[str, Progre
     """One line that is kept up to date; if nobody watches, a line at each run's end and every half minute."""
     if quiet:
         yield lambda what, how: None
-    elif console.is_terminal:
+    elif console.is_terminal and not console.is_dumb_terminal:
         with Live("", console=console, refresh_per_second=2, transient=True) as shown:
             yield lambda what, how: shown.update(escape(_progress_line(what, how)))
     else:

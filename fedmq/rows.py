@@ -121,6 +121,10 @@ def _columns(results: Mapping[int, Outcome], plan: Plan) -> dict[str, dict[int, 
     }
 
 
+#: What metrics of labels are called.
+_OF_LABELS = ("map", "ndcg")
+
+
 def empty_columns(plan: Plan, made: Sequence[Row]) -> tuple[str, ...]:
     """A warning, one line, for each column that no finished run has a value for: what was asked for is no name there.
 
@@ -135,9 +139,16 @@ def empty_columns(plan: Plan, made: Sequence[Row]) -> tuple[str, ...]:
     lacking = [(metric, metric, names) for metric in plan.metrics if not any(row.columns[metric].n for row in made)]
     lacking += [(each.title, each.metric, measured) for each in plan.targets if each.metric not in measured]
     return tuple(
-        f"column {title!r} holds only dashes: no run has {metric}; nearest: {', '.join(nearest(metric, known))}"
+        f"column {title!r} holds only dashes: no run has {metric}{_instead(metric, known)}"
         for title, metric, known in lacking
     )
+
+
+def _instead(metric: str, known: Sequence[str]) -> str:
+    """What to ask for in place of a metric no run has."""
+    if metric.removeprefix("personal.").startswith(_OF_LABELS) and not any(name.startswith("map") for name in known):
+        return ", which needs labels, and the data has none"
+    return f"; nearest: {', '.join(nearest(metric, known)[:8])}"
 
 
 def _names(own: Outcome) -> list[str]:

@@ -554,6 +554,13 @@ def test_a_metric_that_no_run_has_is_a_column_of_dashes_and_a_warning_with_the_n
     assert "nearest: bytes.up" in told[1]
     assert told[2].endswith("nearest: mean_r1")
     assert not any("\n" in line for line in told)
+    (told_of_labels,) = made_rows.empty_columns(*with_metric(entry, tmp_path, "personal.map_at50"))
+    assert told_of_labels.endswith("no run has personal.map_at50, which needs labels, and the data has none")
+
+
+def with_metric(entry: Entry, folder: Path, metric: str) -> tuple[Plan, Any]:
+    plan = Plan((entry,), (0,), (metric,))
+    return plan, made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: outcomes.read(RunFolder(folder))}})
 
 
 def test_metrics_no_run_can_have_are_refused_and_cut_offs_are_those_of_the_rows(tiny: Path) -> None:

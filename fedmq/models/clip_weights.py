@@ -320,7 +320,9 @@ def _full_model(backbone: Backbone, config: Mapping[str, Any], seed: int) -> nn.
         try:
             fetched: nn.Module = open_clip.create_model(backbone.name, pretrained=what, weights_only=True)
         except (RuntimeError, OSError, ValueError) as error:
-            raise RunError(f"weights {what} of {backbone.name} could not be fetched: {error}") from error
+            instead = "a local file does without: --set backbone.pretrained=FILE"
+            why = f"backbone.pretrained: {what} of {backbone.name} could not be fetched ({error}); {instead}"
+            raise RunError(why) from error
         return fetched.eval().requires_grad_(False)
     # open_clip draws from the global generator and takes no other: it is put back as it was.
     with torch.random.fork_rng(devices=[]):

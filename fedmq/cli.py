@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -19,7 +19,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from fedmq import __version__, cli_audit, cli_compare, cli_data, cli_keys, cli_search
+from fedmq import __version__, cli_audit, cli_compare, cli_data, cli_keys, cli_reference, cli_search
 from fedmq.cli_options import AsJson, Connect, Device, File, Keys, Quiet, Run, Seed, Settings
 from fedmq.errors import FedmqError, InputError, RunError
 
@@ -358,32 +358,6 @@ def _say(line: str) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------- the rest
-@app.command("protocols")
-def protocols_command(as_json: AsJson = False) -> None:
-    """List the federated methods and their options.
-
-    Example: [bold]fedmq protocols[/bold]
-    """
-    import dataclasses  # noqa: PLC0415
-
-    import protocols  # noqa: PLC0415
-
-    listing: dict[str, dict[str, Any]] = {
-        name: {
-            "summary": protocols.summary(name),
-            "options": {f.name: f.default for f in dataclasses.fields(protocols.load(name).Options)},
-        }
-        for name in protocols.names()
-    }
-    if as_json:
-        print(json.dumps(listing, indent=2, default=str))
-        return
-    for name, facts in listing.items():
-        out.print(f"[bold]{name}[/bold]  {facts['summary']}", highlight=False)
-        options: Mapping[str, Any] = facts["options"]
-        out.print("    " + ", ".join(f"{key}: {value}" for key, value in options.items()), highlight=False, style="dim")
-
-
 def _pooled(method: str) -> bool:
     import protocols  # noqa: PLC0415 - brings torch
 
@@ -391,6 +365,7 @@ def _pooled(method: str) -> bool:
 
 
 cli_audit.add_audit(app, _bar, _pooled)
+cli_reference.add_reference(app)
 cli_data.add_data(data_app, _scenario_of, _bar, BAD_INPUT)
 
 

@@ -134,7 +134,7 @@ def measure(
 
 
 def fold_recalls(items: Embedded, size: int, seed: int = 0) -> dict[str, float]:
-    """Recall within consecutive folds of ``size`` items, the mean over the folds that are full (METHODS.md 8.4).
+    """Recall within consecutive folds of ``size`` items, the mean over the folds that are full.
 
     COCO's 5,000 test images so make five galleries of 1,000, beside the one of 5,000.
 
@@ -157,7 +157,7 @@ def _comparable(items: Embedded, seed: int) -> tuple[np.ndarray, np.ndarray, np.
     """Images, captions and the captions' owners, whose inner products rank: codes as signs, others of unit length.
 
     Codes tie massively, and a stable order would let captions that lie image by image come all together or not at
-    all: they are shuffled (METHODS.md 8.2). Embeddings, DSCMR's apart, are of unit length as they are, and do not tie.
+    all: they are shuffled. Embeddings, DSCMR's apart, are of unit length as they are, and do not tie.
     """
     if not items.binary:
         return _unit(items.image), _unit(items.text), items.owner
@@ -293,7 +293,7 @@ class HeldOut:
         """Measure a model over the whole split, and for some silos on their own share of it.
 
         A silo's own queries retrieve from its own share of the gallery, which the same proportions cut as its training
-        items (METHODS.md 5); where the gallery is the split itself, from its own share of that.
+        items; where the gallery is the split itself, from its own share of that.
         """
         evaluation, seed = self.scenario.evaluation, self.scenario.seed
         embedded = embed(encoders, self.share, binary=binary)

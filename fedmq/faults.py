@@ -290,14 +290,14 @@ class ModalityLost(Fault):
     """Silos lose a modality in ``rounds`` (``5-``: from round 5 on)."""
 
     kind: Literal["modality_lost"] = "modality_lost"
-    modality: Modality
+    modality: Modality = Field(description="that they lose")
 
 
 class ModalityGained(Fault):
     """Silos get the modality they lack in ``rounds``."""
 
     kind: Literal["modality_gained"] = "modality_gained"
-    modality: Modality
+    modality: Modality = Field(description="that they get")
 
 
 class Drift(Fault):

@@ -77,7 +77,7 @@ def recall(ranks: I64, k: int) -> float:
 
 
 def median_rank(ranks: I64) -> int:
-    """floor(median) + 1 of ranks counted from 0, as retrieval papers print it (METHODS.md 8.4); 0 for no queries."""
+    """floor(median) + 1 of ranks counted from 0, as retrieval papers print it; 0 for no queries."""
     return int(np.floor(np.median(ranks))) + 1 if len(ranks) else 0
 
 
@@ -96,8 +96,8 @@ def recalls(image: Array, text: Array, owner: Array, ks: Sequence[int] = RECALLS
 def spread(z: npt.NDArray[Any]) -> float:
     """How far embeddings [n, d] are from all pointing one way: 1 - |mean of their directions|^2, 0 to 1.
 
-    Anchoring silos to one prototype of what they lack is least where a tower gives all items one embedding (METHODS.md
-    6, eq 3); this falls to 0 then, while recall may already be bad for other reasons.
+    Anchoring silos to one prototype of what they lack is least where a tower gives all items one embedding (RCSR,
+    eq 3); this falls to 0 then, while recall may already be bad for other reasons.
     """
     x = np.asarray(z, dtype=np.float64)
     mean = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)).mean(axis=0)

@@ -38,7 +38,9 @@ class Staleness(Part):
 class Robust(Part):
     """A merge that a few Byzantine silos cannot steer; see :mod:`protocols._robust`."""
 
-    rule: Literal["none", "norm_bound", "median", "trimmed_mean", "krum"] = "none"
+    rule: Literal["none", "norm_bound", "median", "trimmed_mean", "krum"] = Field(
+        "none", description="of the merge: the method's own, or one that bounds what a few silos can do"
+    )
     bound: Positive | None = Field(None, description="norm_bound: longest update (L2); null means their median length")
     trim: float = Field(0.2, ge=0.0, lt=0.5, description="trimmed_mean: share cut off at either end")
     byzantine: float = Field(0.2, ge=0.0, lt=0.5, description="krum: share of the replies that may be Byzantine")

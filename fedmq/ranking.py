@@ -366,7 +366,7 @@ def hamming_metrics(
     denominator: Denominator = "retrieved",
     empty: Empty = "zero",
 ) -> RankingMetrics:
-    """Hamming ranking of codes, an item being relevant where it shares at least one label (METHODS.md 8.1 to 8.5).
+    """Hamming ranking of codes, an item being relevant where it shares at least one label.
 
     Args:
         query_codes: [Q, r], signs are taken (0 is +1); or packed uint8 [Q, bytes] of ``codes.pack``.

@@ -29,7 +29,7 @@ class ProtocolChoice(BaseModel):
     """Which federated method runs; the other keys are that method's own options, checked by its dataclass."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: Name
+    name: Name = Field(description="of a method; fedmq protocols lists them")
 
     @property
     def options(self) -> dict[str, Any]:
@@ -168,7 +168,7 @@ class Objective(BaseModel):
 class Silos(Part):
     """How many silos there are and how many of them train at once on one machine."""
 
-    count: int = Field(30, ge=1, le=1024)
+    count: int = Field(30, ge=1, le=1024, description="silos of the federation")
     slots: Count | None = Field(None, description="silos training at once; null means the machine's cores")
 
 
@@ -220,15 +220,17 @@ class MissingModality(Part):
 class Training(Part):
     """Local training, the same for every method."""
 
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    learning_rate: Positive = 1e-4
-    weight_decay: NonNegative = 0.01
+    optimizer: Literal["adamw", "adam", "sgd"] = Field("adamw", description="of local training")
+    learning_rate: Positive = Field(1e-4, description="after the warm-up")
+    weight_decay: NonNegative = Field(0.01, description="decoupled with adamw, else added to the gradient")
     momentum: float = Field(0.9, ge=0.0, lt=1.0, description="of sgd")
     betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="of adam and adamw: what their two averages keep")
-    batch_size: Count = 128
-    local_epochs: Count = 1
-    schedule: Literal["cosine", "constant"] = "cosine"
-    warmup_rounds: int = Field(5, ge=0, description="linear warm-up of the learning rate")
+    batch_size: Count = Field(128, description="items; a last batch of fewer counts as well")
+    local_epochs: Count = Field(1, description="passes over a silo's own data in a task")
+    schedule: Literal["cosine", "constant"] = Field("cosine", description="of the learning rate over the rounds")
+    warmup_rounds: int = Field(
+        5, ge=0, description="linear warm-up of the learning rate; not given, fewer in a run of no more rounds than 5"
+    )
     floor: Fraction = Field(0.01, description="share of the learning rate that the cosine ends at")
 
     def rate_at(self, round_: int, rounds: int) -> float:
@@ -245,7 +247,7 @@ class Evaluation(Part):
     """What the evaluator measures and when."""
 
     every: int = Field(10, ge=0, description="rounds between evaluations; 0 only at the end")
-    split: Literal["val", "test"] = "test"
+    split: Literal["val", "test"] = Field("test", description="whose items are the queries")
     gallery: Literal["split", "database"] = Field(
         "split",
         description="what label metrics retrieve from: the split's other modality, or all items outside the split",
@@ -283,9 +285,9 @@ class Privacy(Part):
 class Scenario(Part):
     """Everything about a run. Two equal scenarios on one machine give the same model to the bit."""
 
-    name: Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,47}$")]
-    seed: int = Field(0, ge=0, lt=2**63)
-    rounds: Count = 200
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,47}$", description="of the run, for folders and tables")
+    seed: int = Field(0, ge=0, lt=2**63, description="every random draw derives from it")
+    rounds: Count = Field(200, description="merges of the shared model, in every mode of aggregation")
     participation: Participation = Participation()
     protocol: ProtocolChoice
     data: Data
@@ -300,13 +302,26 @@ class Scenario(Part):
     cost: Cost = Cost()
     privacy: Privacy = Privacy()
     faults: tuple[AnyFault, ...] = Field((), description="scripted faults; docs/faults.md lists them")
-    clock: Literal["virtual", "wall"] = "virtual"
-    device: Device = "cpu"
+    clock: Literal["virtual", "wall"] = Field(
+        "virtual", description="virtual: time is made up from `cost`, and a run repeats to the bit; wall: real time"
+    )
+    device: Device = Field("cpu", description="of every silo and the evaluator: auto, cpu, cuda or cuda:N")
     launcher: Literal["local", "inline", "none"] = Field(
         "local",
         description="local starts the silos here; inline runs them in the coordinator's process without messages: the "
         "same model to the bit, no message logs; none is for silos started by hand, with the programs' own commands",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_warmup(cls, given: object) -> object:
+        """In a run of five rounds or fewer the default warm-up, which nobody chose, leaves the last round to itself."""
+        if not isinstance(given, dict) or type(given.get("rounds")) is not int:
+            return given
+        training, most = given.get("training") or {}, given["rounds"] - 1
+        if not isinstance(training, dict) or "warmup_rounds" in training or not 0 <= most < 5:
+            return given
+        return {**given, "training": {**training, "warmup_rounds": most}}
 
     @field_validator("protocol", mode="before")
     @classmethod

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import pkgutil
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 from fedmq.errors import InputError
 from fedmq.protocol import FederatedProtocol
-from fedmq.scenario import Objective, ProtocolChoice, Scenario
+from fedmq.scenario import Base, Objective, ProtocolChoice, Scenario
 from protocols import _bases
 from protocols._options import as_plain, parsed
 
@@ -49,6 +50,31 @@ def summary(name: str) -> str:
     load(name)
     text = importlib.import_module(f"{__name__}.{name}").__doc__ or ""
     return text.strip().partition("\n")[0]
+
+
+def losses() -> tuple[str, ...]:
+    """Names of the base losses with options of their own: all but info_nce, whose temperature is the method's."""
+    return tuple(sorted(set(get_args(Base)) - {"info_nce"}))
+
+
+def loss_options(name: str) -> type[Any]:
+    """The dataclass of a base loss's own options.
+
+    Raises:
+        InputError: there is no such loss, or it has none.
+    """
+    if name not in losses():
+        raise InputError("objective.base", name, ", ".join(losses()))
+    return _bases.module_of(name).Options
+
+
+def loss_summary(name: str) -> str:
+    """First line of a base loss's docstring, for ``fedmq losses``.
+
+    Raises:
+        InputError: there is no such loss, or it has no options.
+    """
+    return (inspect.getdoc(inspect.getmodule(loss_options(name))) or "").partition("\n")[0]
 
 
 def options_of(protocol: type[FederatedProtocol], raw: Mapping[str, Any], place: str = "protocol") -> Any:

@@ -1,6 +1,6 @@
 """What a silo that lacks a modality leaves out of its updates: the branch it has no data for.
 
-Nothing trains that branch, so its change is exactly zero (METHODS.md 0.3) and need not travel: the update goes up as a
+Nothing trains that branch, so its change is exactly zero and need not travel: the update goes up as a
 partial delta of the layers the silo trains, and the coordinator, which knows what it lacks, puts the zeros back.
 """
 

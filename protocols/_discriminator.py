@@ -1,4 +1,4 @@
-"""FedHAP's discriminator: tells silos' codes of a class from the class's global prototype (eq 8; METHODS.md 4).
+"""FedHAP's discriminator: tells silos' codes of a class from the class's global prototype (eq 8).
 
 Two layers over [code ; label vector], in a flat buffer with a layout of its own. Its initial parameters are drawn from
 the run's seed in every process; on the wire it travels as its change since then.

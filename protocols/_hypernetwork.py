@@ -1,7 +1,7 @@
 """PLFedCMH's server side: one small network per silo and branch says how to mix the silos' layers for that silo.
 
 A network is an embedding, three ReLU layers and one linear layer per block of the model, all in one flat buffer. It is
-trained by the silo's own update of the mixture it was sent (METHODS.md 7.4).
+trained by the silo's own update of the mixture it was sent.
 """
 
 from __future__ import annotations

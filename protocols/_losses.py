@@ -49,7 +49,7 @@ def anchor(z: Tensor, missing: Tensor) -> Tensor:
 
 
 def nearest_anchor(z: Tensor, missing: Tensor) -> Tensor:
-    """RCSR's eq 3 with many prototypes: each sample is drawn to the one it is nearest to (METHODS.md 6, not the paper).
+    """RCSR's eq 3 with many prototypes: each sample is drawn to the one it is nearest to (not the paper's).
 
     Args:
         z: [B, d] embeddings of the modality the silo has.

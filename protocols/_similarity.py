@@ -1,4 +1,4 @@
-"""Similarities of unlabelled pairs, the targets of the unsupervised hashing bases (METHODS.md 1.5).
+"""Similarities of unlabelled pairs, the targets of the unsupervised hashing bases.
 
 Features are frozen, so a silo's targets never change. DGCPN's look at the silo's whole training set; they are made for
 one batch at a time, because nobody needs more than the batch's own rows and columns of the n x n matrix.

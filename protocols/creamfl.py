@@ -1,7 +1,7 @@
 """CreamFL with averaged parameters, our reading: contrasts with global and last local embeddings (Yu et al. 2023).
 
 The original exchanges representations of a public set (``creamfl_public``). This is the variant of RCSR's
-comparison (METHODS.md 7.7): one architecture, averaged parameters, no public data. RCSR names the contrast, an average
+comparison: one architecture, averaged parameters, no public data. RCSR names the contrast, an average
 of global features with decay 0.9 and a distillation weight of 0.3; the rest is our reading: a silo keeps, for each of
 its samples and modalities, a moving average of the embeddings that the downloaded models gave it. That bank takes the
 place of the public set's global representations: it is the target of the contrasts between and within modalities and

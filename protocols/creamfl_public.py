@@ -112,7 +112,7 @@ class CreamFlPublic:
 
     @property
     def public_items(self) -> int:
-        """Public items that the method had beside the silos' own data; a run's summary says so (METHODS.md 7.7)."""
+        """Public items that the method had beside the silos' own data; a run's summary says so."""
         return len(self.public)
 
     @property

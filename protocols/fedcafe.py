@@ -45,7 +45,7 @@ _MOST = 2**31 - 1
 
 @dataclass(frozen=True)
 class FedCafeOptions:
-    """Options of FedCAFE; defaults are the paper's numbers and, where METHODS.md marks a choice, that choice.
+    """Options of FedCAFE; defaults are the paper's numbers and, where it leaves a choice open, ours.
 
     Args:
         afe: adaptive feature enhancement: the memory enhances the codes; without it they are the plain outputs.

@@ -1,7 +1,7 @@
 """FedCMR: only the common layer travels, weighed by size, categories and loss; silos keep a residual (Zong 2021).
 
 A silo trains a part of its batches right after the download, the rest before the upload. It goes on from the merged
-layer minus half of its own last displacement: the minus sign is the official code's (METHODS.md 7.3).
+layer minus half of its own last displacement: the minus sign is the official code's.
 """
 
 from __future__ import annotations

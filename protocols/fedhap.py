@@ -6,7 +6,7 @@ mean code of each class (eq 5); a prototype is the sign of the mean over the sil
 and discriminators are averaged over silos alike (algorithm 1).
 
 In the paper silos hold images alone. With two modalities there is one tower for each and one set of prototypes, for
-which a silo votes with the codes of what it has; triplets mix modalities (METHODS.md 4). The coordinator keeps the last
+which a silo votes with the codes of what it has; triplets mix modalities. The coordinator keeps the last
 vote of every silo, so that a class does not vanish where few silos report at a time.
 """
 
@@ -239,7 +239,7 @@ class FedHap:
         return replace(merged, state=replace(merged.state, tensors=tensors))
 
     def followed(self, before: State, after: State, rate: float) -> State:
-        """The discriminator moves as far as the networks do (METHODS.md 4)."""
+        """The discriminator moves as far as the networks do."""
         if not self._shares_discriminator:
             return after
         change = mixed(before.tensors[_CHANGE], after.tensors[_CHANGE], rate)

@@ -1,6 +1,6 @@
 """FedMEKT with averaged parameters, our reading: silos distil the global model's embeddings (Le et al. 2025).
 
-This is the variant of RCSR's comparison (METHODS.md 7.8): FedAvg, plus the divergence at temperature 3 between the
+This is the variant of RCSR's comparison: FedAvg, plus the divergence at temperature 3 between the
 embeddings of the silo's model and those of the downloaded one, on the silo's own batches. Its details are our reading.
 The original, which exchanges embeddings of a public set between autoencoders and averages no parameters, is not built.
 """

@@ -1,6 +1,6 @@
 """FedPer: base layers are averaged, the layers on top stay personal (Arivazhagan et al. 2019).
 
-RCSR's table calls adapters and projection heads personal, which would leave nothing to share (METHODS.md 7.5). Here the
+RCSR's table calls adapters and projection heads personal, which would leave nothing to share. Here the
 projection heads are, and the last layer of a hash network; ``personal_layers`` names others.
 """
 

@@ -1,6 +1,6 @@
 """FedProx: FedAvg with a proximal term that keeps silos near the downloaded model (Li et al. 2020).
 
-mu is 0.01, the papers' "as original"; RCSR's table uses 0.1, its code 0.01 (METHODS.md 7).
+mu is 0.01, the papers' "as original"; RCSR's table uses 0.1, its code 0.01.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _VERSIONS = "scmr_versions"
 
 @dataclass(frozen=True)
 class FedScmrOptions:
-    """Options of FedSCMR; defaults are the paper's best and, where METHODS.md marks a choice, that choice.
+    """Options of FedSCMR; defaults are the paper's best and, where it leaves a choice open, ours.
 
     Of the base's options it takes the network's (``objective.enhance``, ``leaky``). The weights ``objective.alpha`` and
     ``objective.beta`` are of DSCMR's loss, which it does not train: its own are the ``alpha`` and ``beta`` here.

@@ -1,6 +1,6 @@
 """FedUCH: unsupervised cross-modal hashing, contrasted and distilled with the global nets (Zhu et al. 2023).
 
-FedAvg (eq 3) on an unsupervised base (dgcpn, djsrh or jdsh; METHODS.md 5) with two terms of its own (eq 14): the local
+FedAvg (eq 3) on an unsupervised base (dgcpn, djsrh or jdsh) with two terms of its own (eq 14): the local
 net of one modality is drawn to the global net of the other and away from the silo's last one of the other (eq 11), and
 its codes to the global net's codes of the same modality (eq 12). The global net is that of the version the silo starts
 from, the last one the end of its own last training; a first participation has none and skips eq 11, which would be the
@@ -81,7 +81,7 @@ def cross_modal_contrast(own: _local.Outs, shared: _local.Outs, previous: _local
 def distillation(own: _local.Outs, shared: _local.Outs, options: FedUchOptions) -> list[Tensor]:
     """Eqs 12 and 13 for each modality: its codes against the global net's.
 
-    Codes are no distributions; the softmax over their bits is the reading of METHODS.md 5.
+    Codes are no distributions; the softmax over their bits is our reading.
 
     Args:
         own: image and text outputs of the nets that are trained.

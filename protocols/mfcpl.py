@@ -1,6 +1,6 @@
 """MFCPL, our reading: class prototypes of paired silos teach the silos that lack a modality (Le et al. 2025).
 
-No official code was found and the abstract leaves weights and details open (METHODS.md 7.9), so results are of our
+No official code was found and the abstract leaves weights and details open, so results are of our
 reading. Silos with both modalities report the mean embedding of each class and modality; the coordinator averages them
 class by class, equally over silos. Every silo adds three terms to FedAvg's loss, each of weight 1:
 

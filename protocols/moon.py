@@ -1,6 +1,6 @@
 """MOON: FedAvg with a model contrast, towards the global model and away from the silo's last one (Li et al. 2021).
 
-For two towers there is one contrast per modality, summed (METHODS.md 7.1). The positive is the net of the version the
+For two towers there is one contrast per modality, summed. The positive is the net of the version the
 silo starts from, the negatives are the ends of its own last trainings (one, as in the paper); a silo's first
 participation has no negative and skips the term, which would be the constant log 2. Reference nets run in eval mode.
 """

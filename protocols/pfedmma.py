@@ -4,7 +4,7 @@
 shared by the towers; RCSR's comparison has s = 0.5 (``backbone.adapter_scale``), the original 0.001. Every silo keeps
 its own projections up and down and its own heads. The loss is the scenario's, not the original's classification, and
 adapters are drawn small as all others are, so that the frozen encoder is where a silo starts; both are our choice.
-As in the original, the first synchronous round asks every silo, whatever the participation (METHODS.md 7.6).
+As in the original, the first synchronous round asks every silo, whatever the participation.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ _MASK = "table_mask"
 
 @dataclass(frozen=True)
 class RcsrOptions:
-    """Options of RCSR; defaults are the paper's numbers and, where METHODS.md marks a choice, that choice.
+    """Options of RCSR; defaults are the paper's numbers and, where it leaves a choice open, ours.
 
     Args:
         router: weigh by the router; without it by samples, or, ``uniform``, all reporters alike.

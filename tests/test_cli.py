@@ -203,7 +203,7 @@ def test_the_methods_and_their_options_are_listed(
     assert fedmq(monkeypatch, "protocols", "--json") == 0
     listing = json.loads(capfd.readouterr().out)
     assert {"fedavg", "paired_only", "rcsr"} <= set(listing)
-    assert listing["rcsr"]["options"]["warmup"] == 20
+    assert listing["rcsr"]["options"]["warmup"]["default"] == 20
     assert fedmq(monkeypatch, "protocols") == 0
     assert "lambda_anc: 1.0" in capfd.readouterr().out.replace("\n", " ")
 
@@ -289,6 +289,21 @@ def test_a_linked_manifest_finds_its_images_beside_the_link(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
+def test_options_of_methods_and_losses_are_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "protocols", "fedprox", "--json") == 0
+    (explained,) = json.loads(capsys.readouterr().out).values()
+    assert explained["options"]["single_modality"]["values"] == "anchor, idle", "inherited from FedAvg"
+    assert explained["options"]["mu"]["default"] == 0.01
+    assert fedmq(monkeypatch, "losses", "dcmh") == 0
+    assert "weight of the balance" in " ".join(capsys.readouterr().out.split())
+    assert fedmq(monkeypatch, "losses") == 0
+    assert "csq" in capsys.readouterr().out
+    assert fedmq(monkeypatch, "protocols", "rcs") == 2
+    assert "found 'rcs', allowed: rcsr" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("arguments", [["--help"], ["protocols"]])
 def test_output_that_finds_no_room_is_one_line(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:

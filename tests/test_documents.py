@@ -10,10 +10,11 @@ import pytest
 from typer.testing import CliRunner
 
 import protocols
-from fedmq import cli, cli_compare
+from fedmq import cli, cli_compare, reference
 from fedmq import scenario_file as scenarios
 from fedmq.plan import Entry, parse_metrics
 from fedmq.scenario import Scenario
+from tools import make_reference
 
 ROOT = Path(__file__).parent.parent
 COMMAND = re.compile(r"^ {4}fedmq ((?:compare|sweep) .*)$", flags=re.MULTILINE)
@@ -53,6 +54,20 @@ def test_files_the_documents_name_exist() -> None:
                 assert (ROOT / name).exists(), name
         for name in re.findall(r"\]\((?!http)([^)]+)\)", (ROOT / document).read_text()):
             assert (ROOT / name).exists(), name
+
+
+def test_the_reference_pages_are_what_the_code_says() -> None:
+    for page, made in (("scenario.md", make_reference.scenario_page()), ("methods.md", make_reference.methods_page())):
+        assert (ROOT / "docs" / page).read_text(encoding="utf-8") == made, "python tools/make_reference.py writes it"
+
+
+def test_every_key_and_option_has_a_meaning() -> None:
+    keys = [key for _, own in (*reference.parts().values(), *reference.faults().values()) for key in own]
+    assert len(keys) > 150
+    kinds = [protocols.load(name).Options for name in protocols.names()]
+    kinds += [protocols.loss_options(name) for name in protocols.losses()]
+    keys += [key for kind in kinds for key in reference.options(kind)]
+    assert not [key.name for key in keys if len(key.meaning) < 4 or not key.values or "anything" in key.values]
 
 
 def test_the_methods_have_a_line_for_the_listing() -> None:

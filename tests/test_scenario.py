@@ -218,3 +218,14 @@ def test_every_scenario_of_the_repository_is_valid(path: Path) -> None:
     # Runs are named after their scenario, so one in a paper's folder may carry the paper's name too.
     assert scenario.name in (path.stem, f"{path.parent.name}-{path.stem}")
     protocols.resolved(scenario)
+
+
+def test_a_short_run_has_a_short_warm_up_unless_one_is_chosen(tiny: Path, tmp_path: Path) -> None:
+    raw = scenarios.read_yaml(tiny)
+    raw["training"] = {key: value for key, value in raw["training"].items() if key != "warmup_rounds"}
+    for rounds, warmup in ((1, 0), (3, 2), (5, 4), (6, 5), (200, 5)):
+        scenario = scenarios.parse({**raw, "rounds": rounds}, tiny)
+        assert scenario.training.warmup_rounds == warmup
+        assert scenarios.parse(yaml.safe_load(scenario.dump()), tiny) == scenario
+    with pytest.raises(InputError, match=r"training.warmup_rounds \(5\) must be below rounds \(3\)"):
+        scenarios.parse({**raw, "rounds": 3, "training": {**raw["training"], "warmup_rounds": 5}}, tiny)

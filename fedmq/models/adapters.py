@@ -32,7 +32,7 @@ class Adapter(nn.Module):
 
 
 def through_shared(x: Tensor, down: Layer, shared: Layer, up: Layer, scale: float) -> Tensor:
-    """Multi-modal adapter x + s up(relu(shared(relu(down x)))) of x [..., width] (pFedMMA; METHODS.md 7.6)."""
+    """Multi-modal adapter x + s up(relu(shared(relu(down x)))) of x [..., width] (pFedMMA)."""
     return x + scale * up(F.relu(shared(F.relu(down(x)))))
 
 

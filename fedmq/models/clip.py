@@ -3,7 +3,7 @@
 A model's weights are converted once to two safetensors files in the cache, one per tower. A process then builds the
 module on the meta device and assigns tensors that are memory maps of these files: pages are read once per machine, and
 only for the towers that the process has. With ``adapter_site: blocks`` a bottleneck adapter follows every transformer
-block: x <- block(x); x <- x + up(gelu(down(x))). Source: RCSR (METHODS.md 1.6).
+block: x <- block(x); x <- x + up(gelu(down(x))). Source: RCSR.
 """
 
 from __future__ import annotations

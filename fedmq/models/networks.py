@@ -1,7 +1,7 @@
 """The networks of the hashing and supervised bases: small towers in one flat buffer, over frozen features.
 
 A scenario may have the image encoder trained, too; it is a part of the image tower then. Each base loss has its own
-network (METHODS.md 1.1 to 1.5); the widths are the papers', the scenario may give others.
+network; the widths are the papers', the scenario may give others.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Per tower: bottleneck adapters, then a head, then unit length. The frozen part lies before the adapters (features
 computed once, ``adapter_site: feature``) or around them (``adapter_site: blocks``, see ``fedmq.models.clip``).
-Source: RCSR, "frozen CLIP + adapters" (METHODS.md 1.6).
+Source: RCSR, "frozen CLIP + adapters".
 """
 
 from __future__ import annotations

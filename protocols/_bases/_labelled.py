@@ -1,7 +1,7 @@
 """Supervised hashing bases at work on one batch of labelled codes at a time: triplet, DCH, GreedyHash, CSQ.
 
 These losses come from image hashing and know one kind of sample. With two modalities there is one tower for each, and
-the codes of both are samples of one set (METHODS.md 4): a silo brings in what it has, and pairs of one label attract
+the codes of both are samples of one set: a silo brings in what it has, and pairs of one label attract
 each other across modalities as within.
 """
 

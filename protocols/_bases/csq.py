@@ -1,4 +1,4 @@
-"""CSQ (Yuan et al. 2020): draw codes to their class's hash centre, a base FedHAP is compared on (METHODS 1.4)."""
+"""CSQ (Yuan et al. 2020): draw codes to their class's hash centre, a base FedHAP is compared on."""
 
 from __future__ import annotations
 

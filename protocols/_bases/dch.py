@@ -1,4 +1,4 @@
-"""DCH (Cao et al. 2018): pairwise Cauchy likelihood of labelled codes, a base FedHAP is compared on (METHODS 1.4)."""
+"""DCH (Cao et al. 2018): pairwise Cauchy likelihood of labelled codes, a base FedHAP is compared on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""DCMH (Jiang and Li 2017): pairwise likelihood against buffers of all local codes, a base of FedCAFE; METHODS.md 1.1.
+"""DCMH (Jiang and Li 2017): pairwise likelihood against buffers of all local codes, a base of FedCAFE.
 
 A silo with one modality takes its pairs within it: likelihood of F F^T instead of F G^T, and B = sign(F).
 """

@@ -1,4 +1,4 @@
-"""DGCPN (Yu et al. 2021): codes that keep a graph of neighbours, FedUCH's first base (METHODS 1.5, FedUCH eqs 4-7).
+"""DGCPN (Yu et al. 2021): codes that keep a graph of neighbours, FedUCH's first base (FedUCH eqs 4-7).
 
 Needs no labels. A silo with one modality keeps the intra-modal term, with the similarity of what it has.
 """

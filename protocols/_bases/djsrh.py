@@ -1,4 +1,4 @@
-"""DJSRH (Su et al. 2019): codes that reconstruct a joint similarity of both modalities, a base of FedUCH (METHODS 1.5).
+"""DJSRH (Su et al. 2019): codes that reconstruct a joint similarity of both modalities, a base of FedUCH.
 
 Needs no labels. A silo with one modality reconstructs the similarity of what it has, within that modality.
 """

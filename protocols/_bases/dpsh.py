@@ -1,4 +1,4 @@
-"""DPSH (Li et al. 2016): pairwise likelihood against all the silo's codes, compared with FedHAP (METHODS 1.4)."""
+"""DPSH (Li et al. 2016): pairwise likelihood against all the silo's codes, compared with FedHAP."""
 
 from __future__ import annotations
 

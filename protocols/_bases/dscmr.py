@@ -1,4 +1,4 @@
-"""DSCMR (Zhen et al. 2019): label discrimination in a common subspace, the base of FedSCMR and FedCMR (METHODS 1.3)."""
+"""DSCMR (Zhen et al. 2019): label discrimination in a common subspace, the base of FedSCMR and FedCMR."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GreedyHash (Su et al. 2018): classify the binary codes themselves, a base FedHAP is compared on (METHODS 1.4).
+"""GreedyHash (Su et al. 2018): classify the binary codes themselves, a base FedHAP is compared on.
 
 The classifier has no bias, is one for both modalities and is averaged with the network
 (:class:`fedmq.models.networks.SignHead`).

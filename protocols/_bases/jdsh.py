@@ -1,4 +1,4 @@
-"""JDSH (Liu et al. 2020): a joint similarity stretched at its ends, a base of FedUCH (METHODS 1.5).
+"""JDSH (Liu et al. 2020): a joint similarity stretched at its ends, a base of FedUCH.
 
 Needs no labels. Its constants describe the distribution of similarities over the whole training set of its paper; a
 silo's own may lie elsewhere, and they are kept as they are. A silo with one modality reconstructs what it has.

@@ -1,4 +1,4 @@
-"""SHDCH (Zhan et al. 2020): class codes on two label levels, learned beside the networks; METHODS.md 1.2.
+"""SHDCH (Zhan et al. 2020): class codes on two label levels, learned beside the networks.
 
 A base of FedCAFE. Levels are told apart by the label names' prefixes ``coarse:`` and ``fine:``; with one level the
 coarse terms are left out, which is PLFedCMH's local loss. Class codes stay with the silo; all silos draw the same ones

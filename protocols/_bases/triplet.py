@@ -1,4 +1,4 @@
-"""FedHAP's base: triplets of labelled codes and a quantisation loss (Yang et al. 2022, eqs 2 and 7; METHODS.md 4)."""
+"""FedHAP's base: triplets of labelled codes and a quantisation loss (Yang et al. 2022, eqs 2 and 7)."""
 
 from __future__ import annotations
 

@@ -1,0 +1,97 @@
+"""Write docs/scenario.md and docs/methods.md: every key of a scenario and every option, out of the code.
+
+    python tools/make_reference.py
+
+A test holds the committed pages to what this makes.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import protocols
+from fedmq import reference
+
+DOCS = Path(__file__).parent.parent / "docs"
+
+_SCENARIO = """# Scenario keys
+
+A scenario is one YAML file; `fedmq scenario FILE --set KEY=VALUE` changes a key for one run, with a dot between a part
+and its key, as `--set training.learning_rate=1e-3`. A key that is not given has its default, and `scenario.yaml` in a
+run's folder has every default written out. What is not listed is refused. A page made by `tools/make_reference.py` from
+the code.
+"""
+_FAULTS = """
+## faults
+
+A list; each entry has a `kind` and the keys below. [faults.md](faults.md) shows a line of YAML for each and says what
+happens. All that strike silos take:
+
+"""
+_METHODS = """# Methods and base losses
+
+What `protocol:` and `objective:` of a scenario may name, with all their options; `fedmq protocols NAME` and
+`fedmq losses NAME` print the same. How the baselines were read is in [baselines.md](baselines.md), what was measured in
+[results/](results). A page made by `tools/make_reference.py` from the code.
+
+## Methods
+
+`protocol: NAME`, or `protocol: {name: NAME, option: value}`.
+"""
+_LOSSES = """
+## Base losses
+
+`objective: NAME`, or `objective: {base: NAME, bits: 32, option: value}`. The default, `info_nce`, trains adapters and
+heads over a frozen encoder and has no options of its own: its temperature `tau` is the method's.
+"""
+#: What `objective` and `protocol` hold besides.
+_OPTIONS = {
+    "protocol": "[methods.md](methods.md) has the options of each method. `protocol: fedavg` is short for its name.",
+    "objective": "[methods.md](methods.md) has the options of each base loss. `objective: dcmh` is short for its base.",
+}
+
+
+def scenario_page() -> str:
+    """docs/scenario.md."""
+    page = [_SCENARIO]
+    for title, (purpose, keys) in reference.parts().items():
+        page.append(f"\n## {title}\n\n{purpose}\n" if title else f"\n{purpose}\n")
+        page.append(f"\n{_OPTIONS[title]}\n" if title in _OPTIONS else "")
+        page.append(f"\n{reference.as_table(keys)}")
+    of_kinds = reference.faults()
+    common = next(iter(of_kinds.values()))[1][:5]
+    page.append(_FAULTS + reference.as_table(common))
+    page.append("\n")
+    rows = ["| kind | what happens | keys of its own |", "|---|---|---|"]
+    for kind, (purpose, keys) in of_kinds.items():
+        own = [key for key in keys if key not in common]
+        without = [key.name for key in common if key not in keys]
+        told = [f"`{key.name}` ({key.values}; {key.default}): {key.meaning}" for key in own]
+        told += [f"without {', '.join(f'`{name}`' for name in without)}"] if without else []
+        rows.append(f"| `{kind}` | {purpose} | {'<br>'.join(told) or '-'} |")
+    return "".join(page) + "\n".join(rows) + "\n"
+
+
+def methods_page() -> str:
+    """docs/methods.md."""
+    page = [_METHODS]
+    for name in protocols.names():
+        page.append(_section(name, protocols.summary(name), protocols.load(name).Options))
+    page.append(_LOSSES)
+    for name in protocols.losses():
+        page.append(_section(name, protocols.loss_summary(name), protocols.loss_options(name)))
+    return "".join(page)
+
+
+def _section(name: str, summary: str, options: type) -> str:
+    return f"\n### {name}\n\n{summary}\n\n{reference.as_table(reference.options(options))}"
+
+
+def main() -> None:
+    """Write both pages."""
+    (DOCS / "scenario.md").write_text(scenario_page(), encoding="utf-8")
+    (DOCS / "methods.md").write_text(methods_page(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

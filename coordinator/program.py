@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import platform
@@ -138,22 +139,24 @@ def run_coordinator(
         raise InputError(f"participation.trace: {scenario.participation.trace}", found, f"that ({saved.trace[:12]})")
     run = run_name(scenario)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
-    if not folder.scenario.exists():
-        write_atomically(folder.scenario, lambda path: _write_text(path, scenario.dump()))
-    log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)
-    listener: Listener | Inline | None = None
-    try:
+    with contextlib.ExitStack() as closing:
+        max_body, wire = largest_body(setting), None
+        if peers is None:
+            # Before anything is written, so that an address that cannot be had leaves no folder behind. Frames up to
+            # twice the largest body are read, so as to be refused by name and logged; ZeroMQ hangs up on larger ones.
+            wire = closing.enter_context(contextlib.closing(listen(arguments.bind, max_frame=2 * max_body)))
+        if not folder.scenario.exists():
+            write_atomically(folder.scenario, lambda path: _write_text(path, scenario.dump()))
+        log = closing.enter_context(contextlib.closing(MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)))
         log.note("resumed" if saved else "started", run=run, version=saved.rounds["version"] if saved else 0)
+        listener: Listener | Inline
         roster: Roster | Inline
         if peers is not None:
             log.note(INLINE)
             listener = roster = Inline(peers(world), run, log, clock)
         else:
-            assert identity is not None  # noqa: S101 - read above where silos connect
-            max_body = largest_body(setting)
-            # Frames up to twice that are read, so as to be refused by name and logged; ZeroMQ hangs up on larger ones.
-            listener = listen(arguments.bind, max_frame=2 * max_body)
-            roster = Roster(listener, identity, accepted, run, log, clock, max_body)
+            assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
+            listener, roster = wire, Roster(wire, identity, accepted, run, log, clock, max_body)
         wired, handed = isinstance(roster, Roster), saved.handed if saved else {}
         trouble = Trouble(setting.script, folder, log, clock, order=order, wired=wired, handed=handed)
         for silo in sorted(revoked):
@@ -165,10 +168,6 @@ def run_coordinator(
         summary = _finish(loop, world, clock, theta) if phase is Phase.DONE else {}
         log.note("ended", phase=phase.value)
         return Outcome(phase, summary)
-    finally:
-        if listener is not None:
-            listener.close()
-        log.close()
 
 
 def _allow_descriptors() -> None:

@@ -273,8 +273,10 @@ def coordinator_command(
     from fedmq import live  # noqa: PLC0415
     from fedmq import resume as resuming  # noqa: PLC0415
     from fedmq.runfolder import RunFolder, open_run  # noqa: PLC0415
+    from fedmq.transport import check_uri  # noqa: PLC0415
     from fedmq.world import build_world  # noqa: PLC0415
 
+    check_uri(bind, "--bind", listening=True)
     scenario = _scenario_of(file, settings, seed, by_hand=True)
     if resume and out_dir is None:
         raise InputError("--resume", "no --out", "the folder of the run to go on with: --out DIR --resume")
@@ -321,8 +323,10 @@ def silo_command(
 
     Example: [bold]fedmq silo scenarios/smoke.yaml --name silo-00 --keys keys --device cuda:1[/bold]
     """
+    from fedmq.transport import check_uri  # noqa: PLC0415
     from silos.program import SiloArguments, run_silo  # noqa: PLC0415
 
+    check_uri(connect, "--connect")
     scenario = _scenario_of(file, settings, seed, by_hand=True)
     arguments = SiloArguments(
         scenario, name, connect, keys, out_dir or Path("runs") / f"{scenario.name}-{name}", device
@@ -345,7 +349,9 @@ def evaluator_command(
     Example: [bold]fedmq evaluator scenarios/smoke.yaml --keys keys --connect tcp://127.0.0.1:5555[/bold]
     """
     from fedmq.evaluator import EvaluatorArguments, run_evaluator  # noqa: PLC0415
+    from fedmq.transport import check_uri  # noqa: PLC0415
 
+    check_uri(connect, "--connect")
     scenario = _scenario_of(file, settings, seed, by_hand=True)
     arguments = EvaluatorArguments(
         scenario, connect, keys, out_dir or Path("runs") / f"{scenario.name}-evaluator", device

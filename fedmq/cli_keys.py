@@ -7,7 +7,6 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Column, Table
 
 keys_app = typer.Typer(
     help="Make, show and revoke the keys that the processes of a run know each other by.", no_args_is_help=True
@@ -42,10 +41,10 @@ def keys_show(directory: Annotated[Path, typer.Argument(metavar="DIR", show_defa
     """
     from fedmq.crypto import fingerprint, load_accepted  # noqa: PLC0415
 
-    table = Table("name", Column("SHA-256 of the public key", overflow="fold"))
-    for name, key in load_accepted(directory).items():
-        table.add_row(name, fingerprint(key))
-    out.print(table)
+    accepted = load_accepted(directory)
+    width = max(map(len, accepted), default=0)
+    for name, key in accepted.items():  # no table: what is compared or piped must stay on one line
+        out.print(f"{name:{width}}  {fingerprint(key)}", highlight=False, soft_wrap=True)
 
 
 @keys_app.command("revoke")

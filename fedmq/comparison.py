@@ -16,7 +16,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from fedmq import plan
 from fedmq.errors import InputError
 from fedmq.parts import Count
-from fedmq.scenario_file import apply_settings, input_error, read_yaml
+from fedmq.scenario_file import apply_settings, input_error, place_of, read_yaml
 
 KINDS = ("compare", "sweep")
 #: In place of a sweep's ``select``: what is varied is chosen from.
@@ -112,7 +112,7 @@ def read(path: Path) -> ComparisonFile | None:
         raise InputError(str(path), "both compare and sweep", "one of them")
     if unknown := [key for key in raw if key not in KEYS]:
         allowed = f"one of {', '.join(KEYS)}; how it is carried out (--out, --jobs, ...) stays on the command line"
-        raise InputError(f"{path}: {unknown[0]}", raw[unknown[0]], allowed)
+        raise InputError(place_of(path, unknown), raw[unknown[0]], allowed)
     try:
         file = ComparisonFile.model_validate(raw)
     except ValidationError as error:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.markup import escape
 from rich.progress_bar import ProgressBar
-from rich.table import Table
+from rich.table import Column, Table
 
 from fedmq.audit import Audit
 from fedmq.fields import printable
@@ -155,9 +155,13 @@ def print_summary(summary: Mapping[str, Any], folder: RunFolder, console: Consol
         )
 
 
+#: Columns that may take several lines.
+_WIDE = ("payloads that left it [bytes]", "refused")
+
+
 def print_audit(audit: Audit, console: Console) -> None:
     """What the logs show."""
-    table = Table("process", "records", "bytes of frames sent", "payloads that left it [bytes]", "refused")
+    table = Table(Column("process", no_wrap=True), "records", "bytes of frames sent", *_WIDE)
     for process in sorted(audit.records):
         left = ", ".join(f"{kind} {size:,}" for kind, size in sorted(audit.left.get(process, {}).items()))
         refused = ", ".join(f"{reason} {count}" for reason, count in sorted(audit.refused.get(process, {}).items()))

@@ -156,7 +156,7 @@ def read_trace(path: Path, silos: Sequence[str], period: float = math.inf) -> Tr
         InputError: the file cannot be read, or a line is not as it must be.
     """
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:
             rows = list(csv.reader(file))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(str(path), str(error), "a CSV file with the columns silo, on, off") from None

@@ -13,6 +13,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from fedmq.errors import InputError
+from fedmq.faults import AnyFault
 from fedmq.scenario import Backbone, Scenario
 
 
@@ -156,6 +157,10 @@ def _line_of(path: Path, location: Sequence[str | int]) -> int | None:
         return None
     line = None
     for part in location:
+        if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+            node = node.value[part]
+            line = node.start_mark.line + 1
+            continue
         if not isinstance(node, yaml.MappingNode):
             break
         match = [(key, value) for key, value in node.value if key.value == str(part)]
@@ -163,6 +168,23 @@ def _line_of(path: Path, location: Sequence[str | int]) -> int | None:
             break
         line, node = match[0][0].start_mark.line + 1, match[0][1]
     return line
+
+
+def _as_written(location: Sequence[str | int]) -> list[str | int]:
+    """A place as the file has it: pydantic's also name the kind of a union behind an index, and types tried."""
+    kept: list[str | int] = []
+    for before, part in zip([None, *location], location, strict=False):
+        of_kind = isinstance(before, int) and part in _KINDS
+        if not (of_kind or part in _TRIED or re.search(r"[\[(]", str(part))):
+            kept.append(part)
+    return kept
+
+
+#: What pydantic calls a key that it does not know.
+_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+#: The kinds of faults, which it puts behind their index, and types that it names where a value may be of several.
+_KINDS = frozenset(get_args(each.model_fields["kind"].annotation)[0] for each in get_args(get_args(AnyFault)[0]))
+_TRIED = ("str", "int", "float", "bool")
 
 
 def nearest(name: str, known: Collection[str]) -> list[str]:
@@ -190,7 +212,7 @@ def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]
     return list(dict.fromkeys(name for each in models for name in each.model_fields))
 
 
-def _place_of(path: Path, location: Sequence[str | int], settings: Sequence[str]) -> str:
+def place_of(path: Path, location: Sequence[str | int], settings: Sequence[str] = ()) -> str:
     """File with line and key; for what was set over the file, the setting in place of the line."""
     key = ".".join(map(str, location))
     given = [each for each in settings if f"{key}.".startswith(f"{each}.")]
@@ -217,29 +239,35 @@ def input_error(
         model: what was validated; with it an unknown key's error names the nearest ones there are.
         settings: keys whose values are not the file's but ``--set``'s.
     """
-    first = error.errors()[0]
-    location = [*prefix, *(part for part in first["loc"] if isinstance(part, str | int))]
-    where = _place_of(path, location, settings)
-    message = first["msg"].removeprefix("Value error, ")
+    # A key that is misspelt is also missed: what stands there helps more than what does not.
+    errors = sorted(error.errors(), key=lambda each: each["type"] not in _UNKNOWN)
+    first = errors[0]
+    location = [*prefix, *_as_written(first["loc"])]
+    where = place_of(path, location, settings)
+    # Of a value that may be one thing or another each is told.
+    tried = [each for each in errors if _as_written(each["loc"]) == _as_written(first["loc"])]
+    told = [each["msg"].removeprefix("Value error, ") for each in tried]
+    message = " or ".join(dict.fromkeys([told[0], *(each.removeprefix("Input should be ") for each in told[1:])]))
+    message = message.replace("a valid tuple", "a list").replace("a valid string", "text")
     if first["type"] == "missing":
         found: object = "nothing"
         message = "a value is required here"
-    elif first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):
+    elif first["type"] in _UNKNOWN:
         found, message = str(location[-1]), "a known key"
         if model is not None:
             below = first["loc"][:-1]
             message += f": {', '.join(nearest(found, _keys_at(model, below)))}"
     elif first["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        # Pydantic names the discriminator in quotes, and the tags likewise.
+        # Pydantic names the discriminator in quotes.
         context = first["ctx"]
-        where = _place_of(path, [*location, context["discriminator"].strip("'")], settings)
+        where = place_of(path, [*location, context["discriminator"].strip("'")], settings)
         found = context.get("tag", "nothing")
         message = f"one of {context['expected_tags']}" if "tag" in context else "a value is required here"
     elif first["type"] in ("model_type", "model_attributes_type"):
         found, message = first["input"], "a mapping"
         if model is not None:
             message += f" with keys of {', '.join(_keys_at(model, first['loc']))}"
-    elif first["type"] in ("tuple_type", "list_type"):
+    elif first["type"] in ("tuple_type", "list_type") and len(tried) == 1:
         found, message = first["input"], "a list"
     elif not location or isinstance(first["input"], dict | BaseModel):
         found = "an inconsistent scenario"
@@ -263,7 +291,7 @@ def parse(raw: Mapping[str, Any], path: Path) -> Scenario:
     except ValidationError as error:
         raise input_error(error, path, model=Scenario, settings=settings) from None
     for location, value in _truths_for_numbers(raw, scenario):
-        raise InputError(_place_of(path, location, settings), value, "a number; true and false are none")
+        raise InputError(place_of(path, location, settings), value, "a number; true and false are none")
     return scenario
 
 

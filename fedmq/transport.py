@@ -195,30 +195,44 @@ def connect(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Conn
     return connection
 
 
-def _endpoint(uri: str, *, listening: bool) -> str:
+def check_uri(uri: str, place: str, *, listening: bool = False) -> None:
+    """Check the form of a URI before anything is begun.
+
+    Args:
+        uri: as :func:`listen` or :func:`connect` takes it.
+        place: what an error names, e.g. ``"--bind"``.
+        listening: whether it is to be listened at.
+
+    Raises:
+        InputError: another scheme or a bad URI.
+    """
+    _endpoint(uri, listening=listening, place=place)
+
+
+def _endpoint(uri: str, *, listening: bool, place: str = "uri") -> str:
     """The ZeroMQ endpoint of a URI, once it is seen to be of a known form."""
     scheme = uri.partition("://")[0]
     if scheme == "tcp":
         match = _TCP.fullmatch(uri)
         if match is None:
-            raise InputError("uri", uri, "tcp://HOST:PORT")
+            raise InputError(place, uri, "tcp://HOST:PORT")
         host, port = match.groups()
         if not listening and (host == "*" or port == "*"):
-            raise InputError("uri", uri, "tcp://HOST:PORT without * where one connects")
+            raise InputError(place, uri, "tcp://HOST:PORT without * where one connects")
         if port != "*" and not (0 if listening else 1) <= int(port) <= 65535:
-            raise InputError("uri", uri, "a port from 1 to 65535")
+            raise InputError(place, uri, "a port from 1 to 65535")
         return uri
     if scheme == "ipc":
         path = uri.removeprefix("ipc://")
         size = len(os.fsencode(path))
         if not 1 <= size <= _IPC_PATH_BYTES or "\0" in path or path == "*":
-            raise InputError("uri", uri, f"ipc://PATH with a path of 1 to {_IPC_PATH_BYTES} bytes (here {size})")
+            raise InputError(place, uri, f"ipc://PATH with a path of 1 to {_IPC_PATH_BYTES} bytes (here {size})")
         return uri
     if scheme == "memory":
         if _MEMORY.fullmatch(uri) is None:
-            raise InputError("uri", uri, "memory://NAME with a name of 1 to 64 of A-Z a-z 0-9 _ . -")
+            raise InputError(place, uri, "memory://NAME with a name of 1 to 64 of A-Z a-z 0-9 _ . -")
         return "inproc://" + uri.removeprefix("memory://")
-    raise InputError("uri", uri, _ALLOWED)
+    raise InputError(place, uri, _ALLOWED)
 
 
 def _answers(path: str) -> bool:

@@ -330,3 +330,50 @@ def test_every_benchmark_can_be_chosen() -> None:
     )
     assert done.returncode == 2
     assert "nonesuch: not one of delta, rounds, startup, hamming, loop, soak" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "uri"),
+    [
+        ("coordinator", "--bind", "tcp://1.2.3.4"),
+        ("silo", "--connect", "foo"),
+        ("evaluator", "--connect", "tcp://*:5555"),
+    ],
+)
+def test_an_address_of_no_known_form_names_its_option_and_leaves_nothing(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: str,
+    option: str,
+    uri: str,
+) -> None:
+    assert fedmq(monkeypatch, "keys", "init", tmp_path / "keys", "--silos", "4") == 0
+    name = ["--name", "silo-00"] if command == "silo" else []
+    out = tmp_path / "out"
+    assert fedmq(monkeypatch, command, tiny, *name, "--keys", tmp_path / "keys", option, uri, "--out", out) == 2
+    assert f"fedmq: {option}: found {uri!r}, allowed: " in capfd.readouterr().err
+    assert not out.exists()
+
+
+def test_an_address_that_cannot_be_had_leaves_nothing(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "keys", "init", tmp_path / "keys", "--silos", "4") == 0
+    out, taken = tmp_path / "out", "tcp://192.0.2.1:5555"
+    assert fedmq(monkeypatch, "coordinator", tiny, "--keys", tmp_path / "keys", "--bind", taken, "--out", out) == 2
+    assert "an address that is free and belongs to this machine" in capfd.readouterr().err
+    assert not out.exists()
+
+
+def test_fingerprints_stay_on_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert fedmq(monkeypatch, "keys", "init", tmp_path / "keys", "--silos", "2") == 0
+    capfd.readouterr()
+    assert fedmq(monkeypatch, "keys", "show", tmp_path / "keys") == 0
+    lines = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert [name for name, _ in lines] == ["coordinator", "evaluator", "silo-00", "silo-01"]
+    assert all(len(print_) == 64 for _, print_ in lines)

@@ -26,7 +26,7 @@ from scipy import stats
 from typer.testing import CliRunner
 
 import protocols
-from fedmq import cli, cli_compare, compare, jobs, outcomes, plots, tables
+from fedmq import cli, cli_compare, compare, comparison, jobs, outcomes, plots, tables
 from fedmq import plan as planning
 from fedmq import rows as made_rows
 from fedmq import scenario_file as scenarios
@@ -1134,3 +1134,10 @@ def test_a_sweep_runs_goes_on_after_a_stop_and_gives_what_single_runs_give(tiny:
     assert {path.name for path in out.iterdir()} == {
         "runs", "runs.csv", "table.csv", "table.md", "table.tex", "plots.html",
     }  # fmt: skip
+
+
+def test_an_unknown_key_of_a_comparison_file_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "table.yaml"
+    path.write_text("compare: x.yaml\nmetrik: mean_r1\nvary: protocol=fedavg\n")
+    with pytest.raises(InputError, match=r"table\.yaml: line 2: metrik: found 'mean_r1', allowed: one of comp"):
+        comparison.read(path)

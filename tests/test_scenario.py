@@ -128,7 +128,7 @@ def test_a_bad_setting_is_named_as_such_with_the_nearest_keys(tiny: Path, settin
 def test_a_key_of_a_fault_is_known_by_the_faults_kind(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\nfaults:\n- {kind: sign_flip, shar: 0.5}\n")
-    with pytest.raises(InputError, match=r"x\.yaml: line 4: faults\.0\.sign_flip\.shar: .* a known key: share$"):
+    with pytest.raises(InputError, match=r"x\.yaml: line 5: faults\.0\.shar: .* a known key: share$"):
         scenarios.load(path)
 
 
@@ -229,3 +229,26 @@ def test_a_short_run_has_a_short_warm_up_unless_one_is_chosen(tiny: Path, tmp_pa
         assert scenarios.parse(yaml.safe_load(scenario.dump()), tiny) == scenario
     with pytest.raises(InputError, match=r"training.warmup_rounds \(5\) must be below rounds \(3\)"):
         scenarios.parse({**raw, "rounds": 3, "training": {**raw["training"], "warmup_rounds": 5}}, tiny)
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "rest"),
+    [
+        ("protocl: rcsr\n", "line 2: protocl", "allowed: a known key: protocol"),
+        ("protocol: rcsr\nfaults: [{kind: late}]\n", "line 3: faults.0.seconds", "a value is required here"),
+        (
+            "protocol: rcsr\nfaults:\n  - {kind: late, seconds: 3}\n  - {kind: drop, silos: nobody}\n",
+            "line 5: faults.1.silos",
+            "'text_only' or 'paired' or a list",
+        ),
+        ("protocol: rcsr\nfaults: [{kind: drop, agin: 3}]\n", "line 3: faults.0.agin", "a known key: again"),
+        ("protocol: rcsr\nfaults: [{kind: drop, rounds: 1.5}]\n", "line 3: faults.0.rounds", "list or text"),
+    ],
+)
+def test_errors_name_keys_and_lines_as_the_file_has_them(tmp_path: Path, text: str, place: str, rest: str) -> None:
+    file = tmp_path / "scenario.yaml"
+    file.write_text("data: {name: openmoji}\n" + text + "name: mine\n")
+    with pytest.raises(InputError) as caught:
+        scenarios.load(file)
+    assert str(caught.value).startswith(f"{file}: {place}: ")
+    assert rest in str(caught.value)

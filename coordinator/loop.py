@@ -477,18 +477,18 @@ class Loop:
 
     # ------------------------------------------------------------------------------------------------------ display
     def _report(self, *, force: bool = False) -> None:
-        now = self.clock.stopwatch()
+        now, machine = self.clock.stopwatch(), self.rounds
         if not force and now - self._reported < _POLL_SECONDS:
             return
         self._reported = now
-        machine = self.rounds
         self.report(
             Status(
                 phase=machine.phase.value,
                 round=machine.version,
                 rounds=self.setting.scenario.rounds,
                 training=len(machine.flights),
-                arrived=len(machine.arrived),
+                missing=tuple(name for name in (*self._facts, EVALUATOR) if not self.roster.online(name)),
+                refused=self.roster.refused.total(),
                 online=sum(self.roster.online(name) for name in self._facts),
                 lost=sum(not self.roster.online(name) for name in self._seen),
                 loss=self._loss,

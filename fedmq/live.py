@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,10 @@ from fedmq.scenario import Scenario
 from fedmq.status import Status
 
 _PLAIN_SECONDS = 10.0
+#: Until it is told whom a run waits for [s].
+_GATHERING_SECONDS = 2.0
+#: Silos that are named one by one.
+_MANY = 5
 
 
 def _bytes(number: float) -> str:
@@ -37,7 +41,18 @@ def _left(status: Status, first: tuple[int, float] | None) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
+def _who(names: Sequence[str]) -> str:
+    """``silo-02, silo-03 and the evaluator``; of many the first few and how many more."""
+    told = ["the evaluator" if name == "evaluator" else name for name in names]
+    if len(told) > _MANY:
+        return f"{', '.join(told[:_MANY])} and {len(told) - _MANY} more"
+    return " and ".join(filter(None, [", ".join(told[:-1]), *told[-1:]]))
+
+
 def _line(status: Status, left: str) -> str:
+    refused = f"  {status.refused} messages refused" if status.refused else ""
+    if status.phase == "gathering":
+        return f"waiting for {_who(status.missing)}{refused}"
     loss = "-" if status.loss is None else f"{status.loss:.3f}"
     recall = ", ".join(
         f"{name.removeprefix('mean_').upper()} {status.metrics[name]:.3f}"
@@ -47,7 +62,7 @@ def _line(status: Status, left: str) -> str:
     return (
         f"round {status.round}/{status.rounds}  silos: {status.training} training, "
         f"{status.online - status.training if status.online > status.training else 0} waiting, {status.lost} lost  "
-        f"loss {loss}  {recall or 'recall -'}  {_bytes(status.bytes)}  left {left}"
+        f"loss {loss}  {recall or 'recall -'}  {_bytes(status.bytes)}  left {left}{refused}"
     )
 
 
@@ -66,6 +81,10 @@ def _table(status: Status, left: str, title: str) -> Table:
         if name.startswith("mean_")
     )
     table.add_row("recall", recall or "not measured yet", _bytes(status.bytes))
+    if status.phase == "gathering" and status.missing:
+        table.add_row("waiting for", _who(status.missing))
+    if status.refused:
+        table.add_row("refused", f"{status.refused} messages")
     return table
 
 
@@ -87,11 +106,12 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
     first: list[tuple[int, float]] = []
     if not console.is_terminal or console.is_dumb_terminal:
         console.print(title, highlight=False)
-        told, ended = [-_PLAIN_SECONDS], list[bool]()
+        told, ended = [_GATHERING_SECONDS - _PLAIN_SECONDS], list[bool]()
 
         def plain(status: Status) -> None:
             if not first and status.phase != "gathering":
                 first.append((status.round, status.elapsed))
+                told[0] = -_PLAIN_SECONDS  # all are here: that is told at once
             last = status.round == status.rounds and not ended
             if status.elapsed - told[0] >= _PLAIN_SECONDS or last:
                 told[0] = status.elapsed

@@ -15,7 +15,8 @@ class Status:
         round: merges so far.
         rounds: in all.
         training: silos whose reply is awaited.
-        arrived: replies of this round.
+        missing: silos, and the evaluator, that have no session.
+        refused: messages refused so far.
         online: silos with a session.
         lost: silos that had a session and lost it.
         loss: mean training loss of the last merge.
@@ -29,7 +30,8 @@ class Status:
     round: int
     rounds: int
     training: int
-    arrived: int
+    missing: tuple[str, ...]
+    refused: int
     online: int
     lost: int
     loss: float | None

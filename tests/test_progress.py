@@ -25,7 +25,7 @@ def dumb(monkeypatch: pytest.MonkeyPatch) -> tuple[Console, io.StringIO]:
 def test_a_run_shows_lines(tiny: Path, dumb: tuple[Console, io.StringIO]) -> None:
     console, screen = dumb
     with live.display(resolved(tiny), console, quiet=False) as show:
-        show(Status("collecting", 3, 4, 4, 0, 4, 0, None, {}, 0, 0.0, 20.0))
+        show(Status("collecting", 3, 4, 4, (), 0, 4, 0, None, {}, 0, 0.0, 20.0))
     assert "round 3/4" in screen.getvalue()
 
 
@@ -34,3 +34,26 @@ def test_a_comparison_shows_lines(dumb: tuple[Console, io.StringIO]) -> None:
     with _display(console, quiet=False) as show:
         show("runs", Progress(5, 12, (), None))
     assert "runs: 5 of 12 done" in screen.getvalue()
+
+
+def test_who_is_missing_is_named_and_what_was_refused_is_counted(tiny: Path) -> None:
+    screen = io.StringIO()
+    names = ("silo-02", "silo-03", "evaluator")
+    with live.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
+        for elapsed, missing in ((1.0, names), (2.5, names), (3.0, names[2:]), (13.0, names[2:])):
+            show(Status("gathering", 0, 4, 0, missing, 7, 2, 0, None, {}, 0, 0.0, elapsed))
+        show(Status("collecting", 0, 4, 4, (), 7, 4, 0, None, {}, 0, 0.0, 14.0))
+    told = screen.getvalue().splitlines()[1:]
+    assert told[:2] == [
+        "waiting for silo-02, silo-03 and the evaluator  7 messages refused",
+        "waiting for the evaluator  7 messages refused",
+    ]
+    assert told[2].startswith("round 0/4  silos: 4 training") and told[2].endswith("7 messages refused")
+    assert live._who([f"silo-{n:02d}" for n in range(30)]) == "silo-00, silo-01, silo-02, silo-03, silo-04 and 25 more"
+
+
+def test_a_terminal_shows_who_is_missing(tiny: Path) -> None:
+    screen = io.StringIO()
+    console = Console(file=screen, width=200, force_terminal=True)
+    console.print(live._table(Status("gathering", 0, 4, 0, ("silo-03",), 1, 3, 0, None, {}, 0, 0.0, 9.0), "-", "title"))
+    assert "waiting for  silo-03" in screen.getvalue() and "1 messages" in screen.getvalue()

@@ -128,9 +128,9 @@ def _check_update(payload: Delta | PartialDelta, context: Context, sent: tuple[s
     if isinstance(payload, PartialDelta):
         if payload.names != sent:
             raise RemoteWireError("layout", "a partial delta of other layers than this silo shares and trains")
-        layout = layout.part(sent)
-    if payload.buffer.size != layout.size:
-        raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.size} numbers, here {layout.size}")
+    size = layout.size if isinstance(payload, Delta) else layout.part(sent).size if sent else 0
+    if payload.buffer.size != size:
+        raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.size} numbers, here {size}")
 
 
 def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: int | None) -> None:

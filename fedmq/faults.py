@@ -375,7 +375,8 @@ class Noise(TaskFault):
         """Δ + N(0, (factor rms(Δ))²), drawn from the task's own seed."""
 
         def noisy(delta: np.ndarray) -> np.ndarray:
-            deviation = delta.dtype.type(self.factor * math.sqrt(float((delta.astype("float64") ** 2).mean())))
+            square = float((delta.astype("float64") ** 2).sum()) / max(1, delta.size)
+            deviation = delta.dtype.type(self.factor * math.sqrt(square))
             drawn: np.ndarray = generator.standard_normal(delta.size, dtype=delta.dtype.type)
             changed: np.ndarray = delta + deviation * drawn
             return changed

@@ -116,13 +116,14 @@ class Tensor:
 
     Floats must be finite. For a ``bulk`` tensor, the one that carries a model or its change, construction leaves that
     to the decoder (:func:`fedmq.codec.decode`), which can be told to skip it. ``low``: least value of an integer
-    tensor.
+    tensor. ``least``: of each symbolic dimension.
     """
 
     dtypes: tuple[str, ...]
     shape: tuple[int | str, ...]
     bulk: bool = False
     low: int | None = None
+    least: int = 1
 
     def check(self, place: str, value: object, dims: dict[str, int]) -> None:
         """Check dtype, shape, contiguity and, unless bulk, the values."""
@@ -144,8 +145,8 @@ class Tensor:
             raise FieldError(f"{place}: shape {shape} has not the {len(self.shape)} dimensions of {self.shape}")
         for size, wanted in zip(shape, self.shape, strict=True):
             if isinstance(wanted, str):
-                if not 1 <= size <= DIMENSIONS[wanted]:
-                    raise FieldError(f"{place}: {wanted} = {size} is not in [1, {DIMENSIONS[wanted]}]")
+                if not self.least <= size <= DIMENSIONS[wanted]:
+                    raise FieldError(f"{place}: {wanted} = {size} is not in [{self.least}, {DIMENSIONS[wanted]}]")
                 if dims.setdefault(wanted, size) != size:
                     raise FieldError(f"{place}: {wanted} = {size}, but {dims[wanted]} elsewhere in the payload")
             elif size != wanted:
@@ -211,15 +212,16 @@ class Text:
 
 @dataclass(frozen=True)
 class Names:
-    """One to ``most`` different names, as a tuple."""
+    """From ``least`` to ``most`` different names, as a tuple."""
 
     most: int
     pattern: re.Pattern[str]
+    least: int = 1
 
     def check(self, place: str, value: object, _dims: dict[str, int]) -> None:
         """Check count, pattern and that no name comes twice."""
-        if not isinstance(value, tuple) or not 1 <= len(value) <= self.most:
-            raise FieldError(f"{place}: not a tuple of 1 to {self.most} names")
+        if not isinstance(value, tuple) or not self.least <= len(value) <= self.most:
+            raise FieldError(f"{place}: not a tuple of {self.least} to {self.most} names")
         for name in value:
             check_name(place, name, self.pattern)
         if len(set(value)) != len(value):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, TypeAlias, get_args
 from weakref import WeakKeyDictionary
 
@@ -101,7 +101,7 @@ class PartialDelta:
 
     Args:
         layout_digest: of the agreed layout the layers are named in.
-        names: the layers, different, in the order of the buffer.
+        names: the layers, different, in the order of the buffer; none of a silo that trains no layer that is shared.
         buffer: (n,) float32 or uint8: the layers one after the other.
         n_samples: local samples behind it.
     """
@@ -109,8 +109,8 @@ class PartialDelta:
     KIND: ClassVar[str] = "partial_delta"
     FIELDS: ClassVar[Mapping[str, Field]] = {
         "layout_digest": _DIGEST,
-        "names": Names(MAX_ENTRIES, LAYER),
-        "buffer": _BULK,
+        "names": Names(MAX_ENTRIES, LAYER, least=0),
+        "buffer": replace(_BULK, least=0),
         "n_samples": _SAMPLES,
     }
     layout_digest: str

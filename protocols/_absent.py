@@ -28,9 +28,9 @@ def layers_of(layout: Layout, layers: Sequence[str] | None) -> tuple[str, ...]:
 
 
 def trainable(layers: Sequence[str], silo: SiloFacts) -> tuple[str, ...]:
-    """Those of some layers that a silo trains; all of them if it trains none, as an update cannot be of nothing."""
+    """Those of some layers that a silo trains; none where all that a method shares is of the modality it lacks."""
     lacked = tuple(prefix for modality, prefix in BRANCHES.items() if not getattr(silo, modality))
-    return tuple(name for name in layers if not name.startswith(lacked)) or tuple(layers)
+    return tuple(name for name in layers if not name.startswith(lacked))
 
 
 def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:

@@ -141,7 +141,7 @@ def places(layout: Layout, names: Sequence[str]) -> list[slice]:
 
 def extract(theta: Tensor, layout: Layout, names: Sequence[str]) -> Tensor:
     """Some layers of a flat buffer [P], one after the other, as ``layout.part(names)`` has them."""
-    return torch.cat([theta[part] for part in places(layout, names)])
+    return torch.cat([theta[:0], *(theta[part] for part in places(layout, names))])
 
 
 def insert(theta: Tensor, layout: Layout, names: Sequence[str], values: Tensor) -> None:

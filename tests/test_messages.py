@@ -117,7 +117,6 @@ def bad_payloads() -> dict[str, Any]:
         "a list": lambda: Model(DIGEST, [1.0]),  # type: ignore[arg-type]
         "negative samples": lambda: Delta(DIGEST, floats(3), -1),
         "numpy integer": lambda: Delta(DIGEST, floats(3), np.int64(3)),  # type: ignore[arg-type]
-        "no names": lambda: PartialDelta(DIGEST, (), floats(3), 1),
         "a name twice": lambda: PartialDelta(DIGEST, ("a", "a"), floats(3), 1),
         "names in a list": lambda: PartialDelta(DIGEST, ["a"], floats(3), 1),  # type: ignore[arg-type]
         "d differs": lambda: ModalityPrototypes(floats(3), floats(4), 3),

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -131,6 +132,8 @@ def scenario_command(
     with warm.leaving_at_once(FAILED):
         chosen = scenarios.load(file, settings or [])
         inline = _inline(file, chosen.launcher)
+        if err.is_terminal and not quiet:
+            err.print(f"{escape(str(file))}: loading", end="\r", highlight=False)  # torch takes seconds
         if not inline:
             # Before torch is imported here: the forkserver then imports it at the same time.
             warm.warm_up(chosen.backbone.name)
@@ -359,11 +362,9 @@ def evaluator_command(
     run_evaluator(arguments, progress=_say)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+_say = partial(print, file=sys.stderr, flush=True)
 
 
-# ------------------------------------------------------------------------------------------------------- the rest
 def _pooled(method: str) -> bool:
     import protocols  # noqa: PLC0415 - brings torch
 

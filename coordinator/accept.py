@@ -125,9 +125,8 @@ def _check_update(payload: Delta | PartialDelta, context: Context, sent: tuple[s
     layout = context.layout
     if payload.layout_digest != layout.digest:
         raise RemoteWireError("layout", f"a {payload.KIND} of another layout")
-    if isinstance(payload, PartialDelta):
-        if payload.names != sent:
-            raise RemoteWireError("layout", "a partial delta of other layers than this silo shares and trains")
+    if isinstance(payload, PartialDelta) and payload.names != sent:
+        raise RemoteWireError("layout", "a partial delta of other layers than this silo shares and trains")
     size = layout.size if isinstance(payload, Delta) else layout.part(sent).size if sent else 0
     if payload.buffer.size != size:
         raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.size} numbers, here {size}")

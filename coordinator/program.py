@@ -130,6 +130,9 @@ def run_coordinator(
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, {}, frozenset[str]())
     world = build_world(scenario, folder=arguments.data, pooled=protocols.pooled(scenario.protocol.name))
     setting, theta = _setting(scenario, world, folder)
+    if revoked.issuperset(setting.plan.eligible):
+        found = f"no key of any silo that {scenario.protocol.name} may ask"
+        raise InputError(f"{arguments.keys}: accepted", found, f"that of {setting.plan.eligible[0]} or another of them")
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
     if saved and saved.data not in ("", setting.data):
         found = f"data of other content than the run began with ({setting.data[:12]})"

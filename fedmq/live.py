@@ -51,7 +51,7 @@ def _who(names: Sequence[str]) -> str:
 
 def _line(status: Status, left: str) -> str:
     refused = f"  {status.refused} messages refused" if status.refused else ""
-    if status.phase == "gathering":
+    if status.phase == "gathering" and status.missing:
         return f"waiting for {_who(status.missing)}{refused}"
     loss = "-" if status.loss is None else f"{status.loss:.3f}"
     recall = ", ".join(

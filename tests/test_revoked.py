@@ -64,6 +64,15 @@ def test_a_run_does_not_go_on_without_any_silo_or_the_evaluator_nor_begin_withou
         started(resume=True)
 
 
+def test_a_run_does_not_go_on_if_nobody_it_may_ask_is_left(tiny: Path, tmp_path: Path) -> None:
+    lone = "missing_modality.silos={silo-00: image, silo-01: text, silo-02: image}"
+    scenario, keys = resolved(tiny, "protocol=paired_only", lone), tmp_path / "keys"
+    init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
+    revoke(keys, "silo-03")
+    with pytest.raises(InputError, match="no key of any silo that paired_only may ask', allowed: that of silo-03"):
+        run_coordinator(CoordinatorArguments(scenario, "memory://nobody", keys, tmp_path / "run", resume=True))
+
+
 def test_a_resumed_run_begins_without_the_silos_it_had_given_up() -> None:
     rounds, _ = gathered(plan())
     rounds = replace(rounds.after_merge(), gone=frozenset({"silo-03"}))

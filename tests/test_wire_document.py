@@ -49,7 +49,8 @@ def describe(spec: Field) -> str:
     match spec:
         case Tensor():
             bulk = "bulk " if spec.bulk else ""
-            return f"{bulk}tensor {' or '.join(spec.dtypes)} ({', '.join(map(str, spec.shape))})"
+            empty = ", n from 0" if spec.least == 0 else ""
+            return f"{bulk}tensor {' or '.join(spec.dtypes)} ({', '.join(map(str, spec.shape))}){empty}"
         case Whole():
             return f"integer, {spec.low} to {power(spec.high)}{', or nil' if spec.nullable else ''}"
         case Real():
@@ -61,7 +62,7 @@ def describe(spec: Field) -> str:
         case Text():
             return f"str, at most {spec.longest} bytes"
         case Names():
-            return f"array of 1 to {spec.most} layer names"
+            return f"array of {spec.least} to {spec.most} layer names"
         case Numbers():
             return f"map of at most {spec.most} metric names to numbers"
         case NumbersByName():

@@ -140,8 +140,19 @@ def world_process(scenario: Scenario, line: Connection) -> None:
         _tell(line, folder)
 
 
-def world_here(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> Path:
-    """Make the run's world in the cache, in this process; as ``fedmq.simulate.prepare_world`` otherwise."""
-    world = build_world(scenario, progress, pooled=protocols.pooled(scenario.protocol.name))
+def world_here(
+    scenario: Scenario, progress: Callable[[str, int, int], None] | None, folder: Path | None = None
+) -> Path:
+    """Make the run's world in the cache, in this process; as ``fedmq.simulate.prepare_world`` otherwise.
+
+    Args:
+        scenario: as resolved.
+        progress: told during anything long.
+        folder: of the prepared data, if it is there.
+
+    Raises:
+        InputError: the data, or the scenario with these data, would be refused by a run's programs.
+    """
+    world = build_world(scenario, progress, folder=folder, pooled=protocols.pooled(scenario.protocol.name))
     check(scenario, world)
     return world.prepared.folder

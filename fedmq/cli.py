@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 
 from fedmq import __version__, cli_audit, cli_compare, cli_data, cli_keys, cli_reference, cli_search
 from fedmq.cli_options import AsJson, Connect, Device, File, Keys, Quiet, Run, Seed, Settings
+from fedmq.cli_output import bar, err, out, print_anything, starting
 from fedmq.errors import FedmqError, InputError, RunError
 
 _BEGAN = time.monotonic()
@@ -41,15 +41,13 @@ data_app = typer.Typer(help="Look at data sets.", no_args_is_help=True)
 app.add_typer(cli_keys.keys_app, name="keys")
 app.add_typer(data_app, name="data")
 
-out = Console()
-err = Console(stderr=True)
-
 #: What the command line's library leaves with after Ctrl-C.
 _INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command line; errors become one line and an exit code."""
+    print_anything()
     try:
         app(standalone_mode=True)
     except InputError as error:
@@ -92,21 +90,6 @@ def _scenario_of(file: Path, settings: list[str] | None, seed: int | None, *, by
     return scenarios.with_absolute_paths(scenario, weights=not by_hand)
 
 
-def _bar() -> Callable[[str, int, int], None]:
-    """Progress of something long, on one line of standard error."""
-    shown: tuple[str, float] = ("", 0.0)
-
-    def show(what: str, done: int, total: int) -> None:
-        nonlocal shown
-        now = time.monotonic()
-        if what == shown[0] and done < total and now - shown[1] < (0.5 if err.is_terminal else 10.0):
-            return
-        shown = (what, now)
-        err.print(f"{what}: {done}/{total}", end="\r" if err.is_terminal and done < total else "\n", highlight=False)
-
-    return show
-
-
 # ------------------------------------------------------------------------------------------------------- scenario
 @app.command("scenario")
 def scenario_command(
@@ -124,16 +107,17 @@ def scenario_command(
 ) -> None:
     """Run a scenario: a coordinator, an evaluator and all silos as real processes on this machine.
 
+    docs/scenario.md has every key of a scenario, docs/methods.md every option of a method or loss.
+
     Example: [bold]fedmq scenario scenarios/rcsr_mr50.yaml --set rounds=50 --seed 1[/bold]
     """
     from fedmq import scenario_file as scenarios  # noqa: PLC0415
     from fedmq import warm  # noqa: PLC0415
 
+    starting(quiet=quiet)
     with warm.leaving_at_once(FAILED):
         chosen = scenarios.load(file, settings or [])
         inline = _inline(file, chosen.launcher)
-        if err.is_terminal and not quiet:
-            err.print(f"{escape(str(file))}: loading", end="\r", highlight=False)  # torch takes seconds
         if not inline:
             # Before torch is imported here: the forkserver then imports it at the same time.
             warm.warm_up(chosen.backbone.name)
@@ -146,7 +130,7 @@ def scenario_command(
     folder = _folder_for(scenario, out_dir, resume)
     prepare = children.world_here if inline else simulate.prepare_world
     try:
-        data = prepare(scenario, None if quiet else _bar())
+        data = prepare(scenario, None if quiet else bar())
     except BaseException:
         if resume is None:
             with contextlib.suppress(OSError):
@@ -271,6 +255,7 @@ def coordinator_command(
 
     Example: [bold]fedmq coordinator scenarios/smoke.yaml --keys keys --bind tcp://127.0.0.1:5555 --out runs/hand[/bold]
     """
+    starting()
     from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415
     from coordinator.rounds import Phase  # noqa: PLC0415
     from fedmq import live  # noqa: PLC0415
@@ -291,7 +276,7 @@ def coordinator_command(
         resuming.check(folder, before, scenario, f"--out {folder.root}")
     if not resume and any(folder.checkpoints.glob("version-*")):
         raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume")
-    data = build_world(scenario, _bar()).prepared.folder
+    data = build_world(scenario, bar()).prepared.folder
     stop = _until_stopped()
     with live.display(scenario, err, quiet=False) as status:
         outcome = run_coordinator(
@@ -326,6 +311,7 @@ def silo_command(
 
     Example: [bold]fedmq silo scenarios/smoke.yaml --name silo-00 --keys keys --device cuda:1[/bold]
     """
+    starting()
     from fedmq.transport import check_uri  # noqa: PLC0415
     from silos.program import SiloArguments, run_silo  # noqa: PLC0415
 
@@ -351,6 +337,7 @@ def evaluator_command(
 
     Example: [bold]fedmq evaluator scenarios/smoke.yaml --keys keys --connect tcp://127.0.0.1:5555[/bold]
     """
+    starting()
     from fedmq.evaluator import EvaluatorArguments, run_evaluator  # noqa: PLC0415
     from fedmq.transport import check_uri  # noqa: PLC0415
 
@@ -371,9 +358,16 @@ def _pooled(method: str) -> bool:
     return protocols.pooled(method)
 
 
-cli_audit.add_audit(app, _bar, _pooled)
+def _fits(scenario: Any, folder: Path) -> None:
+    """Refuse what a run on the prepared data of a folder would, wherever it runs."""
+    from fedmq import children  # noqa: PLC0415
+
+    children.world_here(scenario.model_copy(update={"device": "cpu"}), None, folder)
+
+
+cli_audit.add_audit(app, bar, _pooled)
 cli_reference.add_reference(app)
-cli_data.add_data(data_app, _scenario_of, _bar, BAD_INPUT)
+cli_data.add_data(data_app, _scenario_of, bar, BAD_INPUT, _fits)
 
 
 @app.command("replay")
@@ -406,7 +400,7 @@ def replay_command(
         raise InputError(f"{folder.scenario}: clock", scenario.clock, "virtual: real time does not happen twice")
     before = replay.read_record(folder)
     inline = scenario.launcher == "inline"
-    data = (children.world_here if inline else simulate.prepare_world)(scenario, None if quiet else _bar())
+    data = (children.world_here if inline else simulate.prepare_world)(scenario, None if quiet else bar())
     with tempfile.TemporaryDirectory(prefix="fedmq-replay-") as name:
         again = RunFolder(Path(name) / folder.root.name)
         again.root.mkdir()
@@ -466,7 +460,7 @@ def report_command(runs: Annotated[list[Path], typer.Argument(metavar="RUN...", 
 def _prepare(quiet: bool) -> Callable[[Any], Path]:
     from fedmq import simulate  # noqa: PLC0415
 
-    return lambda scenario: simulate.prepare_world(scenario, None if quiet else _bar())
+    return lambda scenario: simulate.prepare_world(scenario, None if quiet else bar())
 
 
 def _share(scenario: Any, folder: Path) -> None:
@@ -484,9 +478,9 @@ def _share(scenario: Any, folder: Path) -> None:
 _ROOTS = cli_compare.Roots(_scenario_of, _prepare, _share, _until_stopped)
 cli_compare.add_compare(app, _ROOTS)
 cli_compare.add_sweep(app, _ROOTS)
-cli_search.add_search(app, _bar)
-cli_search.add_export(app, _bar)
-cli_search.add_curves(app, _bar)
+cli_search.add_search(app, bar)
+cli_search.add_export(app, bar)
+cli_search.add_curves(app, bar)
 
 
 @app.callback(invoke_without_command=True)

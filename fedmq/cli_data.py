@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from fedmq.cli_options import AsJson, Bar, Device, File, Seed, Settings
+from fedmq.cli_output import starting
 
 out = Console()
 
@@ -21,6 +22,7 @@ def add_data(
     scenario_of: Callable[..., Any],
     bar: Bar,
     bad_input: int,
+    fits: Callable[..., None],
 ) -> None:
     """Add the commands of ``fedmq data``.
 
@@ -29,6 +31,7 @@ def add_data(
         scenario_of: reads a scenario, its settings and its seed.
         bar: makes a progress line.
         bad_input: exit code where a run would refuse the data.
+        fits: refuses a scenario that cannot run on the prepared data in a folder.
     """
 
     @app.command("list")
@@ -49,11 +52,14 @@ def add_data(
     def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json: AsJson = False) -> None:
         """Count a scenario's data, name missing and unreadable files, and show what each silo would hold.
 
-        Exit code 2 if a run would refuse the data. Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
+        Exit code 2 if a run would refuse the data, or the scenario with them.
+
+        Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
         """
+        starting()
         from fedmq.data import check  # noqa: PLC0415
 
-        facts = check.check(scenario_of(file, settings, seed), bar())
+        facts = check.check(scenario_of(file, settings, seed), fits, bar())
         if as_json:
             print(json.dumps(facts, indent=2))
         else:

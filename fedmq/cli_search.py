@@ -14,6 +14,7 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 from fedmq.cli_options import AsJson, Bar, Device, Run
+from fedmq.cli_output import writes_unicode
 
 Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="What to look for.", show_default=False)]
 Chosen = Annotated[
@@ -88,7 +89,7 @@ def add_search(app: typer.Typer, bar: Bar) -> None:
         if as_json:
             facts = {"gallery": str(found.gallery.folder), "among": found.among, "measure": measure}
             results = [dataclasses.asdict(hit) for hit in found.hits]
-            print(json.dumps({**facts, "results": results}, ensure_ascii=False))
+            print(json.dumps({**facts, "results": results}, ensure_ascii=not writes_unicode()))
             return
         table = Table("rank", measure, Column("item", overflow="fold"), "caption")
         for hit in found.hits:

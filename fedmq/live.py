@@ -19,7 +19,7 @@ from fedmq.scenario import Scenario
 from fedmq.status import Status
 
 _PLAIN_SECONDS = 10.0
-#: Until it is told whom a run waits for [s].
+#: Until it is told whom a run waits for, and then that it waits for others [s].
 _GATHERING_SECONDS = 2.0
 #: Silos that are named one by one.
 _MANY = 5
@@ -106,15 +106,17 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
     first: list[tuple[int, float]] = []
     if not console.is_terminal or console.is_dumb_terminal:
         console.print(title, highlight=False)
-        told, ended = [_GATHERING_SECONDS - _PLAIN_SECONDS], list[bool]()
+        told, ended = [0.0], list[bool]()
+        waited: list[tuple[str, ...]] = [()]  # for whom, as told last
 
         def plain(status: Status) -> None:
             if not first and status.phase != "gathering":
                 first.append((status.round, status.elapsed))
                 told[0] = -_PLAIN_SECONDS  # all are here: that is told at once
             last = status.round == status.rounds and not ended
-            if status.elapsed - told[0] >= _PLAIN_SECONDS or last:
-                told[0] = status.elapsed
+            others = status.phase == "gathering" and status.missing != waited[0]
+            if status.elapsed - told[0] >= (_GATHERING_SECONDS if others else _PLAIN_SECONDS) or last:
+                told[0], waited[0] = status.elapsed, status.missing
                 if last:
                     ended.append(True)
                 console.print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -155,11 +156,18 @@ def read_trace(path: Path, silos: Sequence[str], period: float = math.inf) -> Tr
     Raises:
         InputError: the file cannot be read, or a line is not as it must be.
     """
+    allowed = "a CSV file with the columns silo, on, off"
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise InputError(str(path), str(error), "a CSV file with the columns silo, on, off") from None
+        reader = csv.reader(io.StringIO(path.read_bytes().decode("utf-8-sig"), newline=""), strict=True)
+    except OSError as error:
+        raise InputError(str(path), str(error), allowed) from None
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{path}: line {line}", error.reason, "UTF-8") from None
+    try:
+        rows = list(reader)
+    except csv.Error as error:
+        raise InputError(f"{path}: line {reader.line_num}", str(error), allowed) from None
     if not rows or [cell.strip() for cell in rows[0]] != _COLUMNS:
         raise InputError(f"{path}: line 1", ",".join(rows[0]) if rows else "nothing", ",".join(_COLUMNS))
     intervals: dict[str, list[tuple[float, float]]] = {}

@@ -39,7 +39,7 @@ def discrimination(image: Tensor | None, text: Tensor | None, similar: Tensor, p
     Args:
         image: None where the silo lacks images; its pairs are left out.
         text: likewise.
-        similar: [B, B], 1 where two samples share a category; counts of shared labels with three pairs.
+        similar: [B, B], 1 where two samples share a category; public code, with three pairs, counts shared labels.
         pairs: 4, the cross pair twice, or 3.
     """
     terms = [pair_likelihood(held, held, similar) for held in (image, text) if held is not None]

@@ -37,13 +37,14 @@ class FedCmrOptions:
         local_share: share of the batches trained right after the download, before the displacement is counted.
         residual_beta: share of the own displacement taken off the merged layer; 0 takes the layer as it comes.
         sharpness: factor of the loss term in the weights.
-        sums: the mean loss is that of the ``reporters`` of a merge, or of the ``table`` of all silos' last losses.
+        sums: the mean loss is that of the ``reporters`` of a merge, or of the ``table`` of all silos' last losses. Not
+            given, it is the table where merges are of fewer replies than a round has (``async``, small buffers).
     """
 
     local_share: float = 0.2
     residual_beta: float = 0.5
     sharpness: float = 100.0
-    sums: Literal["reporters", "table"] = "reporters"
+    sums: Literal["reporters", "table"] | None = None
 
     def __post_init__(self) -> None:
         check("local_share", self.local_share, 0.0, 1.0)
@@ -105,6 +106,7 @@ class FedCmr:
             allowed = "dscmr, or a base with a hash network: FedCMR needs a common or hash layer, and labels"
             raise InputError("objective.base", context.objective.base, allowed)
         self.partial = PartialFedAvg(fedavg.FedAvgOptions(), context, names)
+        self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
 
     def eligible(self, silo: SiloFacts) -> bool:
         """Everybody takes part."""
@@ -180,7 +182,7 @@ class FedCmr:
         reported = torch.tensor(losses, dtype=torch.float64)
         here = _merge.still_known(versions, round_, self.context.max_age)
         here[[reply.silo.index for reply in replies]] = True
-        pool = reported if self.options.sums == "reporters" else table[here]
+        pool = reported if self.sums == "reporters" else table[here]
         size, count = torch.tensor(samples, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
         weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)
         merged = self.partial.merge(state, replies, weights)

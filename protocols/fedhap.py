@@ -36,6 +36,8 @@ from protocols._options import check
 _CHANGE = "fedhap.discriminator_change"
 _CODES = "fedhap.prototypes"
 _OWN = "fedhap.discriminator"
+#: Hysteresis of prototypes where merges are of fewer replies than a round has.
+_STEADY = 0.05
 
 
 @dataclass(frozen=True)
@@ -53,8 +55,9 @@ class FedHapOptions(fedavg.FedAvgOptions):
         disc_hidden: width of the discriminator.
         share_disc: discriminators are averaged; each silo keeps its own if false.
         proto_counts: silos report how many samples are behind a class mean, and not only that there are some.
-        hysteresis: a prototype's bit flips only if the mean behind it is larger than this; 0 is eq 6, 0.05 steadies
-            runs in which silos report one by one.
+        hysteresis: a prototype's bit flips only if the mean behind it is larger than this; 0 is eq 6. Not given, it is
+            0, and 0.05 where merges are of fewer replies than a round has (``async``, small buffers): one vote after
+            the other would flip bits near a tie to and fro.
     """
 
     weighting: Literal["samples", "uniform"] = "uniform"
@@ -67,13 +70,14 @@ class FedHapOptions(fedavg.FedAvgOptions):
     disc_hidden: int = 128
     share_disc: bool = True
     proto_counts: bool = True
-    hysteresis: float = 0.0
+    hysteresis: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check("lambda_d", self.lambda_d, 0.0)
         check("disc_hidden", self.disc_hidden, 1)
-        check("hysteresis", self.hysteresis, 0.0)
+        if self.hysteresis is not None:
+            check("hysteresis", self.hysteresis, 0.0)
 
 
 def binary_prototypes(means: Tensor, valid: Tensor, old: Tensor, hysteresis: float = 0.0) -> Tensor:
@@ -125,6 +129,8 @@ class FedHap:
         if self.prototypes and not context.label_names:
             raise InputError("protocol.name", "fedhap", "another method: the data set has no labels")
         self.layout = adversary.layout_of(context.dim, len(context.label_names), options.disc_hidden)
+        given, usual = options.hysteresis, 0.0 if context.whole_rounds else _STEADY
+        self.hysteresis = usual if given is None else given
         triplets = context.objective.base == "triplet"
         self.triplets = _bases.options_of(context.objective) if triplets else triplet.Options()
 
@@ -233,7 +239,7 @@ class FedHap:
             votes = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies]
             tensors |= _class_prototypes.updated(tensors, votes, round_, max_age=self.context.max_age, weighted=False)
             means, valid = tensors[_class_prototypes.GLOBAL], tensors[_class_prototypes.VALID]
-            tensors[_CODES] = binary_prototypes(means, valid, tensors[_CODES], self.options.hysteresis)
+            tensors[_CODES] = binary_prototypes(means, valid, tensors[_CODES], self.hysteresis)
         if self._shares_discriminator:
             tensors[_CHANGE] = self._merged_discriminator(state.tensors[_CHANGE], replies)
         return replace(merged, state=replace(merged.state, tensors=tensors))

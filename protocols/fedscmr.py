@@ -50,11 +50,13 @@ class FedScmrOptions:
         use_phi: the validation mAP is part of eq 13.
         agg: ``adaptive`` (eq 13), ``proportional`` (eq 10 alone, renormalised), or ``samples`` as FedAvg.
         norm: ``row`` or ``frob``, see protocols._scmr.
-        pairs: of modalities in eq 2: 4 as printed, 3 as public code has it.
+        pairs: of modalities in eq 2: 4 as printed, 3 as public code has it, with the printed δ (two items share a
+            category or not) either way.
         eval_space: what is retrieved by: the enhanced features ``enhanced`` (S') or the ``common`` ones (S).
         shared_layers: what travels: both common layers, the first alone as in FedCMR, or ``all`` as in FedAvg.
         sums: the sums of eqs 10 to 13 run over the ``reporters`` of a merge, as printed, or over the ``table`` of all
-            silos' last scalars, which keeps a meaning when few replies are merged at a time.
+            silos' last scalars, which keeps a meaning when few replies are merged at a time. Not given, it is the table
+            where merges are of fewer replies than a round has (``async``, small buffers).
         validation: share of a silo's items that only measure its mAP; of a few items it is coarse, of one it is 1.
     """
 
@@ -69,7 +71,7 @@ class FedScmrOptions:
     pairs: Literal[3, 4] = 4
     eval_space: Literal["enhanced", "common"] = "enhanced"
     shared_layers: Literal["base", "base_enhance", "all"] = "base_enhance"
-    sums: Literal["reporters", "table"] = "reporters"
+    sums: Literal["reporters", "table"] | None = None
     validation: float = 0.2
 
     def __post_init__(self) -> None:
@@ -91,8 +93,7 @@ def local_loss(image: Out | None, text: Out | None, labels: Tensor, options: Fed
     norm = options.norm
     total = torch.stack([_scmr.label_loss(logits_of(out), labels, norm) for out in held]).sum()
     if options.loss_cs:
-        counts = labels @ labels.T
-        similar = (counts > 0).to(labels.dtype) if options.pairs == 4 else counts
+        similar = (labels @ labels.T > 0).to(labels.dtype)
         pair = (None if image is None else image.raw, None if text is None else text.raw)
         term = _scmr.discrimination(*pair, similar, options.pairs)
         if image is not None and text is not None:
@@ -150,6 +151,7 @@ class FedScmr:
         # Both terms need pairs: what a silo with one modality sends of the EnhanceNets must not shrink the step.
         apart = options.loss_cs or options.loss_ccs
         self.partial = PartialFedAvg(fedavg.FedAvgOptions(), context, names, modules=apart)
+        self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
 
     def eligible(self, silo: SiloFacts) -> bool:
         """Everybody takes part."""
@@ -264,7 +266,7 @@ class FedScmr:
     def _weights(self, table: Tensor, rows: Tensor, known: Tensor) -> Tensor:
         """Eq 13 for the reporters, [M], summing to 1; of the table what is ``known`` counts, bool [N]."""
         options, measured = self.options, table[known][:, -1]
-        known = rows if options.sums == "reporters" else known.nonzero().squeeze(1)
+        known = rows if self.sums == "reporters" else known.nonzero().squeeze(1)
         samples, labels, losses, maps = table[known].unbind(1)
         if options.agg == "samples":
             return samples[torch.isin(known, rows)] / samples[torch.isin(known, rows)].sum()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
@@ -9,8 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
-from fedmq import cli
+from fedmq import cli, cli_output
 from fedmq import scenario_file as scenarios
 from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
@@ -377,3 +379,41 @@ def test_fingerprints_stay_on_one_line(
     lines = [line.split() for line in capfd.readouterr().out.splitlines()]
     assert [name for name, _ in lines] == ["coordinator", "evaluator", "silo-00", "silo-01"]
     assert all(len(print_) == 64 for _, print_ in lines)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "errors"), [("ascii", "strict"), ("ascii", "surrogateescape"), ("utf-8", "strict")]
+)
+def test_what_an_output_has_no_character_for_comes_as_an_escape(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, errors: str
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding, errors=errors))
+    assert fedmq(monkeypatch, "protocols", "rcsr") == 0
+    print("caf\u00e9 \udce9", flush=True)
+    shown = written.getvalue().decode(encoding)
+    assert ("caf\u00e9" if encoding == "utf-8" else "caf\\xe9") + " \\udce9\n" in shown
+
+
+@pytest.mark.parametrize("command", ["scenario", "data check", "coordinator", "evaluator", "silo"])
+def test_a_start_at_a_terminal_says_at_once_that_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(cli_output, "err", Console(file=screen, force_terminal=True, width=120))
+    missing = tmp_path / "missing.yaml"
+    more = [] if command in ("scenario", "data check") else ["--keys", tmp_path]
+    name = ["--name", "silo-00"] if command == "silo" else []
+    assert fedmq(monkeypatch, *command.split(), missing, *more, *name) == 2
+    assert screen.getvalue().count("starting: reading the scenario, loading torch") == 1
+
+
+def test_a_start_that_is_quiet_or_at_no_terminal_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "scenario", tmp_path / "missing.yaml") == 2
+    assert "starting" not in capfd.readouterr().err
+    screen = io.StringIO()
+    monkeypatch.setattr(cli_output, "err", Console(file=screen, force_terminal=True, width=120))
+    assert fedmq(monkeypatch, "scenario", tmp_path / "missing.yaml", "--quiet") == 2
+    assert not screen.getvalue()

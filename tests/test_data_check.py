@@ -100,7 +100,7 @@ def test_labels_are_counted_over_the_items_that_are_left(
     layouts.coco(tmp_path / "set")
     (tmp_path / "set" / "val2014" / "COCO_1.jpg").unlink()
     path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set"), "missing": "skip"})
-    assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
+    assert fedmq(monkeypatch, "data", "check", path, "--set", "silos.count=1", "--json") == 0
     facts = json.loads(capfd.readouterr().out)
     assert (facts["items"], facts["labels"], facts["without_labels"]) == (4, {"dog": 1, "person": 1}, 2)
 
@@ -143,7 +143,20 @@ def test_a_text_of_wikipedia_that_is_not_there_is_listed_and_may_be_left_out(
     (layouts.wikipedia(tmp_path / "set") / "texts" / "txt3-7.xml").unlink()
     path = scenario(tmp_path, {"name": "wikipedia", "path": str(tmp_path / "set")})
     for setting, code, items in (("refuse", 2, 5), ("skip", 0, 4)):
-        assert fedmq(monkeypatch, "data", "check", path, "--set", f"data.missing={setting}", "--json") == code
+        assert (
+            fedmq(
+                monkeypatch,
+                "data",
+                "check",
+                path,
+                "--set",
+                f"data.missing={setting}",
+                "--set",
+                "silos.count=1",
+                "--json",
+            )
+            == code
+        )
         facts = json.loads(capfd.readouterr().out)
         assert (facts["items"], facts["without_captions"]) == (items, ["txt3-7/img3"])
 
@@ -183,6 +196,55 @@ def test_a_set_too_small_for_its_papers_split_says_which_numbers_to_give(
     path = scenario(tmp_path, {"name": "mirflickr", "path": str(layouts.mirflickr(tmp_path / "set"))})
     assert fedmq(monkeypatch, "data", "check", path) == 2
     assert "data.queries, data.val, data.train: found 'queries 2000" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("extracted", [False, True])
+def test_what_the_method_refuses_is_told_before_features_are_extracted_and_after(
+    own_cache: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    extracted: bool,
+) -> None:
+    layouts.coco(tmp_path / "labelled")
+    layouts.flickr(tmp_path / "bare", splits=["train"] * 4 + ["test"] * 2)
+    for name, folder, code in (("coco", "labelled", 0), ("flickr8k", "bare", 2)):
+        path = scenario(tmp_path, {"name": name, "path": str(tmp_path / folder)})
+        if extracted:
+            assert fedmq(monkeypatch, "data", "features", path) == 0
+        capfd.readouterr()
+        assert fedmq(monkeypatch, "data", "check", path, "--set", "protocol=fedproto") == code
+        shown = capfd.readouterr()
+        assert ("protocol.name: found 'fedproto', allowed: a method without labels" in shown.out) == bool(code)
+        assert "items" in shown.out
+        assert not shown.err.count("fedmq:")
+        assert fedmq(monkeypatch, "data", "check", path, "--set", "partition={kind: dir_class}", "--json") == code
+        shown = capfd.readouterr()
+        assert "partition.kind" in shown.out + shown.err if code else json.loads(shown.out)["usable"]
+        assert (tmp_path / "cache" / "features").exists() is extracted
+
+
+def test_text_clusters_and_devices_wait_for_the_run(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts.coco(tmp_path / "set")
+    path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set")})
+    clusters = "partition={kind: dir_clusters, clusters: 2}"
+    assert fedmq(monkeypatch, "data", "check", path, "--set", clusters, "--set", "device=cuda:7") == 0
+
+
+def test_what_the_method_refuses_of_a_file_of_features_is_told_beside_its_counts(
+    own_cache: None, tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "data", "check", tiny, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["problems"] == []
+    assert fedmq(monkeypatch, "data", "check", tiny, "--set", "protocol=creamfl_public", "--json") == 2
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["items"]
+    assert facts["silos"]
+    assert facts["problems"] == [
+        "protocol.name: found 'creamfl_public', allowed: creamfl: the data set marks no public items"
+    ]
 
 
 def test_a_broken_annotation_file_is_bad_input(

@@ -491,6 +491,14 @@ def test_a_mark_of_windows_before_jsonl_and_a_key_of_zero_are_read(tmp_path: Pat
     assert read("manifest", layouts.write(tmp_path / "list.jsonl", content, "utf-8-sig")).keys == ("0", "b")
 
 
+def test_a_mark_of_windows_before_csv_is_passed_over_and_what_is_no_text_has_its_line(tmp_path: Path) -> None:
+    path = layouts.write(tmp_path / "list.csv", "image,caption\na,one\nb,two\n", "utf-8-sig")
+    assert read("manifest", path).captions == (("one",), ("two",))
+    path.write_bytes(b"image,caption\na,one\nb,tw\xff\n")
+    with pytest.raises(InputError, match=r"list\.csv: line 3: .*utf-8 text"):
+        read("manifest", path)
+
+
 def test_a_folder_of_frames_in_a_manifest_is_a_video(tmp_path: Path) -> None:
     layouts.msrvtt(tmp_path)
     rows = [f'{{"image": "frames/video{row}", "caption": "x"}}\n' for row in range(4)]

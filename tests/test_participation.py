@@ -175,3 +175,17 @@ def test_participation_that_does_not_fit_together_is_refused(tiny: Path, setting
         scenarios.load(tiny, [setting])
     assert "participation" in str(caught.value)
     assert allowed in str(caught.value)
+
+
+def test_a_trace_may_begin_with_the_mark_of_windows(tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("silo,on,off\nsilo-00,0,10\n", "utf-8-sig")
+    assert read_trace(path, SILOS).intervals == {"silo-00": ((0.0, 10.0),)}
+
+
+@pytest.mark.parametrize("bad", [b'"5" 5', b"\xff", b'"5'])
+def test_what_is_no_csv_or_no_text_is_named_with_its_line(tmp_path: Path, bad: bytes) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_bytes(b"silo,on,off\nsilo-00,0,1\nsilo-00,2," + bad)
+    with pytest.raises(InputError, match=r"trace\.csv: line 3: "):
+        read_trace(path, SILOS)

@@ -52,6 +52,16 @@ def test_who_is_missing_is_named_and_what_was_refused_is_counted(tiny: Path) -> 
     assert live._who([f"silo-{n:02d}" for n in range(30)]) == "silo-00, silo-01, silo-02, silo-03, silo-04 and 25 more"
 
 
+def test_whom_a_run_waits_for_is_told_when_it_changes(tiny: Path) -> None:
+    screen = io.StringIO()
+    both, one = ("silo-02", "silo-03"), ("silo-03",)
+    with live.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
+        for elapsed, missing in ((1.0, both), (2.0, both), (4.0, both), (5.0, one), (8.0, one), (15.0, one)):
+            show(Status("gathering", 0, 4, 0, missing, 0, 2, 0, None, {}, 0, 0.0, elapsed))
+    told = screen.getvalue().splitlines()[1:]
+    assert told == ["waiting for silo-02 and silo-03", "waiting for silo-03", "waiting for silo-03"]
+
+
 def test_a_terminal_shows_who_is_missing(tiny: Path) -> None:
     screen = io.StringIO()
     console = Console(file=screen, width=200, force_terminal=True)

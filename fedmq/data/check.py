@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +15,7 @@ from rich.table import Table
 
 from fedmq.data import extract
 from fedmq.data.features import SPLITS
-from fedmq.data.prepared import Progress, cache_folder, tell
+from fedmq.data.prepared import Progress, cache_folder, finish, save_arrays, tell
 from fedmq.data.raw import RawSet, split_of
 from fedmq.data.sets import SETS
 from fedmq.errors import InputError
@@ -22,6 +24,10 @@ from fedmq.world import World, build_world
 
 BATCH = 256  # pictures read between two marks of progress
 SHOWN = 20  # names printed of each kind; JSON has all
+_WIDTH = 8  # of the vectors that stand for features; nothing depends on it
+
+#: Refuses a scenario that cannot run on the prepared data in a folder.
+Fits = Callable[[Scenario, Path], None]
 
 
 def unreadable(raw: RawSet, progress: Progress | None = None) -> Iterator[str]:
@@ -126,27 +132,74 @@ def _world_facts(world: World) -> dict[str, Any]:
     }
 
 
-def check(scenario: Scenario, progress: Progress | None = None) -> dict[str, Any]:
+def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> dict[str, Any]:
     """The facts about a scenario's data, and who would hold what as far as that is known without encoding anything.
 
     Args:
         scenario: as resolved.
+        fits: what a run of its programs asks of a scenario and its data.
         progress: told during anything long.
 
     Returns:
         As :func:`check_raw`, and ``silos`` where the features are there: openmoji's are made at once, those of a set
-        on disk by ``fedmq data features``.
+        on disk by ``fedmq data features``. What a run would refuse, as a method without the labels that it needs, is
+        the last of ``problems``.
 
     Raises:
         InputError: the data cannot be read, or cannot be shared out as asked.
     """
     data, backbone = scenario.data, scenario.backbone
     if data.name in ("openmoji", "features") or backbone.name == "features":
-        return {"data": data.name, **_world_facts(build_world(scenario, progress)), "usable": True}
+        world = build_world(scenario, progress)
+        facts = {"data": data.name, **_world_facts(world), "problems": [], "usable": True}
+        return _with_refusal(facts, scenario, fits, world.prepared.folder)
     facts = check_raw(data, progress)
-    if facts["usable"] and extract.find(data, backbone, cache_folder(), scenario.seed) is not None:
-        facts |= _world_facts(build_world(scenario, progress))
+    if not facts["usable"]:
+        return facts
+    made = extract.plan(data, backbone, cache_folder(), scenario.seed)
+    folder = cache_folder() / "data" / made.digest
+    if folder.is_dir():
+        world = build_world(scenario, progress)
+        return _with_refusal(facts | _world_facts(world), scenario, fits, folder)
+    if backbone.adapter_site == "blocks" or backbone.end_to_end:
+        return facts  # networks for pixels, which no vectors can stand for
+    with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
+        _stand_in(made, Path(name))
+        return _with_refusal(facts, _on_vectors(scenario), fits, Path(name))
+
+
+def _with_refusal(facts: dict[str, Any], scenario: Scenario, fits: Fits, folder: Path) -> dict[str, Any]:
+    """The facts with what a run would refuse among the problems."""
+    try:
+        fits(scenario, folder)
+    except InputError as error:
+        return {**facts, "problems": [*facts["problems"], str(error)], "usable": False}
     return facts
+
+
+def _stand_in(made: extract.Plan, folder: Path) -> None:
+    """A prepared set with the labels and the split of one whose features are not extracted yet, and zeros for those."""
+    n = len(made.raw)
+    zeros = np.zeros((n, _WIDTH), np.float32)
+    save_arrays(
+        folder,
+        image=zeros,
+        text=zeros[:, None],
+        captions=np.ones(n, np.int64),
+        labels=made.raw.labels,
+        split=made.split,
+    )
+    finish(folder, made.digest, {}, made.raw.keys, made.raw.label_names)
+
+
+def _on_vectors(scenario: Scenario) -> Scenario:
+    """The scenario with what needs no features: text clusters are of features, and so is the backbone."""
+    update: dict[str, Any] = {
+        "backbone": scenario.backbone.model_copy(update={"name": "features", "pretrained": None, "text_encoder": None})
+    }
+    if scenario.partition.kind == "dir_clusters":
+        update["partition"] = scenario.partition.model_copy(update={"kind": "iid"})
+    return scenario.model_copy(update=update)
 
 
 def _printable(text: str) -> str:

@@ -286,7 +286,10 @@ def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
         return path.read_text(encoding=encoding)
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "a file of the data set; see docs/data.md for its layout") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise InputError(f"{path}: line {line}", error.reason, f"{encoding.removesuffix('-sig')} text") from None
+    except OSError as error:
         raise InputError(str(path), str(error), f"a readable {encoding.removesuffix('-sig')} file") from None
 
 

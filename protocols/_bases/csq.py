@@ -44,7 +44,7 @@ def hash_centres(classes: int, bits: int, generator: np.random.Generator) -> Ten
     Args:
         classes: C.
         bits: r.
-        generator: draws; the same for all silos of a run.
+        generator: draws; the same for all silos.
     """
     if bits & (bits - 1) == 0 and classes <= 2 * bits:
         matrix = torch.from_numpy(hadamard(bits, dtype=np.float32))
@@ -98,7 +98,8 @@ def loss(codes: Tensor, labels: Tensor, centres: Tensor, ties: Tensor, options: 
 def begin(options: Options, local: Local, context: Context, task: Task) -> LabelledBatches:
     """CSQ at work in one task; every silo can train it, with what it has."""
     classes, device = len(context.label_names), local.model.flat.device
-    drawing = numpy_generator(context.seed, "csq", classes, context.dim)
+    # Of C and r alone, not of the run's seed: runs with other seeds are drawn to the same centres.
+    drawing = numpy_generator(0, "csq", classes, context.dim)
     centres = hash_centres(classes, context.dim, drawing).to(device)
     ties = tie_break(context.dim, drawing).to(device)
 

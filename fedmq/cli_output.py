@@ -1,0 +1,45 @@
+"""Where commands print to, and progress there."""
+
+from __future__ import annotations
+
+import io
+import sys
+import time
+from collections.abc import Callable
+
+from rich.console import Console
+
+out = Console()
+err = Console(stderr=True)
+
+
+def print_anything() -> None:
+    """Let standard output take any text: what its encoding lacks comes as an escape, as on standard error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and not (writes_unicode() and sys.stdout.errors == "surrogateescape"):
+        sys.stdout.reconfigure(errors="backslashreplace")
+
+
+def writes_unicode() -> bool:
+    """Whether standard output has every character."""
+    return (sys.stdout.encoding or "").lower().startswith("utf")
+
+
+def starting(*, quiet: bool = False) -> None:
+    """Tell who waits at a terminal that something goes on: loading torch takes seconds, in which nothing else shows."""
+    if err.is_terminal and not quiet:
+        err.print("starting: reading the scenario, loading torch", highlight=False)
+
+
+def bar() -> Callable[[str, int, int], None]:
+    """Progress of something long, on one line of standard error."""
+    shown: tuple[str, float] = ("", 0.0)
+
+    def show(what: str, done: int, total: int) -> None:
+        nonlocal shown
+        now = time.monotonic()
+        if what == shown[0] and done < total and now - shown[1] < (0.5 if err.is_terminal else 10.0):
+            return
+        shown = (what, now)
+        err.print(f"{what}: {done}/{total}", end="\r" if err.is_terminal and done < total else "\n", highlight=False)
+
+    return show

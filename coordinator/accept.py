@@ -24,7 +24,7 @@ from fedmq.messages import (
     PartialDelta,
     Payload,
 )
-from fedmq.protocol import Checking, Context, SiloFacts, State
+from fedmq.protocol import Checking, Context, Counting, SiloFacts, State
 from protocols._absent import layers_of, trainable
 from protocols._merge import read_only
 
@@ -60,7 +60,7 @@ def accept(
         raise RemoteWireError("unexpected", detail)
     uploads, samples = setting.protocol.uploads(silo), setting.samples[silo.index]
     # Methods that count an item of both modalities twice in a row of class prototypes or of a memory say so.
-    twice = silo.paired and getattr(setting.protocol, "counts_both", False)
+    twice = silo.paired and isinstance(setting.protocol, Counting) and setting.protocol.counts_both
     layers, context, theta = setting.layers, setting.context, None if base is None else base.theta
     check_reply(message, uploads, context, silo, layers, samples=samples, theta=theta, counted=2 if twice else 1)
     if isinstance(setting.protocol, Checking):

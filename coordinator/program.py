@@ -43,7 +43,7 @@ from fedmq.messages import Loss, Payload, digest
 from fedmq.metrics import fairness
 from fedmq.outcomes import read_metrics
 from fedmq.participation import cohort_size, trace_of
-from fedmq.protocol import Releasing
+from fedmq.protocol import Bulky, Interpreting, Public, Releasing
 from fedmq.runfolder import RunFolder, write_atomically, write_json, write_tensors
 from fedmq.scenario import Scenario
 from fedmq.status import Status
@@ -182,10 +182,9 @@ def _allow_descriptors() -> None:
 def largest_body(setting: Setting) -> int:
     """Largest body accepted of a peer [bytes]: four times the model, and whatever the method says its replies may have.
 
-    A method whose replies grow with something else than the model, as representations do with the public set, has an
-    attribute ``reply_bytes``: the tensors of its largest reply.
+    One whose replies grow with something else than the model, as representations do with the public set, is ``Bulky``.
     """
-    tensors = int(getattr(setting.protocol, "reply_bytes", 0))
+    tensors = setting.protocol.reply_bytes if isinstance(setting.protocol, Bulky) else 0
     return max(_LEAST_BODY, 4 * setting.context.layout.nbytes, tensors + MAX_BODY_HEADER)
 
 
@@ -372,7 +371,7 @@ def _summary(loop: Loop, world: World, clock: Clock, told: Mapping[str, Any]) ->
         "per_silo_mean": _means(last["per_silo"]),
         "fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
         **_personal_summary(loop),
-        **({"our_reading": True} if getattr(loop.setting.protocol, "our_reading", False) else {}),
+        **_reading_summary(loop.setting),
         **_public_summary(loop.setting),
         "bytes": {"up": dict(sorted(tally.up.items())), "down": dict(sorted(tally.down.items()))},
         "messages": {
@@ -409,8 +408,13 @@ def _summary(loop: Loop, world: World, clock: Clock, told: Mapping[str, Any]) ->
 
 def _public_summary(setting: Setting) -> dict[str, int]:
     """How many items beside the silos' own a method had that needs a public set: others had none."""
-    items = getattr(setting.protocol, "public_items", None)
-    return {} if items is None else {"public_items": items}
+    return {"public_items": setting.protocol.public_items} if isinstance(setting.protocol, Public) else {}
+
+
+def _reading_summary(setting: Setting) -> dict[str, bool]:
+    """That the method is this project's reading, where it is."""
+    protocol = setting.protocol
+    return {"our_reading": True} if isinstance(protocol, Interpreting) and protocol.our_reading else {}
 
 
 def _personal_summary(loop: Loop) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from fedmq.cost import CostModel
 from fedmq.faults import Fate
 from fedmq.messages import TaskInfo
 from fedmq.participation import Trace, cohort_size, sampling_of
-from fedmq.protocol import Context, FederatedProtocol, Sharing, SiloFacts
+from fedmq.protocol import Context, FederatedProtocol, Opening, Sharing, SiloFacts
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.script import Script
@@ -81,7 +81,7 @@ class Setting:
             buffer=aggregation.buffer,
             patience=patience[aggregation.mode],
             max_staleness=aggregation.max_staleness,
-            opening=getattr(self.protocol, "opening", False),
+            opening=isinstance(self.protocol, Opening) and self.protocol.opening,
         )
 
     @property

@@ -230,10 +230,8 @@ def take(payloads: Sequence[Payload], kind: type[P]) -> P:
 class FederatedProtocol(Protocol):
     """A federated method.
 
-    ``Options`` is a frozen dataclass: the schema of ``protocol:`` in a scenario. A class may be :class:`Personalised`,
-    :class:`Releasing`, :class:`Sharing` or :class:`Checking` too, and may say ``pooled = True``: the first silo then
-    holds everybody's training data, in both modalities, as a centralised upper bound needs. ``opening = True`` asks
-    everybody eligible in the first synchronous round, whatever the participation.
+    ``Options`` is a frozen dataclass: the schema of ``protocol:`` in a scenario. A class may be any of the ones below
+    too, from :class:`Personalised` to :class:`Bulky`, each of which adds a thing or two.
     """
 
     Options: ClassVar[type[Any]]
@@ -326,4 +324,64 @@ class Releasing(Protocol):
 
     def release(self, state: State) -> tuple[Payload, ...]:
         """Payloads that go with the model to the evaluator and into the released folder."""
+        ...
+
+
+@runtime_checkable
+class Pooling(Protocol):
+    """What a method adds that may train on everybody's data in one place, as a centralised upper bound does."""
+
+    @property
+    def pooled(self) -> bool:
+        """Whether the first silo holds everybody's training data, in both modalities; asked of the class itself."""
+        ...
+
+
+@runtime_checkable
+class Opening(Protocol):
+    """What a method adds whose first synchronous round may ask everybody eligible, whatever the participation."""
+
+    @property
+    def opening(self) -> bool:
+        """Whether it does."""
+        ...
+
+
+@runtime_checkable
+class Counting(Protocol):
+    """What a method adds whose rows of class prototypes or of a memory may count an item of both modalities twice."""
+
+    @property
+    def counts_both(self) -> bool:
+        """Whether they do."""
+        ...
+
+
+@runtime_checkable
+class Interpreting(Protocol):
+    """What a method adds that was put together from less than a description; its runs and tables say so."""
+
+    @property
+    def our_reading(self) -> bool:
+        """Whether it is this project's reading."""
+        ...
+
+
+@runtime_checkable
+class Public(Protocol):
+    """What a method adds that has items beside the silos' own, as others have not; its runs and tables say so."""
+
+    @property
+    def public_items(self) -> int:
+        """How many."""
+        ...
+
+
+@runtime_checkable
+class Bulky(Protocol):
+    """What a method adds whose replies grow with something else than the model, as representations of public items."""
+
+    @property
+    def reply_bytes(self) -> int:
+        """Bytes of the tensors of its largest reply."""
         ...

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, get_args
 
 from fedmq.errors import InputError
-from fedmq.protocol import FederatedProtocol
+from fedmq.protocol import FederatedProtocol, Pooling
 from fedmq.scenario import Base, Objective, ProtocolChoice, Scenario
 from protocols import _bases
 from protocols._options import as_plain, parsed
@@ -38,7 +38,8 @@ def pooled(name: str) -> bool:
     Raises:
         InputError: there is no such method.
     """
-    return bool(getattr(load(name), "pooled", False))
+    kind: object = load(name)  # asked of the class: there is no context yet to make a method with
+    return isinstance(kind, Pooling) and kind.pooled
 
 
 def summary(name: str) -> str:

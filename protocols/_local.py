@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -140,6 +140,21 @@ class Work(Protocol):
     def kept(self) -> Mapping[str, Tensor]:
         """Personal tensors for the silo's state; never on the wire."""
         ...
+
+
+@runtime_checkable
+class Drawing(Protocol):
+    """What a work adds whose passes over the silo's items may be of other than ceil(n / B) batches."""
+
+    @property
+    def batches(self) -> int:
+        """Batches of one pass."""
+        ...
+
+
+def batches_of(work: Work, size: int, batch_size: int) -> int:
+    """Batches of one pass of a base loss over a silo's items."""
+    return work.batches if isinstance(work, Drawing) else -(-size // batch_size)
 
 
 @dataclass(frozen=True)

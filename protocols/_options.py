@@ -57,7 +57,7 @@ def parsed(schema: type[T], raw: Mapping[str, Any], place: str) -> T:
             raise InputError(place, option, f"one of the options {', '.join(known)}")
     values = {}
     for option, raw_value in raw.items():
-        value = _number(raw_value) if hints[option] is float else raw_value
+        value = _number(raw_value) if hints[option] in (float, float | None) else raw_value
         try:
             values[option] = TypeAdapter(hints[option]).validate_python(value, strict=True)
         except ValidationError as error:

@@ -26,9 +26,9 @@ class FedAvgOptions:
     """Options of FedAvg.
 
     Args:
-        tau: temperature of InfoNCE.
+        tau: temperature of InfoNCE; this and the next four are of the base ``info_nce`` alone.
         single_modality: what silos with one modality do, ``anchor`` or ``idle``.
-        lambda_anc: weight of the anchoring loss.
+        lambda_anc: weight of the anchoring loss; this and the next two are of ``anchor`` alone.
         ema: share of the old global prototype kept at a full round.
         proto_unit: global prototypes are kept at length 1.
         branch_renorm: each branch is averaged over the silos that trained it; the papers' plain sum if false.

@@ -49,7 +49,7 @@ class FedBridgeOptions:
         branch_renorm: each branch is averaged over the silos that trained it.
         personal: FedBridge-p: paired silos also fine-tune RCSR-p's adapter on their pairs, which never leaves them. A
             silo that lacks a modality has no pair to fit one to and keeps the global model.
-        lambda_p: strength of the adapter.
+        lambda_p: strength of the adapter; this and the next four are of ``personal`` alone.
         personal_onset: round from which adapters are fine-tuned, as RCSR-p's T_p.
         personal_hidden: width of an adapter.
         personal_epochs: epochs of fine-tuning after each local training.

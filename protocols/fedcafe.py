@@ -53,17 +53,18 @@ class FedCafeOptions:
         loss_c: eq 6, enhanced outputs towards the downloaded model's in both modalities.
         loss_d: eq 7, predicted labels towards the labels.
         weighted_agg: eqs 9 and 10; without it updates are averaged as FedAvg does.
-        alpha: weight of eq 5.
-        eta: weight of eq 6.
-        gamma: weight of eq 7; the released code calls it mu. With ``normalised`` the paper's 1 weighs C times what it
-            does with ``code``; docs/results/hashing.md has both.
+        alpha: weight of eq 5, of ``loss_e`` alone.
+        eta: weight of eq 6, of ``loss_c`` alone.
+        gamma: weight of eq 7, of ``loss_d`` alone; the released code calls it mu. With ``normalised`` the paper's 1
+            weighs C times what it does with ``code``; docs/results/hashing.md has both.
         kl: eq 7 as KL(L / |L| || L') per sample, ``normalised``; as the released ``code``, on raw labels and averaged
             over classes too, which is about C times smaller; or in the order ``printed``, on smoothed labels.
         le_detach: no gradient through the enhanced features of eq 5.
         memory: cosine K-means from class means, ``kmeans_seeded``, so that rows keep their classes; ``class_mean``;
             ``kmeans_random`` as the released code; ``kmeans_two_stage`` as the paper.
         similarity: which rows eq 9 takes as alike: of one class, ``identity``, or in one ``cluster``, as the released
-            code; memories whose rows have no class always go by cluster.
+            code; memories whose rows have no class always go by cluster. This and the next three are of
+            ``weighted_agg`` alone.
         weight: eq 10 ``linear`` as the released code, or ``softmax`` as printed.
         temperature: of the softmax.
         cap: a stale silo weighs at most so many equal shares: it is far from the memory because it is old.

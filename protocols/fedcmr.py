@@ -70,7 +70,9 @@ class SomeBatches:
 
     Args:
         work: the base.
-        batches: in one pass over the silo's items. DCMH's and SHDCH's epochs make a pass for each tower.
+        batches: in one pass over the silo's items. DCMH's and SHDCH's epochs make a pass for each tower. Batches are
+            split, not items: each task draws them anew, as the official code does, and two batches of a pass share
+            items where the base has ``draws: fresh``.
         first: the first batch of a pass that is trained.
         stop: the first that no longer is.
     """
@@ -137,7 +139,7 @@ class FedCmr:
         work = self.partial.fedavg.work(local, task)
         losses, kept = [0.0], dict[str, Tensor]()
         if work is not None:
-            batches = -(-len(local.share) // self.context.training.batch_size)
+            batches = _local.batches_of(work, len(local.share), self.context.training.batch_size)
             cut = round(self.options.local_share * batches)
             for first, stop in ((0, cut), (cut, batches)):
                 if first < stop:

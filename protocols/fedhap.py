@@ -47,7 +47,8 @@ class FedHapOptions(fedavg.FedAvgOptions):
     Args:
         proto_triplet: triplets with the global prototypes (eq 3); FedHAP-1 and -2 lack them.
         discriminator: the adversarial loss (eq 8); FedHAP-1 and -3 lack it.
-        lambda_d: weight of the adversarial loss in the hashing network's.
+        lambda_d: weight of the adversarial loss in the hashing network's; this and the next five are of
+            ``discriminator`` alone.
         eq8: ``corrected``, or as ``printed``, for comparison only.
         adv_g: the hashing network's side of eq 8: ``nonsat``, ``minimax``, or ``literal`` as algorithm 1 writes it.
         adv_input: what the discriminator sees of a code while the network trains: its sign, gradient passed straight

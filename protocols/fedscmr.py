@@ -44,19 +44,20 @@ class FedScmrOptions:
     Args:
         loss_cs: discrimination and consistency in the common subspaces (eq 4).
         loss_ccs: the constraint across subspaces (eq 7).
-        alpha: weight of eq 4.
-        beta: weight of eq 7.
-        gamma: weight of the validation mAP in eq 13.
-        use_phi: the validation mAP is part of eq 13.
+        alpha: weight of eq 4, of ``loss_cs`` alone.
+        beta: weight of eq 7, of ``loss_ccs`` alone.
+        gamma: weight of the validation mAP in eq 13, of ``use_phi`` alone.
+        use_phi: the validation mAP is part of eq 13, of ``agg: adaptive`` alone.
         agg: ``adaptive`` (eq 13), ``proportional`` (eq 10 alone, renormalised), or ``samples`` as FedAvg.
         norm: ``row`` or ``frob``, see protocols._scmr.
         pairs: of modalities in eq 2: 4 as printed, 3 as public code has it, with the printed δ (two items share a
             category or not) either way.
         eval_space: what is retrieved by: the enhanced features ``enhanced`` (S') or the ``common`` ones (S).
         shared_layers: what travels: both common layers, the first alone as in FedCMR, or ``all`` as in FedAvg.
-        sums: the sums of eqs 10 to 13 run over the ``reporters`` of a merge, as printed, or over the ``table`` of all
-            silos' last scalars, which keeps a meaning when few replies are merged at a time. Not given, it is the table
-            where merges are of fewer replies than a round has (``async``, small buffers).
+        sums: of ``agg`` other than ``samples``: the sums of eqs 10 to 13 run over the ``reporters`` of a merge, as
+            printed, or over the ``table`` of all silos' last scalars, which keeps a meaning when few replies are merged
+            at a time. Not given, it is the table where merges are of fewer replies than a round has (``async``, small
+            buffers).
         validation: share of a silo's items that only measure its mAP; of a few items it is coarse, of one it is 1.
     """
 

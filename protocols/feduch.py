@@ -39,8 +39,8 @@ class FedUchOptions(fedavg.FedAvgOptions):
     Args:
         contrast: the contrast between modalities (eq 11); FedUCH-1 and -3 lack it.
         distill: the distillation within a modality (eq 12); FedUCH-1 and -2 lack it.
-        mu: weight of the contrast (IAPR 0.5, COCO 0.4, NUS-WIDE 0.3).
-        phi: weight of the distillation (IAPR 0.5, COCO 0.7, NUS-WIDE 0.7).
+        mu: weight of the contrast, of ``contrast`` alone (IAPR 0.5, COCO 0.4, NUS-WIDE 0.3).
+        phi: weight of the distillation, of ``distill`` alone (IAPR 0.5, COCO 0.7, NUS-WIDE 0.7).
         contrast_tau: temperature of the contrast.
         kd: distance of the distillation: ``kl`` of softmaxed codes, as eq 13 names it, or ``mse`` of the codes.
         kd_temperature: of ``kl``, as the released code sets it.

@@ -51,10 +51,11 @@ class RcsrOptions:
         filler: what stands for a missing modality's prototype at the coordinator: the global ``ema``, ``zero``, or a
             vector ``learned`` together with the router (our reading: the paper does not say where it is trained).
         tau: temperature of InfoNCE.
-        lambda_anc: weight of the anchoring loss.
-        lambda_a: weight of the prototype regulariser (the paper's table calls it lambda_align).
+        lambda_anc: weight of the anchoring loss, of ``anchor`` alone.
+        lambda_a: weight of the prototype regulariser, of ``client_align`` alone (the paper's table: lambda_align).
         lambda_s: weight of the proximal term, squared norm as eq 4 prints it.
         warmup: merges during which n_k weights stand in for the router's, which is not trained meanwhile (algorithm 1).
+            Of ``router: true`` alone, as are beta1 to beta5 and router_*; but ``multi`` clusters when it is over.
         ema: share of the old global prototype kept at a full round.
         proto_unit: global prototypes are kept at length 1.
         masked_ema: fillers stay out of the moving average; included, as printed, if false.
@@ -70,8 +71,8 @@ class RcsrOptions:
         router_over: ``reporters`` of the round, as printed, or the ``table`` of all silos' last statistics, restricted
             to the reporters and renormalised; the latter keeps a meaning when few replies are merged at a time. Not
             given, it is the table where merges are of fewer replies than a round has (``async``, small buffers).
-        fair_eta: step size of q.
-        fair_tau: weight of q's entropy.
+        fair_eta: step size of q; like all that begins with fair, of ``minimax`` alone.
+        fair_tau: weight of q's entropy; not used by ``fair_update: paper``.
         fair_ema: share of the old group mean loss kept at a full round.
         fair_update: ``entropic``, an exact step with q's entropy; ``paper``, as printed, without it; ``code``, raw
             losses and q to the power 1 / (1 + fair_tau). The printed formula has no bounds and ``paper`` none; with
@@ -82,13 +83,13 @@ class RcsrOptions:
             reports; the normalised loss itself, as printed, if false. Not used by ``code``, which takes raw losses.
         branch_renorm: each branch is averaged over the silos that trained it; the paper's plain sum if false.
         personal: RCSR-p's adapters: ``none``, of ``fixed`` strength lambda_p, or weighed by the ``router`` (eq 13).
-        lambda_p: strength of personalisation.
+        lambda_p: strength of personalisation; like all that begins with personal, of ``personal`` other than ``none``.
         personal_onset: round T_p from which adapters are fine-tuned.
         personal_hidden: width of an adapter.
         personal_epochs: epochs of fine-tuning after each local training.
         personal_rate: learning rate of fine-tuning, as a share of the round's.
         s_norm: router weights enter eq 13 ``plain``, as printed, or ``relative`` to a uniform weight, w_k |S|: with 15
-            reporters every plain weight is near 1/15 and eq 13 nearly constant.
+            reporters every plain weight is near 1/15 and eq 13 nearly constant. Of ``personal: router`` alone.
     """
 
     router: bool | Literal["uniform"] = True

@@ -15,7 +15,7 @@ import protocols
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.messages import ClassPrototypes, Delta, Loss, PartialDelta, Representations
 from fedmq.privacy import transform
-from fedmq.protocol import Checking, Personalised, Reply, Task
+from fedmq.protocol import Checking, Interpreting, Personalised, Reply, Task
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Base, Objective, Privacy, Training
 from fedmq.stored import read_lines
@@ -374,7 +374,8 @@ def test_payloads_of_another_shape_are_refused_before_the_merge(name: str) -> No
 
 @pytest.mark.parametrize("name", ["creamfl", "fedmekt", "mfcpl"])
 def test_a_method_we_had_to_interpret_says_so(name: str) -> None:
-    assert protocols.load(name).our_reading  # type: ignore[attr-defined]
+    protocol = world(name).protocol
+    assert isinstance(protocol, Interpreting) and protocol.our_reading
     assert "our reading" in protocols.summary(name)
 
 

@@ -160,19 +160,22 @@ def test_data_without_labels_are_refused(base: str) -> None:
 def test_dpshs_bank_holds_the_last_codes_of_every_sample_and_is_kept() -> None:
     run = small("dpsh", kinds=LONE, sizes=[9, 7, 5])
     for index, silo in enumerate(run.context.silos):
-        bank = run.train(silo).state["base.bank"]
-        assert bank.shape == (silo.image + silo.text, [9, 7, 5][index], 8)
-        assert (bank != 0).any(2).all()
-        before = bank.clone()
+        state = run.train(silo).state
+        banks = {name.removeprefix("base.bank."): bank for name, bank in state.items() if name != "base.rows"}
+        assert set(banks) == {modality for modality in ("image", "text") if getattr(silo, modality)}
+        before = {name: bank.clone() for name, bank in banks.items()}
+        for bank in banks.values():
+            assert bank.shape == ([9, 7, 5][index], 8)
+            assert (bank != 0).any(1).all()
         run.train(silo)
-        assert torch.equal(bank, before)  # a task leaves the state it was given alone
+        assert all(torch.equal(banks[name], before[name]) for name in banks)  # a task leaves what it was given alone
 
 
 def test_a_bank_of_other_items_is_begun_anew() -> None:
     run = small("dpsh", kinds=((True, True),), sizes=[9])
     (silo,) = run.context.silos
     fresh = run.train(silo)
-    old = {**fresh.state, "base.bank": fresh.state["base.bank"] + 5}
+    old = {**fresh.state, "base.bank.image": fresh.state["base.bank.image"] + 5}
     deltas = []
     for rows in (run.shares[0].rows, run.shares[0].rows + 100):
         run.shares = {0: replace(run.shares[0], rows=rows)}
@@ -221,6 +224,29 @@ def test_hash_centres_are_balanced_and_apart_for_any_length(classes: int, bits: 
     assert (centres.sum(1).abs() <= bits % 2).all()
     again = csq.hash_centres(classes, bits, np.random.default_rng(0))
     assert torch.equal(centres, again)
+
+
+def test_hash_centres_are_those_of_their_number_and_length_whatever_the_runs_seed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    drawn = []
+    real = csq.hash_centres, csq.tie_break
+
+    def centres(*given: Any) -> torch.Tensor:
+        drawn.append(real[0](*given))
+        return drawn[-1]
+
+    def ties(*given: Any) -> torch.Tensor:
+        drawn.append(real[1](*given))
+        return drawn[-1]
+
+    monkeypatch.setattr(csq, "hash_centres", centres)
+    monkeypatch.setattr(csq, "tie_break", ties)
+    for seed in (0, 1):
+        run = small("csq", bits=12, seed=seed)
+        run.train(run.context.silos[seed])
+    assert torch.equal(drawn[0], drawn[2])
+    assert torch.equal(drawn[1], drawn[3])
 
 
 @pytest.mark.parametrize("bits", [16, 64])

@@ -14,11 +14,13 @@ import torch
 from fedmq.errors import InputError
 from fedmq.labels import COARSE
 from fedmq.messages import Loss, MeanAveragePrecision, PartialDelta
+from fedmq.models.two_tower import Out
 from fedmq.parts import Robust
 from fedmq.protocol import Local, Reply, take
 from fedmq.ranking import cosine_metrics
 from fedmq.scenario import Objective, Training
 from protocols import _local, _merge, fedcmr, fedscmr
+from protocols._bases.dscmr import pair_likelihood
 from protocols._own import OWN
 from protocols._robust import robust_replies
 from tests.protocol_world import world
@@ -168,6 +170,42 @@ def test_fedcmr_trains_every_batch_of_both_towers_before_or_after(
     run.train(run.context.silos[0])
     batches = 32 // run.context.training.batch_size * run.context.training.local_epochs
     assert seen == {("image",): batches, ("text",): batches}
+
+
+@pytest.mark.parametrize("base", ["dcmh", "shdch"])
+def test_fedcmr_splits_passes_of_fresh_batches_where_they_end(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    fresh = Objective(base=base, bits=8, hidden=16, draws="fresh")  # type: ignore[arg-type]
+    # 39 items make four whole batches of 8 and, only where every item comes once, a fifth of 7.
+    run = world("fedcmr", {"local_share": 0.75}, kinds=PAIRED[:1], sizes=(39,), objective=fresh)
+    parts: list[list[tuple[str, ...]]] = []
+    real = fedcmr.SomeBatches.steps
+
+    def seen(some: fedcmr.SomeBatches, *rest: Any) -> Iterator[_local.Step]:
+        parts.append([])
+        for step in real(some, *rest):
+            parts[-1].append(step.trains)
+            yield step
+
+    monkeypatch.setattr(fedcmr.SomeBatches, "steps", seen)
+    run.train(run.context.silos[0])
+    epochs = run.context.training.local_epochs
+    assert parts == [[("image",)] * 3 + [("text",)] * 3] * epochs + [[("image",), ("text",)]] * epochs
+
+
+@pytest.mark.parametrize("norm", ["row", "frob"])
+def test_of_items_with_several_labels_three_pairs_are_alike_or_not_as_four_are(norm: Literal["row", "frob"]) -> None:
+    generator = torch.Generator().manual_seed(0)
+    image, text = (
+        Out(*(torch.randn(6, 5, generator=generator) for _ in range(3)), torch.randn(6, 4, generator=generator))
+        for _ in range(2)
+    )
+    labels = torch.tensor([[1.0, 1, 1, 0], [1, 1, 0, 0], [0, 0, 1, 1], [1, 1, 1, 1], [0, 0, 0, 1], [0, 1, 0, 0]])
+    four, three = (
+        fedscmr.local_loss(image, text, labels, fedscmr.FedScmrOptions(alpha=1.0, norm=norm, pairs=pairs))
+        for pairs in (4, 3)
+    )
+    similar = (labels @ labels.T > 0).float()
+    torch.testing.assert_close(four - three, pair_likelihood(text.raw, image.raw, similar))
 
 
 def test_fedcmr_runs_on_hash_layers_too() -> None:

@@ -120,10 +120,45 @@ def test_shots_are_of_shards_alone() -> None:
         Partition(kind="iid", shots=5)
 
 
-@pytest.mark.parametrize("each", [1, 25])
-def test_classes_that_cannot_be_dealt_out_are_refused(each: int) -> None:
-    with pytest.raises(InputError, match=r"classes_per_silo.*2 to 24"):
-        partition.plan(Partition(kind="shards_classes", classes_per_silo=each), 20, groups(900, 24), 0)
+def test_more_classes_per_silo_than_there_are_is_refused() -> None:
+    with pytest.raises(InputError, match=r"classes_per_silo.*1 to 24"):
+        partition.plan(Partition(kind="shards_classes", classes_per_silo=25), 20, groups(900, 24), 0)
+
+
+def skewed(samples: int, classes: int) -> np.ndarray:
+    """Groups of very different sizes, none empty, as MS-COCO's labels by the first of an image."""
+    weights = 1.0 / np.arange(1, classes + 1)
+    drawn = np.random.default_rng(0).choice(classes, samples - classes, p=weights / weights.sum())
+    return np.concatenate([np.arange(classes), drawn])
+
+
+def test_classes_for_which_silos_have_too_few_places_are_dealt_out_in_equal_shards() -> None:
+    """FedHAP on MS-COCO: 20 silos with three of its 80 classes each hold 60."""
+    group, silos, each = skewed(10_000, 80), 20, 3
+    plan = partition.plan(Partition(kind="shards_classes", classes_per_silo=each), silos, group, 0)
+    shares = partition.deal(plan, group)
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(group)))
+    assert {len(share) for share in shares} <= {498, 499, 500, 501, 502}  # three shards of 166 or 167
+    counts = definitions.group_counts(group, shares)
+    # A silo's samples are three pieces of the sorted whole: most are of three classes, which are 37 % of everybody's.
+    largest = np.sort(counts, axis=0)[::-1][:each].sum(axis=0) / counts.sum(axis=0)
+    assert np.median(largest) > 0.7
+    # The largest class, a fifth of everything, is in about a fifth of the 60 shards.
+    assert counts[0].max() <= each * 167 and 4 <= (counts[0] > 0).sum() <= 13
+    # What is held out follows.
+    test = skewed(5_000, 80)
+    held = definitions.group_counts(test, partition.deal(plan, test, "test"))
+    assert not (held * (counts == 0)).any()
+
+
+@pytest.mark.parametrize(("silos", "each", "classes"), [(1, 1, 6), (2, 2, 6), (5, 1, 6), (3, 1, 50)])
+def test_equal_shards_leave_no_silo_empty_and_lose_no_sample(silos: int, each: int, classes: int) -> None:
+    for seed in range(5):
+        group = groups(97, classes, seed)
+        shares = definitions.assign(Partition(kind="shards_classes", classes_per_silo=each), silos, group, seed)
+        assert sorted(np.concatenate(shares).tolist()) == list(range(97))
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= each
 
 
 @every_kind

@@ -141,6 +141,29 @@ def shard_proportions(groups: int, silos: int, per_silo: int, generator: np.rand
     return shares
 
 
+def sorted_shard_proportions(sizes: I64, silos: int, per_silo: int, generator: np.random.Generator) -> F64:
+    """Samples sorted by group are cut into ``per_silo`` equal shards per silo and dealt out at random -> [G, K].
+
+    That is FedAvg's way, for more groups than silos have places: a silo holds few groups, of one shard seldom more than
+    two, though small groups may lie together in one; what is large is in many shards.
+
+    Args:
+        sizes: int64 [G] samples of each group.
+        silos: K.
+        per_silo: shards of each silo.
+        generator: deals.
+    """
+    shards = silos * per_silo
+    ends = np.cumsum(sizes)
+    cuts = np.cumsum([0, *_equal_sizes(int(ends[-1]), shards)])
+    common = np.minimum(ends[:, None], cuts[None, 1:]) - np.maximum((ends - sizes)[:, None], cuts[None, :-1])
+    owners = generator.permutation(np.repeat(np.arange(silos), per_silo))
+    held = np.zeros((len(sizes), silos))
+    np.add.at(held.T, owners, np.maximum(common, 0).T)
+    shares: F64 = held / np.maximum(held.sum(axis=1, keepdims=True), 1)
+    return shares
+
+
 def split_counts(sizes: npt.ArrayLike, proportions: F64) -> I64:
     """Samples of each group for each silo [G, K]: cut at floor(cumsum(p) n_c), the last silo takes the rest.
 
@@ -262,12 +285,14 @@ def plan(partition: Partition, silos: int, groups: I64, seed: int) -> Plan:
         case "shards_classes":
             # Labels that are no sample's rarest, as those of a coarse level, are no class that could be dealt out.
             each, present = partition.classes_per_silo, np.unique(groups)
-            if each > len(present) or each * silos < len(present):
-                least = -(-len(present) // silos)
-                allowed = f"{least} to {len(present)} for {len(present)} classes"
-                raise InputError("partition.classes_per_silo", each, allowed)
+            if each > len(present):
+                raise InputError("partition.classes_per_silo", each, f"1 to {len(present)} for {len(present)} classes")
             proportions = np.full((count, silos), 1 / silos)
-            proportions[present] = shard_proportions(len(present), silos, each, generator)
+            if each * silos < len(present):
+                sizes = np.bincount(groups, minlength=count)[present]
+                proportions[present] = sorted_shard_proportions(sizes, silos, each, generator)
+            else:
+                proportions[present] = shard_proportions(len(present), silos, each, generator)
         case "dir_class":
             proportions = class_proportions(count, silos, partition.alpha, generator)
             if partition.balanced:
@@ -332,11 +357,16 @@ def deal(plan_: Plan, groups: I64, split: str = "train", *, sparse: bool = False
 
 
 def _shard_counts(sizes: I64, proportions: F64) -> I64:
-    """Whole-number equal shares of each group among the silos that hold it -> [G, K]; no rounding to non-holders."""
+    """Whole-number shares of each group among the silos that hold it -> [G, K]; no rounding to non-holders."""
     counts = np.zeros(proportions.shape, dtype=np.int64)
     for group, size in enumerate(sizes):
         holders = np.flatnonzero(proportions[group] > 0)
-        counts[group, holders] = _equal_sizes(int(size), len(holders))
+        shares = proportions[group, holders]
+        if (shares == shares[0]).all():
+            counts[group, holders] = _equal_sizes(int(size), len(holders))
+        else:
+            # Rounded: of the split they were made of, these are whole numbers but for the last bits.
+            counts[group, holders] = np.diff(np.rint(np.cumsum(shares) * size).astype(np.int64), prepend=0)
     return counts
 
 

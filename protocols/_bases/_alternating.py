@@ -52,8 +52,13 @@ def drawn(size: int, batch_size: int, draws: Draws, generator: np.random.Generat
         yield from _local.batches(size, batch_size, generator)
         return
     width = min(batch_size, size)
-    for _ in range(size // width):
+    for _ in range(batches(size, batch_size, draws)):
         yield generator.permutation(size)[:width]
+
+
+def batches(size: int, batch_size: int, draws: Draws) -> int:
+    """How many batches :func:`drawn` makes."""
+    return -(-size // batch_size) if draws == "permutation" else size // min(batch_size, size)
 
 
 def passes(
@@ -99,8 +104,7 @@ def buffers(local: Local, prefix: str, chosen: Callable[[Out], Tensor]) -> dict[
     """
     found = {}
     first = np.zeros(len(local.share), np.int64)
-    rows_then = local.state.get(f"{prefix}.rows")
-    same_items = rows_then is not None and torch.equal(rows_then, local.share.rows)
+    same_items = _same_items(local, prefix)
     for modality in held(local):
         name = f"{prefix}.{modality}"
         if same_items and name in local.state:
@@ -119,9 +123,21 @@ def buffers(local: Local, prefix: str, chosen: Callable[[Out], Tensor]) -> dict[
 
 
 def kept(local: Local, prefix: str, tensors: Mapping[Modality, Tensor]) -> dict[str, Tensor]:
-    """Buffers as the silo's state holds them, the counterpart of :func:`buffers`."""
-    found = {f"{prefix}.{modality}": tensor.cpu() for modality, tensor in tensors.items()}
-    return {**found, f"{prefix}.rows": local.share.rows.clone()}
+    """Buffers as the silo's state holds them, the counterpart of :func:`buffers`.
+
+    Those of a modality that the silo has lost stay for when it is back, as far as its items are still the same.
+    """
+    names = {modality: f"{prefix}.{modality}" for modality in MODALITIES}
+    lost = [name for modality, name in names.items() if modality not in tensors and name in local.state]
+    before = {name: local.state[name] for name in lost} if _same_items(local, prefix) else {}
+    found = {names[modality]: tensor.cpu() for modality, tensor in tensors.items()}
+    return {**before, **found, f"{prefix}.rows": local.share.rows.clone()}
+
+
+def _same_items(local: Local, prefix: str) -> bool:
+    """Whether the silo's state is of the items that it holds now."""
+    rows = local.state.get(f"{prefix}.rows")
+    return rows is not None and torch.equal(rows, local.share.rows)
 
 
 def common_codes(outputs: Mapping[Modality, Tensor]) -> Tensor:

@@ -109,6 +109,11 @@ class Dcmh:
         found = terms(outputs, own, other, self.codes[index], similar, index)
         return batch_loss(found, len(rows), len(self.labels), self.options, self.scale)
 
+    @property
+    def batches(self) -> int:
+        """Batches of one tower's pass."""
+        return _alternating.batches(len(self.codes), self.batch_size, self.options.draws)
+
     def kept(self) -> Mapping[str, Tensor]:
         """The buffers F and G and whose they are; B follows from them."""
         return _alternating.kept(self.local, PREFIX, self.buffers)

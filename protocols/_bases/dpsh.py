@@ -11,9 +11,10 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.models.networks import signs
-from fedmq.models.two_tower import Out
+from fedmq.models.two_tower import MODALITIES, Modality, Out
 from fedmq.protocol import Context, Local, Task
 from protocols import _local
+from protocols._bases._alternating import held
 from protocols._bases._labelled import Samples, samples_of
 from protocols._options import check
 
@@ -60,12 +61,14 @@ class Dpsh:
         alpha: weight of the quantisation loss.
         bank: float32 [m, n, r], the last codes of each modality's samples; zero where there are none yet, which gives
             no gradient. Written to in place.
+        lost: banks of modalities that the silo has lost, by their names in its state, for when they are back.
     """
 
     local: Local
     batch_size: int
     alpha: float
     bank: Tensor
+    lost: Mapping[str, Tensor]
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
         """One step per batch over a permutation."""
@@ -88,8 +91,10 @@ class Dpsh:
         self.bank[:, index] = samples.codes.detach().view(len(self.bank), len(rows), -1)
 
     def kept(self) -> Mapping[str, Tensor]:
-        """The bank, and whose codes are in it."""
-        return {_BANK: self.bank.cpu(), _ROWS: self.local.share.rows.clone()}
+        """The bank, modality by modality, and whose codes are in it."""
+        names = [_name(modality) for modality in held(self.local)]
+        banks = {name: codes.clone() for name, codes in zip(names, self.bank.cpu(), strict=True)}
+        return {**self.lost, **banks, _ROWS: self.local.share.rows.clone()}
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
@@ -97,8 +102,16 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
 
     A bank of an earlier task is of no use once the silo holds other items, as after a scenario's drift.
     """
-    bank = torch.zeros(local.silo.image + local.silo.text, len(local.share), context.dim)
-    old, rows = local.state.get(_BANK), local.state.get(_ROWS)
-    if old is not None and old.shape == bank.shape and rows is not None and torch.equal(rows, local.share.rows):
-        bank.copy_(old)
-    return Dpsh(local, context.training.batch_size, options.alpha, bank.to(local.model.flat.device))
+    modalities, rows = held(local), local.state.get(_ROWS)
+    bank, kept = torch.zeros(len(modalities), len(local.share), context.dim), dict[str, Tensor]()
+    if rows is not None and torch.equal(rows, local.share.rows):
+        kept = {_name(each): local.state[_name(each)] for each in MODALITIES if _name(each) in local.state}
+    for codes, modality in zip(bank, modalities, strict=True):
+        old = kept.pop(_name(modality), None)
+        if old is not None:
+            codes.copy_(old)
+    return Dpsh(local, context.training.batch_size, options.alpha, bank.to(local.model.flat.device), kept)
+
+
+def _name(modality: Modality) -> str:
+    return f"{_BANK}.{modality}"

@@ -35,10 +35,10 @@ class Options:
     """Options of SHDCH; defaults are its released code's.
 
     Args:
-        alpha: weight of the coarse class codes.
+        alpha: weight of the coarse class codes, of two levels alone.
         beta: weight of the fine ones, or of the only ones.
         gamma: weight of the distance to the common codes.
-        eta: weight of the tie between the two levels' codes.
+        eta: weight of the tie between the two levels' codes, of two levels alone.
         tanh: which towers squash their outputs: ``both``, as PLFedCMH's code, or the ``text`` tower alone, as SHDCH's.
         levels: of labels; null takes two where label names begin with ``coarse:``.
         sweeps: most sweeps over the bits of the class codes in an epoch.
@@ -187,6 +187,11 @@ class Shdch:
             codes = swept_codes(only, outputs, only.codes[:0], nothing, zero, self.options.sweeps)
             self.levels = [Level(only.weight, only.labels, codes)]
         self.codes = _alternating.common_codes(self.buffers)
+
+    @property
+    def batches(self) -> int:
+        """Batches of one tower's pass."""
+        return _alternating.batches(len(self.codes), self.batch_size, self.options.draws)
 
     def kept(self) -> Mapping[str, Tensor]:
         """The buffers F and G and whose they are, and the class codes; B follows from them."""

@@ -180,7 +180,10 @@ class Partition(Part):
     )
     alpha: Positive = Field(0.1, le=1e6, description="Dirichlet concentration")
     clusters: Count = Field(50, description="text clusters of dir_clusters")
-    classes_per_silo: Count = Field(3, description="classes per silo of shards_classes")
+    classes_per_silo: Count = Field(
+        3,
+        description="shards_classes: classes of a silo; fewer places than classes make it equal shards of sorted items",
+    )
     shots: Count | None = Field(
         None, description="shards_classes: training samples of a class in a silo at most (n-way k-shot); null deals all"
     )

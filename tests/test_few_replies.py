@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,9 @@ from fedmq.errors import InputError
 from fedmq.messages import ClassPrototypes, Loss
 from fedmq.protocol import Reply
 from fedmq.scenario import Objective
+from tests import inline
 from tests.protocol_world import World, world
+from tests.threads import resolved
 
 PAIRED = ((True, True),) * 3
 HASHING = Objective(base="triplet", bits=8, hidden=16)
@@ -100,3 +103,25 @@ def test_a_number_that_need_not_be_given_may_be_written_as_yaml_reads_it() -> No
     assert protocols.options_of(kind, {"hysteresis": None}).hysteresis is None
     with pytest.raises(InputError, match=r"protocol\.hysteresis"):
         protocols.options_of(kind, {"hysteresis": -0.1})
+
+
+@pytest.mark.parametrize("name", ["fedhap", "fedscmr", "fedcmr"])
+@pytest.mark.parametrize(("mode", "whole"), [("sync", True), ("async", False)])
+def test_a_coordinator_without_rounds_says_so(
+    name: str, mode: str, whole: bool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective = {"fedscmr": "{base: dscmr, enhance: true, bits: 8, hidden: 16}"}.get(
+        name, "{base: dcmh, bits: 8, hidden: 16}"
+    )
+    kind = protocols.load(name)
+    seen: list[bool] = []
+    merge = kind.merge
+
+    def watched(protocol: Any, *given: Any) -> Any:
+        seen.append(getattr(protocol, "sums", None) == "reporters" or getattr(protocol, "hysteresis", None) == 0.0)
+        return merge(protocol, *given)
+
+    monkeypatch.setattr(kind, "merge", watched)
+    settings = (f"protocol={name}", f"objective={objective}", "rounds=1", f"aggregation.mode={mode}")
+    inline.run(resolved(tiny, *settings), tmp_path)
+    assert seen == [whole]

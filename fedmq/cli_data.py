@@ -8,13 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from fedmq.cli_options import AsJson, Bar, Device, File, Seed, Settings
-from fedmq.cli_output import starting
-
-out = Console()
+from fedmq.cli_output import out, starting
 
 
 def add_data(

@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
+
+from fedmq.cli_output import out
 
 keys_app = typer.Typer(
     help="Make, show and revoke the keys that the processes of a run know each other by.", no_args_is_help=True
 )
-out = Console()
 
 
 @keys_app.command("init")

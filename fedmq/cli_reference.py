@@ -7,18 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from fedmq.cli_options import AsJson
+from fedmq.cli_output import out
 from fedmq.errors import InputError
 
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="NAME", help="Explain all options of these.", show_default=False)
 ]
-
-out = Console()
 
 
 def add_reference(app: typer.Typer) -> None:

@@ -60,3 +60,8 @@ class RemoteWireError(WireError):
         self.reason = reason
         self.detail = detail
         super().__init__(f"{reason}: {detail}" if detail else reason)
+
+
+def line_of(error: UnicodeDecodeError) -> int:
+    """The line, from 1, of the first bytes of a file that are no text."""
+    return error.object.count(b"\n", 0, error.start) + 1

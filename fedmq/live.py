@@ -177,13 +177,10 @@ def print_summary(summary: Mapping[str, Any], folder: RunFolder, console: Consol
         )
 
 
-#: Columns that may take several lines.
-_WIDE = ("payloads that left it [bytes]", "refused")
-
-
 def print_audit(audit: Audit, console: Console) -> None:
     """What the logs show."""
-    table = Table(Column("process", no_wrap=True), "records", "bytes of frames sent", *_WIDE)
+    whose = Column("process", no_wrap=True)
+    table = Table(whose, "records", "bytes of frames sent", "payloads that left it [bytes]", "refused")
     for process in sorted(audit.records):
         left = ", ".join(f"{kind} {size:,}" for kind, size in sorted(audit.left.get(process, {}).items()))
         refused = ", ".join(f"{reason} {count}" for reason, count in sorted(audit.refused.get(process, {}).items()))

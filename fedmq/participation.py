@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedmq import seeds
-from fedmq.errors import InputError
+from fedmq.errors import InputError, line_of
 from fedmq.parts import Diurnal, Participation
 
 _COLUMNS = ["silo", "on", "off"]
@@ -162,8 +162,7 @@ def read_trace(path: Path, silos: Sequence[str], period: float = math.inf) -> Tr
     except OSError as error:
         raise InputError(str(path), str(error), allowed) from None
     except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path}: line {line}", error.reason, "UTF-8") from None
+        raise InputError(f"{path}: line {line_of(error)}", error.reason, "UTF-8") from None
     try:
         rows = list(reader)
     except csv.Error as error:

@@ -14,7 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import docstring_parser
 from pydantic import BaseModel, TypeAdapter
 
-from fedmq.faults import AnyFault
+from fedmq.faults import FAULTS
 from fedmq.parts import Part
 from fedmq.scenario import Objective, ProtocolChoice, Scenario
 
@@ -74,13 +74,9 @@ def parts() -> dict[str, tuple[str, tuple[Key, ...]]]:
 
 def faults() -> dict[str, tuple[str, tuple[Key, ...]]]:
     """The faults by their ``kind``: what each does, and its keys."""
-    union, *_ = get_args(AnyFault)
     return {
-        get_args(each.model_fields["kind"].annotation)[0]: (
-            _purpose(each),
-            tuple(_key(each, name, "") for name in each.model_fields if name != "kind"),
-        )
-        for each in get_args(union)
+        kind: (_purpose(each), tuple(_key(each, name, "") for name in each.model_fields if name != "kind"))
+        for kind, each in FAULTS.items()
     }
 
 

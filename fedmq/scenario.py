@@ -322,7 +322,8 @@ class Scenario(Part):
         if not isinstance(given, dict) or type(given.get("rounds")) is not int:
             return given
         training, most = given.get("training") or {}, given["rounds"] - 1
-        if not isinstance(training, dict) or "warmup_rounds" in training or not 0 <= most < 5:
+        default = Training.model_fields["warmup_rounds"].default
+        if not isinstance(training, dict) or "warmup_rounds" in training or not 0 <= most < default:
             return given
         return {**given, "training": {**training, "warmup_rounds": most}}
 

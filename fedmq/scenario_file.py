@@ -12,8 +12,8 @@ from typing import Any, get_args
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from fedmq.errors import InputError
-from fedmq.faults import AnyFault
+from fedmq.errors import InputError, line_of
+from fedmq.faults import FAULTS
 from fedmq.scenario import Backbone, Scenario
 
 
@@ -47,7 +47,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "a scenario file (YAML)") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: line {line_of(error)}", error.reason, "UTF-8") from None
+    except OSError as error:
         raise InputError(str(path), str(error), "a readable UTF-8 file") from None
     try:
         loaded = yaml.load(text, Loader=_Lines)  # noqa: S506 - a SafeLoader subclass
@@ -174,7 +176,7 @@ def _as_written(location: Sequence[str | int]) -> list[str | int]:
     """A place as the file has it: pydantic's also name the kind of a union behind an index, and types tried."""
     kept: list[str | int] = []
     for before, part in zip([None, *location], location, strict=False):
-        of_kind = isinstance(before, int) and part in _KINDS
+        of_kind = isinstance(before, int) and part in FAULTS
         if not (of_kind or part in _TRIED or re.search(r"[\[(]", str(part))):
             kept.append(part)
     return kept
@@ -182,8 +184,7 @@ def _as_written(location: Sequence[str | int]) -> list[str | int]:
 
 #: What pydantic calls a key that it does not know.
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
-#: The kinds of faults, which it puts behind their index, and types that it names where a value may be of several.
-_KINDS = frozenset(get_args(each.model_fields["kind"].annotation)[0] for each in get_args(get_args(AnyFault)[0]))
+#: Types that it names where a value may be of several.
 _TRIED = ("str", "int", "float", "bool")
 
 

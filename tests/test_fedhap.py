@@ -161,7 +161,7 @@ def test_dpshs_bank_holds_the_last_codes_of_every_sample_and_is_kept() -> None:
     run = small("dpsh", kinds=LONE, sizes=[9, 7, 5])
     for index, silo in enumerate(run.context.silos):
         state = run.train(silo).state
-        banks = {name.removeprefix("base.bank."): bank for name, bank in state.items() if name != "base.rows"}
+        banks = {name.removeprefix("base.bank."): bank for name, bank in state.items() if name != "base.bank.rows"}
         assert set(banks) == {modality for modality in ("image", "text") if getattr(silo, modality)}
         before = {name: bank.clone() for name, bank in banks.items()}
         for bank in banks.values():

@@ -226,16 +226,6 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
     return Plan(raw, kind, split, image, text, image_key, text_key, digest)
 
 
-def find(data: Data, backbone: Backbone, cache: Path, seed: int) -> Prepared | None:
-    """The prepared set, if it was made before.
-
-    Raises:
-        InputError: as :func:`plan`.
-    """
-    folder = cache / "data" / plan(data, backbone, cache, seed).digest
-    return open_prepared(folder) if folder.is_dir() else None
-
-
 def prepare_raw(
     data: Data, backbone: Backbone, cache: Path, seed: int, progress: Progress | None, device: str = "cpu"
 ) -> Prepared:

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from fedmq.data.features import MAX_LABELS, SPLITS, draw_split
 from fedmq.data.pictures import Pictures
 from fedmq.data.sets import Draw
-from fedmq.errors import InputError
+from fedmq.errors import InputError, line_of
 from fedmq.scenario import Data
 from fedmq.seeds import numpy_generator
 
@@ -287,8 +287,9 @@ def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
     except FileNotFoundError:
         raise InputError(str(path), "no such file", "a file of the data set; see docs/data.md for its layout") from None
     except UnicodeDecodeError as error:
-        line = error.object.count(b"\n", 0, error.start) + 1
-        raise InputError(f"{path}: line {line}", error.reason, f"{encoding.removesuffix('-sig')} text") from None
+        raise InputError(
+            f"{path}: line {line_of(error)}", error.reason, f"{encoding.removesuffix('-sig')} text"
+        ) from None
     except OSError as error:
         raise InputError(str(path), str(error), f"a readable {encoding.removesuffix('-sig')} file") from None
 

@@ -104,10 +104,10 @@ def buffers(local: Local, prefix: str, chosen: Callable[[Out], Tensor]) -> dict[
     """
     found = {}
     first = np.zeros(len(local.share), np.int64)
-    same_items = _same_items(local, prefix)
+    same = same_items(local, prefix)
     for modality in held(local):
         name = f"{prefix}.{modality}"
-        if same_items and name in local.state:
+        if same and name in local.state:
             found[modality] = local.state[name].to(local.model.flat.device, copy=True)
             continue
         parts = []
@@ -129,13 +129,13 @@ def kept(local: Local, prefix: str, tensors: Mapping[Modality, Tensor]) -> dict[
     """
     names = {modality: f"{prefix}.{modality}" for modality in MODALITIES}
     lost = [name for modality, name in names.items() if modality not in tensors and name in local.state]
-    before = {name: local.state[name] for name in lost} if _same_items(local, prefix) else {}
+    before = {name: local.state[name] for name in lost} if same_items(local, prefix) else {}
     found = {names[modality]: tensor.cpu() for modality, tensor in tensors.items()}
     return {**before, **found, f"{prefix}.rows": local.share.rows.clone()}
 
 
-def _same_items(local: Local, prefix: str) -> bool:
-    """Whether the silo's state is of the items that it holds now."""
+def same_items(local: Local, prefix: str) -> bool:
+    """Whether the buffers of :func:`kept` in the silo's state are of the items that it holds now."""
     rows = local.state.get(f"{prefix}.rows")
     return rows is not None and torch.equal(rows, local.share.rows)
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.models.networks import signs
-from fedmq.models.two_tower import MODALITIES, Modality, Out
+from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Local, Task
 from protocols import _local
-from protocols._bases._alternating import held
+from protocols._bases import _alternating
 from protocols._bases._labelled import Samples, samples_of
 from protocols._options import check
 
-_BANK, _ROWS = "base.bank", "base.rows"
+_BANK = "base.bank"
 
 
 @dataclass(frozen=True)
@@ -61,14 +61,12 @@ class Dpsh:
         alpha: weight of the quantisation loss.
         bank: float32 [m, n, r], the last codes of each modality's samples; zero where there are none yet, which gives
             no gradient. Written to in place.
-        lost: banks of modalities that the silo has lost, by their names in its state, for when they are back.
     """
 
     local: Local
     batch_size: int
     alpha: float
     bank: Tensor
-    lost: Mapping[str, Tensor]
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
         """One step per batch over a permutation."""
@@ -92,9 +90,8 @@ class Dpsh:
 
     def kept(self) -> Mapping[str, Tensor]:
         """The bank, modality by modality, and whose codes are in it."""
-        names = [_name(modality) for modality in held(self.local)]
-        banks = {name: codes.clone() for name, codes in zip(names, self.bank.cpu(), strict=True)}
-        return {**self.lost, **banks, _ROWS: self.local.share.rows.clone()}
+        codes = [each.clone() for each in self.bank]
+        return _alternating.kept(self.local, _BANK, dict(zip(_alternating.held(self.local), codes, strict=True)))
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
@@ -102,16 +99,10 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
 
     A bank of an earlier task is of no use once the silo holds other items, as after a scenario's drift.
     """
-    modalities, rows = held(local), local.state.get(_ROWS)
-    bank, kept = torch.zeros(len(modalities), len(local.share), context.dim), dict[str, Tensor]()
-    if rows is not None and torch.equal(rows, local.share.rows):
-        kept = {_name(each): local.state[_name(each)] for each in MODALITIES if _name(each) in local.state}
-    for codes, modality in zip(bank, modalities, strict=True):
-        old = kept.pop(_name(modality), None)
-        if old is not None:
-            codes.copy_(old)
-    return Dpsh(local, context.training.batch_size, options.alpha, bank.to(local.model.flat.device), kept)
-
-
-def _name(modality: Modality) -> str:
-    return f"{_BANK}.{modality}"
+    modalities = _alternating.held(local)
+    bank = torch.zeros(len(modalities), len(local.share), context.dim)
+    if _alternating.same_items(local, _BANK):
+        for codes, modality in zip(bank, modalities, strict=True):
+            if (old := local.state.get(f"{_BANK}.{modality}")) is not None:
+                codes.copy_(old)
+    return Dpsh(local, context.training.batch_size, options.alpha, bank.to(local.model.flat.device))

@@ -396,8 +396,7 @@ def replay_command(
 
         folder = open_run(run)
         scenario = _scenario_of(folder.scenario, None, None)
-    if scenario.clock != "virtual":
-        raise InputError(f"{folder.scenario}: clock", scenario.clock, "virtual: real time does not happen twice")
+    replay.require_repeatable(scenario, folder)
     before = replay.read_record(folder)
     inline = scenario.launcher == "inline"
     data = (children.world_here if inline else simulate.prepare_world)(scenario, None if quiet else bar())

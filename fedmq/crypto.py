@@ -13,10 +13,11 @@ from pathlib import Path
 
 import numpy as np
 from cryptography.exceptions import InvalidTag, UnsupportedAlgorithm
-from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedmq.codec import MAX_BODY, BytesLike, body_size, byte_view, decode, decode_header, encode_body, encode_header
 from fedmq.errors import InputError, LocalWireError, RemoteWireError
@@ -156,6 +157,12 @@ def fingerprint(key: Ed25519PublicKey | Identity) -> str:
     """SHA-256 of the 32 raw bytes of a public key, in hexadecimal."""
     public = key.key.public_key() if isinstance(key, Identity) else key
     return hashlib.sha256(public.public_bytes_raw()).hexdigest()
+
+
+def noise_key(identity: Identity) -> bytes:
+    """32 bytes that only the holder of a private key can derive, for the noise on what it sends (HKDF, RFC 5869)."""
+    derivation = HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=None, info=b"fedmq noise of updates")
+    return derivation.derive(identity.key.private_bytes_raw())
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from fedmq.outcomes import read_metrics, read_summary
 from fedmq.records import read_log
 from fedmq.released import BESIDE, beside, parameters
 from fedmq.runfolder import RunFolder
+from fedmq.scenario import Scenario
 from fedmq.stored import Stored, read_json
 
 _EVENT = ("event", "silo", "sequence", "now", "version")
@@ -80,6 +81,19 @@ class Difference:
     place: str
     was: str
     now: str
+
+
+def require_repeatable(scenario: Scenario, folder: RunFolder) -> None:
+    """Refuse a run that no second one can be the same as.
+
+    Raises:
+        InputError: its clock was real, or its noise came from keys.
+    """
+    if scenario.clock != "virtual":
+        raise InputError(f"{folder.scenario}: clock", scenario.clock, "virtual: real time does not happen twice")
+    if scenario.privacy.noise_from == "key":
+        allowed = "seed: a replay's silos have keys, and noise, of their own"
+        raise InputError(f"{folder.scenario}: privacy.noise_from", "key", allowed)
 
 
 def read_record(folder: RunFolder) -> Record:

@@ -277,11 +277,18 @@ class Privacy(Part):
     noise_multiplier: NonNegative = Field(
         0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm"
     )
+    noise_from: Literal["seed", "key"] = Field(
+        "seed",
+        description="seed: noise repeats with the run and hides nothing from whoever knows the scenario; key: it comes "
+        "from the silo's private key and the update, nobody else can derive it, and a run cannot be replayed",
+    )
 
     @model_validator(mode="after")
     def _noise_needs_clip(self) -> Privacy:
         if self.noise_multiplier > 0 and self.clip_norm is None:
             raise ValueError("privacy.noise_multiplier needs privacy.clip_norm: noise is scaled by it")
+        if self.noise_from == "key" and self.noise_multiplier == 0:
+            raise ValueError("privacy.noise_from key needs privacy.noise_multiplier above 0: there is no noise")
         return self
 
 
@@ -371,6 +378,11 @@ class Scenario(Part):
         ):
             raise ValueError(
                 f"training.warmup_rounds ({self.training.warmup_rounds}) must be below rounds ({self.rounds})"
+            )
+        if self.privacy.noise_from == "key" and self.launcher == "inline":
+            raise ValueError(
+                "privacy.noise_from key is not for launcher inline, whose silos have no keys (compare and sweep: give "
+                "--processes)"
             )
         return self
 

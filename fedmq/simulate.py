@@ -361,7 +361,7 @@ def inline_peers(scenario: Scenario, folder: RunFolder, data: Path | None, world
     answers: dict[str, Answer] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
     for name in scenario.silo_names:
         arguments = SiloArguments(scenario, name, Inline.uri, folder.root, folder.root, data=data)
-        answers[name] = Silo(arguments, world, model).respond
+        answers[name] = Silo(arguments, world, model, noise=scenario.seed).respond
     return answers
 
 

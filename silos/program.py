@@ -17,7 +17,7 @@ import protocols
 from fedmq import privacy
 from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
-from fedmq.crypto import load_accepted, load_identity
+from fedmq.crypto import load_accepted, load_identity, noise_key
 from fedmq.data.share import load_share
 from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError
 from fedmq.evaluator import HeldOut
@@ -75,15 +75,18 @@ class Silo:
         arguments: how it was started.
         world: the data and who holds what of it.
         model: the two towers, where silos of one process take turns with one; None builds its own.
+        noise: where the noise on its updates comes from: the scenario's seed, or a secret of the silo's.
     """
 
-    def __init__(self, arguments: SiloArguments, world: World, model: TwoTower | None = None) -> None:
+    def __init__(
+        self, arguments: SiloArguments, world: World, model: TwoTower | None = None, *, noise: int | bytes
+    ) -> None:
         scenario = arguments.scenario
         self.scenario = scenario
         self.world = world
         self.script = Script(scenario.faults, scenario.seed, world.silos)
         self._device = device_of(arguments.device or scenario.device, world.facts(arguments.name).index)
-        self._shared = model
+        self._shared, self._noise = model, noise
         self._standing: tuple[Strike, ...] | None = None
         self._equip(arguments.name, 0)
         protocol_class = protocols.load(scenario.protocol.name)
@@ -188,7 +191,7 @@ class Silo:
         # A second update in one reply must not repeat the first one's noise.
         second = (payload.KIND,) if isinstance(payload, DiscriminatorDelta) else ()
         path = (self.facts.name, task.base_version, task.sequence, *second)
-        buffer = privacy.transform(np.asarray(payload.buffer), self.scenario.privacy, self.scenario.seed, path)
+        buffer = privacy.transform(np.asarray(payload.buffer), self.scenario.privacy, self._noise, path)
         return payload if buffer is payload.buffer else replace(payload, buffer=buffer)
 
 
@@ -218,7 +221,8 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
     try:
         # Data first: a silo that shakes hands is ready for tasks.
         pooled = protocols.pooled(scenario.protocol.name)
-        silo = Silo(arguments, build_world(scenario, folder=arguments.data, pooled=pooled))
+        noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
+        silo = Silo(arguments, build_world(scenario, folder=arguments.data, pooled=pooled), noise=noise)
         keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
         link.start()
         progress(f"{arguments.name}: {len(silo.share)} samples, connecting to {arguments.connect}")

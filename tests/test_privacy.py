@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from scipy import stats
 
+from fedmq.errors import InputError
 from fedmq.messages import Delta, DiscriminatorDelta, Payload
 from fedmq.privacy import transform
 from fedmq.protocol import Task
 from fedmq.scenario import Privacy
 from silos.program import Silo
 from tests import inline
-from tests.threads import resolved
+from tests.threads import resolved, run
 
 CLIP, MULTIPLIER = 0.25, 3.0
 SILOS = ("silos.count=2", "missing_modality={}", "participation=1.0", "rounds=2", "evaluation.every=0")
@@ -83,3 +86,52 @@ def test_without_noise_an_update_is_clipped_and_one_that_is_short_enough_goes_as
 def test_an_idle_silos_update_of_zeros_stays_one_and_tells_nothing() -> None:
     still = np.zeros(9, np.float32)
     assert transform(still, Privacy(clip_norm=1.0, noise_multiplier=2.0), 0, ("silo-00", 0, 1)) is still
+
+
+SECRET = bytes(range(32))
+
+
+def noise_of(secret: bytes, update: F32, path: tuple[str | int, ...] = ("silo-00", 0, 1)) -> F32:
+    privacy = Privacy(clip_norm=1.0, noise_multiplier=2.0, noise_from="key")
+    return (transform(update, privacy, secret, path) - clipped(update, 1.0)) / np.float32(2.0)
+
+
+def test_a_secrets_noise_is_normal_and_only_the_same_secret_task_and_update_find_it_again() -> None:
+    size = 100_001
+    update = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
+    noise = noise_of(SECRET, update)
+    assert stats.kstest(noise, "norm").pvalue > 1e-3
+    np.testing.assert_array_equal(noise, noise_of(SECRET, update))
+    nearly = update.copy()
+    nearly[7] = np.nextafter(nearly[7], np.float32(9.0))
+    others = (
+        noise_of(bytes(32), update),
+        noise_of(SECRET, nearly),
+        noise_of(SECRET, update, ("silo-01", 0, 1)),
+        noise_of(SECRET, update, ("silo-00", 0, 2)),
+        np.roll(noise, 1),
+        np.roll(noise, size // 2),  # the two halves of Box and Muller's pairs
+    )
+    for other in others:
+        assert abs(np.corrcoef(noise, other)[0, 1]) < 6 / np.sqrt(size)
+
+
+def test_noise_from_keys_is_other_noise_with_other_keys_and_the_same_with_the_same(tiny: Path, tmp_path: Path) -> None:
+    def model(out: str, noise_from: str, keys: str | None = None) -> str:
+        folder = tmp_path / out
+        if keys:
+            shutil.copytree(tmp_path / keys / "keys", folder / "keys")
+        secret = f"privacy={{clip_norm: {CLIP}, noise_multiplier: {MULTIPLIER}, noise_from: {noise_from}}}"
+        outcome = run(resolved(tiny, *SILOS, "protocol=fedavg", secret), folder)
+        digest: str = outcome.summary["model_digest"]
+        return digest
+
+    assert model("one", "key") != model("two", "key")
+    assert model("again", "key", "one") == model("twice", "key", "one")
+    # A new run with the keys of an old one: the seed's noise is the same with any keys, a key's is its own.
+    assert model("three", "seed") == model("four", "seed", "one") != model("five", "key", "one")
+
+
+def test_silos_without_keys_of_their_own_are_told_so(tiny: Path) -> None:
+    with pytest.raises(InputError, match=r"privacy.noise_from key is not for launcher inline"):
+        resolved(tiny, NOISY, "privacy.noise_from=key", "launcher=inline")

@@ -306,6 +306,13 @@ def test_a_run_in_real_time_cannot_be_replayed(tiny: Path, tmp_path: Path) -> No
     assert "real time does not happen twice" in _error("replay", folder.root)
 
 
+@pytest.mark.slow
+def test_a_run_whose_noise_came_from_keys_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
+    secret = "privacy={clip_norm: 1.0, noise_multiplier: 1.0, noise_from: key}"
+    folder = finished(resolved(tiny, secret), tmp_path / "run", calls=False)
+    assert "privacy.noise_from: found 'key', allowed: seed" in _error("replay", folder.root)
+
+
 def _error(*arguments: object) -> str:
     done = subprocess.run([FEDMQ, *map(str, arguments)], capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 2

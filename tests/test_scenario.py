@@ -43,6 +43,7 @@ def test_a_comparison_file_is_no_scenario_and_says_which_command_runs_it() -> No
         ("data.name=imagenet", "data.name", "openmoji"),
         ("training.learning_rate=0", "training.learning_rate", "greater than 0"),
         ("privacy.noise_multiplier=1", "privacy", "clip_norm"),
+        ("privacy.noise_from=key", "privacy", "privacy.noise_multiplier above 0"),
         ("missing_modality.silos={silo-99: image}", "", "silo-99"),
         ("aggregation.mode=magic", "aggregation.mode", "sync"),
         ("backbone.adapter_site=blocks", "backbone", "open_clip"),

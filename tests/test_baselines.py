@@ -247,9 +247,8 @@ def test_personal_layers_never_leave_the_silo(name: str) -> None:
 def test_an_update_is_clipped_whether_it_is_of_all_layers_or_of_some(name: str) -> None:
     run = world(name)
     (reply,) = run.replies(run.eligible[:1])
-    silo = types.SimpleNamespace(
-        facts=reply.silo, scenario=types.SimpleNamespace(privacy=Privacy(clip_norm=1e-3), seed=0)
-    )
+    scenario = types.SimpleNamespace(privacy=Privacy(clip_norm=1e-3))
+    silo = types.SimpleNamespace(facts=reply.silo, scenario=scenario, _noise=0)
     task = Task(1, 0, 0, 1e-3, ())
     sent = [Silo._transform(silo, payload, task) for payload in reply.payloads]  # type: ignore[arg-type]
     (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -13,6 +13,9 @@ from rich.table import Table
 from fedmq.cli_options import AsJson
 from fedmq.cli_output import out
 from fedmq.errors import InputError
+
+if TYPE_CHECKING:
+    from fedmq.reference import Key
 
 Names = Annotated[
     list[str] | None, typer.Argument(metavar="NAME", help="Explain all options of these.", show_default=False)
@@ -29,8 +32,12 @@ def add_reference(app: typer.Typer) -> None:
         Example: [bold]fedmq protocols rcsr[/bold]
         """
         import protocols  # noqa: PLC0415 - brings torch, which --help does without
+        from fedmq import reference  # noqa: PLC0415 - brings the whole scenario, likewise
 
-        known = {name: (protocols.summary(name), protocols.load(name).Options) for name in protocols.names()}
+        known = {
+            name: (protocols.summary(name), reference.options(protocols.load(name).Options))
+            for name in protocols.names()
+        }
         _explain("protocols", known, names or [], as_json=as_json)
 
     @app.command("losses")
@@ -40,13 +47,17 @@ def add_reference(app: typer.Typer) -> None:
         Example: [bold]fedmq losses dcmh[/bold]
         """
         import protocols  # noqa: PLC0415
+        from fedmq import reference  # noqa: PLC0415
 
-        known = {name: (protocols.loss_summary(name), protocols.loss_options(name)) for name in protocols.losses()}
+        known: dict[str, tuple[str, tuple[Key, ...]]] = {
+            name: (protocols.loss_summary(name), reference.loss(name, protocols.loss_options(name)))
+            for name in protocols.losses()
+        }
         _explain("losses", known, names or [], as_json=as_json)
 
 
-def _facts(key: Any) -> dict[str, Any]:
-    """A :class:`fedmq.reference.Key` for scripts: its default has its type."""
+def _facts(key: Key) -> dict[str, Any]:
+    """A key for scripts: its default has its type."""
     try:
         default = json.loads(key.default)
     except ValueError:  # a word
@@ -54,19 +65,20 @@ def _facts(key: Any) -> dict[str, Any]:
     return {"values": key.values, "default": default, "meaning": key.meaning}
 
 
-def _explain(command: str, known: Mapping[str, tuple[str, type[Any]]], names: Sequence[str], *, as_json: bool) -> None:
+def _explain(
+    command: str, known: Mapping[str, tuple[str, tuple[Key, ...]]], names: Sequence[str], *, as_json: bool
+) -> None:
     """Print what there is; of those named, every option.
 
     Raises:
         InputError: there is nothing of a name.
     """
-    from fedmq import reference  # noqa: PLC0415 - brings the whole scenario, which --help does without
     from fedmq.scenario_file import nearest  # noqa: PLC0415
 
     for name in names:
         if name not in known:
             raise InputError(f"fedmq {command}", name, ", ".join(nearest(name, known)))
-    chosen = {name: (known[name][0], reference.options(known[name][1])) for name in names or known}
+    chosen = {name: known[name] for name in names or known}
     if as_json:
         facts = {
             name: {"summary": summary, "options": {key.name: _facts(key) for key in keys}}

@@ -15,8 +15,9 @@ import docstring_parser
 from pydantic import BaseModel, TypeAdapter
 
 from fedmq.faults import FAULTS
+from fedmq.models.networks import widths_of
 from fedmq.parts import Part
-from fedmq.scenario import Objective, ProtocolChoice, Scenario
+from fedmq.scenario import Base, Objective, ProtocolChoice, Scenario
 
 #: Stands where there is no default: the key must be given.
 REQUIRED = "required"
@@ -58,6 +59,20 @@ def options(schema: type[Any]) -> tuple[Key, ...]:
         Key(field.name, allowed[field.name], _written(field.default), said[field.name])
         for field in dataclasses.fields(schema)
     )
+
+
+def loss(base: Base, schema: type[Any]) -> tuple[Key, ...]:
+    """What may be set of a base loss: the sizes of its network, then its own options.
+
+    Args:
+        base: its name.
+        schema: the dataclass of its options.
+    """
+    bits, image, (text,) = widths_of(base)
+    code = "width of the common space." if base == "dscmr" else "length of a code."
+    before = "width of the layer before it" + ("." if image else ", which the text tower alone has.")
+    sizes = Key("bits", "integer ≥ 1", str(bits), code), Key("hidden", "integer ≥ 1", str(text), before)
+    return (*sizes, *options(schema))
 
 
 def parts() -> dict[str, tuple[str, tuple[Key, ...]]]:

@@ -150,8 +150,8 @@ class Objective(BaseModel):
     base: Base = Field(
         "info_nce", description="base loss: info_nce trains adapters and heads, the others hash networks"
     )
-    bits: Count | None = Field(None, description="length of a code; null takes the base's own default")
-    hidden: Count | None = Field(None, description="width of the layer before the code; null takes the paper's")
+    bits: Count | None = Field(None, description="length of a code; null: the base's own default (`fedmq losses`)")
+    hidden: Count | None = Field(None, description="width of the layer before the code; likewise")
 
     @property
     def options(self) -> dict[str, Any]:

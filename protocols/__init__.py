@@ -53,7 +53,7 @@ def summary(name: str) -> str:
     return text.strip().partition("\n")[0]
 
 
-def losses() -> tuple[str, ...]:
+def losses() -> tuple[Base, ...]:
     """Names of the base losses with options of their own: all but info_nce, whose temperature is the method's."""
     return tuple(sorted(set(get_args(Base)) - {"info_nce"}))
 

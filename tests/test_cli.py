@@ -290,7 +290,6 @@ def test_a_linked_manifest_finds_its_images_beside_the_link(
         cli._scenario_of(tiny, ["data={name: manifest, path: round.jsonl}"], None)
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
 def test_options_of_methods_and_losses_are_explained(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -306,6 +305,7 @@ def test_options_of_methods_and_losses_are_explained(
     assert "found 'rcs', allowed: rcsr" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
 @pytest.mark.parametrize("arguments", [["--help"], ["protocols"]])
 def test_output_that_finds_no_room_is_one_line(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:

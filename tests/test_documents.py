@@ -7,13 +7,16 @@ import shlex
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 import protocols
 from fedmq import cli, cli_compare, reference
 from fedmq import scenario_file as scenarios
+from fedmq.models import networks
+from fedmq.models.two_tower import InputSpec
 from fedmq.plan import Entry, parse_metrics
-from fedmq.scenario import Scenario
+from fedmq.scenario import Base, Objective, Scenario
 from tools import make_reference
 
 ROOT = Path(__file__).parent.parent
@@ -64,10 +67,18 @@ def test_the_reference_pages_are_what_the_code_says() -> None:
 def test_every_key_and_option_has_a_meaning() -> None:
     keys = [key for _, own in (*reference.parts().values(), *reference.faults().values()) for key in own]
     assert len(keys) > 150
-    kinds = [protocols.load(name).Options for name in protocols.names()]
-    kinds += [protocols.loss_options(name) for name in protocols.losses()]
-    keys += [key for kind in kinds for key in reference.options(kind)]
+    keys += [key for name in protocols.names() for key in reference.options(protocols.load(name).Options)]
+    keys += [key for name in protocols.losses() for key in reference.loss(name, protocols.loss_options(name))]
     assert not [key.name for key in keys if len(key.meaning) < 4 or not key.values or "anything" in key.values]
+
+
+@pytest.mark.parametrize("name", protocols.losses())
+def test_a_networks_sizes_are_the_ones_that_are_told(name: Base) -> None:
+    told = {key.name: int(key.default) for key in reference.loss(name, protocols.loss_options(name))[:2]}
+    model = networks.build(Objective(base=name), InputSpec((7,), (5,)), 3, 0, torch.device("cpu"))
+    assert model.outputs("text", torch.ones(2, 5)).code.shape == (2, told["bits"])
+    rows = {entry.shape[0] for entry in model.layout.entries if entry.name.startswith("text.")}
+    assert told["hidden"] in rows
 
 
 def test_the_methods_have_a_line_for_the_listing() -> None:

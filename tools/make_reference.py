@@ -7,6 +7,7 @@ A test holds the committed pages to what this makes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import protocols
@@ -42,7 +43,8 @@ _LOSSES = """
 ## Base losses
 
 `objective: NAME`, or `objective: {base: NAME, bits: 32, option: value}`. The default, `info_nce`, trains adapters and
-heads over a frozen encoder and has no options of its own: its temperature `tau` is the method's.
+heads over a frozen encoder and has no options of its own: its temperature `tau` is the method's. `bits` and `hidden`
+are sizes of the network.
 """
 #: What `objective` and `protocol` hold besides.
 _OPTIONS = {
@@ -76,15 +78,15 @@ def methods_page() -> str:
     """docs/methods.md."""
     page = [_METHODS]
     for name in protocols.names():
-        page.append(_section(name, protocols.summary(name), protocols.load(name).Options))
+        page.append(_section(name, protocols.summary(name), reference.options(protocols.load(name).Options)))
     page.append(_LOSSES)
     for name in protocols.losses():
-        page.append(_section(name, protocols.loss_summary(name), protocols.loss_options(name)))
+        page.append(_section(name, protocols.loss_summary(name), reference.loss(name, protocols.loss_options(name))))
     return "".join(page)
 
 
-def _section(name: str, summary: str, options: type) -> str:
-    return f"\n### {name}\n\n{summary}\n\n{reference.as_table(reference.options(options))}"
+def _section(name: str, summary: str, keys: Sequence[reference.Key]) -> str:
+    return f"\n### {name}\n\n{summary}\n\n{reference.as_table(keys)}"
 
 
 def main() -> None:

@@ -69,6 +69,14 @@ PLANS: Mapping[Base, Plan] = {
     "djsrh": _UNSUPERVISED,
     "jdsh": _UNSUPERVISED,
 }
+# DSCMR's first layers, which it has beside a network of its own, and its common space.
+_DSCMR = Plan((2048,), (2048,), bits=1024)
+
+
+def widths_of(base: Base) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """A hash base's default length of a code, and of the hidden layers of its image and its text tower."""
+    plan = _DSCMR if base == "dscmr" else PLANS[base]
+    return plan.bits, plan.image, plan.text
 
 
 def plans_of(objective: Objective) -> tuple[Plan, Plan] | None:
@@ -355,7 +363,7 @@ def build(
 
 
 def _dscmr(objective: Objective, widths: tuple[int, int], classes: int, seed: int, device: torch.device) -> TwoTower:
-    hidden, dim = objective.hidden or 2048, objective.bits or 1024
+    hidden, dim = objective.hidden or _DSCMR.image[0], objective.bits or _DSCMR.bits
     enhance, leaky = bool(objective.options.get("enhance")), bool(objective.options.get("leaky"))
     towers = [FirstLayer(width, hidden, dim, enhance) for width in widths]
     shared = CommonSpace(hidden, dim, classes, enhance=enhance, leaky=leaky)

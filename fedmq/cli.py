@@ -23,10 +23,10 @@ from fedmq import __version__, cli_audit, cli_compare, cli_data, cli_keys, cli_r
 from fedmq.cli_options import AsJson, Connect, Device, File, Keys, Quiet, Run, Seed, Settings
 from fedmq.cli_output import bar, err, out, print_anything, starting
 from fedmq.errors import FedmqError, InputError, RunError
+from fedmq.interrupts import FAILED, leaving_at_once
 
 _BEGAN = time.monotonic()
 BAD_INPUT = 2
-FAILED = 1
 DIFFERENT = cli_audit.DIFFERENT
 
 app = typer.Typer(
@@ -115,7 +115,7 @@ def scenario_command(
     from fedmq import warm  # noqa: PLC0415
 
     starting(quiet=quiet)
-    with warm.leaving_at_once(FAILED):
+    with leaving_at_once():
         chosen = scenarios.load(file, settings or [])
         inline = _inline(file, chosen.launcher)
         if not inline:
@@ -387,7 +387,7 @@ def replay_command(
     from fedmq import scenario_file as scenarios  # noqa: PLC0415
     from fedmq import warm  # noqa: PLC0415
 
-    with warm.leaving_at_once(FAILED):
+    with leaving_at_once():
         chosen = scenarios.load(run / "scenario.yaml")
         if chosen.launcher != "inline":
             warm.warm_up(chosen.backbone.name)
@@ -487,7 +487,3 @@ def _version(version: Annotated[bool, typer.Option("--version", help="Print the 
     if version:
         print(f"fedmq {__version__}")
         raise typer.Exit
-
-
-if __name__ == "__main__":
-    main()

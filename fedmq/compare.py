@@ -164,7 +164,7 @@ def job_of(run: Run) -> jobs.Job:
     begun = run.folder.scenario.is_file()
     if not begun and root.exists():
         shutil.rmtree(root)  # killed between making the folder and writing the first file into it
-    command = (sys.executable, "-m", "fedmq.cli", "scenario", str(scenario))
+    command = (sys.executable, "-m", "fedmq", "scenario", str(scenario))
     how = ("--resume" if begun else "--out", str(root), "--quiet")
     log = root.with_name(f"{root.name}.log")
     return jobs.Job(run.title, (*command, *how), log, run.folder.metrics, run.scenario.rounds)

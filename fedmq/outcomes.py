@@ -50,9 +50,11 @@ class _Summary(Stored):
     released_with: Annotated[dict[str, Digest], Field(default_factory=dict)]
     metrics: dict[str, float]
     per_silo: dict[str, _Silo]
+    personal_per_silo: Annotated[dict[str, dict[str, float]], Field(default_factory=dict)]
     fairness: dict[str, float]
     bytes: _Bytes
     seconds: dict[str, float | None]
+    tasks: Annotated[dict[str, int], Field(default_factory=dict)]
     processes: dict[str, float]
     versions_of: dict[str, str]
 

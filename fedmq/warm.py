@@ -5,37 +5,14 @@ The command starts it before its own imports, so that both import at the same ti
 
 from __future__ import annotations
 
-import contextlib
 import multiprocessing
 import os
 import signal
-from collections.abc import Iterator
 from multiprocessing import forkserver, resource_tracker
 
 from fedmq.scenario import MATCONVNET, TIMM
 
 CONTEXT = multiprocessing.get_context("forkserver")
-
-
-@contextlib.contextmanager
-def leaving_at_once(code: int) -> Iterator[None]:
-    """Ctrl-C ends this process at once while it imports: raised in one of importlib's callbacks it would be lost.
-
-    The forkserver and what it forked end by themselves when their starter is gone.
-
-    Args:
-        code: to exit with.
-    """
-
-    def leave(_number: int, _frame: object) -> None:
-        os.write(2, b"fedmq: interrupted\n")
-        os._exit(code)
-
-    before = signal.signal(signal.SIGINT, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def warm_up(backbone: str) -> None:

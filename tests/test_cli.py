@@ -309,7 +309,7 @@ def test_options_of_methods_and_losses_are_explained(
 @pytest.mark.parametrize("arguments", [["--help"], ["protocols"]])
 def test_output_that_finds_no_room_is_one_line(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
-        command = [sys.executable, "-m", "fedmq.cli", *arguments]
+        command = [sys.executable, "-m", "fedmq", *arguments]
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
     assert ended.returncode == cli.FAILED
     assert ended.stderr == "fedmq: the output: could not be written: No space left on device\n"

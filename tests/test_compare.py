@@ -368,7 +368,7 @@ def test_a_run_with_a_scenario_on_file_is_resumed_and_another_begun(tiny: Path, 
     (entry,) = entries(tiny, [])
     begun = compare.run_of(entry, (), 3, place(tmp_path))
     fresh = compare.job_of(begun).command
-    assert fresh[1:4] == ("-m", "fedmq.cli", "scenario")
+    assert fresh[1:4] == ("-m", "fedmq", "scenario")
     assert fresh[5:7] == ("--out", str(begun.folder.root))
     assert scenarios.load(Path(fresh[4])) == begun.scenario
     begun.folder.root.mkdir()
@@ -1100,7 +1100,7 @@ def test_every_scenario_of_the_paper_is_in_its_readme() -> None:
 def test_a_sweep_runs_goes_on_after_a_stop_and_gives_what_single_runs_give(tiny: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.yaml"
     short.write_text(yaml.safe_dump({**yaml.safe_load(tiny.read_text()), "name": "short", "rounds": 12}))
-    out, base = tmp_path / "out", [sys.executable, "-m", "fedmq.cli"]
+    out, base = tmp_path / "out", [sys.executable, "-m", "fedmq"]
     command = [
         *base,
         "sweep",

@@ -377,7 +377,7 @@ def test_a_fresh_process_finds_drawings_by_a_text_and_captions_by_a_picture(tmp_
     (root / "scenario.yaml").write_text(scenario.dump())
 
     def results(*arguments: object) -> list[dict[str, Any]]:
-        command = [sys.executable, "-m", "fedmq.cli", "search", str(root), *map(str, arguments), "--json"]
+        command = [sys.executable, "-m", "fedmq", "search", str(root), *map(str, arguments), "--json"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr
         return list(json.loads(done.stdout)["results"])

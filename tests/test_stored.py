@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable
 from itertools import count
@@ -84,8 +85,14 @@ def test_the_report_draws_what_the_method_told_of_its_merges(finished: Path, tmp
 def damaged(finished: Path, tmp_path: Path, name: str, content: bytes) -> Path:
     """A copy of the run with another content of one file, whose place is a pattern."""
     root = tmp_path / str(next(_numbers))
-    shutil.copytree(finished, root)
-    sorted(root.glob(name))[-1].write_bytes(content)
+    # Hundreds of runs: what nobody writes on is the same file. :func:`logs` writes on a log.
+    shutil.copytree(finished, root, copy_function=os.link)
+    for path in (root / "messages").iterdir():
+        path.unlink()
+        shutil.copy(finished / "messages" / path.name, path)
+    path = sorted(root.glob(name))[-1]
+    path.unlink()
+    path.write_bytes(content)
     return root
 
 
@@ -114,6 +121,14 @@ def test_the_wrong_key_is_named_with_its_value(finished: Path, tmp_path: Path) -
     (root / "summary.json").write_text(json.dumps({**summary, "per_silo": {}}))
     with pytest.raises(InputError, match="model_digest: found 'nothing'"):
         outcomes.read_summary(RunFolder(root))
+
+
+@pytest.mark.parametrize("key", ["tasks", "seconds", "personal_per_silo", "released_with"])
+def test_what_a_replay_reads_of_a_summary_is_asked_for(finished: Path, tmp_path: Path, key: str) -> None:
+    summary = json.loads((finished / "summary.json").read_text())
+    root = damaged(finished, tmp_path, "summary.json", json.dumps({**summary, key: None}).encode())
+    with pytest.raises(InputError, match=rf"summary\.json: {key}: found 'None'"):
+        replay.read_record(RunFolder(root))
 
 
 def test_a_line_is_named_by_its_number_and_an_unfinished_last_one_is_passed_over(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.crypto import init_keys, load_accepted, load_identity
 from fedmq.layout import Layout
-from fedmq.link import COORDINATOR, Link
+from fedmq.link import Link
+from fedmq.messages import COORDINATOR
 from fedmq.transport import Listener, listen
 
 RUN = "bench"

@@ -18,8 +18,7 @@ from fedmq.audit import MessageLog
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, RemoteWireError
 from fedmq.fields import all_finite
-from fedmq.link import COORDINATOR
-from fedmq.messages import Error, Header, Kind, Message, Payload, Reason, tensors
+from fedmq.messages import COORDINATOR, Error, Header, Kind, Message, Payload, Reason, tensors
 
 #: What a peer answers to a task or to an evaluation.
 Answer = Callable[[Message], tuple[Payload, ...]]

@@ -15,7 +15,7 @@ from typing import assert_never
 from coordinator.accept import accept
 from coordinator.failures import Failures, text_of
 from coordinator.inline import Inline
-from coordinator.measuring import EVALUATOR, Measuring
+from coordinator.measuring import Measuring
 from coordinator.merging import as_reply, losses_of, merge_line, merged_state
 from coordinator.roster import Ready, Returns, Roster, Unusable
 from coordinator.rounds import (
@@ -46,7 +46,7 @@ from fedmq.audit import MessageLog
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.link import BEAT_SECONDS, LOST_BEATS
-from fedmq.messages import Kind, Loss, Message
+from fedmq.messages import EVALUATOR, Kind, Loss, Message
 from fedmq.protocol import Reply, SiloFacts, State
 from fedmq.runfolder import append_line
 from fedmq.status import Status

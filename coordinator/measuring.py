@@ -9,12 +9,11 @@ from coordinator.roster import Roster
 from coordinator.setting import Setting
 from fedmq.audit import MessageLog
 from fedmq.errors import RemoteWireError
-from fedmq.messages import Error, Header, Kind, Message, Metrics, Payload
+from fedmq.messages import EVALUATOR, Error, Header, Kind, Message, Metrics, Payload
 from fedmq.outcomes import read_metrics
 from fedmq.protocol import Personalised, Releasing, SiloFacts, State
 from fedmq.runfolder import append_line
 
-EVALUATOR = "evaluator"
 #: What a summary cannot be made without.
 _NEEDED = "mean_r1"
 #: Largest median rank taken of a silo, as many as the items that a run may measure by; all other figures are shares.

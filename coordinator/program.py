@@ -22,7 +22,7 @@ import protocols
 from coordinator import checkpoint as checkpoints
 from coordinator.inline import Answer, Inline
 from coordinator.loop import Loop
-from coordinator.measuring import EVALUATOR, Measuring
+from coordinator.measuring import Measuring
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.setting import Setting
@@ -37,9 +37,8 @@ from fedmq.crypto import Identity, load_accepted, load_identity
 from fedmq.data.features import file_digest
 from fedmq.errors import InputError
 from fedmq.handshake import Accepted
-from fedmq.link import COORDINATOR
 from fedmq.memory import keep_buffers
-from fedmq.messages import Loss, Payload, digest
+from fedmq.messages import COORDINATOR, EVALUATOR, Loss, Payload, digest
 from fedmq.metrics import fairness
 from fedmq.outcomes import read_metrics
 from fedmq.participation import cohort_size, trace_of

@@ -21,8 +21,8 @@ from fedmq.clock import Clock
 from fedmq.codec import decode_header
 from fedmq.errors import RemoteWireError
 from fedmq.faults import Corrupt, Crash, Drop, Duplicate, Fate, Freeze, Late, Leave, Reorder, Split, Standing
-from fedmq.link import BEAT_SECONDS, COORDINATOR
-from fedmq.messages import Header, Kind, Message
+from fedmq.link import BEAT_SECONDS
+from fedmq.messages import COORDINATOR, Header, Kind, Message
 from fedmq.runfolder import RunFolder, append_line, cut_unfinished
 from fedmq.script import Script, Strike
 from fedmq.stored import Stored, read_lines

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from fedmq.bound import Course, against_the_run
 from fedmq.clock import Clock
 from fedmq.errors import InputError
-from fedmq.messages import Header, Message, digest, tensor_bytes
+from fedmq.messages import COORDINATOR, Header, Message, digest, tensor_bytes
 from fedmq.records import GENESIS, canonical, chain, read_log, record_of, shape
 from fedmq.runfolder import RunFolder, make_folder, writing
 
@@ -29,8 +29,8 @@ _LOCK_SECONDS = 5.0
 #: What the coordinator notes of a run without messages; an auditor must not take its silence for a clean record.
 INLINE = "silos run inside the coordinator: no messages are exchanged, none are logged"
 _NOT_INLINE = "says that nothing was sent; only the coordinator may, and only where no log has a message or a handshake"
-#: As docs/wire.md calls it, and what a log calls a peer that no session names; neither module may be imported here.
-_COORDINATOR, _UNKNOWN = "coordinator", "unknown"
+#: What a log calls a peer that no session names; its module may not be imported here.
+_UNKNOWN = "unknown"
 
 
 class MessageLog:
@@ -276,7 +276,7 @@ def audit_run(folder: Path) -> Audit:
         for place, record in _of_its_own(path, result):
             _tally(path.stem, place, record, result, found)
     # Whoever has messages to hide could write that note; the coordinator's holds unless any log speaks against it.
-    result.inline = not found.exchanged and any(process == _COORDINATOR for process, _ in found.inline)
+    result.inline = not found.exchanged and any(process == COORDINATOR for process, _ in found.inline)
     if not result.inline:
         result.findings += [Finding(place, _NOT_INLINE) for _, place in found.inline]
         _compare_ends(found, {path.stem for path in logs}, result)
@@ -338,7 +338,7 @@ def _of_its_own(path: Path, result: Audit) -> Iterator[tuple[str, dict[str, Any]
             result.findings.append(Finding(place, f"a record of {process} in the log of {path.stem}"))
         if shape(record) == "message" and record["action"] == "sent":
             # A silo's first sealed message is its ready, which is logged as a handshake.
-            first = 0 if path.stem == _COORDINATOR else 1
+            first = 0 if path.stem == COORDINATOR else 1
             counter, expected = record["counter"], counters.get(record["session"], first)
             if counter > expected:
                 what = f"message {counter} of a session, expected {expected}: what was between them is not in the log"

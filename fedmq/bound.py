@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 
 from fedmq.errors import InputError
 from fedmq.fields import FieldError
-from fedmq.messages import Kind, Metrics, Model, digest
+from fedmq.messages import COORDINATOR, EVALUATOR, Kind, Metrics, Model, digest
 from fedmq.naming import name_of
 from fedmq.records import shape
 from fedmq.released import BESIDE, beside, parameters
@@ -24,8 +24,6 @@ from fedmq.runfolder import RunFolder
 from fedmq.scenario_file import read_yaml
 from fedmq.stored import Digest, Stored, read_json, read_lines
 
-#: As docs/wire.md calls them; the modules that say so bring torch.
-_COORDINATOR, _EVALUATOR = "coordinator", "evaluator"
 _OF_ANY_RECORD = {"n", "process", "wall", "previous", "hash", "action", "text", "version"}
 #: A finding's place, and what it says.
 Found = tuple[str, str]
@@ -84,17 +82,17 @@ class Course:
         message = shape(record) == "message"
         if isinstance(run := record.get("run"), str) and (message or record["action"] == "note"):
             self.runs.setdefault((process, run), place)
-        if process != _COORDINATOR:
+        if process != COORDINATOR:
             return
         if record["action"] == "note":
             if record["text"] == "released":
                 self.released = place, record
             elif record["text"] == "ended" and record.get("phase") == "done":
                 self.ended = place
-        elif message and record["kind"] == Kind.EVALUATE and record["receiver"] == _EVALUATOR:
+        elif message and record["kind"] == Kind.EVALUATE and record["receiver"] == EVALUATOR:
             self.evaluated[record["base_version"]] = place, record
         elif message and record["kind"] == Kind.REPLY and record["action"] == "received":
-            if record["sender"] == _EVALUATOR:
+            if record["sender"] == EVALUATOR:
                 self.measured.setdefault(record["base_version"], set()).update(record["digests"])
             else:
                 self.replies.add((record["sender"], record["base_version"], record["reply_to"]))
@@ -120,13 +118,13 @@ def against_the_run(folder: RunFolder, course: Course, named: dict[str, str], *,
         finished = True
         yield course.ended, f"all rounds were done, but there is no {folder.summary.name}"
     if finished and course.released is None:
-        yield f"{_COORDINATOR}.jsonl", "no note of what was released, though the run is finished"
+        yield f"{COORDINATOR}.jsonl", "no note of what was released, though the run is finished"
     if finished and course.released is not None:
         if not (folder.model / "config.json").exists():
             yield str(folder.model / "config.json"), f"no such file, though {course.released[0]} tells of it"
         yield from _release(folder, course, config, summary, inline=inline)
     if summary is not None:
-        named |= {} if _COORDINATOR in named else {_COORDINATOR: folder.summary.name}
+        named |= {} if COORDINATOR in named else {COORDINATOR: folder.summary.name}
         for silo, own in summary["per_silo"].items():
             if own["participations"]:
                 named.setdefault(silo, folder.summary.name)
@@ -209,7 +207,7 @@ def _release(
     if summary is None or inline:
         return
     if summary["versions"] not in course.evaluated:
-        yield f"{_COORDINATOR}.jsonl", f"the evaluator was never sent version {summary['versions']}, which is released"
+        yield f"{COORDINATOR}.jsonl", f"the evaluator was never sent version {summary['versions']}, which is released"
         return
     place, record = course.evaluated[summary["versions"]]
     sent = dict(zip((kind for kind, _ in record["payloads"]), record["digests"], strict=False))

@@ -43,20 +43,26 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
             bool,
             typer.Option("--probe", help="Test whether the released model tells training items from held-out ones."),
         ] = False,
+        delta: Annotated[
+            float | None,
+            typer.Option("--delta", help="Say what the run's noise guarantees every silo: epsilon, at this delta."),
+        ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
     ) -> None:
         """Check the message logs of a run: hash chains, sent against received, what left each silo, what was released.
 
-        Exit code 3 if anything does not add up or breaks the policy; a probe is a measurement and no finding, unless
-        what is released is another model than the run's.
+        Exit code 3 if anything does not add up or breaks the policy; a probe and an epsilon are no findings, unless
+        what is probed is another model than the run's.
 
         Example: [bold]fedmq audit runs/smoke-20260101-120000[/bold]
 
         Example: [bold]fedmq audit runs/smoke-20260101-120000 --policy docs/policies/rcsr_p.yaml[/bold]
 
         Example: [bold]fedmq audit runs/smoke-20260101-120000 --probe[/bold]
+
+        Example: [bold]fedmq audit runs/noisy-20260101-120000 --delta 1e-5[/bold]
         """
-        from fedmq import live, policy  # noqa: PLC0415 - --help does without
+        from fedmq import accounting, live, policy  # noqa: PLC0415 - --help does without
         from fedmq.audit import audit_run  # noqa: PLC0415
 
         allowed = None if policy_file is None else policy.read_policy(policy_file)
@@ -65,6 +71,7 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
             wanted = "a run with messages (launcher local, or processes started by hand)"
             raise InputError(str(run), "a run whose silos were calls inside the coordinator: nothing was sent", wanted)
         held = None if allowed is None or policy_file is None else policy.hold(audit, allowed, policy_file)
+        accounts = None if delta is None else accounting.account(run, audit, delta)
         measured, swapped = _probed(run, bar, pooled) if with_probe else (None, None)
         # Beside the logs' findings, and printed with them.
         audit.findings += [swapped] if swapped and swapped not in audit.findings else []
@@ -73,6 +80,8 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
             facts = {**audit.to_plain(), "ok": not findings, "findings": [vars(finding) for finding in findings]}
             if held:
                 facts["policy"] = held.to_plain()
+            if accounts:
+                facts["accounts"] = accounts.to_plain()
             if measured:
                 facts["probe"] = measured.to_plain()
             print(json.dumps(facts, indent=2))
@@ -81,6 +90,8 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
             live.print_audit(audit, out)
             if held:
                 policy.show(held, out)
+            if accounts:
+                accounting.show(accounts, out)
             if measured:
                 from fedmq import probe  # noqa: PLC0415
 

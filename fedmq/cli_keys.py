@@ -26,9 +26,10 @@ def keys_init(
     Example: [bold]fedmq keys init keys --silos 4[/bold]
     """
     from fedmq.crypto import init_keys  # noqa: PLC0415
+    from fedmq.messages import COORDINATOR, EVALUATOR  # noqa: PLC0415
 
     width = max(2, len(str(silos - 1)))
-    names = ["coordinator", "evaluator", *(f"silo-{index:0{width}d}" for index in range(silos))]
+    names = [COORDINATOR, EVALUATOR, *(f"silo-{index:0{width}d}" for index in range(silos))]
     init_keys(directory, names)
     out.print(f"{len(names)} keys in {directory}", highlight=False, markup=False, soft_wrap=True)
 

@@ -20,7 +20,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.labels import fine_columns
 from fedmq.layout import agree, require_layout
 from fedmq.link import Link
-from fedmq.messages import ClassPrototypes, Error, Kind, Memory, Metrics, Model, Payload
+from fedmq.messages import EVALUATOR, ClassPrototypes, Error, Kind, Memory, Metrics, Model, Payload
 from fedmq.models.bank import Bank
 from fedmq.models.networks import Tower
 from fedmq.models.two_tower import TwoTower
@@ -29,7 +29,6 @@ from fedmq.runfolder import RunFolder
 from fedmq.scenario import Evaluation, Scenario
 from fedmq.world import World, build_world, device_of, run_name
 
-NAME = "evaluator"
 _BATCH = 256
 #: By how much float32 vectors of unit length may miss it.
 _LENGTH = 1e-4
@@ -381,18 +380,18 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
     """
     torch.set_num_threads(1)
     scenario = arguments.scenario
-    identity, accepted = load_identity(arguments.keys, NAME), load_accepted(arguments.keys)
+    identity, accepted = load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
     clock = WallClock()
     told = {"at": 0.0}
     run = run_name(scenario)
-    log = MessageLog(RunFolder(arguments.out).messages(NAME), NAME, clock)
+    log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock)
     log.note("started", run=run)
     link = Link(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
     try:
         world = build_world(scenario, folder=arguments.data)
         evaluator = Evaluator(scenario, world, device_of(arguments.device or scenario.device))
         link.start()
-        progress(f"{NAME}: {len(evaluator.heldout.share)} held-out items, connecting to {arguments.connect}")
+        progress(f"{EVALUATOR}: {len(evaluator.heldout.share)} held-out items, connecting to {arguments.connect}")
         while True:
             message = link.receive()
             if message is None or message.header.kind is Kind.STOP:
@@ -411,6 +410,6 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
             link.send(
                 kind, (result,), sequence=header.sequence, reply_to=header.sequence, base_version=header.base_version
             )
-            progress(f"{NAME}: version {header.base_version} measured")
+            progress(f"{EVALUATOR}: version {header.base_version} measured")
     finally:
         link.close()

@@ -20,10 +20,9 @@ from fedmq.codec import decode_header
 from fedmq.crypto import Identity, Session, open_message, seal_message
 from fedmq.errors import RemoteWireError
 from fedmq.handshake import Accepted, Initiated, complete, initiate
-from fedmq.messages import Error, Header, Kind, Message, Payload, Reason
+from fedmq.messages import COORDINATOR, Error, Header, Kind, Message, Payload, Reason
 from fedmq.transport import Connection, connect
 
-COORDINATOR = "coordinator"
 BEAT_SECONDS = 2.0
 #: Beats without a word after which a peer counts as lost.
 LOST_BEATS = 2

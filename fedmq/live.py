@@ -14,6 +14,7 @@ from rich.table import Column, Table
 
 from fedmq.audit import Audit
 from fedmq.fields import printable
+from fedmq.messages import EVALUATOR
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.status import Status
@@ -43,7 +44,7 @@ def _left(status: Status, first: tuple[int, float] | None) -> str:
 
 def _who(names: Sequence[str]) -> str:
     """``silo-02, silo-03 and the evaluator``; of many the first few and how many more."""
-    told = ["the evaluator" if name == "evaluator" else name for name in names]
+    told = ["the evaluator" if name == EVALUATOR else name for name in names]
     if len(told) > _MANY:
         return f"{', '.join(told[:_MANY])} and {len(told) - _MANY} more"
     return " and ".join(filter(None, [", ".join(told[:-1]), *told[-1:]]))

@@ -41,6 +41,8 @@ from fedmq.payloads import (
 # One place to import from: whoever makes or takes a message needs its payloads too.
 __all__ = [
     "CARRIES",
+    "COORDINATOR",
+    "EVALUATOR",
     "IMAGE",
     "MAX_PAYLOADS",
     "PAYLOADS",
@@ -82,6 +84,8 @@ WIRE_VERSION = 1
 WIRE_VERSIONS: tuple[int, ...] = (1,)
 SESSION_BYTES = 16
 MAX_PAYLOADS = 64
+#: What the two processes that are no silo are called; every other name is a silo's.
+COORDINATOR, EVALUATOR = "coordinator", "evaluator"
 
 
 class Kind(StrEnum):

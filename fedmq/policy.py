@@ -20,12 +20,12 @@ from rich.markup import escape
 from fedmq.audit import Audit, Finding
 from fedmq.errors import InputError
 from fedmq.fields import printable
+from fedmq.messages import COORDINATOR, EVALUATOR
 from fedmq.parts import Name, Part
 from fedmq.payloads import PAYLOADS
 from fedmq.scenario_file import input_error, read_yaml
 
 Way = Literal["up", "down"]
-_COORDINATOR, _EVALUATOR = "coordinator", "evaluator"  # as docs/wire.md calls them; every other process is a silo
 _ALLOWED = "a policy (YAML) with up, down, evaluator, silos or peers; docs/audit.md describes it"
 _SHOWN = 20  # broken rules printed; JSON has all
 
@@ -73,7 +73,7 @@ class Policy(Ways):
 
     def rule(self, process: str, way: Way) -> tuple[Rule, dict[str, str]]:
         """The rule of one process's messages one way, and for each of its keys the place in the policy it stands at."""
-        if process == _EVALUATOR:
+        if process == EVALUATOR:
             return getattr(self.evaluator, way), {key: f"evaluator.{way}.{key}" for key in Rule.model_fields}
         general: Rule = getattr(self, way)
         own: Rule = getattr(self.silos.get(process, Ways()), way)
@@ -100,7 +100,7 @@ def read_policy(path: Path) -> Policy:
         policy = Policy.model_validate(raw)
     except ValidationError as error:
         raise _input_error(error, path) from None
-    strange = sorted({_COORDINATOR, _EVALUATOR} & set(policy.silos))
+    strange = sorted({COORDINATOR, EVALUATOR} & set(policy.silos))
     if strange:
         raise InputError(f"{path}: silos", strange[0], "names of silos; the evaluator has a key of its own")
     every = [
@@ -238,9 +238,9 @@ def hold(audit: Audit, policy: Policy, file: Path) -> Held:
 
 def _ends(record: dict[str, Any]) -> Iterator[tuple[str, Way]]:
     """The processes whose messages up or down a message is; the coordinator has none of its own."""
-    if record["sender"] != _COORDINATOR:
+    if record["sender"] != COORDINATOR:
         yield record["sender"], "up"
-    if record["receiver"] != _COORDINATOR:
+    if record["receiver"] != COORDINATOR:
         yield record["receiver"], "down"
 
 

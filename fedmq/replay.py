@@ -16,8 +16,7 @@ from typing import Any
 
 from fedmq.errors import InputError
 from fedmq.fields import printable
-from fedmq.link import COORDINATOR
-from fedmq.messages import Kind, Metrics, digest
+from fedmq.messages import COORDINATOR, EVALUATOR, Kind, Metrics, digest
 from fedmq.outcomes import read_metrics, read_summary
 from fedmq.records import read_log
 from fedmq.released import BESIDE, beside, parameters
@@ -36,7 +35,6 @@ Key = tuple[str, str, int]
 
 #: A silo's figures answer by the number of its last merged task, whose own reply has that number, too.
 _MEASUREMENT = "measurement of version"
-_EVALUATOR = "evaluator"  # as docs/wire.md calls it
 
 
 @dataclass(frozen=True)
@@ -245,7 +243,7 @@ def _under_way(key: Key, record: Record) -> bool:
     """
     kind, silo, number = key
     if kind == _MEASUREMENT:
-        return silo != _EVALUATOR and number == record.figures["versions"]
+        return silo != EVALUATOR and number == record.figures["versions"]
     over = max((event["sequence"] for event in record.events if event["silo"] == silo), default=-1)
     tasks = [each for sort, name, each in record.messages if (sort, name) == (Kind.TASK, silo) and each > over]
     return tasks != [] and number == min(tasks)

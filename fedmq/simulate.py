@@ -31,9 +31,8 @@ from coordinator.trouble import Order
 from fedmq import children
 from fedmq.crypto import init_keys
 from fedmq.errors import InputError, RunError
-from fedmq.evaluator import NAME as EVALUATOR
 from fedmq.evaluator import Evaluator, EvaluatorArguments
-from fedmq.link import COORDINATOR
+from fedmq.messages import COORDINATOR, EVALUATOR
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.status import Status

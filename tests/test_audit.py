@@ -29,7 +29,6 @@ from fedmq.clock import WallClock
 from fedmq.codec import decode, encode_body
 from fedmq.crypto import fingerprint, load_accepted
 from fedmq.errors import InputError
-from fedmq.link import COORDINATOR
 from fedmq.messages import PAYLOADS, Delta, Header, Kind, Message, digest
 from fedmq.models.two_tower import InputSpec, build
 from fedmq.payloads import Error, Loss, Metrics
@@ -227,8 +226,8 @@ def test_a_name_that_a_record_has_no_place_for_is_passed_over(run: Path) -> None
     assert not audit_run(run).findings
 
 
-def test_the_audit_calls_processes_as_the_programs_do() -> None:
-    assert (audits._COORDINATOR, audits._UNKNOWN) == (COORDINATOR, roster._UNKNOWN)
+def test_the_audit_calls_an_unknown_peer_as_the_coordinator_does() -> None:
+    assert audits._UNKNOWN == roster._UNKNOWN
 
 
 def test_a_folder_without_logs_is_refused(tmp_path: Path) -> None:

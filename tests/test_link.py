@@ -15,8 +15,8 @@ from fedmq.clock import WallClock
 from fedmq.crypto import init_keys, load_accepted, load_identity
 from fedmq.errors import InputError
 from fedmq.evaluator import EvaluatorArguments, run_evaluator
-from fedmq.link import BEAT_SECONDS, COORDINATOR, Link
-from fedmq.messages import Error, Kind, Message
+from fedmq.link import BEAT_SECONDS, Link
+from fedmq.messages import COORDINATOR, Error, Kind, Message
 from fedmq.transport import QUEUE, Listener, listen
 from silos.program import SiloArguments, run_silo
 from tests.threads import resolved

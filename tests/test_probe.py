@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from sklearn.metrics import roc_auc_score, roc_curve
 
 import protocols
-from fedmq import cli, evaluator, link, policy, probe
+from fedmq import cli, probe
 from fedmq.errors import InputError
 from fedmq.release import Release, open_release
 from fedmq.scenario import Scenario
@@ -270,7 +270,3 @@ def test_a_real_run_of_rcsr_p_keeps_to_the_policy_of_the_documents(
     facts = json.loads(capsys.readouterr().out)["policy"]
     assert (facts["ok"], facts["broken"], facts["not_held"]) == (True, [], 0)
     assert facts["held"] > 30
-
-
-def test_a_policy_calls_the_processes_as_the_programs_do() -> None:
-    assert (policy._COORDINATOR, policy._EVALUATOR) == (link.COORDINATOR, evaluator.NAME)

@@ -16,6 +16,7 @@ from fedmq import plots, tables
 from fedmq.data.prepared import Progress
 from fedmq.errors import InputError
 from fedmq.evaluator import HeldOut, Way, embed, rank
+from fedmq.figures import Figure
 from fedmq.protocol import encoders_of
 from fedmq.ranking import Curve, RankingMetrics
 from fedmq.release import Release
@@ -107,25 +108,25 @@ def page(runs: Sequence[Measured], title: str) -> str:
     figures = []
     for way in dict.fromkeys(way for run in runs for way in run.ways):
         have = [(run.name, run.ways[way]) for run in runs if way in run.ways]
-        figure = plots.new_figure(f"{way}: precision against recall, along the list", "recall", "precision")
+        figure = Figure(f"{way}: precision against recall, along the list", "recall", "precision")
         for name, found in have:
             if found.pr_rank is not None:
                 _, curve = _thinned(found.pr_rank)
-                figure.add_scatter(x=curve.recall, y=curve.precision, name=name, mode="lines")
+                figure.draw("scatter", x=curve.recall, y=curve.precision, name=name, mode="lines")
         figures.append(figure)
         if any(found.pr_radius is not None for _, found in have):
-            figure = plots.new_figure(f"{way}: precision against recall, by Hamming radius", "recall", "precision")
+            figure = Figure(f"{way}: precision against recall, by Hamming radius", "recall", "precision")
             for name, found in have:
                 if found.pr_radius is not None:
                     precision, recall = found.pr_radius
                     radii = [f"radius {radius}" for radius in range(len(recall))]
-                    figure.add_scatter(x=recall, y=precision, text=radii, name=name, mode="lines+markers")
+                    figure.draw("scatter", x=recall, y=precision, text=radii, name=name, mode="lines+markers")
             figures.append(figure)
         for place, what in enumerate(("precision", "recall")):
-            figure = plots.new_figure(f"{way}: {what} among the first N", "N", what)
+            figure = Figure(f"{way}: {what} among the first N", "N", what)
             for name, found in have:
                 values = [pair[place] for pair in found.top_n.values()]
-                figure.add_scatter(x=list(found.top_n), y=values, name=name, mode="lines+markers")
+                figure.draw("scatter", x=list(found.top_n), y=values, name=name, mode="lines+markers")
             figures.append(figure)
     return plots.document(title, (), figures)
 

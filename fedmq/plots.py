@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.figures import Figure
 from fedmq.outcomes import Outcome
 from fedmq.rows import Row
 
@@ -28,31 +29,22 @@ def page(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
     return document(title, notes, [figure for column in rows[0].columns for figure in _column(rows, column)])
 
 
-def document(title: str, notes: Sequence[str], figures: Sequence[Any]) -> str:
-    """Figures of :func:`new_figure` on one self-contained HTML page."""
-    parts = [figure.to_html(full_html=False, include_plotlyjs=place == 0) for place, figure in enumerate(figures)]
+def document(title: str, notes: Sequence[str], figures: Sequence[Figure]) -> str:
+    """Figures on one self-contained HTML page."""
+    parts = [figure.to_html(first=place == 0) for place, figure in enumerate(figures)]
     head = "<!doctype html><html lang='en'><meta charset='utf-8'>"
     style = "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem}</style>"
     words = f"<h1>{html.escape(title)}</h1><p>{html.escape('; '.join(notes))}</p>"
     return f"{head}<title>{html.escape(title)}</title>{style}{words}{''.join(parts)}</html>"
 
 
-def _column(rows: Sequence[Row], column: str) -> list[Any]:
+def _column(rows: Sequence[Row], column: str) -> list[Figure]:
     """The figures of one column."""
     figures = [_against_value(rows, column)] if _shared_keys(rows) else []
     figures.append(_bars(rows, column))
     if any(column in each.metrics for row in rows for outcome in row.outcomes.values() for each in outcome.evaluations):
         figures += [_curves(rows, column, over_time=False), _curves(rows, column, over_time=True)]
     return figures
-
-
-def new_figure(title: str, x: str, y: str) -> Any:
-    """An empty plotly figure with named axes."""
-    import plotly.graph_objects as go  # noqa: PLC0415 - half a second that only a page of plots needs
-
-    made = go.Figure()
-    made.update_layout(title=title, xaxis_title=x, yaxis_title=y, template="plotly_white", height=420)
-    return made
 
 
 def _colour(place: int, opacity: float = 1.0) -> str:
@@ -63,12 +55,13 @@ def _colour(place: int, opacity: float = 1.0) -> str:
     return f"rgba({red},{green},{blue},{opacity})"
 
 
-def _line(figure: Any, place: int, name: str, x: Sequence[Any], mean: F64, std: F64) -> None:
+def _line(figure: Figure, place: int, name: str, x: Sequence[Any], mean: F64, std: F64) -> None:
     """A line with a band of one sample standard deviation on both sides."""
     std = np.nan_to_num(std)
     if std.any():
         band = [*(mean + std), *(mean - std)[::-1]]
-        figure.add_scatter(
+        figure.draw(
+            "scatter",
             x=[*x, *reversed(x)],
             y=band,
             fill="toself",
@@ -78,24 +71,25 @@ def _line(figure: Any, place: int, name: str, x: Sequence[Any], mean: F64, std: 
             showlegend=False,
             legendgroup=name,
         )
-    figure.add_scatter(
-        x=list(x), y=mean, name=name, legendgroup=name, mode="lines+markers", line={"color": _colour(place)}
+    figure.draw(
+        "scatter", x=list(x), y=mean, name=name, legendgroup=name, mode="lines+markers", line={"color": _colour(place)}
     )
 
 
-def _bars(rows: Sequence[Row], column: str) -> Any:
-    figure = new_figure(column, "", column)
-    figure.add_bar(
+def _bars(rows: Sequence[Row], column: str) -> Figure:
+    figure = Figure(column, "", column)
+    figure.draw(
+        "bar",
         x=[row.entry.name for row in rows],
         y=[row.columns[column].mean for row in rows],
         error_y={"type": "data", "array": [row.columns[column].std for row in rows]},
-        marker_color=[_colour(place) for place in range(len(rows))],
+        marker={"color": [_colour(place) for place in range(len(rows))]},
     )
     return figure
 
 
-def _curves(rows: Sequence[Row], metric: str, *, over_time: bool) -> Any:
-    figure = new_figure(
+def _curves(rows: Sequence[Row], metric: str, *, over_time: bool) -> Figure:
+    figure = Figure(
         f"{metric} over {'virtual time' if over_time else 'merges'}", "s" if over_time else "merges", metric
     )
     for place, row in enumerate(rows):
@@ -144,7 +138,7 @@ def _shared_keys(rows: Sequence[Row]) -> list[str]:
     return [key for key in (points[0] if points else ()) if all(key in point for point in points)]
 
 
-def _against_value(rows: Sequence[Row], column: str) -> Any:
+def _against_value(rows: Sequence[Row], column: str) -> Figure:
     """A column against the first shared key whose values are numbers, a line for everything else that differs."""
     rows = [row for row in rows if row.entry.point]
     points = {row.entry.name: dict(row.entry.point) for row in rows}
@@ -155,11 +149,11 @@ def _against_value(rows: Sequence[Row], column: str) -> Any:
     for row in rows:
         rest = [f"{name}={value}" for name, value in row.entry.point if name != key]
         lines.setdefault(", ".join([row.entry.method, *rest]), []).append(row)
-    figure = new_figure(f"{column} against {key}", key, column)
+    figure = Figure(f"{column} against {key}", key, column)
     if numeric:
         least, most = (edge(float(point[key]) for point in points.values()) for edge in (min, max))
         if least > 0 and most / least >= _LOGARITHMIC_FROM:
-            figure.update_xaxes(type="log")
+            figure.x["type"] = "log"
         lines = {name: sorted(own, key=lambda row: float(points[row.entry.name][key])) for name, own in lines.items()}
     for place, (name, own) in enumerate(lines.items()):
         x = [float(points[row.entry.name][key]) if numeric else points[row.entry.name][key] for row in own]

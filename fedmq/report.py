@@ -7,11 +7,13 @@ from collections.abc import Iterable
 from typing import Any
 
 from fedmq.errors import InputError
+from fedmq.figures import Figure
 from fedmq.outcomes import read_metrics, read_summary
 from fedmq.runfolder import RunFolder, write_text
 
 #: Numbers of a merge's line in the metrics that are not the method's own.
 _OF_EVERY_MERGE = ("version", "now", "loss")
+_HEIGHT = 380  # of a figure [pixels]
 
 _STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem;color:#1c2733}
@@ -29,38 +31,27 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "<table>" + cells("th", head) + "".join(cells("td", row) for row in rows) + "</table>"
 
 
-def _figure(traces: list[Any], title: str, x: str, y: str, *, first: bool) -> str:
-    import plotly.graph_objects as go  # noqa: PLC0415 - half a second that only a report needs
-
-    figure = go.Figure(traces)
-    figure.update_layout(
-        title=title, xaxis_title=x, yaxis_title=y, template="plotly_white", height=380, margin={"t": 50}
-    )
-    return str(figure.to_html(full_html=False, include_plotlyjs=first))
-
-
 def _curves(evaluations: list[dict[str, Any]], merges: list[dict[str, Any]]) -> str:
-    import plotly.graph_objects as go  # noqa: PLC0415
-
     versions = [line["version"] for line in evaluations]
-    names = [name for name in ("mean_r1", "mean_r5", "mean_r10", "map") if name in evaluations[-1]["metrics"]]
-    recalls = [
-        go.Scatter(x=versions, y=[line["metrics"].get(name) for line in evaluations], name=name, mode="lines+markers")
-        for name in names
-    ]
-    parts = [_figure(recalls, "Retrieval on the held-out split", "merges", "fraction", first=True)]
-    losses = [(line["version"], line["loss"]) for line in merges if line.get("loss") is not None]
+    recalls = Figure("Retrieval on the held-out split", "merges", "fraction", _HEIGHT)
+    for name in ("mean_r1", "mean_r5", "mean_r10", "map"):
+        if name in evaluations[-1]["metrics"]:
+            values = [line["metrics"].get(name) for line in evaluations]
+            recalls.draw("scatter", x=versions, y=values, name=name, mode="lines+markers")
+    figures = [recalls]
+    losses = {line["version"]: line["loss"] for line in merges if line.get("loss") is not None}
     if losses:
-        trace = go.Scatter(x=[version for version, _ in losses], y=[loss for _, loss in losses], mode="lines")
-        parts.append(_figure([trace], "Mean training loss of the silos merged", "merges", "loss", first=False))
+        figure = Figure("Mean training loss of the silos merged", "merges", "loss", _HEIGHT)
+        figure.draw("scatter", x=list(losses), y=list(losses.values()), mode="lines")
+        figures.append(figure)
     for title, found in _told(merges).items():
-        # A silo has a value where it reported: lines alone would not show a single one.
-        traces = [
-            go.Scatter(x=list(values), y=list(values.values()), name=name, mode="lines+markers", marker_size=3)
-            for name, values in found.items()
-        ]
-        parts.append(_figure(traces, title, "merges", title, first=False))
-    return "".join(parts)
+        figure = Figure(title, "merges", title, _HEIGHT)
+        for name, told in found.items():
+            # A silo has a value where it reported: lines alone would not show a single one.
+            marker, x, y = {"size": 3}, list(told), list(told.values())
+            figure.draw("scatter", x=x, y=y, name=name, mode="lines+markers", marker=marker)
+        figures.append(figure)
+    return "".join(figure.to_html(first=place == 0) for place, figure in enumerate(figures))
 
 
 def _told(merges: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
@@ -78,22 +69,20 @@ def _told(merges: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]
 
 
 def _silos(summary: dict[str, Any]) -> str:
-    import plotly.graph_objects as go  # noqa: PLC0415
-
     colours = {2: "#2a6fbb", 1: "#d98c2b"}
     silos = summary["per_silo"]
-    trace = go.Bar(
+    figure = Figure("Mean R@1 within each silo's held-out share (orange: one modality)", "", "fraction", _HEIGHT)
+    figure.draw(
+        "bar",
         x=list(silos),
         y=[own["mean_r1"] for own in silos.values()],
-        marker_color=[colours[len(own["modalities"])] for own in silos.values()],
+        marker={"color": [colours[len(own["modalities"])] for own in silos.values()]},
         hovertext=[
             f"{' + '.join(own['modalities'])}, {own['samples']} samples, {own['participations']} replies"
             for own in silos.values()
         ],
     )
-    return _figure(
-        [trace], "Mean R@1 within each silo's held-out share (orange: one modality)", "", "fraction", first=False
-    )
+    return figure.to_html(first=False)
 
 
 def write(folder: RunFolder) -> None:

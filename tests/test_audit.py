@@ -118,6 +118,7 @@ with MessageLog(path, "silo-00", WallClock()) as log:
 """
 
 
+@pytest.mark.slow
 def test_a_record_that_the_disk_takes_only_in_part_is_an_error_and_leaves_nothing(run: Path) -> None:
     path = run / "messages" / "silo-00.jsonl"
     done = subprocess.run([sys.executable, "-c", FILLED, path], capture_output=True, text=True, timeout=60, check=False)
@@ -386,6 +387,7 @@ def test_what_a_log_says_never_steers_the_auditors_terminal(run: Path) -> None:
 DOCUMENT = Path(__file__).parent.parent / "docs" / "audit.md"
 
 
+@pytest.mark.slow
 def test_the_script_of_the_document_finds_what_the_audit_finds(run: Path, tmp_path: Path) -> None:
     block = DOCUMENT.read_text().partition("    import hashlib")[2].partition("\n\nWhoever")[0]
     script = tmp_path / "check.py"

@@ -70,6 +70,7 @@ def test_the_name_in_the_logs_is_that_of_the_scenario_file(run: Path, tiny: Path
     assert name_of(read_yaml(run / "scenario.yaml")) == run_name(resolved(tiny, *HASHING))
 
 
+@pytest.mark.slow
 def test_a_plain_audit_does_without_torch(run: Path) -> None:
     said = "import sys; from pathlib import Path; from fedmq.audit import audit_run; audit_run(Path(sys.argv[1]))"
     code = f"{said}; print('torch' in sys.modules)"

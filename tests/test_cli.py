@@ -305,6 +305,7 @@ def test_options_of_methods_and_losses_are_explained(
     assert "found 'rcs', allowed: rcsr" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
 @pytest.mark.parametrize("arguments", [["--help"], ["protocols"]])
 def test_output_that_finds_no_room_is_one_line(arguments: list[str]) -> None:
@@ -326,6 +327,7 @@ def test_a_run_goes_on_with_messages_if_it_began_with_them(
     assert fedmq(monkeypatch, "scenario", tiny, "--resume", out, "--quiet", "--set", "launcher=inline") == 0
 
 
+@pytest.mark.slow
 def test_every_benchmark_can_be_chosen() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--only", "nonesuch"], capture_output=True, text=True, check=False

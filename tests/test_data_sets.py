@@ -596,6 +596,7 @@ def test_the_data_set_of_contributing_is_a_data_set(tmp_path: Path) -> None:
     assert found.pictures.missing(1)
 
 
+@pytest.mark.slow
 def test_reading_a_scenario_brings_no_torch() -> None:
     code = (
         "import sys; from fedmq.scenario import Data; Data(name='coco', path='x');"

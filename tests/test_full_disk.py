@@ -52,6 +52,7 @@ print(checkpoint.load(root / "run").rounds["version"])
 """
 
 
+@pytest.mark.slow
 def test_what_safetensors_says_of_a_full_disk_is_an_error_of_the_disk_and_leaves_nothing(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

@@ -146,6 +146,7 @@ def test_who_comes_back_within_a_beat_waits_for_the_next() -> None:
     assert returns.must_wait("silo-00", 14.0, 2.0)
 
 
+@pytest.mark.slow
 def test_a_coordinator_takes_as_many_connections_as_the_system_allows(tmp_path: Path) -> None:
     program = (
         "import resource; from pathlib import Path; from types import SimpleNamespace as S\n"

@@ -105,6 +105,7 @@ def test_a_line_that_a_crash_left_unfinished_is_cut_off_before_the_next_is_writt
     assert whole == ["0 silo-00 1", "2 silo-00 3"]
 
 
+@pytest.mark.slow
 def test_of_a_line_that_finds_no_room_nothing_is_left(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     runfolder.append_line(path, {"a": 1})
@@ -267,6 +268,7 @@ with Slots(Path(sys.argv[1]), 1).one():
 """
 
 
+@pytest.mark.slow
 def test_a_killed_silo_frees_its_slot(tmp_path: Path) -> None:
     holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
     assert holder.stdout is not None

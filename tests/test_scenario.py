@@ -211,6 +211,17 @@ def test_the_learning_rate_warms_up_then_falls_to_the_floor() -> None:
     assert Training(learning_rate=0.5, schedule="constant", warmup_rounds=0).rate_at(150, 200) == 0.5
 
 
+def test_the_learning_rate_falls_along_a_line_or_in_steps() -> None:
+    dcmh = Training(learning_rate=10**-1.5, schedule="linear", warmup_rounds=0, floor=10**-4.5)
+    assert [dcmh.rate_at(at, 500) for at in (0, 250, 500)] == pytest.approx([10**-1.5, (10**-1.5 + 10**-6) / 2, 1e-6])
+    warm = Training(learning_rate=1.0, schedule="linear", warmup_rounds=10, floor=0.5)
+    assert [warm.rate_at(at, 20) for at in (4, 9, 10, 15, 25)] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5])
+    greedyhash = Training(learning_rate=1e-3, schedule="step", warmup_rounds=0)
+    assert [greedyhash.rate_at(at, 100) for at in (0, 29, 30, 59, 60)] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5])
+    halves = Training(learning_rate=1.0, schedule="step", warmup_rounds=2, step_rounds=3, step_factor=0.5)
+    assert [halves.rate_at(at, 100) for at in (2, 4, 5, 8)] == pytest.approx([1.0, 1.0, 0.5, 0.25])
+
+
 @pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
 def test_every_scenario_of_the_repository_is_valid(path: Path) -> None:
     import protocols

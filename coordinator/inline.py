@@ -43,6 +43,7 @@ class Inline:
         self.sent = 0
         self.received = 0
         self.refused: Counter[str] = Counter()
+        self.refusal = ""  # the last one
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
         """The next peer that joins, or the answer to the oldest open request, computed now."""
@@ -122,6 +123,7 @@ class Inline:
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
         """Count and log a refusal."""
         self.refused[error.reason] += 1
+        self.refusal = f"{name}: {error.detail}"
         self._log.refused(name, error.reason, error.detail, size)
 
     def silent(self, seconds: float, at: float) -> list[str]:

@@ -488,7 +488,7 @@ class Loop:
                 rounds=self.setting.scenario.rounds,
                 training=len(machine.flights),
                 missing=tuple(name for name in (*self._facts, EVALUATOR) if not self.roster.online(name)),
-                refused=self.roster.refused.total(),
+                refused=(dict(self.roster.refused), self.roster.refusal),
                 online=sum(self.roster.online(name) for name in self._facts),
                 lost=sum(not self.roster.online(name) for name in self._seen),
                 loss=self._loss,

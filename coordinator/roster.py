@@ -128,6 +128,7 @@ class Roster:
         self.sent = 0
         self.received = 0
         self.refused: Counter[str] = Counter()
+        self.refusal = ""  # the last one
         self._second, self._this_second = -math.inf, 0
 
     def online(self, name: str) -> bool:
@@ -167,6 +168,7 @@ class Roster:
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
         """Count and log a refusal; of those that cannot be laid at a peer's door a second's first ones are logged."""
         self.refused[error.reason] += 1
+        self.refusal = f"{name}: {error.detail}"
         if name == _UNKNOWN and not self._may_log():
             return
         self._log.refused(name, error.reason, error.detail, size)

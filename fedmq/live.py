@@ -24,6 +24,7 @@ _PLAIN_SECONDS = 10.0
 _GATHERING_SECONDS = 2.0
 #: Silos that are named one by one.
 _MANY = 5
+_SHOWN = 160  # characters of a refusal
 
 
 def _bytes(number: float) -> str:
@@ -50,8 +51,16 @@ def _who(names: Sequence[str]) -> str:
     return " and ".join(filter(None, [", ".join(told[:-1]), *told[-1:]]))
 
 
+def _refused(status: Status) -> str:
+    """How many messages and why, and what of the last one: whoever starts silos by hand learns it here first."""
+    reasons, last = status.refused
+    counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
+    last = printable(last)
+    return f"{counts}; the last of {last if len(last) <= _SHOWN else f'{last[:_SHOWN]}...'}"
+
+
 def _line(status: Status, left: str) -> str:
-    refused = f"  {status.refused} messages refused" if status.refused else ""
+    refused = f"  refused: {_refused(status)}" if any(status.refused) else ""
     if status.phase == "gathering" and status.missing:
         return f"waiting for {_who(status.missing)}{refused}"
     loss = "-" if status.loss is None else f"{status.loss:.3f}"
@@ -84,8 +93,8 @@ def _table(status: Status, left: str, title: str) -> Table:
     table.add_row("recall", recall or "not measured yet", _bytes(status.bytes))
     if status.phase == "gathering" and status.missing:
         table.add_row("waiting for", _who(status.missing))
-    if status.refused:
-        table.add_row("refused", f"{status.refused} messages")
+    if any(status.refused):
+        table.add_row("refused", escape(_refused(status)))
     return table
 
 
@@ -120,9 +129,8 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
                 told[0], waited[0] = status.elapsed, status.missing
                 if last:
                     ended.append(True)
-                console.print(
-                    _line(status, _left(status, first[0] if first else None)), highlight=False, soft_wrap=True
-                )
+                line = _line(status, _left(status, first[0] if first else None))
+                console.print(line, highlight=False, markup=False, soft_wrap=True)
 
         yield plain
         return

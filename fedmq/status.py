@@ -16,7 +16,7 @@ class Status:
         rounds: in all.
         training: silos whose reply is awaited.
         missing: silos, and the evaluator, that have no session.
-        refused: messages refused so far.
+        refused: messages refused so far, by reason, and of the last one whose it was and one line on it.
         online: silos with a session.
         lost: silos that had a session and lost it.
         loss: mean training loss of the last merge.
@@ -31,7 +31,7 @@ class Status:
     rounds: int
     training: int
     missing: tuple[str, ...]
-    refused: int
+    refused: tuple[Mapping[str, int], str]
     online: int
     lost: int
     loss: float | None

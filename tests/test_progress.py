@@ -25,7 +25,7 @@ def dumb(monkeypatch: pytest.MonkeyPatch) -> tuple[Console, io.StringIO]:
 def test_a_run_shows_lines(tiny: Path, dumb: tuple[Console, io.StringIO]) -> None:
     console, screen = dumb
     with live.display(resolved(tiny), console, quiet=False) as show:
-        show(Status("collecting", 3, 4, 4, (), 0, 4, 0, None, {}, 0, 0.0, 20.0))
+        show(Status("collecting", 3, 4, 4, (), ({}, ""), 4, 0, None, {}, 0, 0.0, 20.0))
     assert "round 3/4" in screen.getvalue()
 
 
@@ -36,19 +36,23 @@ def test_a_comparison_shows_lines(dumb: tuple[Console, io.StringIO]) -> None:
     assert "runs: 5 of 12 done" in screen.getvalue()
 
 
-def test_who_is_missing_is_named_and_what_was_refused_is_counted(tiny: Path) -> None:
+def test_who_is_missing_is_named_and_what_was_refused_is_counted_and_told(tiny: Path) -> None:
     screen = io.StringIO()
-    names = ("silo-02", "silo-03", "evaluator")
+    names, wrong = (
+        ("silo-02", "silo-03", "evaluator"),
+        ({"wrong_run": 4, "bad_signature": 3}, "unknown: run [red]a, here b\nround 4/4"),
+    )
     with live.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
         for elapsed, missing in ((1.0, names), (2.5, names), (3.0, names[2:]), (13.0, names[2:])):
-            show(Status("gathering", 0, 4, 0, missing, 7, 2, 0, None, {}, 0, 0.0, elapsed))
-        show(Status("collecting", 0, 4, 4, (), 7, 4, 0, None, {}, 0, 0.0, 14.0))
+            show(Status("gathering", 0, 4, 0, missing, wrong, 2, 0, None, {}, 0, 0.0, elapsed))
+        show(Status("collecting", 0, 4, 4, (), wrong, 4, 0, None, {}, 0, 0.0, 14.0))
     told = screen.getvalue().splitlines()[1:]
+    said = "3 bad_signature, 4 wrong_run; the last of unknown: run [red]a, here b?round 4/4"
     assert told[:2] == [
-        "waiting for silo-02, silo-03 and the evaluator  7 messages refused",
-        "waiting for the evaluator  7 messages refused",
+        f"waiting for silo-02, silo-03 and the evaluator  refused: {said}",
+        f"waiting for the evaluator  refused: {said}",
     ]
-    assert told[2].startswith("round 0/4  silos: 4 training") and told[2].endswith("7 messages refused")
+    assert told[2].startswith("round 0/4  silos: 4 training") and told[2].endswith(f"refused: {said}")
     assert live._who([f"silo-{n:02d}" for n in range(30)]) == "silo-00, silo-01, silo-02, silo-03, silo-04 and 25 more"
 
 
@@ -57,7 +61,7 @@ def test_whom_a_run_waits_for_is_told_when_it_changes(tiny: Path) -> None:
     both, one = ("silo-02", "silo-03"), ("silo-03",)
     with live.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
         for elapsed, missing in ((1.0, both), (2.0, both), (4.0, both), (5.0, one), (8.0, one), (15.0, one)):
-            show(Status("gathering", 0, 4, 0, missing, 0, 2, 0, None, {}, 0, 0.0, elapsed))
+            show(Status("gathering", 0, 4, 0, missing, ({}, ""), 2, 0, None, {}, 0, 0.0, elapsed))
     told = screen.getvalue().splitlines()[1:]
     assert told == ["waiting for silo-02 and silo-03", "waiting for silo-03", "waiting for silo-03"]
 
@@ -65,5 +69,13 @@ def test_whom_a_run_waits_for_is_told_when_it_changes(tiny: Path) -> None:
 def test_a_terminal_shows_who_is_missing(tiny: Path) -> None:
     screen = io.StringIO()
     console = Console(file=screen, width=200, force_terminal=True)
-    console.print(live._table(Status("gathering", 0, 4, 0, ("silo-03",), 1, 3, 0, None, {}, 0, 0.0, 9.0), "-", "title"))
-    assert "waiting for  silo-03" in screen.getvalue() and "1 messages" in screen.getvalue()
+    console.print(
+        live._table(
+            Status(
+                "gathering", 0, 4, 0, ("silo-03",), ({"gap": 1}, "silo-02: [red]x\x1b"), 3, 0, None, {}, 0, 0.0, 9.0
+            ),
+            "-",
+            "title",
+        )
+    )
+    assert "waiting for  silo-03" in screen.getvalue() and "1 gap; the last of silo-02: [red]x?" in screen.getvalue()

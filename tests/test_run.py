@@ -239,6 +239,14 @@ def test_ctrl_c_in_the_first_seconds_gives_no_traceback_of_the_imports(
     assert "preload" not in error
 
 
+def test_the_processes_of_a_run_import_no_command_line() -> None:
+    """Each of them runs the script that the command was started by once more, under another name."""
+    code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__mp_main__'); print(*sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code, FEDMQ], capture_output=True, text=True, check=True).stdout
+    assert "fedmq.__main__" in found.split()
+    assert not {"fedmq.cli", "typer", "rich"} & set(found.split())
+
+
 def test_a_silo_that_is_killed_is_started_again_and_the_model_is_the_same(
     tiny: Path, tmp_path: Path, reference: dict[str, Any]
 ) -> None:

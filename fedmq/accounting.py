@@ -67,7 +67,7 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
     Balle and Wang 2018, Theorem 8, for one update, and Dong et al. 2022, Corollary 3.3, for all: updates, each chosen
     in sight of those before, are as one with noise less by the root of their number. Two runs are neighbours when one
     silo's data are there or not, its updates zeros: clipped, they differ by clip_norm at most. Nothing is claimed for
-    not being asked in a round, which the coordinator knows.
+    not being asked in a round, which the coordinator knows, nor for the number of samples in an update.
 
     Args:
         run: the run folder.
@@ -113,7 +113,8 @@ def show(accounts: Accounts, console: Console) -> None:
     console.print(table)
     lines = [
         f"At delta {accounts.delta:g}, noise multiplier {accounts.privacy.noise_multiplier:g}: of a silo's updates "
-        "alone, with all of its data or without. What was sent beside them has no guarantee."
+        "alone, with all of its data or without. The numbers of samples in them, and what was sent beside them, have "
+        "no guarantee."
     ]
     if accounts.privacy.noise_from == "seed":
         lines.append(

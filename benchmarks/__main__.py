@@ -1,4 +1,4 @@
-"""Run benchmarks: ``python -m benchmarks [--only delta,rounds,startup,hamming,loop,soak] [--json FILE]``."""
+"""Run benchmarks: ``python -m benchmarks [--only delta,rounds,startup,hamming,loop,vit,soak] [--json FILE]``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import delta, hamming, rounds, soak, startup, whole
+from benchmarks import delta, hamming, rounds, soak, startup, vit, whole
 from benchmarks.measure import Number, Result, load_average, machine
 
 BENCHMARKS: Mapping[str, Callable[[], Result]] = {
@@ -21,10 +21,11 @@ BENCHMARKS: Mapping[str, Callable[[], Result]] = {
     "startup": startup.run,
     "hamming": hamming.run,
     "loop": whole.run,
+    "vit": vit.run,
     "soak": soak.run,
 }
 #: Run only when asked for by name: minutes each.
-LONG = ("soak",)
+LONG = ("soak", "vit")
 
 
 def _names(text: str) -> list[str]:

@@ -26,6 +26,7 @@ from fedmq.data.share import Share, load_share
 from fedmq.errors import InputError
 from fedmq.labels import trained_columns
 from fedmq.models import networks
+from fedmq.models.gpu import repeatable
 from fedmq.models.two_tower import TwoTower, build
 from fedmq.naming import facts_of, name_of
 from fedmq.protocol import Context, SiloFacts
@@ -126,7 +127,7 @@ def run_name(scenario: Scenario) -> str:
 
 
 def device_of(name: str, index: int = 0) -> str:
-    """Resolve ``auto`` and check a device.
+    """Resolve ``auto`` and check a device; if it is a GPU, this process has them repeat to the bit from here on.
 
     Args:
         name: ``auto``, ``cpu`` or ``cuda:N``.
@@ -139,10 +140,15 @@ def device_of(name: str, index: int = 0) -> str:
         return name
     count = torch.cuda.device_count()
     if name == "auto":
-        return f"cuda:{index % count}" if count else "cpu"
-    number = int(name.partition(":")[2] or 0) if re.fullmatch(DEVICE, name) else count
+        if not count:
+            return "cpu"
+        number = index % count
+    else:
+        number = int(name.partition(":")[2] or 0) if re.fullmatch(DEVICE, name) else count
     if number >= count:
         raise InputError("device", name, "auto, cpu" + "".join(f", cuda:{each}" for each in range(count)))
+    # Features are extracted on it before there is a model; whoever computes has asked here first.
+    repeatable()
     return f"cuda:{number}"
 
 

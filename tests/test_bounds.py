@@ -135,6 +135,7 @@ def test_a_class_prototype_longer_than_any_mean_is_refused_with_the_bound(name: 
     assert replies
 
 
+@pytest.mark.slow
 @every_bound
 def test_honest_replies_pass_however_long_the_silos_train(name: str, base: str, longest: float) -> None:
     run = made(name, base, training=Training(batch_size=4, local_epochs=10))

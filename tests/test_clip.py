@@ -23,6 +23,7 @@ from fedmq.models import clip, clip_weights
 from fedmq.models.optimiser import optimiser
 from fedmq.models.two_tower import InputSpec, Modality, TwoTower, build
 from fedmq.scenario import Backbone, Training
+from fedmq.world import device_of
 from tests.gradients import gradient_of
 
 TINY = {
@@ -441,7 +442,7 @@ def test_bfloat16_products_stay_near_float32_and_train(tiny: Path, cache: Path) 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_and_cpu_agree_to_tolerance(tiny: Path, cache: Path) -> None:
     shapes = InputSpec((3, 32, 32), (77,))
-    here, there = (build(backbone(tiny), shapes, 0, device, cache=cache) for device in ("cpu", "cuda:0"))
+    here, there = (build(backbone(tiny), shapes, 0, device, cache=cache) for device in ("cpu", device_of("cuda:0")))
     for model in (here, there):
         model.image(PIXELS.to(model.flat.device))[:, 0].sum().backward()
     torch.testing.assert_close(there.image(PIXELS.cuda()).cpu(), here.image(PIXELS), rtol=1e-3, atol=1e-4)

@@ -185,6 +185,7 @@ def test_a_run_extracts_on_its_device_where_the_machine_has_it(
 
     monkeypatch.setattr(extract, "plan", note)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("fedmq.world.repeatable", lambda: None)
     for device in ("cpu", "auto", "cuda:1", "cuda:2"):
         build_world(scenarios.load(path, [f"device={device}"]))
     assert seen == ["cpu", "cuda:0", "cuda:1", "cpu"]

@@ -89,6 +89,7 @@ def test_blocks_without_gradient_are_what_one_pass_gives(file: Path) -> None:
     torch.testing.assert_close(found, network(shown).detach())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["fedavg", "fedcafe", "moon", "plfedcmh"])
 def test_a_run_trains_the_encoder_and_its_release_searches_pictures(file: Path, tmp_path: Path, protocol: str) -> None:
     scenario = scenarios.load(file, [f"protocol={protocol}"])

@@ -165,8 +165,12 @@ def test_a_damaged_partition_in_the_cache_is_made_again(tmp_path: Path) -> None:
 
 def test_auto_deals_the_gpus_of_a_machine_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worlds.torch.cuda, "device_count", lambda: 2)
+    told: list[str] = []
+    monkeypatch.setattr(worlds, "repeatable", lambda: told.append("GPU"))
+    assert device_of("cpu") == "cpu" and not told
     assert [device_of("auto", index) for index in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     assert device_of("cuda:1", 0) == "cuda:1"
+    assert told == ["GPU"] * 5
     with pytest.raises(InputError, match="cuda:2"):
         device_of("cuda:2")
     for name in ("cuda:x", "cuda:-1", "foo", "cuda:", "cpu:1"):

@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -90,6 +90,14 @@ def _scenario_of(file: Path, settings: list[str] | None, seed: int | None, *, by
     return scenarios.with_absolute_paths(scenario, weights=not by_hand)
 
 
+def _warn(scenarios: Iterable[Any]) -> None:
+    """Say which options of the scenarios' methods are set and have no effect."""
+    import protocols  # noqa: PLC0415 - brings torch, which --help does without
+
+    for line in dict.fromkeys(line for scenario in scenarios for line in protocols.without_effect(scenario)):
+        err.print(f"[yellow]warning[/yellow] {escape(line)}", highlight=False, soft_wrap=True)
+
+
 # ------------------------------------------------------------------------------------------------------- scenario
 @app.command("scenario")
 def scenario_command(
@@ -127,6 +135,7 @@ def scenario_command(
 
         scenario = _scenario_of(file, settings, seed)
     device_of(scenario.device)
+    _warn([scenario])
     folder = _folder_for(scenario, out_dir, resume)
     prepare = children.world_here if inline else simulate.prepare_world
     try:
@@ -276,6 +285,7 @@ def coordinator_command(
         resuming.check(folder, before, scenario, f"--out {folder.root}")
     if not resume and any(folder.checkpoints.glob("version-*")):
         raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume")
+    _warn([scenario])
     data = build_world(scenario, bar()).prepared.folder
     stop = _until_stopped()
     with live.display(scenario, err, quiet=False) as status:
@@ -474,7 +484,7 @@ def _share(scenario: Any, folder: Path) -> None:
         raise InputError("partition.clusters", partition.clusters, f"at most {samples}, the training samples")
 
 
-_ROOTS = cli_compare.Roots(_scenario_of, _prepare, _share, _until_stopped)
+_ROOTS = cli_compare.Roots(_scenario_of, _prepare, _share, _until_stopped, _warn)
 cli_compare.add_compare(app, _ROOTS)
 cli_compare.add_sweep(app, _ROOTS)
 cli_search.add_search(app, bar)

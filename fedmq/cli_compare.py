@@ -6,11 +6,11 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -146,12 +146,14 @@ class Roots:
         prepare: makes a scenario's data, from whether to be quiet.
         share: refuses what they cannot be shared out by.
         until_stopped: catches Ctrl-C from now on; gives what tells whether it came.
+        warn: says which options of a scenario's method have no effect.
     """
 
     resolve: Resolve
     prepare: Callable[[bool], Prepare]
     share: Share
     until_stopped: Callable[[], Callable[[], bool]]
+    warn: Callable[[Iterable[Any]], None]
 
 
 def add_compare(app: typer.Typer, roots: Roots) -> None:
@@ -369,11 +371,12 @@ def _carry_out(options: Options, roots: Roots) -> None:
     """
     plan = _plan(options, roots.resolve)
     from fedmq import compare, plots, tables  # noqa: PLC0415
-    from fedmq.plan import default_folder  # noqa: PLC0415
+    from fedmq.plan import default_folder, scenarios  # noqa: PLC0415
     from fedmq.runfolder import make_folder, write_text  # noqa: PLC0415
 
     out, err, command = Console(), Console(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
     folder = options.out_dir or default_folder(plan, options.kind, roots.resolve)
+    roots.warn(scenarios(plan, roots.resolve))
     make_folder(folder)  # the tables are written at the very end: too late to learn that they cannot be
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // (2 if options.processes else 1))
     data_digest = compare.digest_once(roots.prepare(options.quiet), roots.share)

@@ -198,6 +198,14 @@ def known_metrics(evaluation: Evaluation) -> tuple[str, ...]:
     )
 
 
+def scenarios(plan: Plan, resolve: Resolve) -> Iterator[Scenario]:
+    """Every scenario of the plan, its candidates for a choice included, but for the seeds."""
+    variants = dict.fromkeys(
+        (entry.file, (*entry.settings, *candidate)) for entry in plan.entries for candidate in entry.candidates
+    )
+    return (resolve(file, list(settings), None) for file, settings in variants)
+
+
 def check_metrics(plan: Plan, resolve: Resolve) -> None:
     """Refuse columns and targets that no run of the plan can have, before hours are spent on it.
 
@@ -207,12 +215,7 @@ def check_metrics(plan: Plan, resolve: Resolve) -> None:
         InputError: there is no such metric; the nearest ones that there are.
     """
     asked = [*(("--metric", name) for name in plan.metrics), *(("--target", each.metric) for each in plan.targets)]
-    variants = dict.fromkeys(
-        (entry.file, (*entry.settings, *candidate)) for entry in plan.entries for candidate in entry.candidates
-    )
-    known = dict.fromkeys(
-        name for file, settings in variants for name in known_metrics(resolve(file, list(settings), None).evaluation)
-    )
+    known = dict.fromkeys(name for each in scenarios(plan, resolve) for name in known_metrics(each.evaluation))
     for option, name in asked:
         if "." not in name and name not in known:
             more = "cut-offs as evaluation.map_at and evaluation.ndcg_at name them, folds with evaluation.fold_size"

@@ -13,6 +13,7 @@ from fedmq.protocol import FederatedProtocol, Pooling
 from fedmq.scenario import Base, Objective, ProtocolChoice, Scenario
 from protocols import _bases
 from protocols._options import as_plain, parsed
+from protocols._options import without_effect as _without_effect
 
 
 def names() -> tuple[str, ...]:
@@ -112,3 +113,14 @@ def resolved(scenario: Scenario, place: str = "") -> Scenario:
         chosen = {"base": objective.base, "bits": objective.bits, "hidden": objective.hidden}
         changes["objective"] = Objective(**chosen, **as_plain(base))
     return scenario.model_copy(update=changes)
+
+
+def without_effect(scenario: Scenario) -> tuple[str, ...]:
+    """A line for each option of the method that is set though what it is an option of is switched off.
+
+    Args:
+        scenario: from :func:`resolved`; an option at its default goes without a word.
+    """
+    options = options_of(load(scenario.protocol.name), scenario.protocol.options)
+    found = _without_effect(options, {"objective.base": scenario.objective.base})
+    return tuple(f"protocol.{name}: {value} has no effect with {off}" for name, value, off in found)

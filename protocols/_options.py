@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -69,6 +70,42 @@ def parsed(schema: type[T], raw: Mapping[str, Any], place: str) -> T:
         option, _, rest = str(error).partition(": ")
         found, _, allowed = rest.partition(", ")
         raise InputError(f"{place}.{option}", values.get(option, found), allowed or str(error)) from None
+
+
+def without_effect(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str, object, str]]:
+    """Options that are set to something of their own though what they are of is off.
+
+    An options dataclass says in ``OF`` what its options are of: condition to patterns of options. A condition is
+    ``switch``, on unless it is false, 0 or "none", or ``switch=value``, or several of these with "|" between them,
+    of which one must hold. A switch is another option, or a key of ``around``.
+
+    Args:
+        options: a frozen dataclass's instance.
+        around: other keys of the scenario to their values.
+
+    Yields:
+        The option, its value, and the switches with the values they have, as a scenario writes them.
+    """
+    values = {**around, **vars(options)}
+    defaults = {field.name: field.default for field in dataclasses.fields(options)}
+    told = set()
+    for condition, names in getattr(options, "OF", {}).items():
+        terms = [term.partition("=")[::2] for term in condition.split("|")]
+        if any(_written(values[switch]) == wanted if wanted else _on(values[switch]) for switch, wanted in terms):
+            continue
+        off = " and ".join(dict.fromkeys(f"{switch}: {_written(values[switch])}" for switch, _ in terms))
+        for name in (option for pattern in names for option in fnmatch.filter(defaults, pattern)):
+            if name not in told and values[name] != defaults[name]:
+                told.add(name)
+                yield name, values[name], off
+
+
+def _on(value: object) -> bool:
+    return value not in (False, 0, "none", None)
+
+
+def _written(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _number(value: object) -> object:

@@ -5,7 +5,7 @@ Those data are in one place before the run begins; no message carries them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,6 +24,10 @@ class CentralOptions:
     Args:
         tau: temperature of InfoNCE.
     """
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "objective.base=info_nce": ("tau",),
+    }
 
     tau: float = 0.07
 

@@ -61,6 +61,12 @@ class CreamFlOptions(fedavg.FedAvgOptions):
         bank_ema: share of a sample's old global embedding kept when a new model comes.
     """
 
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **fedavg.FedAvgOptions.OF,
+        "inter|intra": ("contrast_tau",),
+        "inter|intra|kd": ("bank_ema",),
+    }
+
     inter: float = 0.5
     intra: float = 0.5
     contrast_tau: float = 0.07

@@ -47,6 +47,10 @@ class CreamFlPublicOptions:
         server_rate: the coordinator's learning rate.
     """
 
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "inter|intra": ("contrast_tau",),
+    }
+
     tau: float = 0.07
     inter: float = 0.5
     intra: float = 0.5

@@ -35,6 +35,11 @@ class FedAvgOptions:
         weighting: by ``samples``, n_k / n, or ``uniform``, 1 / m, as FedHAP and PLFedCMH average.
     """
 
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "objective.base=info_nce": ("tau", "single_modality", "lambda_anc", "ema", "proto_unit"),
+        "single_modality=anchor": ("lambda_anc", "ema", "proto_unit"),
+    }
+
     tau: float = 0.07
     single_modality: Literal["anchor", "idle"] = "anchor"
     lambda_anc: float = 1.0

@@ -56,6 +56,11 @@ class FedBridgeOptions:
         personal_rate: learning rate of fine-tuning, as a share of the round's.
     """
 
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "lambda_pseudo": ("tau_teacher",),
+        "personal": ("lambda_p", "personal_*"),
+    }
+
     tau: float = 0.07
     tau_teacher: float = 0.05
     warmup: float = 0.4

@@ -13,7 +13,7 @@ is scaled and which outputs it sees are options of the base, so that FedAvg besi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
@@ -71,6 +71,15 @@ class FedCafeOptions:
         branch_renorm: each branch is averaged over the silos that trained it; the paper's plain sum if false.
         weighting: of FedAvg's average where weighted_agg is off, by ``samples`` or ``uniform``.
     """
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "loss_e": ("alpha", "le_detach"),
+        "loss_c": ("eta",),
+        "loss_d": ("gamma", "kl"),
+        "weighted_agg": ("similarity", "weight", "temperature", "cap"),
+        "weight=softmax": ("temperature",),
+        "weighted_agg=false": ("weighting",),
+    }
 
     afe: bool = True
     loss_e: bool = True

@@ -12,7 +12,7 @@ vote of every silo, so that a class does not vanish where few silos report at a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -60,6 +60,12 @@ class FedHapOptions(fedavg.FedAvgOptions):
             0, and 0.05 where merges are of fewer replies than a round has (``async``, small buffers): one vote after
             the other would flip bits near a tie to and fro.
     """
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **fedavg.FedAvgOptions.OF,
+        "discriminator": ("lambda_d", "eq8", "adv_g", "adv_input", "disc_hidden", "share_disc"),
+        "proto_triplet|discriminator": ("proto_counts", "hysteresis"),
+    }
 
     weighting: Literal["samples", "uniform"] = "uniform"
     proto_triplet: bool = True

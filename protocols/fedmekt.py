@@ -7,7 +7,7 @@ The original, which exchanges embeddings of a public set between autoencoders an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -32,6 +32,11 @@ class FedMektOptions(fedavg.FedAvgOptions):
         temperature: T of the divergence.
         personal: silos are measured by their own models as their last training left them, not by the global one.
     """
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **fedavg.FedAvgOptions.OF,
+        "weight": ("temperature",),
+    }
 
     weight: float = 0.5
     temperature: float = 3.0

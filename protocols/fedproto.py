@@ -9,7 +9,7 @@ labels, and its result is measured at the silos: the coordinator's model stays a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -38,6 +38,11 @@ class FedProtoOptions:
         proto_modal: a sample is pulled to its class's prototype of the same modality, ``separate``, or to the mean of
             both modalities', ``fused``.
     """
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "objective.base=info_nce": ("tau",),
+        "weight": ("proto_modal", "weighting"),
+    }
 
     tau: float = 0.07
     weight: float = 1.0

@@ -61,6 +61,14 @@ class FedScmrOptions:
         validation: share of a silo's items that only measure its mAP; of a few items it is coarse, of one it is 1.
     """
 
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "loss_cs": ("alpha",),
+        "loss_ccs": ("beta",),
+        "agg=adaptive": ("use_phi", "gamma"),
+        "use_phi": ("gamma",),
+        "agg=adaptive|agg=proportional": ("sums",),
+    }
+
     loss_cs: bool = True
     loss_ccs: bool = True
     alpha: float = 0.1

@@ -10,7 +10,7 @@ no pairs to contrast and keeps eq 12.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
@@ -45,6 +45,13 @@ class FedUchOptions(fedavg.FedAvgOptions):
         kd: distance of the distillation: ``kl`` of softmaxed codes, as eq 13 names it, or ``mse`` of the codes.
         kd_temperature: of ``kl``, as the released code sets it.
     """
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **fedavg.FedAvgOptions.OF,
+        "contrast": ("mu", "contrast_tau"),
+        "distill": ("phi", "kd", "kd_temperature"),
+        "kd=kl": ("kd_temperature",),
+    }
 
     contrast: bool = True
     distill: bool = True

@@ -6,7 +6,7 @@ with one modality has nothing to minimise under InfoNCE and stays at the initial
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -25,6 +25,10 @@ class AloneOptions:
     Args:
         tau: temperature of InfoNCE.
     """
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "objective.base=info_nce": ("tau",),
+    }
 
     tau: float = 0.07
 

@@ -55,6 +55,11 @@ class MfcplOptions(fedavg.FedAvgOptions):
         classes: how many pseudo-classes there are where the data set has no labels.
     """
 
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **fedavg.FedAvgOptions.OF,
+        "cmpc": ("proto_tau",),
+    }
+
     cmpr: float = 1.0
     cmpc: float = 1.0
     cma: float = 1.0

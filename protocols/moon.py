@@ -7,7 +7,7 @@ participation has no negative and skips the term, which would be the constant lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -33,6 +33,11 @@ class MoonOptions(fedavg.FedAvgOptions):
         buffer: so many of a silo's last models are contrasted with; each is a whole model in the silo's memory.
         personal: silos are measured by their own models as their last training left them, not by the global one.
     """
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        **fedavg.FedAvgOptions.OF,
+        "mu": ("contrast_tau", "buffer"),
+    }
 
     mu: float = 1.0
     contrast_tau: float = 0.5

@@ -92,6 +92,20 @@ class RcsrOptions:
             reporters every plain weight is near 1/15 and eq 13 nearly constant. Of ``personal: router`` alone.
     """
 
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "anchor": ("lambda_anc",),
+        "anchor=multi": ("anchor_*",),
+        "client_align": ("lambda_a",),
+        "router=true|anchor=multi": ("warmup",),
+        "router=true|masked_ema=false": ("filler",),
+        "router=true": ("beta?", "router_*", "masked_pc", "eq9_half"),
+        "minimax": ("fair_*",),
+        "fair_update=entropic|fair_update=code": ("fair_tau",),
+        "fair_update=entropic|fair_update=paper": ("fair_ema", "fair_center"),
+        "personal": ("lambda_p", "personal_*"),
+        "personal=router": ("s_norm",),
+    }
+
     router: bool | Literal["uniform"] = True
     minimax: bool = True
     client_align: bool = True
@@ -132,20 +146,16 @@ class RcsrOptions:
     s_norm: Literal["plain", "relative"] = "plain"
 
     def __post_init__(self) -> None:
-        check("tau", self.tau, 0.0, open_low=True)
-        check("router_rate", self.router_rate, 0.0, open_low=True)
-        for name in ("lambda_anc", "lambda_a", "lambda_s", "beta1", "beta2", "beta4", "beta5", "fair_eta", "fair_tau"):
+        for name in ("tau", "router_rate", "personal_rate"):
+            check(name, getattr(self, name), 0.0, open_low=True)
+        for name in ("anchor_centroids", "anchor_support", "personal_hidden", "personal_epochs"):
+            check(name, getattr(self, name), 1)
+        for name in ("lambda_anc", "lambda_a", "lambda_s", "fair_eta", "fair_tau", "warmup", "personal_onset"):
             check(name, getattr(self, name), 0.0)
-        check("warmup", self.warmup, 0)
-        check("anchor_centroids", self.anchor_centroids, 1)
-        check("anchor_support", self.anchor_support, 1)
-        check("ema", self.ema, 0.0, 1.0)
-        check("fair_ema", self.fair_ema, 0.0, 1.0)
-        check("lambda_p", self.lambda_p, 0.0, _personal.STRONGEST)
-        check("personal_onset", self.personal_onset, 0)
-        check("personal_hidden", self.personal_hidden, 1)
-        check("personal_epochs", self.personal_epochs, 1)
-        check("personal_rate", self.personal_rate, 0.0, open_low=True)
+        for order in (1, 2, 4, 5):
+            check(f"beta{order}", getattr(self, f"beta{order}"), 0.0)
+        for name, most in (("ema", 1.0), ("fair_ema", 1.0), ("lambda_p", _personal.STRONGEST)):
+            check(name, getattr(self, name), 0.0, most)
 
 
 def local_loss(

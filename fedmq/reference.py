@@ -54,9 +54,14 @@ def options(schema: type[Any]) -> tuple[Key, ...]:
     for kind in reversed([each for each in inspect.getmro(schema) if dataclasses.is_dataclass(each)]):
         told = docstring_parser.parse(inspect.cleandoc(kind.__doc__ or ""), docstring_parser.DocstringStyle.GOOGLE)
         said |= {each.arg_name: _plain(each.description or "") for each in told.params}
-    allowed = {name: _values(TypeAdapter(hint).json_schema()) for name, hint in get_type_hints(schema).items()}
+    hints = get_type_hints(schema)
     return tuple(
-        Key(field.name, allowed[field.name], _written(field.default), said[field.name])
+        Key(
+            field.name,
+            _values(TypeAdapter(hints[field.name]).json_schema()),
+            _written(field.default),
+            said[field.name],
+        )
         for field in dataclasses.fields(schema)
     )
 

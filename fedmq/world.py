@@ -195,7 +195,7 @@ def build_world(
         SiloFacts(name, index, image, text)
         for index, (name, (image, text)) in enumerate(zip(scenario.silo_names, flags, strict=True))
     )
-    train, heldout, galleries, evaluated = _shares(scenario, prepared, cache)
+    train, heldout, galleries, evaluated = _shares(scenario, prepared, cache, progress)
     fold = scenario.evaluation.fold_size
     if fold is not None and fold > len(evaluated):
         raise InputError("evaluation.fold_size", fold, f"at most {len(evaluated)}, the items of the evaluated split")
@@ -214,7 +214,9 @@ def _database(scenario: Scenario, prepared: Prepared) -> I64:
 Parts = tuple[I64, ...]
 
 
-def _shares(scenario: Scenario, prepared: Prepared, cache: Path) -> tuple[Parts, Parts, Parts, I64]:
+def _shares(
+    scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None
+) -> tuple[Parts, Parts, Parts, I64]:
     """The partition, from the cache if an equal one was made before."""
     facts = {
         "format": _FORMAT,
@@ -229,7 +231,7 @@ def _shares(scenario: Scenario, prepared: Prepared, cache: Path) -> tuple[Parts,
     with locked(path.with_suffix(".lock")):
         found = _read_npz(path)
         if found is None:
-            found = _make_shares(scenario, prepared, cache)
+            found = _make_shares(scenario, prepared, cache, progress)
             write_atomically(path, lambda temporary: _write_npz(temporary, found))
     parts, count = tuple(np.split(found["rows"], found["ends"][:-1])), scenario.silos.count
     return parts[:count], parts[count : 2 * count], parts[2 * count :], found["evaluated"]
@@ -249,12 +251,12 @@ def _write_npz(path: Path, arrays: dict[str, I64]) -> None:
         np.savez(file, allow_pickle=False, **arrays)
 
 
-def _make_shares(scenario: Scenario, prepared: Prepared, cache: Path) -> dict[str, I64]:
+def _make_shares(scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None) -> dict[str, I64]:
     train, evaluated = prepared.rows("train"), prepared.rows(scenario.evaluation.split)
     if len(evaluated) == 0:
         raise InputError("evaluation.split", scenario.evaluation.split, "a split that the data set has")
     others = np.setdiff1d(_database(scenario, prepared), train)
-    groups, evaluated_groups, other_groups = _groups(scenario, prepared, (train, evaluated, others), cache)
+    groups, evaluated_groups, other_groups = _groups(scenario, prepared, (train, evaluated, others), cache, progress)
     plan = partition.plan(scenario.partition, scenario.silos.count, groups, scenario.seed)
     shares = [train[part] for part in partition.deal(plan, groups)]
     heldout = [evaluated[part] for part in partition.deal(plan, evaluated_groups, scenario.evaluation.split)]
@@ -268,7 +270,9 @@ def _make_shares(scenario: Scenario, prepared: Prepared, cache: Path) -> dict[st
     }
 
 
-def _groups(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I64, I64], cache: Path) -> tuple[I64, I64, I64]:
+def _groups(
+    scenario: Scenario, prepared: Prepared, rows: tuple[I64, I64, I64], cache: Path, progress: Progress | None
+) -> tuple[I64, I64, I64]:
     """The group of each training, each evaluated and each other sample, as the partition's kind wants it."""
     train = rows[0]
     match scenario.partition.kind:
@@ -282,7 +286,9 @@ def _groups(scenario: Scenario, prepared: Prepared, rows: tuple[I64, I64, I64], 
             clusters = scenario.partition.clusters
             if clusters > len(train):
                 raise InputError("partition.clusters", clusters, f"at most {len(train)}, the training samples")
-            features = text_features(prepared, scenario.backbone, scenario.seed, cache)
+            features = text_features(
+                prepared, scenario.backbone, scenario.seed, cache, progress, _extracting_device(scenario.device)
+            )
             centres = partition.cluster_centres(features[train], clusters, scenario.seed)
             one, two, three = (partition.nearest_centre(features[part], centres) for part in rows)
             return one, two, three

@@ -14,17 +14,21 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 import safetensors.torch
+import torch
 from PIL import Image
 
 from fedmq.data import extract, pictures
 from fedmq.data.encoders import image_encoder
 from fedmq.data.extract import pooled, store
+from fedmq.data.pictures import Files, decode
 from fedmq.data.prepared import Prepared, prepare, text_features
+from fedmq.data.sets import SETS
 from fedmq.errors import InputError
-from fedmq.models import clip_weights
-from fedmq.models.two_tower import build
+from fedmq.models import clip, clip_weights
+from fedmq.models.two_tower import Branch, build
 from fedmq.scenario import Backbone, Data
 from tests import layouts
+from tests.gradients import gradient_of
 
 pytest.importorskip("PIL")
 
@@ -215,13 +219,77 @@ def test_adapters_in_the_blocks_of_a_replaced_or_moved_checkpoint(tmp_path: Path
     assert np.array_equal(text_features(found, moved), text_features(same, moved))
 
 
-def test_videos_are_pooled_and_do_not_go_with_adapters_in_the_blocks(tmp_path: Path) -> None:
+def test_videos_are_pooled(tmp_path: Path) -> None:
     data = Data(name="msrvtt", path=layouts.msrvtt(tmp_path / "videos"))
     found = prepare(data, tiny_clip(tmp_path), tmp_path / "cache")
     assert found.image.shape == (4, 16)
     assert np.allclose(np.linalg.norm(found.image, axis=1), 1, atol=1e-5)
-    with pytest.raises(InputError, match=r"backbone\.adapter_site.*videos"):
-        prepare(data, tiny_clip(tmp_path, adapter_site="blocks"), tmp_path / "cache")
+
+
+@pytest.mark.parametrize("there", [15, 12, 5])
+def test_with_adapters_in_the_blocks_videos_are_pooled_after_the_tower(
+    there: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = Data(name="msrvtt", path=layouts.msrvtt(tmp_path / "videos", there))
+    backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
+    found = prepare(data, backbone, tmp_path / "cache")
+    assert (found.image.dtype, found.image.shape) == (np.uint8, (4, 12, 3, 32, 32))
+    # A shorter video's frames are repeated, so that each of them is in the mean.
+    assert len(np.unique(found.image[0], axis=0)) == min(there, 12)
+    model = build(backbone, found.inputs, 0, cache=tmp_path / "cache")
+    videos = torch.from_numpy(np.array(found.image))
+    assert isinstance(model.visual, Branch) and model.visual.frozen is not None
+    with torch.no_grad():
+        # Adapters are drawn near zero; without them the tower is the one that features are made with.
+        model.load(torch.zeros_like(model.flat))
+        pooled = model.visual.frozen(videos).numpy()
+        monkeypatch.setattr(clip, "_FRAMES", 12)
+        assert np.array_equal(model.visual.frozen(videos).numpy(), pooled)
+    features = np.array(prepare(data, tiny_clip(tmp_path), tmp_path / "cache").image)
+    assert np.allclose(pooled, features, atol=1e-5 if there >= 12 else 0.05)
+    model.load(model.initial())
+    model.image(videos).sum().backward()
+    assert gradient_of(model)[model.branch("image")].abs().sum() > 0
+
+
+def test_frames_without_leading_zeros_are_taken_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    for frame in range(1, 25):
+        layouts.photo(tmp_path / "video0" / f"frame{frame}.jpg", frame)
+    taken = Files((tmp_path / "video0",), tmp_path, 12, folders=True).frames(0)
+    wanted = [decode(tmp_path / "video0" / f"frame{frame}.jpg") for frame in range(2, 25, 2)]
+    assert all(np.array_equal(*each) for each in zip(taken, wanted, strict=True))
+
+
+def test_a_folder_of_frames_is_taken_before_the_video_it_was_made_of(tmp_path: Path) -> None:
+    layouts.msrvtt(tmp_path / "videos")
+    (tmp_path / "videos" / "video1.mp4").write_bytes(b"cut off")
+    found = SETS["msrvtt"].read(Data(name="msrvtt", path=tmp_path / "videos"))
+    assert len(found.pictures.frames(1)) == 12
+
+
+def test_what_items_are_clustered_by_goes_on_where_it_was_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
+    monkeypatch.setattr("fedmq.data.prepared.ITEMS", 2)
+    found = prepared(tmp_path, backbone)
+    whole = text_features(found, backbone)
+    (found.folder / "text_features.npy").unlink()
+    encode, calls = clip.encode_texts, []
+
+    def stopped(*arguments: Any) -> npt.NDArray[np.float32]:
+        calls.append(len(arguments[1]))
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return encode(*arguments)
+
+    monkeypatch.setattr(clip, "encode_texts", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        text_features(found, backbone)
+    assert not (found.folder / "text_features.npy").exists()
+    told: list[tuple[str, int, int]] = []
+    assert np.array_equal(text_features(found, backbone, progress=lambda *each: told.append(each)), whole)
+    assert (len(calls), told) == (4, [("captions for the clusters", 6, 6)])
 
 
 def test_tags_are_a_bag_of_words_or_one_sentence(tmp_path: Path) -> None:

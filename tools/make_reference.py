@@ -37,8 +37,8 @@ What `protocol:` and `objective:` of a scenario may name, with all their options
 
 ## Methods
 
-`protocol: NAME`, or `protocol: {name: NAME, option: value}`. `fedmq scenario`, `compare`, `sweep` and `coordinator` warn of an option
-that is set though the switch it belongs to is off.
+`protocol: NAME`, or `protocol: {name: NAME, option: value}`. `fedmq scenario`, `compare`, `sweep` and `coordinator`
+warn of an option that is set though the switch it belongs to is off.
 """
 _LOSSES = """
 ## Base losses

@@ -122,13 +122,18 @@ def pooled(vectors: Array, counts: Sequence[int]) -> Array:
     return scaled.astype(np.float32)
 
 
-def _image_rows(raw: RawSet, encoder: Encoder, rows: range) -> Array:
+def _image_rows(raw: RawSet, encoder: Encoder, stacked: int, rows: range) -> Array:
     def read(row: int) -> list[Any]:
         return [encoder.fit(frame) for frame in raw.pictures.frames(row)]
 
     with ThreadPoolExecutor(READERS) as pool:
         frames = list(pool.map(read, rows))
+    if stacked:
+        # As many of each, in a row of its own; a shorter video's are repeated evenly.
+        frames = [[own[(2 * i + 1) * len(own) // (2 * stacked)] for i in range(stacked)] for own in frames]
     encoded = encoder.encode([frame for own in frames for frame in own])
+    if stacked:
+        return encoded.reshape(len(rows), stacked, *encoded.shape[1:])
     return pooled(encoded, [len(own) for own in frames]) if raw.pictures.clips else encoded
 
 
@@ -204,9 +209,8 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
     kind: TextKind = data.text or entry.text
     raw = complete(entry.read(data), data, kind)
     blocks = backbone.adapter_site == "blocks"
-    if blocks and (kind == "bag" or raw.pictures.clips):
-        what = "a bag of words" if kind == "bag" else "videos"
-        raise InputError("backbone.adapter_site", f"blocks with {what}", "feature")
+    if blocks and kind == "bag":
+        raise InputError("backbone.adapter_site", "blocks with a bag of words", "feature")
     if backbone.text_encoder is not None and kind == "bag":
         raise InputError("data.text", "bag with backbone.text_encoder", "sentences: a bag of words is not encoded")
     if backbone.end_to_end and raw.pictures.clips:
@@ -250,11 +254,13 @@ def prepare_raw(
     raw, n, rows = made.raw, len(made.raw), cache / "features"
     counts = np.array([len(own) for own in raw.captions] if made.text else [1] * n, dtype=np.int64)
     most, frames = int(counts.max()), data.frames if raw.pictures.clips else 1
+    # With adapters in the blocks frames are pooled after the tower, so that their pixels are kept.
+    stacked = frames if backbone.adapter_site == "blocks" and raw.pictures.clips else 0
     image_rows = store(
         rows / f"{made.image_key}.npy",
         n,
         max(1, CHUNK // frames),
-        lambda part: _image_rows(raw, made.image, part),
+        lambda part: _image_rows(raw, made.image, stacked, part),
         tell(progress, "images", n),
     )
     text_encoding, bag = made.text, raw.bag

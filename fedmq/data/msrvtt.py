@@ -38,7 +38,8 @@ def _places(folder: Path) -> dict[str, Path]:
             found[path.stem] = path
         elif path.suffix.lower() in IMAGE_ENDINGS:
             framed.setdefault(path.parent.name, path.parent)
-    return framed | found
+    # Whoever took frames out of a video means them to be used, whatever became of the video.
+    return found | framed
 
 
 def read_msrvtt(data: Data) -> RawSet:

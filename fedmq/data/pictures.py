@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -211,12 +212,18 @@ def video_frames(path: Path, wanted: int) -> list[Pixels]:
     return found
 
 
+def _numbered(path: Path) -> tuple[list[tuple[int, str]], str]:
+    """Sorts frames by the numbers in their names: 2.jpg comes before 10.jpg."""
+    parts = re.findall(r"[0-9]+|[^0-9]+", path.name)
+    return [(int(part), "") if part[0] in "0123456789" else (-1, part) for part in parts], path.name
+
+
 @dataclass(frozen=True)
 class Files:
     """Pictures in files.
 
     Args:
-        paths: of each an image, a video, or a folder of a video's frames in the order of their names.
+        paths: of each an image, a video, or a folder of a video's frames in the order of their numbers.
         root: what names and stamps are relative to.
         wanted: frames taken of a video or a folder.
         folders: whether a folder is a video's frames; in a set of photos it is a mistake.
@@ -248,7 +255,8 @@ class Files:
             raise InputError(str(path), error.strerror or str(error), "a readable file") from None
         inner = path.relative_to(self.root) if path.is_relative_to(self.root) else path
         # A folder's time changes with its list of files, which is what its frames are.
-        return f"{inner}|{about.st_size}|{about.st_mtime_ns}|{self.wanted}|{PIXELS_VERSION}"
+        order = "|by number" if is_folder(path) else ""  # rows from before names were sorted so are not used again
+        return f"{inner}|{about.st_size}|{about.st_mtime_ns}|{self.wanted}|{PIXELS_VERSION}{order}"
 
     def missing(self, row: int) -> bool:
         """Whether neither a file nor a folder lies there."""
@@ -260,7 +268,7 @@ class Files:
         if is_folder(path):
             if not self.folders:
                 raise InputError(str(path), "a folder", "an image or a video")
-            inside = sorted(file for file in path.iterdir() if file.suffix.lower() in IMAGE_ENDINGS)
+            inside = sorted((file for file in path.iterdir() if file.suffix.lower() in IMAGE_ENDINGS), key=_numbered)
             if not inside:
                 raise InputError(str(path), "a folder without images", "a folder of a video's frames")
             return [decode(inside[index]) for index in spread_evenly(len(inside), self.wanted)]

@@ -9,6 +9,7 @@ the digest of everything it was made from; it appears complete, by one rename, o
 from __future__ import annotations
 
 import fcntl
+import functools
 import hashlib
 import json
 import os
@@ -30,7 +31,8 @@ from fedmq.scenario import Backbone, Data
 from fedmq.stored import Stored, read_json
 
 FORMAT = 1  # of the folder; another number makes another folder
-BATCH = 32  # items encoded at once
+BATCH = 32  # captions encoded at once
+ITEMS = 256  # whose captions are encoded before the next mark
 _AGAIN = "a prepared data set; delete the folder to make it again"
 
 
@@ -213,13 +215,6 @@ def key_of(*parts: object) -> str:
     return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def write_once(path: Path, value: Array) -> None:
-    """Save an array so that it is there whole or not at all."""
-    unfinished = path.with_name(f"{path.name}.{os.getpid()}.npy")
-    np.save(unfinished, value, allow_pickle=False)
-    unfinished.replace(path)
-
-
 def finish(
     folder: Path,
     digest: str,
@@ -363,10 +358,12 @@ def text_features(
     seed: int = 0,
     cache: Path | None = None,
     progress: Progress | None = None,
+    device: str = "cpu",
 ) -> npt.NDArray[np.float32]:
     """One text vector per item, the mean of its captions' frozen features, for clustering in the partition.
 
-    Token ids are encoded once by the frozen text tower; the result is kept beside the data.
+    Token ids are encoded once by the frozen text tower, chunk by chunk, so that it goes on where it was stopped; the
+    result is kept beside the data.
 
     Args:
         prepared: the data set.
@@ -374,23 +371,32 @@ def text_features(
         seed: of random weights.
         cache: folder with the tower's weights; None means the one that holds ``prepared``.
         progress: told while encoding.
+        device: where the tower computes.
 
     Returns:
         float32 [n, d].
+
+    Raises:
+        RunError: the cache cannot be written.
     """
     counts = prepared.captions
-    seen = np.arange(prepared.text.shape[1]) < counts[:, None]
     if prepared.meta["text_dtype"] == "float32":
         return _mean_of(prepared.text, counts)
-    kept = prepared.folder / "text_features.npy"
-    with locked(prepared.folder.with_name(f"{prepared.folder.name}.lock")):
-        if not kept.is_file():
-            from fedmq.models import clip, clip_weights  # noqa: PLC0415 - as above
+    from fedmq.data.extract import store  # noqa: PLC0415 - as above
+    from fedmq.models import clip, clip_weights  # noqa: PLC0415 - as above
 
-            frozen = clip_weights.weights(backbone, seed, cache or prepared.folder.parent.parent)
-            tokens = prepared.text[seen]
-            encoded = clip.encode_texts(frozen, tokens, BATCH, tell(progress, "captions", len(tokens)))
-            write_once(kept, _mean_of(_spread(encoded, counts), counts))
+    @functools.cache
+    def tower() -> clip.Frozen:
+        found = clip_weights.weights(backbone, seed, cache or prepared.folder.parent.parent)
+        return clip.load_tower(found, "text", device)
+
+    def encoded(part: range) -> Array:
+        own, tokens = counts[part.start : part.stop], prepared.text[part.start : part.stop]
+        seen = np.arange(tokens.shape[1]) < own[:, None]
+        return _mean_of(_spread(clip.encode_texts(tower(), tokens[seen], BATCH, device), own), own)
+
+    told = tell(progress, "captions for the clusters", prepared.n)
+    kept = store(prepared.folder / "text_features.npy", prepared.n, ITEMS, encoded, told)
     found: npt.NDArray[np.float32] = np.load(kept, allow_pickle=False)
     return found
 

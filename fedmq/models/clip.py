@@ -8,7 +8,7 @@ block: x <- block(x); x <- x + up(gelu(down(x))). Source: RCSR.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,6 +33,10 @@ Tokens = npt.NDArray[np.int32]
 
 
 # --- towers ---------------------------------------------------------------------------------------------------------
+
+
+#: Frames of videos in one pass: a batch of videos has a dozen times as many pictures as one of photos.
+_FRAMES = 256
 
 
 class Frozen(nn.Module):
@@ -64,7 +68,15 @@ class Frozen(nn.Module):
         return super().train(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pixels uint8 [B, 3, S, S] or token ids int [B, 77] to float32 [B, e]."""
+        """Pixels uint8 [B, 3, S, S], frames of videos [B, F, 3, S, S] or token ids int [B, 77] to float32 [B, e].
+
+        A video's vector is the mean of its frames', scaled to unit length (RCSR, MSR-VTT).
+        """
+        if x.ndim == 5:
+            frames = x.shape[1]
+            several = torch.split(x, max(1, _FRAMES // frames))
+            each = torch.cat([self(part.flatten(0, 1)) for part in several])
+            return nn.functional.normalize(each.view(len(x), frames, -1).mean(1), dim=-1)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half_products):
             if isinstance(self.tower, CLIP):
                 encoded: Tensor = self.tower.encode_text(x.long())
@@ -197,7 +209,8 @@ def build(
     config = config_of(backbone.name)
     edge = image_size(backbone.name, config)
     for what, shape, expected in (
-        ("image", inputs.image_shape, (3, edge, edge)),
+        # Before a picture's own three there may be one for the frames of a video.
+        ("image", inputs.image_shape[-3:], (3, edge, edge)),
         ("text", inputs.text_shape, (context_length(config),)),
     ):
         if tuple(shape) != expected:
@@ -245,21 +258,22 @@ def tokenise(name: str, texts: Sequence[str]) -> Tokens:
     return tokens
 
 
-def encode_texts(found: Weights, tokens: npt.NDArray[Any], rows: int, told: Callable[[int], None]) -> Floats:
+def encode_texts(frozen: Frozen, tokens: npt.NDArray[Any], rows: int, device: str = "cpu") -> Floats:
     """Features of the frozen text tower, after its projection.
 
     Args:
-        found: the weights.
+        frozen: the tower.
         tokens: int [n, 77].
         rows: captions encoded at once.
-        told: called with the number of captions done.
+        device: where the tower is.
 
     Returns:
         float32 [n, e].
     """
-    frozen, encoded = load_tower(found, "text"), []
     with torch.inference_mode():
-        for start in range(0, len(tokens), rows):
-            encoded.append(frozen(torch.from_numpy(tokens[start : start + rows])).numpy())
-            told(min(start + rows, len(tokens)))
-    return np.concatenate(encoded)
+        parts = [frozen(torch.from_numpy(part).to(device)).cpu().numpy() for part in _parts(tokens, rows)]
+    return np.concatenate(parts)
+
+
+def _parts(tokens: npt.NDArray[Any], rows: int) -> Iterator[npt.NDArray[Any]]:
+    return (tokens[start : start + rows] for start in range(0, len(tokens), rows))

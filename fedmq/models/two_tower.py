@@ -42,7 +42,7 @@ class InputSpec:
     """What one item looks like to the model.
 
     Args:
-        image_shape: ``(d,)`` for features, ``(3, S, S)`` for pixels.
+        image_shape: ``(d,)`` for features, ``(3, S, S)`` for pixels, ``(F, 3, S, S)`` for those of a video's frames.
         text_shape: ``(d,)`` for features of one caption, ``(77,)`` for token ids.
         image_dtype: ``float32`` for features, ``uint8`` for pixels.
         text_dtype: ``float32`` for features, ``int32`` for token ids.
@@ -275,7 +275,8 @@ class TwoTower(nn.Module):
         """Embed images.
 
         Args:
-            x: float32 features [B, d_i], or uint8 pixels [B, 3, S, S] with adapters in the blocks.
+            x: float32 features [B, d_i], or uint8 pixels [B, 3, S, S] with adapters in the blocks, of videos
+                [B, F, 3, S, S].
 
         Returns:
             float32 [B, d]: unit length, or codes whose signs rank where :attr:`binary`; four numbers longer with a

@@ -11,7 +11,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -187,7 +187,15 @@ def _alone(folder: Path) -> Iterator[None]:
             raise InputError(
                 str(folder), "another comparison at work in it", "one at a time; wait for it, or take another --runs"
             ) from None
-        yield
+        try:
+            yield
+        except BaseException:
+            if list(folder.iterdir()) == [lock]:
+                # Refused before there was a run: nothing is left of it. Who made the folder removes it.
+                lock.unlink()
+                with suppress(OSError):
+                    folder.rmdir()
+            raise
 
 
 # --------------------------------------------------------------------------------------------------- carrying it out
@@ -265,6 +273,9 @@ def _do(
 def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str) -> Settings | None:
     """The candidate whose run on the validation split is best by a metric; the first of equal ones.
 
+    Where all of them end with one shared model, as with ``local``, whose coordinator's stays as it was drawn, it is the
+    silos' own models that tell them apart.
+
     Returns:
         Its settings; None if no candidate's run is done.
 
@@ -275,6 +286,9 @@ def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str
         return entry.candidates[0]
     runs = {candidate: trials[entry.name, candidate] for candidate in entry.candidates}
     done = {candidate: outcomes.read(run.folder) for candidate, run in runs.items() if run.done}
+    shared = {own.summary.get("model_digest") for own in done.values()}
+    if len(shared) == 1 < len(done) and all(own.value(f"personal.{metric}") is not None for own in done.values()):
+        metric = f"personal.{metric}"
     values = {candidate: value for candidate, own in done.items() if (value := own.value(metric)) is not None}
     if done and not values:
         raise outcomes.unknown_metric(metric, next(iter(done.values())))

@@ -704,6 +704,19 @@ def test_the_candidate_that_is_best_on_validation_is_chosen(tiny: Path, tmp_path
         compare.choose(entry, trials, "mean_r2")
 
 
+def test_where_nobody_trains_the_shared_model_silos_own_ones_are_chosen_by(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2,0.3"])
+    trials = compare.trials_of(Plan((entry,), (0,)), place(tmp_path))
+    for trial, own in zip(trials.values(), (0.3, 0.5, 0.4), strict=True):
+        finish(trial.folder, 0.25)
+        summary = json.loads(trial.folder.summary.read_text())
+        trial.folder.summary.write_text(json.dumps({**summary, "personal": {"mean_r1": own}}))
+    assert compare.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.2",)
+    # The shared models differ: the metric is what was asked for.
+    finish(next(iter(trials.values())).folder, 0.35)
+    assert compare.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.1",)
+
+
 def test_without_a_finished_trial_nothing_is_chosen(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2"])
     assert compare.choose(entry, compare.trials_of(Plan((entry,), (0,)), place(tmp_path)), "mean_r1") is None
@@ -771,6 +784,10 @@ def test_the_help_shows_an_example_and_one_with_a_comparison_file(
         (["compare", "TINY", "--vary", "silos.count=4,0"], "--vary silos.count: found 0"),
         (["compare", "TINY", "--select", "training.learning_rate=1,-1"], "--select training.learning_rate: found -1"),
         (["compare", "TINY", "--vary", f"rounds={'[' * 20000}"], "--vary"),
+        (
+            ["compare", "TINY", "--vary", "partition.clusters=5,101", "--seeds", "0", "--quiet"],
+            "partition.clusters: found 101",
+        ),
         (["sweep", "TINY"], "--vary"),
         (["sweep", "TINY", "--vary", "silos"], "--vary"),
     ],
@@ -791,6 +808,11 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert not out.exists()
 
 
+ROOTS = cli_compare.Roots(
+    resolve, lambda quiet: lambda scenario: Path("data"), lambda scenario, folder: None, lambda: lambda: False, list
+)
+
+
 @pytest.fixture
 def pretended(monkeypatch: pytest.MonkeyPatch) -> tuple[typer.Typer, list[str]]:
     """Both commands, whose runs are over at once: the higher the learning rate the better, and seed 9 fails."""
@@ -806,11 +828,8 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> tuple[typer.Typer, list[str]]:
 
     monkeypatch.setattr(jobs, "run_all", pretend)
     app = typer.Typer()
-    roots = cli_compare.Roots(
-        resolve, lambda quiet: lambda scenario: Path("data"), lambda scenario, folder: None, lambda: lambda: False
-    )
-    cli_compare.add_compare(app, roots)
-    cli_compare.add_sweep(app, roots)
+    cli_compare.add_compare(app, ROOTS)
+    cli_compare.add_sweep(app, ROOTS)
     return app, started
 
 
@@ -920,11 +939,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> Callable[..., cli_compare.Options]
         found: list[cli_compare.Options] = []
         monkeypatch.setattr(cli_compare, "_carry_out", lambda options, roots: found.append(options))
         app = typer.Typer()
-        roots = cli_compare.Roots(
-            resolve, lambda quiet: lambda scenario: Path("data"), lambda scenario, folder: None, lambda: lambda: False
-        )
-        cli_compare.add_compare(app, roots)
-        cli_compare.add_sweep(app, roots)
+        cli_compare.add_compare(app, ROOTS)
+        cli_compare.add_sweep(app, ROOTS)
         CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False, standalone_mode=False)
         return found[0]
 

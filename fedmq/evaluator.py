@@ -237,6 +237,8 @@ def rank(
             queries.labels,
             gallery.labels,
             at=evaluation.map_at,
+            denominator=evaluation.map_denominator,
+            empty=evaluation.map_empty,
             ndcg_at=evaluation.ndcg_at,
             top_n=top_n,
             curves=curves,

@@ -276,6 +276,14 @@ class Evaluation(Part):
     )
     within: bool = Field(False, description="also retrieve images by images and texts by texts, from the database")
     map_at: tuple[Count, ...] = Field((), description="cut-offs R of mAP@R, beside the mAP over the whole list")
+    map_denominator: Literal["retrieved", "total", "min"] = Field(
+        "retrieved",
+        description="what mAP@R divides by: relevant items among the first R, all relevant ones, or the lesser of "
+        "these and R",
+    )
+    map_empty: Literal["zero", "skip"] = Field(
+        "zero", description="a query with nothing relevant counts 0 in the mAP, or is left out"
+    )
     ndcg_at: tuple[Count, ...] = Field((), description="cut-offs N of NDCG@N")
     ndcg_ideal: Literal["database", "retrieved"] = Field("database", description="what NDCG's ideal list is made of")
 

@@ -207,8 +207,8 @@ def build_world(
 
 
 def _database(scenario: Scenario, prepared: Prepared) -> I64:
-    kept_apart = np.concatenate([prepared.rows(scenario.evaluation.split), prepared.rows("public")])
-    return np.setdiff1d(np.arange(prepared.n), kept_apart)
+    apart = [scenario.evaluation.split, "public", *(["val"] if prepared.val_apart else [])]
+    return np.setdiff1d(np.arange(prepared.n), np.concatenate([prepared.rows(each) for each in apart]))
 
 
 Parts = tuple[I64, ...]

@@ -15,7 +15,8 @@ from fedmq.data.features import SPLITS
 from fedmq.data.prepared import prepare
 from fedmq.data.sets import SETS
 from fedmq.errors import InputError
-from fedmq.scenario import Backbone, Data
+from fedmq.scenario import Backbone, Data, Scenario
+from fedmq.world import build_world
 from tests import layouts
 
 scipy_io = pytest.importorskip("scipy.io")
@@ -382,6 +383,24 @@ def test_wikipedias_raw_features_take_their_classes_from_the_lists_beside_them(t
     found = read_arrays(Data(name="wikipedia", path=tmp_path / "raw_features.mat"))
     assert found["labels"].tolist() == [0, 1, 0, 8, 9]
     assert [SPLITS[code] for code in found["split"]] == ["train", "train", "val", "test", "test"]
+
+
+def test_wikipedias_validation_items_are_not_retrieved_from(tmp_path: Path) -> None:
+    layouts.wikipedia(tmp_path)
+    arrays = {"I_tr": rows(2), "T_tr": rows(2), "I_te": rows(3), "T_te": rows(3)}
+    scipy_io.savemat(tmp_path / "raw_features.mat", arrays)
+    facts = {
+        "name": "own",
+        "protocol": "fedavg",
+        "data": {"name": "wikipedia", "path": str(tmp_path / "raw_features.mat")},
+        "backbone": {"name": "features"},
+        "objective": {"base": "dcmh", "bits": 8},
+        "silos": {"count": 1},
+        "partition": {"kind": "iid"},
+    }
+    world = build_world(Scenario.model_validate(facts), cache=tmp_path / "cache")
+    assert world.prepared.split.tolist() == [0, 0, 1, 2, 2]
+    assert world.database.tolist() == [0, 1]
 
 
 def test_two_label_levels_are_told_apart_by_name(tmp_path: Path) -> None:

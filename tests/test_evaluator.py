@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 
 from fedmq import world as worlds
 from fedmq.errors import InputError
-from fedmq.evaluator import Embedded, HeldOut, embed, fold_recalls, measure
+from fedmq.evaluator import Embedded, HeldOut, embed, fold_recalls, measure, rank
 from fedmq.protocol import Encoders
 from fedmq.scenario import Evaluation, Scenario
 from fedmq.scenario_file import load
@@ -161,6 +162,24 @@ def test_a_damaged_partition_in_the_cache_is_made_again(tmp_path: Path) -> None:
         again = build_world(scenario(tmp_path), cache=tmp_path / "cache")
         assert all(np.array_equal(*each) for each in zip(first.train, again.train, strict=True))
         assert kept.read_bytes() == whole
+
+
+def test_a_scenario_says_what_map_divides_by_and_what_becomes_of_queries_without_anything_relevant() -> None:
+    image, text = torch.eye(4).numpy(), torch.eye(4).numpy()
+    labels = np.array([[1, 0], [1, 0], [1, 0], [0, 1]], np.uint8)
+    gallery = Embedded(image, text, np.arange(4), labels)
+    queries = Embedded(image[[0, 3]], text[[0, 3]], np.arange(2), np.array([[1, 0], [0, 0]], np.uint8))
+
+    def found(**keys: Any) -> tuple[float, float]:
+        (way,) = rank(queries, gallery, Evaluation(map_at=(2,), **keys), 0, ("i2t",)).values()
+        return way.map, way.map_at[2]
+
+    # The first query finds itself first and of the two others at least one after it; the second has nothing to find.
+    whole, retrieved = found()
+    assert found(map_empty="skip") == (2 * whole, 2 * retrieved)
+    total, lesser = (found(map_denominator=each)[1] for each in ("total", "min"))
+    assert 3 * total == pytest.approx(2 * lesser)
+    assert total < retrieved
 
 
 def test_auto_deals_the_gpus_of_a_machine_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,8 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
     labels = None if raw.labels is None else array_digest(raw.labels)
     # Pixels and token ids are shared whatever network sees them; what is made with its weights later is not.
     later = (image.later,) if image.later else ()
-    facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site, *later)
+    apart = ("val apart",) if entry.val_apart else ()
+    facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site, *later, *apart)
     digest = key_of(data.name, image_key, text_key, *facts)
     return Plan(raw, kind, split, image, text, image_key, text_key, digest)
 
@@ -283,6 +284,7 @@ def prepare_raw(
             "backbone": backbone.model_dump(mode="json"),
             "weights": [made.image.digest, made.text.digest if made.text else None],
             "seed": seed,
+            "val_apart": SETS[data.name].val_apart,
         }
         finish(into, made.digest, source, raw.keys, raw.label_names, mean=made.image.mean, std=made.image.std)
 

@@ -143,6 +143,11 @@ class Prepared:
     def _map(self, name: str) -> Array:
         return mapped(self.folder / name)
 
+    @property
+    def val_apart(self) -> bool:
+        """Whether validation items are no part of the gallery."""
+        return bool(self.meta["source"].get("val_apart"))
+
     @cached_property
     def image(self) -> Array:
         """[n, *image_shape], read-only."""
@@ -292,19 +297,22 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     from fedmq.data import arrays, raw, sets  # noqa: PLC0415 - loaders are needed for their own sets only
 
     read = arrays.read_arrays(data)
-    split = raw.split_of(read.get("split"), len(read["image"]), data, sets.SETS[data.name].draw)
+    entry = sets.SETS[data.name]
+    split = raw.split_of(read.get("split"), len(read["image"]), data, entry.draw)
     found = checked(data.path or Path(data.name), {**read, "split": split}, 0)
     content = hashlib.sha256()
     for part in (found.image, found.text, found.split, found.labels):
         if part is not None:
             content.update(repr(part.shape).encode() + np.ascontiguousarray(part).data)
-    digest = key_of(data.name, "arrays", content.hexdigest(), found.label_names)
+    apart = ("val apart",) if entry.val_apart else ()
+    digest = key_of(data.name, "arrays", content.hexdigest(), found.label_names, *apart)
 
     def fill(folder: Path) -> None:
         save_arrays(
             folder, image=found.image, text=found.text, captions=found.captions, labels=found.labels, split=found.split
         )
-        finish(folder, digest, {"data": data.name, "content": content.hexdigest()}, found.keys, found.label_names)
+        source = {"data": data.name, "content": content.hexdigest(), "val_apart": entry.val_apart}
+        finish(folder, digest, source, found.keys, found.label_names)
 
     return open_prepared(build_once(cache / "data" / digest, fill))
 

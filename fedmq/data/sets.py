@@ -46,12 +46,14 @@ class DataSet:
         reader: ``module.function`` below ``fedmq.data``.
         draw: how its papers split it, where it has no split of its own.
         text: what a method sees of an item's text unless ``data.text`` says otherwise.
+        val_apart: validation items are no part of the gallery, as where they come out of the list of queries.
     """
 
     summary: str
     reader: str
     draw: Draw = OWN
     text: TextKind = "sentences"
+    val_apart: bool = False
 
     def read(self, data: Data) -> RawSet:
         """Read the set from ``data.path``: its annotations, not its pictures.
@@ -81,7 +83,9 @@ SETS: Mapping[str, DataSet] = {
     "nuswide": DataSet("NUS-WIDE: 195,834 photos, tags, 21 labels", "tags.read_nuswide", Draw(2100, 0, 10_500), "bag"),
     "fashionvc": DataSet("19,862 items in .mat files, 8 + 27 labels", "arrays.read_pixels", Draw(3000), "bag"),
     "ssense": DataSet("15,696 items in .mat files, 4 + 28 labels", "arrays.read_pixels", Draw(2000), "bag"),
-    "wikipedia": DataSet("images, texts and two lists, 10 classes: 2,173 / 231 / 462", "folders.read_wikipedia"),
+    "wikipedia": DataSet(
+        "images, texts and two lists, 10 classes: 2,173 / 231 / 462", "folders.read_wikipedia", val_apart=True
+    ),
     "pascal": DataSet("Pascal Sentence, 20 classes: 800 / 100 / 100", "folders.read_pascal", Draw(100, 100)),
     "manifest": DataSet("anything: a CSV or JSONL file of images, captions, labels, split", "manifest.read_manifest"),
 }

@@ -46,6 +46,9 @@ class Rule(Part):
     kinds: list[_Kind] | None = Field(None, description="payload kinds that may pass")
     bytes_per_payload: dict[_Kind, _Bytes] | None = Field(None, description="largest tensors of a payload, by kind")
     bytes_per_message: _Bytes | None = Field(None, description="largest message: all its frames, as sealed")
+    bytes_per_message_with: dict[_Kind, _Bytes] | None = Field(
+        None, description="in its place for a message that holds such a payload, by kind; of several the largest"
+    )
     bytes_in_all: _Bytes | None = Field(None, description="largest sum of all frames of one silo over the run")
 
 
@@ -264,9 +267,13 @@ def _broken(
         if most is not None and size > most:
             text = f"{places['bytes_per_payload']}.{kind} allows {most:,}"
             yield Breach(place, process, way, record["kind"], kind, size, text)
-    most = rule.bytes_per_message
+    most, place_ = rule.bytes_per_message, places["bytes_per_message"]
+    larger = rule.bytes_per_message_with or {}
+    if held := [kind for kind, _ in record["payloads"] if kind in larger]:
+        kind = max(held, key=lambda each: larger[each])
+        most, place_ = larger[kind], f"{places['bytes_per_message_with']}.{kind}"
     if most is not None and record["bytes"] > most:
-        text = f"{places['bytes_per_message']} allows {most:,}"
+        text = f"{place_} allows {most:,}"
         yield Breach(place, process, way, record["kind"], None, record["bytes"], text)
 
 

@@ -432,6 +432,7 @@ def held(run: Path, text: str) -> policy.Held:
 
 def test_a_run_that_keeps_to_its_policy_says_how_many_messages_were_held(run: Path) -> None:
     found = held(run, "up: {kinds: [delta], bytes_per_payload: {delta: 20}, bytes_per_message: 100, bytes_in_all: 300}")
+    assert not held(run, "up: {bytes_per_message: 50, bytes_per_message_with: {delta: 100, loss: 10}}").findings
     assert (found.held, found.free, found.findings) == (3, 0, [])  # each once, though both ends logged it
     console = Console(record=True, width=200)
     policy.show(found, console)
@@ -445,6 +446,14 @@ def test_a_run_that_keeps_to_its_policy_says_how_many_messages_were_held(run: Pa
         ("up: {kinds: []}", "reply with delta, 20 bytes: up.kinds allows nothing"),
         ("up: {bytes_per_message: 99}", "reply, 100 bytes: up.bytes_per_message allows 99"),
         ("up: {bytes_per_payload: {delta: 19}}", "reply with delta, 20 bytes: up.bytes_per_payload.delta allows 19"),
+        (
+            "up: {bytes_per_message: 50, bytes_per_message_with: {delta: 99}}",
+            "reply, 100 bytes: up.bytes_per_message_with.delta allows 99",
+        ),
+        (
+            "up: {bytes_per_message: 50, bytes_per_message_with: {metrics: 500}}",
+            "reply, 100 bytes: up.bytes_per_message allows 50",
+        ),
         ("peers: [coordinator]", "reply, 100 bytes: peers allows coordinator"),
     ],
 )

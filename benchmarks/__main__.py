@@ -1,4 +1,4 @@
-"""Run benchmarks: ``python -m benchmarks [--only delta,rounds,startup,hamming,loop,vit,soak] [--json FILE]``."""
+"""Run benchmarks: ``python -m benchmarks [--only A,B] [--json FILE]``; their names are those of ``BENCHMARKS``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks import delta, hamming, rounds, soak, startup, vit, whole
+from benchmarks import blockwise, delta, hamming, rounds, soak, startup, vit, whole
 from benchmarks.measure import Number, Result, load_average, machine
 
 BENCHMARKS: Mapping[str, Callable[[], Result]] = {
@@ -22,10 +22,11 @@ BENCHMARKS: Mapping[str, Callable[[], Result]] = {
     "hamming": hamming.run,
     "loop": whole.run,
     "vit": vit.run,
+    "blockwise": blockwise.run,
     "soak": soak.run,
 }
 #: Run only when asked for by name: minutes each.
-LONG = ("soak", "vit")
+LONG = ("soak", "vit", "blockwise")
 
 
 def _names(text: str) -> list[str]:

@@ -15,7 +15,7 @@ import yaml
 
 from benchmarks.measure import Number, Result, load_average
 
-PAIRS, IMAGE, TEXT, WIDTH, ROUNDS = 20_000, 4096, 1386, 4096, 3
+PAIRS, IMAGE, TEXT, WIDTH, ROUNDS = 20_000, 4096, 1386, 4096, 2
 _EVERY_S = 0.2
 
 
@@ -65,7 +65,7 @@ def _is_silo(process: psutil.Process, run: Path) -> bool:
 
 
 def run() -> Result:
-    """The largest resident set of the silo's process over three tasks: in the second it has a last model to look at."""
+    """The largest resident set of the silo's process over two tasks: in the second it has a last model to look at."""
     before = load_average()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

@@ -93,7 +93,7 @@ def check(scenario: Scenario, world: World) -> None:
     Raises:
         InputError: the backbone does not fit the data, weights are missing or of other shapes, or no silo may be asked.
     """
-    _setting(scenario, world, RunFolder(Path()))
+    setting_of(scenario, world, RunFolder(Path()))
     world.build_model(scenario, device_of(scenario.device), ("image", "text"))
 
 
@@ -128,7 +128,7 @@ def run_coordinator(
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, {}, frozenset[str]())
     world = build_world(scenario, folder=arguments.data, pooled=protocols.pooled(scenario.protocol.name))
-    setting, theta = _setting(scenario, world, folder)
+    setting, theta = setting_of(scenario, world, folder)
     if revoked.issuperset(setting.plan.eligible):
         found = f"no key of any silo that {scenario.protocol.name} may ask"
         raise InputError(f"{arguments.keys}: accepted", found, f"that of {setting.plan.eligible[0]} or another of them")
@@ -204,7 +204,7 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted, frozense
     return identity, accepted, frozenset()
 
 
-def _setting(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setting, torch.Tensor]:
+def setting_of(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setting, torch.Tensor]:
     """The loop's fixed part, and the initial parameters."""
     model = world.build_model(scenario, "cpu", ())
     context = world.context(scenario, model)

@@ -368,6 +368,15 @@ def _pooled(method: str) -> bool:
     return protocols.pooled(method)
 
 
+def _opened(run: Path, device: str | None, silo: str | None, progress: Callable[[str, int, int], None]) -> Any:
+    import protocols  # noqa: PLC0415 - all of them bring torch
+    from coordinator.asking import asked_last  # noqa: PLC0415
+    from fedmq import serving  # noqa: PLC0415
+    from silos.own import own_of  # noqa: PLC0415
+
+    return serving.opened(run, device, silo, serving.Programs(protocols.own_only, asked_last, own_of), progress)
+
+
 def _fits(scenario: Any, folder: Path) -> None:
     """Refuse what a run on the prepared data of a folder would, wherever it runs."""
     from fedmq import children  # noqa: PLC0415
@@ -487,9 +496,9 @@ def _share(scenario: Any, folder: Path) -> None:
 _ROOTS = cli_compare.Roots(_scenario_of, _prepare, _share, _until_stopped, _warn)
 cli_compare.add_compare(app, _ROOTS)
 cli_compare.add_sweep(app, _ROOTS)
-cli_search.add_search(app, bar)
-cli_search.add_export(app, bar)
-cli_search.add_curves(app, bar)
+cli_search.add_search(app, bar, _opened)
+cli_search.add_export(app, bar, _opened)
+cli_search.add_curves(app, bar, _opened)
 
 
 @app.callback(invoke_without_command=True)

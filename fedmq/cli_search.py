@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,6 +17,12 @@ from rich.table import Column, Table
 from fedmq.cli_options import AsJson, Bar, Device, Run
 from fedmq.cli_output import writes_unicode
 
+if TYPE_CHECKING:
+    from fedmq.release import Release
+
+#: Opens a run: its folder, the device, whose own model to use, and what is told while data are prepared.
+Opened = Callable[[Path, str | None, str | None, Callable[[str, int, int], None]], "Release"]
+
 Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="What to look for.", show_default=False)]
 Chosen = Annotated[
     Path | None,
@@ -23,6 +30,15 @@ Chosen = Annotated[
         "--gallery",
         metavar="FILE|DIR",
         help="A scenario whose data set is searched, or a folder of pictures; the run's own data set by default.",
+    ),
+]
+OwnModel = Annotated[
+    str | None,
+    typer.Option(
+        "--silo",
+        metavar="NAME",
+        help="Use this silo's own model, of methods whose silos keep one; the shared model by default.",
+        show_default=False,
     ),
 ]
 
@@ -41,7 +57,7 @@ class Among(StrEnum):
     CAPTIONS = "captions"
 
 
-def add_search(app: typer.Typer, bar: Bar) -> None:
+def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
     """Add ``fedmq search`` to the command line."""
 
     @app.command("search")
@@ -61,6 +77,7 @@ def add_search(app: typer.Typer, bar: Bar) -> None:
         ] = None,
         top: Annotated[int, typer.Option("--top", min=1, help="How many items.")] = 10,
         chosen: Chosen = None,
+        silo: OwnModel = None,
         device: Device = None,
         as_json: AsJson = False,
     ) -> None:
@@ -69,21 +86,23 @@ def add_search(app: typer.Typer, bar: Bar) -> None:
         The first search encodes the gallery and keeps it under RUN/model/gallery; see [bold]fedmq export[/bold].
 
         Example: [bold]fedmq search runs/smoke-20260101-120000 "a dog in the snow"[/bold]
+
+        Example: [bold]fedmq search runs/fedper-20260101-120000 "a dog in the snow" --silo silo-03[/bold]
         """
         from fedmq import search  # noqa: PLC0415 - brings torch, which --help does without
         from fedmq.data.raw import whole  # noqa: PLC0415
-        from fedmq.release import open_release  # noqa: PLC0415
 
         for name, given in (("TEXT", text), ("--item", item)):
             whole(given or "", f"search: {name}")
         query = search.Query(text, image, item, None if side is None else side.value)
+        show = bar()
         found = search.find(
-            open_release(run, device),
+            opened(run, device, silo, show),
             query,
             chosen=chosen,
             among=None if among is None else among.value,
             top=top,
-            progress=bar(),
+            progress=show,
         )
         measure = "distance" if found.gallery.binary else "cosine"
         if as_json:
@@ -98,19 +117,23 @@ def add_search(app: typer.Typer, bar: Bar) -> None:
         Console().print(table)
 
 
-def add_export(app: typer.Typer, bar: Bar) -> None:
+def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
     """Add ``fedmq export`` to the command line."""
 
     @app.command("export")
-    def export_command(run: Run, chosen: Chosen = None, device: Device = None, as_json: AsJson = False) -> None:
+    def export_command(
+        run: Run, chosen: Chosen = None, silo: OwnModel = None, device: Device = None, as_json: AsJson = False
+    ) -> None:
         """Encode a gallery with a run's released model: embeddings or packed hash codes (.npz), and faiss indexes.
 
         Example: [bold]fedmq export runs/smoke-20260101-120000 --gallery photos[/bold]
+
+        Example: [bold]fedmq export runs/fedper-20260101-120000 --silo silo-03[/bold]
         """
         from fedmq import gallery as galleries  # noqa: PLC0415
-        from fedmq.release import open_release  # noqa: PLC0415
 
-        gallery = galleries.export(open_release(run, device), chosen, bar())
+        show = bar()
+        gallery = galleries.export(opened(run, device, silo, show), chosen, show)
         facts: dict[str, Any] = {key: value for key, value in gallery.meta.items() if key != "prepared"}
         files = sorted(path.name for path in gallery.folder.iterdir())
         if as_json:
@@ -125,7 +148,7 @@ def add_export(app: typer.Typer, bar: Bar) -> None:
         )
 
 
-def add_curves(app: typer.Typer, bar: Bar) -> None:
+def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
     """Add ``fedmq curves`` to the command line."""
 
     @app.command("curves")
@@ -139,6 +162,7 @@ def add_curves(app: typer.Typer, bar: Bar) -> None:
         top: Annotated[
             str, typer.Option("--top", metavar="N,N,...", help="Cut-offs of precision and recall among the first N.")
         ] = "1,5,10,20,50,100,200,500,1000",
+        silo: OwnModel = None,
         device: Device = None,
         as_json: AsJson = False,
     ) -> None:
@@ -147,15 +171,16 @@ def add_curves(app: typer.Typer, bar: Bar) -> None:
         Writes curves.csv and curves.html, with all the runs in one plot of each kind.
 
         Example: [bold]fedmq curves runs/fedhap-20260101-120000 runs/fedavg-20260101-120500[/bold]
+
+        Example: [bold]fedmq curves runs/fedcmr-20260101-120000 runs/fedscmr-20260101-120500 --silo silo-03[/bold]
         """
         from fedmq import curves  # noqa: PLC0415 - brings torch, which --help does without
-        from fedmq.release import open_release  # noqa: PLC0415
         from fedmq.runfolder import make_folder, write_text  # noqa: PLC0415
 
         cutoffs = curves.parse_cutoffs(top)
-        releases = [open_release(run, device) for run in runs]  # all of them, before any is measured
-        folder = make_folder(out_dir or runs[0] / "curves")
         show, found = bar(), []
+        releases = [opened(run, device, silo, show) for run in runs]  # all of them, before any is measured
+        folder = make_folder(out_dir or runs[0] / "curves")
         for done, release in enumerate(releases, 1):
             found.append(curves.measured(release, cutoffs, show))
             show("runs measured", done, len(releases))

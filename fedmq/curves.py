@@ -17,7 +17,6 @@ from fedmq.data.prepared import Progress
 from fedmq.errors import InputError
 from fedmq.evaluator import HeldOut, Way, embed, rank
 from fedmq.figures import Figure
-from fedmq.protocol import encoders_of
 from fedmq.ranking import Curve, RankingMetrics
 from fedmq.release import Release
 from fedmq.world import build_world
@@ -31,7 +30,7 @@ class Measured:
     """One run's curves.
 
     Args:
-        name: of the run.
+        name: of the run, and the silo's if the model is its own.
         ways: ``i2t`` and ``t2i``; with ``evaluation.within`` also ``i2i`` and ``t2t``.
     """
 
@@ -66,15 +65,16 @@ def measured(release: Release, top_n: Sequence[int], progress: Progress | None =
     world = build_world(scenario, progress, release.cache)
     if not world.prepared.label_names:
         raise InputError(f"data.name of {release.run.root}", scenario.data.name, "a data set with labels")
-    heldout, model = HeldOut.load(scenario, world), release.model(world.prepared)
-    queries = embed(encoders_of(model), heldout.share, binary=model.binary)
-    gallery = queries if heldout.gallery is None else embed(encoders_of(model), heldout.gallery, binary=model.binary)
+    heldout, model = HeldOut.load(scenario, world), release.retriever(world.prepared)
+    queries = embed(model.encoders, heldout.share, binary=model.binary)
+    gallery = queries if heldout.gallery is None else embed(model.encoders, heldout.gallery, binary=model.binary)
     asked = tuple(n for n in top_n if n <= len(gallery.image))
     ways: tuple[Way, ...] = ("i2t", "t2i")
     if scenario.evaluation.within and heldout.gallery is not None:
         ways = (*ways, "i2i", "t2t")
     found = rank(queries, gallery, scenario.evaluation, scenario.seed, ways, top_n=asked, curves=True)
-    return Measured(release.run.root.name, found)
+    silo = "" if release.own is None else f" {release.own.silo}"
+    return Measured(f"{release.run.root.name}{silo}", found)
 
 
 def _thinned(curve: Curve) -> tuple[np.ndarray, Curve]:

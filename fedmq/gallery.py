@@ -1,4 +1,4 @@
-"""A gallery of a run's released model: what it makes of a data set or a folder of pictures, and an index to search it.
+"""A gallery of a run's model: what it makes of a data set or a folder of pictures, and an index to search it.
 
 A gallery is a folder that is there complete or not at all:
 
@@ -29,8 +29,8 @@ from fedmq.data.features import file_digest
 from fedmq.data.pictures import IMAGE_ENDINGS, PIXELS_VERSION, decode, files_below, package
 from fedmq.data.prepared import Prepared, build_once, key_of, prepare
 from fedmq.errors import InputError
-from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
-from fedmq.release import Release
+from fedmq.models.two_tower import MODALITIES, Modality
+from fedmq.release import Release, Retriever
 from fedmq.scenario import Backbone, Data
 from fedmq.scenario_file import load
 from fedmq.stored import Stored, read_json
@@ -142,7 +142,7 @@ def of_folder(release: Release, folder: Path) -> Source:
     # A name of bytes that are no UTF-8 is shown with them escaped: it could not be printed otherwise.
     keys = tuple(os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files)
     contents = [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]
-    content = key_of("folder", release.digest, contents, PIXELS_VERSION)
+    content = key_of("folder", release.used, contents, PIXELS_VERSION)
 
     encoder = release.encoder("image")
 
@@ -151,7 +151,7 @@ def of_folder(release: Release, folder: Path) -> Source:
             yield encoder.encode([encoder.fit(decode(path)) for path in files[start : start + _BATCH]])
 
     return Source(
-        name=f"{_plain(folder.resolve().name)}-{content[:12]}",
+        name=_named(release, folder.resolve().name, content),
         described=f"folder {folder.resolve().name}",
         items=lambda: Items(keys, ((),) * len(keys)),
         image=images,
@@ -164,11 +164,17 @@ def _plain(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9_.-]+", "-", name) or "gallery"
 
 
-def embed(model: TwoTower, modality: Modality, batches: Iterable[Array], told: Callable[[int], None]) -> Array:
+def _named(release: Release, what: str, digest: str) -> str:
+    """Name of a gallery's folder: what it is made of, the silo if the model is its own, and a digest of all that."""
+    silo = "" if release.own is None else f"{release.own.silo}-"
+    return f"{_plain(what)}-{silo}{digest[:12]}"
+
+
+def embed(model: Retriever, modality: Modality, batches: Iterable[Array], told: Callable[[int], None]) -> Array:
     """Vectors that an index takes.
 
     Args:
-        model: the released model.
+        model: the model.
         modality: which tower.
         batches: the tower's inputs.
         told: called with the number of items done.
@@ -176,13 +182,13 @@ def embed(model: TwoTower, modality: Modality, batches: Iterable[Array], told: C
     Returns:
         packed codes uint8 [n, bytes] of a binary model, else float32 [n, d] of unit length.
     """
-    tower = model.image if modality == "image" else model.caption
+    tower = model.encoders.image if modality == "image" else model.encoders.caption
     found: list[Array] = []
     done = 0
     for batch in batches:
         with torch.inference_mode():
             # Copied: a memory map starts at any address, and the last bit depends on it.
-            vectors = tower(torch.from_numpy(np.array(batch)).to(model.flat.device)).cpu()
+            vectors = tower(torch.from_numpy(np.array(batch))).cpu()
         unit = vectors if model.binary else torch.nn.functional.normalize(vectors, dim=1)
         found.append(codes.pack(unit) if model.binary else unit.numpy())
         done += len(batch)
@@ -274,7 +280,7 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
     """
     faiss()
     root = release.run.model / "gallery"
-    own = f"data-{release.digest[:12]}"
+    own = _named(release, "data", release.used)
     if chosen is None and (root / own).is_dir():
         return open_gallery(root / own)
     scenario = release.scenario
@@ -292,9 +298,8 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
         other = prepare(data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
         if other.inputs != prepared.inputs:
             raise InputError(f"--gallery {chosen}", f"items like {other.inputs}", f"items like {prepared.inputs}")
-        source = of_data(
-            data, scenario.backbone, other, f"{_plain(chosen.stem)}-{key_of(release.digest, other.digest)[:12]}"
-        )
+        name = _named(release, chosen.stem, key_of(release.used, other.digest))
+        source = of_data(data, scenario.backbone, other, name)
     if (root / source.name).is_dir():
         return open_gallery(root / source.name)
     fill = partial(_fill, release=release, prepared=prepared, source=source, progress=progress)
@@ -302,7 +307,7 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
 
 
 def _fill(folder: Path, release: Release, prepared: Prepared, source: Source, progress: Progress | None) -> None:
-    model, items = release.model(prepared, MODALITIES if source.text else ("image",)), source.items()
+    model, items = release.retriever(prepared, MODALITIES if source.text else ("image",)), source.items()
 
     def vectors(modality: Modality, batches: Iterable[Array], total: int) -> Array:
         what = "images" if modality == "image" else "captions"
@@ -313,7 +318,8 @@ def _fill(folder: Path, release: Release, prepared: Prepared, source: Source, pr
         arrays["text"] = vectors("text", source.text(), len(source.owner))
     meta = {
         "format": FORMAT,
-        "model_digest": release.digest,
+        "model_digest": release.used,
+        **({} if release.own is None else {"silo": release.own.silo}),
         "made_of": source.described,
         "binary": model.binary,
         **({"bits": model.dim} if model.binary else {"dim": arrays["image"].shape[1]}),

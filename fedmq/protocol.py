@@ -281,6 +281,16 @@ class Personalised(Protocol):
 
 
 @runtime_checkable
+class OwnOnly(Protocol):
+    """What a method adds whose shared model is none to retrieve by: all of it, or some layers, stay as drawn."""
+
+    @staticmethod
+    def own_only(options: Any) -> bool:
+        """Whether with these options only the silos' own models are trained as a whole; asked of the class itself."""
+        ...
+
+
+@runtime_checkable
 class Checking(Protocol):
     """What a method adds whose replies hold payloads of shapes that only it knows, as FedHAP's discriminator."""
 

@@ -18,6 +18,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluator import load_inference
 from fedmq.messages import Model, Payload, digest
 from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
+from fedmq.protocol import Encoders, encoders_of
 from fedmq.released import BESIDE, beside
 from fedmq.runfolder import RunFolder, load_aligned, open_run
 from fedmq.scenario import Data, Scenario
@@ -47,6 +48,36 @@ class OtherModelError(InputError):
 
 
 @dataclass(frozen=True)
+class Retriever:
+    """A model as what ranks by it sees it.
+
+    Args:
+        encoders: of its two sides, [B, dim] each.
+        binary: whether the signs of its outputs are codes.
+        dim: of its parameters' embedding; of codes how many bits they have.
+    """
+
+    encoders: Encoders
+    binary: bool
+    dim: int
+
+
+@dataclass(frozen=True)
+class Own:
+    """A silo's own model.
+
+    Args:
+        silo: whose.
+        digest: SHA-256 (hex) of all that it was made of, the personal state included.
+        retriever: the model.
+    """
+
+    silo: str
+    digest: str
+    retriever: Retriever
+
+
+@dataclass(frozen=True)
 class Release:
     """A finished run, opened for inference.
 
@@ -56,6 +87,7 @@ class Release:
         config: ``model/config.json``.
         cache: folder of prepared data and shared weights.
         device: ``cpu`` or ``cuda:N``.
+        own: the silo's model that is used instead of the shared one; None uses that.
     """
 
     run: RunFolder
@@ -63,14 +95,27 @@ class Release:
     config: Mapping[str, Any]
     cache: Path
     device: str
+    own: Own | None = None
 
     @property
     def digest(self) -> str:
         """SHA-256 (hex) of the model as the release tells it; :meth:`model` holds the parameters against it."""
         return str(self.config["model_digest"])
 
+    @property
+    def used(self) -> str:
+        """SHA-256 (hex) of the model that :meth:`retriever` gives."""
+        return self.digest if self.own is None else self.own.digest
+
+    def retriever(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> Retriever:
+        """The shared model, or the silo's own one if that is used; arguments and errors as of :meth:`model`."""
+        if self.own is not None:
+            return self.own.retriever
+        model = self.model(prepared, modalities)
+        return Retriever(encoders_of(model), model.binary, model.dim)
+
     def model(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> TwoTower:
-        """The model with its released parameters.
+        """The shared model with its released parameters.
 
         Args:
             prepared: a data set of the kind it was trained on; only shapes and labels are looked at.

@@ -111,7 +111,7 @@ def find(
     if encoded is None:
         vector = _item_vector(gallery, str(query.item), query.modality)
     else:
-        model = release.model(gallery.prepared, (query.modality,))
+        model = release.retriever(gallery.prepared, (query.modality,))
         vector = embed(model, query.modality, [encoded], lambda _: None)
     other: Among = "images" if query.modality == "text" or not gallery.meta["captions"] else "captions"
     place = among or other

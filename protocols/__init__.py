@@ -6,10 +6,10 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from fedmq.errors import InputError
-from fedmq.protocol import FederatedProtocol, Pooling
+from fedmq.protocol import FederatedProtocol, OwnOnly, Pooling
 from fedmq.scenario import Base, Objective, ProtocolChoice, Scenario
 from protocols import _bases
 from protocols._options import as_plain, parsed
@@ -41,6 +41,17 @@ def pooled(name: str) -> bool:
     """
     kind: object = load(name)  # asked of the class: there is no context yet to make a method with
     return isinstance(kind, Pooling) and kind.pooled
+
+
+def own_only(scenario: Scenario) -> bool:
+    """Whether a scenario trains only the silos' own models as a whole, and none that is shared.
+
+    Raises:
+        InputError: an unknown method, or an option that is unknown or not allowed.
+    """
+    kind = load(scenario.protocol.name)
+    options, asked = options_of(kind, scenario.protocol.options), cast(object, kind)
+    return isinstance(asked, OwnOnly) and asked.own_only(options)
 
 
 def summary(name: str) -> str:

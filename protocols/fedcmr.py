@@ -162,6 +162,11 @@ class FedCmr:
         """The common layer."""
         return self.partial.shared
 
+    @staticmethod
+    def own_only(options: FedCmrOptions) -> bool:
+        """Always: of the coordinator's model the common layer alone is trained."""
+        return True
+
     @property
     def personalised(self) -> bool:
         """Always: the common layer alone is no model."""

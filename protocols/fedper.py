@@ -90,6 +90,11 @@ class FedPer:
         """The layers that are not personal."""
         return self.partial.shared
 
+    @staticmethod
+    def own_only(options: FedPerOptions) -> bool:
+        """Always: the personal layers of the coordinator's model stay as they were drawn."""
+        return True
+
     @property
     def personalised(self) -> bool:
         """Always: the shared layers alone are no model."""

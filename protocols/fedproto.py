@@ -173,6 +173,11 @@ class FedProto:
         longest = _class_prototypes.longest_code(self.context)
         _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim, longest)
 
+    @staticmethod
+    def own_only(options: FedProtoOptions) -> bool:
+        """Always: the coordinator's model stays as it was drawn."""
+        return True
+
     @property
     def personalised(self) -> bool:
         """Always: there is no other model worth measuring."""

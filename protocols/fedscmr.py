@@ -230,6 +230,11 @@ class FedScmr:
         """The shared layers."""
         return self.partial.shared
 
+    @staticmethod
+    def own_only(options: FedScmrOptions) -> bool:
+        """Unless everything is shared: the other layers of the coordinator's model stay as they were drawn."""
+        return options.shared_layers != "all"
+
     @property
     def personalised(self) -> bool:
         """Unless everything is shared: the shared layers alone are no model."""

@@ -75,6 +75,11 @@ class Alone:
         _merge.ordered(replies)
         return Merged(state)
 
+    @staticmethod
+    def own_only(options: AloneOptions) -> bool:
+        """Always: the coordinator's model stays as it was drawn."""
+        return True
+
     @property
     def personalised(self) -> bool:
         """Always: there is no other model worth measuring."""

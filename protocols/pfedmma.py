@@ -71,6 +71,11 @@ class PFedMma:
         """The middle layers."""
         return self.partial.shared
 
+    @staticmethod
+    def own_only(options: fedavg.FedAvgOptions) -> bool:
+        """Always: of the coordinator's model the middle layers alone are trained."""
+        return True
+
     @property
     def personalised(self) -> bool:
         """Always: the middle layers alone are no model."""

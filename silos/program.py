@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -29,7 +29,7 @@ from fedmq.link import Link
 from fedmq.memory import keep_buffers
 from fedmq.messages import DiscriminatorDelta, Error, Kind, Message, Metrics, Model, Payload
 from fedmq.models.two_tower import TwoTower
-from fedmq.protocol import FederatedProtocol, Local, Personalised, Sharing, Task
+from fedmq.protocol import Encoders, FederatedProtocol, Local, Personalised, Sharing, Task
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.script import Script, Strike
@@ -171,19 +171,30 @@ class Silo:
         Raises:
             RemoteWireError: the method has no models of the silos' own.
         """
+        # The state after its last merged task: a task still under way must not make a difference.
+        encoders, model = self.own_model(message, self.store.before(message.header.sequence + 1))
+        heldout = HeldOut.load(self.scenario, self.world)
+        return heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
+
+    def own_model(self, message: Message, state: Mapping[str, torch.Tensor]) -> tuple[Encoders, TwoTower]:
+        """The silo's own model, and the towers that it is made of.
+
+        Args:
+            message: of kind evaluate, see :meth:`measure`.
+            state: the silo's personal tensors.
+
+        Raises:
+            RemoteWireError: the method has no models of the silos' own.
+        """
         protocol = self.protocol
         if not (isinstance(protocol, Personalised) and protocol.personalised):
             raise RemoteWireError("unexpected", f"an evaluation at a silo of {self.scenario.protocol.name}")
         self._equip(self.facts.name, message.header.base_version)
         model = self.model
-        if not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
+        if self._shared is None and not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
             # The tower of the modality it lacks was never loaded; it is needed now, and only now.
             model = self.world.build_model(self.scenario, str(model.flat.device), ("image", "text"))
-        # The state after its last merged task: a task still under way must not make a difference.
-        state = self.store.before(message.header.sequence + 1)
-        encoders = protocol.encoders(Local(self.facts, self.share, model, state), message.payloads)
-        heldout = HeldOut.load(self.scenario, self.world)
-        return heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
+        return protocol.encoders(Local(self.facts, self.share, model, state), message.payloads), model
 
     def _transform(self, payload: Payload, task: Task) -> Payload:
         if not isinstance(payload, privacy.TRANSFORMED):

@@ -35,6 +35,10 @@ class StateStore:
         numbers = (path.stem.removeprefix("task-") for path in self._folder.glob("task-*.safetensors"))
         return sorted(int(number) for number in numbers if number.isdecimal())
 
+    def newest(self, sequence: int) -> int | None:
+        """Number of the newest task up to this one whose state is stored; None if there is none."""
+        return max((number for number in self._stored() if number <= sequence), default=None)
+
     def before(self, sequence: int) -> Mapping[str, torch.Tensor]:
         """The state a task starts from; empty before the first.
 

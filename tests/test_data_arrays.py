@@ -56,12 +56,66 @@ def matlab_hdf5(path: Path, **arrays: Any) -> Path:
         ("Image", ("all", "image")),
         ("Tag", ("all", "text")),
         ("I_db", ("database", "image")),
+        ("I_dbase", ("database", "image")),
+        ("T_dBase", ("database", "text")),
+        ("L_base", ("database", "labels")),
+        ("I_ret", ("database", "image")),
+        ("retrieval_txts", ("database", "text")),
+        ("I_tra", ("train", "image")),
         ("param", None),
         ("__header__", None),
     ],
 )
 def test_the_words_of_a_name_say_what_an_array_is(key: str, expected: object) -> None:
     assert meaning(key) == expected
+
+
+def test_tr_beside_tra_is_what_is_retrieved_from(tmp_path: Path) -> None:
+    assert meaning("L_tr", tra=True) == ("database", "labels")
+    assert meaning("train_texts", tra=True) == ("train", "text")
+    arrays = parts()
+    rest = {f"{what}_tra": arrays.pop(f"{what}_tr") for what in "ITL"}
+    rest |= {"I_tr": rows(12, 5), "T_tr": rows(12, 3), "L_tr": np.eye(12, 4)}
+    for name, values in (
+        ("with retrieval", {**arrays, **rest}),
+        ("without", {**arrays, **dict(list(rest.items())[:3])}),
+    ):
+        found = read_arrays(Data(name="mirflickr", path=saved(tmp_path / f"{name}.mat", values)))
+        more = 12 if "I_tr" in values else 0
+        assert np.bincount(found["split"], minlength=5).tolist() == [8, 0, 4, 0, more]
+        assert np.array_equal(found["image"][found["split"] == 0], rest["I_tra"])
+        assert np.array_equal(found["image"][found["split"] == 2], arrays["I_te"])
+
+
+@pytest.mark.parametrize("word", ["dbase", "base", "ret", "retrieval"])
+def test_a_database_has_many_names(word: str, tmp_path: Path) -> None:
+    database = {f"I_{word}": rows(9, 5), f"T_{word}": rows(9, 3), f"L_{word}": np.eye(9, 4)}
+    found = read_arrays(Data(name="pascal", path=saved(tmp_path / "a.mat", {**parts(), **database})))
+    assert np.bincount(found["split"], minlength=5).tolist() == [8, 0, 4, 0, 9]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"I_foo": rows(9, 5), "T_foo": rows(9, 3), "L_foo": np.eye(9, 4)},
+        {"I_bar": rows(9, 5), "I_foo": rows(9, 5)},
+        {"L_foo": np.eye(9, 4)},
+        {"IAll": rows(12, 5), "TAll": rows(12, 3), "LAll": np.eye(12, 4)},
+    ],
+)
+@pytest.mark.parametrize("ending", ["mat", "h5", "npz"])
+def test_parts_are_never_lost_beside_arrays_of_no_part(more: dict[str, Any], ending: str, tmp_path: Path) -> None:
+    # HDF5 lists names in the order of the alphabet.
+    order = sorted if ending == "h5" else list
+    found = f"'{', '.join(order(more))} of no part that is known beside {', '.join(order(parts()))}'"
+    path = saved(tmp_path / f"a.{ending}", {**parts(), **more})
+    refused(path, rf"{found}, allowed: a part in every name, or in none \(train: tr, tra, .*database: base, database")
+
+
+def test_parts_of_pixels_are_never_lost_either(tmp_path: Path) -> None:
+    arrays = {"I_te": PIXELS, "T_te": np.eye(6), "L_te": np.eye(6), "I_foo": PIXELS, "T_foo": np.eye(6)}
+    with pytest.raises(InputError, match="I_foo, T_foo of no part that is known beside I_te, T_te, L_te"):
+        read_pixels(Data(name="mirflickr", path=saved(tmp_path / "a.mat", arrays)))
 
 
 @pytest.mark.parametrize("kind", ["mat", "v73", "h5", "npz"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import struct
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -30,10 +30,10 @@ ENDINGS = frozenset({".mat", ".h5", ".hdf5", ".h5py", ".npz"})
 _OPENING = threading.Lock()
 HDF5 = b"\x89HDF\r\n\x1a\n"
 PARTS: Mapping[str, frozenset[str]] = {
-    "train": frozenset({"tr", "train", "training"}),
+    "train": frozenset({"tr", "tra", "train", "training"}),
     "val": frozenset({"val", "valid", "validation"}),
     "test": frozenset({"te", "test", "query", "q"}),
-    "database": frozenset({"db", "database", "retrieval"}),
+    "database": frozenset({"db", "dbase", "base", "database", "ret", "retrieval"}),
 }
 # Labels come first: `train_imgs_labels` are labels.
 WORDS: Mapping[What, frozenset[str]] = {
@@ -234,14 +234,26 @@ def files_of(path: Path) -> list[Path]:
     return [path] if path.suffix.lower() in ENDINGS else []
 
 
-def meaning(key: str) -> tuple[str, What] | None:
+def _words(key: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[A-Z]", key)}
+
+
+def meaning(key: str, tra: bool = False) -> tuple[str, What] | None:
     """The part (``all``, or a split) and what an array is, from the words of its name; None where they do not say.
+
+    Args:
+        key: the name.
+        tra: whether a name beside it has the part ``tra``: then ``tr`` is what is retrieved from, as in LtCMH's files.
 
     >>> meaning("train_imgs_labels"), meaning("I_te"), meaning("YAll")
     (('train', 'labels'), ('test', 'image'), ('all', 'text'))
+    >>> meaning("I_tr"), meaning("I_tr", tra=True)
+    (('train', 'image'), ('database', 'image'))
     """
-    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[A-Z]", key)}
+    words = _words(key)
     part = next((part for part, known in PARTS.items() if words & known), "all")
+    if tra and "tr" in words:
+        part = "database"
     return next(((part, what) for what, known in WORDS.items() if words & known), None)
 
 
@@ -259,26 +271,38 @@ def recognise(path: Path, pixels: bool) -> Found:
         By part and meaning; parts are either ``all`` or splits.
 
     Raises:
-        InputError: a file is unreadable, two arrays are the same thing, or items lie in columns.
+        InputError: a file is unreadable, two arrays are the same thing, items lie in columns, or only some of the
+            arrays are of a part.
     """
+    stored = [array for file in files_of(path) for array in listed(file)]
+    split = next((array for array in reversed(stored) if array.key == "split"), None)
+    # Names of labels, of images or of tags are not what they name.
+    stored = [array for array in stored if array.shape and not array.words]
+    tra = any("tra" in _words(array.key) and meaning(array.key) for array in stored)
+    known = [(named, array) for array in stored if (named := meaning(array.key, tra)) is not None]
+    known = [(named, array) for named, array in known if named[1] != "image" or (len(array.shape) == 4) == pixels]
+    _all_or_parts(known, str(path))
     found: Found = {}
-    split: Stored | None = None
-    for file in files_of(path):
-        for array in listed(file):
-            if array.key == "split":
-                split = array
-            known = meaning(array.key)
-            if known is None or (known[1] == "image" and (len(array.shape) == 4) != pixels) or not array.shape:
-                continue
-            # Names of labels, of images or of tags are not what they name.
-            if array.words:
-                continue
-            before = found.get(known)
-            # Labels are often there once for each modality, and agree.
-            if before is not None and known[1] != "labels":
-                raise InputError(str(path), f"{before.key} and {array.key}, both {known[0]} {known[1]}", "one of them")
-            found.setdefault(known, array)
+    for named, array in known:
+        before = found.setdefault(named, array)
+        # Labels are often there once for each modality, and agree.
+        if before is not array and named[1] != "labels":
+            raise InputError(str(path), f"{before.key} and {array.key}, both {named[0]} {named[1]}", "one of them")
     return _upright(found, str(path), split)
+
+
+def _all_or_parts(known: Sequence[tuple[tuple[str, What], Stored]], place: str) -> None:
+    """Refuse arrays of parts beside arrays of none: whichever of the two were read, the others would be lost.
+
+    Raises:
+        InputError: some names have a part and others have none that is known.
+    """
+    whole = [array.key for (part, _), array in known if part == "all"]
+    parts = [array.key for (part, _), array in known if part != "all"]
+    if whole and parts:
+        words = "; ".join(f"{part}: {', '.join(sorted(own))}" for part, own in PARTS.items())
+        found = f"{', '.join(whole)} of no part that is known beside {', '.join(parts)}"
+        raise InputError(place, found, f"a part in every name, or in none ({words})")
 
 
 def _turned(array: Stored) -> Stored:
@@ -352,8 +376,6 @@ def parts_of(found: Mapping[tuple[str, What], Stored], place: str) -> list[str]:
         InputError: an image array without its text or the other way round, or none at all.
     """
     parts = sorted({part for part, what in found if what != "labels"}, key=("all", *SPLITS).index)
-    if "all" in parts:
-        parts = ["all"]
     lacking = [f"{part} {what}" for part in parts for what in ("image", "text") if (part, what) not in found]
     if lacking or not parts:
         names = ", ".join(stored.key for stored in found.values()) or "no array that is known"

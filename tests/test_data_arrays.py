@@ -381,6 +381,27 @@ def test_a_database_apart_from_the_training_items_is_kept_whole(tmp_path: Path) 
     assert len(found["labels"]) == 29
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_a_query_that_is_in_the_database_too_is_not_in_the_gallery(train: bool, tmp_path: Path) -> None:
+    image, text, labels = rows(20, 5), rows(20, 3), np.eye(4)[np.arange(20) % 4]
+    image[9], text[9], labels[9] = image[8], text[8], labels[8]  # two equal items, one of them a query
+    queries, rest = np.array([2, 8, 15]), np.delete(np.arange(20), [2, 8, 15])
+    arrays = {"I_te": image[queries], "T_te": text[queries], "L_te": labels[queries]}
+    arrays |= {"I_db": image, "T_db": text, "L_db": labels}
+    arrays |= {"I_tr": rows(6, 5), "T_tr": rows(6, 3), "L_tr": np.eye(6, 4)} if train else {}
+    found = read_arrays(Data(name="pascal", path=saved(tmp_path / "a.npz", arrays)))
+    gallery = found["split"] == SPLITS.index("database" if train else "train")
+    assert np.array_equal(found["image"][gallery], image[rest])
+    assert np.array_equal(found["text"][found["split"] == SPLITS.index("test")], text[queries])
+    assert len(found["image"]) == len(found["text"]) == len(found["labels"]) == len(found["split"]) == 20 + 6 * train
+
+
+def test_a_database_of_queries_alone_leaves_nothing_to_train_on(tmp_path: Path) -> None:
+    arrays = {name.replace("tr", "db"): value for name, value in parts().items()}
+    arrays |= {"I_db": arrays["I_te"], "T_db": arrays["T_te"], "L_db": arrays["L_te"]}
+    refused(saved(tmp_path / "a.npz", arrays), "no train item")
+
+
 def test_hdf5_without_matlabs_mark_is_read_the_way_that_fits(tmp_path: Path) -> None:
     arrays = parts()
     plain = read_arrays(Data(name="pascal", path=saved(tmp_path / "plain.h5", arrays)))

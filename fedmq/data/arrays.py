@@ -155,8 +155,8 @@ def read_arrays(data: Data) -> dict[str, Array]:
     else:
         codes = [SPLITS.index(part if "train" in parts or part != "database" else "train") for part in parts]
         arrays["split"] = np.repeat(codes, list(sizes.values())).astype(np.uint8)
-    again = _again(arrays, sizes) if {"train", "database"} <= sizes.keys() else None
-    if again is not None and again.any():
+    again = _again(arrays, sizes) if "database" in sizes else np.zeros(0, dtype=np.bool_)
+    if again.any():
         arrays = _only(arrays, np.flatnonzero(~again))
     if data.labelled:
         arrays = _only(arrays, labelled_rows(arrays.get("labels"), str(path)))
@@ -191,8 +191,9 @@ def _features(found: Found, what: What, sizes: Mapping[str, int]) -> list[Array]
 def _again(arrays: Mapping[str, Array], sizes: Mapping[str, int]) -> npt.NDArray[np.bool_]:
     """Rows of the part ``database`` that are items of another part once more: bool [n].
 
-    In most published hashing files the database holds the training items too. They are the same items where image, text
-    and labels are equal to the last digit; of several equal rows, as many are taken away as the other parts have.
+    In most published hashing files the database holds the training items too, and in some the queries, each of which
+    would find itself. They are the same items where image, text and labels are equal to the last digit; of several
+    equal rows, as many are taken away as the other parts have.
     """
     compared = [arrays[name] for name in ("image", "text", "labels") if name in arrays]
 
@@ -203,7 +204,7 @@ def _again(arrays: Mapping[str, Array], sizes: Mapping[str, int]) -> npt.NDArray
     ends = dict(zip(sizes, np.cumsum(list(sizes.values())).tolist(), strict=True))
     inside = range(ends["database"] - sizes["database"], ends["database"])
     known = Counter(
-        digest(row) for part in ("train", "val") if part in sizes for row in range(ends[part] - sizes[part], ends[part])
+        digest(row) for part, n in sizes.items() if part != "database" for row in range(ends[part] - n, ends[part])
     )
     again = np.zeros(len(arrays["image"]), dtype=np.bool_)
     for row in inside:

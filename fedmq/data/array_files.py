@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, Literal
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.data import sparse
 from fedmq.data.features import SPLITS
 from fedmq.data.pictures import Pixels, package
 from fedmq.errors import InputError
@@ -93,17 +94,25 @@ class Stored:
         if _is_hdf5(self.path):
             h5py = package("h5py", "formats", str(self.path))
             with h5py.File(self.path, "r") as opened:
-                if h5py.check_string_dtype(opened[self.key].dtype) is not None:
-                    return np.array(opened[self.key].asstr()[()], dtype=np.str_)
-                value = np.asarray(opened[self.key][()])
+                inside = opened[self.key]
+                if isinstance(inside, h5py.Group):
+                    value = sparse.hdf5_dense(self.place, inside)
+                elif h5py.check_string_dtype(inside.dtype) is not None:
+                    return np.array(inside.asstr()[()], dtype=np.str_)
+                else:
+                    value = np.asarray(inside[()])
             value = value.transpose() if self.matlab else value
             return _joined(value) if self.words else value
         value = package("scipy.io", "formats", str(self.path)).loadmat(self.path, variable_names=[self.key])[self.key]
         if value.dtype == object and not hasattr(value, "toarray"):
             # A cell array of MATLAB; what is no string in it is refused as a string.
             return np.array([str(np.squeeze(cell)) for cell in value.reshape(-1)])
-        # Tags are often stored as a sparse matrix.
-        return np.asarray(value.toarray() if hasattr(value, "toarray") else value)
+        if hasattr(value, "toarray"):
+            # Tags are often stored as a sparse matrix. SciPy's own way back does not look where a row number points to.
+            sparse.bounded(self.place, *value.shape)
+            value = value.tocsc()
+            value = sparse.dense(self.place, value.shape[0], value.data, value.indices, value.indptr).transpose()
+        return np.asarray(value)
 
 
 def _joined(codes: Array) -> Array:
@@ -184,12 +193,21 @@ def _inside(path: Path) -> list[Stored]:
         h5py = package("h5py", "formats", str(path))
         with h5py.File(path, "r") as opened:
             datasets = {key: value for key, value in opened.items() if hasattr(value, "shape")}
+            # A structure of MATLAB is a group, too: as a split it is refused, otherwise passed over.
+            sparsely = {
+                key: value
+                for key, value in opened.items()
+                if key not in datasets and ("MATLAB_sparse" in getattr(value, "attrs", ()) or key == "split")
+            }
             return [
                 _dataset(path, key, value, words)
                 for key, value in datasets.items()
                 if (words := h5py.check_string_dtype(value.dtype) is not None)
                 or value.dtype.kind in "iufb"
                 or key == "split"
+            ] + [
+                Stored(path, key, sparse.hdf5_shape(f"{path}: {key}", value), matlab=True)
+                for key, value in sparsely.items()
             ]
     _complete(path)
     listed = package("scipy.io", "formats", str(path)).whosmat(path)

@@ -615,6 +615,62 @@ def test_pixels_come_out_upright_however_they_were_stored(layout: str, tmp_path:
     assert SETS["ssense"].text == "bag"
 
 
+@pytest.mark.parametrize("layout", ["mat", "v73", "h5", "npz"])
+@pytest.mark.parametrize("dtype", ["f8", "f4", "i8", "u2"])
+def test_pixels_of_any_type_are_read_as_long_as_they_are_whole(layout: str, dtype: str, tmp_path: Path) -> None:
+    arrays = {"IAll": PIXELS.astype(dtype), "YAll": np.eye(6, 5), "LAll": np.eye(6, 4)}
+    path = tmp_path / {"mat": "a.mat", "v73": "a.mat", "h5": "a.h5", "npz": "a.npz"}[layout]
+    found = read_pixels(
+        Data(name="mirflickr", path=matlab_hdf5(path, **arrays) if layout == "v73" else saved(path, arrays))
+    )
+    for row in range(6):
+        assert found.pictures.frames(row)[0].dtype == np.uint8
+        assert np.array_equal(found.pictures.frames(row)[0], PIXELS[row])
+
+
+def test_pixels_that_are_none_are_refused_once(tmp_path: Path) -> None:
+    nan = PIXELS.astype("f4")
+    nan[3, 0, 0, 0] = np.nan
+    for number, (value, expected) in enumerate(
+        [
+            (PIXELS / 255, r"IAll\[0\]: found 'float64 values from .*whole numbers 0 to 255 in three channels"),
+            (PIXELS - 117.5, r"IAll\[0\]: found 'float64 values from -.*\.5 to"),
+            (PIXELS * 257.0, r"IAll\[0\]: found 'float64 values from"),
+            (nan, r"IAll\[3\]: found 'float32 values from nan to nan"),
+            (PIXELS > 99, r"IAll\[0\]: found 'bool \[8, 9, 3\]'"),
+            (PIXELS[..., :2], r"IAll: found 'shape \[6, 8, 9, 2\]'"),
+            (PIXELS[:, :0], r"IAll: found 'shape \[6, 0, 9, 3\]'"),
+        ]
+    ):
+        arrays = {"IAll": value, "YAll": np.eye(6, 5), "LAll": np.eye(6, 4)}
+        for ending in ("npz", "h5"):
+            if ending == "npz" or value.dtype != np.bool_:
+                with pytest.raises(InputError, match=expected):
+                    read_pixels(Data(name="mirflickr", path=saved(tmp_path / f"{number}.{ending}", arrays)))
+
+
+def test_a_picture_whose_values_are_no_pixels_is_unreadable_by_name(tmp_path: Path) -> None:
+    for dtype, value in (("f8", 0.5), ("i2", 256), ("i2", -1)):
+        image = PIXELS.astype(dtype)
+        image[2, 1, 1, 1] = value
+        path = saved(tmp_path / f"{dtype} {value}.h5", {"IAll": image, "YAll": np.eye(6, 5), "LAll": np.eye(6, 4)})
+        found = read_pixels(Data(name="mirflickr", path=path))
+        assert np.array_equal(found.pictures.frames(1)[0], PIXELS[1])
+        with pytest.raises(InputError, match=rf"IAll\[2\]: found '{image.dtype} values from"):
+            found.pictures.frames(2)
+
+
+def test_pixels_that_are_split_already_say_what_to_do(tmp_path: Path) -> None:
+    arrays = {
+        f"{what}_{part}": value
+        for part in ("tr", "te", "db")
+        for what, value in zip("ITL", (PIXELS, np.eye(6), np.eye(6)), strict=True)
+    }
+    for path in (saved(tmp_path / "raw_nus.npz", arrays), matlab_hdf5(tmp_path / "raw_mir.mat", **arrays)):
+        with pytest.raises(InputError, match=r"pixels that are split already, I_.*every item once: IAll.*a `split`"):
+            read_pixels(Data(name="mirflickr", path=path))
+
+
 def test_a_bag_with_a_value_that_is_no_number_is_named(tmp_path: Path) -> None:
     bag = np.eye(6, 5)
     bag[3, 1] = np.nan

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import re
 import struct
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
@@ -21,14 +19,13 @@ import numpy.typing as npt
 
 from fedmq.data import sparse
 from fedmq.data.features import SPLITS
-from fedmq.data.pictures import Pixels, package
+from fedmq.data.pictures import package
 from fedmq.errors import InputError
 
 Array = npt.NDArray[Any]
 What = Literal["image", "text", "labels"]
 
 ENDINGS = frozenset({".mat", ".h5", ".hdf5", ".h5py", ".npz"})
-_OPENING = threading.Lock()
 HDF5 = b"\x89HDF\r\n\x1a\n"
 PARTS: Mapping[str, frozenset[str]] = {
     "train": frozenset({"tr", "tra", "train", "training"}),
@@ -54,6 +51,7 @@ class Stored:
         shape: as MATLAB or NumPy would say it.
         matlab: stored in HDF5 with the axes the other way round, as MATLAB does.
         words: holds strings, not numbers; a row of characters that MATLAB stored counts as one string.
+        integers: of a type of whole numbers, as far as the file lists types.
     """
 
     path: Path
@@ -61,6 +59,7 @@ class Stored:
     shape: tuple[int, ...]
     matlab: bool = False
     words: bool = False
+    integers: bool = False
 
     @property
     def place(self) -> str:
@@ -73,7 +72,7 @@ class Stored:
         Raises:
             InputError: unreadable, or of Python objects.
         """
-        found: Array = _guarded(self.path, self._read)
+        found: Array = guarded(self.path, self._read)
         return found
 
     def numbers(self) -> Array:
@@ -91,7 +90,7 @@ class Stored:
         if self.path.suffix.lower() == ".npz":
             with np.load(self.path, allow_pickle=False) as opened:
                 return np.asarray(opened[self.key])
-        if _is_hdf5(self.path):
+        if is_hdf5(self.path):
             h5py = package("h5py", "formats", str(self.path))
             with h5py.File(self.path, "r") as opened:
                 inside = opened[self.key]
@@ -120,13 +119,14 @@ def _joined(codes: Array) -> Array:
     return np.array(["".join(map(chr, row)) for row in np.atleast_2d(codes).tolist()])
 
 
-def _is_hdf5(path: Path) -> bool:
+def is_hdf5(path: Path) -> bool:
+    """Whether a file begins as HDF5 does, or as what MATLAB writes to it: after 512 bytes of its own."""
     with path.open("rb") as file:
         head = file.read(520)
     return head.startswith(HDF5) or head[512:] == HDF5
 
 
-def _guarded(path: Path, work: Callable[[], Any]) -> Any:
+def guarded(path: Path, work: Callable[[], Any]) -> Any:
     """Run a reader; whatever it raises on a broken file becomes one line.
 
     Raises:
@@ -189,7 +189,7 @@ def _inside(path: Path) -> list[Stored]:
         with np.load(path, allow_pickle=False) as opened:
             # The header of each member has its shape.
             return [_npy_header(opened, path, key) for key in opened.files]
-    if _is_hdf5(path):
+    if is_hdf5(path):
         h5py = package("h5py", "formats", str(path))
         with h5py.File(path, "r") as opened:
             datasets = {key: value for key, value in opened.items() if hasattr(value, "shape")}
@@ -212,7 +212,7 @@ def _inside(path: Path) -> list[Stored]:
     _complete(path)
     listed = package("scipy.io", "formats", str(path)).whosmat(path)
     return [
-        Stored(path, key, tuple(map(int, shape)), words=kind == "char")
+        Stored(path, key, tuple(map(int, shape)), words=kind == "char", integers=kind.startswith(("int", "uint")))
         for key, shape, kind in listed
         if kind not in ("cell", "struct", "object") or key == "split"
     ]
@@ -221,10 +221,11 @@ def _inside(path: Path) -> list[Stored]:
 def _dataset(path: Path, key: str, value: Any, words: bool) -> Stored:
     """One array of an HDF5 file."""
     shape, matlab = tuple(map(int, value.shape)), value.attrs.get("MATLAB_class")
+    integers = value.dtype.kind in "iu"
     if matlab is None:
-        return Stored(path, key, shape, words=words)
+        return Stored(path, key, shape, words=words, integers=integers)
     characters = matlab == b"char" and not words
-    return Stored(path, key, shape[:0:-1] if characters else shape[::-1], True, words or characters)
+    return Stored(path, key, shape[:0:-1] if characters else shape[::-1], True, words or characters, integers)
 
 
 def listed(path: Path) -> list[Stored]:
@@ -233,7 +234,7 @@ def listed(path: Path) -> list[Stored]:
     Raises:
         InputError: no such file, one that was cut off, or one with pickled objects.
     """
-    found: list[Stored] = _guarded(path, lambda: _inside(path))
+    found: list[Stored] = guarded(path, lambda: _inside(path))
     return found
 
 
@@ -242,7 +243,7 @@ def _npy_header(opened: Any, path: Path, key: str) -> Stored:
         version = np.lib.format.read_magic(member)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, kind = read(member)
-        return Stored(path, key, tuple(map(int, shape)), words=kind.kind in "US")
+        return Stored(path, key, tuple(map(int, shape)), words=kind.kind in "US", integers=kind.kind in "iu")
 
 
 def files_of(path: Path) -> list[Path]:
@@ -367,7 +368,7 @@ def _upright(found: Found, place: str, split: Stored | None) -> Found:
         }
 
     def unmarked(array: Stored) -> bool:
-        return not array.matlab and array.path.suffix.lower() != ".npz" and _is_hdf5(array.path)
+        return not array.matlab and array.path.suffix.lower() != ".npz" and is_hdf5(array.path)
 
     shown = ", ".join(f"{array.key} {list(array.shape)}" for array in found.values())
     fits, columns = _consistent(found, split), turn(unmarked)
@@ -400,54 +401,3 @@ def parts_of(found: Mapping[tuple[str, What], Stored], place: str) -> list[str]:
         allowed = "image and text under names like I_tr, T_tr, L_tr, I_te, T_te, L_te or IAll, TAll, LAll"
         raise InputError(place, f"{names}; no {lacking[0] if lacking else 'image'}", allowed)
     return parts
-
-
-@dataclass(frozen=True)
-class Pile:
-    """Pictures of one stored array, for ``pictures.Rows``; rows of an HDF5 file are read one by one.
-
-    Args:
-        stored: of four dimensions; one of the ends counts the pictures, one of the rest the three channels.
-        n: pictures.
-    """
-
-    stored: Stored
-    n: int
-
-    def __len__(self) -> int:
-        return self.n
-
-    @property
-    def place(self) -> str:
-        """What a message calls it."""
-        return self.stored.place
-
-    @cached_property
-    def stamp(self) -> str:
-        """The file's name, size and time of change, and the array's name."""
-        about = self.stored.path.stat()
-        return f"{self.stored.path.name}|{about.st_size}|{about.st_mtime_ns}|{self.stored.key}"
-
-    @cached_property
-    def _source(self) -> Any:
-        path = self.stored.path
-        if path.suffix.lower() != ".npz" and _is_hdf5(path):
-            return _guarded(path, lambda: package("h5py", "formats", str(path)).File(path, "r")[self.stored.key])
-        return self.stored.read()
-
-    def picture(self, row: int) -> Pixels:
-        """uint8 [height, width, 3]."""
-        # A file of version 5 is read as a whole: once, not by every thread that asks first.
-        with _OPENING:
-            source = self._source
-        found = _guarded(
-            self.stored.path, lambda: np.asarray(source[row] if source.shape[0] == self.n else source[..., row])
-        )
-        # A picture that MATLAB stored in HDF5 comes with all its axes the other way round.
-        found = found.transpose() if self.stored.matlab else found
-        found = found.transpose(1, 2, 0) if found.shape[2] != 3 and found.shape[0] == 3 else found
-        if found.ndim != 3 or found.shape[2] != 3 or found.dtype.kind not in "ui":
-            raise InputError(
-                f"{self.place}[{row}]", f"{found.dtype} {list(found.shape)}", "whole numbers 0 to 255 in three channels"
-            )
-        return np.ascontiguousarray(np.clip(found, 0, 255).astype(np.uint8))

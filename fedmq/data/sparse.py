@@ -45,7 +45,8 @@ def dense(place: str, rows: int, data: Array, ir: Array, jc: Array) -> Array:
         wrong = int(ir.max() if ir.min() >= 0 else ir.min())
         raise InputError(f"{place}: ir", f"row {wrong}", f"0 to {rows - 1}: the array has {rows} rows")
     found = np.zeros((columns, rows), dtype=data.dtype)
-    found[np.repeat(np.arange(columns), np.diff(jc.astype(np.int64))), ir.astype(np.int64)] = data
+    counts = (jc[1:] - jc[:-1]).astype(np.int64)
+    found[np.repeat(np.arange(columns), counts), ir.astype(np.int64)] = data
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedmq.data.array_files import meaning
+from fedmq.data.array_files import PARTS, meaning
 from fedmq.data.arrays import read_arrays, read_pixels
 from fedmq.data.features import SPLITS
 from fedmq.data.prepared import prepare
@@ -85,6 +85,13 @@ def test_tr_beside_tra_is_what_is_retrieved_from(tmp_path: Path) -> None:
         assert np.bincount(found["split"], minlength=5).tolist() == [8, 0, 4, 0, more]
         assert np.array_equal(found["image"][found["split"] == 0], rest["I_tra"])
         assert np.array_equal(found["image"][found["split"] == 2], arrays["I_te"])
+
+
+def test_the_document_has_every_word_of_a_part() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "data.md").read_text(encoding="utf-8")
+    for part, words in PARTS.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{part}` | `"))
+        assert {word.strip("` ") for word in line.split("|")[2].split(";")[0].split(",")} == words
 
 
 @pytest.mark.parametrize("word", ["dbase", "base", "ret", "retrieval"])

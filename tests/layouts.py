@@ -44,6 +44,24 @@ def flickr(folder: Path, name: str = "flickr8k", splits: Sequence[str] = SPLITS)
     return folder
 
 
+def flickr8k_release(folder: Path, splits: Sequence[str] = SPLITS, text: str = "Flickr8k_text") -> Path:
+    """The official release: captions and three lists in ``text``; one photo of no list, and captions of no photo."""
+    names = {"train": "trainImages", "val": "devImages", "test": "testImages"}
+    lists: dict[str, list[str]] = {split: [] for split in names}
+    lines = [f"2258277193_586949ec62.jpg.1#{number}\tA caption of no photo ." for number in range(5)]
+    for row, split in enumerate([*splits, ""]):
+        name = f"{100 + row}_{row:08x}.jpg"
+        photo(folder / "Flicker8k_Dataset" / name, row, (16, 20))
+        lines += [f"{name}#{number}\tPhoto {row} as number {number} sees it ." for number in range(5)]
+        if split:
+            lists[split].append(name)
+    write(folder / text / "Flickr8k.token.txt", "\n".join(lines) + "\n")
+    for split, own in lists.items():
+        write(folder / text / f"Flickr_8k.{names[split]}.txt", "".join(f"{name}\n" for name in own))
+    write(folder / text / "readme.txt", "not a list")
+    return folder
+
+
 def coco(folder: Path) -> Path:
     """Karpathy's JSON, two image folders, and instances with categories."""
     images = []

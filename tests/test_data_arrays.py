@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedmq.data.array_files import meaning
+from fedmq.data.array_files import PARTS, meaning
 from fedmq.data.arrays import read_arrays, read_pixels
 from fedmq.data.features import SPLITS
 from fedmq.data.prepared import prepare
@@ -57,12 +57,73 @@ def matlab_hdf5(path: Path, **arrays: Any) -> Path:
         ("Image", ("all", "image")),
         ("Tag", ("all", "text")),
         ("I_db", ("database", "image")),
+        ("I_dbase", ("database", "image")),
+        ("T_dBase", ("database", "text")),
+        ("L_base", ("database", "labels")),
+        ("I_ret", ("database", "image")),
+        ("retrieval_txts", ("database", "text")),
+        ("I_tra", ("train", "image")),
         ("param", None),
         ("__header__", None),
     ],
 )
 def test_the_words_of_a_name_say_what_an_array_is(key: str, expected: object) -> None:
     assert meaning(key) == expected
+
+
+def test_tr_beside_tra_is_what_is_retrieved_from(tmp_path: Path) -> None:
+    assert meaning("L_tr", tra=True) == ("database", "labels")
+    assert meaning("train_texts", tra=True) == ("train", "text")
+    arrays = parts()
+    rest = {f"{what}_tra": arrays.pop(f"{what}_tr") for what in "ITL"}
+    rest |= {"I_tr": rows(12, 5), "T_tr": rows(12, 3), "L_tr": np.eye(12, 4)}
+    for name, values in (
+        ("with retrieval", {**arrays, **rest}),
+        ("without", {**arrays, **dict(list(rest.items())[:3])}),
+    ):
+        found = read_arrays(Data(name="mirflickr", path=saved(tmp_path / f"{name}.mat", values)))
+        more = 12 if "I_tr" in values else 0
+        assert np.bincount(found["split"], minlength=5).tolist() == [8, 0, 4, 0, more]
+        assert np.array_equal(found["image"][found["split"] == 0], rest["I_tra"])
+        assert np.array_equal(found["image"][found["split"] == 2], arrays["I_te"])
+
+
+def test_the_document_has_every_word_of_a_part() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "data.md").read_text(encoding="utf-8")
+    for part, words in PARTS.items():
+        line = next(line for line in text.splitlines() if line.startswith(f"| `{part}` | `"))
+        assert {word.strip("` ") for word in line.split("|")[2].split(";")[0].split(",")} == words
+
+
+@pytest.mark.parametrize("word", ["dbase", "base", "ret", "retrieval"])
+def test_a_database_has_many_names(word: str, tmp_path: Path) -> None:
+    database = {f"I_{word}": rows(9, 5), f"T_{word}": rows(9, 3), f"L_{word}": np.eye(9, 4)}
+    found = read_arrays(Data(name="pascal", path=saved(tmp_path / "a.mat", {**parts(), **database})))
+    assert np.bincount(found["split"], minlength=5).tolist() == [8, 0, 4, 0, 9]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"I_foo": rows(9, 5), "T_foo": rows(9, 3), "L_foo": np.eye(9, 4)},
+        {"I_bar": rows(9, 5), "I_foo": rows(9, 5)},
+        {"L_foo": np.eye(9, 4)},
+        {"IAll": rows(12, 5), "TAll": rows(12, 3), "LAll": np.eye(12, 4)},
+    ],
+)
+@pytest.mark.parametrize("ending", ["mat", "h5", "npz"])
+def test_parts_are_never_lost_beside_arrays_of_no_part(more: dict[str, Any], ending: str, tmp_path: Path) -> None:
+    # HDF5 lists names in the order of the alphabet.
+    order = sorted if ending == "h5" else list
+    found = f"'{', '.join(order(more))} of no part that is known beside {', '.join(order(parts()))}'"
+    path = saved(tmp_path / f"a.{ending}", {**parts(), **more})
+    refused(path, rf"{found}, allowed: a part in every name, or in none \(train: tr, tra, .*database: base, database")
+
+
+def test_parts_of_pixels_are_never_lost_either(tmp_path: Path) -> None:
+    arrays = {"I_te": PIXELS, "T_te": np.eye(6), "L_te": np.eye(6), "I_foo": PIXELS, "T_foo": np.eye(6)}
+    with pytest.raises(InputError, match="I_foo, T_foo of no part that is known beside I_te, T_te, L_te"):
+        read_pixels(Data(name="mirflickr", path=saved(tmp_path / "a.mat", arrays)))
 
 
 @pytest.mark.parametrize("kind", ["mat", "v73", "h5", "npz"])
@@ -328,6 +389,27 @@ def test_a_database_apart_from_the_training_items_is_kept_whole(tmp_path: Path) 
     assert len(found["labels"]) == 29
 
 
+@pytest.mark.parametrize("train", [True, False])
+def test_a_query_that_is_in_the_database_too_is_not_in_the_gallery(train: bool, tmp_path: Path) -> None:
+    image, text, labels = rows(20, 5), rows(20, 3), np.eye(4)[np.arange(20) % 4]
+    image[9], text[9], labels[9] = image[8], text[8], labels[8]  # two equal items, one of them a query
+    queries, rest = np.array([2, 8, 15]), np.delete(np.arange(20), [2, 8, 15])
+    arrays = {"I_te": image[queries], "T_te": text[queries], "L_te": labels[queries]}
+    arrays |= {"I_db": image, "T_db": text, "L_db": labels}
+    arrays |= {"I_tr": rows(6, 5), "T_tr": rows(6, 3), "L_tr": np.eye(6, 4)} if train else {}
+    found = read_arrays(Data(name="pascal", path=saved(tmp_path / "a.npz", arrays)))
+    gallery = found["split"] == SPLITS.index("database" if train else "train")
+    assert np.array_equal(found["image"][gallery], image[rest])
+    assert np.array_equal(found["text"][found["split"] == SPLITS.index("test")], text[queries])
+    assert len(found["image"]) == len(found["text"]) == len(found["labels"]) == len(found["split"]) == 20 + 6 * train
+
+
+def test_a_database_of_queries_alone_leaves_nothing_to_train_on(tmp_path: Path) -> None:
+    arrays = {name.replace("tr", "db"): value for name, value in parts().items()}
+    arrays |= {"I_db": arrays["I_te"], "T_db": arrays["T_te"], "L_db": arrays["L_te"]}
+    refused(saved(tmp_path / "a.npz", arrays), "no train item")
+
+
 def test_hdf5_without_matlabs_mark_is_read_the_way_that_fits(tmp_path: Path) -> None:
     arrays = parts()
     plain = read_arrays(Data(name="pascal", path=saved(tmp_path / "plain.h5", arrays)))
@@ -416,6 +498,123 @@ def test_two_label_levels_are_told_apart_by_name(tmp_path: Path) -> None:
         read_arrays(Data(name="fashionvc", path=tmp_path / "vgg.mat"))
 
 
+# --- sparse arrays ----------------------------------------------------------------------------------------------------
+
+
+def sparse_hdf5(path: Path, key: str, dense: Any, **changes: Any) -> Path:
+    """A sparse array as MATLAB writes it with -v7.3, beside what the file has; without data and ir where all is 0."""
+    matrix = scipy_sparse.csc_matrix(dense)
+    inside = {"data": matrix.data, "ir": matrix.indices.astype(np.uint64), "jc": matrix.indptr.astype(np.uint64)}
+    inside = {"jc": inside["jc"]} if matrix.nnz == 0 else inside
+    with h5py.File(path, "a") as file:
+        group = file.create_group(key)
+        group.attrs["MATLAB_class"] = np.bytes_("logical" if matrix.dtype == np.uint8 else "double")
+        group.attrs["MATLAB_sparse"] = changes.pop("rows", np.uint64(matrix.shape[0]))
+        for name, value in {**inside, **changes}.items():
+            if value is not None:
+                group[name] = value
+    return path
+
+
+TAGS = np.kron(np.eye(3), [[0, 2, 0], [1, 0, 0], [0, 0, 0]])[:8]  # with rows and columns without a tag
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.uint8])
+@pytest.mark.parametrize("pixels", [False, True])
+def test_sparse_arrays_of_matlabs_hdf5_are_read_as_those_of_version_5(dtype: Any, pixels: bool, tmp_path: Path) -> None:
+    image = RNG.integers(0, 256, (8, 5, 6, 3), dtype=np.uint8) if pixels else rows(8, 6)
+    path = matlab_hdf5(tmp_path / "a.mat", IAll=image)
+    sparse_hdf5(path, "YAll", TAGS.astype(dtype))
+    sparse_hdf5(path, "LAll", np.eye(8, 4))
+    older = tmp_path / "b.mat"
+    scipy_io.savemat(older, {"IAll": image, "YAll": scipy_sparse.csc_matrix(TAGS), "LAll": np.eye(8, 4)})
+    for file in (path, older):
+        if pixels:
+            found = read_pixels(Data(name="mirflickr", path=file))
+            assert found.bag is not None
+            assert np.array_equal(found.bag, TAGS)
+            assert np.array_equal(found.labels, np.eye(8, 4))  # type: ignore[arg-type]
+        else:
+            arrays = read_arrays(Data(name="mirflickr", path=file))
+            assert np.array_equal(arrays["text"], TAGS)
+            assert np.array_equal(arrays["labels"], np.eye(8, 4))
+
+
+def test_a_sparse_array_of_zeros_has_no_values_in_hdf5(tmp_path: Path) -> None:
+    path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(8, 6), TAll=rows(8, 5))
+    found = read_arrays(Data(name="iapr", path=sparse_hdf5(path, "LAll", np.zeros((8, 4)))))
+    assert found["labels"].tolist() == np.zeros((8, 4)).tolist()
+
+
+HUGE = np.uint64(2**63)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ir": np.array([8] + [0] * 5, np.uint64)}, "YAll: ir: found 'row 8', allowed: 0 to 7"),
+        ({"ir": np.array([HUGE] + [0] * 5, np.uint64)}, f"YAll: ir: found 'row {HUGE}', allowed: 0 to 7"),
+        ({"ir": np.array([-1] + [0] * 5)}, "YAll: ir: found 'row -1', allowed: 0 to 7"),
+        ({"ir": np.zeros(5, np.uint64)}, "YAll: found '6 values of 5 rows'"),
+        ({"ir": None}, "YAll: found '6 values of 0 rows'"),
+        ({"ir": np.zeros(6)}, r"YAll: found 'a group of data, ir, jc \(wrong: ir\)', allowed: MATLAB's sparse array"),
+        ({"jc": np.array([0] * 9 + [7], np.uint64)}, "YAll: jc: found .*ascending places, 0 to 6"),
+        ({"jc": np.array([0, 5, 4] + [6] * 7, np.uint64)}, "YAll: jc: found .*ascending places, 0 to 6"),
+        ({"jc": np.array([0, HUGE] + [6] * 8, np.uint64)}, "YAll: jc: found .*ascending places, 0 to 6"),
+        ({"jc": np.array([1] * 9 + [6], np.uint64)}, "YAll: jc: found .*ascending places, 0 to 6"),
+        ({"jc": np.zeros(0, np.uint64)}, "YAll: found 'a group of data, ir, jc .*jc or rows"),
+        ({"jc": None}, "YAll: found 'a group of data, ir .*jc or rows"),
+        ({"jc": np.zeros((2, 5), np.uint64)}, r"YAll: found 'a group of data, ir, jc \(wrong: jc\)"),
+        ({"rows": HUGE}, f"a sparse array of {HUGE} x 9', allowed: at most 1073741824 values when written out"),
+        ({"rows": np.int64(-8)}, "a sparse array of -8 x 9"),
+        ({"rows": np.bytes_("eight")}, "YAll: found 'a group of data, ir, jc .*jc or rows"),
+        ({"data": np.zeros(6, [("real", "f8"), ("imag", "f8")])}, "YAll: data: found .dtype .*allowed: real numbers"),
+    ],
+)
+def test_a_sparse_array_whose_numbers_point_nowhere_is_refused(
+    changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(8, 6), LAll=np.eye(8, 4))
+    sparse_hdf5(path, "YAll", TAGS, **changes)
+    pixels = sparse_hdf5(matlab_hdf5(tmp_path / "b.mat", IAll=PIXELS, LAll=np.eye(6)), "YAll", TAGS, **changes)
+    for read in (
+        lambda: read_arrays(Data(name="pascal", path=path)),
+        lambda: read_pixels(Data(name="ssense", path=pixels)),
+    ):
+        with pytest.raises(InputError, match=expected) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+
+
+def test_columns_that_no_row_limits_are_not_written_out(tmp_path: Path) -> None:
+    path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(8, 6), LAll=np.eye(8, 4))
+    with h5py.File(path, "a") as file:
+        group = file.create_group("YAll")
+        group.attrs["MATLAB_sparse"] = np.uint64(8)
+        group.create_dataset("jc", (2**40,), dtype=np.uint64, chunks=(1024,))  # nothing of it lies on the disk
+    refused(path, r"a sparse array of 8 x 1099511627775'")
+
+
+def test_a_sparse_array_of_version_5_that_points_outside_is_refused_before_it_is_written_out(tmp_path: Path) -> None:
+    matrix = scipy_sparse.csc_matrix(TAGS)
+    path = saved(tmp_path / "a.mat", {"YAll": matrix, "IAll": rows(8, 6), "LAll": np.eye(8, 4)})
+    content, known = path.read_bytes(), matrix.indices.astype("<i4").tobytes()
+    assert content.count(known) == 1
+    wrong = np.array([10**8, *matrix.indices[1:]]).astype("<i4").tobytes()
+    path.write_bytes(content.replace(known, wrong))
+    refused(path, "YAll: ir: found 'row 100000000', allowed: 0 to 7")
+
+
+def test_a_structure_as_a_split_in_hdf5_is_refused(tmp_path: Path) -> None:
+    path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(8, 6), TAll=rows(8, 5), LAll=np.eye(8, 4))
+    with h5py.File(path, "a") as file:
+        file["split/train"] = np.arange(4)
+        file["about/image"] = np.arange(4)  # another structure is passed over
+    refused(path, r"a\.mat: split: found 'a group of train")
+
+
+# --- pixels -----------------------------------------------------------------------------------------------------------
+
 PIXELS = RNG.integers(0, 256, (6, 8, 9, 3), dtype=np.uint8)  # items, height, width, channels
 
 
@@ -440,6 +639,62 @@ def test_pixels_come_out_upright_however_they_were_stored(layout: str, tmp_path:
     assert found.bag.dtype == np.uint8
     assert found.label_names[4] == "fine:00"
     assert SETS["ssense"].text == "bag"
+
+
+@pytest.mark.parametrize("layout", ["mat", "v73", "h5", "npz"])
+@pytest.mark.parametrize("dtype", ["f8", "f4", "i8", "u2"])
+def test_pixels_of_any_type_are_read_as_long_as_they_are_whole(layout: str, dtype: str, tmp_path: Path) -> None:
+    arrays = {"IAll": PIXELS.astype(dtype), "YAll": np.eye(6, 5), "LAll": np.eye(6, 4)}
+    path = tmp_path / {"mat": "a.mat", "v73": "a.mat", "h5": "a.h5", "npz": "a.npz"}[layout]
+    found = read_pixels(
+        Data(name="mirflickr", path=matlab_hdf5(path, **arrays) if layout == "v73" else saved(path, arrays))
+    )
+    for row in range(6):
+        assert found.pictures.frames(row)[0].dtype == np.uint8
+        assert np.array_equal(found.pictures.frames(row)[0], PIXELS[row])
+
+
+def test_pixels_that_are_none_are_refused_once(tmp_path: Path) -> None:
+    nan = PIXELS.astype("f4")
+    nan[3, 0, 0, 0] = np.nan
+    for number, (value, expected) in enumerate(
+        [
+            (PIXELS / 255, r"IAll\[0\]: found 'float64 values from .*whole numbers 0 to 255 in three channels"),
+            (PIXELS - 117.5, r"IAll\[0\]: found 'float64 values from -.*\.5 to"),
+            (PIXELS * 257.0, r"IAll\[0\]: found 'float64 values from"),
+            (nan, r"IAll\[3\]: found 'float32 values from nan to nan"),
+            (PIXELS > 99, r"IAll\[0\]: found 'bool \[8, 9, 3\]'"),
+            (PIXELS[..., :2], r"IAll: found 'shape \[6, 8, 9, 2\]'"),
+            (PIXELS[:, :0], r"IAll: found 'shape \[6, 0, 9, 3\]'"),
+        ]
+    ):
+        arrays = {"IAll": value, "YAll": np.eye(6, 5), "LAll": np.eye(6, 4)}
+        for ending in ("npz", "h5"):
+            if ending == "npz" or value.dtype != np.bool_:
+                with pytest.raises(InputError, match=expected):
+                    read_pixels(Data(name="mirflickr", path=saved(tmp_path / f"{number}.{ending}", arrays)))
+
+
+def test_a_picture_whose_values_are_no_pixels_is_unreadable_by_name(tmp_path: Path) -> None:
+    for dtype, value in (("f8", 0.5), ("i2", 256), ("i2", -1)):
+        image = PIXELS.astype(dtype)
+        image[2, 1, 1, 1] = value
+        path = saved(tmp_path / f"{dtype} {value}.h5", {"IAll": image, "YAll": np.eye(6, 5), "LAll": np.eye(6, 4)})
+        found = read_pixels(Data(name="mirflickr", path=path))
+        assert np.array_equal(found.pictures.frames(1)[0], PIXELS[1])
+        with pytest.raises(InputError, match=rf"IAll\[2\]: found '{image.dtype} values from"):
+            found.pictures.frames(2)
+
+
+def test_pixels_that_are_split_already_say_what_to_do(tmp_path: Path) -> None:
+    arrays = {
+        f"{what}_{part}": value
+        for part in ("tr", "te", "db")
+        for what, value in zip("ITL", (PIXELS, np.eye(6), np.eye(6)), strict=True)
+    }
+    for path in (saved(tmp_path / "raw_nus.npz", arrays), matlab_hdf5(tmp_path / "raw_mir.mat", **arrays)):
+        with pytest.raises(InputError, match=r"pixels that are split already, I_.*every item once: IAll.*a `split`"):
+            read_pixels(Data(name="mirflickr", path=path))
 
 
 def test_a_bag_with_a_value_that_is_no_number_is_named(tmp_path: Path) -> None:

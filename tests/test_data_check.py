@@ -94,6 +94,27 @@ def test_missing_and_unreadable_files_are_all_named_and_the_exit_code_is_2(
     assert json.loads(capfd.readouterr().out)["items"] == 5
 
 
+def test_flickr8ks_release_is_counted_without_what_no_list_names(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = layouts.flickr8k_release(tmp_path / "set")
+    path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
+    assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert (facts["items"], facts["captions"], facts["missing"], facts["problems"]) == (6, 30, [], [])
+    assert facts["splits"] == {"train": 3, "val": 1, "test": 2, "public": 0, "database": 0}
+    assert fedmq(monkeypatch, "data", "features", path, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["n"] == 6
+    # A photo of a list that is not there, and one of which nothing is said.
+    (folder / "Flicker8k_Dataset" / "101_00000001.jpg").unlink()
+    with (folder / "Flickr8k_text" / "Flickr_8k.trainImages.txt").open("a") as file:
+        file.write("106_00000006.jpg\n107.jpg\n")
+    assert fedmq(monkeypatch, "data", "check", path, "--json") == 2
+    facts = json.loads(capfd.readouterr().out)
+    assert [Path(name).name for name in facts["missing"]] == ["101_00000001.jpg", "107.jpg"]
+    assert facts["without_captions"] == ["107.jpg"]
+
+
 def test_labels_are_counted_over_the_items_that_are_left(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

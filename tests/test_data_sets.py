@@ -58,6 +58,69 @@ def test_annotations_and_images_may_lie_elsewhere(tmp_path: Path) -> None:
     assert not any(found.pictures.missing(row) for row in range(len(found)))
 
 
+@pytest.mark.parametrize("text", ["Flickr8k_text", "."])
+def test_flickr8ks_release_gives_the_photos_of_its_lists(text: str, tmp_path: Path) -> None:
+    found = read("flickr8k", layouts.flickr8k_release(tmp_path, ["test", "val", "train", "train"], text))
+    assert found.keys == ("102_00000002.jpg", "103_00000003.jpg", "101_00000001.jpg", "100_00000000.jpg")
+    assert words(found) == ["train", "train", "val", "test"]
+    assert found.captions[2] == tuple(f"Photo 1 as number {number} sees it ." for number in range(5))
+    assert all(len(own) == 5 for own in found.captions)
+    assert not any(found.pictures.missing(row) for row in range(len(found)))
+    assert np.array_equal(found.pictures.frames(0)[0], decode(tmp_path / "Flicker8k_Dataset" / found.keys[0]))
+    # The other name of the folder, and Karpathy's JSON comes first where it is there.
+    (tmp_path / "Flicker8k_Dataset").rename(tmp_path / "Flickr8k_Dataset")
+    assert not read("flickr8k", tmp_path).pictures.missing(0)
+    layouts.flickr(tmp_path)
+    assert read("flickr8k", tmp_path).keys[0] == "0.jpg"
+
+
+def test_flickr8ks_release_may_lie_elsewhere(tmp_path: Path) -> None:
+    whole = read("flickr8k", layouts.flickr8k_release(tmp_path / "set"))
+    (tmp_path / "set" / "Flickr8k_text").rename(tmp_path / "notes")
+    with pytest.raises(InputError, match=r"data\.annotations.*dataset_flickr8k\.json or .*Flickr8k\.token\.txt"):
+        read("flickr8k", tmp_path / "set")
+    for notes in (tmp_path / "notes", tmp_path / "notes" / "Flickr8k.token.txt"):
+        found = read("flickr8k", tmp_path / "set", annotations=notes)
+        assert (found.keys, found.captions) == (whole.keys, whole.captions)
+    (tmp_path / "set" / "Flicker8k_Dataset").rename(tmp_path / "photos")
+    found = read("flickr8k", tmp_path / "set", annotations=tmp_path / "notes", images=tmp_path / "photos")
+    assert not any(found.pictures.missing(row) for row in range(len(found)))
+    # The three lists may lie in the set's own folder.
+    for path in (tmp_path / "notes").glob("Flickr_8k.*"):
+        path.rename(tmp_path / "set" / path.name)
+    assert read("flickr8k", tmp_path / "set", annotations=tmp_path / "notes", images=tmp_path).keys == whole.keys
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("Flickr8k.token.txt", "100.jpg#0\tgood\n\n100.jpg#1 no tab\n", r"line 3: found '100\.jpg#1 no tab'.*a tab"),
+        ("Flickr8k.token.txt", "100.jpg\tno number\n", "line 1: found.*# and a number"),
+        ("Flickr8k.token.txt", "100.jpg#x\tno number\n", "line 1: found.*# and a number"),
+        ("Flickr8k.token.txt", "#0\tno name\n", "line 1: found.*a photo's name"),
+        (
+            "Flickr_8k.trainImages.txt",
+            "100_00000000.jpg\n/etc/passwd\n",
+            "line 2: found '/etc/passwd'.*without a folder",
+        ),
+        ("Flickr_8k.trainImages.txt", "../100_00000000.jpg\n", "line 1: found.*without a folder"),
+        ("Flickr_8k.trainImages.txt", "104_00000004.jpg\n", r"'104_00000004\.jpg' twice"),
+        ("Flickr_8k.devImages.txt", None, r"data\.annotations: found 'no list Flickr_8k\.devImages\.txt'"),
+    ],
+)
+def test_what_is_wrong_in_flickr8ks_release_is_named(
+    name: str, content: str | None, expected: str, tmp_path: Path
+) -> None:
+    file = layouts.flickr8k_release(tmp_path) / "Flickr8k_text" / name
+    if content is None:
+        file.unlink()
+    else:
+        file.write_text(content)
+    with pytest.raises(InputError, match=expected) as caught:
+        read("flickr8k", tmp_path)
+    assert "\n" not in str(caught.value)
+
+
 def test_wikipedias_lists_and_texts_may_lie_elsewhere(tmp_path: Path) -> None:
     whole = read("wikipedia", layouts.wikipedia(tmp_path / "set"))
     notes = tmp_path / "notes"

@@ -9,31 +9,29 @@ from __future__ import annotations
 
 import re
 import struct
-import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.data import sparse
 from fedmq.data.features import SPLITS
-from fedmq.data.pictures import Pixels, package
+from fedmq.data.pictures import package
 from fedmq.errors import InputError
 
 Array = npt.NDArray[Any]
 What = Literal["image", "text", "labels"]
 
 ENDINGS = frozenset({".mat", ".h5", ".hdf5", ".h5py", ".npz"})
-_OPENING = threading.Lock()
 HDF5 = b"\x89HDF\r\n\x1a\n"
 PARTS: Mapping[str, frozenset[str]] = {
-    "train": frozenset({"tr", "train", "training"}),
+    "train": frozenset({"tr", "tra", "train", "training"}),
     "val": frozenset({"val", "valid", "validation"}),
     "test": frozenset({"te", "test", "query", "q"}),
-    "database": frozenset({"db", "database", "retrieval"}),
+    "database": frozenset({"db", "dbase", "base", "database", "ret", "retrieval"}),
 }
 # Labels come first: `train_imgs_labels` are labels.
 WORDS: Mapping[What, frozenset[str]] = {
@@ -53,6 +51,7 @@ class Stored:
         shape: as MATLAB or NumPy would say it.
         matlab: stored in HDF5 with the axes the other way round, as MATLAB does.
         words: holds strings, not numbers; a row of characters that MATLAB stored counts as one string.
+        integers: of a type of whole numbers, as far as the file lists types.
     """
 
     path: Path
@@ -60,6 +59,7 @@ class Stored:
     shape: tuple[int, ...]
     matlab: bool = False
     words: bool = False
+    integers: bool = False
 
     @property
     def place(self) -> str:
@@ -72,7 +72,7 @@ class Stored:
         Raises:
             InputError: unreadable, or of Python objects.
         """
-        found: Array = _guarded(self.path, self._read)
+        found: Array = guarded(self.path, self._read)
         return found
 
     def numbers(self) -> Array:
@@ -90,20 +90,28 @@ class Stored:
         if self.path.suffix.lower() == ".npz":
             with np.load(self.path, allow_pickle=False) as opened:
                 return np.asarray(opened[self.key])
-        if _is_hdf5(self.path):
+        if is_hdf5(self.path):
             h5py = package("h5py", "formats", str(self.path))
             with h5py.File(self.path, "r") as opened:
-                if h5py.check_string_dtype(opened[self.key].dtype) is not None:
-                    return np.array(opened[self.key].asstr()[()], dtype=np.str_)
-                value = np.asarray(opened[self.key][()])
+                inside = opened[self.key]
+                if isinstance(inside, h5py.Group):
+                    value = sparse.hdf5_dense(self.place, inside)
+                elif h5py.check_string_dtype(inside.dtype) is not None:
+                    return np.array(inside.asstr()[()], dtype=np.str_)
+                else:
+                    value = np.asarray(inside[()])
             value = value.transpose() if self.matlab else value
             return _joined(value) if self.words else value
         value = package("scipy.io", "formats", str(self.path)).loadmat(self.path, variable_names=[self.key])[self.key]
         if value.dtype == object and not hasattr(value, "toarray"):
             # A cell array of MATLAB; what is no string in it is refused as a string.
             return np.array([str(np.squeeze(cell)) for cell in value.reshape(-1)])
-        # Tags are often stored as a sparse matrix.
-        return np.asarray(value.toarray() if hasattr(value, "toarray") else value)
+        if hasattr(value, "toarray"):
+            # Tags are often stored as a sparse matrix. SciPy's own way back does not look where a row number points to.
+            sparse.bounded(self.place, *value.shape)
+            value = value.tocsc()
+            value = sparse.dense(self.place, value.shape[0], value.data, value.indices, value.indptr).transpose()
+        return np.asarray(value)
 
 
 def _joined(codes: Array) -> Array:
@@ -111,13 +119,14 @@ def _joined(codes: Array) -> Array:
     return np.array(["".join(map(chr, row)) for row in np.atleast_2d(codes).tolist()])
 
 
-def _is_hdf5(path: Path) -> bool:
+def is_hdf5(path: Path) -> bool:
+    """Whether a file begins as HDF5 does, or as what MATLAB writes to it: after 512 bytes of its own."""
     with path.open("rb") as file:
         head = file.read(520)
     return head.startswith(HDF5) or head[512:] == HDF5
 
 
-def _guarded(path: Path, work: Callable[[], Any]) -> Any:
+def guarded(path: Path, work: Callable[[], Any]) -> Any:
     """Run a reader; whatever it raises on a broken file becomes one line.
 
     Raises:
@@ -180,21 +189,30 @@ def _inside(path: Path) -> list[Stored]:
         with np.load(path, allow_pickle=False) as opened:
             # The header of each member has its shape.
             return [_npy_header(opened, path, key) for key in opened.files]
-    if _is_hdf5(path):
+    if is_hdf5(path):
         h5py = package("h5py", "formats", str(path))
         with h5py.File(path, "r") as opened:
             datasets = {key: value for key, value in opened.items() if hasattr(value, "shape")}
+            # A structure of MATLAB is a group, too: as a split it is refused, otherwise passed over.
+            sparsely = {
+                key: value
+                for key, value in opened.items()
+                if key not in datasets and ("MATLAB_sparse" in getattr(value, "attrs", ()) or key == "split")
+            }
             return [
                 _dataset(path, key, value, words)
                 for key, value in datasets.items()
                 if (words := h5py.check_string_dtype(value.dtype) is not None)
                 or value.dtype.kind in "iufb"
                 or key == "split"
+            ] + [
+                Stored(path, key, sparse.hdf5_shape(f"{path}: {key}", value), matlab=True)
+                for key, value in sparsely.items()
             ]
     _complete(path)
     listed = package("scipy.io", "formats", str(path)).whosmat(path)
     return [
-        Stored(path, key, tuple(map(int, shape)), words=kind == "char")
+        Stored(path, key, tuple(map(int, shape)), words=kind == "char", integers=kind.startswith(("int", "uint")))
         for key, shape, kind in listed
         if kind not in ("cell", "struct", "object") or key == "split"
     ]
@@ -203,10 +221,11 @@ def _inside(path: Path) -> list[Stored]:
 def _dataset(path: Path, key: str, value: Any, words: bool) -> Stored:
     """One array of an HDF5 file."""
     shape, matlab = tuple(map(int, value.shape)), value.attrs.get("MATLAB_class")
+    integers = value.dtype.kind in "iu"
     if matlab is None:
-        return Stored(path, key, shape, words=words)
+        return Stored(path, key, shape, words=words, integers=integers)
     characters = matlab == b"char" and not words
-    return Stored(path, key, shape[:0:-1] if characters else shape[::-1], True, words or characters)
+    return Stored(path, key, shape[:0:-1] if characters else shape[::-1], True, words or characters, integers)
 
 
 def listed(path: Path) -> list[Stored]:
@@ -215,7 +234,7 @@ def listed(path: Path) -> list[Stored]:
     Raises:
         InputError: no such file, one that was cut off, or one with pickled objects.
     """
-    found: list[Stored] = _guarded(path, lambda: _inside(path))
+    found: list[Stored] = guarded(path, lambda: _inside(path))
     return found
 
 
@@ -224,7 +243,7 @@ def _npy_header(opened: Any, path: Path, key: str) -> Stored:
         version = np.lib.format.read_magic(member)
         read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
         shape, _, kind = read(member)
-        return Stored(path, key, tuple(map(int, shape)), words=kind.kind in "US")
+        return Stored(path, key, tuple(map(int, shape)), words=kind.kind in "US", integers=kind.kind in "iu")
 
 
 def files_of(path: Path) -> list[Path]:
@@ -234,14 +253,26 @@ def files_of(path: Path) -> list[Path]:
     return [path] if path.suffix.lower() in ENDINGS else []
 
 
-def meaning(key: str) -> tuple[str, What] | None:
+def _words(key: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[A-Z]", key)}
+
+
+def meaning(key: str, tra: bool = False) -> tuple[str, What] | None:
     """The part (``all``, or a split) and what an array is, from the words of its name; None where they do not say.
+
+    Args:
+        key: the name.
+        tra: whether a name beside it has the part ``tra``: then ``tr`` is what is retrieved from, as in LtCMH's files.
 
     >>> meaning("train_imgs_labels"), meaning("I_te"), meaning("YAll")
     (('train', 'labels'), ('test', 'image'), ('all', 'text'))
+    >>> meaning("I_tr"), meaning("I_tr", tra=True)
+    (('train', 'image'), ('database', 'image'))
     """
-    words = {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|[A-Z]", key)}
+    words = _words(key)
     part = next((part for part, known in PARTS.items() if words & known), "all")
+    if tra and "tr" in words:
+        part = "database"
     return next(((part, what) for what, known in WORDS.items() if words & known), None)
 
 
@@ -259,26 +290,38 @@ def recognise(path: Path, pixels: bool) -> Found:
         By part and meaning; parts are either ``all`` or splits.
 
     Raises:
-        InputError: a file is unreadable, two arrays are the same thing, or items lie in columns.
+        InputError: a file is unreadable, two arrays are the same thing, items lie in columns, or only some of the
+            arrays are of a part.
     """
+    stored = [array for file in files_of(path) for array in listed(file)]
+    split = next((array for array in reversed(stored) if array.key == "split"), None)
+    # Names of labels, of images or of tags are not what they name.
+    stored = [array for array in stored if array.shape and not array.words]
+    tra = any("tra" in _words(array.key) and meaning(array.key) for array in stored)
+    known = [(named, array) for array in stored if (named := meaning(array.key, tra)) is not None]
+    known = [(named, array) for named, array in known if named[1] != "image" or (len(array.shape) == 4) == pixels]
+    _all_or_parts(known, str(path))
     found: Found = {}
-    split: Stored | None = None
-    for file in files_of(path):
-        for array in listed(file):
-            if array.key == "split":
-                split = array
-            known = meaning(array.key)
-            if known is None or (known[1] == "image" and (len(array.shape) == 4) != pixels) or not array.shape:
-                continue
-            # Names of labels, of images or of tags are not what they name.
-            if array.words:
-                continue
-            before = found.get(known)
-            # Labels are often there once for each modality, and agree.
-            if before is not None and known[1] != "labels":
-                raise InputError(str(path), f"{before.key} and {array.key}, both {known[0]} {known[1]}", "one of them")
-            found.setdefault(known, array)
+    for named, array in known:
+        before = found.setdefault(named, array)
+        # Labels are often there once for each modality, and agree.
+        if before is not array and named[1] != "labels":
+            raise InputError(str(path), f"{before.key} and {array.key}, both {named[0]} {named[1]}", "one of them")
     return _upright(found, str(path), split)
+
+
+def _all_or_parts(known: Sequence[tuple[tuple[str, What], Stored]], place: str) -> None:
+    """Refuse arrays of parts beside arrays of none: whichever of the two were read, the others would be lost.
+
+    Raises:
+        InputError: some names have a part and others have none that is known.
+    """
+    whole = [array.key for (part, _), array in known if part == "all"]
+    parts = [array.key for (part, _), array in known if part != "all"]
+    if whole and parts:
+        words = "; ".join(f"{part}: {', '.join(sorted(own))}" for part, own in PARTS.items())
+        found = f"{', '.join(whole)} of no part that is known beside {', '.join(parts)}"
+        raise InputError(place, found, f"a part in every name, or in none ({words})")
 
 
 def _turned(array: Stored) -> Stored:
@@ -325,7 +368,7 @@ def _upright(found: Found, place: str, split: Stored | None) -> Found:
         }
 
     def unmarked(array: Stored) -> bool:
-        return not array.matlab and array.path.suffix.lower() != ".npz" and _is_hdf5(array.path)
+        return not array.matlab and array.path.suffix.lower() != ".npz" and is_hdf5(array.path)
 
     shown = ", ".join(f"{array.key} {list(array.shape)}" for array in found.values())
     fits, columns = _consistent(found, split), turn(unmarked)
@@ -352,62 +395,9 @@ def parts_of(found: Mapping[tuple[str, What], Stored], place: str) -> list[str]:
         InputError: an image array without its text or the other way round, or none at all.
     """
     parts = sorted({part for part, what in found if what != "labels"}, key=("all", *SPLITS).index)
-    if "all" in parts:
-        parts = ["all"]
     lacking = [f"{part} {what}" for part in parts for what in ("image", "text") if (part, what) not in found]
     if lacking or not parts:
         names = ", ".join(stored.key for stored in found.values()) or "no array that is known"
         allowed = "image and text under names like I_tr, T_tr, L_tr, I_te, T_te, L_te or IAll, TAll, LAll"
         raise InputError(place, f"{names}; no {lacking[0] if lacking else 'image'}", allowed)
     return parts
-
-
-@dataclass(frozen=True)
-class Pile:
-    """Pictures of one stored array, for ``pictures.Rows``; rows of an HDF5 file are read one by one.
-
-    Args:
-        stored: of four dimensions; one of the ends counts the pictures, one of the rest the three channels.
-        n: pictures.
-    """
-
-    stored: Stored
-    n: int
-
-    def __len__(self) -> int:
-        return self.n
-
-    @property
-    def place(self) -> str:
-        """What a message calls it."""
-        return self.stored.place
-
-    @cached_property
-    def stamp(self) -> str:
-        """The file's name, size and time of change, and the array's name."""
-        about = self.stored.path.stat()
-        return f"{self.stored.path.name}|{about.st_size}|{about.st_mtime_ns}|{self.stored.key}"
-
-    @cached_property
-    def _source(self) -> Any:
-        path = self.stored.path
-        if path.suffix.lower() != ".npz" and _is_hdf5(path):
-            return _guarded(path, lambda: package("h5py", "formats", str(path)).File(path, "r")[self.stored.key])
-        return self.stored.read()
-
-    def picture(self, row: int) -> Pixels:
-        """uint8 [height, width, 3]."""
-        # A file of version 5 is read as a whole: once, not by every thread that asks first.
-        with _OPENING:
-            source = self._source
-        found = _guarded(
-            self.stored.path, lambda: np.asarray(source[row] if source.shape[0] == self.n else source[..., row])
-        )
-        # A picture that MATLAB stored in HDF5 comes with all its axes the other way round.
-        found = found.transpose() if self.stored.matlab else found
-        found = found.transpose(1, 2, 0) if found.shape[2] != 3 and found.shape[0] == 3 else found
-        if found.ndim != 3 or found.shape[2] != 3 or found.dtype.kind not in "ui":
-            raise InputError(
-                f"{self.place}[{row}]", f"{found.dtype} {list(found.shape)}", "whole numbers 0 to 255 in three channels"
-            )
-        return np.ascontiguousarray(np.clip(found, 0, 255).astype(np.uint8))

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.data.array_files import ENDINGS, Found, Pile, Stored, What, files_of, listed, parts_of, recognise
+from fedmq.data.array_files import ENDINGS, Found, Stored, What, files_of, listed, parts_of, recognise
 from fedmq.data.features import SPLITS, split_codes
 from fedmq.data.folders import WIKIPEDIA_CLASSES, WIKIPEDIA_LISTS, wikipedia_lists, wikipedia_split
 from fedmq.data.pictures import Rows
+from fedmq.data.pixel_arrays import Pile
 from fedmq.data.raw import RawSet, checked, labelled_rows, refuse_keys
 from fedmq.errors import InputError
 from fedmq.scenario import Data
@@ -155,8 +156,8 @@ def read_arrays(data: Data) -> dict[str, Array]:
     else:
         codes = [SPLITS.index(part if "train" in parts or part != "database" else "train") for part in parts]
         arrays["split"] = np.repeat(codes, list(sizes.values())).astype(np.uint8)
-    again = _again(arrays, sizes) if {"train", "database"} <= sizes.keys() else None
-    if again is not None and again.any():
+    again = _again(arrays, sizes) if "database" in sizes else np.zeros(0, dtype=np.bool_)
+    if again.any():
         arrays = _only(arrays, np.flatnonzero(~again))
     if data.labelled:
         arrays = _only(arrays, labelled_rows(arrays.get("labels"), str(path)))
@@ -191,8 +192,9 @@ def _features(found: Found, what: What, sizes: Mapping[str, int]) -> list[Array]
 def _again(arrays: Mapping[str, Array], sizes: Mapping[str, int]) -> npt.NDArray[np.bool_]:
     """Rows of the part ``database`` that are items of another part once more: bool [n].
 
-    In most published hashing files the database holds the training items too. They are the same items where image, text
-    and labels are equal to the last digit; of several equal rows, as many are taken away as the other parts have.
+    In most published hashing files the database holds the training items too, and in some the queries, each of which
+    would find itself. They are the same items where image, text and labels are equal to the last digit; of several
+    equal rows, as many are taken away as the other parts have.
     """
     compared = [arrays[name] for name in ("image", "text", "labels") if name in arrays]
 
@@ -203,7 +205,7 @@ def _again(arrays: Mapping[str, Array], sizes: Mapping[str, int]) -> npt.NDArray
     ends = dict(zip(sizes, np.cumsum(list(sizes.values())).tolist(), strict=True))
     inside = range(ends["database"] - sizes["database"], ends["database"])
     known = Counter(
-        digest(row) for part in ("train", "val") if part in sizes for row in range(ends[part] - sizes[part], ends[part])
+        digest(row) for part, n in sizes.items() if part != "database" for row in range(ends[part] - n, ends[part])
     )
     again = np.zeros(len(arrays["image"]), dtype=np.bool_)
     for row in inside:
@@ -232,17 +234,21 @@ def read_pixels(data: Data) -> RawSet:
     label.mat of SHDCH (FashionVC, Ssense).
 
     Raises:
-        InputError: the arrays are not recognised, or their sizes differ; or the scenario says where pictures lie.
+        InputError: the arrays are not recognised, split into parts or no pictures, or their sizes differ; or the
+            scenario says where pictures lie.
     """
     refuse_keys(data, ("images", "annotations", "frames"), "arrays of pixels")
     path = data.path
     if path is None or not files_of(path):
         raise InputError("data.path", str(path), f"a folder or file of {data.name}; see docs/data.md for its layout")
     found = recognise(path, pixels=True)
-    if parts_of(found, str(path)) != ["all"] or ("all", "labels") not in found:
-        raise InputError(
-            str(path), ", ".join(stored.key for stored in found.values()), "pixels, tags and labels of all items"
-        )
+    keys = ", ".join(stored.key for stored in found.values())
+    if parts_of(found, str(path)) != ["all"]:
+        # Whether an item of the database is trained on, too, its pixels alone say: to compare them is to read them all.
+        allowed = "every item once: IAll, YAll and LAll of all items, and a `split` that says the part of each"
+        raise InputError(str(path), f"pixels that are split already, {keys}", allowed)
+    if ("all", "labels") not in found:
+        raise InputError(str(path), keys, "pixels, tags and labels of all items")
     bag, image = found["all", "text"].numbers(), found["all", "image"]
     n = len(bag)
     if bag.ndim != 2 or n not in (image.shape[0], image.shape[-1]):
@@ -265,7 +271,7 @@ def read_pixels(data: Data) -> RawSet:
         RawSet(
             place=str(path),
             keys=tuple(f"{row:06d}" for row in range(n)),
-            pictures=Rows(Pile(image, n), tuple(range(n))),
+            pictures=Rows(Pile(image, n).checked(), tuple(range(n))),
             captions=((),) * n,
             bag=narrow if np.array_equal(narrow, bag) else bag.astype(np.float32),
             labels=labels.astype(np.uint8),

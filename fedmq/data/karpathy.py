@@ -69,6 +69,11 @@ def _categories(folders: Sequence[Path]) -> dict[str, set[str]]:
     return found
 
 
+def annotation_files(folder: Path, name: str) -> list[Path]:
+    """Where Karpathy's JSON of a set usually lies, the likeliest place first."""
+    return [folder / f"dataset_{name}.json", folder / "dataset.json"]
+
+
 def read_karpathy(data: Data) -> RawSet:
     """One of the three sets.
 
@@ -76,7 +81,7 @@ def read_karpathy(data: Data) -> RawSet:
         InputError: no annotation file or image folder, or a file of another structure.
     """
     folder = folder_of(data)
-    usual = [folder / f"dataset_{data.name}.json", folder / "dataset.json"]
+    usual = annotation_files(folder, data.name)
     path = data.annotations or first_existing(usual, "data.annotations", "annotation file")
     choices = [folder / name for name in FOLDERS[data.name]]
     images = data.images or first_existing(choices, "data.images", "folder of images")

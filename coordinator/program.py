@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import platform
 import resource
 from collections.abc import Callable, Mapping
@@ -22,7 +21,7 @@ import protocols
 from coordinator import checkpoint as checkpoints
 from coordinator.inline import Answer, Inline
 from coordinator.loop import Loop
-from coordinator.measuring import Measuring
+from coordinator.measuring import Measuring, means, personal_figures
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.setting import Setting
@@ -263,7 +262,7 @@ def _loop(
     flights = {silo: flight for silo, flight in rounds.flights.items() if silo not in revoked}
     rounds = replace(rounds, gone=rounds.gone | revoked, flights=flights)
     due = {silo: at for silo, at in due.items() if silo not in revoked}
-    measuring = Measuring(setting, roster, log, _cut_metrics(setting.folder, rounds.version))
+    measuring = Measuring(setting, roster, log, _cut_metrics(setting, rounds.version))
     return Loop(
         setting,
         rounds,
@@ -281,9 +280,12 @@ def _loop(
     )
 
 
-def _cut_metrics(folder: RunFolder, version: int) -> set[int]:
+def _cut_metrics(setting: Setting, version: int) -> set[int]:
     """Drop the lines of ``metrics.jsonl`` that a resume will write again; returns the versions evaluated before."""
+    folder = setting.folder
     kept = [line for line in read_metrics(folder) if line["version"] <= version]
+    # The summary needs the last measurement of the silos' own models, which is therefore always made again.
+    kept = [line for line in kept if line["kind"] != "personal" or line["version"] < setting.scenario.rounds]
     write_atomically(folder.metrics, lambda path: _write_text(path, "".join(json.dumps(line) + "\n" for line in kept)))
     return {line["version"] for line in kept if line["kind"] == "evaluation"}
 
@@ -367,9 +369,9 @@ def _summary(loop: Loop, world: World, clock: Clock, told: Mapping[str, Any]) ->
             }
             for silo in world.silos
         },
-        "per_silo_mean": _means(last["per_silo"]),
+        "per_silo_mean": means(last["per_silo"]),
         "fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
-        **_personal_summary(loop),
+        **(personal_figures(loop.measuring.personal) if loop.measuring.personal else {}),
         **_reading_summary(loop.setting),
         **_public_summary(loop.setting),
         "bytes": {"up": dict(sorted(tally.up.items())), "down": dict(sorted(tally.down.items()))},
@@ -414,26 +416,3 @@ def _reading_summary(setting: Setting) -> dict[str, bool]:
     """That the method is this project's reading, where it is."""
     protocol = setting.protocol
     return {"our_reading": True} if isinstance(protocol, Interpreting) and protocol.our_reading else {}
-
-
-def _personal_summary(loop: Loop) -> dict[str, Any]:
-    """What the silos' own models reach, each on the whole split and on its own share of it, and the means of both."""
-    if not loop.measuring.personal:
-        return {}
-    personal = dict(sorted(loop.measuring.personal.items()))
-    whole = {silo: dict(own.values) for silo, own in personal.items()}
-    shares = {silo: dict(own.per_silo.get(silo, {})) for silo, own in personal.items()}
-    spread = fairness([own["mean_r1"] for own in shares.values()])
-    return {
-        "personal": _means(whole),
-        "personal_whole_split": whole,
-        "personal_per_silo": shares,
-        "personal_per_silo_mean": _means(shares),
-        "personal_fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
-    }
-
-
-def _means(by_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Of each metric that all silos have, the mean over them."""
-    names = sorted(set.intersection(*(set(own) for own in by_silo.values())))
-    return {name: math.fsum(own[name] for own in by_silo.values()) / len(by_silo) for name in names}

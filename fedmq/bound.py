@@ -55,6 +55,8 @@ class _Line(Stored):
     staleness: Annotated[list[int], Field(default_factory=list)]
     metrics: Annotated[dict[str, float], Field(default_factory=dict)]
     per_silo: Annotated[dict[str, dict[str, float]], Field(default_factory=dict)]
+    personal_whole_split: Annotated[dict[str, dict[str, float]], Field(default_factory=dict)]
+    personal_per_silo: Annotated[dict[str, dict[str, float]], Field(default_factory=dict)]
 
 
 @dataclass
@@ -68,6 +70,7 @@ class Course:
         replies: silos' replies that the coordinator took: silo, base version and task.
         evaluated: the last evaluation asked for of every version, with its place.
         measured: digests of the evaluator's answers that the coordinator took, by version.
+        personal: digests of the silos' measurements of their own models that it took, by silo and version.
     """
 
     runs: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -76,6 +79,7 @@ class Course:
     replies: set[tuple[str, int, int | None]] = field(default_factory=set)
     evaluated: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
     measured: dict[int, set[str]] = field(default_factory=dict)
+    personal: dict[tuple[str, int], set[str]] = field(default_factory=dict)
 
     def take(self, process: str, place: str, record: Mapping[str, Any]) -> None:
         """Take a record of a process's log into account."""
@@ -94,6 +98,10 @@ class Course:
         elif message and record["kind"] == Kind.REPLY and record["action"] == "received":
             if record["sender"] == EVALUATOR:
                 self.measured.setdefault(record["base_version"], set()).update(record["digests"])
+            elif any(kind == Metrics.KIND for kind, _ in record["payloads"]):
+                # No reply to a task, and not to be taken for one when merged replies are counted.
+                own = self.personal.setdefault((record["sender"], record["base_version"]), set())
+                own.update(record["digests"])
             else:
                 self.replies.add((record["sender"], record["base_version"], record["reply_to"]))
 
@@ -234,6 +242,7 @@ def _figures(folder: RunFolder, course: Course, summary: Mapping[str, Any], *, i
         for line in evaluations:
             if not _was_told(line, course.measured.get(line["version"], set())):
                 yield place, f"the figures of version {line['version']} are not what the evaluator answered"
+        yield from _not_said_by_silos(place, lines, course)
     place = str(folder.summary)
     for silo in sorted(merged.keys() | summary["per_silo"].keys()):
         told = summary["per_silo"].get(silo, {}).get("participations", 0)
@@ -245,6 +254,16 @@ def _figures(folder: RunFolder, course: Course, summary: Mapping[str, Any], *, i
     for silo, own in summary["per_silo"].items():
         if any(own.get(name) != value for name, value in last.get("per_silo", {}).get(silo, {}).items()):
             yield place, f"the figures of {silo} are not those of the last evaluation in {folder.metrics.name}"
+
+
+def _not_said_by_silos(place: str, lines: list[dict[str, Any]], course: Course) -> Iterator[Found]:
+    """Figures of silos' own models, measured during the run, that those silos did not answer."""
+    for line in lines:
+        version, shares = line["version"], line.get("personal_per_silo", {})
+        for silo, whole in line.get("personal_whole_split", {}).items():
+            said = {"metrics": whole, "per_silo": {silo: shares.get(silo, {})}}
+            if not _was_told(said, course.personal.get((silo, version), set())):
+                yield place, f"the figures of {silo}'s own model at version {version} are not what it answered"
 
 
 def _merged_unheard(place: str, merges: list[dict[str, Any]], course: Course) -> Iterator[Found]:

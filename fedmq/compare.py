@@ -139,7 +139,7 @@ def run_of(
     Raises:
         InputError: the data or the trace cannot be read, or the data cannot be shared out as asked.
     """
-    split = ["evaluation.split=val", "evaluation.every=0"] if trial else []
+    split = ["evaluation.split=val", "evaluation.every=0", "evaluation.personal_every=0"] if trial else []
     length = [] if rounds is None else [f"rounds={rounds}"]
     launcher = [] if place.processes else ["launcher=inline"]
     scenario = place.resolve(entry.file, [*entry.settings, *chosen, *split, *length, *launcher], seed)

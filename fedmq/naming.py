@@ -16,6 +16,9 @@ _HERE: Mapping[str, tuple[str, ...]] = {
     "participation": ("trace",),
 }
 
+#: Keys that scenarios did not always have, with their defaults.
+_YOUNGER: Mapping[str, Mapping[str, object]] = {"evaluation": {"personal_every": 0}}
+
 
 def facts_of(plain: Mapping[str, Any]) -> dict[str, Any]:
     """What a run is a run of.
@@ -27,7 +30,20 @@ def facts_of(plain: Mapping[str, Any]) -> dict[str, Any]:
     for key, own in _HERE.items():
         if own and isinstance(facts.get(key), Mapping):
             facts[key] = {name: value for name, value in facts[key].items() if name not in own}
-    return facts
+    return without_younger(facts)
+
+
+def without_younger(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """A scenario as plain data without keys at their defaults that scenarios did not always have.
+
+    With them no run that was named before would be found again.
+    """
+    kept = dict(facts)
+    for key, younger in _YOUNGER.items():
+        if isinstance(kept.get(key), Mapping):
+            own = kept[key].items()
+            kept[key] = {name: value for name, value in own if name not in younger or value != younger[name]}
+    return kept
 
 
 def name_of(plain: Mapping[str, Any]) -> str:

@@ -72,7 +72,17 @@ class _EvaluationLine(Stored):
     per_silo: dict[str, dict[str, float]]
 
 
-class _Line(RootModel[Annotated[_MergeLine | _EvaluationLine, Field(discriminator="kind")]]):
+class _PersonalLine(Stored):
+    kind: Literal["personal"]
+    version: int
+    personal: dict[str, float]
+    personal_whole_split: dict[str, dict[str, float]]
+    personal_per_silo: dict[str, dict[str, float]]
+    personal_per_silo_mean: dict[str, float]
+    personal_fairness: dict[str, float]
+
+
+class _Line(RootModel[Annotated[_MergeLine | _EvaluationLine | _PersonalLine, Field(discriminator="kind")]]):
     pass
 
 
@@ -93,8 +103,11 @@ def read_summary(folder: RunFolder) -> dict[str, Any]:
 def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     """``metrics.jsonl``: a line per merge (``version``, ``now`` [s]) and per evaluation (``version``, ``metrics``).
 
+    Where silos' own models are measured during the run (``evaluation.personal_every``), also a line of kind
+    ``personal`` for each time: ``version``, and the figures under the names of the summary.
+
     Raises:
-        InputError: a line is neither.
+        InputError: a line is none of them.
     """
     return list(read_lines(folder.metrics, _Line, "a line of a merge or an evaluation"))
 
@@ -128,6 +141,21 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
+class Personal:
+    """One measurement of the silos' own models.
+
+    Args:
+        version: merges before it.
+        now: the run's time of that version [s].
+        figures: as in the summary: ``personal``, ``personal_fairness``, ``personal_per_silo_mean``, ...
+    """
+
+    version: int
+    now: float
+    figures: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class Outcome:
     """A finished run.
 
@@ -135,23 +163,35 @@ class Outcome:
         folder: where it lies.
         summary: its ``summary.json``.
         evaluations: in order of versions.
+        personal: measurements of the silos' own models that are on file, in order of versions.
     """
 
     folder: RunFolder
     summary: Mapping[str, Any]
     evaluations: tuple[Evaluation, ...]
+    personal: tuple[Personal, ...] = ()
 
     def value(self, metric: str) -> float | None:
         """A metric by name: ``mean_r1``, or a place in the summary as ``fairness.worst_r1`` or ``bytes.up``.
 
         Counts by kind (``bytes.up``) are added up. None if the run has no such number.
         """
-        found: Any = self.summary if "." in metric else self.summary["metrics"]
-        for part in metric.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if isinstance(found, Mapping) and found and all(isinstance(each, int) for each in found.values()):
-            found = sum(found.values())
-        return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
+        return _number(self.summary if "." in metric else self.summary["metrics"], metric)
+
+    def course(self, metric: str) -> tuple[tuple[int, float, float], ...]:
+        """A metric's course, as far as it was measured during the run: version, time [s] and value of each time.
+
+        Of the evaluations those of ``metrics`` and ``fairness.*`` are known, of the silos' own models ``personal*``.
+        """
+        part, _, name = metric.partition(".")
+        found: list[tuple[int, float, float | None]]
+        if metric.startswith("personal"):
+            found = [(each.version, each.now, _number(each.figures, metric)) for each in self.personal]
+        elif part == "fairness":
+            found = [(each.version, each.now, each.fairness.get(name)) for each in self.evaluations]
+        else:
+            found = [(each.version, each.now, each.metrics.get(metric)) for each in self.evaluations]
+        return tuple((version, now, value) for version, now, value in found if value is not None)
 
     def untrained(self) -> Outcome:
         """The same run as of version 0: what the frozen encoders and the initial parameters do by themselves."""
@@ -163,6 +203,16 @@ class Outcome:
         sign = -1 if less_is_better(target.metric) else 1
         found = ((each.now, each.metrics.get(target.metric)) for each in self.evaluations)
         return next((now for now, value in found if value is not None and sign * (value - target.value) >= 0), None)
+
+
+def _number(figures: Mapping[str, Any], metric: str) -> float | None:
+    """The number at a place such as ``fairness.worst_r1``, counts by kind added up; None if there is no such number."""
+    found: Any = figures
+    for part in metric.split("."):
+        found = found.get(part) if isinstance(found, Mapping) else None
+    if isinstance(found, Mapping) and found and all(isinstance(each, int) for each in found.values()):
+        found = sum(found.values())
+    return float(found) if isinstance(found, int | float) and not isinstance(found, bool) else None
 
 
 @dataclass(frozen=True)
@@ -186,19 +236,24 @@ def read(folder: RunFolder) -> Outcome:
     """
     summary, lines = read_summary(folder), read_metrics(folder)
     times = {0: 0.0, **{line["version"]: line["now"] for line in lines if line["kind"] == "merge"}}
-    evaluations = {}
+    evaluations, personal = dict[int, Evaluation](), dict[int, Personal]()
     for line in lines:
+        version = line["version"]
+        if version not in times:
+            article = "an evaluation" if line["kind"] == "evaluation" else "a measurement"
+            raise InputError(str(folder.metrics), f"{article} of version {version}", "one of a version merged")
         if line["kind"] == "evaluation":
-            version = line["version"]
-            if version not in times:
-                raise InputError(str(folder.metrics), f"an evaluation of version {version}", "one of a version merged")
-            evaluations[version] = Evaluation(version, times[version], line["metrics"], _fairness_of(line["per_silo"]))
+            evaluations[version] = Evaluation(version, times[version], line["metrics"], fairness_of(line["per_silo"]))
+        elif line["kind"] == "personal":
+            personal[version] = Personal(version, times[version], line)
     if not evaluations:
         raise InputError(str(folder.metrics), "no evaluation", _FINISHED)
-    return Outcome(folder, summary, tuple(evaluations[version] for version in sorted(evaluations)))
+    ordered = tuple(evaluations[version] for version in sorted(evaluations))
+    return Outcome(folder, summary, ordered, tuple(personal[version] for version in sorted(personal)))
 
 
-def _fairness_of(per_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+def fairness_of(per_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """``std_r1``, ``worst_r1`` and ``gap_r1`` over the silos whose figures, by name, have a ``mean_r1``."""
     spread = fairness([own["mean_r1"] for own in per_silo.values() if "mean_r1" in own])
     return {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")}
 

@@ -24,6 +24,7 @@ import yaml
 
 from fedmq.errors import InputError
 from fedmq.metrics import RECALLS
+from fedmq.naming import without_younger
 from fedmq.outcomes import Target
 from fedmq.scenario import Evaluation, Scenario
 from fedmq.scenario_file import nearest
@@ -403,7 +404,7 @@ def named_by(scenario: Scenario, leave_out: Mapping[str, Any] | None = None) -> 
     below = f"{Path.cwd()}{os.sep}"
     weights = {key: value for key in ("name", "pretrained", "text_encoder") if (value := facts["backbone"].get(key))}
     facts["backbone"] |= {key: value.removeprefix(below) for key, value in weights.items()}
-    return facts
+    return without_younger(facts)
 
 
 def digest(facts: object) -> str:

@@ -42,7 +42,7 @@ def _column(rows: Sequence[Row], column: str) -> list[Figure]:
     """The figures of one column."""
     figures = [_against_value(rows, column)] if _shared_keys(rows) else []
     figures.append(_bars(rows, column))
-    if any(column in each.metrics for row in rows for outcome in row.outcomes.values() for each in outcome.evaluations):
+    if any(len(outcome.course(column)) > 1 for row in rows for outcome in row.outcomes.values()):
         figures += [_curves(rows, column, over_time=False), _curves(rows, column, over_time=True)]
     return figures
 
@@ -103,10 +103,10 @@ def _curves(rows: Sequence[Row], metric: str, *, over_time: bool) -> Figure:
 
 
 def _curve(outcome: Outcome, metric: str, *, over_time: bool) -> tuple[F64, F64]:
-    known = [each for each in outcome.evaluations if metric in each.metrics]
+    course = outcome.course(metric)
     return (
-        np.array([each.now if over_time else each.version for each in known], float),
-        np.array([each.metrics[metric] for each in known], float),
+        np.array([now if over_time else version for version, now, _ in course], float),
+        np.array([value for _, _, value in course], float),
     )
 
 

@@ -210,11 +210,18 @@ def _other_difference(was: Record, now: Record) -> Difference | None:
         found = _message_difference(key, was, now)
         if found is not None:
             return found
-    for line in sorted(was.lines.keys() | now.lines.keys(), key=lambda line: (line[1], line[0] == "evaluation")):
-        if was.lines.get(line) != now.lines.get(line):
-            before, after = was.lines.get(line), now.lines.get(line)
+    for line in sorted(was.lines.keys() | now.lines.keys(), key=lambda line: (line[1], line[0] != "merge", line[0])):
+        before, after = was.lines.get(line), now.lines.get(line)
+        if before != after and not _of_other_silos(before, after):
             return Difference("{} of version {}".format(*line), _shown(before), _shown(after))
     return None
+
+
+def _of_other_silos(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
+    """Whether two lines are measurements of the own models of other silos: one that stayed away was not measured."""
+    if before is None or after is None or before["kind"] != "personal":
+        return False
+    return bool(before["personal_per_silo"].keys() != after["personal_per_silo"].keys())
 
 
 def _outcome_difference(was: Record, now: Record) -> Difference | None:
@@ -242,8 +249,8 @@ def _under_way(key: Key, record: Record) -> bool:
         record: of that run.
     """
     kind, silo, number = key
-    if kind == _MEASUREMENT:
-        return silo != EVALUATOR and number == record.figures["versions"]
+    if kind == _MEASUREMENT:  # of a silo's own model: one that stayed away is not waited for
+        return silo != EVALUATOR and (number == record.figures["versions"] or ("personal", number) in record.lines)
     over = max((event["sequence"] for event in record.events if event["silo"] == silo), default=-1)
     tasks = [each for sort, name, each in record.messages if (sort, name) == (Kind.TASK, silo) and each > over]
     return tasks != [] and number == min(tasks)

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedmq.errors import InputError
 from fedmq.figures import Figure
-from fedmq.outcomes import read_metrics, read_summary
+from fedmq.outcomes import fairness_of, read_metrics, read_summary
 from fedmq.runfolder import RunFolder, write_text
 
 #: Numbers of a merge's line in the metrics that are not the method's own.
@@ -31,7 +31,7 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "<table>" + cells("th", head) + "".join(cells("td", row) for row in rows) + "</table>"
 
 
-def _curves(evaluations: list[dict[str, Any]], merges: list[dict[str, Any]]) -> str:
+def _curves(evaluations: list[dict[str, Any]], merges: list[dict[str, Any]], personal: list[dict[str, Any]]) -> str:
     versions = [line["version"] for line in evaluations]
     recalls = Figure("Retrieval on the held-out split", "merges", "fraction", _HEIGHT)
     for name in ("mean_r1", "mean_r5", "mean_r10", "map"):
@@ -39,6 +39,15 @@ def _curves(evaluations: list[dict[str, Any]], merges: list[dict[str, Any]]) -> 
             values = [line["metrics"].get(name) for line in evaluations]
             recalls.draw("scatter", x=versions, y=values, name=name, mode="lines+markers")
     figures = [recalls]
+    if len(personal) > 1:
+        figure = Figure("Silos' own models on the held-out split, means over silos", "merges", "fraction", _HEIGHT)
+        for name in ("mean_r1", "mean_r5", "mean_r10", "map"):
+            known = [line for line in personal if name in line["personal"]]
+            if known:
+                x, y = [line["version"] for line in known], [line["personal"][name] for line in known]
+                figure.draw("scatter", x=x, y=y, name=name, mode="lines+markers")
+        figures.append(figure)
+    figures.append(_spread(evaluations, personal))
     losses = {line["version"]: line["loss"] for line in merges if line.get("loss") is not None}
     if losses:
         figure = Figure("Mean training loss of the silos merged", "merges", "loss", _HEIGHT)
@@ -52,6 +61,17 @@ def _curves(evaluations: list[dict[str, Any]], merges: list[dict[str, Any]]) -> 
             figure.draw("scatter", x=x, y=y, name=name, mode="lines+markers", marker=marker)
         figures.append(figure)
     return "".join(figure.to_html(first=place == 0) for place, figure in enumerate(figures))
+
+
+def _spread(evaluations: list[dict[str, Any]], personal: list[dict[str, Any]]) -> Figure:
+    """How far silos' R@1 lie apart over merges: of the shared model, and of their own where that was measured."""
+    figure = Figure("Standard deviation of R@1 over silos", "merges", "fraction", _HEIGHT)
+    shared = {line["version"]: fairness_of(line["per_silo"])["std_r1"] for line in evaluations}
+    own = {line["version"]: line["personal_fairness"]["std_r1"] for line in personal}
+    for name, found in (("shared model", shared), ("own models", own)):
+        if found:
+            figure.draw("scatter", x=list(found), y=list(found.values()), name=name, mode="lines+markers")
+    return figure
 
 
 def _told(merges: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
@@ -94,6 +114,7 @@ def write(folder: RunFolder) -> None:
     summary, lines = read_summary(folder), read_metrics(folder)
     evaluations = [line for line in lines if line["kind"] == "evaluation"]
     merges = [line for line in lines if line["kind"] == "merge"]
+    personal = [line for line in lines if line["kind"] == "personal"]
     if not evaluations:
         raise InputError(str(folder.metrics), "no evaluation", "the lines of a finished run")
     first = evaluations[0]["metrics"]
@@ -109,7 +130,7 @@ def write(folder: RunFolder) -> None:
         f"<h1>{html.escape(summary['scenario'])}: {html.escape(summary['protocol'])}, seed {summary['seed']}</h1>",
         f"<p>{summary['versions']} merges, {len(summary['per_silo'])} silos, "
         f"model digest <code>{html.escape(summary['model_digest'])}</code></p>",
-        _curves(evaluations, merges),
+        _curves(evaluations, merges, personal),
         "<h2>Retrieval</h2>",
         _table(("metric", "before training", "after"), rows),
         _silos(summary),

@@ -266,6 +266,11 @@ class Evaluation(Part):
     """What the evaluator measures and when."""
 
     every: int = Field(10, ge=0, description="rounds between evaluations; 0 only at the end")
+    personal_every: int = Field(
+        0,
+        ge=0,
+        description="rounds between measurements of the silos' own models, where a method has such; 0 only at the end",
+    )
     split: Literal["val", "test"] = Field("test", description="whose items are the queries")
     gallery: Literal["split", "database"] = Field(
         "split",

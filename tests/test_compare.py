@@ -654,9 +654,28 @@ def test_the_page_of_plots_draws_every_column_in_every_way(study: tuple[Plan, tu
     _, rows = study
     page = plots.page(rows, "title & more", ["note"])
     assert "title &amp; more" in page
-    for title in ("mean_r1 against silos.count", "mean_r1 over merges", "mean_r1 over virtual time"):
-        assert title in page
-    assert page.count("Plotly.newPlot(") == 2 + 2 + 2 + 2  # against and bars of three columns, two curves of one
+    for column in ("mean_r1", "fairness.worst_r1"):
+        for title in (f"{column} against silos.count", f"{column} over merges", f"{column} over virtual time"):
+            assert title in page
+    assert page.count("Plotly.newPlot(") == 2 + 2 + 2 + 4  # against and bars of three columns, two curves of two
+
+
+def test_the_spread_over_silos_has_a_course_and_what_is_measured_once_has_no_curve(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [])
+    finish(RunFolder(tmp_path), 0.5)
+    with RunFolder(tmp_path).metrics.open("a") as file:
+        own = {"silo-00": {"mean_r1": 0.7}}
+        line = {"kind": "personal", "version": 2, "personal": {"mean_r1": 0.7}, "personal_whole_split": own}
+        spread = {"std_r1": 0.0, "worst_r1": 0.7, "gap_r1": 0.0}
+        more = {"personal_per_silo": own, "personal_per_silo_mean": {"mean_r1": 0.7}, "personal_fairness": spread}
+        file.write(json.dumps({**line, **more}) + "\n")
+    outcome = outcomes.read(RunFolder(tmp_path))
+    assert outcome.course("fairness.std_r1") == ((0, 0.0, pytest.approx(0.125)), (2, 3.0, pytest.approx(0.125)))
+    assert outcome.course("personal.mean_r1") == ((2, 3.0, 0.7),)
+    assert outcome.course("fairness.none") == outcome.course("seconds to mean_r1 0.5") == ()
+    plan = Plan((entry,), (0,), ("fairness.std_r1", "personal.mean_r1", "bytes.up"))
+    page = plots.page(made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: outcome}}), "title", [])
+    assert set(re.findall(r"([\w.]+) over (?:merges|virtual time)", page)) == {"fairness.std_r1"}
 
 
 @pytest.mark.parametrize(

@@ -82,7 +82,7 @@ def run(
             raise RuntimeError(line)
 
     targets = [watched(over, run_silo, SiloArguments(scenario, name, uri, keys, out), unanswered) for name in named]
-    targets.append(watched(over, run_evaluator, EvaluatorArguments(scenario, uri, keys, out)))
+    targets.append(watched(over, run_evaluator, EvaluatorArguments(scenario, uri, keys, out), unanswered))
     targets += [lambda other=other: other(uri, keys) for other in others]  # type: ignore[misc]
     threads = [threading.Thread(target=target, daemon=True) for target in targets]
     try:

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def flags() -> Iterator[None]:
-    """What a model on a GPU sets for its process is put back."""
+    """What a GPU has its process set is put back."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark, deterministic.fill_uninitialized_memory
     yield
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark, deterministic.fill_uninitialized_memory = before
@@ -138,7 +138,7 @@ def test_a_released_model_does(file: Path, tmp_path: Path, monkeypatch: pytest.M
         np.testing.assert_array_equal(there.array("image"), kept)
 
 
-def test_a_model_on_a_gpu_has_its_process_compute_repeatably(
+def test_a_process_that_computes_on_a_gpu_does_so_repeatably(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")

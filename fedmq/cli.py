@@ -19,15 +19,14 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.markup import escape
 
-from fedmq import __version__, cli_audit, cli_compare, cli_data, cli_keys, cli_reference, cli_search
-from fedmq.cli_options import AsJson, Connect, Device, File, Keys, Quiet, Run, Seed, Settings
+from fedmq import __version__, cli_audit, cli_compare, cli_data, cli_keys, cli_reference, cli_replay, cli_search
+from fedmq.cli_options import AsJson, Connect, Device, File, Keys, Quiet, Seed, Settings
 from fedmq.cli_output import bar, err, out, print_anything, starting
 from fedmq.errors import FedmqError, InputError, RunError
 from fedmq.interrupts import FAILED, leaving_at_once
 
 _BEGAN = time.monotonic()
 BAD_INPUT = 2
-DIFFERENT = cli_audit.DIFFERENT
 
 app = typer.Typer(
     name="fedmq",
@@ -389,90 +388,8 @@ cli_reference.add_reference(app)
 cli_data.add_data(data_app, _scenario_of, bar, BAD_INPUT, _fits)
 
 
-@app.command("replay")
-def replay_command(
-    run: Run,
-    as_json: AsJson = False,
-    quiet: Quiet = False,
-) -> None:
-    """Do a run again, faults and all, and compare the two event by event.
-
-    Exit code 3 and the first difference if they are not the same.
-
-    Example: [bold]fedmq replay runs/smoke-20260101-120000[/bold]
-    """
-    import tempfile  # noqa: PLC0415
-
-    from fedmq import scenario_file as scenarios  # noqa: PLC0415
-    from fedmq import warm  # noqa: PLC0415
-
-    with leaving_at_once():
-        chosen = scenarios.load(run / "scenario.yaml")
-        if chosen.launcher != "inline":
-            warm.warm_up(chosen.backbone.name)
-        from fedmq import children, live, outcomes, replay, simulate  # noqa: PLC0415
-        from fedmq.runfolder import RunFolder, open_run, write_json, write_text  # noqa: PLC0415
-
-        folder = open_run(run)
-        scenario = _scenario_of(folder.scenario, None, None)
-    replay.require_repeatable(scenario, folder)
-    before = replay.read_record(folder)
-    inline = scenario.launcher == "inline"
-    data = (children.world_here if inline else simulate.prepare_world)(scenario, None if quiet else bar())
-    with tempfile.TemporaryDirectory(prefix="fedmq-replay-") as name:
-        again = RunFolder(Path(name) / folder.root.name)
-        again.root.mkdir()
-        write_text(again.scenario, scenario.dump())
-        launch = simulate.simulate_inline if inline else simulate.simulate
-        with live.display(scenario, err, quiet=quiet) as status:
-            for left in reversed(range(before.resumed + 1)):
-                try:
-                    simulated = launch(scenario, again, resume=left < before.resumed, status=status, data=data)
-                    break
-                except RunError:
-                    # Where its scripted disk was full the run stopped, and somebody went on with it.
-                    if not left:
-                        raise
-        if simulate.stopped(simulated.outcome):
-            err.print("stopped before the end; nothing was compared")
-            sys.exit(FAILED)
-        write_json(again.summary, simulated.outcome.summary)
-        after = replay.read_record(again)
-    difference = replay.first_difference(before, after)
-    otherwise = outcomes.made_otherwise([before.made_with, after.made_with])
-    if as_json:
-        found = {
-            "same": difference is None,
-            "events": len(before.events),
-            "difference": None if difference is None else vars(difference),
-            "made_otherwise": {name: {"run": was, "replay": now} for name, (was, now) in otherwise.items()},
-        }
-        print(json.dumps(found, indent=2))
-    elif difference is None:
-        verdict = f"the same run: {len(before.events)} events, model {before.digest[:16]}"
-        out.print(verdict, style="green", highlight=False)
-    else:
-        print(f"{difference.place}\n  run:    {difference.was}\n  replay: {difference.now}")
-        if otherwise:
-            print("The two were not made alike, which alone changes the last bits of a model:")
-            print("\n".join(f"  {name}: run {was}, replay {now}" for name, (was, now) in otherwise.items()))
-    if difference is not None:
-        sys.exit(DIFFERENT)
-
-
-@app.command("report")
-def report_command(runs: Annotated[list[Path], typer.Argument(metavar="RUN...", show_default=False)]) -> None:
-    """Write report.html of finished runs again.
-
-    Example: [bold]fedmq report runs/smoke-20260101-120000[/bold]
-    """
-    from fedmq import report  # noqa: PLC0415
-    from fedmq.runfolder import open_run  # noqa: PLC0415
-
-    for run in runs:
-        folder = open_run(run)
-        report.write(folder)
-        out.print(str(folder.report), highlight=False, markup=False, soft_wrap=True)
+cli_replay.add_replay(app, _scenario_of)
+cli_replay.add_report(app)
 
 
 def _prepare(quiet: bool) -> Callable[[Any], Path]:

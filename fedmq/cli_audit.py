@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
+from fedmq.cli_output import DIFFERENT
 from fedmq.errors import InputError
 
 if TYPE_CHECKING:
     from fedmq.audit import Finding
     from fedmq.probe import Probe
 
-DIFFERENT = 3
 _QUIET_SECONDS = 2.0  # of a probe without progress
 Bar = Callable[[], Callable[[str, int, int], None]]
 

@@ -9,6 +9,9 @@ from collections.abc import Callable
 
 from rich.console import Console
 
+#: Exit code of an audit or a replay that found a difference.
+DIFFERENT = 3
+
 out = Console()
 err = Console(stderr=True)
 

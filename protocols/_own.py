@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fedmq.models.networks import Tower
-from fedmq.models.two_tower import Modality, Out, TwoTower
+from fedmq.models.two_tower import Modality, Out
 from fedmq.protocol import Encoders, Local
 from protocols import _local
 
@@ -67,7 +67,8 @@ class Reference:
     """What other parameters make of a silo's batches, without gradient and without dropout.
 
     Neither they nor the silo's items change within a task. Where that is less work than batch after batch (more epochs
-    than captions per item) and takes little memory, all items go through once, before the first batch.
+    than captions per item; of images, more than one) and takes little memory, all inputs of a modality go through once,
+    before the first batch.
 
     Args:
         local: the silo.
@@ -81,32 +82,46 @@ class Reference:
 
     def __call__(self, step: _local.Step) -> _local.Outs:
         """Image and text outputs of a step's batch; None for what the step does not run or the silo lacks."""
-        share = self.local.share
-        captions = 1 if share.text is None else share.text.shape[1]
-        if self.epochs <= captions or len(share) * captions > KEPT:
+        share, model = self.local.share, self.local.model
+        kept: list[Modality] = [name for name in step.runs if self._once(name)]
+        anew = [name for name in step.runs if name not in kept]
+        image: Out | None = None
+        text: Out | None = None
+        if anew:
             with _local.parameters(self.local, self.theta), torch.no_grad():
-                return _local.outputs(self.local, step.rows, step.caption, step.runs)
-        image, text = self._all
-        visual, textual = self.local.model.visual, self.local.model.text
+                image, text = _local.outputs(self.local, step.rows, step.caption, anew)
         rows = torch.from_numpy(step.rows)
-        found = None if image is None or "image" not in step.runs else _picked(image, rows, visual)
-        if text is None or step.caption is None or "text" not in step.runs:
-            return found, None
-        return found, _picked(text, rows * captions + torch.from_numpy(step.caption[step.rows]), textual)
+        if "image" in kept and share.image is not None:
+            image = _picked(self._images, rows, model.visual)
+        if "text" in kept and share.text is not None and step.caption is not None:
+            text = _picked(
+                self._texts, rows * share.text.shape[1] + torch.from_numpy(step.caption[step.rows]), model.text
+            )
+        return image, text
+
+    def _once(self, modality: Modality) -> bool:
+        """Whether all inputs of a modality go through once."""
+        text = self.local.share.text
+        captions = 1 if modality == "image" or text is None else text.shape[1]
+        return self.epochs > captions and len(self.local.share) * captions <= KEPT
 
     @cached_property
-    def _all(self) -> _local.Outs:
-        share, model = self.local.share, self.local.model
+    def _images(self) -> Out:
+        return self._whole("image", self.local.share.image)
+
+    @cached_property
+    def _texts(self) -> Out:
+        text = self.local.share.text
+        return self._whole("text", None if text is None else text.flatten(0, 1))
+
+    def _whole(self, modality: Modality, items: Tensor | None) -> Out:
+        if items is None:
+            raise ValueError(f"a silo without {modality}")
         with _local.parameters(self.local, self.theta):
-            image = None if share.image is None else _whole(model, "image", share.image)
-            return image, None if share.text is None else _whole(model, "text", share.text.flatten(0, 1))
-
-
-def _whole(model: TwoTower, modality: Modality, items: Tensor) -> Out:
-    parts = list(_local.in_blocks(model, modality, items))
-    logits = [part.logits for part in parts if part.logits is not None]
-    hidden, raw, code = (torch.cat([getattr(part, name) for part in parts]) for name in ("hidden", "raw", "code"))
-    return Out(hidden, raw, code, torch.cat(logits) if logits else None)
+            parts = list(_local.in_blocks(self.local.model, modality, items))
+        logits = [part.logits for part in parts if part.logits is not None]
+        hidden, raw, code = (torch.cat([getattr(part, name) for part in parts]) for name in ("hidden", "raw", "code"))
+        return Out(hidden, raw, code, torch.cat(logits) if logits else None)
 
 
 def _picked(out: Out, rows: Tensor, tower: nn.Module) -> Out:

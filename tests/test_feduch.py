@@ -352,8 +352,23 @@ def test_a_reference_made_once_for_all_epochs_says_what_one_made_batch_by_batch_
             if kept is not None and made is not None:
                 torch.testing.assert_close(kept.code, made.code)
                 torch.testing.assert_close(kept.hidden, made.hidden)
-    assert "_all" in vars(once)
-    assert "_all" not in vars(anew)
+    assert {"_images", "_texts"} <= set(vars(once))
+    assert not {"_images", "_texts"} & set(vars(anew))
+
+
+def test_a_reference_reuses_images_where_there_are_as_many_captions_as_epochs() -> None:
+    run = small("dgcpn", "feduch")
+    local, other = local_of(run, 0), run.state.theta * 1.5
+    assert local.share.text is not None
+    captions = local.share.text.shape[1]
+    assert captions > 1
+    mixed, anew = _own.Reference(local, other, captions), _own.Reference(local, other, 1)
+    chosen = np.arange(len(local.share)) % local.share.captions.numpy()
+    step = _local.Step(np.array([3, 0, 2]), chosen, lambda *_: torch.zeros(()))
+    for kept, made in zip(mixed(step), anew(step), strict=True):
+        assert kept is not None and made is not None
+        torch.testing.assert_close(kept.code, made.code)
+    assert "_images" in vars(mixed) and "_texts" not in vars(mixed)
 
 
 def test_a_reference_is_as_sharp_as_the_epoch_it_is_asked_in() -> None:

@@ -114,6 +114,7 @@ def _fastest() -> None:
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.enable_mem_efficient_sdp(True)
+    torch.backends.cuda.enable_cudnn_sdp(True)
     torch.backends.cudnn.allow_tf32 = True
 
 

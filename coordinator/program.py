@@ -39,6 +39,7 @@ from fedmq.handshake import Accepted
 from fedmq.memory import keep_buffers
 from fedmq.messages import COORDINATOR, EVALUATOR, Loss, Payload, digest
 from fedmq.metrics import fairness
+from fedmq.models.gpu import kind_of
 from fedmq.outcomes import read_metrics
 from fedmq.participation import cohort_size, trace_of
 from fedmq.protocol import Bulky, Interpreting, Public, Releasing
@@ -46,7 +47,7 @@ from fedmq.runfolder import RunFolder, write_atomically, write_json, write_tenso
 from fedmq.scenario import Scenario
 from fedmq.status import Status
 from fedmq.transport import Listener, listen
-from fedmq.world import World, build_world, device_of, run_name
+from fedmq.world import World, build_world, device_here, device_of, run_name
 
 #: Largest body accepted of a peer, whatever the method [bytes]; see :func:`largest_body` for what raises it.
 _LEAST_BODY = 1 << 26
@@ -373,6 +374,7 @@ def _summary(loop: Loop, world: World, clock: Clock, told: Mapping[str, Any]) ->
         "fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
         **(personal_figures(loop.measuring.personal) if loop.measuring.personal else {}),
         **_reading_summary(loop.setting),
+        **({"own_only": True} if protocols.own_only(scenario) else {}),
         **_public_summary(loop.setting),
         "bytes": {"up": dict(sorted(tally.up.items())), "down": dict(sorted(tally.down.items()))},
         "messages": {
@@ -403,6 +405,7 @@ def _summary(loop: Loop, world: World, clock: Clock, told: Mapping[str, Any]) ->
             "torch": torch.__version__,
             "python": platform.python_version(),
             "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+            **kind_of(device_here(scenario.device)),
         },
     }
 

@@ -273,8 +273,8 @@ def _do(
 def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str) -> Settings | None:
     """The candidate whose run on the validation split is best by a metric; the first of equal ones.
 
-    Where all of them end with one shared model, as with ``local``, whose coordinator's stays as it was drawn, it is the
-    silos' own models that tell them apart.
+    Where no shared model is trained as a whole, as with ``local`` or ``fedper``, it is the silos' own models that are
+    compared.
 
     Returns:
         Its settings; None if no candidate's run is done.
@@ -286,8 +286,8 @@ def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str
         return entry.candidates[0]
     runs = {candidate: trials[entry.name, candidate] for candidate in entry.candidates}
     done = {candidate: outcomes.read(run.folder) for candidate, run in runs.items() if run.done}
-    shared = {own.summary.get("model_digest") for own in done.values()}
-    if len(shared) == 1 < len(done) and all(own.value(f"personal.{metric}") is not None for own in done.values()):
+    alone = any(own.summary.get("own_only") for own in done.values())
+    if alone and all(own.value(f"personal.{metric}") is not None for own in done.values()):
         metric = f"personal.{metric}"
     values = {candidate: value for candidate, own in done.items() if (value := own.value(metric)) is not None}
     if done and not values:

@@ -22,6 +22,7 @@ from fedmq.layout import agree, require_layout
 from fedmq.link import Link
 from fedmq.messages import EVALUATOR, ClassPrototypes, Error, Kind, Memory, Metrics, Model, Payload
 from fedmq.models.bank import Bank
+from fedmq.models.gpu import give_back
 from fedmq.models.networks import Tower
 from fedmq.models.two_tower import TwoTower
 from fedmq.protocol import Encoders, encoders_of, take
@@ -390,8 +391,9 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
     log.note("started", run=run)
     link = Link(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
     try:
-        world = build_world(scenario, folder=arguments.data)
-        evaluator = Evaluator(scenario, world, device_of(arguments.device or scenario.device))
+        here = scenario.model_copy(update={"device": arguments.device or scenario.device})
+        world = build_world(here, folder=arguments.data)
+        evaluator = Evaluator(scenario, world, device_of(here.device))
         link.start()
         progress(f"{EVALUATOR}: {len(evaluator.heldout.share)} held-out items, connecting to {arguments.connect}")
         while True:
@@ -408,6 +410,7 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
                 result: Metrics | Error = evaluator.evaluate(message.payloads)
             except Exception as error:  # whatever a model does to its evaluation, the run is told why
                 result = Error.saying("evaluation_failed", f"{type(error).__name__}: {error}")
+            give_back()
             kind = Kind.ERROR if isinstance(result, Error) else Kind.REPLY
             link.send(
                 kind, (result,), sequence=header.sequence, reply_to=header.sequence, base_version=header.base_version

@@ -280,6 +280,7 @@ class Statistic:
         difference: mean paired difference to the baseline over the seeds that both have; nan without a baseline.
         low: lower end of its 95 % t-interval; nan below two seeds.
         high: upper end.
+        pairs: seeds behind the difference.
     """
 
     n: int
@@ -288,6 +289,7 @@ class Statistic:
     difference: float
     low: float
     high: float
+    pairs: int
 
 
 def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None) -> Statistic:
@@ -306,16 +308,16 @@ def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None)
     std = float(own.std(ddof=1)) if len(own) > 1 else nan
     common = sorted(set(values) & set(baseline or {}))
     if baseline is None or not common:
-        return Statistic(len(own), mean, std, nan, nan, nan)
+        return Statistic(len(own), mean, std, nan, nan, nan, 0)
     pairs = np.array([(values[seed], baseline[seed]) for seed in common])
     difference = float((pairs[:, 0] - pairs[:, 1]).mean())
     if len(common) < 2:
-        return Statistic(len(own), mean, std, difference, nan, nan)
+        return Statistic(len(own), mean, std, difference, nan, nan, len(common))
     with warnings.catch_warnings():
         # Equal differences have no spread: scipy then warns about precision, and the interval is the point it is.
         warnings.simplefilter("ignore", RuntimeWarning)
         interval = stats.ttest_rel(pairs[:, 0], pairs[:, 1]).confidence_interval(CONFIDENCE)
-    return Statistic(len(own), mean, std, difference, float(interval.low), float(interval.high))
+    return Statistic(len(own), mean, std, difference, float(interval.low), float(interval.high), len(common))
 
 
 def best(statistics: Sequence[Statistic], column: str) -> set[int]:

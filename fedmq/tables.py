@@ -71,9 +71,10 @@ def _mean(own: Statistic, seeds: int) -> str:
 
 
 def _difference(own: Statistic) -> str:
-    """``+0.0123 [+0.0010, +0.0236]``."""
+    """``+0.0123 [+0.0010, +0.0236]``; with a count if the baseline lacks some of the row's seeds."""
     middle, low, high = (_number(value, own.mean, sign=True) for value in (own.difference, own.low, own.high))
-    return middle if math.isnan(own.low) else f"{middle} [{low}, {high}]"
+    text = middle if math.isnan(own.low) else f"{middle} [{low}, {high}]"
+    return text if own.pairs in (0, own.n) else f"{text} ({own.pairs} of {own.n} seeds)"
 
 
 def _setting(text: str, *, short: bool) -> str:
@@ -125,6 +126,9 @@ def _notes(rows: Sequence[Row], plan: Plan, selected: bool, compared: bool) -> t
     with_public = sorted(f"{method} ({items} items)" for method, items in public if items is not None)
     if with_public:
         notes.append(f"trained on a public set besides, which the others had not: {', '.join(with_public)}")
+    alone = [row.entry.name for row in rows if any(own.summary.get("own_only") for own in row.outcomes.values())]
+    if alone:
+        notes.append(f"train no shared model as a whole, only personal.* is what they find: {', '.join(alone)}")
     untrained = [row.entry.name for row in rows if any(own.summary.get("unchanged") for own in row.outcomes.values())]
     if untrained:
         notes.append(f"no silo's update changed the model of at least one seed: {', '.join(untrained)}")

@@ -152,8 +152,8 @@ def device_of(name: str, index: int = 0) -> str:
     return f"cuda:{number}"
 
 
-def _extracting_device(name: str) -> str:
-    """Where a run extracts features: its device, or the CPU where a coordinator's or a reader's machine lacks that."""
+def device_here(name: str) -> str:
+    """A run's device, or the CPU where a coordinator's or a reader's machine lacks that."""
     try:
         return device_of(name)
     except InputError:
@@ -183,12 +183,12 @@ def build_world(
         InputError: the data cannot be read, or cannot be shared out as asked.
     """
     cache = cache or cache_folder()
+    # Asked for also where nothing is extracted: all processes of a run on a GPU so compute alike, on their CPUs, too.
+    device = device_here(scenario.device)
     prepared = (
         open_prepared(folder)
         if folder is not None
-        else prepare(
-            scenario.data, scenario.backbone, cache, scenario.seed, progress, _extracting_device(scenario.device)
-        )
+        else prepare(scenario.data, scenario.backbone, cache, scenario.seed, progress, device)
     )
     flags = partition.modalities(scenario.missing_modality, scenario.silo_names)
     silos = tuple(
@@ -287,7 +287,7 @@ def _groups(
             if clusters > len(train):
                 raise InputError("partition.clusters", clusters, f"at most {len(train)}, the training samples")
             features = text_features(
-                prepared, scenario.backbone, scenario.seed, cache, progress, _extracting_device(scenario.device)
+                prepared, scenario.backbone, scenario.seed, cache, progress, device_here(scenario.device)
             )
             centres = partition.cluster_centres(features[train], clusters, scenario.seed)
             one, two, three = (partition.nearest_centre(features[part], centres) for part in rows)

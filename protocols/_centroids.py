@@ -135,8 +135,9 @@ def report(
     found = [empty, empty]
     kept = {name: each for name, each in local.state.items() if name.startswith((MEMBERS, ROWS))}
     if begun:
-        generator = _local.generator_of(context, local, task, "centroids")
-        pair = _local.embed_all(local, _local.choose_captions(local, generator), context.training.batch_size)
+        # Always an item's first caption: two reports of which one has another caption of one item differ by that.
+        first = None if local.share.text is None else np.zeros(len(local.share), np.int64)
+        pair = _local.embed_all(local, first, context.training.batch_size)
         for place, (modality, z) in enumerate(zip(MODALITIES, pair, strict=True)):
             if z is not None:
                 members, known = _members(local, context, modality, z, count, support)

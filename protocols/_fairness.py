@@ -32,6 +32,12 @@ def group_of(silo: SiloFacts) -> int:
     return 0 if silo.paired else 1 if silo.image else 2
 
 
+def groups_of(mask: Tensor) -> Tensor:
+    """The group int64 [N] of silos by the modalities they have, bool [N, 2]; of one that never replied, 0."""
+    image, text = mask.bool().T
+    return torch.where(image == text, 0, torch.where(image, 1, 2))
+
+
 def normalised_losses(
     losses: Tensor,
     groups: Tensor,

@@ -122,7 +122,7 @@ class Assigning:
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
         """One step per batch over a permutation."""
         caption = _local.choose_captions(self.local, generator)
-        other = _local.choose_captions(self.local, generator)
+        other = None if caption is None else _another(self.local, caption, generator)
         for rows in _local.batches(len(self.local.share), self.batch_size, generator):
 
             def loss(image: Out | None, text: Out | None, rows: Any = rows) -> Tensor:
@@ -138,14 +138,25 @@ class Assigning:
         loss = options.lambda_pseudo * assignment_loss(z, teacher, self.centroids, options.tau, options.tau_teacher)
         loss = loss + options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
         if text is not None and options.lambda_pair:
-            _, second = _local.embed(self.local, rows, other)
-            assert second is not None  # noqa: S101 - the silo has captions
-            loss = loss + options.lambda_pair * info_nce(z, second, options.tau)
+            several = self.local.share.captions.numpy()[rows] > 1
+            if several.sum() > 1:  # of one item there is nothing to tell it from
+                _, second = _local.embed(self.local, rows[several], other)
+                assert second is not None  # noqa: S101 - the silo has captions
+                own = z[torch.from_numpy(several).to(z.device)]
+                loss = loss + options.lambda_pair * info_nce(own, second, options.tau)
         return loss
 
     def kept(self) -> Mapping[str, Tensor]:
         """Nothing."""
         return {}
+
+
+def _another(local: Local, caption: _local.I64, generator: np.random.Generator) -> _local.I64:
+    """Of each item another caption than ``caption`` [n]; the same of an item that has but one."""
+    counts = local.share.captions.numpy()
+    steps = 1 + (generator.random(len(counts)) * (counts - 1)).astype(np.int64)
+    other: _local.I64 = np.where(counts > 1, (caption + steps) % counts, caption)
+    return other
 
 
 class FedBridge:

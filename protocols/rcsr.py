@@ -47,7 +47,8 @@ class RcsrOptions:
             centroids of the missing modality, which one prototype draws onto one point; not the paper's. Silos cluster
             each item once, when the warm-up is over; until there are centroids the one prototype stands.
         anchor_centroids: of ``multi``, a silo's centroids of a modality, at most.
-        anchor_support: of ``multi``, least samples behind a centroid.
+        anchor_support: of ``multi``, least samples behind a centroid. Beside the prototype of eq 6, the mean of all
+            items of a silo of 128 or fewer, it hides no item that alone is in no centroid.
         filler: what stands for a missing modality's prototype at the coordinator: the global ``ema``, ``zero``, or a
             vector ``learned`` together with the router (our reading: the paper does not say where it is trained).
         tau: temperature of InfoNCE.
@@ -69,8 +70,9 @@ class RcsrOptions:
         router_rate: Adam's learning rate for the router.
         router_mask: ``input`` hides filled prototypes from the router, ``none`` shows it the fillers.
         router_over: ``reporters`` of the round, as printed, or the ``table`` of all silos' last statistics, restricted
-            to the reporters and renormalised; the latter keeps a meaning when few replies are merged at a time. Not
-            given, it is the table where merges are of fewer replies than a round has (``async``, small buffers).
+            to the reporters and renormalised; the latter keeps a meaning when few replies are merged at a time. A lone
+            reply's weight is 1 by either, and whatever ``minimax`` says: in ``async`` mode both act on no model but,
+            by eq 13, on the silos' own. Not given, it is the table where merges are of fewer replies than a round has.
         fair_eta: step size of q; like all that begins with fair, of ``minimax`` alone.
         fair_tau: weight of q's entropy; not used by ``fair_update: paper``.
         fair_ema: share of the old group mean loss kept at a full round.
@@ -374,7 +376,8 @@ class Rcsr:
         personal = self._told(tensors, rows, told, among)
         fairness: Mapping[str, Tensor] = {}
         if options.minimax:
-            groups = torch.tensor([_fairness.group_of(silo) for silo in self.context.silos])
+            # As each last reported: a scenario's faults may take or give a modality.
+            groups = _fairness.groups_of(table[_MASK])
             groups[rows] = torch.tensor([_fairness.group_of(reply.silo) for reply in replies])
             fairness, log["fair_value"] = _fairness.stepped(
                 tensors,

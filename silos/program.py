@@ -28,6 +28,7 @@ from fedmq.layout import agree, require_layout
 from fedmq.link import Link
 from fedmq.memory import keep_buffers
 from fedmq.messages import DiscriminatorDelta, Error, Kind, Message, Metrics, Model, Payload
+from fedmq.models.gpu import give_back
 from fedmq.models.two_tower import TwoTower
 from fedmq.protocol import Encoders, FederatedProtocol, Local, Personalised, Sharing, Task
 from fedmq.runfolder import RunFolder
@@ -38,6 +39,9 @@ from protocols._absent import shortened
 from silos.slots import Slots, slots_folder
 from silos.state import StateStore
 
+#: Errors of the process, not of a task, which would count as failed: started again, the silo does it from the state
+#: before it. After one of the GPU's own (an illegal address, a failed memory cell) nothing works there any more.
+_ENDING: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(torch, "AcceleratorError", None),)))
 #: Unused memory a silo may keep between its tasks, in models. Tasks of RCSR over features take a seventh less time than
 #: with the C library's own limits; with no limit they gain nothing more, and 30 silos hold half a gigabyte more.
 _KEPT_MODELS = 3
@@ -233,7 +237,8 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
         # Data first: a silo that shakes hands is ready for tasks.
         pooled = protocols.pooled(scenario.protocol.name)
         noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
-        silo = Silo(arguments, build_world(scenario, folder=arguments.data, pooled=pooled), noise=noise)
+        here = scenario.model_copy(update={"device": arguments.device or scenario.device})
+        silo = Silo(arguments, build_world(here, folder=arguments.data, pooled=pooled), noise=noise)
         keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
         link.start()
         progress(f"{arguments.name}: {len(silo.share)} samples, connecting to {arguments.connect}")
@@ -248,6 +253,7 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
                     progress(f"{arguments.name}: joined")
                 case Kind.TASK | Kind.EVALUATE:
                     _reply(link, silo, slots, message, progress)
+                    give_back()  # what a failed task held
                 case _:
                     progress(f"{arguments.name}: a {message.header.kind} was ignored")
             # The next message may be minutes away; a waiting silo should not hold a model it has dealt with.
@@ -280,8 +286,8 @@ def _reply(link: Link, silo: Silo, slots: Slots, message: Message, progress: Cal
     try:
         with slots.one():
             payloads = silo.respond(message)
-    except DiskError:
-        # No fault of the task's, which would count as failed: started again, the silo does it from the state before it.
+            give_back()  # before the slot is free: the next silo starts at once
+    except _ENDING:
         raise
     except Exception as error:
         text = f"task {header.sequence}: {told_of(error)}"

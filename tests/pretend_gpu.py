@@ -134,6 +134,7 @@ def pretended(patch: pytest.MonkeyPatch) -> Iterator[None]:
     with patch.context() as local:
         local.setattr(torch.cuda, "_lazy_init", lambda: None)
         local.setattr(torch.cuda, "device_count", lambda: 1)
+        local.setattr(torch.cuda, "get_device_name", lambda _device: "pretended")
         before = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)
         try:

@@ -43,7 +43,7 @@ def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         (["partition.clusters=500"], "partition.clusters"),
         (["data.path=nowhere.npz"], "nowhere.npz"),
         (["data.path=README.md"], "README.md"),
-        (["device=cuda:7"], "cuda:7"),
+        (["device=cuda:99"], "cuda:99"),
         (["backbone.name=ViT-Z-99", "data={name: openmoji}"], "ViT-Z-99"),
         (
             [

@@ -470,6 +470,16 @@ def test_bfloat16_products_stay_near_float32_and_train(tiny: Path, cache: Path) 
     assert gradient_of(half)[half.branch("text")].any()
 
 
+@pytest.mark.parametrize("name", ["visual", "text"])
+def test_the_sums_between_bfloat16_products_are_float32(name: str, tiny: Path, cache: Path) -> None:
+    half = make(tiny, cache, precision="bfloat16")
+    kinds = set()
+    for block in clip.blocks_of(getattr(half, name).frozen.tower, "tiny")[0]:
+        block.register_forward_hook(lambda _module, _inputs, output: kinds.add(output.dtype))
+    half.image(PIXELS), half.caption(captions(tiny))
+    assert kinds == {torch.float32}
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_gpu_and_cpu_agree_to_tolerance(tiny: Path, cache: Path) -> None:
     shapes = InputSpec((3, 32, 32), (77,))

@@ -481,6 +481,10 @@ def test_the_interval_is_the_paired_t_interval() -> None:
 def test_differences_are_taken_over_the_seeds_that_both_have() -> None:
     found = outcomes.statistic({0: 1.0, 2: 3.0}, {0: 0.5, 1: 9.0, 2: 2.5})
     assert (found.n, found.difference, found.low, found.high) == (2, 0.5, 0.5, 0.5)
+    assert "seeds" not in tables._difference(found)
+    missing = outcomes.statistic({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.5, 2: 2.0})
+    assert (missing.n, missing.pairs) == (3, 2)
+    assert tables._difference(missing).endswith("(2 of 3 seeds)")
     single = outcomes.statistic({0: 1.0}, {0: 0.25, 1: 3.0})
     assert single.difference == 0.75
     assert np.isnan([single.std, single.low, single.high]).all()
@@ -729,10 +733,13 @@ def test_where_nobody_trains_the_shared_model_silos_own_ones_are_chosen_by(tiny:
     for trial, own in zip(trials.values(), (0.3, 0.5, 0.4), strict=True):
         finish(trial.folder, 0.25)
         summary = json.loads(trial.folder.summary.read_text())
-        trial.folder.summary.write_text(json.dumps({**summary, "personal": {"mean_r1": own}}))
+        told = {"personal": {"mean_r1": own}, "own_only": True}
+        trial.folder.summary.write_text(json.dumps({**summary, **told}))
     assert compare.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.2",)
-    # The shared models differ: the metric is what was asked for.
-    finish(next(iter(trials.values())).folder, 0.35)
+    # One that is trained, too, is what was asked for.
+    for trial in trials.values():
+        summary = json.loads(trial.folder.summary.read_text())
+        trial.folder.summary.write_text(json.dumps({**summary, "own_only": False}))
     assert compare.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.1",)
 
 

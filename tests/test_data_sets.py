@@ -255,6 +255,19 @@ def test_linked_folders_are_followed_and_a_circle_of_links_ends(tmp_path: Path) 
     assert len(read("msrvtt", tmp_path / "videos").pictures.frames(3)) == 12
 
 
+def test_msrvtts_whole_file_makes_its_parts_superfluous_wherever_they_lie(tmp_path: Path) -> None:
+    layouts.msrvtt(tmp_path)
+    whole = json.loads((tmp_path / "MSRVTT_data.json").read_text())
+    assert len(whole["videos"]) > 2
+    (tmp_path / "annotation").mkdir()
+    (tmp_path / "MSRVTT_data.json").rename(tmp_path / "annotation" / "MSRVTT_data.json")
+    part = {"videos": whole["videos"][:2], "sentences": whole["sentences"]}
+    (tmp_path / "train_val_videodatainfo.json").write_text(json.dumps(part))
+    assert len(read("msrvtt", tmp_path)) == len(whole["videos"])
+    (tmp_path / "annotation" / "MSRVTT_data.json").rename(tmp_path / "annotation" / "train_val_videodatainfo.json")
+    assert len(read("msrvtt", tmp_path)) == 2
+
+
 @pytest.mark.parametrize("size", [(4, 5), (1, 1)])
 def test_grey_values_of_16_bits_are_scaled_to_8(size: tuple[int, int], tmp_path: Path) -> None:
     from PIL import Image

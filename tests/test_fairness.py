@@ -189,3 +189,18 @@ def test_a_stale_loss_moves_q_less() -> None:
     # Normalised losses are 1/2 and 3/2; log q is (1 - eta tau h) log q + eta h (loss - 1), h = 1 and 1/2.
     expected = torch.tensor([0.8 * math.log(0.5) - 0.4 / 2, 0.9 * math.log(0.5) + 0.2 / 2], dtype=torch.float64)
     torch.testing.assert_close(after, expected - expected.logsumexp(0))
+
+
+def test_a_silo_that_lost_a_modality_counts_in_its_new_group_also_where_it_does_not_report() -> None:
+    run = world("rcsr", {"warmup": 0}, kinds=((True, True),) * 5, sizes=(9,) * 5)
+    for version in range(6):
+        replies = []
+        for silo in run.context.silos if version < 2 else run.context.silos[:2]:
+            lost = version == 1 and silo.index >= 2
+            reply = with_payload(run.reply(silo, run.train(silo)), Loss(1e-4 if lost else 3.0))
+            replies.append(dataclasses.replace(reply, silo=dataclasses.replace(silo, text=not lost)))
+        run.state = run.protocol.merge(run.state, replies, run.version).state
+        run.version += 1
+    # The two that go on reporting lose as much as a paired silo does: they are average.
+    assert float(run.state.tensors["fair_running"][0]) == pytest.approx(3.0)
+    assert float(run.state.tensors["fair_log_q"][0].exp()) == pytest.approx(0.2, abs=0.02)

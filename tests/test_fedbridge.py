@@ -11,7 +11,7 @@ import torch
 
 from fedmq.errors import RemoteWireError
 from fedmq.messages import ClassPrototypes, Delta
-from fedmq.protocol import Reply, take
+from fedmq.protocol import Local, Reply, Task, take
 from protocols import _centroids, fedbridge
 from tests.protocol_world import DIM, world
 
@@ -69,6 +69,46 @@ def test_a_centroid_is_of_the_same_items_in_every_report() -> None:
     one, other = (take(each.payloads, ClassPrototypes) for each in (first, last))
     assert np.array_equal(one.counts, other.counts)
     assert not np.array_equal(one.prototypes, other.prototypes)
+
+
+def test_reports_of_one_model_are_the_same_whatever_captions_are_drawn() -> None:
+    run = world("fedbridge", NOW)
+    silo = next(each for each in run.context.silos if each.text)
+    reports = []
+    for sequence in range(3):
+        local = Local(silo, run.shares[silo.index], run.model, {})
+        local.model.load(run.state.theta)
+        task = Task(sequence, 0, 0, 0.01, run.protocol.task(run.state, silo))
+        reports.append(_centroids.report(local, run.context, task, 3, 2, begun=True)[0])
+    assert reports[0].counts.any()
+    assert all(np.array_equal(reports[0].prototypes, each.prototypes) for each in reports[1:])
+
+
+def test_the_second_caption_is_another_one_where_there_is_another() -> None:
+    local = type("L", (), {"share": type("S", (), {"captions": torch.tensor([1, 2, 5, 1, 5, 3])})})()
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        caption = (generator.random(6) * local.share.captions.numpy()).astype(np.int64)
+        other = fedbridge._another(local, caption, generator)
+        assert (other < local.share.captions.numpy()).all()
+        assert ((other != caption) == (local.share.captions.numpy() > 1)).all()
+
+
+def test_items_with_one_caption_have_no_contrast_of_two() -> None:
+    updates = []
+    for weight in (0.0, 1.0):
+        run = world("fedbridge", {**NOW, "lambda_pair": weight})
+        run.shares = {
+            index: share
+            if share.text is None
+            else dataclasses.replace(share, text=share.text[:, :1], captions=torch.ones_like(share.captions))
+            for index, share in run.shares.items()
+        }
+        run.round()
+        silo = next(each for each in run.context.silos if each.text and not each.image)
+        updates.append(delta(run.reply(silo, run.train(silo))))
+    assert updates[0].any()
+    assert np.array_equal(*updates)
 
 
 @pytest.mark.parametrize(

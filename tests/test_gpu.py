@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ def flags() -> Iterator[None]:
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark, deterministic.fill_uninitialized_memory = before
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.enable_mem_efficient_sdp(True)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
     torch.use_deterministic_algorithms(False)
 
 
@@ -141,13 +144,18 @@ def test_a_released_model_does(file: Path, tmp_path: Path, monkeypatch: pytest.M
 def test_a_process_that_computes_on_a_gpu_does_so_repeatably(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
-    inline.run(resolved(file, "rounds=1"), tmp_path / "cpu")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    here = inline.run(resolved(file, "rounds=1"), tmp_path / "cpu").summary
+    assert "gpu" not in here["versions_of"]
     assert not torch.are_deterministic_algorithms_enabled()
     with pretended(monkeypatch):
-        inline.run(resolved(file, "rounds=1", "device=cuda:0"), tmp_path / "gpu")
+        there = inline.run(resolved(file, "rounds=1", "device=cuda:0"), tmp_path / "gpu").summary
+    assert there["versions_of"]["gpu"] == "pretended"
     assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
     assert not torch.backends.cudnn.allow_tf32
+    cuda = torch.backends.cuda
+    assert not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
 
 
 def test_the_pretended_gpu_refuses_what_a_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:

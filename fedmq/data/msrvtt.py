@@ -25,8 +25,12 @@ def _annotations(data: Data, folder: Path) -> list[Path]:
     found = [place / name for place in places for name in NAMES if (place / name).is_file()]
     if not found:
         raise InputError("data.annotations", "no annotation file", f"{' or '.join(NAMES)} in {folder}")
-    # A file of everything makes its parts superfluous.
-    return found[:1] if found[0].name in NAMES[:2] else found
+    # A file of everything makes its parts superfluous, wherever they lie, and the first of two of one name is it.
+    whole = [path for path in found if path.name in NAMES[:2]]
+    parts: dict[str, Path] = {}
+    for path in found:
+        parts.setdefault(path.name, path)
+    return whole[:1] or list(parts.values())
 
 
 def _places(folder: Path) -> dict[str, Path]:

@@ -46,7 +46,8 @@ class Frozen(nn.Module):
         tower: open_clip's module; its parameters need no gradient.
         mean: of an image tower, per channel; empty for a text tower.
         std: likewise.
-        half: products in bfloat16 by autocast, those of the adapters inside included; sums and outputs stay float32.
+        half: products in bfloat16 by autocast, those of the adapters inside included; a transformer's sums and all
+            outputs stay float32.
     """
 
     mean: Tensor
@@ -58,6 +59,9 @@ class Frozen(nn.Module):
         super().__init__()
         self.tower = tower
         self.half_products = half
+        if half and isinstance(tower, open_clip.transformer.VisionTransformer):
+            # Its sums take the type of what enters them, and bfloat16 would round off what adapters add.
+            tower.conv1.register_forward_hook(lambda _module, _inputs, output: output.float())
         self.register_buffer("mean", 255 * torch.tensor(mean).view(-1, 1, 1))
         self.register_buffer("std", 255 * torch.tensor(std).view(-1, 1, 1))
         self.eval()

@@ -1,0 +1,60 @@
+"""What a silo does with its GPU's memory and with errors that are not a task's."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from fedmq.errors import DiskError, RunError
+from silos import program
+
+
+class Slots:
+    def __init__(self, told: list[str]) -> None:
+        self.told = told
+
+    @contextlib.contextmanager
+    def one(self) -> Iterator[None]:
+        yield
+        self.told.append("slot free")
+
+
+def replied(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[str]:
+    told: list[str] = []
+
+    def respond(_message: Any) -> tuple[()]:
+        if error is not None:
+            raise error
+        return ()
+
+    monkeypatch.setattr(program, "give_back", lambda: told.append("given back"))
+    silo: Any = SimpleNamespace(respond=respond, facts=SimpleNamespace(name="silo-00"))
+    link: Any = SimpleNamespace(send=lambda kind, *_, **__: told.append(str(kind)))
+    header = SimpleNamespace(sequence=1, base_version=0)
+    message: Any = SimpleNamespace(header=header, task=None)
+    slots: Any = Slots(told)
+    program._reply(link, silo, slots, message, lambda _: None)
+    return told
+
+
+def test_a_silo_gives_its_gpus_memory_back_before_the_next_one_may_train(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert replied(monkeypatch, None)[:2] == ["given back", "slot free"]
+
+
+def test_a_failed_task_is_told_of_and_the_silo_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert replied(monkeypatch, RunError("training diverged")) == ["error"]
+
+
+class Spoiled(RuntimeError):
+    """As torch's, after which nothing works on the GPU until the process ends."""
+
+
+@pytest.mark.parametrize("error", [DiskError("full"), Spoiled("CUDA error: an illegal memory access")])
+def test_an_error_of_the_process_ends_it(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program, "_ENDING", (*program._ENDING, Spoiled))
+    with pytest.raises(type(error)):
+        replied(monkeypatch, error)

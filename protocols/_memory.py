@@ -167,7 +167,7 @@ def differences(memories: Sequence[Rows], shared: Tensor, filled: Tensor, *, by_
         memories: (rows [C, r], support [C]) of M reporters.
         shared: [C, r] global memory.
         filled: bool [C], rows of it that are supported.
-        by_class: rows of one index are alike (S = identity); otherwise those that K-means puts into one cluster.
+        by_class: rows of one index are alike (S = identity); otherwise each local row and its nearest global one.
 
     Returns:
         float64 [M]; log 2 per pair where a silo has no row, as for rows that are neither alike nor different.

@@ -62,9 +62,9 @@ class FedCafeOptions:
         le_detach: no gradient through the enhanced features of eq 5.
         memory: cosine K-means from class means, ``kmeans_seeded``, so that rows keep their classes; ``class_mean``;
             ``kmeans_random`` as the released code; ``kmeans_two_stage`` as the paper.
-        similarity: which rows eq 9 takes as alike: of one class, ``identity``, or in one ``cluster``, as the released
-            code; memories whose rows have no class always go by cluster. This and the next three are of
-            ``weighted_agg`` alone.
+        similarity: which rows eq 9 takes as alike: of one class, ``identity``, or in one ``cluster``, where each local
+            row goes with its nearest global one (the released code clusters all rows jointly); memories whose rows have
+            no class always go by cluster. This and the next three are of ``weighted_agg`` alone.
         weight: eq 10 ``linear`` as the released code, or ``softmax`` as printed.
         temperature: of the softmax.
         cap: a stale silo weighs at most so many equal shares: it is far from the memory because it is old.

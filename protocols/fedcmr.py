@@ -173,7 +173,7 @@ class FedCmr:
         return True
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The common layer of now with the silo's own layers around it."""
+        """The common layer as it came, without what a next task would take off, and the silo's own around it."""
         return self.partial.encoders(local, payloads)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:

@@ -297,7 +297,7 @@ class FedScmr:
 def _filled(maps: Tensor, table: Tensor) -> Tensor:
     """Validation mAPs [M], for silos that cannot measure theirs the median of all known ones [K]; 0 if nobody can."""
     known = table[table >= 0]
-    return torch.where(maps >= 0, maps, known.median() if len(known) else torch.zeros((), dtype=maps.dtype))
+    return torch.where(maps >= 0, maps, known.quantile(0.5) if len(known) else torch.zeros((), dtype=maps.dtype))
 
 
 PROTOCOL = FedScmr

@@ -32,11 +32,10 @@ from fedmq.protocol import (
     State,
     Task,
     Trained,
-    encoders_of,
     take,
 )
 from fedmq.seeds import torch_generator
-from protocols import _class_prototypes, _hypernetwork, _local, _merge, fedavg
+from protocols import _class_prototypes, _hypernetwork, _local, _merge, _own, fedavg
 from protocols._merge import as_tensor
 from protocols._options import check
 
@@ -58,6 +57,8 @@ class PlFedCmhOptions:
         hn_sign: ``descent`` moves a mixture where the silo's update points; the released ``code`` moves it away.
         branch_renorm: each branch of the global model is averaged over the silos that trained it.
         weighting: of the global model's average, ``uniform`` as the released code, or by ``samples``.
+        measured: a silo by the ``mixture`` that a task of now would bring, or, as the released code, by its model as
+            its last training left it, ``trained``.
     """
 
     beta: float = 0.5
@@ -66,6 +67,7 @@ class PlFedCmhOptions:
     hn_sign: Literal["descent", "code"] = "descent"
     branch_renorm: bool = True
     weighting: Literal["samples", "uniform"] = "uniform"
+    measured: Literal["mixture", "trained"] = "mixture"
 
     def __post_init__(self) -> None:
         check("beta", self.beta, 0.0)
@@ -153,7 +155,9 @@ class PlFedCmh:
             return torch.stack(parts).sum() / (len(step.rows) * len(local.share)) if parts else None
 
         trained = self.fedavg.trained(local, task, extra=extra)
-        return replace(trained, payloads=(*trained.payloads, self._own_prototypes(local, task, labels)))
+        own = _own.kept(local) if self.options.measured == "trained" else {}
+        payloads = (*trained.payloads, self._own_prototypes(local, task, labels))
+        return replace(trained, payloads=payloads, state={**trained.state, **own})
 
     def _own_prototypes(self, local: Local, task: Task, labels: Tensor) -> ClassPrototypes:
         """Class means of the outputs before tanh, of one caption per item; count 0 for a modality the silo lacks."""
@@ -173,9 +177,10 @@ class PlFedCmh:
         return _class_prototypes.payload(torch.cat(rows), torch.cat(counts))
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The silo's own mixture."""
-        _local.load_model(local, take(payloads, Model).buffer)
-        return encoders_of(local.model)
+        """The silo's own mixture, or its model as its last training left it."""
+        mixture = take(payloads, Model).buffer
+        own = local.state.get(_own.OWN) if self.options.measured == "trained" else None
+        return _own.encoders_of(local, mixture if own is None else own)
 
     # ----------------------------------------------------------------------- the coordinator's half
     def initial(self, theta: Tensor) -> State:

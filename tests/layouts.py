@@ -110,15 +110,15 @@ def msrvtt(folder: Path, frames: int = 15) -> Path:
 
 
 def mirflickr(folder: Path, n: int = 8) -> Path:
-    """Images, tags, common tags and label files; the last item has no common tag."""
-    for number in range(1, n + 1):
+    """Images, tags, common tags and label files; of the last two items one has no common tag, the other no label."""
+    for number in range(1, n + 2):
         photo(folder / "mirflickr" / f"im{number}.jpg", number)
         tags = "rare" if number == n else "sky\nsea\nsky\nrare" if number % 2 else "dog"
         write(folder / "mirflickr" / "meta" / "tags" / f"tags{number}.txt", tags)
     write(folder / "mirflickr" / "doc" / "common_tags.txt", "sky 845\ndog 641\nsea 301\n")
     notes = folder / "mirflickr25k_annotations_v080"
-    write(notes / "animals.txt", "2\n4\n6\n8\n")
-    write(notes / "sea.txt", "1\n3\n")
+    for first, name in ((2, "animals"), (1, "sea")):
+        write(notes / f"{name}.txt", "".join(f"{number}\n" for number in range(first, n + 1, 2)))
     write(notes / "sea_r1.txt", "3\n")
     write(notes / "README.txt", "not a label")
     return folder

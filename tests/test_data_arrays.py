@@ -766,3 +766,29 @@ def test_without_the_readers_package_the_error_says_what_to_install(
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
     with pytest.raises(InputError, match=r"package h5py missing.*fedmq\[formats\]"):
         read_arrays(Data(name="pascal", path=tmp_path / "a.mat"))
+
+
+def test_fedcmrs_files_go_by_their_own_names_where_their_arrays_have_bare_ones(tmp_path: Path) -> None:
+    for folder in ("whole", "parts/train", "parts/test"):
+        (tmp_path / folder).mkdir(parents=True)
+    for name, columns in (("imgs", 8), ("texts", 6)):
+        saved(tmp_path / "whole" / f"{name}_shuffled.mat", {"features": rows(20, columns)})
+    saved(tmp_path / "whole" / "labels_shuffled.mat", {"labels": np.arange(20)[:, None] % 4 + 1})
+    found = read_arrays(Data(name="pascal", path=tmp_path / "whole"))
+    assert {name: each.shape for name, each in found.items()} == {"image": (20, 8), "text": (20, 6), "labels": (20,)}
+    for part, n in (("train", 20), ("test", 6)):
+        for name, columns in (("imgs", 8), ("texts", 6)):
+            saved(tmp_path / "parts" / part / f"{part}_{name}.mat", {"features": rows(n, columns)})
+        saved(tmp_path / "parts" / part / f"{part}_labels.mat", {"labels": np.arange(n)[:, None] % 4 + 1})
+    parts = read_arrays(Data(name="wikipedia", path=tmp_path / "parts"))
+    assert parts["image"].shape == (26, 8)
+    assert (parts["split"] == SPLITS.index("train")).sum() == 20
+
+
+def test_arrays_of_all_of_wikipedia_are_drawn_as_its_papers_do(tmp_path: Path) -> None:
+    values = {"IAll": rows(1000, 8), "TAll": rows(1000, 6), "LAll": np.eye(10)[np.arange(1000) % 10]}
+    path = saved(tmp_path / "wikipedia.npz", values)
+    found = prepare(Data(name="wikipedia", path=path), FEATURES, tmp_path / "cache")
+    assert [len(found.rows(split)) for split in ("test", "val", "train")] == [462, 231, 307]
+    pixels = {**values, "IAll": np.zeros((1000, 4, 4, 3), np.uint8)}
+    assert len(SETS["wikipedia"].read(Data(name="wikipedia", path=saved(tmp_path / "pixels.npz", pixels)))) == 1000

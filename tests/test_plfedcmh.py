@@ -11,11 +11,12 @@ import pytest
 import torch
 
 from fedmq.errors import InputError
-from fedmq.messages import ClassPrototypes, Model
+from fedmq.messages import ClassPrototypes, Delta, Model
 from fedmq.protocol import Local, Personalised, State
 from fedmq.scenario import Objective
 from protocols import _hypernetwork, plfedcmh
 from tests.protocol_world import DIM, World, equal_states, share, world
+from tests.replies import payload_of
 
 TWO = ((True, True), (True, True))
 GENERATOR = 7
@@ -269,6 +270,24 @@ def test_a_silo_is_measured_by_its_own_mixture() -> None:
         assert np.array_equal(model.buffer, run.protocol.mixture(run.state, silo).numpy())
         run.model.load(torch.from_numpy(model.buffer.copy()))
         assert torch.equal(found, run.model.image(x))
+
+
+def test_a_silo_may_be_measured_by_its_model_as_its_last_training_left_it() -> None:
+    run = trained_world(options={"measured": "trained"}, kinds=TWO)
+    silo = run.context.silos[0]
+    sent = next(each for each in run.protocol.task(run.state, silo) if isinstance(each, Model)).buffer
+    trained = run.train(silo)
+    left = run.model.flat.detach().clone()
+    delta = payload_of(run.reply(silo, trained), Delta).buffer
+    assert delta.any()
+    torch.testing.assert_close(left, torch.tensor(sent) + torch.tensor(delta))
+    protocol = run.protocol
+    assert isinstance(protocol, Personalised)
+    payloads = protocol.task(run.state, silo)
+    protocol.encoders(Local(silo, run.shares[0], run.model, run.personal[0]), payloads)
+    assert torch.equal(run.model.flat.detach(), left)
+    protocol.encoders(Local(silo, run.shares[0], run.model, {}), payloads)  # nothing of its own yet
+    assert torch.equal(run.model.flat.detach(), torch.tensor(sent))
 
 
 def test_a_base_without_labels_is_refused() -> None:

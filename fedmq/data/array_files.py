@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -247,9 +248,11 @@ def _npy_header(opened: Any, path: Path, key: str) -> Stored:
 
 
 def files_of(path: Path) -> list[Path]:
-    """The files with arrays: the path itself, or those in the folder."""
+    """The files with arrays: the path itself, or those in the folder, or else those in its ``train`` and ``test``."""
     if path.is_dir():
-        return sorted(file for file in path.iterdir() if file.suffix.lower() in ENDINGS)
+        found = sorted(file for file in path.iterdir() if file.suffix.lower() in ENDINGS)
+        inner = [path / name for name in ("test", "train") if (path / name).is_dir()]
+        return found or [file for folder in inner for file in files_of(folder)]
     return [path] if path.suffix.lower() in ENDINGS else []
 
 
@@ -276,6 +279,15 @@ def meaning(key: str, tra: bool = False) -> tuple[str, What] | None:
     return next(((part, what) for what, known in WORDS.items() if words & known), None)
 
 
+#: Names of arrays that say nothing of a part, and next to nothing of what they are.
+_BARE = ("data", "feature", "features", "label", "labels")
+
+
+def _name(array: Stored, *, alone: bool) -> str:
+    """An array's name; where it says little and its file holds nothing else, the file's with it (FedCMR's files)."""
+    return f"{array.path.stem}_{array.key}" if alone and array.key.lower() in _BARE else array.key
+
+
 Found = dict[tuple[str, What], Stored]
 
 
@@ -298,7 +310,10 @@ def recognise(path: Path, pixels: bool) -> Found:
     # Names of labels, of images or of tags are not what they name.
     stored = [array for array in stored if array.shape and not array.words]
     tra = any("tra" in _words(array.key) and meaning(array.key) for array in stored)
-    known = [(named, array) for array in stored if (named := meaning(array.key, tra)) is not None]
+    beside = Counter(array.path for array in stored)
+    names = [_name(array, alone=beside[array.path] == 1) for array in stored]
+    meanings = [meaning(name, tra) for name in names]
+    known = [(named, array) for named, array in zip(meanings, stored, strict=True) if named is not None]
     known = [(named, array) for named, array in known if named[1] != "image" or (len(array.shape) == 4) == pixels]
     _all_or_parts(known, str(path))
     found: Found = {}

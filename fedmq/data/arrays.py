@@ -17,7 +17,13 @@ import numpy.typing as npt
 
 from fedmq.data.array_files import ENDINGS, Found, Stored, What, files_of, listed, parts_of, recognise
 from fedmq.data.features import SPLITS, split_codes
-from fedmq.data.folders import WIKIPEDIA_CLASSES, WIKIPEDIA_LISTS, wikipedia_lists, wikipedia_split
+from fedmq.data.folders import (
+    WIKIPEDIA_CLASSES,
+    WIKIPEDIA_LISTS,
+    wikipedia_lists,
+    wikipedia_photos,
+    wikipedia_split,
+)
 from fedmq.data.pictures import Rows
 from fedmq.data.pixel_arrays import Pile
 from fedmq.data.raw import RawSet, checked, labelled_rows, refuse_keys
@@ -225,6 +231,15 @@ def holds_pixels(data: Data) -> bool:
     if path is None or not files_of(path):
         return False
     return not (path.is_dir() and any(inner.is_dir() for inner in path.iterdir()))
+
+
+def read_wikipedia(data: Data) -> RawSet:
+    """Wikipedia, as distributed or as arrays of pixels, texts and labels (FedUCH's ``WikiPedia.mat``).
+
+    Raises:
+        InputError: as :func:`read_pixels` and ``folders.wikipedia_photos``.
+    """
+    return read_pixels(data) if holds_pixels(data) else wikipedia_photos(data)
 
 
 def read_pixels(data: Data) -> RawSet:

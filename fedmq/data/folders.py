@@ -142,7 +142,7 @@ def wikipedia_lists(folder: Path) -> dict[str, list[tuple[str, str, int]]]:
     return found
 
 
-def read_wikipedia(data: Data) -> RawSet:
+def wikipedia_photos(data: Data) -> RawSet:
     """Wikipedia (Rasiwasia et al. 2010): ``images/<class>/*.jpg``, ``texts/*.xml`` and the two list files.
 
     A text that is not there is an item without a caption.

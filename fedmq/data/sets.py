@@ -86,7 +86,10 @@ SETS: Mapping[str, DataSet] = {
     "fashionvc": DataSet("19,862 items in .mat files, 8 + 27 labels", "arrays.read_pixels", Draw(3000), "bag"),
     "ssense": DataSet("15,696 items in .mat files, 4 + 28 labels", "arrays.read_pixels", Draw(2000), "bag"),
     "wikipedia": DataSet(
-        "images, texts and two lists, 10 classes: 2,173 / 231 / 462", "folders.read_wikipedia", val_apart=True
+        "images, texts and two lists, 10 classes: 2,173 / 231 / 462",
+        "arrays.read_wikipedia",
+        Draw(462, 231),
+        val_apart=True,
     ),
     "pascal": DataSet("Pascal Sentence, 20 classes: 800 / 100 / 100", "folders.read_pascal", Draw(100, 100)),
     "manifest": DataSet("anything: a CSV or JSONL file of images, captions, labels, split", "manifest.read_manifest"),

@@ -53,7 +53,8 @@ def mirflickr_photos(data: Data) -> RawSet:
 
     ``im<N>.jpg``, ``meta/tags/tags<N>.txt``, ``doc/common_tags.txt`` (the 1,386 tags that occur at least 20 times) and
     ``annotations`` or ``mirflickr25k_annotations_v080``: one file of image numbers for each of the 24 labels; the
-    stricter ``_r1`` files are not used. Items without a common tag are left out, which leaves 20,015 (DCMH).
+    stricter ``_r1`` files are not used. Items without a common tag or without a label are left out, which leaves
+    20,015 (DCMH).
 
     Raises:
         InputError: a folder or file is missing or empty, or a label file holds no numbers.
@@ -94,6 +95,8 @@ def mirflickr_photos(data: Data) -> RawSet:
                 raise InputError(str(path), line, "numbers of images, one a line")
             if int(line) in row:
                 labels[row[int(line)], column] = 1
+    kept = np.flatnonzero(labels.any(axis=1))
+    numbers, labels = [numbers[row] for row in kept], labels[kept]
     tags = [numbered[number] for number in numbers]
     return checked(
         RawSet(

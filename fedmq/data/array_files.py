@@ -247,12 +247,17 @@ def _npy_header(opened: Any, path: Path, key: str) -> Stored:
         return Stored(path, key, tuple(map(int, shape)), words=kind.kind in "US", integers=kind.kind in "iu")
 
 
+def _inside_of(folder: Path) -> list[Path]:
+    return sorted(file for file in folder.iterdir() if file.suffix.lower() in ENDINGS)
+
+
 def files_of(path: Path) -> list[Path]:
     """The files with arrays: the path itself, or those in the folder, or else those in its ``train`` and ``test``."""
     if path.is_dir():
-        found = sorted(file for file in path.iterdir() if file.suffix.lower() in ENDINGS)
-        inner = [path / name for name in ("test", "train") if (path / name).is_dir()]
-        return found or [file for folder in inner for file in files_of(folder)]
+        # Of the folders below these two alone, and nothing below them: a link may lead back up.
+        places = (path,), (path / "test", path / "train")
+        found = ([file for place in some if place.is_dir() for file in _inside_of(place)] for some in places)
+        return next(filter(None, found), [])
     return [path] if path.suffix.lower() in ENDINGS else []
 
 

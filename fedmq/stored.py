@@ -52,11 +52,15 @@ def read_lines(
         allowed: what should have been there, for the error.
 
     Raises:
-        InputError: a line is no JSON object or holds something else.
+        InputError: a line is no JSON object or holds something else, or the file cannot be opened.
     """
     if not path.exists():
         return
-    with path.open("rb") as file:
+    try:
+        file = path.open("rb")
+    except OSError as error:
+        raise InputError(str(path), error.strerror or str(error), allowed) from None
+    with file:
         for number, line in enumerate(file, 1):
             if line.endswith(b"\n"):
                 yield _checked(f"{path}: line {number}", line, schema, allowed)

@@ -234,3 +234,8 @@ def test_a_line_that_is_no_record_is_a_finding(finished: Path, tmp_path: Path, l
     root = damaged(finished, tmp_path, "messages/silo-01.jsonl", log + line + b"\n")
     assert [finding.what for finding in audit_run(root).findings] == ["no whole record of a message log"]
     logs(root)
+
+
+def test_lines_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="directory"):
+        list(read_lines(tmp_path))

@@ -6,7 +6,6 @@ measurement is a part of the merge, whose checkpoint waits for it, so that a res
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
@@ -17,8 +16,8 @@ from fedmq.audit import MessageLog
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.messages import EVALUATOR, Error, Header, Kind, Message, Metrics, Payload
-from fedmq.metrics import fairness
 from fedmq.outcomes import read_metrics
+from fedmq.over_silos import fairness_of, means
 from fedmq.protocol import Personalised, Releasing, State
 from fedmq.runfolder import append_line
 
@@ -267,17 +266,10 @@ def personal_figures(measured: Mapping[str, Metrics]) -> dict[str, Any]:
     personal = dict(sorted(measured.items()))
     whole = {silo: dict(own.values) for silo, own in personal.items()}
     shares = {silo: dict(own.per_silo.get(silo, {})) for silo, own in personal.items()}
-    spread = fairness([own["mean_r1"] for own in shares.values()])
     return {
         "personal": means(whole),
         "personal_whole_split": whole,
         "personal_per_silo": shares,
         "personal_per_silo_mean": means(shares),
-        "personal_fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
+        "personal_fairness": fairness_of(shares),
     }
-
-
-def means(by_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Of each metric that all silos have, the mean over them."""
-    names = sorted(set.intersection(*(set(own) for own in by_silo.values())))
-    return {name: math.fsum(own[name] for own in by_silo.values()) / len(by_silo) for name in names}

@@ -21,7 +21,7 @@ import protocols
 from coordinator import checkpoint as checkpoints
 from coordinator.inline import Answer, Inline
 from coordinator.loop import Loop
-from coordinator.measuring import Measuring, means, personal_figures
+from coordinator.measuring import Measuring, personal_figures
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.setting import Setting
@@ -38,9 +38,9 @@ from fedmq.errors import InputError
 from fedmq.handshake import Accepted
 from fedmq.memory import keep_buffers
 from fedmq.messages import COORDINATOR, EVALUATOR, Loss, Payload, digest
-from fedmq.metrics import fairness
 from fedmq.models.gpu import kind_of
 from fedmq.outcomes import read_metrics
+from fedmq.over_silos import fairness_of, means
 from fedmq.participation import cohort_size, trace_of
 from fedmq.protocol import Bulky, Interpreting, Public, Releasing
 from fedmq.runfolder import RunFolder, write_atomically, write_json, write_tensors
@@ -309,10 +309,11 @@ def _finish(loop: Loop, world: World, clock: Clock, initial: torch.Tensor) -> di
     model = setting.context.layout.model_digest(state.theta.numpy())
     more = protocol.release(state) if isinstance(protocol, Releasing) else ()
     with_it = {payload.KIND: digest(payload) for payload in more}
-    _release(setting, state.theta, more, {"model_digest": model, "released_with": with_it})
+    made_of = {"model_digest": model, "data_digest": world.prepared.content}
+    _release(setting, state.theta, more, {**made_of, "released_with": with_it})
     # Before the summary: where that is, the log says what was released, whenever the process was killed.
-    loop.log.note("released", model_digest=model, **with_it)
-    told: dict[str, Any] = {"model_digest": model, **({"released_with": with_it} if with_it else {})}
+    loop.log.note("released", **made_of, **with_it)
+    told: dict[str, Any] = {**made_of, **({"released_with": with_it} if with_it else {})}
     shared = any(kinds & set(privacy.TRANSFORMED) for kinds in _sent(setting, world))
     if shared and torch.equal(state.theta, initial):
         told["unchanged"] = True
@@ -347,8 +348,6 @@ def _summary(loop: Loop, world: World, clock: Clock, told: Mapping[str, Any]) ->
     scenario, tally = loop.setting.scenario, loop.tally
     evaluations = {line["version"]: line for line in read_metrics(loop.setting.folder) if line["kind"] == "evaluation"}
     last = evaluations[max(evaluations)]
-    recalls = [own["mean_r1"] for own in last["per_silo"].values()]
-    spread = fairness(recalls)
     seconds = dict(tally.seconds)
     seconds["training"] = max(
         0.0, seconds["total"] - sum(seconds.get(k, 0.0) for k in ("startup", "merge", "evaluation"))
@@ -371,7 +370,7 @@ def _summary(loop: Loop, world: World, clock: Clock, told: Mapping[str, Any]) ->
             for silo in world.silos
         },
         "per_silo_mean": means(last["per_silo"]),
-        "fairness": {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")},
+        "fairness": fairness_of(last["per_silo"]),
         **(personal_figures(loop.measuring.personal) if loop.measuring.personal else {}),
         **_reading_summary(loop.setting),
         **({"own_only": True} if protocols.own_only(scenario) else {}),

@@ -8,7 +8,9 @@ sent what kind of thing to whom, how large it was, and the authentication tag of
 from __future__ import annotations
 
 import fcntl
+import math
 import os
+import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -17,10 +19,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
-from fedmq.bound import Course, against_the_run
+from fedmq.bound import Course, against_the_run, told_by
 from fedmq.clock import Clock
 from fedmq.errors import InputError
-from fedmq.messages import COORDINATOR, Header, Message, digest, tensor_bytes
+from fedmq.messages import COORDINATOR, Header, Kind, Message, Reason, digest, tensor_bytes
 from fedmq.records import GENESIS, canonical, chain, read_log, record_of, shape
 from fedmq.runfolder import RunFolder, make_folder, writing
 
@@ -34,7 +36,7 @@ _UNKNOWN = "unknown"
 
 
 class MessageLog:
-    """Appends records to one process's log, each whole or not at all.
+    """Appends records to one process's log, each whole or not at all; from any of the process's threads.
 
     Every method that records something raises what ``fedmq.runfolder.writing`` says if the record cannot be written;
     the log then ends with the record before it.
@@ -54,6 +56,7 @@ class MessageLog:
         self.process = process
         self._clock = clock
         self._head, self._count, self._size = GENESIS, 0, 0
+        self._one = threading.Lock()
         make_folder(path.parent)
         with writing(path):
             self._file = path.open("ab", buffering=0)
@@ -93,25 +96,27 @@ class MessageLog:
         return self._head
 
     def _append(self, record: dict[str, Any]) -> None:
-        record = {
-            "n": self._count,
-            "process": self.process,
-            "wall": self._clock.utc(),
-            **record,
-            "previous": self._head,
-        }
-        record["hash"] = head = chain(self._head, record)
-        line = canonical(record) + b"\n"
-        with writing(self.path):
-            try:
-                rest = memoryview(line)
-                while rest:  # A disk that is about to be full takes a part of it, and says so at the next write only.
-                    rest = rest[self._file.write(rest) :]
-            except BaseException:
-                # Half a record would break the chain for all that follow.
-                self._file.truncate(self._size)
-                raise
-        self._head, self._count, self._size = head, self._count + 1, self._size + len(line)
+        with self._one:
+            record = {
+                "n": self._count,
+                "process": self.process,
+                "wall": self._clock.utc(),
+                **record,
+                "previous": self._head,
+            }
+            record["hash"] = head = chain(self._head, record)
+            line = canonical(record) + b"\n"
+            with writing(self.path):
+                try:
+                    rest = memoryview(line)
+                    # A disk that is about to be full takes a part of it, and says so at the next write only.
+                    while rest:
+                        rest = rest[self._file.write(rest) :]
+                except BaseException:
+                    # Half a record would break the chain for all that follow.
+                    self._file.truncate(self._size)
+                    raise
+            self._head, self._count, self._size = head, self._count + 1, self._size + len(line)
 
     def message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> None:
         """Record a message.
@@ -209,6 +214,9 @@ class Audit:
         undelivered: messages sent that nobody logged as received: refused ones, and what was on its way when a process
             ended.
         messages: every record of a sealed message with its file and line, as each end logged it.
+        finished: there is a summary; what a run releases and measures at its end is held against the logs from then on.
+        written: processes that are writing their logs now: what is sent while logs are read one after another may show
+            as a difference.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -219,11 +227,15 @@ class Audit:
     undelivered: int = 0
     inline: bool = False
     messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    finished: bool = False
+    written: tuple[str, ...] = ()
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON-serialisable data."""
         return {
             "ok": not self.findings,
+            "finished": self.finished,
+            "written": list(self.written),
             "findings": [{"place": f.place, "what": f.what} for f in self.findings],
             "records": dict(sorted(self.records.items())),
             "left": {name: dict(sorted(kinds.items())) for name, kinds in sorted(self.left.items())},
@@ -245,6 +257,7 @@ class _Logs:
     Args:
         sent: frames as their senders logged them.
         received: frames as their receivers logged them.
+        handshakes: by action, kind, sender and receiver: how often, and the last place.
         named: processes that a record tells of, with the first place.
         inline: logs with the note that nothing was sent, with its place.
         exchanged: whether any log has a message or a handshake.
@@ -253,6 +266,7 @@ class _Logs:
 
     sent: _Frames = field(default_factory=dict)
     received: _Frames = field(default_factory=dict)
+    handshakes: dict[tuple[str, str, str, str], tuple[int, str]] = field(default_factory=dict)
     named: dict[str, str] = field(default_factory=dict)
     inline: list[tuple[str, str]] = field(default_factory=list)
     exchanged: bool = False
@@ -271,7 +285,8 @@ def audit_run(folder: Path) -> Audit:
         raise InputError(
             str(folder), "no messages/*.jsonl", "a run folder that fedmq scenario or fedmq coordinator wrote"
         )
-    result, found = Audit(), _Logs()
+    told = told_by(RunFolder(folder))
+    result, found = Audit(finished=told.finished, written=tuple(path.stem for path in logs if _written(path))), _Logs()
     for path in logs:
         for place, record in _of_its_own(path, result):
             _tally(path.stem, place, record, result, found)
@@ -280,12 +295,23 @@ def audit_run(folder: Path) -> Audit:
     if not result.inline:
         result.findings += [Finding(place, _NOT_INLINE) for _, place in found.inline]
         _compare_ends(found, {path.stem for path in logs}, result)
-    result.findings += [
-        Finding(*each) for each in against_the_run(RunFolder(folder), found.course, found.named, inline=result.inline)
-    ]
+    bound = against_the_run(RunFolder(folder), told, found.course, found.named, inline=result.inline)
+    result.findings += [Finding(*each) for each in bound]
     if not result.inline:
         result.findings += _missing(found, {path.stem for path in logs})
     return result
+
+
+def _written(path: Path) -> bool:
+    """Whether a process holds this log."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False  # that it cannot be read is told when it is
+    return False
 
 
 def _compare_ends(found: _Logs, present: set[str], result: Audit) -> None:
@@ -295,6 +321,12 @@ def _compare_ends(found: _Logs, present: set[str], result: Audit) -> None:
             _compare(place, record, *found.sent[key], result)
         elif key[0] in present:
             what = f"{record['kind']} from {key[0]} received, but never logged as sent"
+            result.findings.append(Finding(place, what))
+    for (action, kind, sender, receiver), (count, place) in found.handshakes.items():
+        sent, _ = found.handshakes.get(("sent", kind, sender, receiver), (0, ""))
+        # A hello travels in clear: who recorded one can send it again, and a coordinator started anew takes it.
+        if action == "received" and kind != Kind.HELLO and sender in present and count > sent:
+            what = f"{count} times a {kind} from {sender} received, but {sent} times logged as sent"
             result.findings.append(Finding(place, what))
     # What went to a process whose log is elsewhere is not known to be lost.
     result.undelivered = sum(key[1] in present for key in found.sent.keys() - found.received.keys())
@@ -330,20 +362,32 @@ def _compare(place: str, record: dict[str, Any], other_place: str, other: dict[s
 
 def _of_its_own(path: Path, result: Audit) -> Iterator[tuple[str, dict[str, Any]]]:
     """The records of a log with their places, held against each other and against the name of the file."""
-    counters, strangers = dict[str, int](), set[str]()
+    counters, strangers, refusals = dict[tuple[str, str, str], int](), set[str](), dict[str, float]()
     for place, record in _checked_chain(path, result):
         process = record["process"]
         if process != path.stem and process not in strangers:
             strangers.add(process)
             result.findings.append(Finding(place, f"a record of {process} in the log of {path.stem}"))
-        if shape(record) == "message" and record["action"] == "sent":
-            # A silo's first sealed message is its ready, which is logged as a handshake.
-            first = 0 if path.stem == COORDINATOR else 1
-            counter, expected = record["counter"], counters.get(record["session"], first)
-            if counter > expected:
-                what = f"message {counter} of a session, expected {expected}: what was between them is not in the log"
-                result.findings.append(Finding(place, what))
-            counters[record["session"]] = max(expected, counter + 1)
+        match shape(record):
+            case "refused":
+                # Of what was lost on the way nobody knows how much it was: the refusal says that there was some.
+                # What is refused without a size was taken from the wire, and has been logged so.
+                lost = math.inf if record["reason"] == Reason.GAP else int(record["bytes"] > 0)
+                refusals[record["peer"]] = refusals.get(record["peer"], 0) + lost
+            case "message":
+                action, sender = record["action"], record["sender"]
+                # A silo's first sealed message is its ready, which is logged as a handshake.
+                first = 0 if sender == COORDINATOR else 1
+                session = action, sender, record["session"]
+                counter, expected = record["counter"], counters.get(session, first)
+                # Of what arrives each may have been refused, and has a record then that says so.
+                refused = refusals.pop(sender, 0) if action == "received" else 0
+                if counter > expected + refused:
+                    what = f"message {counter} of a session, expected {expected}: what was between is not in the log"
+                    result.findings.append(Finding(place, what))
+                elif counter < expected and action == "received":
+                    result.findings.append(Finding(place, f"message {counter} of a session after {expected - 1}"))
+                counters[session] = max(expected, counter + 1)
         yield place, record
 
 
@@ -379,11 +423,23 @@ def _tally(process: str, place: str, record: dict[str, Any], result: Audit, foun
     elif action == "note" and record["text"] == INLINE:
         found.inline.append((process, place))
     found.exchanged = found.exchanged or shape(record) in ("message", "handshake")
-    if shape(record) != "message":
-        return
+    if shape(record) == "handshake":
+        ends = (process, record["peer"]) if action == "sent" else (record["peer"], process)
+        count, _ = found.handshakes.get((action, record["kind"], *ends), (0, ""))
+        found.handshakes[action, record["kind"], *ends] = count + 1, place
+    if shape(record) == "message":
+        _tally_message(process, place, record, result, found)
+
+
+def _tally_message(process: str, place: str, record: dict[str, Any], result: Audit, found: _Logs) -> None:
+    """Take a message of a process's log into account."""
+    action = record["action"]
     result.messages.append((place, record))
     if len(record["digests"]) != len(record["payloads"]):
         what = f"{len(record['digests'])} digests of {len(record['payloads'])} payloads"
+        result.findings.append(Finding(place, what))
+    if COORDINATOR not in (record["sender"], record["receiver"]):
+        what = f"a message from {record['sender']} to {record['receiver']}: silos talk to the coordinator alone"
         result.findings.append(Finding(place, what))
     key = (record["sender"], record["receiver"], record["session"], record["counter"])
     seen = found.sent if action == "sent" else found.received

@@ -6,6 +6,7 @@ run is held against them here.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,13 +19,16 @@ from fedmq.errors import InputError
 from fedmq.fields import FieldError
 from fedmq.messages import COORDINATOR, EVALUATOR, Kind, Metrics, Model, digest
 from fedmq.naming import name_of
+from fedmq.over_silos import fairness_of, means
 from fedmq.records import shape
-from fedmq.released import BESIDE, beside, parameters
+from fedmq.released import BESIDE, beside, digests_of, parameters
 from fedmq.runfolder import RunFolder
 from fedmq.scenario_file import read_yaml
 from fedmq.stored import Digest, Stored, read_json, read_lines
 
 _OF_ANY_RECORD = {"n", "process", "wall", "previous", "hash", "action", "text", "version"}
+#: Of a silo in a summary what is no figure of the evaluator's.
+_OF_A_SILO = {"modalities", "samples", "participations"}
 #: A finding's place, and what it says.
 Found = tuple[str, str]
 
@@ -33,12 +37,18 @@ class _Silo(Stored):
     participations: int
 
 
+_BySilo = Annotated[dict[str, dict[str, float]], Field(default_factory=dict)]
+
+
 class _Summary(Stored):
     versions: int
     model_digest: Digest
     released_with: Annotated[dict[str, Digest], Field(default_factory=dict)]
     metrics: dict[str, float]
     per_silo: dict[str, _Silo]
+    personal_whole_split: _BySilo
+    personal_per_silo: _BySilo
+    tasks: Annotated[dict[str, int], Field(default_factory=dict)]
 
 
 class _Config(Stored):
@@ -54,9 +64,9 @@ class _Line(Stored):
     replies: Annotated[list[str], Field(default_factory=list)]
     staleness: Annotated[list[int], Field(default_factory=list)]
     metrics: Annotated[dict[str, float], Field(default_factory=dict)]
-    per_silo: Annotated[dict[str, dict[str, float]], Field(default_factory=dict)]
-    personal_whole_split: Annotated[dict[str, dict[str, float]], Field(default_factory=dict)]
-    personal_per_silo: Annotated[dict[str, dict[str, float]], Field(default_factory=dict)]
+    per_silo: _BySilo
+    personal_whole_split: _BySilo
+    personal_per_silo: _BySilo
 
 
 @dataclass
@@ -71,6 +81,7 @@ class Course:
         evaluated: the last evaluation asked for of every version, with its place.
         measured: digests of the evaluator's answers that the coordinator took, by version.
         personal: digests of the silos' measurements of their own models that it took, by silo and version.
+        refused: silos of whose messages the coordinator refused one that it could read.
     """
 
     runs: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -80,6 +91,7 @@ class Course:
     evaluated: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
     measured: dict[int, set[str]] = field(default_factory=dict)
     personal: dict[tuple[str, int], set[str]] = field(default_factory=dict)
+    refused: set[str] = field(default_factory=set)
 
     def take(self, process: str, place: str, record: Mapping[str, Any]) -> None:
         """Take a record of a process's log into account."""
@@ -88,7 +100,9 @@ class Course:
             self.runs.setdefault((process, run), place)
         if process != COORDINATOR:
             return
-        if record["action"] == "note":
+        if record["action"] == "refused":
+            self.refused.add(record["peer"])
+        elif record["action"] == "note":
             if record["text"] == "released":
                 self.released = place, record
             elif record["text"] == "ended" and record.get("phase") == "done":
@@ -106,40 +120,73 @@ class Course:
                 self.replies.add((record["sender"], record["base_version"], record["reply_to"]))
 
 
-def against_the_run(folder: RunFolder, course: Course, named: dict[str, str], *, inline: bool) -> Iterator[Found]:
+@dataclass
+class Told:
+    """What a folder tells of its run, read before the logs are: of a run that goes on they then tell of all of it.
+
+    Args:
+        lines: of ``metrics.jsonl``; None where it is no such file.
+        summary: None while there is none, or where it is no summary.
+        finished: whether there is one.
+        found: what is wrong with either file.
+    """
+
+    lines: list[dict[str, Any]] | None
+    summary: dict[str, Any] | None
+    finished: bool
+    found: list[Found]
+
+
+def told_by(folder: RunFolder) -> Told:
+    """Read what a folder tells of its run."""
+    told = Told([], None, folder.summary.exists(), [])
+    told.summary = _read(folder.summary, _Summary, "a run's summary", told.found) if told.finished else None
+    try:
+        told.lines = list(read_lines(folder.metrics, _Line, "a line of a merge or an evaluation"))
+    except InputError as error:
+        told.lines = None
+        told.found.append((error.place, f"{error.found} instead of {error.allowed}"))
+    return told
+
+
+def against_the_run(
+    folder: RunFolder, told: Told, course: Course, named: dict[str, str], *, inline: bool
+) -> Iterator[Found]:
     """Hold logs against the run folder they lie in.
 
-    Nothing is asked of a run that is not finished, or of logs that were taken out of their folder.
+    Logs that were taken out of their folder owe nothing of this, and a run that is not finished no release.
 
     Args:
         folder: of the run.
+        told: what it told before the logs were read.
         course: what the logs say.
         named: processes of which there must be a log, with what tells of them; those of the summary are added.
         inline: the run had no messages.
     """
-    found: list[Found] = []
+    found, summary, finished = list[Found](), told.summary, told.finished
+    yield from told.found
     yield from _same_run(folder, course)
     config = _read(folder.model / "config.json", _Config, "the configuration of a released model", found)
-    summary = _read(folder.summary, _Summary, "a run's summary", found)
-    finished = folder.summary.exists()
-    if course.ended is not None and not finished and any(map(Path.exists, _told_of(folder))):
+    if course.ended is not None and not folder.summary.exists() and any(map(Path.exists, _told_of(folder))):
         finished = True
         yield course.ended, f"all rounds were done, but there is no {folder.summary.name}"
     if finished and course.released is None:
         yield f"{COORDINATOR}.jsonl", "no note of what was released, though the run is finished"
-    if finished and course.released is not None:
-        if not (folder.model / "config.json").exists():
-            yield str(folder.model / "config.json"), f"no such file, though {course.released[0]} tells of it"
+    if finished and course.released is not None and not (folder.model / "config.json").exists():
+        yield str(folder.model / "config.json"), f"no such file, though {course.released[0]} tells of it"
+    # Once that note is there, what was released lies beside it, also where the process was killed before its summary.
+    if course.released is not None and (finished or config is not None):
         yield from _release(folder, course, config, summary, inline=inline)
+    yield from _of_the_scenario(folder, config, summary)
     if summary is not None:
         named |= {} if COORDINATOR in named else {COORDINATOR: folder.summary.name}
         for silo, own in summary["per_silo"].items():
             if own["participations"]:
                 named.setdefault(silo, folder.summary.name)
-        try:
-            yield from _figures(folder, course, summary, inline=inline)
-        except InputError as error:
-            found.append((error.place, f"{error.found} instead of {error.allowed}"))
+    if told.lines is not None:
+        yield from _course(folder, course, told.lines, inline=inline)
+        if summary is not None:
+            yield from _figures(folder, course, told.lines, summary, inline=inline)
     yield from found
 
 
@@ -177,6 +224,29 @@ def _same_run(folder: RunFolder, course: Course) -> Iterator[Found]:
             yield place, f"of the run {run}, but {whose} is of {own}"
 
 
+def _of_the_scenario(
+    folder: RunFolder, config: Mapping[str, Any] | None, summary: Mapping[str, Any] | None
+) -> Iterator[Found]:
+    """What the release and the summary say of the run's scenario is what the scenario says."""
+    try:
+        scenario = read_yaml(folder.scenario) if folder.scenario.exists() else {}
+    except InputError:
+        return  # that it is none has been found already
+    protocol = scenario.get("protocol")
+    own = {
+        **scenario,
+        "scenario": scenario.get("name"),
+        "protocol": protocol.get("name") if isinstance(protocol, dict) else protocol,
+    }
+    for path, told, names in (
+        (folder.summary, summary, ("scenario", "protocol", "seed", "rounds")),
+        (folder.model / "config.json", config, ("protocol", "backbone", "objective")),
+    ):
+        for name in names:
+            if scenario and told is not None and name in told and told[name] != own.get(name):
+                yield str(path), f"{name} is not what {folder.scenario.name} says"
+
+
 def _release(
     folder: RunFolder,
     course: Course,
@@ -188,14 +258,16 @@ def _release(
     """What was released is what the coordinator noted, and what the evaluator was sent."""
     assert course.released is not None  # noqa: S101 - the caller has seen to it
     note = course.released[1]
-    model, more = note.get("model_digest"), {key: own for key, own in note.items() if key not in _OF_ANY_RECORD}
-    more.pop("model_digest", None)
+    more = {key: own for key, own in note.items() if key not in {*_OF_ANY_RECORD, "model_digest", "data_digest"}}
+    own = digests_of({"model_digest": "nothing", **note, "released_with": more})
     for path, told in ((folder.model / "config.json", config), (folder.summary, summary)):
-        if told is not None:
-            yield from _other(path, "a model", told["model_digest"], model)
-            with_it = told.get("released_with", {})
-            for kind in sorted(with_it.keys() | more.keys()):
-                yield from _other(path, kind, with_it.get(kind, "nothing"), more.get(kind, "nothing"))
+        said = digests_of(told) if told is not None else own
+        for what in sorted(said.keys() | own.keys()):
+            yield from _other(path, what, said.get(what, "nothing"), own.get(what, "nothing"))
+    belong = {"model.safetensors", *(f"{kind}.safetensors" for kind in more)}
+    for path in sorted(folder.model.glob("*.safetensors")):
+        if path.name not in belong:
+            yield str(path), f"nothing that {course.released[0]} says was released"
     if config is None:
         return
     digests: dict[str, str] = {}
@@ -230,30 +302,94 @@ def _other(path: Path, what: str, found: str, told: object) -> Iterator[Found]:
         yield str(path), f"{what} with digest {found} instead of the run's own, with digest {told}"
 
 
-def _figures(folder: RunFolder, course: Course, summary: Mapping[str, Any], *, inline: bool) -> Iterator[Found]:
-    """Every reply that was merged was received, and the figures are what the evaluator answered."""
-    place, lines = str(folder.metrics), list(read_lines(folder.metrics, _Line, "a line of a merge or an evaluation"))
-    merges, evaluations = ([line for line in lines if line["kind"] == kind] for kind in ("merge", "evaluation"))
-    if [line["version"] for line in merges] != list(range(1, summary["versions"] + 1)):
-        yield place, f"not one merge for each of the {summary['versions']} versions that {folder.summary.name} tells of"
+def _course(folder: RunFolder, course: Course, lines: list[dict[str, Any]], *, inline: bool) -> Iterator[Found]:
+    """Every reply that was merged was received, and the figures are what the evaluator and the silos answered."""
+    place = str(folder.metrics)
+    merges, evaluations = _of_kind(lines, "merge"), _of_kind(lines, "evaluation")
+    if [line["version"] for line in merges] != list(range(1, len(merges) + 1)):
+        yield place, "not one merge for each version in turn"
+    for line in _of_kind(lines, "personal"):
+        yield from _made(f"{place}: version {line['version']}", line, own_means(line))
+    if inline:
+        return
+    yield from _merged_unheard(place, merges, course)
+    for line in evaluations:
+        if not _was_told(line, course.measured.get(line["version"], set())):
+            yield place, f"the figures of version {line['version']} are not what the evaluator answered"
+    yield from _not_said_by_silos(place, lines, course)
+
+
+def _figures(
+    folder: RunFolder, course: Course, lines: list[dict[str, Any]], summary: Mapping[str, Any], *, inline: bool
+) -> Iterator[Found]:
+    """The summary is of those merges, and of the last of those evaluations."""
+    place, metrics = str(folder.summary), folder.metrics.name
+    merges, evaluations = _of_kind(lines, "merge"), _of_kind(lines, "evaluation")
+    if len(merges) != summary["versions"]:
+        yield str(folder.metrics), f"{len(merges)} merges, but {folder.summary.name} tells of {summary['versions']}"
+    for version in sorted(course.measured.keys() - {line["version"] for line in evaluations}):
+        yield str(folder.metrics), f"no figures of version {version}, though the evaluator answered"
     merged = Counter(silo for line in merges for silo in line.get("replies", []))
-    if not inline:
-        yield from _merged_unheard(place, merges, course)
-        for line in evaluations:
-            if not _was_told(line, course.measured.get(line["version"], set())):
-                yield place, f"the figures of version {line['version']} are not what the evaluator answered"
-        yield from _not_said_by_silos(place, lines, course)
-    place = str(folder.summary)
     for silo in sorted(merged.keys() | summary["per_silo"].keys()):
         told = summary["per_silo"].get(silo, {}).get("participations", 0)
         if told != merged[silo]:
             yield place, f"{told} participations of {silo}, but {merged[silo]} of its replies were merged"
+    if summary.get("tasks", {}).get("merged", merged.total()) != merged.total():
+        yield place, f"{summary['tasks']['merged']} tasks merged, but {merged.total()} by {metrics}"
     last = max(evaluations, key=lambda line: int(line["version"]), default={})
     if summary["metrics"] != last.get("metrics"):
-        yield place, f"metrics are not those of the last evaluation in {folder.metrics.name}"
+        yield place, f"metrics are not those of the last evaluation in {metrics}"
     for silo, own in summary["per_silo"].items():
-        if any(own.get(name) != value for name, value in last.get("per_silo", {}).get(silo, {}).items()):
-            yield place, f"the figures of {silo} are not those of the last evaluation in {folder.metrics.name}"
+        if {name: own[name] for name in own.keys() - _OF_A_SILO} != last.get("per_silo", {}).get(silo, {}):
+            yield place, f"the figures of {silo} are not those of the last evaluation in {metrics}"
+    shares = last.get("per_silo", {})
+    yield from _made(
+        place, summary, {"per_silo_mean": means(shares), "fairness": fairness_of(shares)} if shares else {}
+    )
+    yield from _made(place, summary, own_means(summary))
+    if not inline:
+        lines = [*_of_kind(lines, "personal"), {**summary, "version": summary["versions"]}]
+        yield from _not_said_by_silos(place, lines[-1:], course)
+        yield from _not_told_of_silos(folder, lines, course)
+
+
+def own_means(line: Mapping[str, Any]) -> dict[str, dict[str, float] | None]:
+    """The means and the spread of silos' own models, from the figures beside them; None where there are none."""
+    whole, shares = line.get("personal_whole_split"), line.get("personal_per_silo")
+    return {
+        "personal": means(whole) if whole else None,
+        "personal_per_silo_mean": means(shares) if shares else None,
+        "personal_fairness": fairness_of(shares) if shares else None,
+    }
+
+
+def _made(place: str, told: Mapping[str, Any], made: Mapping[str, dict[str, float] | None]) -> Iterator[Found]:
+    """Means and spreads that are not those of the figures beside them."""
+    for name, value in made.items():
+        if not (name not in told if value is None else _close(told.get(name), value)):
+            yield place, f"{name} is not that of the figures it is made of"
+
+
+def _not_told_of_silos(folder: RunFolder, lines: list[dict[str, Any]], course: Course) -> Iterator[Found]:
+    """Silos that answered how their own models do, and are in no figures; their answers may have been refused."""
+    told = {(silo, line["version"]) for line in lines for silo in line.get("personal_whole_split", {})}
+    for silo, version in sorted(course.personal.keys() - told):
+        if silo not in course.refused:
+            yield str(folder.metrics), f"no figures of {silo}'s own model at version {version}, though it answered"
+
+
+def _of_kind(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
+    return [line for line in lines if line["kind"] == kind]
+
+
+def _close(told: object, made: Mapping[str, float]) -> bool:
+    """Whether figures are those made here: sums round differently on other processors."""
+    if not isinstance(told, dict) or told.keys() != made.keys():
+        return False
+    return all(
+        isinstance(told[name], int | float) and math.isclose(told[name], made[name], rel_tol=1e-9, abs_tol=1e-12)
+        for name in made
+    )
 
 
 def _not_said_by_silos(place: str, lines: list[dict[str, Any]], course: Course) -> Iterator[Found]:

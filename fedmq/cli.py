@@ -23,32 +23,46 @@ from fedmq import __version__, cli_audit, cli_compare, cli_data, cli_keys, cli_r
 from fedmq.cli_options import AsJson, Connect, Device, File, Keys, Quiet, Seed, Settings
 from fedmq.cli_output import bar, err, out, print_anything, starting
 from fedmq.errors import FedmqError, InputError, RunError
-from fedmq.interrupts import FAILED, leaving_at_once
+from fedmq.interrupts import FAILED, leaving_at_once, say_stopping
 
 _BEGAN = time.monotonic()
 BAD_INPUT = 2
 
 app = typer.Typer(
     name="fedmq",
-    help="Federated cross-modal retrieval over sealed messages, and its own simulator.",
+    help="Federated cross-modal retrieval over sealed messages, and its own simulator.\n\n"
+    "Example: [bold]fedmq scenario scenarios/smoke.yaml[/bold]",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-data_app = typer.Typer(help="Look at data sets.", no_args_is_help=True)
+data_app = typer.Typer(
+    help="Look at data sets.\n\nExample: [bold]fedmq data check scenarios/smoke.yaml[/bold]",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+)
 app.add_typer(cli_keys.keys_app, name="keys")
 app.add_typer(data_app, name="data")
 
 #: What the command line's library leaves with after Ctrl-C.
 _INTERRUPTED = 130
+#: What it raises for a command line that is none: of one it exports, the next above.
+_UsageError: Any = typer.BadParameter.__mro__[1]
 
 
 def main() -> None:
     """Run the command line; errors become one line and an exit code."""
     print_anything()
     try:
-        app(standalone_mode=True)
+        code = app(prog_name="fedmq", standalone_mode=False)
+        if code == _INTERRUPTED:
+            raise KeyboardInterrupt
+        sys.exit(code or 0)
+    except _UsageError as error:
+        _fail_usage(error)
+    except typer.Abort:
+        _fail(RunError("the input ended"), FAILED)
     except InputError as error:
         _fail(error, BAD_INPUT)
     except FedmqError as error:
@@ -62,11 +76,30 @@ def main() -> None:
         # What is not printed yet is dropped, so that the interpreter does not try again on its way out.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _fail(RunError(f"{error.filename or 'the output'}: could not be written: {error.strerror}"), FAILED)
-    except SystemExit as leaving:
-        if leaving.code != _INTERRUPTED:
-            raise
-        err.print("fedmq: interrupted")
-        sys.exit(FAILED)
+
+
+def _fail_usage(error: Any) -> NoReturn:
+    """One line, as of every other mistake; a command without its arguments shows its help."""
+    path = error.ctx.command_path if error.ctx else "fedmq"
+    option = next(iter(getattr(getattr(error, "param", None), "opts", ())), "")
+    given = _given(option)
+    if given is not None and isinstance(error, typer.BadParameter):
+        allowed = error.message.removeprefix("Input should be ").partition(", unable to parse")[0]
+        _fail(InputError(option, given, allowed[:1].lower() + allowed[1:]), BAD_INPUT)
+    if text := error.format_message().strip():  # without one its help has been shown already
+        print(f"fedmq: {text.rstrip('.')}; see {path} --help", file=sys.stderr)
+    sys.exit(BAD_INPUT)
+
+
+def _given(option: str) -> str | None:
+    """What stands behind an option on the command line, the last time: that one counts."""
+    found = None
+    for word, following in itertools.zip_longest(sys.argv[1:], sys.argv[2:]):
+        if option.startswith("-") and word == option:
+            found = following
+        elif option.startswith("-") and word.startswith(f"{option}="):
+            found = str(word.partition("=")[2])
+    return found
 
 
 def _fail(error: FedmqError, code: int) -> NoReturn:
@@ -85,7 +118,14 @@ def _scenario_of(file: Path, settings: list[str] | None, seed: int | None, *, by
 
     extra = [*(settings or []), *([f"seed={seed}"] if seed is not None else [])]
     raw = scenarios.apply_settings(scenarios.read_yaml(file), extra)
-    scenario = protocols.resolved(scenarios.parse(raw, file), str(file))
+    scenario = scenarios.parse(raw, file)
+    try:
+        scenario = protocols.resolved(scenario)
+    except InputError as error:
+        unknown = f"{error.place}.{error.found}"  # of an option that is none, its own setting is its place
+        key = unknown if unknown in raw.overridden else error.place
+        place = scenarios.place_of(file, key.split("."), raw.overridden)
+        raise InputError(place, error.found, error.allowed) from None
     return scenarios.with_absolute_paths(scenario, weights=not by_hand)
 
 
@@ -241,6 +281,7 @@ def _until_stopped() -> Callable[[], bool]:
         if caught:
             raise KeyboardInterrupt
         caught.append(number)
+        say_stopping()
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from fedmq.cli_output import DIFFERENT
+from fedmq.cli_output import DIFFERENT, err
 from fedmq.errors import InputError
 
 if TYPE_CHECKING:
-    from fedmq.audit import Finding
+    from fedmq.accounting import Accounts
+    from fedmq.audit import Audit, Finding
+    from fedmq.policy import Held
     from fedmq.probe import Probe
 
 _QUIET_SECONDS = 2.0  # of a probe without progress
@@ -62,7 +64,7 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
 
         Example: [bold]fedmq audit runs/noisy-20260101-120000 --delta 1e-5[/bold]
         """
-        from fedmq import accounting, live, policy  # noqa: PLC0415 - --help does without
+        from fedmq import accounting, policy  # noqa: PLC0415 - --help does without
         from fedmq.audit import audit_run  # noqa: PLC0415
 
         allowed = None if policy_file is None else policy.read_policy(policy_file)
@@ -71,33 +73,43 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
             wanted = "a run with messages (launcher local, or processes started by hand)"
             raise InputError(str(run), "a run whose silos were calls inside the coordinator: nothing was sent", wanted)
         held = None if allowed is None or policy_file is None else policy.hold(audit, allowed, policy_file)
-        accounts = None if delta is None else accounting.account(run, audit, delta)
-        measured, swapped = _probed(run, bar, pooled) if with_probe else (None, None)
+        accounts, measured, swapped, untold = None, None, None, None
+        try:
+            accounts = None if delta is None else accounting.account(run, audit, delta)
+            measured, swapped = _probed(run, bar, pooled) if with_probe else (None, None)
+        except InputError as error:  # What the logs show is told all the same.
+            untold = error
         # Beside the logs' findings, and printed with them.
         audit.findings += [swapped] if swapped and swapped not in audit.findings else []
         findings = [*audit.findings, *(held.findings if held else ())]
         if as_json:
             facts = {**audit.to_plain(), "ok": not findings, "findings": [vars(finding) for finding in findings]}
-            if held:
-                facts["policy"] = held.to_plain()
-            if accounts:
-                facts["accounts"] = accounts.to_plain()
-            if measured:
-                facts["probe"] = measured.to_plain()
-            print(json.dumps(facts, indent=2))
+            told = {"policy": held, "accounts": accounts, "probe": measured}
+            facts |= {name: each.to_plain() for name, each in told.items() if each is not None}
+            print(json.dumps(facts | ({"error": str(untold)} if untold else {}), indent=2))
         else:
-            out = Console()
-            live.print_audit(audit, out)
-            if held:
-                policy.show(held, out)
-            if accounts:
-                accounting.show(accounts, out)
-            if measured:
-                from fedmq import probe  # noqa: PLC0415
-
-                probe.show(measured, out)
+            _show(audit, held, accounts, measured)
+        if untold and not findings:
+            raise untold
+        if untold:
+            err.print(f"fedmq: {untold}", markup=False, highlight=False, soft_wrap=True)
         if findings:
             sys.exit(DIFFERENT)
+
+
+def _show(audit: Audit, held: Held | None, accounts: Accounts | None, measured: Probe | None) -> None:
+    from fedmq import accounting, live, policy  # noqa: PLC0415
+
+    out = Console()
+    live.print_audit(audit, out)
+    if held is not None:
+        policy.show(held, out)
+    if accounts is not None:
+        accounting.show(accounts, out)
+    if measured is not None:
+        from fedmq import probe  # noqa: PLC0415 - brings torch
+
+        probe.show(measured, out)
 
 
 def _probed(run: Path, bar: Bar, pooled: Callable[[str], bool]) -> tuple[Probe, None] | tuple[None, Finding]:
@@ -106,8 +118,6 @@ def _probed(run: Path, bar: Bar, pooled: Callable[[str], bool]) -> tuple[Probe, 
     from fedmq.audit import Finding  # noqa: PLC0415
     from fedmq.release import OtherModelError, open_release  # noqa: PLC0415
 
-    # The auditor's machine need not have the run's GPU.
-    release = open_release(run, "auto")
     began, show = time.monotonic(), bar()
 
     def tell(what: str, done: int, total: int) -> None:
@@ -115,6 +125,7 @@ def _probed(run: Path, bar: Bar, pooled: Callable[[str], bool]) -> tuple[Probe, 
             show(what, done, total)
 
     try:
+        release = open_release(run, "auto")  # The auditor's machine need not have the run's GPU.
         return probe.probe(release, pooled=pooled(release.scenario.protocol.name), progress=tell), None
     except OtherModelError as error:
         return None, Finding(error.place, f"{error.found} instead of {error.allowed}")

@@ -10,14 +10,17 @@ import typer
 from fedmq.cli_output import out
 
 keys_app = typer.Typer(
-    help="Make, show and revoke the keys that the processes of a run know each other by.", no_args_is_help=True
+    help="Make, show and revoke the keys that the processes of a run know each other by.\n\n"
+    "Example: [bold]fedmq keys init keys --silos 4[/bold]",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
 )
 
 
 @keys_app.command("init")
 def keys_init(
     directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
-    silos: Annotated[int, typer.Option("--silos", min=1, help="How many silos get a key.")],
+    silos: Annotated[int, typer.Option("--silos", min=1, max=1024, help="How many silos get a key.")],
 ) -> None:
     """Make a key for the coordinator, the evaluator and every silo, and accept them all.
 

@@ -59,10 +59,11 @@ def measured(release: Release, top_n: Sequence[int], progress: Progress | None =
         progress: told while data are prepared.
 
     Raises:
-        InputError: the data set has no labels, by which items would be relevant.
+        InputError: the data are not those of the run, or have no labels, by which items would be relevant.
     """
     scenario = release.scenario
     world = build_world(scenario, progress, release.cache)
+    release.check_data(world.prepared)
     if not world.prepared.label_names:
         raise InputError(f"data.name of {release.run.root}", scenario.data.name, "a data set with labels")
     heldout, model = HeldOut.load(scenario, world), release.retriever(world.prepared)

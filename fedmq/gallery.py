@@ -286,6 +286,7 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
     scenario = release.scenario
     prepared = prepare(scenario.data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
     if chosen is None:
+        release.check_data(prepared)
         source = of_data(scenario.data, scenario.backbone, prepared, own)
     elif chosen.is_dir():
         source = of_folder(release, chosen)

@@ -17,7 +17,8 @@ def leaving_at_once() -> Iterator[None]:
     """
 
     def leave(_number: int, _frame: object) -> None:
-        os.write(2, b"fedmq: interrupted\n")
+        with contextlib.suppress(OSError):  # who read it may have been interrupted, too
+            os.write(2, b"fedmq: interrupted\n")
         os._exit(FAILED)
 
     before = signal.signal(signal.SIGINT, leave)
@@ -25,3 +26,11 @@ def leaving_at_once() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def say_stopping() -> None:
+    """Answer the first Ctrl-C at once, from its handler: what runs may take as long as a task does to end."""
+    with contextlib.suppress(OSError):  # who read it may have been interrupted, too
+        # A terminal has just echoed ^C.
+        start = b"\n" if os.isatty(2) else b""
+        os.write(2, start + b"stopping cleanly, to be gone on with; once more ends at once\n")

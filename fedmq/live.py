@@ -201,6 +201,20 @@ def print_audit(audit: Audit, console: Console) -> None:
             f"{audit.undelivered} messages were sent and never taken: refused, or under way when a process ended",
             highlight=False,
         )
+    if audit.written:
+        console.print(
+            f"{', '.join(map(printable, audit.written))}: being written now; "
+            "what is sent while logs are read, one after the other, may show as a difference",
+            style="yellow",
+            highlight=False,
+            markup=False,
+        )
+    if not audit.finished:
+        console.print(
+            "no summary.json: the run has not finished, or its logs were brought alone; nothing is known of its end",
+            style="yellow",
+            highlight=False,
+        )
     for finding in audit.findings:
         place, what = escape(printable(finding.place)), escape(printable(finding.what))
         console.print(f"[red]{place}[/red]: {what}", highlight=False)

@@ -1,6 +1,6 @@
-"""Recall with several captions per image, the spread of embeddings, and fairness over silos.
+"""Recall with several captions per image, and the spread of embeddings.
 
-Recalls and fairness are fractions in [0, 1]. Ties are ordered by gallery index, so a value never depends on a sort's
+Recalls are fractions in [0, 1]. Ties are ordered by gallery index, so a value never depends on a sort's
 inner workings. What labels say about a ranking (mAP, NDCG, precision and recall) is in ``fedmq.ranking``.
 """
 
@@ -102,11 +102,3 @@ def spread(z: npt.NDArray[Any]) -> float:
     x = np.asarray(z, dtype=np.float64)
     mean = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)).mean(axis=0)
     return float(max(0.0, 1.0 - mean @ mean))
-
-
-def fairness(values: Sequence[float] | F64) -> dict[str, float]:
-    """Mean, population standard deviation, worst and gap (best - worst) over silos; zeros for no silo."""
-    v = np.asarray(values, dtype=np.float64)
-    if not v.size:
-        return {"mean": 0.0, "std": 0.0, "worst": 0.0, "gap": 0.0}
-    return {"mean": float(v.mean()), "std": float(v.std()), "worst": float(v.min()), "gap": float(v.max() - v.min())}

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, RootModel
 
 from fedmq.errors import InputError
-from fedmq.metrics import fairness
+from fedmq.over_silos import fairness_of
 from fedmq.runfolder import RunFolder
 from fedmq.stored import Digest, Stored, read_json, read_lines
 
@@ -47,6 +47,7 @@ class _Summary(Stored):
     seed: int
     versions: int
     model_digest: Digest
+    data_digest: Digest | None = None  # summaries from before it was told lack it
     released_with: Annotated[dict[str, Digest], Field(default_factory=dict)]
     metrics: dict[str, float]
     per_silo: dict[str, _Silo]
@@ -250,12 +251,6 @@ def read(folder: RunFolder) -> Outcome:
         raise InputError(str(folder.metrics), "no evaluation", _FINISHED)
     ordered = tuple(evaluations[version] for version in sorted(evaluations))
     return Outcome(folder, summary, ordered, tuple(personal[version] for version in sorted(personal)))
-
-
-def fairness_of(per_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """``std_r1``, ``worst_r1`` and ``gap_r1`` over the silos whose figures, by name, have a ``mean_r1``."""
-    spread = fairness([own["mean_r1"] for own in per_silo.values() if "mean_r1" in own])
-    return {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")}
 
 
 def unknown_metric(metric: str, outcome: Outcome) -> InputError:

@@ -45,7 +45,7 @@ class Robust(Part):
     trim: float = Field(0.2, ge=0.0, lt=0.5, description="trimmed_mean: share cut off at either end")
     byzantine: float = Field(0.2, ge=0.0, lt=0.5, description="krum: share of the replies that may be Byzantine")
     keep: Count | None = Field(
-        None, description="krum: replies kept, 1 is Krum; null means all but the Byzantine share"
+        None, description="krum: replies kept, fewer than silos; 1 is Krum, null means all but the Byzantine share"
     )
 
 

@@ -277,7 +277,8 @@ def entries(
         made.append(Entry(name, method, draft.point, draft.file, own, candidates))
     _refuse_idle("--select", select, known)
     if twice := [name for name, count in Counter(entry.name for entry in made).items() if count > 1]:
-        raise InputError("FILE", twice[0], "scenarios with different names, so that their rows can be told apart")
+        allowed = "scenarios (and --vary set=) with different names, so that their rows can be told apart"
+        raise InputError("FILE or --vary", twice[0], allowed)
     return tuple(made)
 
 

@@ -31,7 +31,7 @@ from fedmq.evaluator import embed
 from fedmq.models.two_tower import MODALITIES, TwoTower
 from fedmq.outcomes import read_summary
 from fedmq.protocol import encoders_of
-from fedmq.release import OtherModelError, Release
+from fedmq.release import Release
 from fedmq.world import World, build_world
 
 F64 = npt.NDArray[np.float64]
@@ -227,21 +227,16 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
         progress: told (what, done, total).
 
     Raises:
-        OtherModelError: the release is not the model that the run's summary tells of.
+        OtherModelError: the parameters are not the released ones.
         InputError: the run's data are not on this machine, or the release is damaged, or nobody trained.
     """
     scenario, summary = release.scenario, read_summary(release.run)
-    if release.digest != summary["model_digest"]:
-        raise OtherModelError(release.run.model / "config.json", release.digest, summary["model_digest"])
-    for kind, told in summary.get("released_with", {}).items():
-        found = release.config["released_with"].get(kind, "nothing")
-        if found != told:
-            raise OtherModelError(release.run.model / "config.json", found, told, kind)
     try:
         world = build_world(scenario, progress, release.cache, pooled=pooled)
     except InputError as error:
         place = f"--probe {release.run.root}: {error.place}"
         raise InputError(place, error.found, f"the run's data on this machine ({error.allowed})") from None
+    release.check_data(world.prepared)
     took_part = {name for name, own in summary["per_silo"].items() if own["participations"]}
     trained = [rows for silo, rows in zip(world.silos, world.train, strict=True) if silo.name in took_part]
     if not sum(map(len, trained)):

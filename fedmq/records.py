@@ -15,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag, TypeAdapter
 
 from fedmq.errors import InputError
+from fedmq.messages import SESSION_BYTES, Reason
 from fedmq.stored import Digest, Stored
 
 GENESIS = "0" * 64
@@ -30,13 +31,15 @@ def chain(previous: str, record: Mapping[str, Any]) -> str:
     return hashlib.sha256(previous.encode() + canonical(record)).hexdigest()
 
 
+#: As logs write it, in UTC.
+_Wall = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00$")]
 _Size = Annotated[int, Field(ge=0)]
 
 
 class _Record(Stored):
     n: int
     process: str
-    wall: str
+    wall: _Wall
     previous: str
     hash: str
 
@@ -57,7 +60,7 @@ class _Event(_Note):
 
 class _Refused(_Record):
     peer: str
-    reason: str
+    reason: Reason
     detail: str
     bytes: _Size
 
@@ -70,19 +73,19 @@ class _Handshake(_Record):
 
 class _Message(_Record):
     run: str
-    kind: str
+    kind: Literal["layout", "task", "reply", "evaluate", "heartbeat", "stop", "error"]
     sender: str
     receiver: str
     sequence: int
     reply_to: int | None
     base_version: int
     sent_at: float
-    session: str
-    counter: int
+    session: Annotated[str, Field(pattern=rf"^[0-9a-f]{{{2 * SESSION_BYTES}}}$")]
+    counter: _Size
     payloads: list[tuple[str, _Size]]
     digests: list[Digest]
     bytes: _Size
-    tag: str
+    tag: Annotated[str, Field(pattern=r"^[0-9a-f]{32}$")]
 
 
 def shape(record: Any) -> str | None:

@@ -18,8 +18,9 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluator import load_inference
 from fedmq.messages import Model, Payload, digest
 from fedmq.models.two_tower import MODALITIES, Modality, TwoTower
+from fedmq.outcomes import read_summary
 from fedmq.protocol import Encoders, encoders_of
-from fedmq.released import BESIDE, beside
+from fedmq.released import BESIDE, beside, digests_of
 from fedmq.runfolder import RunFolder, load_aligned, open_run
 from fedmq.scenario import Data, Scenario
 from fedmq.scenario_file import load
@@ -30,6 +31,7 @@ from fedmq.world import World, device_of
 class _Config(Stored):
     layout_digest: Digest
     model_digest: Digest
+    data_digest: Digest | None = None  # releases from before it was told lack it
     released_with: dict[str, Digest]
 
 
@@ -153,6 +155,17 @@ class Release:
             raise InputError(str(self.run.model), str(error), "the release of this very scenario") from None
         return model
 
+    def check_data(self, prepared: Prepared) -> None:
+        """Refuse data that are not those of the run, whatever lies at their place today.
+
+        Raises:
+            InputError: they have other items, labels or splits, or are vectors of another file.
+        """
+        told = self.config.get("data_digest")
+        if told is not None and prepared.content != told:
+            found = f"data of other content than the run was made with ({prepared.content[:12]})"
+            raise InputError(f"{self.run.root}: the data", found, f"what was there then ({told[:12]})")
+
     def encoder(self, modality: Modality) -> Encoder:
         """The frozen encoder that the run's data went through, for texts and pictures of anybody.
 
@@ -196,11 +209,18 @@ def open_release(root: Path, device: str | None = None) -> Release:
 
     Raises:
         InputError: no run, or one that has not finished.
+        OtherModelError: the release is not the model that the run's summary tells of.
     """
     run = open_run(root)
     path = run.model / "config.json"
     if not path.is_file():
         raise InputError(str(root), "no released model in it", "the folder of a finished run")
     config = read_json(path, _Config, "the configuration of a released model")
+    # A release may be taken along without its run; where the summary is there, a swapped one shows.
+    if run.summary.is_file():
+        found, own = digests_of(config), digests_of(read_summary(run))
+        for what in found.keys() | own.keys():
+            if found.get(what, "nothing") != own.get(what, "nothing"):
+                raise OtherModelError(path, found.get(what, "nothing"), own.get(what, "nothing"), what)
     scenario = load(run.scenario)
     return Release(run, scenario, config, cache_folder(), device_of(device or scenario.device))

@@ -70,3 +70,9 @@ def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
         return dict(load_file(path))
     except Exception as error:  # safetensors and the file system raise what they like
         raise InputError(str(path), str(error), _ALLOWED) from None
+
+
+def digests_of(told: Mapping[str, Any]) -> dict[str, str]:
+    """What a configuration or a summary says was released, and of which data: digests (hex) by what it is."""
+    with_it = dict(told.get("released_with", {}))
+    return {"a model": told["model_digest"], "data": told.get("data_digest", "nothing"), **with_it}

@@ -8,7 +8,8 @@ from typing import Any
 
 from fedmq.errors import InputError
 from fedmq.figures import Figure
-from fedmq.outcomes import fairness_of, read_metrics, read_summary
+from fedmq.outcomes import read_metrics, read_summary
+from fedmq.over_silos import fairness_of
 from fedmq.runfolder import RunFolder, write_text
 
 #: Numbers of a merge's line in the metrics that are not the method's own.

@@ -355,9 +355,11 @@ class Scenario(Part):
     @classmethod
     def _short_warmup(cls, given: object) -> object:
         """In a run of five rounds or fewer the default warm-up, which nobody chose, leaves the last round to itself."""
-        if not isinstance(given, dict) or type(given.get("rounds")) is not int:
+        rounds = given.get("rounds") if isinstance(given, dict) else None
+        # 4.0 is taken for 4 as everywhere; what is no number of rounds has an error of its own.
+        if not isinstance(given, dict) or isinstance(rounds, bool) or not isinstance(rounds, int | float) or rounds % 1:
             return given
-        training, most = given.get("training") or {}, given["rounds"] - 1
+        training, most = given.get("training") or {}, int(rounds) - 1
         default = Training.model_fields["warmup_rounds"].default
         if not isinstance(training, dict) or "warmup_rounds" in training or not 0 <= most < default:
             return given
@@ -407,6 +409,11 @@ class Scenario(Part):
         ):
             raise ValueError(
                 f"training.warmup_rounds ({self.training.warmup_rounds}) must be below rounds ({self.rounds})"
+            )
+        robust, count = self.aggregation.robust, self.silos.count
+        if robust.rule == "krum" and robust.keep is not None and robust.keep >= count:
+            raise ValueError(
+                f"aggregation.robust.keep ({robust.keep}) must be below silos.count ({count}): krum leaves nobody out"
             )
         if self.privacy.noise_from == "key" and self.launcher == "inline":
             raise ValueError(

@@ -32,6 +32,7 @@ from fedmq import children
 from fedmq.crypto import init_keys
 from fedmq.errors import InputError, RunError
 from fedmq.evaluator import Evaluator, EvaluatorArguments
+from fedmq.interrupts import say_stopping
 from fedmq.messages import COORDINATOR, EVALUATOR
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
@@ -262,6 +263,7 @@ def _signals() -> Iterator[list[int]]:
         if caught:
             raise KeyboardInterrupt
         caught.append(number)
+        say_stopping()
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

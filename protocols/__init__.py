@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, cast, get_args
 
 from fedmq.errors import InputError
+from fedmq.faults import Fault
 from fedmq.protocol import FederatedProtocol, OwnOnly, Pooling
 from fedmq.scenario import Base, Objective, ProtocolChoice, Scenario
 from protocols import _bases
@@ -129,9 +130,17 @@ def resolved(scenario: Scenario, place: str = "") -> Scenario:
 def without_effect(scenario: Scenario) -> tuple[str, ...]:
     """A line for each option of the method that is set though what it is an option of is switched off.
 
+    And for each fault whose rounds all come after the run's last one.
+
     Args:
         scenario: from :func:`resolved`; an option at its default goes without a word.
     """
     options = options_of(load(scenario.protocol.name), scenario.protocol.options)
     found = _without_effect(options, {"objective.base": scenario.objective.base})
-    return tuple(f"protocol.{name}: {value} has no effect with {off}" for name, value, off in found)
+    idle = [f"protocol.{name}: {value} has no effect with {off}" for name, value, off in found]
+    for number, fault in enumerate(scenario.faults):
+        if isinstance(fault, Fault) and not any(map(fault.in_rounds, range(scenario.rounds))):
+            rounds = fault.rounds if isinstance(fault.rounds, str) else ", ".join(map(str, fault.rounds or ()))
+            last = f"rounds: {scenario.rounds}, whose last one is {scenario.rounds - 1}"
+            idle.append(f"faults[{number}].rounds: {rounds} has no effect with {last}")
+    return tuple(idle)

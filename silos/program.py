@@ -31,6 +31,7 @@ from fedmq.messages import DiscriminatorDelta, Error, Kind, Message, Metrics, Mo
 from fedmq.models.gpu import give_back
 from fedmq.models.two_tower import TwoTower
 from fedmq.protocol import Encoders, FederatedProtocol, Local, Personalised, Sharing, Task
+from fedmq.records import read_log
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.script import Script, Strike
@@ -45,6 +46,8 @@ _ENDING: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(torch,
 #: Unused memory a silo may keep between its tasks, in models. Tasks of RCSR over features take a seventh less time than
 #: with the C library's own limits; with no limit they gain nothing more, and 30 silos hold half a gigabyte more.
 _KEPT_MODELS = 3
+#: Noted once, so that a silo that is started again knows whether it should have a state.
+_KEPT = "personal state kept from here on"
 #: From where an absolute path can begin to the last slash there is: folders may be called anything.
 _FOLDERS = re.compile(r"(?<![^\s'\"(\[=:])[.~]*/(?:.*/)?", re.DOTALL)
 
@@ -240,6 +243,13 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
         silo = Silo(arguments, build_world(here, folder=arguments.data, pooled=pooled), noise=noise)
         keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
+        kept = any(record is not None and record.get("text") == _KEPT for _, record in read_log(log.path))
+        if kept and silo.store.empty:
+            # The owner may have wanted that; the run is then no longer the one that its scenario gives.
+            gone = "the personal state of its earlier tasks is gone: it goes on without"
+            log.note(gone)
+            print(f"{arguments.name}: {gone}", file=sys.stderr, flush=True)
+            kept = False
         link.start()
         progress(f"{arguments.name}: {len(silo.share)} samples, connecting to {arguments.connect}")
         while True:
@@ -254,6 +264,9 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
                 case Kind.TASK | Kind.EVALUATE:
                     _reply(link, silo, slots, message, progress)
                     give_back()  # what a failed task held
+                    if not kept and not silo.store.empty:
+                        kept = True
+                        log.note(_KEPT, task=message.header.sequence)
                 case _:
                     progress(f"{arguments.name}: a {message.header.kind} was ignored")
             # The next message may be minutes away; a waiting silo should not hold a model it has dealt with.

@@ -39,6 +39,11 @@ class StateStore:
         """Number of the newest task up to this one whose state is stored; None if there is none."""
         return max((number for number in self._stored() if number <= sequence), default=None)
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is stored."""
+        return not self._stored()
+
     def before(self, sequence: int) -> Mapping[str, torch.Tensor]:
         """The state a task starts from; empty before the first.
 

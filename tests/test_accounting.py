@@ -88,6 +88,7 @@ def test_a_run_without_noise_has_no_epsilon(tiny: Path, tmp_path: Path) -> None:
         account(tmp_path, audited(), 1e-5)
 
 
+@pytest.mark.slow
 def test_the_audit_of_a_real_run_says_what_its_noise_guarantees(tiny: Path, tmp_path: Path) -> None:
     scenario = resolved(tiny, "protocol=fedavg", "missing_modality={}", "participation=1.0", "rounds=3", NOISE)
     run(scenario, tmp_path)

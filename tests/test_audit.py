@@ -204,8 +204,8 @@ def test_a_missing_log_is_a_finding_even_of_a_process_that_no_message_came_from(
     with MessageLog(run / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
         log.refused("unknown", "unknown_session", "a task before a handshake", 100)
         assert not audit_run(run).findings  # noise of nobody known
-        log.handshake("received", "hello", "silo-01", 1400)
-        log.message("sent", message(0, "coordinator", "silo-02"), "d", 100)
+        log.handshake("received", "ready", "silo-01", 1400)
+        log.message("sent", message(0, "coordinator", "silo-02"), "d" * 32, 100)
         log.refused("silo-03", "malformed", "40 MB", 40_000_000)
     assert [(f.place, f.what) for f in audit_run(run).findings] == [
         (f"silo-0{silo}.jsonl", f"no such log in this folder: coordinator.jsonl:{line} tells of silo-0{silo}")
@@ -214,6 +214,9 @@ def test_a_missing_log_is_a_finding_even_of_a_process_that_no_message_came_from(
     for process in ("silo-01", "silo-02", "silo-03"):
         with MessageLog(run / "messages" / f"{process}.jsonl", process, WallClock()) as log:
             log.note("started")
+    assert found(run) == [("coordinator.jsonl:6", "1 times a ready from silo-01 received, but 0 times logged as sent")]
+    with MessageLog(run / "messages" / "silo-01.jsonl", "silo-01", WallClock()) as log:
+        log.handshake("sent", "ready", "coordinator", 1400)
     assert not audit_run(run).findings
     (run / "messages" / "coordinator.jsonl").unlink()
     assert [f.place for f in audit_run(run).findings] == ["coordinator.jsonl"]
@@ -319,8 +322,8 @@ def test_another_way_to_write_a_record_shows(run: Path, edit: str) -> None:
 def test_a_message_removed_from_both_ends_leaves_a_hole_in_its_sessions_numbers(run: Path) -> None:
     for process in ("silo-00", "coordinator"):
         forge(run, process, lambda record: None if record.get("counter") == 2 else record)
-    hole = "message 3 of a session, expected 2: what was between them is not in the log"
-    assert found(run) == [("silo-00.jsonl:2", hole)]
+    hole = "message 3 of a session, expected 2: what was between is not in the log"
+    assert found(run) == [("coordinator.jsonl:2", hole), ("silo-00.jsonl:2", hole)]
     for process in ("silo-00", "coordinator"):
         forge(run, process, lambda record: None if record.get("counter") == 1 else record)
     assert "message 3 of a session, expected 1" in found(run)[0][1]  # the first of all is no more than another
@@ -331,10 +334,92 @@ def test_a_coordinator_counts_from_0_and_each_session_by_itself(run: Path) -> No
         with MessageLog(run / "messages" / f"{process}.jsonl", process, WallClock()) as log:
             for session, counter in ((b"s" * 16, 0), (b"t" * 16, 0), (b"s" * 16, 1)):
                 down = message(counter, "coordinator", "silo-00")
-                log.message(action, replace(down, header=replace(down.header, session=session)), "d", 100)
+                log.message(action, replace(down, header=replace(down.header, session=session)), "d" * 32, 100)
     assert found(run) == []
     forge(run, "coordinator", lambda record: None if record.get("counter") == 0 else record)
     assert any("message 1 of a session, expected 0" in what for _, what in found(run))
+
+
+def test_what_arrives_in_another_order_than_it_was_sealed_in_shows(run: Path) -> None:
+    content = lines(run, "coordinator")
+    content[0], content[1] = content[1], content[0]
+    rewrite(run, "coordinator", reseal(content))
+    assert found(run) == [
+        ("coordinator.jsonl:1", "message 2 of a session, expected 1: what was between is not in the log"),
+        ("coordinator.jsonl:2", "message 1 of a session after 2"),
+    ]
+
+
+def test_a_refusal_taken_out_of_the_log_leaves_a_hole_in_what_arrived(run: Path) -> None:
+    with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
+        for counter in (4, 5):
+            log.message("sent", message(counter), f"{counter:032x}", 100)
+    with MessageLog(run / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
+        log.refused("silo-00", "layout", "a delta of another layout", 100)
+        log.message("received", message(5), f"{5:032x}", 100)
+    assert found(run) == []
+    forge(run, "coordinator", lambda record: None if record["action"] == "refused" else record)
+    hole = "message 5 of a session, expected 4: what was between is not in the log"
+    assert found(run) == [("coordinator.jsonl:4", hole)]
+
+
+def test_what_was_lost_on_the_way_leaves_a_hole_that_a_refusal_explains(run: Path) -> None:
+    with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
+        for counter in range(4, 9):
+            log.message("sent", message(counter), f"{counter:032x}", 100)
+    with MessageLog(run / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
+        log.refused("silo-00", "gap", "message 7, expected 4", 100)
+        log.message("received", message(8), f"{8:032x}", 100)
+        log.refused("silo-00", "unexpected", "a reply nobody asked for, logged above as received", 0)
+    assert found(run) == []
+    assert audit_run(run).undelivered == 4
+
+
+def test_a_handshake_that_its_sender_did_not_log_shows(run: Path) -> None:
+    for process, action, peer in (("silo-00", "sent", "coordinator"), ("coordinator", "received", "silo-00")):
+        with MessageLog(run / "messages" / f"{process}.jsonl", process, WallClock()) as log:
+            log.handshake(action, "hello", peer, 1400)  # type: ignore[arg-type]
+            log.handshake(action, "ready", peer, 300)  # type: ignore[arg-type]
+    assert found(run) == []
+    forge(run, "silo-00", lambda record: None if record.get("kind") in ("hello", "ready") else record)
+    # A hello may be anybody's who recorded one.
+    assert found(run) == [("coordinator.jsonl:6", "1 times a ready from silo-00 received, but 0 times logged as sent")]
+
+
+def test_an_audit_of_logs_that_are_being_written_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()):
+        audit = audit_run(run)
+    assert audit.written == ("silo-00",)
+    assert audit_run(run).written == ()
+    live.print_audit(audit, Console())
+    assert "silo-00: being written now" in capsys.readouterr().out
+
+
+def test_silos_have_nothing_to_say_to_each_other(run: Path) -> None:
+    with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
+        aside = message(1, receiver="silo-01")
+        log.message("sent", replace(aside, header=replace(aside.header, session=b"t" * 16)), "a" * 32, 100)
+    assert ("silo-00.jsonl:4", "a message from silo-00 to silo-01: silos talk to the coordinator alone") in found(run)
+
+
+@pytest.mark.parametrize(
+    ("process", "change"),
+    [
+        ("silo-00", {"wall": "yesterday"}),
+        ("silo-00", {"tag": "d"}),
+        ("silo-00", {"kind": "gossip"}),
+        ("silo-00", {"session": "ab"}),
+        ("silo-00", {"counter": -1}),
+        ("coordinator", {"reason": "because"}),
+    ],
+)
+def test_a_field_that_says_what_no_log_does_is_no_record(run: Path, process: str, change: dict[str, Any]) -> None:
+    def misstate(record: dict[str, Any]) -> dict[str, Any]:
+        return {**record, **change} if change.keys() <= record.keys() else record
+
+    assert found(run) == []
+    forge(run, process, misstate)
+    assert any("no whole record of a message log" in what for _, what in found(run))
 
 
 def test_who_logs_another_payload_than_it_sends_is_named_by_the_other_end(run: Path) -> None:
@@ -471,10 +556,10 @@ def test_what_a_silo_sends_in_all_is_a_finding_once_where_it_goes_beyond_the_lim
 
 def test_what_goes_down_and_the_evaluator_have_rules_of_their_own(run: Path) -> None:
     with MessageLog(run / "messages" / "evaluator.jsonl", "evaluator", WallClock()) as log:
-        log.message("sent", message(1, sender="evaluator"), "e", 100)
+        log.message("sent", message(1, sender="evaluator"), "e" * 32, 100)
     with MessageLog(run / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
-        log.message("received", message(1, sender="evaluator"), "e", 100)
-        log.message("sent", message(0, "coordinator", "silo-00"), "d", 100)
+        log.message("received", message(1, sender="evaluator"), "e" * 32, 100)
+        log.message("sent", message(0, "coordinator", "silo-00"), "d" * 32, 100)
     found = held(run, "down: {kinds: [model]}")
     assert [f.what for f in found.findings] == ["silo-00 down, reply with delta, 20 bytes: down.kinds allows model"]
     assert (found.held, found.free) == (1, 4)
@@ -646,7 +731,7 @@ def test_the_command_exits_with_3_where_the_policy_is_broken_and_with_2_where_it
 
 
 def test_what_a_log_says_is_never_taken_for_markup(run: Path) -> None:
-    rewrite(run, "silo-00", reseal([line.replace('"reply"', '"x[/nope]y"') for line in lines(run, "silo-00")]))
+    rewrite(run, "silo-00", reseal([line.replace('"delta"', '"x[/nope]y"') for line in lines(run, "silo-00")]))
     done = CliRunner().invoke(app, ["audit", str(run)])
     assert done.exit_code == 3, done.exception
     rewrite(run, "silo-00", reseal([line.replace("nope", "conceal") for line in lines(run, "silo-00")]))

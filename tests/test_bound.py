@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import load_file, save_file
 
 from coordinator.rounds import Phase
-from fedmq import cli
+from fedmq import bound, cli, live
 from fedmq.audit import audit_run
 from fedmq.naming import name_of
 from fedmq.runfolder import write_json
@@ -192,6 +193,15 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
     "participations": lambda summary: summary["per_silo"]["silo-02"].update(participations=7),
     "versions": lambda summary: summary.update(versions=1),
     "model_digest": lambda summary: summary.update(model_digest="ab" * 32),
+    "data_digest": lambda summary: summary.update(data_digest="ab" * 32),
+    "no data_digest": lambda summary: summary.pop("data_digest"),
+    "seed": lambda summary: summary.update(seed=99),
+    "rounds": lambda summary: summary.update(rounds=99),
+    "protocol": lambda summary: summary.update(protocol="rcsr"),
+    "scenario": lambda summary: summary.update(scenario="other"),
+    "fairness": lambda summary: summary["fairness"].update(worst_r1=0.99),
+    "per_silo_mean": lambda summary: summary["per_silo_mean"].update(mean_r1=0.99),
+    "tasks": lambda summary: summary["tasks"].update(merged=99),
 }
 
 
@@ -199,6 +209,125 @@ FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
 def test_forged_figures_of_a_summary_are_found(run: Path, what: str) -> None:
     edit(run / "summary.json", FORGED[what])
     assert places(run) & {"summary.json", "metrics.jsonl"}
+
+
+@pytest.fixture(scope="module")
+def own_models(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose silos' own models were measured during it and at its end."""
+    out = tmp_path_factory.mktemp("own") / "run"
+    settings = ("rounds=3", "protocol=fedper", "evaluation.personal_every=2")
+    assert threads.run(resolved(tiny, *settings), out).phase is Phase.DONE
+    return out
+
+
+def without_figures(summary: dict[str, Any]) -> None:
+    for name in ("personal_whole_split", "personal_per_silo"):
+        del summary[name]
+
+
+def without_the_worst(summary: dict[str, Any]) -> None:
+    for name in ("personal_whole_split", "personal_per_silo"):
+        del summary[name]["silo-02"]
+    for name, value in bound.own_means(summary).items():
+        summary[name] = value
+
+
+def of_another(summary: dict[str, Any]) -> None:
+    for own in summary["personal_whole_split"].values():
+        own["mean_r1"] = 0.99
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda summary: summary["personal"].update(mean_r1=0.99), "personal is not that of the figures it is made of"),
+        (without_figures, "personal is not that of the figures it is made of"),
+        (without_the_worst, "no figures of silo-02's own model at version 3, though it answered"),
+        (of_another, "the figures of silo-00's own model at version 3 are not what it answered"),
+    ],
+)
+def test_forged_figures_of_silos_own_models_are_found(
+    own_models: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    out = Path(shutil.copytree(own_models, tmp_path / "run"))
+    assert found(out) == []
+
+    def drop_the_last_line() -> None:
+        content = (out / "metrics.jsonl").read_text().splitlines()
+        kept = [line for line in content if not ('"personal"' in line and '"version": 3' in line)]
+        (out / "metrics.jsonl").write_text("".join(line + "\n" for line in kept))
+
+    drop_the_last_line()
+    edit(out / "summary.json", change)
+    assert said in [what for _, what in found(out)]
+
+
+def test_forged_or_missing_lines_of_silos_own_models_are_found(own_models: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(own_models, tmp_path / "run"))
+    content = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for line in content:
+        if (line["kind"], line["version"]) == ("personal", 2):
+            line["personal"]["mean_r1"] = 0.99
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    assert found(out) == [("metrics.jsonl: version 2", "personal is not that of the figures it is made of")]
+    content = [line for line in content if line["kind"] != "personal"]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    assert ("metrics.jsonl", "no figures of silo-00's own model at version 2, though it answered") in found(out)
+
+
+def test_a_figure_that_nobody_gave_is_found(run: Path) -> None:
+    edit(run / "summary.json", lambda summary: summary["per_silo"]["silo-02"].update(best_r1=0.99))
+    assert found(run) == [
+        ("summary.json", "the figures of silo-02 are not those of the last evaluation in metrics.jsonl")
+    ]
+
+
+def test_one_line_that_is_none_is_one_finding(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("nonsense\n")
+    assert len(found(run)) == 1
+
+
+def test_what_the_release_says_of_its_method_is_held_against_the_scenario(run: Path) -> None:
+    edit(run / "model" / "config.json", lambda config: config.update(protocol="rcsr"))
+    edit(run / "model" / "config.json", lambda config: config["objective"].update(bits=16))
+    said = "is not what scenario.yaml says"
+    assert found(run) == [("model/config.json", f"protocol {said}"), ("model/config.json", f"objective {said}")]
+
+
+def test_a_file_that_nobody_released_is_found(run: Path) -> None:
+    shutil.copy(run / MEMORY, run / "model" / "more.safetensors")
+    assert [place for place, _ in found(run)] == ["model/more.safetensors"]
+    (run / "model" / "more.safetensors").unlink()
+    (run / "model" / "gallery").mkdir()  # what fedmq export puts there
+    assert found(run) == []
+
+
+def test_an_evaluation_left_out_of_the_metrics_is_found(run: Path) -> None:
+    content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    content = [line for line in content if (line["kind"], line["version"]) != ("evaluation", 0)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    assert found(run) == [("metrics.jsonl", "no figures of version 0, though the evaluator answered")]
+
+
+def test_a_run_made_to_look_unfinished_is_held_to_all_that_it_has(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "summary.json").unlink()
+    rewrite(run, "coordinator", lines(run, "coordinator")[:-1])  # without its last word, that all rounds were done
+    turned(run / "model" / "model.safetensors")
+    assert places(run) == {"model/model.safetensors"}
+    rewrite(run, "coordinator", lines(run, "coordinator")[:-1])  # and without the note of what it released
+    content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in content:
+        if line["kind"] == "evaluation":
+            line["metrics"]["mean_r1"] = 0.99
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    assert places(run) == {"metrics.jsonl"}
+    audit = audit_run(run)
+    assert not audit.finished and audit.to_plain()["finished"] is False
+    live.print_audit(audit, Console())
+    assert "the run has not finished" in capsys.readouterr().out
 
 
 def test_figures_that_the_evaluator_never_told_are_found(run: Path) -> None:

@@ -35,10 +35,10 @@ def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
     ("settings", "expected"),
     [
         (["partition.alpha=0"], "partition.alpha"),
-        (["protocol.name=fedsgd"], "fedsgd"),
+        (["protocol.name=fedsgd"], "--set protocol.name: found 'fedsgd'"),
         (["protocol.name=fedsgd"], "rcsr"),
         (["protocol.warmup=-3"], "protocol.warmup"),
-        (["protocol.colour=red"], "colour"),
+        (["protocol.colour=red"], "--set protocol.colour: found 'colour'"),
         (["silos.count=101", "missing_modality.silos={}"], "silos.count"),
         (["partition.clusters=500"], "partition.clusters"),
         (["data.path=nowhere.npz"], "nowhere.npz"),
@@ -82,6 +82,27 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert expected in error
     assert "allowed" in error
     assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["scenario"], "Missing argument 'FILE'; see fedmq scenario --help"),
+        (["scenaro", "x.yaml"], "No such command 'scenaro'"),
+        (["scenario", "x.yaml", "--sed", "1"], "No such option: --sed"),
+        (["scenario", "x.yaml", "--seed", "abc"], "--seed: found 'abc', allowed: "),
+        (["scenario", "x.yaml", "--seed", "1", "--seed", "x"], "--seed: found 'x', allowed: a valid integer"),
+        (["compare", "x.yaml", "--jobs=0"], "--jobs: found '0', allowed: greater than or equal to 1"),
+        (["keys", "init", "there", "--silos", "5000"], "--silos: found '5000', allowed: "),
+    ],
+)
+def test_a_command_line_that_is_none_is_one_line(
+    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, *arguments) == 2
+    error = capfd.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    assert error.startswith("fedmq: ") and expected in error
 
 
 def test_a_missing_scenario_is_bad_input(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
@@ -232,12 +253,13 @@ def test_an_audit_that_finds_a_difference_exits_with_3(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    "command", ["scenario", "coordinator", "silo", "evaluator", "audit", "report", "protocols", "curves"]
+    "command",
+    ["", "keys", "data", "scenario", "coordinator", "silo", "evaluator", "audit", "report", "protocols", "curves"],
 )
 def test_every_command_explains_itself_with_an_example(
     command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert fedmq(monkeypatch, command, "--help") == 0
+    assert fedmq(monkeypatch, *command.split(), "--help") == 0
     assert "Example: fedmq " in capfd.readouterr().out
 
 
@@ -316,6 +338,7 @@ def test_output_that_finds_no_room_is_one_line(arguments: list[str]) -> None:
     assert ended.stderr == "fedmq: the output: could not be written: No space left on device\n"
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_messages_if_it_began_with_them(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

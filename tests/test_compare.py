@@ -320,6 +320,7 @@ def test_one_that_fails_is_told_by_its_last_word_and_the_others_go_on(tmp_path: 
     assert (told[-1].done, told[-1].total, told[-1].running) == (5, 5, ())
 
 
+@pytest.mark.slow
 def test_no_more_run_at_once_than_asked_and_each_on_one_thread(tmp_path: Path) -> None:
     program = (
         f"import os, time, pathlib; here = pathlib.Path({str(tmp_path)!r}); own = here / f'{{os.getpid()}}.on';"

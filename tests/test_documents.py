@@ -55,8 +55,11 @@ def test_files_the_documents_name_exist() -> None:
         ):
             if "mine" not in name:
                 assert (ROOT / name).exists(), name
-        for name in re.findall(r"\]\((?!http)([^)]+)\)", (ROOT / document).read_text()):
-            assert (ROOT / name).exists(), name
+        for link in re.findall(r"\]\((?!http)([^)]+)\)", (ROOT / document).read_text()):
+            name, _, anchor = link.partition("#")
+            assert (ROOT / name).exists(), link
+            headings = re.findall(r"^#+ (.+)$", (ROOT / name).read_text(), flags=re.MULTILINE) if anchor else []
+            assert not anchor or anchor in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
 
 
 def test_the_reference_pages_are_what_the_code_says() -> None:

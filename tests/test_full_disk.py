@@ -95,6 +95,7 @@ def refusing(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> list[str
     return refused
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_tried_three_times_and_the_run_goes_on_later(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_full_disk_is_tried_three_times_and_the_run_goes_on_later(
     assert len(notes(out, "checkpoint refused")) == 4
 
 
+@pytest.mark.slow
 def test_a_silos_full_disk_ends_its_process_and_not_its_task(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

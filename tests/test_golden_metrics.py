@@ -10,6 +10,7 @@ import torch
 
 from fedmq import metrics, ranking
 from fedmq.data import partition
+from fedmq.over_silos import fairness
 from tests import definitions
 from tests.golden_checks import Check, Inputs, compare, every
 
@@ -58,7 +59,7 @@ CHECKS: dict[str, Check] = {
     "pr_rank_r": lambda x: definitions.pr_by_rank(distance(x), relevance(x))[1],
     "pr_radius_p": lambda x: definitions.pr_by_radius(distance(x), relevance(x), x["qB"].shape[1])[0],
     "pr_radius_r": lambda x: definitions.pr_by_radius(distance(x), relevance(x), x["qB"].shape[1])[1],
-    "fairness": lambda x: [metrics.fairness(x["client_metric"])[name] for name in ("mean", "std", "worst", "gap")],
+    "fairness": lambda x: [fairness(x["client_metric"])[name] for name in ("mean", "std", "worst", "gap")],
     "split_counts": counts,
     "split_counts_balanced": lambda x: partition.split_counts_balanced(x["class_sizes"], x["props"]),
     "dirichlet_moments_a0.1_n30": lambda x: definitions.dirichlet_moments(0.1, 30),

@@ -283,6 +283,7 @@ def giving_up(scenario: Scenario) -> Callable[[str, Path], None]:
     return silo
 
 
+@pytest.mark.slow
 def test_one_silo_that_cannot_go_on_does_not_end_the_run_of_the_others(tiny: Path, tmp_path: Path) -> None:
     scenario = resolved(
         tiny, "clock=wall", "aggregation.lost_after=1", "rounds=3", "participation=1.0", "evaluation.every=0"
@@ -369,6 +370,7 @@ def test_a_run_does_not_go_on_with_other_data(tiny: Path, tmp_path: Path) -> Non
     assert inline.run(scenario, out, resume=True).phase is Phase.DONE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["fedavg", "fedper"])
 def test_from_the_checkpoint_before_the_last_the_same_model_comes_out(tiny: Path, tmp_path: Path, method: str) -> None:
     scenario = resolved(tiny, f"protocol={{name: {method}}}", "rounds=5", "participation=1.0")

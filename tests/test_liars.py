@@ -113,6 +113,7 @@ def storming(scenario: Scenario, sent: list[float], done: list[int]) -> Callable
     return silo
 
 
+@pytest.mark.slow
 def test_who_comes_back_again_and_again_is_handed_its_open_task_once_in_a_beat(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -89,6 +89,7 @@ def test_a_task_that_cannot_be_read_is_answered_with_an_error(tmp_path: Path) ->
         link.close(0.5)
 
 
+@pytest.mark.slow
 def test_the_coordinator_may_be_at_work_for_longer_than_a_silo_may(tmp_path: Path) -> None:
     with both_ends(tmp_path, queue=64) as (_, roster, link):
         time.sleep(2.2 * BEAT_SECONDS)
@@ -150,6 +151,7 @@ class Hurried(WallClock):
         return 20 * super().stopwatch()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("theirs", [None, "link-0-anotherrun000"])
 def test_a_silo_that_nobody_answers_says_so_once(tmp_path: Path, theirs: str | None) -> None:
     keys, uri, told, clock = tmp_path / "keys", f"memory://{tmp_path.name}", list[str](), Hurried()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from fedmq.handshake import initiate
 from fedmq.link import BEAT_SECONDS, LOST_BEATS
 from fedmq.messages import Delta, Header, Kind, Message
 from fedmq.models.two_tower import BRANCHES
+from fedmq.records import read_log
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
 from fedmq.world import run_name
@@ -41,7 +43,7 @@ def test_the_summary_has_everything_the_design_lists(reference: tuple[Path, dict
     summary = json.loads((out / "summary.json").read_text())
     assert set(summary) == {
         *("protocol", "scenario", "seed", "rounds", "versions", "model_digest", "metrics", "per_silo", "fairness"),
-        *("per_silo_mean", "bytes", "messages", "tasks", "seconds", "processes", "versions_of"),
+        *("data_digest", "per_silo_mean", "bytes", "messages", "tasks", "seconds", "processes", "versions_of"),
     }
     assert {"i2t_r1", "t2i_r1", "mean_r1", "i2t_r5", "mean_r10"} <= set(summary["metrics"])
     assert set(summary["per_silo"]) == {"silo-00", "silo-01", "silo-02", "silo-03"}
@@ -104,6 +106,26 @@ def test_the_same_seed_gives_the_same_model(
     again = run(resolved(tiny), tmp_path)
     assert again.summary["model_digest"] == reference[1]["model_digest"]
     assert again.summary["metrics"] == reference[1]["metrics"]
+
+
+@pytest.mark.slow
+def test_a_silo_says_that_its_state_is_gone(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    scenario = resolved(tiny, "protocol=fedper")
+    kept, gone = "personal state kept from here on", "the personal state of its earlier tasks is gone"
+
+    def notes(silo: str) -> list[str]:
+        return [
+            record["text"] for _, record in read_log(RunFolder(tmp_path).messages(silo)) if record and "text" in record
+        ]
+
+    assert run(scenario, tmp_path, stop_wanted=stop_after(2, tmp_path)).phase is Phase.STOPPED
+    assert notes("silo-00").count(kept) == 1
+    shutil.rmtree(RunFolder(tmp_path).silo_state("silo-00"))
+    assert run(scenario, tmp_path, resume=True).phase is Phase.DONE
+    assert [text.startswith(gone) for text in notes("silo-00")].count(True) == 1
+    assert not any(text.startswith(gone) for text in notes("silo-01"))
+    assert f"silo-00: {gone}" in capfd.readouterr().err
+    assert not audit_run(tmp_path).findings
 
 
 def test_another_seed_gives_another_model(
@@ -196,6 +218,7 @@ def stranger(scenario: Scenario, tried: list[str]) -> Callable[[str, Path], None
     return knock
 
 
+@pytest.mark.slow
 def test_a_silo_with_an_unknown_key_never_joins(tiny: Path, tmp_path: Path) -> None:
     scenario, tried = resolved(tiny), list[str]()
     outcome = run(scenario, tmp_path, others=[stranger(scenario, tried)])
@@ -227,6 +250,7 @@ def hostile(scenario: Scenario, done: list[str]) -> Callable[[str, Path], None]:
     return attack
 
 
+@pytest.mark.slow
 def test_noise_foreign_runs_and_unknown_names_are_refused_counted_and_logged(
     tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]
 ) -> None:

@@ -278,6 +278,7 @@ def test_a_run_does_not_go_on_with_another_trace(tiny: Path, tmp_path: Path) -> 
         simulate_inline(scenario, RunFolder(out), resume=True, status=lambda _: None)
 
 
+@pytest.mark.slow
 def test_the_seconds_of_a_resumed_run_are_those_of_all_its_processes(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -365,3 +366,10 @@ def test_aggregation_that_cannot_be_is_refused_by_its_key(tiny: Path, setting: s
         resolved(tiny, setting)
     assert setting.partition("=")[0] in str(caught.value)
     assert allowed in str(caught.value)
+
+
+def test_a_krum_that_leaves_nobody_out_is_refused(tiny: Path) -> None:
+    krum = "aggregation.robust={rule: krum, keep: 4}"
+    with pytest.raises(InputError, match=r"aggregation.robust.keep \(4\) must be below silos.count \(4\)"):
+        resolved(tiny, krum)
+    assert resolved(tiny, krum.replace("4", "3")).aggregation.robust.keep == 3

@@ -35,6 +35,7 @@ def test_its_update_holds_no_layer_of_the_branch_it_lacks(base: str) -> None:
     np.testing.assert_array_equal(whole.buffer, update.buffer)
 
 
+@pytest.mark.slow
 def test_a_run_with_such_a_silo_is_the_same_over_the_wire_and_the_silo_sends_no_parameters(
     tiny: Path, tmp_path: Path
 ) -> None:

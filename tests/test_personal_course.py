@@ -38,6 +38,7 @@ def counted(summary: dict[str, Any]) -> dict[str, Any]:
     return {name: summary[name] for name in ("model_digest", "metrics", "per_silo", "bytes", "tasks", "personal")}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_models_traffic_and_the_last_figures_are_those_of_a_run_that_measures_at_its_end(
     tiny: Path, tmp_path: Path, mode: str
@@ -54,6 +55,7 @@ def test_models_traffic_and_the_last_figures_are_those_of_a_run_that_measures_at
     assert lines[0]["personal_whole_split"] != lines[-1]["personal_whole_split"]
 
 
+@pytest.mark.slow
 def test_a_run_that_ends_at_a_version_measured_there_is_what_the_line_says(tiny: Path, tmp_path: Path) -> None:
     # More rounds do not change what the silos' own models were at the second; schedules of learning rates would.
     still = ("training.schedule=constant", EVERY)
@@ -92,6 +94,7 @@ def test_a_measurement_that_no_silo_can_make_leaves_no_line_and_the_run_goes_on(
     assert inline.lines(tmp_path, "personal") == []
 
 
+@pytest.mark.slow
 def test_an_answer_said_again_is_neither_refused_nor_counted(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -109,6 +112,7 @@ def test_an_answer_said_again_is_neither_refused_nor_counted(
     assert summary["messages"]["refused"] == 0
 
 
+@pytest.mark.slow
 def test_a_measurement_that_comes_before_the_first_evaluation_waits_for_it(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +135,7 @@ def test_a_measurement_that_comes_before_the_first_evaluation_waits_for_it(
 
 
 # ------------------------------------------------------------------------------------------------- killed and resumed
+@pytest.mark.slow
 def test_a_coordinator_that_dies_at_any_merge_leaves_every_line_once(tiny: Path, tmp_path: Path) -> None:
     whole = inline.run(scenario_of(tiny, EVERY), tmp_path / "whole").summary
     for after in (1, 2, 4):
@@ -142,6 +147,7 @@ def test_a_coordinator_that_dies_at_any_merge_leaves_every_line_once(tiny: Path,
             assert inline.lines(out, kind) == inline.lines(tmp_path / "whole", kind)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 5, 11])
 def test_a_run_stopped_or_killed_while_its_silos_measure_gives_the_same_lines(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
@@ -175,6 +181,7 @@ def test_a_run_stopped_or_killed_while_its_silos_measure_gives_the_same_lines(
             assert inline.lines(tmp_path / name, kind) == inline.lines(tmp_path / "whole", kind)
 
 
+@pytest.mark.slow
 def test_a_coordinator_killed_between_the_last_line_and_the_summary_writes_that_line_once(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -202,6 +209,7 @@ def sealed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.slow
 def test_messages_and_calls_give_the_same_lines_and_the_audit_agrees(tiny: Path, tmp_path: Path, sealed: Path) -> None:
     summary = inline.run(scenario_of(tiny, EVERY), tmp_path).summary
     assert counted(json.loads(RunFolder(sealed).summary.read_text())) == counted(dict(summary))
@@ -214,6 +222,7 @@ def test_messages_and_calls_give_the_same_lines_and_the_audit_agrees(tiny: Path,
     assert len({(record["sender"], record["base_version"]) for record in measured}) == 3 * 4
 
 
+@pytest.mark.slow
 def test_a_replay_is_the_same_and_names_a_line_that_is_not(tiny: Path, tmp_path: Path, sealed: Path) -> None:
     threads.run(scenario_of(tiny, EVERY), tmp_path)
     was, now = (replay.read_record(RunFolder(each)) for each in (sealed, tmp_path))
@@ -247,7 +256,10 @@ def test_figures_that_a_silo_never_said_are_found(tmp_path: Path, sealed: Path) 
             line["personal_whole_split"]["silo-01"]["mean_r1"] += 0.1
 
     found = changed(sealed, tmp_path, forge)
-    assert found == ["the figures of silo-01's own model at version 4 are not what it answered"]
+    assert found == [
+        "personal is not that of the figures it is made of",
+        "the figures of silo-01's own model at version 4 are not what it answered",
+    ]
 
 
 def test_a_measurement_is_no_reply_that_can_be_merged(tmp_path: Path, sealed: Path) -> None:
@@ -286,7 +298,13 @@ def test_real_processes_give_the_same_lines(tiny: Path, tmp_path: Path, faulty: 
     assert lines == inline.lines(tmp_path / "calls", "personal")
     assert [(line["version"], len(line["personal_per_silo"])) for line in lines] == [(2, 4), (4, 4), (5, 4)]
     summaries = [json.loads(RunFolder(tmp_path / each).summary.read_text()) for each in ("run", "calls")]
-    assert counted(summaries[0]) == counted(summaries[1])
+    real, calls = (counted(summary) for summary in summaries)
+    if faulty:
+        # A process that comes back is sent its task again, as often as it comes back: that is the machine's affair.
+        for each in (real, calls):
+            each["tasks"] = {name: each["tasks"][name] for name in ("merged", "failed")}
+            del each["bytes"]
+    assert real == calls
     assert not audit_run(tmp_path / "run").findings
 
 

@@ -116,6 +116,7 @@ def test_a_secrets_noise_is_normal_and_only_the_same_secret_task_and_update_find
         assert abs(np.corrcoef(noise, other)[0, 1]) < 6 / np.sqrt(size)
 
 
+@pytest.mark.slow
 def test_noise_from_keys_is_other_noise_with_other_keys_and_the_same_with_the_same(tiny: Path, tmp_path: Path) -> None:
     def model(out: str, noise_from: str, keys: str | None = None) -> str:
         folder = tmp_path / out

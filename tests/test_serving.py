@@ -209,8 +209,9 @@ def test_a_silo_without_an_adapter_yet_has_the_shared_model(protocol: str, tiny:
 
 def test_a_checkpoint_that_is_not_there_or_another_runs_is_named(local: Path, adapted: Path, tmp_path: Path) -> None:
     root = shutil.copytree(local, tmp_path / "run")
-    config = json.loads((root / "model" / "config.json").read_text())
-    (root / "model" / "config.json").write_text(json.dumps({**config, "model_digest": "0" * 64}))
+    for name in ("summary.json", "model/config.json"):
+        told = json.loads((root / name).read_text())
+        (root / name).write_text(json.dumps({**told, "model_digest": "0" * 64}))
     with pytest.raises(OtherModelError, match="version-000004: found 'a model with digest"):
         opened(root, PAIRED)
     for path in (root / "checkpoints").glob("version-*"):

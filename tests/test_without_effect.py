@@ -118,6 +118,7 @@ def test_what_has_an_effect_goes_without_a_word(tiny: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "command", [("scenario", "--set", "launcher=inline"), ("sweep", "--vary", "protocol.lambda_p=0.4", "--seeds", "0")]
 )
@@ -136,3 +137,13 @@ def test_the_command_line_says_it_once_and_runs(
     assert not caught.value.code
     line = "warning protocol.lambda_p: 0.4 has no effect with personal: none"
     assert capfd.readouterr().err.splitlines().count(line) == 1
+
+
+def test_a_fault_after_the_last_round_is_told_of(tiny: Path) -> None:
+    late = "faults=[{kind: drop, rounds: 4-}, {kind: drop, rounds: [3, 9]}, {kind: late, seconds: 2.0, rounds: [7]}]"
+    said = "has no effect with rounds: 4, whose last one is 3"
+    assert protocols.without_effect(resolved(tiny, "rounds=4", late)) == (
+        f"faults[0].rounds: 4- {said}",
+        f"faults[2].rounds: 7 {said}",
+    )
+    assert protocols.without_effect(resolved(tiny, "rounds=8", late)) == ()

@@ -36,6 +36,10 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             raise InputError(
                 f"{path}: line 1", f"{twice[0]!r} twice", "each column once; only captions may have several"
             )
+        if unknown := [name for name in header if name not in KNOWN]:
+            raise InputError(f"{path}: line 1", unknown[0], f"fields {', '.join(KNOWN)}")
+        if header and "image" not in header:
+            raise InputError(f"{path}: line 1", f"columns {', '.join(header)}", "a column image, with paths of images")
         for fields in reader:
             if not fields:
                 continue

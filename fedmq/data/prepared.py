@@ -123,6 +123,21 @@ class Prepared:
         """SHA-256 (hex) of everything the arrays were made from; the folder's name."""
         return str(self.meta["digest"])
 
+    @cached_property
+    def content(self) -> str:
+        """SHA-256 (hex) of what is the same wherever and whenever the set is prepared.
+
+        Its items' names, captions' numbers, labels and splits, and the content of a file of vectors or arrays. Pictures
+        and captions are not in it: what a frozen encoder makes of them differs in the last digits from machine to
+        machine, and :attr:`digest` knows pictures by the sizes and times of their files.
+        """
+        facts = [list(self.keys), list(self.label_names), self.meta["source"].get("content")]
+        found = hashlib.sha256(json.dumps(facts).encode())
+        for part in (self.captions, self.split, self.labels):
+            if part is not None:
+                found.update(f"{part.dtype.name} {part.shape}".encode() + np.ascontiguousarray(part).data)
+        return found.hexdigest()
+
     @property
     def label_names(self) -> tuple[str, ...]:
         """Names of the L labels; empty where the data set has none."""

@@ -1,0 +1,29 @@
+"""Figures over silos: means, and how far apart silos are (fairness). Fractions in [0, 1], as the figures are."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+
+def means(by_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """Of each metric that all silos have, the mean over them."""
+    names = sorted(set.intersection(*(set(own) for own in by_silo.values())))
+    return {name: math.fsum(own[name] for own in by_silo.values()) / len(by_silo) for name in names}
+
+
+def fairness(values: Sequence[float] | npt.NDArray[np.float64]) -> dict[str, float]:
+    """Mean, population standard deviation, worst and gap (best - worst) over silos; zeros for no silo."""
+    v = np.asarray(values, dtype=np.float64)
+    if not v.size:
+        return {"mean": 0.0, "std": 0.0, "worst": 0.0, "gap": 0.0}
+    return {"mean": float(v.mean()), "std": float(v.std()), "worst": float(v.min()), "gap": float(v.max() - v.min())}
+
+
+def fairness_of(per_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """``std_r1``, ``worst_r1`` and ``gap_r1`` over the silos whose figures, by name, have a ``mean_r1``."""
+    spread = fairness([own["mean_r1"] for own in per_silo.values() if "mean_r1" in own])
+    return {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")}

@@ -13,7 +13,8 @@ FAILED = 1
 def leaving_at_once() -> Iterator[None]:
     """Ctrl-C ends this process at once while it imports: raised in one of importlib's callbacks it would be lost.
 
-    The forkserver and what it forked end by themselves when their starter is gone.
+    The forkserver and what it forked end by themselves when their starter is gone. Scripts start what they put in the
+    background with SIGINT ignored: from here on it is answered there, too, as a run answers it.
     """
 
     def leave(_number: int, _frame: object) -> None:
@@ -25,7 +26,7 @@ def leaving_at_once() -> Iterator[None]:
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(signal.SIGINT, signal.default_int_handler if before is signal.SIG_IGN else before)
 
 
 def say_stopping() -> None:

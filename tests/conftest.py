@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ import torch
 import yaml
 
 torch.set_num_threads(1)
+# What starts the tests in the background may have SIGINT ignored; the programs they start would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -240,6 +240,20 @@ def test_ctrl_c_in_the_first_seconds_gives_no_traceback_of_the_imports(
     assert "preload" not in error
 
 
+def test_ctrl_c_is_answered_between_imports_by_what_a_script_put_in_the_background() -> None:
+    """Such a program begins with SIGINT ignored."""
+    code = (
+        "import os, signal; from fedmq.interrupts import leaving_at_once\n"
+        "with leaving_at_once(): pass\n"
+        "os.kill(os.getpid(), signal.SIGINT)\n"
+        "print('went on')"
+    )
+    ignoring = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
+    found = subprocess.run([*ignoring, sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "KeyboardInterrupt" in found.stderr
+    assert not found.stdout
+
+
 def test_the_processes_of_a_run_import_no_command_line() -> None:
     """Each of them runs the script that the command was started by once more, under another name."""
     code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__mp_main__'); print(*sys.modules)"

@@ -23,7 +23,7 @@ from fedmq import __version__, cli_audit, cli_compare, cli_data, cli_keys, cli_r
 from fedmq.cli_options import AsJson, Connect, Device, File, Keys, Quiet, Seed, Settings
 from fedmq.cli_output import bar, err, out, print_anything, starting
 from fedmq.errors import FedmqError, InputError, RunError
-from fedmq.interrupts import FAILED, leaving_at_once, say_stopping
+from fedmq.interrupts import FAILED, say_stopping
 
 _BEGAN = time.monotonic()
 BAD_INPUT = 2
@@ -162,17 +162,16 @@ def scenario_command(
     from fedmq import warm  # noqa: PLC0415
 
     starting(quiet=quiet)
-    with leaving_at_once():
-        chosen = scenarios.load(file, settings or [])
-        inline = _inline(file, chosen.launcher)
-        if not inline:
-            # Before torch is imported here: the forkserver then imports it at the same time.
-            warm.warm_up(chosen.backbone.name)
-        from fedmq import children, live, simulate  # noqa: PLC0415
-        from fedmq.runfolder import write_json  # noqa: PLC0415
-        from fedmq.world import device_of  # noqa: PLC0415
+    chosen = scenarios.load(file, settings or [])
+    inline = _inline(file, chosen.launcher)
+    if not inline:
+        # Before torch is imported here: the forkserver then imports it at the same time.
+        warm.warm_up(chosen.backbone.name)
+    from fedmq import children, live, simulate  # noqa: PLC0415
+    from fedmq.runfolder import write_json  # noqa: PLC0415
+    from fedmq.world import device_of  # noqa: PLC0415
 
-        scenario = _scenario_of(file, settings, seed)
+    scenario = _scenario_of(file, settings, seed)
     device_of(scenario.device)
     _warn([scenario])
     folder = _folder_for(scenario, out_dir, resume)

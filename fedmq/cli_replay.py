@@ -14,7 +14,7 @@ import typer
 from fedmq.cli_options import AsJson, Quiet, Run
 from fedmq.cli_output import DIFFERENT, bar, err, out
 from fedmq.errors import RunError
-from fedmq.interrupts import FAILED, leaving_at_once
+from fedmq.interrupts import FAILED
 
 if TYPE_CHECKING:
     from fedmq.replay import Difference, Record
@@ -39,15 +39,14 @@ def add_replay(app: typer.Typer, scenario_of: ScenarioOf) -> None:
         from fedmq import scenario_file as scenarios  # noqa: PLC0415 - --help does without
         from fedmq import warm  # noqa: PLC0415
 
-        with leaving_at_once():
-            chosen = scenarios.load(run / "scenario.yaml")
-            if chosen.launcher != "inline":
-                warm.warm_up(chosen.backbone.name)
-            from fedmq import outcomes, replay  # noqa: PLC0415
-            from fedmq.runfolder import open_run  # noqa: PLC0415
+        chosen = scenarios.load(run / "scenario.yaml")
+        if chosen.launcher != "inline":
+            warm.warm_up(chosen.backbone.name)
+        from fedmq import outcomes, replay  # noqa: PLC0415
+        from fedmq.runfolder import open_run  # noqa: PLC0415
 
-            folder = open_run(run)
-            scenario = scenario_of(folder.scenario, None, None)
+        folder = open_run(run)
+        scenario = scenario_of(folder.scenario, None, None)
         replay.require_repeatable(scenario, folder)
         before = replay.read_record(folder)
         after = _done_again(scenario, folder.root.name, before.resumed, quiet=quiet)

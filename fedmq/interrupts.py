@@ -1,32 +1,33 @@
-"""Ctrl-C while modules are imported. This module imports next to nothing itself, to be there first."""
+"""Ctrl-C, from the first line on. This module imports next to nothing itself, to be there first."""
 
 import contextlib
 import os
 import signal
-from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
 
 #: What a command that failed, or was interrupted, exits with.
 FAILED = 1
 
 
-@contextlib.contextmanager
-def leaving_at_once() -> Iterator[None]:
-    """Ctrl-C ends this process at once while it imports: raised in one of importlib's callbacks it would be lost.
+def answer_interrupts() -> None:
+    """Let Ctrl-C end this process, wherever it is: at once while it imports, as KeyboardInterrupt otherwise.
 
-    The forkserver and what it forked end by themselves when their starter is gone. Scripts start what they put in the
-    background with SIGINT ignored: from here on it is answered there, too, as a run answers it.
+    Raised in one of importlib's callbacks it would be lost, and the command would go on to its end. The forkserver and
+    what it forked end by themselves when their starter is gone. Scripts start what they put in the background with
+    SIGINT ignored; it is answered there, too.
     """
+    signal.signal(signal.SIGINT, _answer)
 
-    def leave(_number: int, _frame: object) -> None:
-        with contextlib.suppress(OSError):  # who read it may have been interrupted, too
-            os.write(2, b"fedmq: interrupted\n")
-        os._exit(FAILED)
 
-    before = signal.signal(signal.SIGINT, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler if before is signal.SIG_IGN else before)
+def _answer(_number: int, frame: FrameType | None) -> NoReturn:
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            with contextlib.suppress(OSError):  # who read it may have been interrupted, too
+                os.write(2, b"fedmq: interrupted\n")
+            os._exit(FAILED)
+        frame = frame.f_back
+    raise KeyboardInterrupt
 
 
 def say_stopping() -> None:

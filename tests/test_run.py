@@ -240,17 +240,26 @@ def test_ctrl_c_in_the_first_seconds_gives_no_traceback_of_the_imports(
     assert "preload" not in error
 
 
-def test_ctrl_c_is_answered_between_imports_by_what_a_script_put_in_the_background() -> None:
-    """Such a program begins with SIGINT ignored."""
+@pytest.mark.parametrize(("where", "said"), [("os.kill", "KeyboardInterrupt"), ("import interrupting", "fedmq: inter")])
+def test_ctrl_c_is_never_lost(tmp_path: Path, where: str, said: str) -> None:
+    """Not in callbacks while modules are imported, nor where a script put the command in the background."""
+    (tmp_path / "interrupting.py").write_text(
+        "import os, signal, weakref\n"
+        "class Gone: pass\n"
+        "gone = Gone()\n"
+        "there = weakref.ref(gone, lambda _: os.kill(os.getpid(), signal.SIGINT))\n"
+        "del gone\n"
+    )
     code = (
-        "import os, signal; from fedmq.interrupts import leaving_at_once\n"
-        "with leaving_at_once(): pass\n"
-        "os.kill(os.getpid(), signal.SIGINT)\n"
-        "print('went on')"
+        "import os, signal; from fedmq.interrupts import answer_interrupts\n"
+        "answer_interrupts()\n" + where.replace("os.kill", "os.kill(os.getpid(), signal.SIGINT)") + "\nprint('went on')"
     )
     ignoring = ("sh", "-c", 'trap "" INT; exec "$@"', "sh")
-    found = subprocess.run([*ignoring, sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert "KeyboardInterrupt" in found.stderr
+    found = subprocess.run(
+        [*ignoring, sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    assert found.returncode == (-signal.SIGINT if said == "KeyboardInterrupt" else 1)
+    assert said in found.stderr
     assert not found.stdout
 
 

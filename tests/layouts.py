@@ -153,7 +153,10 @@ def wikipedia(folder: Path) -> Path:
             photo(folder / "images" / names[category] / f"img{number}.jpg", number)
             write(
                 folder / "texts" / f"txt{number}-7.xml",
-                f"<?xml version='1.0'?>\n<document><text>A &amp; {number}\n</text>",
+                # Not everybody's files have an element for the text alone.
+                f"<?xml version='1.0'?>\n<document>A &amp; {number}\n"
+                if number == 0
+                else f"<?xml version='1.0'?>\n<document><title>T</title><text>A &amp; {number}\n</text>",
             )
             lines.append(f"txt{number}-7\timg{number}\t{category}")
         write(folder / f"{part}_txt_img_cat.list", "\n".join(lines) + "\n")

@@ -221,6 +221,27 @@ def test_a_set_too_small_for_its_papers_split_says_which_numbers_to_give(
 
 
 @pytest.mark.parametrize("extracted", [False, True])
+def test_widths_that_do_not_go_together_are_told_before_features_are_extracted_and_after(
+    own_cache: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    extracted: bool,
+) -> None:
+    """A bag of words is as wide as its vocabulary."""
+    data = {"name": "mirflickr", "path": str(layouts.mirflickr(tmp_path / "set")), "queries": 2, "train": 3}
+    path = scenario(tmp_path, data)
+    if extracted:
+        assert fedmq(monkeypatch, "data", "features", path) == 0
+    capfd.readouterr()
+    assert fedmq(monkeypatch, "data", "check", path) == 2
+    assert "backbone.head: found 'residual with image dimension 16 and text dimension 3'" in capfd.readouterr().out
+    assert fedmq(monkeypatch, "data", "check", path, "--set", "backbone.head=mlp") == 0
+    as_captions = ("--set", "data.text=sentences", "--set", "backbone.dim=16")
+    assert fedmq(monkeypatch, "data", "check", path, *as_captions) == 0
+
+
+@pytest.mark.parametrize("extracted", [False, True])
 def test_what_the_method_refuses_is_told_before_features_are_extracted_and_after(
     own_cache: None,
     tmp_path: Path,

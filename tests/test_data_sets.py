@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedmq.data import pictures
 from fedmq.data.features import SPLITS
 from fedmq.data.pictures import decode
 from fedmq.data.raw import RawSet, draw_parts, split_of
@@ -364,6 +365,30 @@ def test_msrvtt_in_two_files_is_one_set(tmp_path: Path) -> None:
         layouts.write(tmp_path / name, json.dumps({**chosen, "sentences": whole["sentences"] if not tests else []}))
     (tmp_path / "MSRVTT_data.json").unlink()
     assert words(read("msrvtt", tmp_path)) == ["train", "train", "val", "test"]
+    # Elsewhere, each in a folder of its archive's name.
+    for name, inner in (("train_val", "train_val_annotation"), ("test", "test_videodatainfo")):
+        (tmp_path / "notes" / inner).mkdir(parents=True)
+        (tmp_path / f"{name}_videodatainfo.json").rename(tmp_path / "notes" / inner / f"{name}_videodatainfo.json")
+    assert words(read("msrvtt", tmp_path, annotations=tmp_path / "notes")) == ["train", "train", "val", "test"]
+    with pytest.raises(InputError, match=r"data\.annotations: found 'no annotation file'.* in .*frames"):
+        read("msrvtt", tmp_path, annotations=tmp_path / "frames")
+
+
+def test_half_a_video_is_named(tmp_path: Path) -> None:
+    av = pytest.importorskip("av")
+    path = tmp_path / "cut.mp4"
+    generator = np.random.default_rng(0)
+    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width = stream.height = 64
+        for _ in range(30):
+            noise = generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(noise, format="rgb24")))
+        container.mux(stream.encode())
+    assert len(pictures.video_frames(path, 12)) == 12
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
+    with pytest.raises(InputError, match=r"cut\.mp4: found '\d+ of 30 frames'"):
+        pictures.video_frames(path, 12)
 
 
 def test_a_video_gives_twelve_frames_in_order_and_a_broken_one_is_named(tmp_path: Path) -> None:
@@ -523,8 +548,11 @@ def test_a_manifest_in_csv_is_the_same_set(tmp_path: Path) -> None:
         ("list.jsonl", '{"image": "a.png", "colour": 1}', r"line 1: found 'colour'"),
         ("list.jsonl", '{"caption": "a"}', r"line 1: image"),
         ("list.jsonl", '{"image": "a", "captions": 3}', r"line 1: captions"),
-        ("list.jsonl", '{"image": "a"}\n{"image": "a"}', "'a' twice"),
-        ("list.jsonl", '{"image": "a", "split": "train"}\n{"image": "b"}', "item 1"),
+        ("list.jsonl", '{"image": "a"}\n{"image": "a"}', "line 2: found \"'a' again, as in line 1\""),
+        ("list.jsonl", '{"image": "in/a"}\n\n{"image": " ./in//a"}', "line 3: found \"'in/a' again, as in line 1\""),
+        ("list.jsonl", '{"image": "a", "split": "train"}\n\n{"image": "b"}', "line 3: split: found 'nothing'"),
+        ("list.jsonl", '{"image": "a", "split": "dev"}', "line 1: split: found 'dev', allowed: train, val"),
+        ("list.csv", "image,caption,labels\na,b,x\nc,d\n", r"line 3: found '2 fields', allowed: as many fields"),
         ("list.jsonl", "7", "line 1: found 'int'"),
         ("list.jsonl", '{"image": "a", "caption": "x\u2028y"}', "1 items"),
         ("list.csv", "image,caption\na,b,c\n", r"line 2.*as many fields"),

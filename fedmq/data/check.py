@@ -24,7 +24,7 @@ from fedmq.world import World, build_world
 
 BATCH = 256  # pictures read between two marks of progress
 SHOWN = 20  # names printed of each kind; JSON has all
-_WIDTH = 8  # of the vectors that stand for features; nothing depends on it
+_WIDTH = 8  # of the vectors that stand for features of an encoder that has to be loaded to tell its own
 
 #: Refuses a scenario that cannot run on the prepared data in a folder.
 Fits = Callable[[Scenario, Path], None]
@@ -164,7 +164,7 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> d
     if backbone.adapter_site == "blocks" or backbone.end_to_end:
         return facts  # networks for pixels, which no vectors can stand for
     with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
-        _stand_in(made, Path(name))
+        _stand_in(made, backbone.dim or _WIDTH, Path(name))
         return _with_refusal(facts, _on_vectors(scenario), fits, Path(name))
 
 
@@ -177,18 +177,19 @@ def _with_refusal(facts: dict[str, Any], scenario: Scenario, fits: Fits, folder:
     return facts
 
 
-def _stand_in(made: extract.Plan, folder: Path) -> None:
-    """A prepared set with the labels and the split of one whose features are not extracted yet, and zeros for those."""
+def _stand_in(made: extract.Plan, usual: int, folder: Path) -> None:
+    """A prepared set with the labels and the split of one whose features are not extracted yet, and zeros for those.
+
+    They are as wide as the features will be, or, where that is not known, as the other side's, or ``usual``.
+    """
     n = len(made.raw)
-    zeros = np.zeros((n, _WIDTH), np.float32)
-    save_arrays(
-        folder,
-        image=zeros,
-        text=zeros[:, None],
-        captions=np.ones(n, np.int64),
-        labels=made.raw.labels,
-        split=made.split,
-    )
+    image, text = made.image.width, made.text.width if made.text else 0
+    if made.text is None and made.raw.bag is not None:
+        text = made.raw.bag.shape[1]
+    for name, shape in (("image", (n, image or text or usual)), ("text", (n, 1, text or image or usual))):
+        # Zeros that a file system need not store: a bag of words of NUS-WIDE has 780 MB of them.
+        np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=np.float32, shape=shape)
+    save_arrays(folder, captions=np.ones(n, np.int64), labels=made.raw.labels, split=made.split)
     finish(folder, made.digest, {}, made.raw.keys, made.raw.label_names)
 
 

@@ -31,6 +31,7 @@ class Encoder:
         std: likewise.
         edge: in pixels, of the pictures that need no scaling; drawings are rendered so.
         later: digest of the weights that a model puts over the rows, where rows are pixels; else empty.
+        width: of a row, where it is known before there is one; else 0.
     """
 
     digest: str
@@ -40,6 +41,7 @@ class Encoder:
     std: tuple[float, ...] = ()
     edge: int = 224
     later: str = ""
+    width: int = 0
 
 
 def _batches(encode: Callable[[Array], torch.Tensor], items: Array) -> Array:
@@ -106,7 +108,7 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
     if backbone.name == "lite":
         from fedmq.models import lite  # noqa: PLC0415
 
-        return Encoder(key_of("image", lite.weights_digest()), lite.encode_images)
+        return Encoder(key_of("image", lite.weights_digest()), lite.encode_images, width=lite.DIM)
     if backbone.name.startswith(TIMM):
         return _timm_images(backbone, seed, cache, device)
     if backbone.name == MATCONVNET:
@@ -139,7 +141,8 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
     def encode(pictures: Sequence[Pixels]) -> Array:
         return _batches(lambda rows: tower()(torch.from_numpy(rows).to(device)), _channels_first(pictures))
 
-    return Encoder(key_of("image", digest, size, *scaled, *how.unnamed), encode, fitted, edge=size)
+    width = int(clip_weights.config_of(backbone.name)["embed_dim"])
+    return Encoder(key_of("image", digest, size, *scaled, *how.unnamed), encode, fitted, edge=size, width=width)
 
 
 def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
@@ -171,7 +174,8 @@ def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Enc
         # Lite's heads were aligned with lite's own images; beside another encoder the plain sentence vector is honest.
         plain = backbone.name != "lite"
         encode = lite.text_features if plain else lite.encode_texts
-        return Encoder(key_of("sentence" if plain else "text", lite.weights_digest()), encode)
+        width = lite.TEXT_DIM if plain else lite.DIM
+        return Encoder(key_of("sentence" if plain else "text", lite.weights_digest()), encode, width=width)
     from fedmq.models import clip, clip_weights  # noqa: PLC0415
 
     if backbone.adapter_site == "blocks":
@@ -182,4 +186,5 @@ def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Enc
     def encode_texts(texts: Sequence[str]) -> Array:
         return _batches(lambda rows: tower()(torch.from_numpy(rows).to(device)), clip.tokenise(backbone.name, texts))
 
-    return Encoder(key_of("text", clip_weights.weights_digest(backbone, seed, cache)), encode_texts)
+    width = int(clip_weights.config_of(backbone.name)["embed_dim"])
+    return Encoder(key_of("text", clip_weights.weights_digest(backbone, seed, cache)), encode_texts, width=width)

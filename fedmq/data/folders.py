@@ -162,7 +162,8 @@ def wikipedia_photos(data: Data) -> RawSet:
         flat = root / f"{image}.jpg"
         paths.append(flat if not exists(inside) and exists(flat) else inside)
         written = texts / f"{text}.xml"
-        said = plain(read_text(written)) if exists(written) else ""
+        content = read_text(written) if exists(written) else ""
+        said = element(content, "text") or plain(content)
         captions.append((said,) if said else ())
     labels, names = multi_hot([{WIKIPEDIA_CLASSES[number]} for _, _, number in pairs], WIKIPEDIA_CLASSES)
     return checked(

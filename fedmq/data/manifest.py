@@ -14,10 +14,10 @@ import json
 import os
 from collections import Counter
 from collections.abc import Iterator
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
+from fedmq.data.features import SPLITS
 from fedmq.data.pictures import IMAGE_ENDINGS, VIDEO_ENDINGS, Files, is_folder
 from fedmq.data.raw import RawSet, checked, multi_hot, read_text, split_numbers, whole
 from fedmq.errors import InputError
@@ -25,6 +25,8 @@ from fedmq.scenario import Data
 
 CAPTIONS = ("captions", "caption")
 KNOWN = ("image", *CAPTIONS, "labels", "label", "split", "key")
+#: Other words for parts of a split.
+ALSO = {"validation": "val", "valid": "val"}
 
 
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -43,11 +45,12 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         for fields in reader:
             if not fields:
                 continue
-            if len(fields) > len(header):
+            # One that is cut off would lose its labels without a word.
+            if len(fields) != len(header):
                 allowed = f"as many fields as the header has, {len(header)}"
                 raise InputError(f"{path}: line {reader.line_num}", f"{len(fields)} fields", allowed)
             record: dict[str, Any] = {}
-            for name, value in zip_longest(header, fields, fillvalue=""):
+            for name, value in zip(header, fields, strict=True):
                 if name in ("image", "split", "key"):
                     record[name] = value
                 else:
@@ -94,7 +97,8 @@ def _key(place: str, record: dict[str, Any], image: str) -> str:
     key = record.get("key")
     if not isinstance(key, str | int | float | None) or isinstance(key, bool):
         raise InputError(f"{place}: key", repr(key)[:80], "a string or a number")
-    return image if key is None or key == "" else str(key)
+    # Two spellings of a path are one picture: it must not be trained on and tested with.
+    return os.path.normpath(image) if key is None or key == "" else str(key)
 
 
 def _above(path: Path, root: Path) -> bool:
@@ -114,7 +118,8 @@ def read_manifest(data: Data) -> RawSet:
     if path is None or path.suffix.lower() not in readers:
         raise InputError("data.path", str(path), "a .csv or .jsonl file")
     root = data.images or path.parent
-    keys, paths, captions, labels, splits = [], [], [], [], []
+    keys: dict[str, int] = {}
+    paths, captions, labels, splits = [], [], [], []
     for number, record in readers[path.suffix.lower()](path):
         place = f"{path}: line {number}"
         if unknown := [name for name in record if name not in KNOWN]:
@@ -122,17 +127,25 @@ def read_manifest(data: Data) -> RawSet:
         image = record.get("image")
         if not isinstance(image, str) or not image.strip():
             raise InputError(f"{place}: image", image, "the path of an image")
-        path_of = root / whole(image.strip(), f"{place}: image")
+        image = whole(image.strip(), f"{place}: image")
+        path_of = root / image
         if _above(path_of, root):
             raise InputError(f"{place}: image", image, "the path of an image, a video or a folder of frames")
-        keys.append(_key(place, record, image))
+        key = _key(place, record, image)
+        if key in keys:
+            allowed = "every item once, with all its captions; or a key of its own for each"
+            raise InputError(place, f"{key!a} again, as in line {keys[key]}", allowed)
+        keys[key] = number
         paths.append(path_of)
         captions.append(_strings(place, record, *CAPTIONS))
         labels.append(_strings(place, record, "labels", "label"))
         split = record.get("split")
-        splits.append("" if split is None else str(split))
+        splits.append("" if split is None else str(split).strip())
+        if splits[-1] and splits[-1] not in (*SPLITS, *ALSO):
+            raise InputError(f"{place}: split", split, ", ".join((*SPLITS, *ALSO)))
     if any(splits) and not all(splits):
-        raise InputError(f"{path}: split", f"nothing for item {splits.index('')}", "a split for every item or for none")
+        line = list(keys.values())[splits.index("")]
+        raise InputError(f"{path}: line {line}: split", "nothing", "a split for every item or for none")
     hot, names = multi_hot(labels)
     folders = any(file.suffix.lower() not in IMAGE_ENDINGS | VIDEO_ENDINGS and is_folder(file) for file in paths)
     videos = folders or any(file.suffix.lower() in VIDEO_ENDINGS for file in paths)
@@ -144,6 +157,6 @@ def read_manifest(data: Data) -> RawSet:
             captions=tuple(captions),
             labels=hot,
             label_names=names,
-            split=split_numbers(str(path), splits, {"validation": "val", "valid": "val"}) if any(splits) else None,
+            split=split_numbers(str(path), splits, ALSO) if any(splits) else None,
         )
     )

@@ -16,15 +16,18 @@ from fedmq.errors import InputError
 from fedmq.scenario import Data
 
 NAMES = ("MSRVTT_data.json", "videodatainfo.json", "train_val_videodatainfo.json", "test_videodatainfo.json")
+#: Where they may lie below ``data.path``; the last two are the names of their archives.
+FOLDERS = ("annotation", "annotations", "train_val_annotation", "test_videodatainfo")
 
 
 def _annotations(data: Data, folder: Path) -> list[Path]:
-    if data.annotations is not None:
+    if data.annotations is not None and not data.annotations.is_dir():
         return [data.annotations]
-    places = (folder, folder / "annotation", folder / "annotations")
+    start = data.annotations or folder
+    places = [start, *(start / name for name in FOLDERS)]
     found = [place / name for place in places for name in NAMES if (place / name).is_file()]
     if not found:
-        raise InputError("data.annotations", "no annotation file", f"{' or '.join(NAMES)} in {folder}")
+        raise InputError("data.annotations", "no annotation file", f"{' or '.join(NAMES)} in {start}")
     # A file of everything makes its parts superfluous, wherever they lie, and the first of two of one name is it.
     whole = [path for path in found if path.name in NAMES[:2]]
     parts: dict[str, Path] = {}

@@ -190,12 +190,14 @@ def video_frames(path: Path, wanted: int) -> list[Pixels]:
     """Evenly spaced frames of a video: uint8 [height, width, 3] each.
 
     Raises:
-        InputError: PyAV is not installed, or the file is no video.
+        InputError: PyAV is not installed, or the file is no video, or less than half of one.
     """
     av = package("av", "video", str(path))
     try:
         with av.open(str(path)) as container:
-            # Counting packets decodes nothing; the number in the header is often absent or wrong.
+            # Only MP4's header lists every frame; the number in others is often absent or wrong.
+            stated = container.streams.video[0].frames if "mp4" in container.format.name else 0
+            # Counting packets decodes nothing.
             total = sum(1 for packet in container.demux(video=0) if packet.size)
         keep, found = set(spread_evenly(total, wanted)), []
         with av.open(str(path)) as container:
@@ -209,6 +211,8 @@ def video_frames(path: Path, wanted: int) -> list[Pixels]:
         raise InputError(str(path), reason, "a readable video; fedmq data check lists all that are not") from None
     if not found:
         raise InputError(str(path), "no frame", "a readable video")
+    if 2 * total < stated:
+        raise InputError(str(path), f"{total} of {stated} frames", "a video that was not cut off")
     return found
 
 

@@ -291,7 +291,8 @@ def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
             f"{path}: line {line_of(error)}", error.reason, f"{encoding.removesuffix('-sig')} text"
         ) from None
     except OSError as error:
-        raise InputError(str(path), str(error), f"a readable {encoding.removesuffix('-sig')} file") from None
+        readable = f"a readable {encoding.removesuffix('-sig')} file"
+        raise InputError(str(path), error.strerror or str(error), readable) from None
 
 
 def read_json(path: Path) -> Any:

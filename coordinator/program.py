@@ -327,10 +327,10 @@ def _release(setting: Setting, theta: torch.Tensor, more: tuple[Payload, ...], d
     """The model by the layout's names, and in files of their own what else inference needs."""
     layout, folder = setting.context.layout, setting.folder.model
     tensors = {name: torch.from_numpy(view.copy()) for name, view in layout.views(theta.numpy()).items()}
-    write_atomically(folder / "model.safetensors", lambda path: write_tensors(path, tensors))
+    write_atomically(folder / "model.safetensors", partial(_write_released, tensors=tensors))
     for payload in more:
         arrays = {name: torch.tensor(value) for name, value in vars(payload).items() if isinstance(value, np.ndarray)}
-        write_atomically(folder / f"{payload.KIND}.safetensors", partial(write_tensors, tensors=arrays))
+        write_atomically(folder / f"{payload.KIND}.safetensors", partial(_write_released, tensors=arrays))
     config = {
         "backbone": setting.scenario.backbone.model_dump(mode="json"),
         "objective": setting.scenario.objective.model_dump(mode="json"),
@@ -342,6 +342,14 @@ def _release(setting: Setting, theta: torch.Tensor, more: tuple[Payload, ...], d
         **digests,
     }
     write_json(folder / "config.json", config)
+
+
+def _write_released(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Whoever may read the run may read its release: safetensors makes files that are their owner's alone."""
+    path.touch()
+    usual = path.stat().st_mode
+    write_tensors(path, tensors)
+    path.chmod(usual)
 
 
 def _summary(loop: Loop, world: World, clock: Clock, told: Mapping[str, Any]) -> dict[str, Any]:

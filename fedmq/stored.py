@@ -77,7 +77,8 @@ def _checked(place: str, text: bytes, schema: type[BaseModel], allowed: str) -> 
         first = error.errors(include_url=False)[0]
         key = _short(".".join(map(str, first["loc"])))
         found = "nothing" if first["type"] == "missing" else _short(first["input"])
-        raise InputError(f"{place}: {key}" if key else place, found, f"{allowed} ({first['msg'].lower()})") from None
+        why = "an object" if first["type"] == "model_type" else first["msg"].lower()
+        raise InputError(f"{place}: {key}" if key else place, found, f"{allowed} ({why})") from None
     return value
 
 

@@ -492,6 +492,11 @@ def test_the_script_of_the_document_finds_what_the_audit_finds(run: Path, tmp_pa
         assert check().stderr == "line 2: not what was written\n"
     log.write_bytes("".join(line + "\r\n" for line in content).encode())
     assert check().stderr == "line 1: not what was written\n"
+    for broken in ("garbage", "[]", "7", content[1][:50], content[1].replace('"hash"', '"hush"'), "\udcff", ""):
+        log.write_bytes("".join(f"{line}\n" for line in (content[0], broken)).encode(errors="surrogateescape"))
+        assert check().stderr == "line 2: not what was written\n"
+    log.write_bytes(b"")
+    assert check().stdout == f"0 records, last hash {'0' * 64}\n"
 
 
 def test_the_document_names_every_field_of_a_record(run: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -65,6 +66,11 @@ def turned(path: Path) -> None:
 def test_an_honest_run_fits_its_folder(run: Path) -> None:
     assert (run / MEMORY).exists()
     assert found(run) == []
+
+
+def test_whoever_may_read_the_summary_may_read_the_release(run: Path) -> None:
+    usual = (run / "summary.json").stat().st_mode
+    assert {file.stat().st_mode for file in (run / "model").iterdir()} == {usual}
 
 
 def test_the_name_in_the_logs_is_that_of_the_scenario_file(run: Path, tiny: Path) -> None:
@@ -308,6 +314,14 @@ def test_an_evaluation_left_out_of_the_metrics_is_found(run: Path) -> None:
     content = [line for line in content if (line["kind"], line["version"]) != ("evaluation", 0)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
     assert found(run) == [("metrics.jsonl", "no figures of version 0, though the evaluator answered")]
+
+
+def test_a_line_that_is_no_object_says_so(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("[]\n")
+    ((place, what),) = found(run)
+    assert re.fullmatch(r"metrics\.jsonl: line \d+", place)
+    assert what == "[] instead of a line of a merge or an evaluation (an object)"
 
 
 def test_a_run_made_to_look_unfinished_is_held_to_all_that_it_has(

@@ -177,7 +177,7 @@ def test_coco_trains_on_restval_and_takes_its_labels_from_the_instances(tmp_path
         ("{", "valid JSON"),
         ("[]", "Karpathy's JSON"),
         (json.dumps({"images": [{"filename": "a.jpg", "split": "train"}]}), r"images\[0\].*sentences"),
-        (json.dumps({"images": [{"filename": "a", "split": "tain", "sentences": []}] * 2}), "'tain' of item 0"),
+        (json.dumps({"images": [{"filename": "a", "split": "tain", "sentences": []}] * 2}), "item 0: split: .*'tain'"),
         (json.dumps({"images": [{"filename": "a", "split": "test", "sentences": []}] * 2}), "'a' twice"),
         (json.dumps({"images": [{"filename": "", "split": "test", "sentences": []}] * 2}), r"images\[0\].*filename"),
         (json.dumps({"images": [{"filename": "a", "filepath": 5, "split": "test", "sentences": []}]}), r"images\[0\]"),

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from fedmq.data.features import SPLITS
 from fedmq.data.pictures import IMAGE_ENDINGS, VIDEO_ENDINGS, Files, is_folder
 from fedmq.data.raw import RawSet, checked, multi_hot, read_text, split_numbers, whole
 from fedmq.errors import InputError
@@ -25,8 +24,6 @@ from fedmq.scenario import Data
 
 CAPTIONS = ("captions", "caption")
 KNOWN = ("image", *CAPTIONS, "labels", "label", "split", "key")
-#: Other words for parts of a split.
-ALSO = {"validation": "val", "valid": "val"}
 
 
 def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -141,11 +138,11 @@ def read_manifest(data: Data) -> RawSet:
         labels.append(_strings(place, record, "labels", "label"))
         split = record.get("split")
         splits.append("" if split is None else str(split).strip())
-        if splits[-1] and splits[-1] not in (*SPLITS, *ALSO):
-            raise InputError(f"{place}: split", split, ", ".join((*SPLITS, *ALSO)))
+    lines = tuple(keys.values())
     if any(splits) and not all(splits):
-        line = list(keys.values())[splits.index("")]
-        raise InputError(f"{path}: line {line}: split", "nothing", "a split for every item or for none")
+        raise InputError(
+            f"{path}: line {lines[splits.index('')]}: split", "nothing", "a split for every item or for none"
+        )
     hot, names = multi_hot(labels)
     folders = any(file.suffix.lower() not in IMAGE_ENDINGS | VIDEO_ENDINGS and is_folder(file) for file in paths)
     videos = folders or any(file.suffix.lower() in VIDEO_ENDINGS for file in paths)
@@ -157,6 +154,8 @@ def read_manifest(data: Data) -> RawSet:
             captions=tuple(captions),
             labels=hot,
             label_names=names,
-            split=split_numbers(str(path), splits, ALSO) if any(splits) else None,
+            split=split_numbers(str(path), splits, {"validation": "val", "valid": "val"}, lines)
+            if any(splits)
+            else None,
         )
     )

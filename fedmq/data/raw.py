@@ -214,21 +214,25 @@ def split_of(own: U8 | None, n: int, data: Data, usual: Draw) -> U8:
     return draw_parts(n, Draw(queries, val, usual.train if data.train is None else data.train), data.split_seed)
 
 
-def split_numbers(place: str, names: Sequence[str], aliases: Mapping[str, str]) -> U8:
+def split_numbers(
+    place: str, names: Sequence[str], aliases: Mapping[str, str], lines: Sequence[int] | None = None
+) -> U8:
     """Split names to places in ``SPLITS``.
 
     Args:
         place: what an error names.
         names: [n], as the file has them.
         aliases: the file's own words for ours.
+        lines: [n], where the items stand in a file that has one in a line.
 
     Raises:
-        InputError: an unknown word, with its item's number.
+        InputError: an unknown word, with its item's line or number.
     """
     known = {**{name: name for name in SPLITS}, **aliases}
     for row, name in enumerate(names):
         if name not in known:
-            raise InputError(f"{place}: split", f"{name!r} of item {row}", ", ".join(known))
+            where = f"item {row}" if lines is None else f"line {lines[row]}"
+            raise InputError(f"{place}: {where}: split", name or "nothing", ", ".join(known))
     return np.array([SPLITS.index(known[name]) for name in names], dtype=np.uint8)
 
 

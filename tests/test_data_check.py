@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import yaml
 from fedmq import cli
 from fedmq import scenario_file as scenarios
 from fedmq.data import extract
+from fedmq.data.sets import SETS
 from fedmq.scenario import Backbone, Data
 from fedmq.world import build_world
 from tests import layouts
@@ -124,6 +126,22 @@ def test_labels_are_counted_over_the_items_that_are_left(
     assert fedmq(monkeypatch, "data", "check", path, "--set", "silos.count=1", "--json") == 0
     facts = json.loads(capfd.readouterr().out)
     assert (facts["items"], facts["labels"], facts["without_labels"]) == (4, {"dog": 1, "person": 1}, 2)
+
+
+def test_other_numbers_of_items_than_a_sets_papers_use_are_told_and_are_no_error(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layouts.coco(tmp_path / "set")
+    path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set")})
+    line = "as its papers use it the set has 123,287 items and 80 labels: a part of its files may be missing"
+    assert fedmq(monkeypatch, "data", "check", path) == 0
+    assert line in capfd.readouterr().out.splitlines()
+    assert fedmq(monkeypatch, "data", "check", path, "--set", "data.labelled=true", "--set", "silos.count=1") == 0
+    assert "papers" not in capfd.readouterr().out
+    for items, labels, told in ((5, 2, {}), (5, 3, {"items": 5, "labels": 3}), (0, 0, {}), (6, 0, {"items": 6})):
+        monkeypatch.setitem(SETS, "coco", replace(SETS["coco"], items=items, labels=labels))
+        assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
+        assert json.loads(capfd.readouterr().out)["published"] == told
 
 
 def test_names_that_no_disk_or_no_encoding_can_hold_are_named_without_a_traceback(

@@ -69,8 +69,9 @@ def check_raw(data: Data, progress: Progress | None = None) -> dict[str, Any]:
 
     Returns:
         ``data``, ``items``, ``captions``, ``splits``, ``labels`` (items of each), ``without_labels``, and by name
-        ``missing``, ``unreadable`` and ``without_captions``; ``problems`` are the lines a run would end with, and
-        ``usable`` says whether it would take the set.
+        ``missing``, ``unreadable`` and ``without_captions``; ``published`` are the numbers of items and labels that
+        the set's papers use, where others lie here; ``problems`` are the lines a run would end with, and ``usable``
+        says whether it would take the set.
 
     Raises:
         InputError: the annotations cannot be read.
@@ -99,9 +100,23 @@ def check_raw(data: Data, progress: Progress | None = None) -> dict[str, Any]:
         "missing": [raw.pictures.name(row) for row in missing],
         "unreadable": broken,
         "without_captions": [raw.keys[row] for row in silent],
+        "published": _published(data, len(raw), len(raw.label_names)),
         "problems": problems,
         "usable": not (broken or problems),
     }
+
+
+def _published(data: Data, items: int, labels: int) -> dict[str, int]:
+    """The sizes that a set's papers use, if others lie here; empty otherwise.
+
+    A part of a set is a set, too, and no loader can know that files of it were left out.
+    """
+    entry = SETS.get(data.name)
+    if entry is None or data.labelled:
+        return {}
+    fine = entry.items in (0, items) and (not labels or entry.labels in (0, labels))
+    sizes = {"items": entry.items} | ({"labels": entry.labels} if labels and entry.labels else {})
+    return {} if fine else sizes
 
 
 def _label_facts(labels: npt.NDArray[np.uint8] | None, names: Sequence[str], n: int) -> dict[str, Any]:
@@ -152,6 +167,7 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> d
     if data.name in ("openmoji", "features") or backbone.name == "features":
         world = build_world(scenario, progress)
         facts = {"data": data.name, **_world_facts(world), "problems": [], "usable": True}
+        facts["published"] = _published(data, facts["items"], len(facts["labels"]))
         return _with_refusal(facts, scenario, fits, world.prepared.folder)
     facts = check_raw(data, progress)
     if not facts["usable"]:
@@ -223,6 +239,10 @@ def show(facts: dict[str, Any], out: Console) -> None:
             out.print(f"{len(found)} {kind.replace('_', ' ')}{rest}:", highlight=False)
             for name in found[:SHOWN]:
                 out.print(f"  {_printable(name)}", highlight=False, markup=False, soft_wrap=True)
+    if facts.get("published"):
+        usual = " and ".join(f"{count:,} {what}" for what, count in facts["published"].items())
+        line = f"as its papers use it the set has {usual}: a part of its files may be missing"
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
     for problem in facts.get("problems", []):
         out.print(_printable(problem), highlight=False, markup=False, soft_wrap=True)
     if "silos" in facts:

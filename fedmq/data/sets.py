@@ -47,6 +47,8 @@ class DataSet:
         draw: how its papers split it, where it has no split of its own.
         text: what a method sees of an item's text unless ``data.text`` says otherwise.
         val_apart: validation items are no part of the gallery, as where they come out of the list of queries.
+        items: how many its papers use; 0 where there is no such number.
+        labels: how many labels these have, likewise.
     """
 
     summary: str
@@ -54,6 +56,8 @@ class DataSet:
     draw: Draw = OWN
     text: TextKind = "sentences"
     val_apart: bool = False
+    items: int = 0
+    labels: int = 0
 
     def read(self, data: Data) -> RawSet:
         """Read the set from ``data.path``: its annotations, not its pictures.
@@ -73,25 +77,61 @@ SETS: Mapping[str, DataSet] = {
         "openmoji.read_openmoji",
     ),
     "flickr8k": DataSet(
-        "Karpathy's JSON or the release's lists, and images: 6,000 / 1,000 / 1,000", "flickr8k.read_flickr8k"
+        "Karpathy's JSON or the release's lists, and images: 6,000 / 1,000 / 1,000",
+        "flickr8k.read_flickr8k",
+        items=8000,
     ),
-    "flickr30k": DataSet("Karpathy's JSON and images: 29,000 / 1,014 / 1,000", "karpathy.read_karpathy"),
-    "coco": DataSet("MS-COCO, Karpathy's JSON and images: 113,287 / 5,000 / 5,000", "karpathy.read_karpathy"),
-    "iapr": DataSet("IAPR TC-12, images and .eng files: 16,000 / 2,000 / 2,000", "folders.read_iapr", Draw(2000, 2000)),
-    "msrvtt": DataSet("MSR-VTT, JSON and videos or frames: 6,513 / 497 / 2,990", "msrvtt.read_msrvtt"),
+    "flickr30k": DataSet("Karpathy's JSON and images: 29,000 / 1,014 / 1,000", "karpathy.read_karpathy", items=31_014),
+    "coco": DataSet(
+        "MS-COCO, Karpathy's JSON and images: 113,287 / 5,000 / 5,000",
+        "karpathy.read_karpathy",
+        items=123_287,
+        labels=80,
+    ),
+    "iapr": DataSet(
+        "IAPR TC-12, images and .eng files: 16,000 / 2,000 / 2,000",
+        "folders.read_iapr",
+        Draw(2000, 2000),
+        items=20_000,
+    ),
+    "msrvtt": DataSet("MSR-VTT, JSON and videos or frames: 6,513 / 497 / 2,990", "msrvtt.read_msrvtt", items=10_000),
     "mirflickr": DataSet(
-        "MIRFlickr-25K: 20,015 photos, tags, 24 labels", "tags.read_mirflickr", Draw(2000, 0, 10_000), "bag"
+        "MIRFlickr-25K: 20,015 photos, tags, 24 labels",
+        "tags.read_mirflickr",
+        Draw(2000, 0, 10_000),
+        "bag",
+        items=20_015,
+        labels=24,
     ),
-    "nuswide": DataSet("NUS-WIDE: 195,834 photos, tags, 21 labels", "tags.read_nuswide", Draw(2100, 0, 10_500), "bag"),
-    "fashionvc": DataSet("19,862 items in .mat files, 8 + 27 labels", "arrays.read_pixels", Draw(3000), "bag"),
-    "ssense": DataSet("15,696 items in .mat files, 4 + 28 labels", "arrays.read_pixels", Draw(2000), "bag"),
+    "nuswide": DataSet(
+        "NUS-WIDE: 195,834 photos, tags, 21 labels",
+        "tags.read_nuswide",
+        Draw(2100, 0, 10_500),
+        "bag",
+        items=195_834,
+        labels=21,
+    ),
+    "fashionvc": DataSet(
+        "19,862 items in .mat files, 8 + 27 labels", "arrays.read_pixels", Draw(3000), "bag", items=19_862, labels=35
+    ),
+    "ssense": DataSet(
+        "15,696 items in .mat files, 4 + 28 labels", "arrays.read_pixels", Draw(2000), "bag", items=15_696, labels=32
+    ),
     "wikipedia": DataSet(
         "images, texts and two lists, 10 classes: 2,173 / 231 / 462",
         "arrays.read_wikipedia",
         Draw(462, 231),
         val_apart=True,
+        items=2866,
+        labels=10,
     ),
-    "pascal": DataSet("Pascal Sentence, 20 classes: 800 / 100 / 100", "folders.read_pascal", Draw(100, 100)),
+    "pascal": DataSet(
+        "Pascal Sentence, 20 classes: 800 / 100 / 100",
+        "folders.read_pascal",
+        Draw(100, 100),
+        items=1000,
+        labels=20,
+    ),
     "manifest": DataSet("anything: a CSV or JSONL file of images, captions, labels, split", "manifest.read_manifest"),
 }
 

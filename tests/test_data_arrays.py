@@ -792,3 +792,12 @@ def test_arrays_of_all_of_wikipedia_are_drawn_as_its_papers_do(tmp_path: Path) -
     assert [len(found.rows(split)) for split in ("test", "val", "train")] == [462, 231, 307]
     pixels = {**values, "IAll": np.zeros((1000, 4, 4, 3), np.uint8)}
     assert len(SETS["wikipedia"].read(Data(name="wikipedia", path=saved(tmp_path / "pixels.npz", pixels)))) == 1000
+
+
+def test_what_a_mac_leaves_beside_the_arrays_is_passed_over(tmp_path: Path) -> None:
+    scipy_io.savemat(tmp_path / "iall.mat", {"IAll": PIXELS, "YAll": np.eye(6, 5), "LAll": np.eye(6, 24)})
+    (tmp_path / "._iall.mat").write_bytes(b"\x00\x05\x16\x07Mac OS X")
+    (tmp_path / "__MACOSX").mkdir()
+    (tmp_path / ".cache").mkdir()
+    for name in ("mirflickr", "nuswide"):
+        assert len(SETS[name].read(Data(name=name, path=tmp_path))) == 6

@@ -176,11 +176,19 @@ def test_coco_trains_on_restval_and_takes_its_labels_from_the_instances(tmp_path
     [
         ("{", "valid JSON"),
         ("[]", "Karpathy's JSON"),
-        (json.dumps({"images": [{"filename": "a.jpg", "split": "train"}]}), r"images\[0\].*sentences"),
+        (json.dumps({"images": [{"filename": "a.jpg", "split": "train"}]}), r"images\[0\]\.sentences: found None"),
         (json.dumps({"images": [{"filename": "a", "split": "tain", "sentences": []}] * 2}), "item 0: split: .*'tain'"),
         (json.dumps({"images": [{"filename": "a", "split": "test", "sentences": []}] * 2}), "'a' twice"),
-        (json.dumps({"images": [{"filename": "", "split": "test", "sentences": []}] * 2}), r"images\[0\].*filename"),
-        (json.dumps({"images": [{"filename": "a", "filepath": 5, "split": "test", "sentences": []}]}), r"images\[0\]"),
+        (
+            json.dumps({"images": [{"filename": "", "split": "test", "sentences": []}] * 2}),
+            r"images\[0\]\.filename: found ''",
+        ),
+        (
+            json.dumps({"images": [{"filename": "a", "filepath": 5, "split": "test", "sentences": []}]}),
+            r"images\[0\]\.filepath",
+        ),
+        ('{"images": [5]}', r"images\[0\]: found 5"),
+        ('{"images": [{"filename": "a", "split": "test", "sentences": [{"raw": 1}]}]}', r"\.sentences\[0\]: found"),
         (
             '{"images": [{"filename": "a", "split": "test", "sentences": []}, '
             '{"filename": "b", "split": "test", "sentences": [{"raw": "cut \\ud83d"}]}]}',
@@ -708,3 +716,16 @@ def test_reading_a_scenario_brings_no_torch() -> None:
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["iapr", "pascal", "mirflickr", "msrvtt"])
+def test_what_a_mac_leaves_beside_the_files_is_no_part_of_a_set(name: str, tmp_path: Path) -> None:
+    whole = read(name, getattr(layouts, name)(tmp_path))
+    for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
+        path.with_name(f"._{path.name}").write_bytes(b"\x00\x05\x16\x07Mac OS X\xff")
+    (tmp_path / "__MACOSX").mkdir()
+    found = read(name, tmp_path)
+    assert found.keys == whole.keys
+    assert found.label_names == whole.label_names
+    assert found.captions == whole.captions
+    assert np.array_equal(found.pictures.frames(0), whole.pictures.frames(0))

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from fedmq.data import sparse
 from fedmq.data.features import SPLITS
-from fedmq.data.pictures import package
+from fedmq.data.pictures import is_leftover, package
 from fedmq.errors import InputError
 
 Array = npt.NDArray[Any]
@@ -248,7 +248,7 @@ def _npy_header(opened: Any, path: Path, key: str) -> Stored:
 
 
 def _inside_of(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.iterdir() if file.suffix.lower() in ENDINGS)
+    return sorted(file for file in folder.iterdir() if file.suffix.lower() in ENDINGS and not is_leftover(file.name))
 
 
 def files_of(path: Path) -> list[Path]:

@@ -24,7 +24,7 @@ from fedmq.data.folders import (
     wikipedia_photos,
     wikipedia_split,
 )
-from fedmq.data.pictures import Rows
+from fedmq.data.pictures import Rows, is_leftover
 from fedmq.data.pixel_arrays import Pile
 from fedmq.data.raw import RawSet, checked, labelled_rows, refuse_keys
 from fedmq.errors import InputError
@@ -230,7 +230,7 @@ def holds_pixels(data: Data) -> bool:
     path = data.path
     if path is None or not files_of(path):
         return False
-    return not (path.is_dir() and any(inner.is_dir() for inner in path.iterdir()))
+    return not (path.is_dir() and any(inner.is_dir() and not is_leftover(inner.name) for inner in path.iterdir()))
 
 
 def read_wikipedia(data: Data) -> RawSet:

@@ -24,6 +24,26 @@ FOLDERS: Mapping[str, Sequence[str]] = {
 }
 
 
+def _wrong(entry: Any) -> tuple[str, Any] | None:
+    """Where an entry is not as it must be, as `.split`, and what is there; None where all is well."""
+    if not isinstance(entry, dict):
+        return "", entry
+    name, sentences = entry.get("filename"), entry.get("sentences")
+    fine = {
+        "filename": isinstance(name, str) and bool(name.strip()),
+        "filepath": isinstance(entry.get("filepath"), str | None),
+        "split": isinstance(entry.get("split"), str),
+        "sentences": isinstance(sentences, list),
+    }
+    for field, well in fine.items():
+        if not well:
+            return f".{field}", entry.get(field)
+    for index, said in enumerate(sentences or ()):
+        if not (isinstance(said, dict) and isinstance(said.get("raw"), str)):
+            return f".sentences[{index}]", said
+    return None
+
+
 def _entries(path: Path) -> list[dict[str, Any]]:
     """The ``images`` of a Karpathy file, each with the fields that are used.
 
@@ -35,18 +55,11 @@ def _entries(path: Path) -> list[dict[str, Any]]:
     if not isinstance(images, list):
         raise InputError(str(path), type(loaded).__name__, "Karpathy's JSON: an object with a list `images`")
     for index, entry in enumerate(images):
-        fine = (
-            isinstance(entry, dict)
-            and isinstance(entry.get("filename"), str)
-            and entry["filename"].strip()
-            and isinstance(entry.get("filepath", ""), str | None)
-            and isinstance(entry.get("split"), str)
-            and isinstance(entry.get("sentences"), list)
-            and all(isinstance(said, dict) and isinstance(said.get("raw"), str) for said in entry["sentences"])
-        )
-        if not fine:
-            place = f"{path}: images[{index}]"
-            raise InputError(place, repr(entry)[:80], "an object with filename, split and sentences, each with raw")
+        if wrong := _wrong(entry):
+            place, found = wrong
+            allowed = "an object with filename, split and sentences, each with raw"
+            short = repr(found)[:80] if isinstance(found, dict | list) else found
+            raise InputError(f"{path}: images[{index}]{place}", short, allowed)
     return images
 
 

@@ -92,8 +92,19 @@ def is_folder(path: Path) -> bool:
     return exists(path) and path.is_dir()
 
 
+def is_leftover(name: str) -> bool:
+    """Whether a file or folder is hidden or what a Mac adds to an archive: nobody's data.
+
+    >>> is_leftover("._25.jpg"), is_leftover("25.jpg")
+    (True, False)
+    """
+    return name.startswith(".") or name == "__MACOSX"
+
+
 def files_below(folder: Path) -> Iterator[Path]:
     """All files below a folder; links to folders are followed, but no folder is entered twice, so circles end.
+
+    Leftovers (:func:`is_leftover`) are passed over.
 
     A folder that lies there itself and is linked to as well is listed where it lies.
     """
@@ -111,6 +122,8 @@ def files_below(folder: Path) -> Iterator[Path]:
             continue
         seen.add((about.st_dev, about.st_ino))
         for name, holds_more, link in inside:
+            if is_leftover(name):
+                continue
             if holds_more:
                 (links if link else waiting).append(here / name)
             else:
@@ -272,7 +285,8 @@ class Files:
         if is_folder(path):
             if not self.folders:
                 raise InputError(str(path), "a folder", "an image or a video")
-            inside = sorted((file for file in path.iterdir() if file.suffix.lower() in IMAGE_ENDINGS), key=_numbered)
+            frames = (file for file in path.iterdir() if file.suffix.lower() in IMAGE_ENDINGS)
+            inside = sorted((file for file in frames if not is_leftover(file.name)), key=_numbered)
             if not inside:
                 raise InputError(str(path), "a folder without images", "a folder of a video's frames")
             return [decode(inside[index]) for index in spread_evenly(len(inside), self.wanted)]

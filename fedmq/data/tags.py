@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from fedmq.data.arrays import holds_pixels, read_pixels
-from fedmq.data.pictures import Files
+from fedmq.data.pictures import Files, is_leftover
 from fedmq.data.raw import U8, RawSet, checked, first_existing, folder_of, is_number, read_text
 from fedmq.errors import InputError
 from fedmq.scenario import Data
@@ -83,9 +83,8 @@ def mirflickr_photos(data: Data) -> RawSet:
         raise InputError(str(inner / "meta" / "tags"), "no tagsN.txt with a common tag", "one such file for each image")
     numbers = sorted(numbered)
     row = {number: index for index, number in enumerate(numbers)}
-    files = sorted(
-        path for path in notes.glob("*.txt") if not path.stem.endswith("_r1") and path.stem.lower() != "readme"
-    )
+    files = sorted(path for path in notes.glob("*.txt") if not is_leftover(path.name))
+    files = [path for path in files if not path.stem.endswith("_r1") and path.stem.lower() != "readme"]
     if not files:
         raise InputError(str(notes), "no label file", "one file of image numbers for each of the 24 labels")
     labels = np.zeros((len(numbers), len(files)), dtype=np.uint8)

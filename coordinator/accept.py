@@ -34,7 +34,7 @@ LARGEST = 1e15
 #: goes well moves a model by a small part of its length; one such update in a merge leaves a model that cannot be
 #: trained any more, and that silos without fault would be the first to complain of.
 LONGEST = 1e4
-#: Largest mean loss of a sample. FedCMR reports sums over samples, so many times as much.
+#: Largest loss for each sample of a silo: losses are means, but not every term of every base is divided by the batch.
 LARGEST_LOSS = 1e6
 
 

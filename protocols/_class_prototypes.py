@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from torch import Tensor
 from fedmq.errors import RemoteWireError
 from fedmq.messages import ClassPrototypes
 from fedmq.models.networks import plans_of
-from fedmq.protocol import Context, Reply
+from fedmq.protocol import Context, Reply, take
 from protocols._merge import as_tensor
 from protocols._prototypes import TOLERANCE, lengths
 
@@ -161,6 +161,16 @@ def check_rows(found: ClassPrototypes, rows: int, dim: int, longest: float = 1.0
 def _check_shape(found: ClassPrototypes, rows: int, dim: int) -> None:
     if found.prototypes.shape != (rows, dim):
         raise RemoteWireError("layout", f"class prototypes of shape {found.prototypes.shape}, here ({rows}, {dim})")
+
+
+def own_rows(reply: Reply) -> ClassPrototypes:
+    """A reply's prototypes without the rows of a modality that the silo lacks, whatever it sent there."""
+    found = take(reply.payloads, ClassPrototypes)
+    half = len(found.counts) // 2
+    counts = np.array(found.counts)
+    counts[:half] *= reply.silo.image
+    counts[half:] *= reply.silo.text
+    return replace(found, counts=counts)
 
 
 def updated(

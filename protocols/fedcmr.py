@@ -151,7 +151,7 @@ class FedCmr:
         end = _merge.extract(model.flat.detach().cpu(), layout, shared)
         up = (
             PartialDelta(layout.digest, shared, (end - common).numpy(), len(local.share)),
-            Loss(losses[-1] * len(local.share)),
+            Loss(losses[-1]),
             LabelCount(_local.categories(local, self.context)),
         )
         own = _merge.extract(model.flat.detach().cpu(), layout, self.partial.personal)
@@ -181,7 +181,9 @@ class FedCmr:
         replies = _merge.ordered(replies)
         samples = [take(reply.payloads, PartialDelta).n_samples for reply in replies]
         labels = [max(1, take(reply.payloads, LabelCount).value) for reply in replies]
-        losses = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]
+        # The rule is of a round's summed losses; on the wire a loss is a mean, as every method's.
+        means = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]
+        losses = [mean * size for mean, size in zip(means, samples, strict=True)]
         table = state.tensors[_LOSSES].clone()
         versions = _merge.versions_of(state.tensors, _VERSIONS, state.tensors[_LOSSES], round_)
         for reply, loss in zip(replies, losses, strict=True):

@@ -157,7 +157,7 @@ class FedProto:
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Average the last reports of all silos, class by class."""
-        found = [(reply, own_rows(reply)) for reply in _merge.ordered(replies)]
+        found = [(reply, _class_prototypes.own_rows(reply)) for reply in _merge.ordered(replies)]
         weighted = self.options.weighting == "samples"
         tensors = _class_prototypes.updated(
             state.tensors, found, round_, max_age=self.context.max_age, weighted=weighted
@@ -186,16 +186,6 @@ class FedProto:
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's own model."""
         return _own.encoders_of(local, _own.own_parameters(local))
-
-
-def own_rows(reply: Reply) -> ClassPrototypes:
-    """A reply's prototypes without the rows of a modality that the silo lacks, whatever it sent there."""
-    found = take(reply.payloads, ClassPrototypes)
-    half = len(found.counts) // 2
-    counts = np.array(found.counts)
-    counts[:half] *= reply.silo.image
-    counts[half:] *= reply.silo.text
-    return replace(found, counts=counts)
 
 
 PROTOCOL = FedProto

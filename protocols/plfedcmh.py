@@ -248,7 +248,7 @@ class PlFedCmh:
                 owners[reply.silo.index] = torch.tensor([_merge.owns(reply.silo, name) for name in self.parts])
         prototypes = _class_prototypes.updated(
             state.tensors,
-            [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies],
+            [(reply, _class_prototypes.own_rows(reply)) for reply in replies],
             round_,
             max_age=self.context.max_age,
             weighted=False,

@@ -44,6 +44,7 @@ from silos.program import Silo
 from tests import inline
 from tests.inline import lines, notes
 from tests.protocol_world import DIM, World, world
+from tests.replies import with_payload
 from tests.threads import resolved
 
 BITS = 8
@@ -86,11 +87,6 @@ def check(run: World, *payloads: Payload) -> None:
 def of(reply: Reply, kind: type[Any]) -> Any:
     (found,) = [payload for payload in reply.payloads if isinstance(payload, kind)]
     return found
-
-
-def with_payload(reply: Reply, changed: Payload) -> Reply:
-    payloads = tuple(changed if type(each) is type(changed) else each for each in reply.payloads)
-    return dataclasses.replace(reply, payloads=payloads)
 
 
 def stretched(rows: npt.NDArray[np.float32], length: float) -> npt.NDArray[np.float32]:

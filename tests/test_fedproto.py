@@ -14,7 +14,7 @@ from fedmq.scenario import Training
 from protocols import _class_prototypes, _clusters, fedproto
 from protocols._own import OWN
 from tests.protocol_world import LABELS, MIXED, world
-from tests.replies import own_embeddings, payload_of
+from tests.replies import own_embeddings, payload_of, with_payload
 
 
 def test_fedproto_refuses_data_without_labels_in_one_line() -> None:
@@ -46,8 +46,9 @@ def test_fedproto_without_its_term_is_local_training() -> None:
     assert all(torch.equal(alone.personal[i][OWN], run.personal[i][OWN]) for i in range(len(MIXED)))
 
 
-def test_rows_of_a_modality_that_a_silo_lacks_are_never_used() -> None:
-    run = world("fedproto")
+@pytest.mark.parametrize("name", ["fedproto", "plfedcmh"])
+def test_rows_of_a_modality_that_a_silo_lacks_are_never_used(name: str) -> None:
+    run = world(name)
     replies = run.replies()
     honest = run.protocol.merge(run.state, replies, 0).state
     found = payload_of(replies[1], ClassPrototypes)
@@ -55,10 +56,10 @@ def test_rows_of_a_modality_that_a_silo_lacks_are_never_used() -> None:
     rows, counts = found.prototypes.copy(), found.counts.copy()
     rows[half:], counts[half:] = 100.0, 5
     lie = ClassPrototypes(rows, counts, "both")
-    replies[1] = dataclasses.replace(replies[1], payloads=(lie, replies[1].payloads[1]))
+    replies[1] = with_payload(replies[1], lie)
     spoilt = run.protocol.merge(run.state, replies, 0).state
-    for name in (_class_prototypes.GLOBAL, _class_prototypes.VALID):
-        assert torch.equal(honest.tensors[name], spoilt.tensors[name])
+    for kept in (_class_prototypes.GLOBAL, _class_prototypes.VALID):
+        assert torch.equal(honest.tensors[kept], spoilt.tensors[kept])
 
 
 def test_fused_prototypes_take_the_modality_that_is_there() -> None:

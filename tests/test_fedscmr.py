@@ -24,6 +24,7 @@ from protocols._bases.dscmr import pair_likelihood
 from protocols._own import OWN
 from protocols._robust import robust_replies
 from tests.protocol_world import world
+from tests.replies import payload_of
 
 PAIRED = ((True, True),) * 3
 
@@ -120,6 +121,16 @@ def test_fedcmr_goes_on_from_the_merged_layer_minus_half_its_own_displacement() 
     started = _merge.extract(run.model.flat.detach(), layout, shared)
     torch.testing.assert_close(started, common - 0.5 * displacement)
     assert displacement.any()
+
+
+def test_fedcmr_weighs_by_summed_losses_and_sends_means_as_every_method_does() -> None:
+    run = world("fedcmr", kinds=PAIRED[:2], sizes=(8, 32))
+    trained = {silo: run.train(silo) for silo in run.eligible}
+    replies = [run.reply(silo, found) for silo, found in trained.items()]
+    assert [payload_of(reply, Loss).value for reply in replies] == [found.loss for found in trained.values()]
+    sums = [size * payload_of(reply, Loss).value for size, reply in zip((8, 32), replies, strict=True)]
+    state = run.protocol.merge(run.state, replies, 0).state
+    assert state.tensors["cmr_losses"].tolist() == sums
 
 
 def test_fedcmr_favours_silos_with_a_small_loss() -> None:

@@ -55,6 +55,7 @@ def common_codes(x: Inputs) -> torch.Tensor:
 
 
 def shdch_objective(x: Inputs, *, swept: bool = False) -> torch.Tensor:
+    """The whole objective; the value of its tie, which ``swept_codes`` makes smaller, nothing but a test asks for."""
     levels = class_codes(x, swept=swept)
     outputs = [shdch.output_loss(t(x[name]), common_codes(x), levels, 10.0) for name in "FG"]
     return outputs[0] + outputs[1] + definitions.tie_loss(levels[0].codes, levels[1].codes, t(x["S12"]), 100.0)
@@ -106,7 +107,8 @@ def cmr_weights(x: Inputs) -> torch.Tensor:
 
 
 def cmr_global(x: Inputs) -> torch.Tensor:
-    return torch.tensordot(cmr_weights(x), t(x["W"]), dims=1)
+    layers = t(x["W"])
+    return _merge.weighted_sum(list(layers.flatten(1)), cmr_weights(x)).view(layers.shape[1:])
 
 
 CHECKS: dict[str, Check] = {

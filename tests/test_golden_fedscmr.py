@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fedmq.models.two_tower import Out
-from protocols import _scmr, fedscmr
+from protocols import _merge, _scmr, fedscmr
 from protocols._bases import dscmr
 from tests.golden_checks import Check, Inputs, compare, every, t
 
@@ -41,7 +41,8 @@ def scalars(x: Inputs, rows: Any = slice(None)) -> tuple[torch.Tensor, ...]:
 
 def eq9(x: Inputs) -> torch.Tensor:
     weights = _scmr.contribution(*scalars(x), 30.0)
-    return torch.einsum("k,kij->ij", weights, t(x["W_k"]))
+    layers = t(x["W_k"])
+    return _merge.weighted_sum(list(layers.flatten(1)), weights).view(layers.shape[1:])
 
 
 CHECKS: dict[str, Check] = {

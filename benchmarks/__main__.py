@@ -60,7 +60,7 @@ def main() -> None:
         type=_names,
         default=[name for name in BENCHMARKS if name not in LONG],
         metavar="A,B",
-        help=", ".join(BENCHMARKS),
+        help=f"{', '.join(BENCHMARKS)}; without this all but {', '.join(LONG)}",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here instead of printing it")
     arguments = parser.parse_args()

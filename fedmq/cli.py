@@ -294,7 +294,9 @@ def coordinator_command(
     bind: Annotated[
         str, typer.Option("--bind", metavar="URI", help="tcp://HOST:PORT or ipc://PATH.")
     ] = "tcp://127.0.0.1:5555",
-    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="The run folder.")] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="The run folder; runs/<name>-<time> by default.")
+    ] = None,
     settings: Settings = None,
     seed: Seed = None,
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")] = False,
@@ -351,7 +353,8 @@ def silo_command(
     connect: Connect = "tcp://127.0.0.1:5555",
     device: Device = None,
     out_dir: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="Folder for its log and personal state.")
+        Path | None,
+        typer.Option("--out", metavar="DIR", help="For its log and personal state; runs/<name>-<silo> by default."),
     ] = None,
     settings: Settings = None,
     seed: Seed = None,
@@ -378,7 +381,9 @@ def evaluator_command(
     keys: Keys,
     connect: Connect = "tcp://127.0.0.1:5555",
     device: Device = None,
-    out_dir: Annotated[Path | None, typer.Option("--out", metavar="DIR", help="Folder for its log.")] = None,
+    out_dir: Annotated[
+        Path | None, typer.Option("--out", metavar="DIR", help="For its log; runs/<name>-evaluator by default.")
+    ] = None,
     settings: Settings = None,
     seed: Seed = None,
 ) -> None:

@@ -19,7 +19,7 @@ Settings = Annotated[
 Seed = Annotated[int | None, typer.Option("--seed", help="Override the scenario's seed.", min=0)]
 Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder made by [bold]fedmq keys init[/bold].")]
 Connect = Annotated[str, typer.Option("--connect", metavar="URI", help="Where the coordinator listens.")]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu or cuda:N; the scenario's by default.")]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N; the scenario's by default.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
 Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]

@@ -103,8 +103,8 @@ class Aggregation(Part):
 class Diurnal(Part):
     """Silos that are on for a share of each day, every one from its own hour."""
 
-    period: Positive = Field(86400.0, description="length of a day [s]")
-    share: Fraction = Field(0.5, gt=0.0, description="share of a day that a silo is on")
+    period: Positive = Field(86400.0, description="availability, if either is given: length of a day [s]")
+    share: Fraction = Field(0.5, gt=0.0, description="availability, likewise: share of a day that a silo is on")
 
 
 class Participation(Part):
@@ -112,7 +112,9 @@ class Participation(Part):
 
     rate: float = Field(1.0, gt=0.0, le=1.0, description="share of the eligible silos asked in a round")
     kind: Literal["uniform", "by_data", "availability", "power_of_choice"] = Field(
-        "uniform", description="all alike; by samples; those that are on; those with the highest last-known loss"
+        "uniform",
+        description="all alike; by samples; those that are on, by a trace or by diurnal; those with the highest "
+        "last-known loss",
     )
     candidates: Count | None = Field(
         None, description="power_of_choice: silos drawn to choose from; null means twice as many as are asked"

@@ -205,10 +205,10 @@ class MissingModality(Part):
     rate: Fraction = Field(0.0, description="share of silos with a single modality")
     seed: int = Field(42, ge=0, description="of the assignment, apart from the run's seed")
     only: Literal["image", "text"] | None = Field(
-        None, description="the modality that silos with a single one have; null draws it, either alike"
+        None, description="the modality that the rate's silos have; null draws it, either alike"
     )
     silos: dict[Name, Literal["image", "text"]] = Field(
-        default_factory=dict, description="listed by hand: silo name to the one modality it has; replaces rate"
+        default_factory=dict, description="listed by hand: silo name to the one modality it has; in place of a rate"
     )
 
     @model_validator(mode="after")
@@ -234,7 +234,10 @@ class Training(Part):
         "cosine", description="of the learning rate over the rounds: falling to the floor, or in steps, or not"
     )
     warmup_rounds: int = Field(
-        5, ge=0, description="linear warm-up of the learning rate; not given, fewer in a run of no more rounds than 5"
+        5,
+        ge=0,
+        description="linear warm-up of the learning rate; not given, fewer in a run of no more rounds than 5; "
+        "with cosine and linear below rounds",
     )
     floor: Fraction = Field(0.01, description="share of the learning rate that cosine and linear end at")
     step_rounds: Count = Field(30, description="step: rounds from one to the next")
@@ -274,12 +277,15 @@ class Evaluation(Part):
     split: Literal["val", "test"] = Field("test", description="whose items are the queries")
     gallery: Literal["split", "database"] = Field(
         "split",
-        description="what label metrics retrieve from: the split's other modality, or all items outside the split",
+        description="what label metrics retrieve from: the split's other modality, or all items outside the split but "
+        "public ones (of Wikipedia but validation ones, too)",
     )
     fold_size: Count | None = Field(
         None, description="also recall within consecutive folds of so many items of the split, the mean over folds"
     )
-    within: bool = Field(False, description="also retrieve images by images and texts by texts, from the database")
+    within: bool = Field(
+        False, description="also retrieve images by images and texts by texts, from gallery database, which it needs"
+    )
     map_at: tuple[Count, ...] = Field((), description="cut-offs R of mAP@R, beside the mAP over the whole list")
     map_denominator: Literal["retrieved", "total", "min"] = Field(
         "retrieved",
@@ -304,12 +310,13 @@ class Privacy(Part):
 
     clip_norm: Positive | None = Field(None, description="the update is scaled down to at most this L2 norm")
     noise_multiplier: NonNegative = Field(
-        0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm"
+        0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm, which must be given, too"
     )
     noise_from: Literal["seed", "key"] = Field(
         "seed",
         description="seed: noise repeats with the run and hides nothing from whoever knows the scenario; key: it comes "
-        "from the silo's private key and the update, nobody else can derive it, and a run cannot be replayed",
+        "from the silo's private key and the update, nobody else can derive it, a run cannot be replayed, and launcher "
+        "inline has no keys",
     )
 
     @model_validator(mode="after")
@@ -324,7 +331,10 @@ class Privacy(Part):
 class Scenario(Part):
     """Everything about a run. Two equal scenarios on one machine give the same model to the bit."""
 
-    name: str = Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,47}$", description="of the run, for folders and tables")
+    name: str = Field(
+        pattern=r"^[a-z0-9][a-z0-9_.-]{0,47}$",
+        description="of the run, for folders and tables: small letters, digits, `_`, `.` and `-`, at most 48",
+    )
     seed: int = Field(0, ge=0, lt=2**63, description="every random draw derives from it")
     rounds: Count = Field(200, description="merges of the shared model, in every mode of aggregation")
     participation: Participation = Participation()
@@ -348,7 +358,8 @@ class Scenario(Part):
     launcher: Literal["local", "inline", "none"] = Field(
         "local",
         description="local starts the silos here; inline runs them in the coordinator's process without messages: the "
-        "same model to the bit, no message logs; none is for silos started by hand, with the programs' own commands",
+        "same model to the bit, no logged messages but the coordinator's notes; none is for silos started "
+        "by hand, with the programs' own commands",
     )
 
     @model_validator(mode="before")

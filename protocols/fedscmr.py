@@ -49,7 +49,7 @@ class FedScmrOptions:
         gamma: weight of the validation mAP in eq 13, of ``use_phi`` alone.
         use_phi: the validation mAP is part of eq 13, of ``agg: adaptive`` alone.
         agg: ``adaptive`` (eq 13), ``proportional`` (eq 10 alone, renormalised), or ``samples`` as FedAvg.
-        norm: ``row`` or ``frob``, see protocols._scmr.
+        norm: ``row``, the mean of each sample's length, or ``frob``, the Frobenius norm of the batch's matrix.
         pairs: of modalities in eq 2: 4 as printed, 3 as public code has it, with the printed δ (two items share a
             category or not) either way.
         eval_space: what is retrieved by: the enhanced features ``enhanced`` (S') or the ``common`` ones (S).

@@ -41,7 +41,7 @@ class FedUchOptions(fedavg.FedAvgOptions):
         distill: the distillation within a modality (eq 12); FedUCH-1 and -2 lack it.
         mu: weight of the contrast, of ``contrast`` alone (IAPR 0.5, COCO 0.4, NUS-WIDE 0.3).
         phi: weight of the distillation, of ``distill`` alone (IAPR 0.5, COCO 0.7, NUS-WIDE 0.7).
-        contrast_tau: temperature of the contrast.
+        contrast_tau: temperature of the contrast, tau of eq 11; ``tau`` is that of info_nce.
         kd: distance of the distillation: ``kl`` of softmaxed codes, as eq 13 names it, or ``mse`` of the codes.
         kd_temperature: of ``kl``, as the released code sets it.
     """

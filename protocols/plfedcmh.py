@@ -50,6 +50,8 @@ _BLOCK = 1024
 class PlFedCmhOptions:
     """Options of PLFedCMH; defaults are its released code's, except for the direction of the hypernetworks' steps.
 
+    The code's local loss is ``objective: {base: shdch, levels: 1, beta: 0.5}``.
+
     Args:
         beta: weight of the codes' products with the class prototypes.
         eta: weight of the features' distance to the class prototypes.

@@ -56,7 +56,8 @@ class RcsrOptions:
         lambda_a: weight of the prototype regulariser, of ``client_align`` alone (the paper's table: lambda_align).
         lambda_s: weight of the proximal term, squared norm as eq 4 prints it.
         warmup: merges during which n_k weights stand in for the router's, which is not trained meanwhile (algorithm 1).
-            Of ``router: true`` alone, as are beta1 to beta5 and router_*; but ``multi`` clusters when it is over.
+            Of ``router: true`` alone, as are beta1, beta2, beta4, beta5 and router_*; but ``multi`` clusters when it is
+            over.
         ema: share of the old global prototype kept at a full round.
         proto_unit: global prototypes are kept at length 1.
         masked_ema: fillers stay out of the moving average; included, as printed, if false.

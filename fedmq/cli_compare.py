@@ -90,7 +90,19 @@ Metric = Annotated[
 ]
 Baseline = Annotated[
     str | None,
-    typer.Option("--baseline", metavar="NAME", help="Method or row the others are compared to; the first by default."),
+    typer.Option(
+        "--baseline",
+        metavar="NAME",
+        help="Method or row the others are compared to; the first by default. nobody: rows that are no rivals.",
+    ),
+]
+Across = Annotated[
+    str | None,
+    typer.Option(
+        "--across",
+        metavar="KEY",
+        help="A varied key, e.g. objective.bits, whose values stand side by side in the table, as papers print them.",
+    ),
 ]
 Targets = Annotated[
     list[str] | None,
@@ -128,6 +140,7 @@ class Options:
     select_rounds: int | None
     metric: str | None
     baseline: str | None
+    across: str | None
     target: list[str] | None
     zero_shot: bool
     jobs: int | None
@@ -172,6 +185,7 @@ def add_compare(app: typer.Typer, roots: Roots) -> None:
         select_rounds: SelectRounds = None,
         metric: Metric = None,
         baseline: Baseline = None,
+        across: Across = None,
         target: Targets = None,
         zero_shot: ZeroShot = False,
         jobs: Jobs = None,
@@ -206,6 +220,7 @@ def add_compare(app: typer.Typer, roots: Roots) -> None:
             select_rounds=select_rounds,
             metric=metric,
             baseline=baseline,
+            across=across,
             target=target,
             zero_shot=zero_shot,
             jobs=jobs,
@@ -232,6 +247,7 @@ def add_sweep(app: typer.Typer, roots: Roots) -> None:
         select_rounds: SelectRounds = None,
         metric: Metric = None,
         baseline: Baseline = None,
+        across: Across = None,
         target: Targets = None,
         zero_shot: ZeroShot = False,
         jobs: Jobs = None,
@@ -263,6 +279,7 @@ def add_sweep(app: typer.Typer, roots: Roots) -> None:
             select_rounds=select_rounds,
             metric=metric,
             baseline=baseline,
+            across=across,
             target=target,
             zero_shot=zero_shot,
             jobs=jobs,
@@ -313,6 +330,7 @@ def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
         seeds=file.seeds if options.seeds is None else options.seeds,
         metric=file.metric if options.metric is None else options.metric,
         baseline=options.baseline or file.baseline,
+        across=options.across or file.across,
         select_seed=file.select_seed if options.select_seed is None else options.select_seed,
         select_rounds=options.select_rounds or file.select_rounds,
         zero_shot=options.zero_shot or file.zero_shot,
@@ -350,11 +368,13 @@ def _plan(options: Options, resolve: Resolve) -> Plan:
             metrics=metrics,
             targets=targets,
             baseline=options.baseline,
+            across=options.across,
             select_seed=options.select_seed or 0,
             select_rounds=options.select_rounds,
             zero_shot=options.zero_shot,
         )
         rows.baselines(made)
+        plan.check_across(made)
         plan.check_metrics(made, resolve)
     except InputError as error:
         if options.source is None:

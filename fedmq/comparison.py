@@ -76,6 +76,7 @@ class ComparisonFile(BaseModel):
     seeds: Annotated[str, _checked(plan.parse_seeds), BeforeValidator(_together)] | None = None
     metric: Annotated[str, _checked(plan.parse_metrics), BeforeValidator(_together)] | None = None
     baseline: str | None = None
+    across: str | None = None
     target: Annotated[tuple[_Target, ...], _Repeated] = ()
     zero_shot: bool = False
     runs: Path | None = None

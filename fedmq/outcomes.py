@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, RootModel
 
 from fedmq.errors import InputError
-from fedmq.over_silos import fairness_of
+from fedmq.over_silos import fairness_of, means
 from fedmq.runfolder import RunFolder
 from fedmq.stored import Digest, Stored, read_json, read_lines
 
@@ -64,6 +64,7 @@ class _MergeLine(Stored):
     kind: Literal["merge"]
     version: int
     now: float
+    losses: dict[str, float] = Field(default_factory=dict)
 
 
 class _EvaluationLine(Stored):
@@ -133,12 +134,14 @@ class Evaluation:
         now: the run's time of that version [s].
         metrics: name to value.
         fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
+        per_silo_mean: name to the mean over silos, each on its own share.
     """
 
     version: int
     now: float
     metrics: Mapping[str, float]
     fairness: Mapping[str, float]
+    per_silo_mean: Mapping[str, float]
 
 
 @dataclass(frozen=True)
@@ -182,14 +185,15 @@ class Outcome:
     def course(self, metric: str) -> tuple[tuple[int, float, float], ...]:
         """A metric's course, as far as it was measured during the run: version, time [s] and value of each time.
 
-        Of the evaluations those of ``metrics`` and ``fairness.*`` are known, of the silos' own models ``personal*``.
+        Of the evaluations those of ``metrics``, ``fairness.*`` and ``per_silo_mean.*`` are known, of the silos' own
+        models ``personal*``.
         """
         part, _, name = metric.partition(".")
         found: list[tuple[int, float, float | None]]
         if metric.startswith("personal"):
             found = [(each.version, each.now, _number(each.figures, metric)) for each in self.personal]
-        elif part == "fairness":
-            found = [(each.version, each.now, each.fairness.get(name)) for each in self.evaluations]
+        elif part in ("fairness", "per_silo_mean"):
+            found = [(each.version, each.now, getattr(each, part).get(name)) for each in self.evaluations]
         else:
             found = [(each.version, each.now, each.metrics.get(metric)) for each in self.evaluations]
         return tuple((version, now, value) for version, now, value in found if value is not None)
@@ -197,7 +201,8 @@ class Outcome:
     def untrained(self) -> Outcome:
         """The same run as of version 0: what the frozen encoders and the initial parameters do by themselves."""
         first = self.evaluations[0]
-        return Outcome(self.folder, {"metrics": first.metrics, "fairness": first.fairness}, (first,))
+        figures = {"metrics": first.metrics, "fairness": first.fairness, "per_silo_mean": first.per_silo_mean}
+        return Outcome(self.folder, figures, (first,))
 
     def time_to(self, target: Target) -> float | None:
         """The run's time [s] of the first evaluation that reaches a target; None if none does."""
@@ -244,7 +249,9 @@ def read(folder: RunFolder) -> Outcome:
             article = "an evaluation" if line["kind"] == "evaluation" else "a measurement"
             raise InputError(str(folder.metrics), f"{article} of version {version}", "one of a version merged")
         if line["kind"] == "evaluation":
-            evaluations[version] = Evaluation(version, times[version], line["metrics"], fairness_of(line["per_silo"]))
+            shares = line["per_silo"]
+            mean = means(shares) if shares else {}
+            evaluations[version] = Evaluation(version, times[version], line["metrics"], fairness_of(shares), mean)
         elif line["kind"] == "personal":
             personal[version] = Personal(version, times[version], line)
     if not evaluations:

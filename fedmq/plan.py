@@ -95,7 +95,10 @@ class Plan:
         seeds: each row is run with each.
         metrics: the columns; choices are made by the first.
         targets: further columns: time to reach a value.
-        baseline: name of a method or of a row; None takes the first method.
+        baseline: name of a method or of a row; None takes the first method. ``NO_BASELINE``: rows that are no rivals,
+            such as data sets, of which none is compared with another.
+        across: a varied key whose values stand side by side in the table, as papers print code lengths, and not one
+            below the other.
         select_seed: seed of the runs on the validation split.
         select_rounds: rounds of those runs; None takes the scenario's.
         zero_shot: put a row before the others with version 0 of the first entry's runs.
@@ -106,10 +109,14 @@ class Plan:
     metrics: tuple[str, ...] = ("mean_r1", "mean_r10")
     targets: tuple[Target, ...] = ()
     baseline: str | None = None
+    across: str | None = None
     select_seed: int = 0
     select_rounds: int | None = None
     zero_shot: bool = False
 
+
+#: In place of a baseline's name.
+NO_BASELINE = "nobody"
 
 #: What a comparison sets itself, and what is said to who would vary it.
 _NOT_VARIED = {"seed": "seeds with --seeds", "name": "names of rows in --vary 'set={name: fast, rounds: 10},...'"}
@@ -205,6 +212,18 @@ def scenarios(plan: Plan, resolve: Resolve) -> Iterator[Scenario]:
         (entry.file, (*entry.settings, *candidate)) for entry in plan.entries for candidate in entry.candidates
     )
     return (resolve(file, list(settings), None) for file, settings in variants)
+
+
+def check_across(plan: Plan) -> None:
+    """Refuse to put side by side what is not varied.
+
+    Raises:
+        InputError: no row has such a varied key, or it says what is compared.
+    """
+    varied = dict.fromkeys(key for entry in plan.entries for key, _ in entry.point)
+    if plan.across is not None and plan.across not in varied:
+        allowed = " or ".join(varied) or "a key that --vary has, other than protocol"
+        raise InputError("--across", plan.across, allowed)
 
 
 def check_metrics(plan: Plan, resolve: Resolve) -> None:

@@ -54,6 +54,7 @@ def _curves(evaluations: list[dict[str, Any]], merges: list[dict[str, Any]], per
         figure = Figure("Mean training loss of the silos merged", "merges", "loss", _HEIGHT)
         figure.draw("scatter", x=list(losses), y=list(losses.values()), mode="lines")
         figures.append(figure)
+        figures.append(_losses(merges))
     for title, found in _told(merges).items():
         figure = Figure(title, "merges", title, _HEIGHT)
         for name, told in found.items():
@@ -62,6 +63,18 @@ def _curves(evaluations: list[dict[str, Any]], merges: list[dict[str, Any]], per
             figure.draw("scatter", x=x, y=y, name=name, mode="lines+markers", marker=marker)
         figures.append(figure)
     return "".join(figure.to_html(first=place == 0) for place, figure in enumerate(figures))
+
+
+def _losses(merges: list[dict[str, Any]]) -> Figure:
+    """Every silo's training loss, where it was merged."""
+    found: dict[str, dict[int, float]] = {}
+    for line in merges:
+        for silo, loss in line.get("losses", {}).items():
+            found.setdefault(silo, {})[line["version"]] = loss
+    figure = Figure("Training loss of each silo", "merges", "loss", _HEIGHT)
+    for silo, own in sorted(found.items()):
+        figure.draw("scatter", x=list(own), y=list(own.values()), name=silo, mode="lines+markers", marker={"size": 3})
+    return figure
 
 
 def _spread(evaluations: list[dict[str, Any]], personal: list[dict[str, Any]]) -> Figure:

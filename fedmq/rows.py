@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fedmq import outcomes
 from fedmq.errors import InputError
 from fedmq.outcomes import Outcome, Statistic
-from fedmq.plan import Entry, Plan
+from fedmq.plan import NO_BASELINE, Entry, Plan
 from fedmq.scenario_file import nearest
 
 ZERO_SHOT = "zero-shot"
@@ -52,20 +52,23 @@ def _peers(entry: Entry, plan: Plan) -> list[Entry]:
 
 
 def baselines(plan: Plan) -> dict[str, str | None]:
-    """The row that each row is compared to, by name; None for one that others are compared to.
+    """The row that each row is compared to, by name; None for one that others are compared to, or nobody is.
 
     Raises:
         InputError: there is no method or row of the name asked for.
     """
     found: dict[str, str | None] = {}
     everything = entries_of(plan)
+    if plan.baseline == NO_BASELINE:
+        return dict.fromkeys(entry.name for entry in everything)
     for entry in everything:
         peers = _peers(entry, plan)
         fitting = [each for each in everything if each.name == plan.baseline]
         fitting = fitting or [each for each in peers if plan.baseline in (None, each.method)]
         fitting = [each for each in fitting if each.name != ZERO_SHOT or plan.baseline == ZERO_SHOT]
         if not fitting:
-            allowed = ", ".join(dict.fromkeys(name for each in everything for name in (each.method, each.name)))
+            names = dict.fromkeys(name for each in everything for name in (each.method, each.name))
+            allowed = ", ".join([*names, NO_BASELINE])
             raise InputError("--baseline", plan.baseline, allowed)
         found[entry.name] = None if fitting[0].name == entry.name else fitting[0].name
     return found
@@ -163,6 +166,8 @@ def _names(own: Outcome) -> list[str]:
 
 
 def _best_columns(entry: Entry, plan: Plan, statistics: Mapping[str, Mapping[str, Statistic]]) -> frozenset[str]:
+    if plan.baseline == NO_BASELINE:
+        return frozenset()
     peers = [each.name for each in _peers(entry, plan)]
     place = peers.index(entry.name)
     return frozenset(

@@ -84,34 +84,70 @@ def _setting(text: str, *, short: bool) -> str:
 
 
 def grid(rows: Sequence[Row], plan: Plan) -> Grid:
-    """Mean and spread of every column, the difference to the baseline, and what was chosen."""
+    """Mean and spread of every column, the difference to the baseline, and what was chosen.
+
+    A line for each row, or with ``plan.across`` one for all rows that differ in that key alone, whose values are
+    columns then.
+    """
     columns = list(rows[0].columns)
     compared = any(row.against for row in rows)
     selected = any(len(entry.candidates) > 1 for entry in plan.entries)
-    head = ["", *(title for column in columns for title in [column, _DIFFERENCE][: 1 + compared])]
+    beside, lines = _lines(rows, plan.across)
+    head = [""]
+    for column in columns:
+        for value in beside:
+            head += [_titled(column, value), _DIFFERENCE][: 1 + compared]
+    if selected:
+        head += [_titled(title, value) for value in beside for title in ("chosen", "tried")]
     body = []
-    for row in rows:
-        cells = [Cell(row.entry.name)]
+    for name, own in lines.items():
+        cells = [Cell(name)]
         for column in columns:
-            cells.append(Cell(_mean(row.columns[column], len(plan.seeds)), column in row.best))
-            if compared:
-                cells.append(Cell(_difference(row.columns[column])))
+            for value in beside:
+                cells += _cells(own.get(value), column, len(plan.seeds))[: 1 + compared]
         if selected:
-            of = len(row.entry.candidates)
-            cells += [
-                Cell(", ".join(_setting(text, short=True) for text in row.chosen) or "-"),
-                Cell(str(of) if of > 1 else "-"),
-            ]
+            cells += [cell for value in beside for cell in _chosen(own.get(value))]
         body.append(tuple(cells))
-    return Grid(
-        (*head, *(("chosen", "tried") if selected else ())), tuple(body), _notes(rows, plan, selected, compared)
-    )
+    return Grid(tuple(head), tuple(body), _notes(rows, plan, selected, compared))
+
+
+def _lines(rows: Sequence[Row], across: str | None) -> tuple[list[str | None], dict[str, dict[str | None, Row]]]:
+    """The values that stand side by side (one of no name without ``across``), and by a line's name its row for each."""
+    if across is None:
+        return [None], {row.entry.name: {None: row} for row in rows}
+    several = len({row.entry.method for row in rows}) > 1
+    lines: dict[str, dict[str | None, Row]] = {}
+    for row in rows:
+        rest = [f"{key}={value}" for key, value in row.entry.point if key != across]
+        name = ", ".join([*([row.entry.method] if several or not rest else []), *rest])
+        lines.setdefault(name, {})[dict(row.entry.point).get(across)] = row
+    return list(dict.fromkeys(value for own in lines.values() for value in own)), lines
+
+
+def _titled(column: str, value: str | None) -> str:
+    return column if value is None else f"{column}, {value}"
+
+
+def _cells(row: Row | None, column: str, seeds: int) -> list[Cell]:
+    """A row's mean in a column, and its difference; dashes where there is no such row."""
+    if row is None:
+        return [Cell("-"), Cell("-")]
+    own = row.columns[column]
+    return [Cell(_mean(own, seeds), column in row.best), Cell(_difference(own))]
+
+
+def _chosen(row: Row | None) -> list[Cell]:
+    """What was chosen for a row, and of how many."""
+    of = len(row.entry.candidates) if row else 1
+    settings = ", ".join(_setting(text, short=True) for text in row.chosen) if row else ""
+    return [Cell(settings or "-"), Cell(str(of) if of > 1 else "-")]
 
 
 def _notes(rows: Sequence[Row], plan: Plan, selected: bool, compared: bool) -> tuple[str, ...]:
     several = len(plan.seeds) > 1
     seeds = ", ".join(map(str, plan.seeds))
-    notes = [f"mean ± sample standard deviation over seeds {seeds}" if several else f"seed {seeds}"]
+    notes = [f"side by side: the values of {plan.across}"] if plan.across else []
+    notes += [f"mean ± sample standard deviation over seeds {seeds}" if several else f"seed {seeds}"]
     if compared:
         against = {row.against for row in rows if row.against}
         bases = dict.fromkeys(row.entry.method for row in rows if row.against is None)

@@ -535,8 +535,47 @@ def test_the_baseline_is_a_method_or_a_row_by_name(tiny: Path) -> None:
     assert by_method["fedavg, silos.count=5"] == "rcsr, silos.count=5"
     by_row = made_rows.baselines(Plan(rows, (0,), baseline="rcsr, silos.count=4"))
     assert by_row["fedavg, silos.count=5"] == "rcsr, silos.count=4"
-    with pytest.raises(InputError, match=r"--baseline.*'moon'.*fedavg, silos\.count=4"):
+    with pytest.raises(InputError, match=r"--baseline.*'moon'.*fedavg, silos\.count=4.*nobody"):
         made_rows.baselines(Plan(rows, (0,), baseline="moon"))
+
+
+def test_rows_that_are_no_rivals_are_compared_with_nobody(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
+    plan, rows = study
+    finished = {row.entry.name: row.outcomes for row in rows[1:]}
+    plan = replace(plan, baseline="nobody")
+    grid = tables.grid(made_rows.rows(plan, {}, finished), plan)
+    assert grid.head == ("", "mean_r1", "fairness.worst_r1", "seconds to mean_r1 0.55")
+    assert not any(cell.best for line in grid.body for cell in line)
+    assert not any("difference" in note or "bold" in note for note in grid.notes)
+
+
+def test_a_varied_keys_values_stand_side_by_side_where_asked(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
+    plan, rows = study
+    long = {line[0].text: line for line in tables.grid(rows, plan).body}
+    grid = tables.grid(rows, replace(plan, across="silos.count"))
+    columns = ("mean_r1", "fairness.worst_r1", "seconds to mean_r1 0.55")
+    titles = [title for column in columns for value in (4, 50) for title in (f"{column}, {value}", "difference")]
+    assert grid.head == ("", *titles)
+    assert [line[0].text for line in grid.body] == ["zero-shot", "fedavg", "rcsr"]
+    nothing = (tables.Cell("-"), tables.Cell("-"))
+    for name, line in zip(("fedavg", "rcsr"), grid.body[1:], strict=True):
+        four, fifty = (long[f"{name}, silos.count={value}"] for value in (4, 50))
+        assert line[1:] == tuple(cell for at in (1, 3, 5) for own in (four, fifty) for cell in own[at : at + 2])
+    assert grid.body[0][1:] == tuple(cell for at in (1, 3, 5) for cell in (*long["zero-shot"][at : at + 2], *nothing))
+    assert grid.notes[0] == "side by side: the values of silos.count"
+    assert grid.notes[1:] == tables.grid(rows, plan).notes
+    assert tables.markdown(grid, "fedmq").splitlines()[2].startswith("|  | mean_r1, 4 | difference | mean_r1, 50 |")
+
+
+def test_what_was_chosen_at_each_point_stands_side_by_side_and_a_sweeps_lines_are_its_other_keys(tiny: Path) -> None:
+    made = entries(tiny, ["silos.count=4,5", "rounds=3,4"], ["training.learning_rate=0.1,0.2"])
+    plan = Plan(made, (0,), ("mean_r1",), across="silos.count")
+    chosen = {row.name: ("training.learning_rate=0.2",) for row in made}
+    rows = made_rows.rows(plan, chosen, {row.name: {} for row in made})
+    grid = tables.grid(rows, plan)
+    assert [line[0].text for line in grid.body] == ["rounds=3", "rounds=4"]
+    assert grid.head[-4:] == ("chosen, 4", "tried, 4", "chosen, 5", "tried, 5")
+    assert [cell.text for cell in grid.body[0][-4:]] == ["learning_rate=0.2", "2"] * 2
 
 
 def test_a_metric_that_no_run_has_is_a_column_of_dashes_and_a_warning_with_the_nearest(
@@ -677,6 +716,8 @@ def test_the_spread_over_silos_has_a_course_and_what_is_measured_once_has_no_cur
     outcome = outcomes.read(RunFolder(tmp_path))
     assert outcome.course("fairness.std_r1") == ((0, 0.0, pytest.approx(0.125)), (2, 3.0, pytest.approx(0.125)))
     assert outcome.course("personal.mean_r1") == ((2, 3.0, 0.7),)
+    assert outcome.course("per_silo_mean.mean_r1") == ((0, 0.0, 0.375), (2, 3.0, 0.375))
+    assert outcome.untrained().value("per_silo_mean.mean_r1") == 0.375
     assert outcome.course("fairness.none") == outcome.course("seconds to mean_r1 0.5") == ()
     plan = Plan((entry,), (0,), ("fairness.std_r1", "personal.mean_r1", "bytes.up"))
     page = plots.page(made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: outcome}}), "title", [])
@@ -998,6 +1039,7 @@ metric:
   - mean_r1,mean_r5
   - bytes.up
 baseline: fedavg
+across: silos.count
 target: mean_r1=0.5
 zero_shot: true
 runs: shared
@@ -1006,7 +1048,7 @@ SAME = [
     "--set", "rounds=4", "--set", "training.batch_size=16", "--vary", "silos.count=4,5",
     "--vary", "protocol=fedavg,{name: rcsr, filler: zero}", "--select", "training.learning_rate=0.1,0.2",
     "--select-seed", "3", "--select-rounds", "2", "--seeds", "4,5", "--metric", "mean_r1,mean_r5,bytes.up",
-    "--baseline", "fedavg", "--target", "mean_r1=0.5", "--zero-shot", "--runs", "shared",
+    "--baseline", "fedavg", "--across", "silos.count", "--target", "mean_r1=0.5", "--zero-shot", "--runs", "shared",
 ]  # fmt: skip
 
 
@@ -1030,17 +1072,20 @@ def test_options_beside_a_comparison_file_go_on_top(tiny: Path, asked: Callable[
         "compare", file, "--set", "rounds=7", "--vary", "silos.count=6", "--vary", "protocol.tau=0.1,0.2",
         "--select", "rcsr:training.learning_rate=1", "--seeds", "9", "--metric", "map", "--select-seed", "0",
         "--baseline", "rcsr", "--target", "map=0.1", "--select-rounds", "1", "--runs", "mine", "--out", "out",
+        "--across", "protocol.tau",
     )  # fmt: skip
     assert options.settings == ["rounds=4", "training.batch_size=16", "rounds=7"]
     assert [text.partition("=")[0] for text in options.vary or []] == ["silos.count", "protocol", "protocol.tau"]
     assert (options.vary or [])[0] == "silos.count=6"
     assert options.select == ["training.learning_rate=0.1,0.2", "rcsr:training.learning_rate=1"]
     assert (options.seeds, options.metric, options.baseline) == ("9", "map", "rcsr")
-    assert (options.select_seed, options.select_rounds) == (0, 1)
+    assert (options.select_seed, options.select_rounds, options.across) == (0, 1, "protocol.tau")
     assert options.target == ["mean_r1=0.5", "map=0.1"]
     assert options.zero_shot
     assert (options.runs_dir, options.out_dir) == (Path("mine"), Path("out"))
     (first, *_) = cli_compare._plan(replace(options, baseline=None), resolve).entries
+    with pytest.raises(InputError, match=r"--across.*'rounds', allowed: silos\.count or protocol\.tau"):
+        cli_compare._plan(replace(options, baseline=None, across="rounds"), resolve)
     assert resolve(first.file, list(first.settings), None).rounds == 7
 
 

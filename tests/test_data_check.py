@@ -16,7 +16,7 @@ import yaml
 
 from fedmq import cli
 from fedmq import scenario_file as scenarios
-from fedmq.data import extract
+from fedmq.data import check, extract
 from fedmq.data.sets import SETS
 from fedmq.scenario import Backbone, Data
 from fedmq.world import build_world
@@ -65,6 +65,16 @@ def test_a_whole_set_is_counted_and_after_extraction_shared_out(
     assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
     facts = json.loads(capfd.readouterr().out)
     assert [own["samples"] for own in facts["silos"].values()] == [1, 1]
+    held = [tuple(own["labels"].values()) for own in facts["silos"].values()]
+    assert sorted(held) == [(1, 0), (1, 1)], "one is a dog, one a dog and a person"
+    assert fedmq(monkeypatch, "data", "check", path) == 0
+    shown = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert ["│", "person", "│", str(held[0][1]), "│", str(held[1][1]), "│"] in shown
+    assert fedmq(monkeypatch, "data", "check", path, "--set", "silos.count=1") == 0
+    assert "training items of each label" in capfd.readouterr().out
+    monkeypatch.setattr(check, "FEW_LABELS", 1)
+    assert fedmq(monkeypatch, "data", "check", path) == 0
+    assert "training items of each label" not in capfd.readouterr().out
     assert fedmq(monkeypatch, "data", "features", path) == 0
     assert made["folder"] in capfd.readouterr().out
 

@@ -78,6 +78,8 @@ def test_the_report_draws_what_the_method_told_of_its_merges(finished: Path, tmp
     assert '"title":{"text":"router loss"}' in page
     assert page.count('"title":{"text":"weight silo"}') == page.count('"title":{"text":"router loss"}'), "one figure"
     assert '"name":"weight_silo-01"' in page
+    assert '"title":{"text":"Training loss of each silo"}' in page
+    assert {f'"name":"{silo}"' in page for line in grown for silo in line.get("losses", {})} == {True}
     assert '"name":"weight_silo-03"' in page
     assert '"text":"now"' not in page, "the clock is not what a method told"
 

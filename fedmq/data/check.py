@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from fedmq.data import extract
@@ -23,6 +24,7 @@ from fedmq.scenario import Data, Scenario
 from fedmq.world import World, build_world
 
 BATCH = 256  # pictures read between two marks of progress
+FEW_LABELS, FEW_SILOS = 30, 12  # at most, of which all numbers of items are printed; JSON has all
 SHOWN = 20  # names printed of each kind; JSON has all
 _WIDTH = 8  # of the vectors that stand for features of an encoder that has to be loaded to tell its own
 
@@ -129,6 +131,13 @@ def _label_facts(labels: npt.NDArray[np.uint8] | None, names: Sequence[str], n: 
     }
 
 
+def _held(world: World, silo: int) -> dict[str, int]:
+    """How many of a silo's training items have each label."""
+    labels = world.prepared.labels
+    own = None if labels is None else labels[world.train[silo]]
+    return dict(_label_facts(own, world.prepared.label_names, 0)["labels"])
+
+
 def _world_facts(world: World) -> dict[str, Any]:
     split = np.asarray(world.prepared.split)
     return {
@@ -140,6 +149,7 @@ def _world_facts(world: World) -> dict[str, Any]:
             silo.name: {
                 "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
                 "samples": len(world.train[silo.index]),
+                "labels": _held(world, silo.index),
                 "heldout": len(world.heldout[silo.index]),
             }
             for silo in world.silos
@@ -250,6 +260,12 @@ def show(facts: dict[str, Any], out: Console) -> None:
         for name, own in facts["silos"].items():
             table.add_row(name, " + ".join(own["modalities"]), str(own["samples"]), str(own["heldout"]))
         out.print(table)
+        if labels and len(labels) <= FEW_LABELS and len(facts["silos"]) <= FEW_SILOS:
+            silos = {name.removeprefix("silo-"): own["labels"] for name, own in facts["silos"].items()}
+            table = Table("silo", *silos)
+            for label in labels:
+                table.add_row(escape(label), *(str(own[label]) for own in silos.values()))
+            out.print("training items of each label", table, sep="\n")
     elif facts["usable"]:
         out.print(
             "fedmq data features FILE extracts the features; then this shows who would hold what", highlight=False

@@ -282,7 +282,7 @@ def test_tables_note_who_had_a_public_set() -> None:
         entry = types.SimpleNamespace(method=method, name=method, candidates=(None,))
         return types.SimpleNamespace(entry=entry, outcomes={0: outcome}, against=None, best=())
 
-    plan: Any = types.SimpleNamespace(seeds=(0,))
+    plan: Any = types.SimpleNamespace(seeds=(0,), across=None)
     notes_of = tables._notes([row("fedavg"), row("creamfl_public", public_items=20)], plan, False, False)
     (note,) = [note for note in notes_of if "public set" in note]
     assert note.endswith(": creamfl_public (20 items)")

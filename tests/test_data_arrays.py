@@ -764,7 +764,7 @@ def test_without_the_readers_package_the_error_says_what_to_install(
 ) -> None:
     matlab_hdf5(tmp_path / "a.mat", IAll=rows(3), TAll=rows(3))
     monkeypatch.setitem(__import__("sys").modules, "h5py", None)
-    with pytest.raises(InputError, match=r"package h5py missing.*fedmq\[formats\]"):
+    with pytest.raises(InputError, match=r"package h5py missing.*\[formats\]"):
         read_arrays(Data(name="pascal", path=tmp_path / "a.mat"))
 
 

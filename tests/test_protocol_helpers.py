@@ -133,7 +133,7 @@ def test_shares_of_byzantine_silos_are_rounded_as_their_definitions_say() -> Non
 
 
 # ------------------------------------------------------------------------------------------------------------ methods
-def test_fedcmr_tells_the_sum_of_losses_and_remembers_the_last_parts_displacement_alone(
+def test_fedcmr_tells_the_last_parts_mean_loss_and_remembers_its_displacement_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = world("fedcmr", {"local_share": 0.5}, kinds=PAIRED, training=Training(batch_size=8, local_epochs=1))
@@ -149,7 +149,7 @@ def test_fedcmr_tells_the_sum_of_losses_and_remembers_the_last_parts_displacemen
     trained = run.train(silo)
     assert len(starts) == 2
     told = payload_of(run.reply(silo, trained), Loss).value
-    assert told == pytest.approx(trained.loss * 11)
+    assert told == trained.loss > 0
     protocol: Any = run.protocol
     layout, shared = run.context.layout, protocol.partial.shared
     end = fedcmr._merge.extract(run.model.flat.detach(), layout, shared)

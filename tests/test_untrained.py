@@ -45,7 +45,7 @@ def test_a_table_names_rows_whose_model_nobody_changed() -> None:
         entry = SimpleNamespace(method=name, name=name, candidates=(None,))
         return SimpleNamespace(entry=entry, outcomes=outcomes, against=None, best=())
 
-    plan: Any = SimpleNamespace(seeds=(0, 1))
+    plan: Any = SimpleNamespace(seeds=(0, 1), across=None)
     notes = tables._notes([row("fedavg"), row("idle", unchanged=True)], plan, False, False)
     assert [note for note in notes if "changed the model" in note] == [
         "no silo's update changed the model of at least one seed: idle"

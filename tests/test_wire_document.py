@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from fedmq import codec, crypto, fields, handshake, layout, messages, payloads, transport
+from coordinator import program
+from fedmq import codec, crypto, fields, handshake, layout, link, messages, payloads, transport
 from fedmq.fields import Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
 from fedmq.messages import CARRIES, PAYLOADS, WIRE_VERSION, Kind, Reason
 
@@ -143,7 +144,14 @@ def test_names_patterns_and_limits_are_described() -> None:
     assert f"at most {codec.MAX_HEADER} bytes" in section("Transport")
     assert f"at most {codec.MAX_BODY_HEADER >> 20} MiB" in section("The body")
     assert codec.MAX_BODY == 1 << 30
-    assert "1 GiB by default" in section("Sealing")
+    least = f"the largest of {program._LEAST_BODY >> 20} MiB, four times the model's parameters"
+    told = " ".join(section("Transport").split())
+    assert f"Of silos and the evaluator that is 1 GiB, of the coordinator {least}" in told
+    beat, lost, patience = link.BEAT_SECONDS, link.LOST_BEATS, link._COORDINATOR_BEATS
+    told = " ".join(section("Messages").split())
+    assert f"sent every {beat:.0f} s by silos" in told
+    assert f"silent for {lost * beat:.0f} s counts as lost" in told
+    assert f"silent for {patience * beat:.0f} s its peers take leave" in told
     assert transport.MAX_FRAME == codec.MAX_BODY + crypto.TAG_BYTES
     assert f"at most {messages.MAX_PAYLOADS} `[kind, fields]`" in section("The body")
     assert f"multiple of {codec.ALIGNMENT}" in section("The body")

@@ -85,6 +85,10 @@ class Entry:
     settings: tuple[str, ...]
     candidates: tuple[tuple[str, ...], ...] = ((),)
 
+    def name_but_for(self, key: str) -> str:
+        """What rows that differ in one varied key alone have in common: the method and the other keys' values."""
+        return ", ".join([self.method, *(f"{name}={value}" for name, value in self.point if name != key)])
+
 
 @dataclass(frozen=True)
 class Plan:

@@ -147,8 +147,7 @@ def _against_value(rows: Sequence[Row], column: str) -> Figure:
     key = (numeric or keys)[0]
     lines: dict[str, list[Row]] = {}
     for row in rows:
-        rest = [f"{name}={value}" for name, value in row.entry.point if name != key]
-        lines.setdefault(", ".join([row.entry.method, *rest]), []).append(row)
+        lines.setdefault(row.entry.name_but_for(key), []).append(row)
     figure = Figure(f"{column} against {key}", key, column)
     if numeric:
         least, most = (edge(float(point[key]) for point in points.values()) for edge in (min, max))

@@ -115,12 +115,9 @@ def _lines(rows: Sequence[Row], across: str | None) -> tuple[list[str | None], d
     """The values that stand side by side (one of no name without ``across``), and by a line's name its row for each."""
     if across is None:
         return [None], {row.entry.name: {None: row} for row in rows}
-    several = len({row.entry.method for row in rows}) > 1
     lines: dict[str, dict[str | None, Row]] = {}
     for row in rows:
-        rest = [f"{key}={value}" for key, value in row.entry.point if key != across]
-        name = ", ".join([*([row.entry.method] if several or not rest else []), *rest])
-        lines.setdefault(name, {})[dict(row.entry.point).get(across)] = row
+        lines.setdefault(row.entry.name_but_for(across), {})[dict(row.entry.point).get(across)] = row
     return list(dict.fromkeys(value for own in lines.values() for value in own)), lines
 
 

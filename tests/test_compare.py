@@ -573,7 +573,7 @@ def test_what_was_chosen_at_each_point_stands_side_by_side_and_a_sweeps_lines_ar
     chosen = {row.name: ("training.learning_rate=0.2",) for row in made}
     rows = made_rows.rows(plan, chosen, {row.name: {} for row in made})
     grid = tables.grid(rows, plan)
-    assert [line[0].text for line in grid.body] == ["rounds=3", "rounds=4"]
+    assert [line[0].text for line in grid.body] == ["tiny, rounds=3", "tiny, rounds=4"]
     assert grid.head[-4:] == ("chosen, 4", "tried, 4", "chosen, 5", "tried, 5")
     assert [cell.text for cell in grid.body[0][-4:]] == ["learning_rate=0.2", "2"] * 2
 

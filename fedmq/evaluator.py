@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.functional import normalize
 
-from fedmq import metrics, ranking, seeds
+from fedmq import codes, metrics, ranking, seeds
 from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
 from fedmq.crypto import load_accepted, load_identity
@@ -174,9 +174,9 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return vectors if np.abs(lengths - 1).max(initial=0) <= _LENGTH else vectors / lengths
 
 
-def _signs(codes: np.ndarray) -> np.ndarray:
-    """Codes as signs, whose products are whole numbers and order as Hamming distances do; the sign of 0 is +1."""
-    return np.where(codes >= 0, 1, -1).astype(np.float32)
+def _signs(outputs: np.ndarray) -> np.ndarray:
+    """Outputs as signs, whose products are whole numbers and order as Hamming distances do."""
+    return codes.sign(outputs).astype(np.float32)
 
 
 def _label_metrics(queries: Embedded, evaluation: Evaluation, gallery: Embedded, seed: int) -> dict[str, float]:

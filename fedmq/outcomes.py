@@ -207,8 +207,8 @@ class Outcome:
     def time_to(self, target: Target) -> float | None:
         """The run's time [s] of the first evaluation that reaches a target; None if none does."""
         sign = -1 if less_is_better(target.metric) else 1
-        found = ((each.now, each.metrics.get(target.metric)) for each in self.evaluations)
-        return next((now for now, value in found if value is not None and sign * (value - target.value) >= 0), None)
+        reached = (now for _, now, value in self.course(target.metric) if sign * (value - target.value) >= 0)
+        return next(reached, None)
 
 
 def _number(figures: Mapping[str, Any], metric: str) -> float | None:

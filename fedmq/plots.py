@@ -111,16 +111,16 @@ def _curve(outcome: Outcome, metric: str, *, over_time: bool) -> tuple[F64, F64]
 
 
 def on_common_grid(curves: Sequence[tuple[F64, F64]]) -> tuple[F64, F64]:
-    """Several curves at the same places, straight between their points, as far as all of them go.
+    """Several curves at the same places, straight between their points, where all of them are.
 
     Args:
         curves: (x, y), each [n] with its own n; x rising.
 
     Returns:
-        x [m] and the values [curves, m].
+        x [m] and the values [curves, m]; m is 0 where one ends before another begins.
     """
-    last = min(x[-1] for x, _ in curves)
-    grid = np.unique(np.concatenate([x[x <= last] for x, _ in curves]))
+    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    grid = np.unique(np.concatenate([x[(first <= x) & (x <= last)] for x, _ in curves]))
     return grid, np.stack([np.interp(grid, x, y) for x, y in curves])
 
 

@@ -347,6 +347,15 @@ def _label_words(labels: Array, items: int) -> codes.Words:
     return codes.words(np.packbits(found > 0, axis=1))
 
 
+def _labels_of_both(queries: Array, gallery: Array, asked: int, items: int) -> tuple[codes.Words, codes.Words]:
+    """Labels of queries and gallery as words; as many labels there as here, or a bit of one would be met by none."""
+    found = _label_words(queries, asked), _label_words(gallery, items)
+    here, there = (codes.as_numpy(labels).shape[1] for labels in (queries, gallery))
+    if here != there:
+        raise ValueError(f"queries of {here} labels, gallery of {there}")
+    return found
+
+
 def _order(items: int, seed: int | None) -> I64 | slice:
     return slice(None) if seed is None else numpy_generator(seed, "database order").permutation(items)
 
@@ -382,7 +391,8 @@ def hamming_metrics(
         bits: r of packed codes, where it is not a multiple of 8; only ``pr_radius`` depends on it.
         denominator: of mAP@R: relevant items among the first R (public hashing code), all relevant ones, or the
             smaller of R and those.
-        empty: a query with nothing relevant counts 0 in the mAP, or is left out (FedCMR).
+        empty: a query with nothing relevant counts 0 in mAP and mAP@R, or is left out (FedCMR). NDCG counts it 0, and
+            precision and recall leave it out, in either case.
 
     Raises:
         ValueError: shapes that do not belong together, or a cut-off below 1.
@@ -394,10 +404,8 @@ def hamming_metrics(
     length = bits or (8 if given.dtype == np.uint8 else 1) * given.shape[1]
     order = _order(len(gallery), order_seed)
     query, database = codes.words(queries), codes.words(gallery[order])
-    query_label = _label_words(query_labels, len(queries))
-    label = _label_words(gallery_labels, len(gallery))[:, order]
-    if len(query_label) != len(label):
-        raise ValueError("queries and gallery have different labels")
+    query_label, label = _labels_of_both(query_labels, gallery_labels, len(queries), len(gallery))
+    label = label[:, order]
     asked = _Asked(len(gallery), tuple(at), tuple(ndcg_at), tuple(top_n), denominator, length if curves else 0, curves)
 
     def ranked(part: slice) -> Iterator[Ranked]:
@@ -435,7 +443,7 @@ def cosine_metrics(
         curves: precision and recall at every place of the list, too.
         order_seed: shuffles the gallery first.
         denominator: of mAP@R.
-        empty: whether a query with nothing relevant counts.
+        empty: whether a query with nothing relevant counts in the mAP; see :func:`hamming_metrics`.
 
     Raises:
         ValueError: shapes that do not belong together, or a cut-off below 1.
@@ -443,10 +451,8 @@ def cosine_metrics(
     first, second = (torch.nn.functional.normalize(torch.as_tensor(each).float(), dim=1) for each in (query, gallery))
     order = _order(len(second), order_seed)
     second = second[torch.from_numpy(order)] if isinstance(order, np.ndarray) else second
-    query_label = _label_words(query_labels, len(first))
-    label = _label_words(gallery_labels, len(second))[:, order]
-    if len(query_label) != len(label):
-        raise ValueError("queries and gallery have different labels")
+    query_label, label = _labels_of_both(query_labels, gallery_labels, len(first), len(second))
+    label = label[:, order]
     asked = _Asked(len(second), tuple(at), tuple(ndcg_at), tuple(top_n), denominator, 0, curves)
     step = max(1, min(CHUNK_QUERIES, CHUNK_SCORES // max(1, len(second))))
 

@@ -219,7 +219,7 @@ def open_release(root: Path, device: str | None = None) -> Release:
     # A release may be taken along without its run; where the summary is there, a swapped one shows.
     if run.summary.is_file():
         found, own = digests_of(config), digests_of(read_summary(run))
-        for what in found.keys() | own.keys():
+        for what in sorted(found.keys() | own.keys()):
             if found.get(what, "nothing") != own.get(what, "nothing"):
                 raise OtherModelError(path, found.get(what, "nothing"), own.get(what, "nothing"), what)
     scenario = load(run.scenario)

@@ -140,7 +140,8 @@ def empty_columns(plan: Plan, made: Sequence[Row]) -> tuple[str, ...]:
     names = list(dict.fromkeys(name for own in done for name in _names(own)))
     measured = list(dict.fromkeys(name for own in done for each in own.evaluations for name in each.metrics))
     lacking = [(metric, metric, names) for metric in plan.metrics if not any(row.columns[metric].n for row in made)]
-    lacking += [(each.title, each.metric, measured) for each in plan.targets if each.metric not in measured]
+    never = [each for each in plan.targets if not any(own.course(each.metric) for own in done)]
+    lacking += [(each.title, each.metric, measured) for each in never]
     return tuple(
         f"column {title!r} holds only dashes: no run has {metric}{_instead(metric, known)}"
         for title, metric, known in lacking

@@ -178,12 +178,14 @@ def _nearest(gallery: Gallery, vector: Array, among: Among, count: int) -> list[
     except RuntimeError as error:
         found = f"a damaged index ({str(error).splitlines()[0][:80]})"
         raise InputError(path, found, "an exported gallery; delete the folder to make it again") from None
+    # Many lie equally far, equal codes or captions, and which of them faiss returns last is left open: take all of
+    # them, then cut.
     if not gallery.binary:
-        scores, places = (each[0] for each in index.search(vector, min(count, index.ntotal)))
-        order = np.lexsort((places, -scores))
+        scores, _ = (each[0] for each in index.search(vector, min(count, index.ntotal)))
+        _, scores, places = index.range_search(vector, float(np.nextafter(scores.min(), np.float32(-np.inf))))
+        order = np.lexsort((places, -scores))[:count]
         return [(float(scores[i]), int(places[i])) for i in order]
     distances, _ = index.search(vector, min(count, index.ntotal))
-    # Many codes lie equally far, and which of them faiss returns last is left open: take all of them, then cut.
     _, distances, places = index.range_search(vector, int(distances.max()) + 1)
     order = np.lexsort((places, distances))[:count]
     return [(float(distances[i]), int(places[i])) for i in order]

@@ -1,7 +1,7 @@
 """Class prototypes: silos' means per class and modality, the coordinator's table of them, and what goes down again.
 
 On the wire both modalities' prototypes of C classes are one payload of 2 C rows, ``modality: both``: images' rows
-first, then texts'. A row of count 0 is absent.
+first, then texts'. FedHAP's are C rows, of which ``modality`` says what they are means of. A row of count 0 is absent.
 
 A row is a mean of what a tower gives, and no longer than the longest thing it may give. Longer ones are refused: one
 row of 1e30 would stay in the table and make every honest silo's loss infinite from then on.
@@ -21,7 +21,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.messages import ClassPrototypes
 from fedmq.models.networks import plans_of
 from fedmq.protocol import Context, Reply, take
-from protocols._merge import as_tensor
+from protocols._merge import as_tensor, still_known
 from protocols._prototypes import TOLERANCE, lengths
 
 TABLE = "table_class_prototypes"
@@ -93,6 +93,20 @@ def payload(prototypes: Tensor, counts: Tensor, modality: str = "both") -> Class
     return ClassPrototypes(rows, counts.cpu().to(torch.int64).numpy(), modality)
 
 
+def of_features(features: Sequence[Tensor | None], members: Tensor, dim: int) -> ClassPrototypes:
+    """A silo's prototypes of both modalities as they travel; rows of one that it lacks are absent.
+
+    Args:
+        features: of images and of texts, [n, d] each; None for a modality that the silo lacks.
+        members: 0/1 [n, C].
+        dim: d.
+    """
+    absent = torch.zeros(members.shape[1], dim), torch.zeros(members.shape[1], dtype=torch.int64)
+    found = [absent if own is None else class_means(own, members) for own in features]
+    means, counts = zip(*found, strict=True)
+    return payload(torch.cat(means), torch.cat(counts))
+
+
 def download(tensors: Mapping[str, Tensor]) -> ClassPrototypes:
     """The global prototypes as a payload."""
     return payload(tensors[GLOBAL], tensors[VALID])
@@ -105,9 +119,8 @@ def read_download(received: ClassPrototypes, device: torch.device) -> Shared:
     return Shared(image, text, image_valid, text_valid)
 
 
-def initial(silos: int, classes: int, dim: int) -> dict[str, Tensor]:
-    """An empty table of K silos and no global prototype yet, for C classes in two modalities."""
-    rows = 2 * classes
+def initial(silos: int, rows: int, dim: int) -> dict[str, Tensor]:
+    """An empty table of K silos and no global prototype yet: a row for each class, or for it in each modality."""
     return {
         TABLE: torch.zeros(silos, rows, dim),
         COUNTS: torch.zeros(silos, rows, dtype=torch.int64),
@@ -201,7 +214,6 @@ def updated(
             continue
         table[row], counts[row] = as_tensor(found.prototypes), as_tensor(found.counts)
         versions[row] = reply.base_version
-    old = torch.zeros_like(versions, dtype=torch.bool) if max_age is None else version - versions > max_age
-    alive = torch.where(old[:, None], 0, counts)
+    alive = torch.where(still_known(versions, version, max_age)[:, None], counts, 0)
     means, valid = global_means(table.double(), alive, weighted=weighted)
     return {TABLE: table, COUNTS: counts, VERSIONS: versions, GLOBAL: means.float(), VALID: valid}

@@ -37,6 +37,8 @@ Extra = Callable[["Step", Out | None, Out | None], Tensor | None]
 #: Samples a silo's prototypes are computed from (RCSR's released code).
 PROTOTYPE_SAMPLES = 128
 _BLOCK = 256
+#: Of a silo's own, which are vectors and few numbers each, more go through at a time.
+_ITEMS = 1024
 
 
 @dataclass(frozen=True)
@@ -90,23 +92,40 @@ def embed(local: Local, rows: I64, caption: I64 | None) -> tuple[Tensor | None, 
     return None if image is None else image.code, None if text is None else text.code
 
 
-def embed_all(local: Local, caption: I64 | None, batch_size: int) -> tuple[Tensor | None, Tensor | None]:
-    """Embeddings [n, d] of all the silo's items by the model as it is, on the CPU, without gradient.
+def outputs_of_all(
+    local: Local,
+    caption: I64 | None,
+    chosen: Callable[[Out], Tensor],
+    *,
+    block: int = _ITEMS,
+    runs: Sequence[Modality] = MODALITIES,
+) -> tuple[Tensor | None, Tensor | None]:
+    """What the towers make of all the silo's items [n, d], with the model as it is, on the CPU, without gradient.
 
     Args:
         local: the silo.
         caption: int64 [n], the caption to take of every item; None where the silo has no text.
-        batch_size: items embedded at a time.
+        chosen: which of a tower's outputs is wanted, [B, d] of B items.
+        block: items that go through at a time.
+        runs: towers wanted.
+
+    Returns:
+        Of images and of texts; None for a modality that the silo lacks or whose tower is not run.
     """
     found: tuple[list[Tensor], list[Tensor]] = ([], [])
     with torch.no_grad():
-        for start in range(0, len(local.share), batch_size):
-            rows = np.arange(start, min(start + batch_size, len(local.share)))
-            for parts, z in zip(found, embed(local, rows, caption), strict=True):
-                if z is not None:
-                    parts.append(z.cpu())
+        for start in range(0, len(local.share), block):
+            rows = np.arange(start, min(start + block, len(local.share)))
+            for parts, out in zip(found, outputs(local, rows, caption, runs), strict=True):
+                if out is not None:
+                    parts.append(chosen(out).cpu())
     image, text = (torch.cat(parts) if parts else None for parts in found)
     return image, text
+
+
+def embed_all(local: Local, caption: I64 | None, batch_size: int) -> tuple[Tensor | None, Tensor | None]:
+    """Embeddings [n, d] of all the silo's items, ``batch_size`` at a time; see :func:`outputs_of_all`."""
+    return outputs_of_all(local, caption, lambda out: out.code, block=batch_size)
 
 
 @dataclass(frozen=True)
@@ -299,14 +318,7 @@ def train_epochs(
         for epoch in range(training.local_epochs):
             before, seen_before = total.clone(), seen
             for step in work.steps(epoch, generator):
-                model.zero_grad()
-                image, text = outputs(local, step.rows, step.caption, step.runs)
-                value = step.loss(image, text)
-                added = extra(step, image, text) if extra is not None and step.main else None
-                value = value if added is None else value + added
-                if value.requires_grad:
-                    value.backward()  # type: ignore[no-untyped-call]
-                value = value.detach()
+                value = _backward(local, step, extra)
                 if lambda_s and moved:  # at the first step theta is the base: neither value nor gradient
                     drift = torch.sub(model.flat.detach(), base, out=change)
                     value = value + proximal(drift, lambda_s)
@@ -325,6 +337,18 @@ def train_epochs(
     if not (math.isfinite(mean) and math.isfinite(float(least)) and math.isfinite(float(greatest))):
         raise RunError(f"training diverged at {local.silo.name}: loss {mean}; lower training.learning_rate")
     return Outcome(delta, mean, last)
+
+
+def _backward(local: Local, step: Step, extra: Extra | None) -> Tensor:
+    """A step's loss with the method's terms; its gradient is in the model then."""
+    local.model.zero_grad()
+    image, text = outputs(local, step.rows, step.caption, step.runs)
+    value = step.loss(image, text)
+    added = extra(step, image, text) if extra is not None and step.main else None
+    value = value if added is None else value + added
+    if value.requires_grad:
+        value.backward()  # type: ignore[no-untyped-call]
+    return value.detach()
 
 
 @contextmanager

@@ -201,17 +201,26 @@ def kept_share(rate: float, replies: int, cohort: int | None) -> float:
     return rate if cohort is None else float(rate ** (replies / cohort))
 
 
-def versions_of(tensors: Mapping[str, Tensor], name: str, table: Tensor, version: int) -> Tensor:
-    """The versions that a table's rows stand on, int64 [N], for the merge to change.
+def heard(
+    versions: Tensor | None, table: Tensor, replies: Sequence[Reply], version: int, max_age: int | None
+) -> tuple[Tensor, Tensor]:
+    """The versions that a table's rows stand on after a merge, int64 [N], and which of them count, bool [N].
+
+    The merge's own replies count however old they are.
 
     Args:
-        tensors: of the state; a checkpoint from before rows had versions lacks them, and its rows count as of now.
-        name: of the versions.
-        table: [N], below 0 where nothing is known of a silo.
+        versions: before; a checkpoint from before rows had versions lacks them, and its rows count as of now.
+        table: [N] before, below 0 where nothing is known of a silo.
+        replies: of the merge.
         version: of now.
+        max_age: see :func:`still_known`.
     """
-    kept = tensors.get(name)
-    return torch.where(table >= 0, version, -1) if kept is None else kept.clone()
+    versions = torch.where(table >= 0, version, -1) if versions is None else versions.clone()
+    rows = [reply.silo.index for reply in replies]
+    versions[rows] = torch.tensor([reply.base_version for reply in replies])
+    known = still_known(versions, version, max_age)
+    known[rows] = True
+    return versions, known
 
 
 def still_known(versions: Tensor, version: int, max_age: int | None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -10,9 +11,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from fedmq import protocol
+from fedmq.messages import Model, Payload
 from fedmq.models.networks import Tower
 from fedmq.models.two_tower import Modality, Out
-from fedmq.protocol import Encoders, Local
+from fedmq.protocol import Encoders, Local, take
 from protocols import _local
 
 #: Name of a silo's own parameters [P], or its own part of them, among its personal tensors.
@@ -33,12 +36,21 @@ def kept(local: Local) -> dict[str, Tensor]:
     return {OWN: local.model.flat.detach().cpu().clone()}
 
 
+def kept_or_before(local: Local, *, newest: bool) -> dict[str, Tensor]:
+    """:func:`kept` of a silo that has trained; one that has not holds the download, and keeps what it had, if any."""
+    return kept(local) if newest else {name: own for name, own in local.state.items() if name == OWN}
+
+
 def encoders_of(local: Local, theta: Tensor | npt.NDArray[Any]) -> Encoders:
     """The silo's model with parameters [P] as what it is measured by."""
-    model = local.model
-    model.load(theta)
-    device = model.flat.device
-    return Encoders(lambda x: model.image(x.to(device)), lambda x: model.caption(x.to(device)))
+    local.model.load(theta)
+    return protocol.encoders_of(local.model)
+
+
+def last_encoders(local: Local, payloads: Sequence[Payload]) -> Encoders:
+    """The silo's model as its last training left it; the global one before the first."""
+    own = local.state.get(OWN)
+    return encoders_of(local, take(payloads, Model).buffer if own is None else own)
 
 
 def unsharpened(local: Local, image: Out | None, text: Out | None) -> _local.Outs:

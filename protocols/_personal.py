@@ -98,7 +98,7 @@ def fine_tuned(
 ) -> Tensor:
     """The silo's adapter after fine-tuning on its own samples, the shared model standing still.
 
-    The embeddings of the shared model are computed once: only the adapter moves.
+    Only the adapter moves: the shared model's embeddings, of captions drawn anew in each epoch, have no gradient.
 
     Args:
         local: the silo; its model holds what local training gave.

@@ -26,7 +26,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.labels import fine_columns
 from fedmq.messages import Delta, Loss, Memory, Model, Payload
 from fedmq.models.networks import PLANS, Tower
-from fedmq.models.two_tower import MODALITIES, Modality, Out, TwoTower
+from fedmq.models.two_tower import Modality, Out, TwoTower
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.seeds import numpy_generator
 from protocols import _local, _memory, _merge, fedavg
@@ -34,8 +34,6 @@ from protocols._losses import cosine
 from protocols._merge import as_tensor
 from protocols._options import check
 
-#: Items or captions whose features are computed at once.
-_BLOCK = 1024
 #: What a label that a sample does not have counts in the printed order of eq 7's divergence.
 _SMOOTHING = 1e-6
 _TABLE = "table_"
@@ -274,14 +272,8 @@ class FedCafe:
         """The silo's memory, of one caption per item."""
         generator = _local.generator_of(self.context, local, task, "memory")
         caption = _local.choose_captions(local, generator)
-        found: dict[Modality, list[Tensor]] = {modality: [] for modality in MODALITIES}
-        with torch.no_grad():
-            for start in range(0, len(local.share), _BLOCK):
-                rows = np.arange(start, min(start + _BLOCK, len(local.share)))
-                for modality, out in zip(MODALITIES, _local.outputs(local, rows, caption), strict=True):
-                    if out is not None:
-                        found[modality].append(out.code.cpu())
-        features = [torch.cat(parts) for parts in found.values() if parts]
+        found = _local.outputs_of_all(local, caption, lambda out: out.code)
+        features = [codes for codes in found if codes is not None]
         return _memory.local_memory(features, labels.cpu(), self.options.memory, generator)
 
     # ----------------------------------------------------------------------- the coordinator's half

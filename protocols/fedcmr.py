@@ -75,15 +75,20 @@ class SomeBatches:
             items where the base has ``draws: fresh``.
         first: the first batch of a pass that is trained.
         stop: the first that no longer is.
+        began: state of the generator at the start of each epoch, filled by the first of a task's two halves. The second
+            takes it up: a base that draws in its batches, too, would leave each half at another place, and the halves
+            of the later epochs would be of different orders of the items.
     """
 
     work: _local.Work
     batches: int
     first: int
     stop: int
+    began: dict[int, Mapping[str, Any]]
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
         """The steps of the batches wanted; a batch begins with its main step."""
+        generator.bit_generator.state = self.began.setdefault(epoch, generator.bit_generator.state)
         batch = -1
         for step in self.work.steps(epoch, generator):
             batch += step.main
@@ -140,12 +145,12 @@ class FedCmr:
         losses, kept = [0.0], dict[str, Tensor]()
         if work is not None:
             batches = _local.batches_of(work, len(local.share), self.context.training.batch_size)
-            cut = round(self.options.local_share * batches)
+            cut, began = round(self.options.local_share * batches), dict[int, Mapping[str, Any]]()
             for first, stop in ((0, cut), (cut, batches)):
+                start = _merge.extract(model.flat.detach().cpu(), layout, shared)
                 if first < stop:
-                    start = _merge.extract(model.flat.detach().cpu(), layout, shared)
                     here = model.flat.detach().clone()
-                    some = SomeBatches(work, batches, first, stop)
+                    some = SomeBatches(work, batches, first, stop, began)
                     losses.append(_local.train_epochs(local, self.context, task, here, some).loss)
             kept = dict(work.kept())
         end = _merge.extract(model.flat.detach().cpu(), layout, shared)
@@ -185,12 +190,10 @@ class FedCmr:
         means = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]
         losses = [mean * size for mean, size in zip(means, samples, strict=True)]
         table = state.tensors[_LOSSES].clone()
-        versions = _merge.versions_of(state.tensors, _VERSIONS, state.tensors[_LOSSES], round_)
-        for reply, loss in zip(replies, losses, strict=True):
-            table[reply.silo.index], versions[reply.silo.index] = loss, reply.base_version
         reported = torch.tensor(losses, dtype=torch.float64)
-        here = _merge.still_known(versions, round_, self.context.max_age)
-        here[[reply.silo.index for reply in replies]] = True
+        table[[reply.silo.index for reply in replies]] = reported
+        before = state.tensors.get(_VERSIONS)
+        versions, here = _merge.heard(before, state.tensors[_LOSSES], replies, round_, self.context.max_age)
         pool = reported if self.sums == "reporters" else table[here]
         size, count = torch.tensor(samples, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
         weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)

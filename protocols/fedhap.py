@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import InputError, RemoteWireError
+from fedmq.labels import fine_columns
 from fedmq.messages import ClassPrototypes, Delta, DiscriminatorDelta, Payload
 from fedmq.models.networks import signs, straight_through
 from fedmq.models.two_tower import Out
@@ -135,7 +136,9 @@ class FedHap:
         self.prototypes = options.proto_triplet or options.discriminator
         if self.prototypes and not context.label_names:
             raise InputError("protocol.name", "fedhap", "another method: the data set has no labels")
-        self.layout = adversary.layout_of(context.dim, len(context.label_names), options.disc_hidden)
+        # Of two label levels, which SHDCH's silos train on, the lower: it says what is alike.
+        self.columns = fine_columns(context.label_names)
+        self.layout = adversary.layout_of(context.dim, len(self.columns), options.disc_hidden)
         given, usual = options.hysteresis, 0.0 if context.whole_rounds else _STEADY
         self.hysteresis = usual if given is None else given
         triplets = context.objective.base == "triplet"
@@ -165,7 +168,7 @@ class FedHap:
         longest = _class_prototypes.longest_code(self.context)
         for payload in payloads:
             if isinstance(payload, ClassPrototypes):
-                _class_prototypes.check_rows(payload, len(self.context.label_names), self.context.dim, longest)
+                _class_prototypes.check_rows(payload, len(self.columns), self.context.dim, longest)
             elif isinstance(payload, DiscriminatorDelta) and (
                 payload.layout_digest != self.layout.digest or payload.buffer.size != self.layout.size
             ):
@@ -176,15 +179,9 @@ class FedHap:
         state = self.fedavg.initial(theta)
         tensors = dict(state.tensors)
         if self.prototypes:
-            silos, classes, bits = len(self.context.silos), len(self.context.label_names), self.context.dim
-            tensors |= {
-                _class_prototypes.TABLE: torch.zeros(silos, classes, bits),
-                _class_prototypes.COUNTS: torch.zeros(silos, classes, dtype=torch.int64),
-                _class_prototypes.VERSIONS: torch.full((silos,), -1, dtype=torch.int64),
-                _class_prototypes.GLOBAL: torch.zeros(classes, bits),
-                _class_prototypes.VALID: torch.zeros(classes, dtype=torch.bool),
-                _CODES: torch.zeros(classes, bits),
-            }
+            classes, bits = len(self.columns), self.context.dim
+            tensors |= _class_prototypes.initial(len(self.context.silos), classes, bits)
+            tensors[_CODES] = torch.zeros(classes, bits)
         if self._shares_discriminator:
             tensors[_CHANGE] = torch.zeros(self.layout.size)
         return replace(state, tensors=tensors)
@@ -216,6 +213,10 @@ class FedHap:
                 state = {**state, _OWN: end}
         return replace(trained, payloads=payloads, state=state)
 
+    def labels_of(self, local: Local, rows: _local.I64) -> Tensor:
+        """Which classes some of the silo's items belong to, float32 multi-hot [B, C]."""
+        return _local.labels_of(local, rows)[:, self.columns]
+
     def _discriminator(self, local: Local, task: Task) -> Tensor:
         """The discriminator a task starts from, float32 [Q]: the shared one, or the silo's own."""
         drawn = adversary.initial(self.layout, self.context.seed)
@@ -229,7 +230,7 @@ class FedHap:
         size, step = len(local.share), self.context.training.batch_size
         with torch.no_grad():
             parts = [
-                samples_of(*_local.outputs(local, rows, caption), _local.labels_of(local, rows))
+                samples_of(*_local.outputs(local, rows, caption), self.labels_of(local, rows))
                 for rows in np.split(np.arange(size), range(step, size, step))
             ]
         codes, labels = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in ("codes", "labels"))
@@ -278,7 +279,7 @@ class Terms:
     def __init__(self, method: FedHap, local: Local, task: Task, start: Tensor | None) -> None:
         device = local.model.flat.device
         received = take(task.payloads, ClassPrototypes)
-        self.options, self.triplets, self.local = method.options, method.triplets, local
+        self.method, self.options, self.triplets, self.local = method, method.options, method.triplets, local
         self.prototypes = as_tensor(received.prototypes).to(device)
         self.valid = as_tensor(received.counts).to(device) > 0
         self.generator = _local.generator_of(method.context, local, task, "fedhap")
@@ -296,7 +297,7 @@ class Terms:
 
     def __call__(self, step: _local.Step, image: Out | None, text: Out | None) -> Tensor:
         """Eq 3 and lambda_d times the adversarial loss of a batch, after the discriminator's own step."""
-        samples = samples_of(image, text, _local.labels_of(self.local, step.rows))
+        samples = samples_of(image, text, self.method.labels_of(self.local, step.rows))
         terms: list[Tensor] = []
         if self.options.proto_triplet:
             terms.append(prototype_triplets(samples, self.prototypes, self.valid, self.triplets, self.generator))

@@ -91,9 +91,7 @@ class FedMekt:
         trained = self.fedavg.trained(local, task, extra=self._distillation(task, local))
         if not self.options.personal:
             return trained
-        # An idle silo holds the download; its own model stays that of its last training, if there was any.
-        before = {name: own for name, own in local.state.items() if name == _own.OWN}
-        own = _own.kept(local) if has_trained(self.fedavg, local, task, trained) else before
+        own = _own.kept_or_before(local, newest=has_trained(self.fedavg, local, task, trained))
         return replace(trained, state={**trained.state, **own})
 
     def _distillation(self, task: Task, local: Local) -> _local.Extra | None:
@@ -123,8 +121,7 @@ class FedMekt:
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's model as its last training left it; the global one before the first."""
-        own = local.state.get(_own.OWN)
-        return _own.encoders_of(local, take(payloads, Model).buffer if own is None else own)
+        return _own.last_encoders(local, payloads)
 
 
 PROTOCOL = FedMekt

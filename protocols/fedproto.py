@@ -137,19 +137,13 @@ class FedProto:
         """The class prototypes by the model as training left it; rows of a modality the silo lacks are absent."""
         caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, "class prototypes"))
         members = _local.labels_of(local, np.arange(len(local.share)))[:, self.columns].cpu() > 0
-        classes = len(self.columns)
-        absent = torch.zeros(classes, self.context.dim), torch.zeros(classes, dtype=torch.int64)
-        found = [
-            absent if z is None else _class_prototypes.class_means(z, members)
-            for z in _local.embed_all(local, caption, self.context.training.batch_size)
-        ]
-        means, counts = zip(*found, strict=True)
-        return _class_prototypes.payload(torch.cat(means), torch.cat(counts))
+        found = _local.embed_all(local, caption, self.context.training.batch_size)
+        return _class_prototypes.of_features(found, members, self.context.dim)
 
     # ----------------------------------------------------------------------- the coordinator's half
     def initial(self, theta: Tensor) -> State:
         """The initial model, which stays what it is, and no prototype yet."""
-        return State(theta, _class_prototypes.initial(len(self.context.silos), len(self.columns), self.context.dim))
+        return State(theta, _class_prototypes.initial(len(self.context.silos), 2 * len(self.columns), self.context.dim))
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The global prototypes."""

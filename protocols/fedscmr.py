@@ -7,8 +7,9 @@ progress and by validation mAP (eqs 9 to 13). The rest of a silo's model is its 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -24,6 +25,7 @@ from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, S
 from fedmq.ranking import cosine_metrics
 from fedmq.seeds import numpy_generator
 from protocols import _local, _merge, _own, _scmr, fedavg
+from protocols._bases._labelled import EveryLabelledBatch
 from protocols._bases.dscmr import logits_of
 from protocols._options import check
 from protocols._partial import PartialFedAvg
@@ -113,32 +115,6 @@ def local_loss(image: Out | None, text: Out | None, labels: Tensor, options: Fed
     return total
 
 
-@dataclass(frozen=True)
-class Supervised:
-    """FedSCMR's local loss at work on some of a silo's items: one step per batch."""
-
-    options: FedScmrOptions
-    local: Local
-    rows: _local.I64
-    batch_size: int
-
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
-        """One step per batch over a permutation; the last batch is never dropped."""
-        caption = _local.choose_captions(self.local, generator)
-        for places in _local.batches(len(self.rows), self.batch_size, generator):
-            rows = self.rows[places]
-            labels = _local.labels_of(self.local, rows)
-
-            def loss(image: Out | None, text: Out | None, labels: Tensor = labels) -> Tensor:
-                return local_loss(image, text, labels, self.options)
-
-            yield _local.Step(rows, caption, loss)
-
-    def kept(self) -> Mapping[str, Tensor]:
-        """Nothing: the loss looks at batches alone."""
-        return {}
-
-
 class FedScmr:
     """FedSCMR, see the module's text."""
 
@@ -195,7 +171,8 @@ class FedScmr:
         model.load(self.partial.parameters(local, task.payloads))
         base = model.flat.detach().clone()
         rows, validation = self._split(local)
-        work = Supervised(self.options, local, rows, self.context.training.batch_size)
+        loss = partial(local_loss, options=self.options)
+        work = EveryLabelledBatch(local, self.context.training.batch_size, loss, rows)
         outcome = _local.train_epochs(local, self.context, task, base, work)
         change = _merge.extract(outcome.delta, layout, self.partial.shared)
         up: tuple[Payload, ...] = (
@@ -256,10 +233,8 @@ class FedScmr:
         replies = _merge.ordered(replies)
         table = self._updated(state.tensors[_TABLE], replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
-        versions = _merge.versions_of(state.tensors, _VERSIONS, state.tensors[_TABLE][:, 0], round_)
-        versions[rows] = torch.tensor([reply.base_version for reply in replies])
-        known = _merge.still_known(versions, round_, self.context.max_age)
-        known[rows] = True
+        before = state.tensors.get(_VERSIONS)
+        versions, known = _merge.heard(before, state.tensors[_TABLE][:, 0], replies, round_, self.context.max_age)
         weights = self._weights(table, rows, known)
         merged = self.partial.merge(state, replies, weights)
         log = {f"weight_{reply.silo.name}": float(weight) for reply, weight in zip(replies, weights, strict=True)}

@@ -152,9 +152,8 @@ class FedUch:
         """Local epochs with FedUCH's terms; the nets they end in are the next ones' previous nets."""
         trained = self.fedavg.trained(local, task, extra=self._extra(local, task))
         # A silo that contrasts nothing for now, a modality being lost, keeps its last nets for when that is back.
-        before = {name: own for name, own in local.state.items() if name == _own.OWN}
         newest = self._contrasts(local.silo) and has_trained(self.fedavg, local, task, trained)
-        return replace(trained, state={**trained.state, **(_own.kept(local) if newest else before)})
+        return replace(trained, state={**trained.state, **_own.kept_or_before(local, newest=newest)})
 
     def _contrasts(self, silo: SiloFacts) -> bool:
         return self.options.contrast and silo.paired

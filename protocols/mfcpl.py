@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import RemoteWireError
+from fedmq.labels import fine_columns
 from fedmq.messages import ClassPrototypes, Model, Payload
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
@@ -136,7 +137,8 @@ class Mfcpl:
         self.options = options
         self.context = context
         self.fedavg = fedavg.FedAvg(options, context)
-        self.classes = len(context.label_names) or options.classes
+        self.columns = fine_columns(context.label_names)
+        self.classes = len(self.columns) or options.classes
         self.pseudo = not context.label_names
 
     def eligible(self, silo: SiloFacts) -> bool:
@@ -166,7 +168,7 @@ class Mfcpl:
         """Which classes each of the silo's samples belongs to, 0/1 [n, C]; None while nobody can say."""
         device = local.model.flat.device
         if not self.pseudo:
-            return (_local.labels_of(local, np.arange(len(local.share))) > 0).float()
+            return (_local.labels_of(local, np.arange(len(local.share)))[:, self.columns] > 0).float()
         (centres,) = (payload for payload in received if payload.modality == "text")
         there = torch.from_numpy(np.asarray(centres.counts) > 0)
         if not bool(there.any()):
@@ -214,9 +216,7 @@ class Mfcpl:
     def _prototypes(self, local: Local, task: Task, members: Tensor) -> ClassPrototypes:
         """The class prototypes of both modalities with the model as training left it."""
         caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, "class prototypes"))
-        found = [_class_prototypes.class_means(z, members.cpu()) for z in self._embedded(local, caption)]
-        means, counts = zip(*found, strict=True)
-        return _class_prototypes.payload(torch.cat(means), torch.cat(counts))
+        return _class_prototypes.of_features(self._embedded(local, caption), members.cpu(), self.context.dim)
 
     def _centroids(self, local: Local, task: Task) -> ClassPrototypes:
         """Centroids of the silo's captions, of which the coordinator makes the pseudo-classes."""
@@ -229,7 +229,7 @@ class Mfcpl:
     def initial(self, theta: Tensor) -> State:
         """As FedAvg; no prototype and no pseudo-class yet."""
         state, dim = self.fedavg.initial(theta), self.context.dim
-        tensors = {**state.tensors, **_class_prototypes.initial(len(self.context.silos), self.classes, dim)}
+        tensors = {**state.tensors, **_class_prototypes.initial(len(self.context.silos), 2 * self.classes, dim)}
         if self.pseudo:
             tensors |= {CENTRES: torch.zeros(self.classes, dim), SIZES: torch.zeros(self.classes, dtype=torch.int64)}
             tensors |= self._nothing_given()

@@ -136,8 +136,7 @@ class Moon:
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's model as its last training left it; the global one before the first."""
-        own = local.state.get(_own.OWN)
-        return _own.encoders_of(local, take(payloads, Model).buffer if own is None else own)
+        return _own.last_encoders(local, payloads)
 
 
 PROTOCOL = Moon

@@ -43,7 +43,6 @@ _MODELS = "table_models"
 _VERSIONS = "table_model_versions"
 #: bool [K, branches]: which branches each silo's model was trained in.
 _OWNERS = "table_model_owners"
-_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -164,19 +163,8 @@ class PlFedCmh:
     def _own_prototypes(self, local: Local, task: Task, labels: Tensor) -> ClassPrototypes:
         """Class means of the outputs before tanh, of one caption per item; count 0 for a modality the silo lacks."""
         caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, "prototypes"))
-        with torch.no_grad():
-            blocks = [
-                _local.outputs(local, np.arange(start, min(start + _BLOCK, len(local.share))), caption)
-                for start in range(0, len(local.share), _BLOCK)
-            ]
-        rows, counts = [], []
-        for outs in zip(*blocks, strict=True):
-            raw = [out.raw for out in outs if out is not None]
-            features = torch.cat(raw) if raw else torch.zeros(0, self.context.dim, device=labels.device)
-            means, count = _class_prototypes.class_means(features, labels[: len(features)])
-            rows.append(means)
-            counts.append(count)
-        return _class_prototypes.payload(torch.cat(rows), torch.cat(counts))
+        found = _local.outputs_of_all(local, caption, lambda out: out.raw)
+        return _class_prototypes.of_features(found, labels.cpu(), self.context.dim)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's own mixture, or its model as its last training left it."""
@@ -192,7 +180,7 @@ class PlFedCmh:
             _MODELS: torch.zeros(count, len(theta)),
             _VERSIONS: torch.full((count,), -1, dtype=torch.int64),
             _OWNERS: torch.zeros(count, len(self.parts), dtype=torch.bool),
-            **_class_prototypes.initial(count, len(self.columns), self.context.dim),
+            **_class_prototypes.initial(count, 2 * len(self.columns), self.context.dim),
         }
         for name, shape in self.shapes.items():
             tensors[f"hyper_{name}"] = torch.stack(

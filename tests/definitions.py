@@ -17,7 +17,7 @@ import torch
 
 from fedmq.codes import Array, as_numpy
 from fedmq.data.partition import deal, plan
-from fedmq.ranking import Denominator, Empty, harmonic_numbers, tie_averaged_ap
+from fedmq.ranking import Denominator, Empty
 from fedmq.scenario import Partition
 
 Floats = npt.NDArray[np.floating[Any]]
@@ -89,12 +89,21 @@ def average_precision(
 
 
 def expected_ap(distance: Floats, relevant: Floats) -> F64:
-    """AP of each query [Q] averaged over all orders inside tied blocks; see ``fedmq.ranking.tie_averaged_ap``."""
-    harmonic = harmonic_numbers(distance.shape[1])
+    """AP of each query [Q] averaged over all orders inside tied blocks, place by place (METHODS 8.2).
+
+    At place s of a block of n items with r relevant ones, behind N items with R relevant ones, a relevant item stands
+    with probability r / n, and (s - 1) (r - 1) / (n - 1) of the others of its block are expected before it.
+    """
     result = np.zeros(len(distance))
     for row, (d, rel) in enumerate(zip(distance, relevant, strict=True)):
-        _, block = np.unique(d, return_inverse=True)
-        result[row] = tie_averaged_ap(np.bincount(block), np.bincount(block, weights=rel), harmonic)
+        before = hits = total = 0.0
+        for value in np.unique(d):
+            n, r = float((d == value).sum()), float(rel[d == value].sum())
+            for s in range(1, int(n) + 1):
+                others = (s - 1) * (r - 1) / (n - 1) if n > 1 else 0.0
+                total += r / n * (hits + 1 + others) / (before + s)
+            before, hits = before + n, hits + r
+        result[row] = total / hits if hits else 0.0
     return result
 
 

@@ -451,6 +451,8 @@ def test_the_time_to_a_target_is_that_of_the_first_evaluation_that_reaches_it(tm
     ranked = dataclasses.replace(outcome, evaluations=tuple(evaluations))
     assert ranked.time_to(Target("i2t_medr", 5.0)) == 3.0
     assert ranked.time_to(Target("i2t_medr", 3.0)) is None
+    assert outcome.time_to(Target("fairness.worst_r1", 0.25)) == 0.0
+    assert outcome.time_to(Target("fairness.worst_r1", 0.3)) is None
 
 
 def test_version_0_is_what_no_training_gives(tmp_path: Path) -> None:
@@ -583,7 +585,7 @@ def test_a_metric_that_no_run_has_is_a_column_of_dashes_and_a_warning_with_the_n
 ) -> None:
     (entry,) = entries(tiny, [])
     finish(RunFolder(tmp_path), 0.5)
-    unreached, unknown = Target("mean_r1", 0.9), Target("fairness.worst", 0.5)
+    unreached, unknown = Target("fairness.worst_r1", 0.9), Target("fairness.worst", 0.5)
     plan = Plan((entry,), (0,), ("mean_r1", "fairness.wurst_r1", "bytes.upp"), (unreached, unknown))
     rows = made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: outcomes.read(RunFolder(tmp_path))}})
     (row,) = tables.grid(rows, plan).body
@@ -754,6 +756,15 @@ def test_curves_of_different_lengths_are_averaged_where_all_have_values() -> Non
     )
     assert x.tolist() == [0.0, 2.0, 3.0]
     assert values.tolist() == [[0.0, 2.0, 3.0], [1.0, 3.0, 4.0]]
+
+
+def test_no_curve_is_drawn_out_to_the_left_of_its_first_value() -> None:
+    late, early = (np.array([2.0, 3.0]), np.array([5.0, 7.0])), (np.array([1.0, 4.0]), np.array([0.0, 3.0]))
+    x, values = plots.on_common_grid([late, early])
+    assert x.tolist() == [2.0, 3.0]
+    assert values.tolist() == [[5.0, 7.0], [1.0, 2.0]]
+    x, values = plots.on_common_grid([late, (np.array([0.0, 1.0]), np.array([0.0, 1.0]))])
+    assert (x.shape, values.shape) == ((0,), (2, 0))
 
 
 # ------------------------------------------------------------------------------------------------------ choosing

@@ -13,6 +13,7 @@ import torch
 from fedmq.data.partition import modalities
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluator import Embedded, measure
+from fedmq.labels import COARSE
 from fedmq.messages import ClassPrototypes, Delta, DiscriminatorDelta
 from fedmq.models.networks import signs, straight_through
 from fedmq.models.two_tower import Out
@@ -520,3 +521,13 @@ def test_of_a_part_of_a_merges_step_the_discriminator_takes_the_same_part() -> N
     steps = [state.tensors[fedhap._CHANGE] - before.tensors[fedhap._CHANGE] for state in (after, kept)]
     assert steps[0].any()
     torch.testing.assert_close(steps[1], 0.25 * steps[0])
+
+
+def test_of_two_label_levels_the_prototypes_are_of_the_lower() -> None:
+    names = (f"{COARSE}a", f"{COARSE}b", "c", "d")
+    run = small("shdch", "fedhap", labels=names)
+    for _ in range(2):
+        for reply in run.replies():
+            assert payload(reply, ClassPrototypes).prototypes.shape == (2, 8)
+        run.round()
+    assert run.state.tensors[_class_prototypes.GLOBAL].shape == (2, 8)

@@ -63,10 +63,24 @@ def test_rows_of_a_modality_that_a_silo_lacks_are_never_used(name: str) -> None:
 
 
 def test_fused_prototypes_take_the_modality_that_is_there() -> None:
-    run = world("fedproto", {"proto_modal": "fused"}, kinds=((True, False), (False, True)), sizes=(8, 8))
+    image, text = torch.tensor([[1.0, 3.0], [5.0, 5.0], [2.0, 4.0], [9.0, 9.0]]), torch.full((4, 2), 7.0)
+    there = torch.tensor([True, False, True, False]), torch.tensor([False, True, True, False])
+    found = fedproto.fused(_class_prototypes.Shared(image, text, *there))
+    wanted = torch.tensor([[1.0, 3.0], [7.0, 7.0], [4.5, 5.5], [0.0, 0.0]])
+    for rows, valid in ((found.image, found.image_valid), (found.text, found.text_valid)):
+        assert torch.equal(rows, wanted)
+        assert valid.tolist() == [True, True, True, False]
+
+
+def test_silos_of_one_modality_learn_from_each_others_fused_prototypes() -> None:
+    alone, run = (
+        world(name, options, kinds=((True, False), (False, True)), sizes=(8, 8))
+        for name, options in (("fedproto", {"weight": 0.0}), ("fedproto", {"proto_modal": "fused"}))
+    )
     for _ in range(2):
+        alone.round()
         run.round()
-    assert all(not torch.equal(run.personal[i][OWN], run.model.initial()) for i in range(2))
+    assert all(not torch.equal(run.personal[i][OWN], alone.personal[i][OWN]) for i in range(2))
 
 
 def test_the_table_forgets_a_silo_after_its_age_and_ignores_older_reports() -> None:

@@ -97,8 +97,18 @@ def test_a_silo_without_captions_measures_no_map_and_still_counts() -> None:
 
 def test_validation_items_are_never_trained_on() -> None:
     run = world("fedscmr", kinds=PAIRED, sizes=(10, 10, 10))
-    update = next(each for each in run.replies()[0].payloads if isinstance(each, PartialDelta))
+    first = run.context.silos[0]
+    rows, validation = run.protocol._split(Local(first, run.shares[0], run.model, {}))
+    assert len(rows) == 8
+    assert sorted([*rows, *validation]) == list(range(10))
+    replies = []
+    for _ in range(2):
+        replies.append(run.train(first))
+        run.personal[0].clear()
+        run.shares[0].image[torch.from_numpy(validation)] += 1.0
+    update, other = (next(each for each in reply.payloads if isinstance(each, PartialDelta)) for reply in replies)
     assert update.n_samples == 8
+    assert np.array_equal(update.buffer, other.buffer)
 
 
 def test_fedscmr_refuses_a_network_without_an_enhancenet() -> None:
@@ -161,6 +171,32 @@ def test_without_batches_before_the_displacement_fedcmrs_silo_trains_as_fedavgs(
     for each in (run, plain):
         each.train(each.context.silos[0])
     assert torch.equal(run.model.flat, plain.model.flat)
+
+
+@pytest.mark.parametrize("base", ["dpsh", "triplet"])
+def test_fedcmr_trains_every_item_once_an_epoch_before_or_after(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hashing = Objective(base=base, bits=8, hidden=16)
+    run = world("fedcmr", {"local_share": 0.4}, kinds=PAIRED[:1], sizes=(40,), objective=hashing)
+    seen = Counter[tuple[int, int]]()
+    real = fedcmr.SomeBatches.steps
+
+    def counted(some: fedcmr.SomeBatches, epoch: int, *rest: Any) -> Iterator[_local.Step]:
+        for step in real(some, epoch, *rest):
+            seen.update((epoch, int(row)) for row in step.rows)
+            yield step
+
+    monkeypatch.setattr(fedcmr.SomeBatches, "steps", counted)
+    run.train(run.context.silos[0])
+    assert run.context.training.local_epochs > 1
+    assert seen == {(epoch, row): 1 for epoch in range(run.context.training.local_epochs) for row in range(40)}
+
+
+@pytest.mark.parametrize("share", [0.6, 1.0])
+def test_where_fedcmr_trains_every_batch_before_it_nothing_is_displaced(share: float) -> None:
+    hashing = Objective(base="dpsh", bits=8, hidden=16)
+    run = world("fedcmr", {"local_share": share}, kinds=PAIRED[:1], sizes=(8,), objective=hashing)
+    run.train(run.context.silos[0])
+    assert not run.personal[0]["common_displacement"].any()
 
 
 @pytest.mark.parametrize("share", [0.25, 0.75])

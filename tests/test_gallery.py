@@ -131,6 +131,17 @@ def test_equally_distant_codes_are_ranked_in_the_gallerys_order(hashing: Release
         assert [hit.score for hit in found.hits] == distance[order[:top]].tolist()
 
 
+def test_equal_images_are_ranked_in_the_gallerys_order(embeddings: Release) -> None:
+    made = export(embeddings)
+    rows = np.repeat(made.array("image")[:1], 150, axis=0)
+    rows[30] = made.array("text")[2 * 7]  # one nearer than all others, which are equal
+    gallery._index(rows, made.folder / "images.faiss")
+    for top in (1, 4, 40, 150):
+        found = search.find(embeddings, search.Query(item="000007", side="text"), top=top)
+        wanted = [30, *(place for place in range(150) if place != 30)][:top]
+        assert [hit.item for hit in found.hits] == [f"{place:06d}" for place in wanted]
+
+
 def test_an_item_is_found_once_by_its_nearest_caption(embeddings: Release) -> None:
     image, text = outputs(embeddings)
     scores = (text @ image[3]).reshape(150, 2).max(axis=1)

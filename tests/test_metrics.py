@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmq import metrics
+from fedmq import metrics, ranking
 from fedmq.over_silos import fairness
 from tests import definitions
 
@@ -24,12 +24,12 @@ def embeddings(seed: int, images: int = 9, dim: int = 4) -> tuple[np.ndarray, np
     return zi, zt, owner
 
 
-def coarse(seed: int, queries: int = 5, items: int = 14) -> tuple[np.ndarray, np.ndarray]:
-    """Distances with many ties, and relevance with an empty query now and then."""
+def coarse(seed: int, queries: int = 5, items: int = 14) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """Codes of three bits, whose distances have many ties, and labels, of which a query has none now and then."""
     generator = np.random.default_rng(seed)
-    return generator.integers(0, 4, (queries, items)).astype(float), (generator.random((queries, items)) < 0.3).astype(
-        float
-    )
+    q, b = (2.0 * generator.integers(0, 2, (n, 3)) - 1 for n in (queries, items))
+    ql, bl = (generator.random((n, 3)) < 0.3 for n in (queries, items))
+    return q, b, ql, bl
 
 
 seeds = st.integers(0, 2**32 - 1)
@@ -125,37 +125,47 @@ def test_fairness_is_about_silos() -> None:
 @settings(max_examples=30, deadline=None)
 @given(seeds)
 def test_mean_ap_lies_between_the_worst_and_the_best_order_of_ties(seed: int) -> None:
-    distance, relevant = coarse(seed)
+    q, b, ql, bl = coarse(seed)
+    distance, relevant = definitions.hamming(q, b), definitions.relevance(ql, bl)
     worst, best = (definitions.mean_ap(distance, relevant, ties=ties) for ties in ("worst", "best"))
-    for value in (definitions.mean_ap(distance, relevant), definitions.mean_expected_ap(distance, relevant)):
+    found = ranking.hamming_metrics(q, b, ql, bl)
+    for value in (found.map, found.map_expected):
         assert worst - 1e-12 <= value <= best + 1e-12
 
 
 @settings(max_examples=30, deadline=None)
 @given(seeds)
 def test_permuting_the_database_with_its_labels_leaves_the_tie_averaged_map_alone(seed: int) -> None:
-    distance, relevant = coarse(seed)
-    order = np.random.default_rng(seed).permutation(distance.shape[1])
-    assert definitions.mean_expected_ap(distance[:, order], relevant[:, order]) == pytest.approx(
-        definitions.mean_expected_ap(distance, relevant), abs=1e-12
-    )
+    q, b, ql, bl = coarse(seed)
+    order = np.random.default_rng(seed).permutation(len(b))
+    here, there = ranking.hamming_metrics(q, b, ql, bl), ranking.hamming_metrics(q, b[order], ql, bl[order])
+    assert there.map_expected == pytest.approx(here.map_expected, abs=1e-12)
 
 
 def test_tie_averaged_ap_is_the_mean_over_all_orders() -> None:
-    distance = np.array([[0.0, 1, 1, 1, 2, 2, 2]])
+    query, gallery = np.ones((1, 2)), np.array([[1, 1], [1, -1], [1, -1], [-1, 1], [-1, -1], [-1, -1], [-1, -1]])
     relevant = np.array([[0.0, 1, 0, 1, 1, 0, 0]])
+    labels = np.concatenate([relevant.T, 1 - relevant.T], axis=1)
     values = []
     for first in itertools.permutations(range(1, 4)):
         for second in itertools.permutations(range(4, 7)):
             ranked = relevant[0][[0, *first, *second]]
             hits = ranked.cumsum() / np.arange(1, 8)
             values.append((hits * ranked).sum() / ranked.sum())
+    found = ranking.hamming_metrics(query, gallery, np.array([[1.0, 0.0]]), labels)
+    assert found.map_expected == pytest.approx(np.mean(values), abs=1e-12)
+    distance = definitions.hamming(query, gallery)
     assert definitions.mean_expected_ap(distance, relevant) == pytest.approx(np.mean(values), abs=1e-12)
 
 
 def test_the_ideal_order_has_an_ndcg_of_one() -> None:
-    gains = np.random.default_rng(0).integers(0, 4, (6, 20)).astype(float)
-    assert definitions.ndcg(-gains, gains, 10) == pytest.approx(1)
+    relevant = np.random.default_rng(0).random(20) < 0.4
+    labels = np.stack([relevant, ~relevant], axis=1)
+    gallery = np.where(relevant[:, None], 1.0, -1.0) * np.ones((1, 6))
+    query, of_query = np.ones((1, 6)), np.array([[True, False]])
+    for find in (ranking.hamming_metrics, ranking.cosine_metrics):
+        assert find(query, gallery, of_query, labels, ndcg_at=(10,)).ndcg == {10: pytest.approx(1)}
+        assert find(-query, gallery, of_query, labels, ndcg_at=(10,)).ndcg[10] < 0.5
 
 
 @settings(max_examples=30, deadline=None)

@@ -169,7 +169,13 @@ def test_no_queries_and_nothing_relevant_give_zeros() -> None:
 
 def test_what_does_not_belong_together_is_refused() -> None:
     q, b, ql, bl = world(0)
-    for data in ((q[:, :3], b, ql, bl), (q, b, ql[:3], bl), (q, b, ql[:, :1].repeat(70, 1), bl), (q, b, ql[:, 0], bl)):
+    for data in (
+        (q[:, :3], b, ql, bl),
+        (q, b, ql[:3], bl),
+        (q, b, ql[:, :1].repeat(70, 1), bl),
+        (q, b, ql, np.pad(bl, ((0, 0), (0, 2)))),
+        (q, b, ql[:, 0], bl),
+    ):
         with pytest.raises(ValueError, match=r"bytes|labels"):
             one_pass(data)
     with pytest.raises(ValueError, match="counted from 1"):

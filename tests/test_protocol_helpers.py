@@ -61,7 +61,7 @@ def test_a_tables_entry_counts_up_to_its_age_limit_and_not_one_version_longer() 
         table[_centroids.VERSIONS] += 6  # all reported at version 5
         after = _centroids.updated(table, [], version, 2)
         assert bool((after[_centroids.COUNTS] > 0).all()) is known
-        tables = _class_prototypes.initial(4, 1, 2)
+        tables = _class_prototypes.initial(4, 2, 2)
         tables[_class_prototypes.COUNTS] += 3
         tables[_class_prototypes.VERSIONS] += 6
         later = _class_prototypes.updated(tables, [], version, max_age=2, weighted=True)

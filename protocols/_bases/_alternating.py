@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.models.networks import signs
 from fedmq.models.two_tower import MODALITIES, Modality, Out
 from fedmq.protocol import Context, Local
 from protocols import _local
@@ -21,9 +22,6 @@ Draws = Literal["permutation", "fresh"]
 Which = Literal["plain", "enhanced"]
 #: Factor of the hash loss: 1, or one over the number of silos.
 Scale = Literal["one", "silos"]
-
-#: Items whose outputs are computed at once.
-_BLOCK = 1024
 
 
 def held(local: Local) -> tuple[Modality, ...]:
@@ -110,15 +108,10 @@ def buffers(local: Local, prefix: str, chosen: Callable[[Out], Tensor]) -> dict[
         if same and name in local.state:
             found[modality] = local.state[name].to(local.model.flat.device, copy=True)
             continue
-        parts = []
-        with torch.no_grad():
-            for start in range(0, len(local.share), _BLOCK):
-                rows = np.arange(start, min(start + _BLOCK, len(local.share)))
-                image, text = _local.outputs(local, rows, first, (modality,))
-                out = image if modality == "image" else text
-                if out is not None:
-                    parts.append(chosen(out))
-        found[modality] = torch.cat(parts)
+        image, text = _local.outputs_of_all(local, first, chosen, runs=(modality,))
+        made = image if modality == "image" else text
+        if made is not None:
+            found[modality] = made.to(local.model.flat.device)
     return found
 
 
@@ -142,5 +135,4 @@ def same_items(local: Local, prefix: str) -> bool:
 
 def common_codes(outputs: Mapping[Modality, Tensor]) -> Tensor:
     """B = sign(F + G) in {-1, 1} [n, r], of the one buffer where there is one; sign(0) = +1."""
-    total = torch.stack(list(outputs.values())).sum(0)
-    return torch.where(total >= 0, 1.0, -1.0).to(total.dtype)
+    return signs(torch.stack(list(outputs.values())).sum(0))

@@ -1,14 +1,15 @@
-"""Supervised hashing bases at work on one batch of labelled codes at a time: triplet, DCH, GreedyHash, CSQ.
+"""Supervised bases at work on one labelled batch at a time: DSCMR, and triplet, DCH, GreedyHash and CSQ.
 
-These losses come from image hashing and know one kind of sample. With two modalities there is one tower for each, and
-the codes of both are samples of one set: a silo brings in what it has, and pairs of one label attract
-each other across modalities as within.
+The losses of the latter four come from image hashing and know one kind of sample. With two modalities there is one
+tower for each, and the codes of both are samples of one set: a silo brings in what it has, and pairs of one label
+attract each other across modalities as within.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -50,8 +51,39 @@ def samples_of(image: Out | None, text: Out | None, labels: Tensor) -> Samples:
 
 
 @dataclass(frozen=True)
+class EveryLabelledBatch:
+    """One step per batch, of a loss that looks at a batch's pairs and labels alone.
+
+    Args:
+        local: the silo.
+        batch_size: of the scenario.
+        loss: of what the towers make of a batch, None for a modality the silo lacks, and float labels [B, C].
+        rows: int64 [n], which of the silo's items are trained on.
+    """
+
+    local: Local
+    batch_size: int
+    loss: Callable[[Out | None, Out | None, Tensor], Tensor]
+    rows: _local.I64
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
+        """One step per batch over a permutation; the last batch is never dropped."""
+        caption = _local.choose_captions(self.local, generator)
+        for places in _local.batches(len(self.rows), self.batch_size, generator):
+            rows = self.rows[places]
+            yield _local.Step(rows, caption, partial(self._of, _local.labels_of(self.local, rows)))
+
+    def _of(self, labels: Tensor, image: Out | None, text: Out | None) -> Tensor:
+        return self.loss(image, text, labels)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Nothing: the loss looks at batches alone."""
+        return {}
+
+
+@dataclass(frozen=True)
 class LabelledBatches:
-    """One step per batch.
+    """One step per batch of codes as samples of one set.
 
     Args:
         local: the silo.

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Local, Task
-from protocols import _local
+from protocols._bases._labelled import EveryLabelledBatch
 from protocols._losses import unit
 from protocols._options import check
 
@@ -90,30 +90,7 @@ def logits_of(out: Out) -> Tensor:
     return out.logits
 
 
-@dataclass(frozen=True)
-class Dscmr:
-    """DSCMR at work: one step per batch."""
-
-    options: Options
-    local: Local
-    batch_size: int
-
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
-        """One step per batch over a permutation."""
-        caption = _local.choose_captions(self.local, generator)
-        for rows in _local.batches(len(self.local.share), self.batch_size, generator):
-            labels = _local.labels_of(self.local, rows)
-
-            def batch_loss(image: Out | None, text: Out | None, labels: Tensor = labels) -> Tensor:
-                return loss(image, text, labels, self.options)
-
-            yield _local.Step(rows, caption, batch_loss)
-
-    def kept(self) -> Mapping[str, Tensor]:
-        """Nothing: the loss looks at batches alone."""
-        return {}
-
-
-def begin(options: Options, local: Local, context: Context, task: Task) -> Dscmr:
+def begin(options: Options, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
     """DSCMR at work in one task; every silo can train it, with what it has."""
-    return Dscmr(options, local, context.training.batch_size)
+    rows = np.arange(len(local.share))
+    return EveryLabelledBatch(local, context.training.batch_size, partial(loss, options=options), rows)

@@ -42,18 +42,6 @@ def pack(values: Array) -> Packed:
     return np.packbits(as_numpy(values) >= 0, axis=1)
 
 
-def unpack(packed: Packed, bits: int) -> npt.NDArray[np.int8]:
-    """Codes in {-1, +1}, int8 [n, bits], of packed ones.
-
-    Raises:
-        ValueError: ``bits`` do not need as many bytes as ``packed`` has.
-    """
-    if packed.shape[1] != -(-bits // 8):
-        raise ValueError(f"{packed.shape[1]} bytes a code for {bits} bits")
-    ones: npt.NDArray[np.int8] = np.unpackbits(packed, axis=1, count=bits).astype(np.int8)
-    return 2 * ones - 1
-
-
 def words(packed: Packed) -> Words:
     """Packed bits in machine words, one row per word: uint8 [n, bytes] to uint64 [ceil(bytes / 8), n].
 

@@ -32,6 +32,13 @@ def owners(captions: Array) -> I64:
     return np.repeat(np.arange(len(counts), dtype=np.int64), counts)
 
 
+def unpacked(packed: npt.NDArray[np.uint8], bits: int) -> npt.NDArray[np.int8]:
+    """Codes in {-1, +1} [n, bits] of packed ones, whose last byte is filled up with zeros."""
+    ones = np.unpackbits(packed, axis=1)
+    assert not ones[:, bits:].any()
+    return 2 * ones[:, :bits].astype(np.int8) - 1
+
+
 # --------------------------------------------------------------------------- Hamming ranking and mAP
 def hamming(queries: Array, database: Array) -> F64:
     """Hamming distances [Q, N] of codes [Q, r] and [N, r] in {-1, +1}: (r - <q, b>) / 2."""

@@ -26,7 +26,7 @@ from fedmq.release import Release, open_release
 from fedmq.runfolder import write_json
 from fedmq.scenario import Backbone, Data, Scenario
 from fedmq.world import World
-from tests import layouts
+from tests import definitions, layouts
 from tests.threads import resolved, run
 
 faiss = pytest.importorskip("faiss")
@@ -104,8 +104,8 @@ def test_codes_are_exported_packed(hashing: Release) -> None:
     image, text = outputs(hashing)
     assert made.vectors.name == "codes.npz"
     assert (made.array("image").dtype, made.array("image").shape) == (np.uint8, (150, 2))
-    assert np.array_equal(codes.unpack(made.array("image"), 12), codes.sign(image))
-    assert np.array_equal(codes.unpack(made.array("text"), 12), codes.sign(text))
+    assert np.array_equal(definitions.unpacked(made.array("image"), 12), codes.sign(image))
+    assert np.array_equal(definitions.unpacked(made.array("text"), 12), codes.sign(text))
     index = faiss.read_index_binary(str(made.folder / "images.faiss"))
     assert (index.ntotal, index.d, type(index).__name__) == (150, 16, "IndexBinaryFlat")
 
@@ -179,7 +179,7 @@ def test_the_memory_released_with_a_model_shapes_its_codes(hashing: Release, tmp
     memory = 50 * np.random.default_rng(0).normal(size=(5, 12)).astype(np.float32)
     other = open_release(released(tmp_path / "other", hashing.scenario, memory))
     assert not np.array_equal(export(hashing).array("image"), export(other).array("image"))
-    assert np.array_equal(codes.unpack(export(other).array("image"), 12), codes.sign(outputs(other)[0]))
+    assert np.array_equal(definitions.unpacked(export(other).array("image"), 12), codes.sign(outputs(other)[0]))
 
 
 def test_another_runs_memory_beside_the_model_is_refused(hashing: Release, tmp_path: Path) -> None:

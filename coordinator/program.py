@@ -35,9 +35,11 @@ from fedmq.cost import CostModel
 from fedmq.crypto import Identity, load_accepted, load_identity
 from fedmq.data.features import file_digest
 from fedmq.errors import InputError
+from fedmq.fields import FieldError
 from fedmq.handshake import Accepted
 from fedmq.memory import keep_buffers
 from fedmq.messages import COORDINATOR, EVALUATOR, Loss, Payload, digest
+from fedmq.models import networks
 from fedmq.models.gpu import kind_of
 from fedmq.outcomes import read_metrics
 from fedmq.over_silos import fairness_of, means
@@ -206,7 +208,12 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted, frozense
 
 def setting_of(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setting, torch.Tensor]:
     """The loop's fixed part, and the initial parameters."""
-    model = world.build_model(scenario, "cpu", ())
+    _check_labels(scenario, world)
+    try:
+        model = world.build_model(scenario, "cpu", ())
+    except FieldError as error:
+        found = f"bits {scenario.objective.bits}, hidden {scenario.objective.hidden}"
+        raise InputError("objective", found, f"a network that can be sent: {error}") from None
     context = world.context(scenario, model)
     protocol_class = protocols.load(scenario.protocol.name)
     options = protocols.options_of(protocol_class, scenario.protocol.options)
@@ -233,6 +240,15 @@ def setting_of(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Set
         allowed = f"uniform, by_data or availability: {scenario.protocol.name} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)
     return setting, model.flat.detach().clone()
+
+
+def _check_labels(scenario: Scenario, world: World) -> None:
+    """Refuse a base of labels where no training item has one: it would learn of nothing that belongs together."""
+    labels, base = world.prepared.labels, scenario.objective.base
+    if labels is None or base in networks.WITHOUT_LABELS:
+        return
+    if not labels[np.concatenate(world.train)].any():
+        raise InputError("data", "training items of which none has a label", f"labels, for objective.base {base}")
 
 
 def _sent(setting: Setting, world: World) -> list[frozenset[type[Payload]]]:

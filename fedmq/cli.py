@@ -174,12 +174,13 @@ def scenario_command(
     scenario = _scenario_of(file, settings, seed)
     device_of(scenario.device)
     _warn([scenario])
+    ours = out_dir is None or not out_dir.expanduser().exists()
     folder = _folder_for(scenario, out_dir, resume)
     prepare = children.world_here if inline else simulate.prepare_world
     try:
         data = prepare(scenario, None if quiet else bar())
     except BaseException:
-        if resume is None:
+        if resume is None and ours:
             with contextlib.suppress(OSError):
                 folder.root.rmdir()  # made to see that it can be; nothing is in it yet
         raise

@@ -373,6 +373,9 @@ def _plan(options: Options, resolve: Resolve) -> Plan:
             select_rounds=options.select_rounds,
             zero_shot=options.zero_shot,
         )
+        if options.select_rounds is not None and any(each.key == "rounds" for each in select):
+            allowed = "one of them: both set the rounds of those runs"
+            raise InputError("--select rounds", "beside --select-rounds", allowed)
         rows.baselines(made)
         plan.check_across(made)
         plan.check_metrics(made, resolve)
@@ -392,11 +395,14 @@ def _carry_out(options: Options, roots: Roots) -> None:
     plan = _plan(options, roots.resolve)
     from fedmq import compare, plots, tables  # noqa: PLC0415
     from fedmq.plan import default_folder, scenarios  # noqa: PLC0415
-    from fedmq.runfolder import make_folder, write_text  # noqa: PLC0415
+    from fedmq.runfolder import RunFolder, make_folder, write_text  # noqa: PLC0415
 
     out, err, command = Console(), Console(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
     folder = options.out_dir or default_folder(plan, options.kind, roots.resolve)
     roots.warn(scenarios(plan, roots.resolve))
+    if RunFolder(folder).scenario.exists():
+        raise InputError(f"--out {folder}", "the folder of a run", "a folder of the comparison's own")
+    ours = not folder.exists()
     make_folder(folder)  # the tables are written at the very end: too late to learn that they cannot be
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // (2 if options.processes else 1))
     data_digest = compare.digest_once(roots.prepare(options.quiet), roots.share)
@@ -409,8 +415,9 @@ def _carry_out(options: Options, roots: Roots) -> None:
         with _display(err, quiet=options.quiet) as told:
             comparison = compare.carry_out(plan, place, told, roots.until_stopped)
     except BaseException:
-        with suppress(OSError):
-            folder.rmdir()  # made to see that it can be; nothing is in it yet
+        if ours:
+            with suppress(OSError):
+                folder.rmdir()  # made to see that it can be; nothing is in it yet
         raise
     if comparison.stopped:
         err.print(f"stopped; the same command goes on: [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)

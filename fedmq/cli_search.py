@@ -16,6 +16,7 @@ from rich.table import Column, Table
 
 from fedmq.cli_options import AsJson, Bar, Device, Run
 from fedmq.cli_output import writes_unicode
+from fedmq.fields import printable
 
 if TYPE_CHECKING:
     from fedmq.release import Release
@@ -113,7 +114,7 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         table = Table("rank", measure, Column("item", overflow="fold"), "caption")
         for hit in found.hits:
             score = f"{hit.score:.0f}" if found.gallery.binary else f"{hit.score:.3f}"
-            table.add_row(str(hit.rank), score, escape(hit.item), escape(hit.caption))
+            table.add_row(str(hit.rank), score, escape(printable(hit.item)), escape(printable(hit.caption)))
         Console().print(table)
 
 

@@ -177,6 +177,7 @@ def _alone(folder: Path) -> Iterator[None]:
     Raises:
         InputError: it cannot be made or written, or another process holds it.
     """
+    ours = not folder.exists()
     lock = make_folder(folder) / ".lock"
     with writing(lock):
         file = lock.open("a")
@@ -193,8 +194,9 @@ def _alone(folder: Path) -> Iterator[None]:
             if list(folder.iterdir()) == [lock]:
                 # Refused before there was a run: nothing is left of it. Who made the folder removes it.
                 lock.unlink()
-                with suppress(OSError):
-                    folder.rmdir()
+                if ours:
+                    with suppress(OSError):
+                        folder.rmdir()
             raise
 
 

@@ -71,8 +71,8 @@ class ComparisonFile(BaseModel):
     settings: Annotated[tuple[_Setting, ...], _Repeated] = Field((), alias="set")
     vary: Annotated[tuple[_Vary, ...], _Repeated] = ()
     select: Annotated[tuple[_Select, ...], _Repeated] = ()
-    select_seed: int | None = Field(None, ge=0)
-    select_rounds: Count | None = None
+    select_seed: int | None = Field(None, ge=0, strict=True)
+    select_rounds: Annotated[Count, Field(strict=True)] | None = None
     seeds: Annotated[str, _checked(plan.parse_seeds), BeforeValidator(_together)] | None = None
     metric: Annotated[str, _checked(plan.parse_metrics), BeforeValidator(_together)] | None = None
     baseline: str | None = None

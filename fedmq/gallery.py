@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -25,7 +24,7 @@ import numpy.typing as npt
 import torch
 
 from fedmq import codes
-from fedmq.data.features import file_digest
+from fedmq.data.features import BROKEN_NPZ, file_digest
 from fedmq.data.pictures import IMAGE_ENDINGS, PIXELS_VERSION, decode, files_below, package
 from fedmq.data.prepared import Prepared, build_once, key_of, prepare
 from fedmq.errors import InputError
@@ -47,7 +46,9 @@ _AGAIN = "an exported gallery; delete the folder to make it again"
 
 class _Gallery(Stored):
     format: Literal[1]
+    model_digest: str
     binary: bool
+    items: int
     captions: int
     prepared: dict[str, Any]
 
@@ -226,7 +227,10 @@ class Gallery:
     @cached_property
     def items(self) -> Items:
         """Names and captions."""
-        found = read_json(self.folder / "items.json", _Items, _AGAIN)
+        path = self.folder / "items.json"
+        found, wanted = read_json(path, _Items, _AGAIN), self.meta["items"]
+        if not len(found["keys"]) == len(found["captions"]) == wanted:
+            raise InputError(str(path), f"{len(found['keys'])} items in a gallery of {wanted}", _AGAIN)
         return Items(tuple(found["keys"]), tuple(map(tuple, found["captions"])))
 
     def array(self, name: str) -> Array:
@@ -238,7 +242,7 @@ class Gallery:
         try:
             with np.load(self.vectors, allow_pickle=False) as stored:
                 found: Array = stored[name]
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except BROKEN_NPZ as error:
             raise InputError(str(self.vectors), f"a damaged file ({error})", _AGAIN) from None
         return found
 
@@ -254,15 +258,33 @@ def faiss() -> Any:
 
 def _index(vectors: Array, path: Path) -> None:
     """Write an exact index of codes or embeddings."""
-    library = faiss()
-    if vectors.dtype == np.uint8:
-        index = library.IndexBinaryFlat(8 * vectors.shape[1])
-        index.add(vectors)
-        library.write_index_binary(index, str(path))
-        return
-    index = library.IndexFlatIP(vectors.shape[1])
+    library, binary = faiss(), vectors.dtype == np.uint8
+    index = library.IndexBinaryFlat(8 * vectors.shape[1]) if binary else library.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
-    library.write_index(index, str(path))
+    # By ourselves: to a full disk faiss writes half a file and says nothing.
+    serialise = library.serialize_index_binary if binary else library.serialize_index
+    path.write_bytes(serialise(index).tobytes())
+
+
+def open_index(gallery: Gallery, among: Among) -> Any:
+    """The index of a gallery's images or captions, as faiss has it.
+
+    Raises:
+        InputError: it is missing or damaged, or of other vectors than the gallery's.
+    """
+    library, path = faiss(), str(gallery.folder / f"{among}.faiss")
+    try:
+        index = library.read_index_binary(path) if gallery.binary else library.read_index(path)
+    except RuntimeError as error:
+        found = f"a damaged index ({str(error).splitlines()[0][:80]})"
+        raise InputError(path, found, _AGAIN) from None
+    vectors = gallery.array(_SIDE[among])
+    kind = library.IndexBinaryFlat if gallery.binary else library.IndexFlatIP
+    stored = index.xb if gallery.binary else index.codes
+    same = isinstance(index, kind) and library.vector_to_array(stored).tobytes() == vectors.tobytes()
+    if not same:
+        raise InputError(path, "an index of other vectors than those beside it", _AGAIN)
+    return index
 
 
 def export(release: Release, chosen: Path | None = None, progress: Progress | None = None) -> Gallery:
@@ -282,7 +304,7 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
     root = release.run.model / "gallery"
     own = _named(release, "data", release.used)
     if chosen is None and (root / own).is_dir():
-        return open_gallery(root / own)
+        return open_gallery(root / own, release.used)
     scenario = release.scenario
     prepared = prepare(scenario.data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
     if chosen is None:
@@ -302,9 +324,9 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
         name = _named(release, chosen.stem, key_of(release.used, other.digest))
         source = of_data(data, scenario.backbone, other, name)
     if (root / source.name).is_dir():
-        return open_gallery(root / source.name)
+        return open_gallery(root / source.name, release.used)
     fill = partial(_fill, release=release, prepared=prepared, source=source, progress=progress)
-    return open_gallery(build_once(root / source.name, fill))
+    return open_gallery(build_once(root / source.name, fill), release.used)
 
 
 def _fill(folder: Path, release: Release, prepared: Prepared, source: Source, progress: Progress | None) -> None:
@@ -337,10 +359,18 @@ def _fill(folder: Path, release: Release, prepared: Prepared, source: Source, pr
     (folder / "gallery.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
-def open_gallery(folder: Path) -> Gallery:
+def open_gallery(folder: Path, used: str) -> Gallery:
     """Open an exported gallery.
 
+    Args:
+        folder: where it lies.
+        used: digest of the model that it must be of.
+
     Raises:
-        InputError: it is none.
+        InputError: it is none, or another model's.
     """
-    return Gallery(folder, read_json(folder / "gallery.json", _Gallery, _AGAIN))
+    path = folder / "gallery.json"
+    meta = read_json(path, _Gallery, _AGAIN)
+    if meta["model_digest"] != used:
+        raise InputError(str(path), f"a gallery of model {meta['model_digest'][:12]}", f"of {used[:12]}: {_AGAIN}")
+    return Gallery(folder, meta)

@@ -123,6 +123,8 @@ class Plan:
 NO_BASELINE = "nobody"
 
 #: What a comparison sets itself, and what is said to who would vary it.
+#: What the runs that ``--select`` chooses by have of their own.
+_NOT_CHOSEN = ("evaluation.split", "evaluation.every", "evaluation.personal_every", "launcher")
 _NOT_VARIED = {"seed": "seeds with --seeds", "name": "names of rows in --vary 'set={name: fast, rounds: 10},...'"}
 
 
@@ -148,6 +150,11 @@ def parse_variation(text: str, option: str) -> Variation:
         raise InputError(f"{option} {TOGETHER}", match["values"], allowed)
     if match["key"] in _NOT_VARIED:
         raise InputError(option, match["key"], _NOT_VARIED[match["key"]])
+    if option == "--select" and match["key"] in _NOT_CHOSEN:
+        raise InputError(option, match["key"], "a key that the runs on the validation split do not set themselves")
+    if match["key"] == TOGETHER and any(not value or type(value.get("name", "")) is not str for value in values):
+        allowed = "sets of at least one key, whose name is a text"
+        raise InputError(f"{option} {TOGETHER}", match["values"], allowed)
     if match["key"] == TOGETHER and any("seed" in value for value in values):
         raise InputError(f"{option} {TOGETHER}", "seed", _NOT_VARIED["seed"])
     return Variation(match["key"], tuple(values), match["who"])

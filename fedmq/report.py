@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable
 from typing import Any
 
+from fedmq.data.raw import read_text
 from fedmq.errors import InputError
 from fedmq.figures import Figure
 from fedmq.outcomes import read_metrics, read_summary
@@ -81,7 +82,8 @@ def _spread(evaluations: list[dict[str, Any]], personal: list[dict[str, Any]]) -
     """How far silos' R@1 lie apart over merges: of the shared model, and of their own where that was measured."""
     figure = Figure("Standard deviation of R@1 over silos", "merges", "fraction", _HEIGHT)
     shared = {line["version"]: fairness_of(line["per_silo"])["std_r1"] for line in evaluations}
-    own = {line["version"]: line["personal_fairness"]["std_r1"] for line in personal}
+    apart = [(line["version"], line["personal_fairness"].get("std_r1")) for line in personal]
+    own = {version: std for version, std in apart if std is not None}
     for name, found in (("shared model", shared), ("own models", own)):
         if found:
             figure.draw("scatter", x=list(found), y=list(found.values()), name=name, mode="lines+markers")
@@ -156,7 +158,7 @@ def write(folder: RunFolder) -> None:
         "<h2>Seconds</h2>",
         _table(("phase", "seconds"), summary["seconds"].items()),
         "<h2>Scenario</h2>",
-        f"<pre>{html.escape(folder.scenario.read_text(encoding='utf-8'))}</pre>",
+        f"<pre>{html.escape(read_text(folder.scenario))}</pre>",
     ]
     title = html.escape(f"{summary['scenario']} - fedmq")
     head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"

@@ -12,7 +12,8 @@ import numpy.typing as npt
 
 from fedmq.data.pictures import decode
 from fedmq.errors import InputError
-from fedmq.gallery import Among, Gallery, Progress, embed, export, faiss
+from fedmq.fields import printable
+from fedmq.gallery import Among, Gallery, Progress, embed, export, open_index
 from fedmq.models.two_tower import Modality
 from fedmq.release import Release
 
@@ -130,7 +131,8 @@ def _item_vector(gallery: Gallery, key: str, side: Modality) -> Array:
     keys = gallery.items.keys
     if key not in keys:
         near = difflib.get_close_matches(key, keys, 3, 0.5) or list(keys[:3])
-        raise InputError("--item", key, f"one of the gallery's {len(keys)} items, e.g. {', '.join(near)}")
+        allowed = f"one of the gallery's {len(keys)} items, e.g. {', '.join(map(printable, near))}"
+        raise InputError("--item", key, allowed)
     item = keys.index(key)
     if side == "image":
         return gallery.array("image")[item : item + 1]
@@ -172,12 +174,7 @@ def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> li
 
 def _nearest(gallery: Gallery, vector: Array, among: Among, count: int) -> list[tuple[float, int]]:
     """Scores and places of the nearest vectors, ordered by (score, place)."""
-    library, path = faiss(), str(gallery.folder / f"{among}.faiss")
-    try:
-        index = library.read_index_binary(path) if gallery.binary else library.read_index(path)
-    except RuntimeError as error:
-        found = f"a damaged index ({str(error).splitlines()[0][:80]})"
-        raise InputError(path, found, "an exported gallery; delete the folder to make it again") from None
+    index = open_index(gallery, among)
     # Many lie equally far, equal codes or captions, and which of them faiss returns last is left open: take all of
     # them, then cut.
     if not gallery.binary:

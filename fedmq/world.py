@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -21,9 +20,10 @@ import numpy.typing as npt
 import torch
 
 from fedmq.data import partition
+from fedmq.data.features import BROKEN_NPZ
 from fedmq.data.prepared import Prepared, cache_folder, locked, open_prepared, prepare, text_features
 from fedmq.data.share import Share, load_share
-from fedmq.errors import InputError
+from fedmq.errors import InputError, RunError
 from fedmq.labels import trained_columns
 from fedmq.models import networks
 from fedmq.models.gpu import repeatable
@@ -228,11 +228,16 @@ def _shares(
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
     path = cache / "partitions" / f"{key}.npz"
-    with locked(path.with_suffix(".lock")):
-        found = _read_npz(path)
-        if found is None:
-            found = _make_shares(scenario, prepared, cache, progress)
-            write_atomically(path, lambda temporary: _write_npz(temporary, found))
+    found = _read_npz(path)  # a cache that cannot be written may hold it all the same
+    if found is None:
+        try:
+            with locked(path.with_suffix(".lock")):
+                found = _read_npz(path)
+                if found is None:
+                    found = made = _make_shares(scenario, prepared, cache, progress)
+                    write_atomically(path, lambda temporary: _write_npz(temporary, made))
+        except OSError as error:
+            raise RunError(f"cache {path.parent} cannot be written: {error.strerror or error}") from error
     parts, count = tuple(np.split(found["rows"], found["ends"][:-1])), scenario.silos.count
     return parts[:count], parts[count : 2 * count], parts[2 * count :], found["evaluated"]
 
@@ -242,7 +247,7 @@ def _read_npz(path: Path) -> dict[str, I64] | None:
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in ("ends", "rows", "evaluated")}
-    except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
+    except BROKEN_NPZ:
         return None
 
 

@@ -114,7 +114,8 @@ def test_keys_that_go_together_are_varied_as_a_named_set(tiny: Path) -> None:
     scenario = resolve(tiny, list(rows[0].settings), None)
     assert (scenario.rounds, scenario.training.learning_rate) == (3, 0.1)
     assert resolve(tiny, list(rows[1].settings), None).rounds == 6
-    for option, text in (("--vary", "set=3,4"), ("--select", "set={rounds: 3},{rounds: 4}")):
+    wrong = (("--vary", "set=3,4"), ("--select", "set={rounds: 3},{rounds: 4}"), ("--vary", "set={},{rounds: 4}"))
+    for option, text in (*wrong, ("--vary", "set={name: [x], rounds: 4}")):
         with pytest.raises(InputError, match=f"{option} set"):
             planning.parse_variation(text, option)
 
@@ -862,6 +863,8 @@ def test_the_help_shows_an_example_and_one_with_a_comparison_file(
         (["compare", "TINY", "--target", "foo=0.5"], "--target: found 'foo', allowed: a metric, e.g. "),
         (["compare", "TINY", "--vary", "silos.count=4,0"], "--vary silos.count: found 0"),
         (["compare", "TINY", "--select", "training.learning_rate=1,-1"], "--select training.learning_rate: found -1"),
+        (["compare", "TINY", "--select", "evaluation.split=val,test"], "--select: found 'evaluation.split'"),
+        (["compare", "TINY", "--select", "rounds=1,2", "--select-rounds", "1"], "--select rounds: found"),
         (["compare", "TINY", "--vary", f"rounds={'[' * 20000}"], "--vary"),
         (
             ["compare", "TINY", "--vary", "partition.clusters=5,101", "--seeds", "0", "--quiet"],
@@ -885,6 +888,28 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert (code, len(error.splitlines())) == (2, 1), error
     assert expected in error
     assert not out.exists()
+
+
+def test_folders_that_were_there_stay_where_a_comparison_is_refused(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, runs = tmp_path / "out", tmp_path / "runs"
+    out.mkdir()
+    runs.mkdir()
+    nowhere = ["--set", "data.path=nowhere.npz", "--seeds", "0", "--quiet"]
+    assert fedmq(monkeypatch, "compare", tiny, *nowhere, "--out", out, "--runs", runs) == 2
+    assert fedmq(monkeypatch, "scenario", tiny, *nowhere[:2], "--out", out) == 2
+    assert capfd.readouterr().err.count("nowhere.npz") == 2
+    assert (list(out.iterdir()), list(runs.iterdir())) == ([], [])
+
+
+def test_a_comparison_does_not_write_into_the_folder_of_a_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "scenario.yaml").write_text(tiny.read_text())
+    assert fedmq(monkeypatch, "compare", tiny, "--seeds", "0", "--quiet", "--out", tmp_path) == 2
+    assert "the folder of a run" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["scenario.yaml"]
 
 
 ROOTS = cli_compare.Roots(

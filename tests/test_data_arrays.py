@@ -731,12 +731,27 @@ def test_pixels_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
         ({"IAll": rows(4), "TAll": rows(5, 3)}, r"TAll.*4 rows"),
         ({"IAll": rows(4), "TAll": rows(4), "LAll": np.array([0.5, 1, 2, 3])}, "not whole"),
         ({"IAll": np.full((4, 2), np.nan), "TAll": rows(4)}, "not finite"),
+        (
+            {"IAll": rows(4), "TAll": rows(4), "LAll": np.eye(4) * 5},
+            "LAll: found 5, allowed: multi-hot labels of 0 and 1",
+        ),
+        ({"IAll": rows(4), "TAll": rows(4), "LAll": np.eye(4) - 1 + np.eye(4, k=1) * 3}, "found .*labels of -1 and 1"),
+        ({"IAll": rows(4), "TAll": rows(4), "LAll": np.array([1, 2, -1, 2])}, "LAll: found -1, allowed: class numbers"),
+        ({"IAll": rows(0), "TAll": rows(0), "LAll": np.eye(0, 3)}, "found 'no rows', allowed: at least one item"),
     ],
 )
 def test_arrays_that_do_not_fit_are_named(arrays: dict[str, Any], expected: str, tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(InputError, match=expected):
         prepare(Data(name="iapr", path=tmp_path / "a.npz", queries=1, val=0), FEATURES, tmp_path / "cache")
+
+
+def test_labels_of_minus_one_and_one_are_those_of_nought_and_one(tmp_path: Path) -> None:
+    labels = np.eye(4, 3)
+    for number, given in enumerate((labels, 2 * labels - 1)):
+        np.savez(tmp_path / f"{number}.npz", IAll=rows(4), TAll=rows(4), LAll=given)
+        found = read_arrays(Data(name="iapr", path=tmp_path / f"{number}.npz"))
+        assert np.array_equal(found["labels"], labels)
 
 
 @pytest.mark.parametrize("name", ["a.mat", "a.h5", "a.npz"])

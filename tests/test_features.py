@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,17 @@ def test_without_a_split_one_is_drawn_from_the_seed(tmp_path: Path) -> None:
     assert np.bincount(found.split).tolist() == [8, 1, 1]
     assert (found.split == read_features(path, 5).split).all()
     assert any((found.split != read_features(path, other).split).any() for other in range(6, 12))
+
+
+@pytest.mark.parametrize("header", ["{'descr': '<f8', 'shape': (10, 6, ", "  {'descr'\n x", "{'shape': 3}"])
+def test_a_damaged_header_of_an_array_is_one_line(header: str, tmp_path: Path) -> None:
+    padded = header.encode().ljust(117) + b"\n"
+    with zipfile.ZipFile(tmp_path / "set.npz", "w") as file:
+        for key in ("image", "text"):
+            file.writestr(f"{key}.npy", b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded)
+    with pytest.raises(InputError, match=r"set\.npz") as caught:
+        read_features(tmp_path / "set.npz")
+    assert "\n" not in str(caught.value)
 
 
 @given(n=st.integers(2, 400), seed=st.integers(0, 2**40))

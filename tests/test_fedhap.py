@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from coordinator import program
+from fedmq import scenario_file as scenarios
 from fedmq.data.partition import modalities
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluator import Embedded, measure
@@ -19,11 +22,13 @@ from fedmq.models.networks import signs, straight_through
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Checking, Reply
 from fedmq.scenario import Evaluation, MissingModality, Objective, Training
+from fedmq.world import build_world
 from protocols import _bases, _class_prototypes, fedhap
 from protocols import _discriminator as adversary
 from protocols._bases import csq, dch, dpsh, greedyhash, triplet
 from protocols._bases._labelled import samples_of
 from tests.protocol_world import LABELS, World, world
+from tests.threads import resolved
 
 BASES = ("triplet", "dpsh", "dch", "greedyhash", "csq")
 every_base = pytest.mark.parametrize("base", BASES)
@@ -531,3 +536,22 @@ def test_of_two_label_levels_the_prototypes_are_of_the_lower() -> None:
             assert payload(reply, ClassPrototypes).prototypes.shape == (2, 8)
         run.round()
     assert run.state.tensors[_class_prototypes.GLOBAL].shape == (2, 8)
+
+
+def test_training_items_of_which_none_has_a_label_and_codes_too_long_to_send_are_refused(
+    tiny: Path, tmp_path: Path
+) -> None:
+    with np.load(scenarios.load(tiny).data.path or "") as stored:
+        arrays = dict(stored)
+    labels = np.eye(5, dtype=np.uint8)[arrays["labels"]]
+    np.savez(tmp_path / "set.npz", **{**arrays, "labels": labels * (arrays["split"] != "train")[:, None]})
+    for setting, told in (
+        (f"data.path={tmp_path / 'set.npz'}", "data: found 'training items of which none has a label'"),
+        (
+            "objective.bits=1000000000",
+            "objective: found 'bits 1000000000, hidden 16', allowed: a network that can be sent",
+        ),
+    ):
+        scenario = resolved(tiny, "objective={base: csq, bits: 8, hidden: 16}", "protocol=fedavg", setting)
+        with pytest.raises(InputError, match=told):
+            program.check(scenario, build_world(scenario))

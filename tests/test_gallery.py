@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,8 +20,8 @@ from safetensors.torch import load_file, save_file
 from fedmq import cli, codes, gallery, search
 from fedmq import scenario_file as scenarios
 from fedmq.data.prepared import cache_folder, prepare
-from fedmq.errors import InputError
-from fedmq.gallery import Gallery, export, open_gallery
+from fedmq.errors import InputError, RunError
+from fedmq.gallery import Gallery, export
 from fedmq.messages import Memory, digest
 from fedmq.models.two_tower import TwoTower
 from fedmq.release import Release, open_release
@@ -135,6 +137,8 @@ def test_equal_images_are_ranked_in_the_gallerys_order(embeddings: Release) -> N
     made = export(embeddings)
     rows = np.repeat(made.array("image")[:1], 150, axis=0)
     rows[30] = made.array("text")[2 * 7]  # one nearer than all others, which are equal
+    arrays = {name: made.array(name) for name in ("owner", "keys", "text")}
+    np.savez(made.vectors, image=rows, **arrays, allow_pickle=False)
     gallery._index(rows, made.folder / "images.faiss")
     for top in (1, 4, 40, 150):
         found = search.find(embeddings, search.Query(item="000007", side="text"), top=top)
@@ -256,6 +260,60 @@ def test_a_damaged_gallery_is_one_line(embeddings: Release) -> None:
     made.vectors.write_bytes(b"PK\x03\x04cut short")
     with pytest.raises(InputError, match="a damaged file"):
         made.array("image")
+
+
+@pytest.mark.parametrize("settings", [[], [DCMH]], ids=["embeddings", "codes"])
+def test_an_index_of_other_vectors_is_refused(tiny: Path, tmp_path: Path, settings: list[str]) -> None:
+    release = open_release(released(tmp_path / "run", scenarios.load(tiny, settings)))
+    made = export(release)
+    vectors = made.array("image")
+    others = (vectors[:, : vectors.shape[1] // 2], vectors[:-1], vectors[:0], vectors[::-1])
+    for other in others:
+        gallery._index(np.ascontiguousarray(other), made.folder / "images.faiss")
+        with pytest.raises(InputError, match=r"images\.faiss: found 'an index of other vectors"):
+            by_item(release, "000003", among="images")
+    gallery._index(vectors, made.folder / "images.faiss")
+    assert by_item(release, "000003", among="images").hits
+
+
+def test_another_models_gallery_in_the_place_of_the_runs_is_refused(embeddings: Release, tmp_path: Path) -> None:
+    other = export(open_release(released(tmp_path / "other", embeddings.scenario, scale=2.0)))
+    made = export(embeddings)
+    shutil.rmtree(made.folder)
+    shutil.copytree(other.folder, made.folder)
+    with pytest.raises(InputError, match=r"gallery\.json: found 'a gallery of model"):
+        by_item(embeddings, "000003")
+
+
+def test_a_gallery_with_fewer_names_than_vectors_is_refused(embeddings: Release) -> None:
+    made = export(embeddings)
+    path = made.folder / "items.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({name: values[:50] for name, values in stored.items()}))
+    with pytest.raises(InputError, match="50 items in a gallery of 150"):
+        by_item(embeddings, "000003", top=60)
+
+
+def test_an_index_that_does_not_fit_on_the_disk_is_an_error_and_no_gallery(
+    embeddings: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_bytes
+
+    def full(path: Path, data: Any) -> int:
+        if path.suffix == ".faiss":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(RunError, match="No space left"):
+        export(embeddings)
+    assert not [path for path in (embeddings.run.model / "gallery").iterdir() if path.is_dir()]
+
+
+def test_a_pipe_among_the_pictures_is_refused_and_never_opened(embeddings: Release, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(InputError, match=r"pipe\.png: found 'no regular file'"):
+        gallery.of_folder(embeddings, tmp_path)
 
 
 @pytest.mark.parametrize("settings", [[], [DCMH]], ids=["embeddings", "codes"])
@@ -398,4 +456,4 @@ def test_a_fresh_process_finds_drawings_by_a_text_and_captions_by_a_picture(tmp_
     assert "1F697" in [hit["item"] for hit in results("--image", pictures / "1F697.png", "--top", 3)]
     assert results("a car", "--gallery", pictures, "--top", 1)[0]["item"] == "1F697.png"
     kept = [path for path in (root / "model" / "gallery").glob("pictures-*") if path.is_dir()]
-    assert open_gallery(kept[0]).meta["captions"] == 0
+    assert json.loads((kept[0] / "gallery.json").read_text())["captions"] == 0

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 import torch
 
+from fedmq import scenario_file as scenarios
+from fedmq import world
 from fedmq.data import openmoji, prepared
 from fedmq.data.prepared import Prepared, build_once, cache_folder, open_prepared, prepare, text_features
 from fedmq.data.share import load_share
@@ -19,6 +21,7 @@ from fedmq.errors import InputError, RunError
 from fedmq.models import lite
 from fedmq.models.two_tower import build
 from fedmq.scenario import Backbone, Data
+from fedmq.world import build_world
 
 FEATURES = Backbone(name="features")
 
@@ -163,6 +166,18 @@ def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot be written"):
         prepare(write(tmp_path / "set.npz"), FEATURES, tmp_path / "file")
+
+
+def test_a_partition_in_a_cache_that_cannot_be_written_is_read_and_a_new_one_is_one_line(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path))
+    first = build_world(scenarios.load(tiny))
+    monkeypatch.setattr(world, "locked", lambda path: (tmp_path / "no folder" / path.name).open("x"))
+    again = build_world(scenarios.load(tiny))
+    assert all(map(np.array_equal, first.train, again.train))
+    with pytest.raises(RunError, match=r"partitions cannot be written: No such file"):
+        build_world(scenarios.load(tiny, ["partition.alpha=0.4"]))
 
 
 def test_a_damaged_folder_is_named(made: Prepared) -> None:

@@ -157,7 +157,7 @@ def _mat_lengths(file: BinaryIO, size: int) -> Iterator[int]:
             order = "<" if struct.unpack("<i", fields[:4])[0] in range(5000) else ">"
             kind, rows, columns, complex_, name = struct.unpack(f"{order}5i", fields)
             width = kind // 10 % 10
-            if kind not in range(5000) or width >= len(_MAT4_BYTES) or min(rows, columns, name) < 0:
+            if kind not in range(5000) or width >= len(_MAT4_BYTES) or min(rows, columns, name - 1) < 0:
                 return
             start += 20 + name + rows * columns * _MAT4_BYTES[width] * (2 if complex_ else 1)
             yield start

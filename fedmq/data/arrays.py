@@ -74,7 +74,14 @@ def _flat_labels(stored: Stored, n: int) -> Array:
         if not _whole(value):
             raise InputError(stored.place, "values that are not whole", "class numbers [n] or multi-hot 0/1 [n, L]")
         value = value.astype(np.int64)
-    return value.astype(np.int64) if value.ndim == 1 else (value > 0).astype(np.uint8)
+    if value.ndim == 1:
+        if len(value) and value.min() < 0:
+            raise InputError(stored.place, int(value.min()), "class numbers from 0 or 1")
+        return value.astype(np.int64)
+    lowest = -1 if (value < 0).any() else 0  # MATLAB's sets have both
+    if (other := value[(value != lowest) & (value != 1)]).size:
+        raise InputError(stored.place, int(other.flat[0]), f"multi-hot labels of {lowest} and 1")
+    return (value > 0).astype(np.uint8)
 
 
 def _labels(found: Found, sizes: Mapping[str, int], data: Data) -> dict[str, Array]:
@@ -145,6 +152,8 @@ def read_arrays(data: Data) -> dict[str, Array]:
     parts = parts_of(found, str(path))
     arrays: dict[str, Array] = {}
     sizes = {part: found[part, "image"].shape[0] for part in parts}
+    if not any(sizes.values()):
+        raise InputError(found[parts[0], "image"].place, "no rows", "at least one item")
     for what in ("image", "text"):
         arrays[what] = np.concatenate(_features(found, what, sizes))
     arrays.update(_labels(found, sizes, data))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+import stat
+import tokenize
 import zipfile
 import zlib
 from collections import Counter
@@ -56,6 +58,13 @@ class FeatureSet:
     keys: tuple[str, ...]
 
 
+#: What NumPy and zipfile raise on a damaged .npz file.
+BROKEN_NPZ = (
+    OSError, ValueError, EOFError, KeyError, TypeError, NotImplementedError, RuntimeError, MemoryError, AttributeError,
+    SyntaxError, zipfile.BadZipFile, zlib.error, tokenize.TokenError,
+)  # fmt: skip
+
+
 def file_digest(path: Path) -> str:
     """SHA-256 (hex) of a file's bytes.
 
@@ -63,6 +72,9 @@ def file_digest(path: Path) -> str:
         InputError: the file cannot be read.
     """
     try:
+        # A pipe or a device may have no end, and opening it may wait for ever.
+        if not stat.S_ISREG(path.stat().st_mode):
+            raise InputError(str(path), "no regular file", "a readable file")
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:
@@ -109,10 +121,7 @@ def _read_arrays(path: Path) -> dict[str, Array]:
         raise InputError(str(path), path.suffix or "no ending", ".npz or .safetensors")
     if not path.is_file():
         raise InputError(str(path), "no such file", "a file of features (.npz or .safetensors)")
-    broken = (
-        OSError, ValueError, EOFError, KeyError, TypeError, NotImplementedError, RuntimeError, MemoryError,
-        AttributeError, zipfile.BadZipFile, zlib.error, safetensors.SafetensorError,
-    )  # fmt: skip
+    broken = (*BROKEN_NPZ, safetensors.SafetensorError)
     try:
         names, read = openers[path.suffix](path)
     except broken as error:

@@ -26,6 +26,8 @@ from fedmq.seeds import torch_generator
 
 #: Rate of the dropout before the last layer of the unsupervised bases' networks: one random bit per unit says it.
 DROPOUT = 0.5
+#: Bases that train without labels.
+WITHOUT_LABELS = ("info_nce", "dgcpn", "djsrh", "jdsh")
 
 
 @dataclass(frozen=True)
@@ -338,7 +340,7 @@ def build(
             found = f"items of shape {list(shape)}"
             raise InputError(f"data: {what}", found, f"features [d] with base {objective.base}")
     widths = inputs.image_shape[0] if encoder is None else encoder.width, inputs.text_shape[0]
-    if objective.base not in ("dgcpn", "djsrh", "jdsh") and classes == 0:
+    if objective.base not in WITHOUT_LABELS and classes == 0:
         raise InputError("objective.base", objective.base, "dgcpn, djsrh, jdsh or info_nce: the data set has no labels")
     if objective.base == "dscmr":
         return _dscmr(objective, widths, classes, seed, device)

@@ -66,8 +66,9 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
 
     Balle and Wang 2018, Theorem 8, for one update, and Dong et al. 2022, Corollary 3.3, for all: updates, each chosen
     in sight of those before, are as one with noise less by the root of their number. Two runs are neighbours when one
-    silo's data are there or not, its updates zeros: clipped, they differ by clip_norm at most. Nothing is claimed for
-    not being asked in a round, which the coordinator knows, nor for the number of samples in an update.
+    silo's updates are as they are, or zeros before the noise: clipped, they differ by clip_norm at most. Nothing is
+    claimed for whether a silo trained at all: an idle one's update of zeros goes without noise. Nor is for not being
+    asked in a round, which the coordinator knows, nor for the number of samples in an update.
 
     Args:
         run: the run folder.

@@ -168,6 +168,11 @@ def tokens(prototypes: Tensor, mask: Tensor, numbers: Tensor, losses: Tensor, hi
 
 
 # --------------------------------------------------------------------------- what it is trained on
+def weights(scores: Tensor) -> Tensor:
+    """Softmax over silos of the router's scores: w, float64 [M] (RCSR eq 7)."""
+    return scores.double().softmax(0)
+
+
 def entropy(weights: Tensor) -> Tensor:
     """H(w) = -sum_k w_k log w_k of weights [M]; a weight of 0 adds 0 and has a finite gradient."""
     return -(weights * weights.clamp_min(1e-30).log()).sum()

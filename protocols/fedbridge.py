@@ -43,7 +43,8 @@ class FedBridgeOptions:
         lambda_pseudo: weight of the assignment term.
         lambda_pair: weight of the contrast between two captions of one item, in silos that have only captions.
         lambda_keep: weight of staying near the downloaded model's embeddings.
-        single_weight: factor of a single-modality silo's weight in a merge.
+        single_weight: factor of a single-modality silo's weight in a merge; in a merge of its reply alone, as in every
+            one of ``async`` mode, its weight is 1 all the same, and in a branch that no paired silo trained.
         bank: whose centroids go with the released model as a query bank against hubs (``fedmq.models.bank``):
             nobody's, all silos', or those of paired silos alone. Silos' own models (``personal``) go without.
         branch_renorm: each branch is averaged over the silos that trained it.

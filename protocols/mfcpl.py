@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedmq.errors import RemoteWireError
 from fedmq.labels import fine_columns
-from fedmq.messages import ClassPrototypes, Model, Payload
+from fedmq.messages import ClassPrototypes, Delta, Model, Payload
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.seeds import numpy_generator
@@ -269,16 +269,20 @@ class Mfcpl:
         """Check class prototypes or centroids, where a reply has them: their shape, and that they can be means.
 
         Raises:
-            RemoteWireError: another number of rows or columns, a row longer than any embedding, or centroids where
-                there are labels.
+            RemoteWireError: another number of rows or columns, a row longer than any embedding, centroids where there
+                are labels, or of more samples together than the update, which was checked against what the silo has.
         """
         longest = _class_prototypes.longest_code(self.context)
+        samples = take(payloads, Delta).n_samples
         for payload in payloads:
             if isinstance(payload, ClassPrototypes):
                 if payload.modality != "both" and not (self.pseudo and payload.modality == "text"):
                     raise RemoteWireError("unexpected", f"class prototypes of modality {payload.modality}")
                 rows = self.classes if payload.modality == "text" else 2 * self.classes
                 _class_prototypes.check_rows(payload, rows, self.context.dim, longest)
+                # Each sample is in one centroid, by whose sizes the pseudo-classes are made, once for the whole run.
+                if payload.modality == "text" and (most := sum(payload.counts.tolist())) > samples:
+                    raise RemoteWireError("malformed", f"centroids of {most} samples, the update of {samples}")
 
     def _given(
         self, tensors: Mapping[str, Tensor], replies: Sequence[Reply], found: Sequence[tuple[Reply, ClassPrototypes]]

@@ -5,7 +5,7 @@ An honest control: a method that claims to use single-modality silos has to beat
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,6 +24,8 @@ class PairedOnlyOptions:
     Args:
         tau: temperature of InfoNCE.
     """
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {"objective.base=info_nce": ("tau",)}
 
     tau: float = 0.07
 

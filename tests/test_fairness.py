@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedmq.messages import Loss
-from protocols import _fairness, _merge
+from protocols import _fairness, _merge, rcsr
 from tests.protocol_world import world
 from tests.replies import weights_of, with_payload
 
@@ -34,18 +34,30 @@ def test_the_log_tells_the_weight_of_silos_that_lack_a_modality(rule: str, share
     assert log["weight_single"] == pytest.approx(share), "losses of different kinds are compared by one rule alone"
 
 
-def test_a_silo_with_an_average_loss_keeps_its_fairness_weight_however_often_it_reports() -> None:
-    start = torch.full((3,), 1 / 3, dtype=torch.float64).log()
-    log_q = start
-    for _ in range(500):
-        log_q = _fairness.updated_log_q(
-            log_q,
-            torch.tensor([0.0], dtype=torch.float64),
-            torch.tensor([0]),
-            torch.tensor([0.1], dtype=torch.float64),
-            tau=0.0,
-        )
-    assert torch.allclose(log_q, start)
+def reporting_often(tau: float) -> torch.Tensor:
+    """q of 30 silos after 200 merges of equal losses: the first five are in each, the others in a fifth."""
+    log_q = torch.full((30,), 1 / 30, dtype=torch.float64).log()
+    for merge in range(200):
+        chosen = torch.tensor([*range(5), *range(5 + merge % 5, 30, 5)])
+        rates = torch.full((len(chosen),), 0.1, dtype=torch.float64)
+        log_q = _fairness.updated_log_q(log_q, torch.zeros(len(chosen), dtype=torch.float64), chosen, rates, tau=tau)
+    return log_q.exp()
+
+
+def test_without_the_entropy_a_silo_with_an_average_loss_keeps_its_weight_however_often_it_reports() -> None:
+    torch.testing.assert_close(reporting_often(0.0), torch.full((30,), 1 / 30, dtype=torch.float64))
+
+
+def test_the_entropy_lets_silos_gain_that_report_more_often_as_the_options_text_says() -> None:
+    q = reporting_often(0.1)
+    assert float(q[:5].min() / q[5:].max()) == pytest.approx(20, rel=0.1)
+
+
+def test_a_step_of_the_entropy_that_would_swing_q_is_refused() -> None:
+    rcsr.RcsrOptions(fair_eta=5.0, fair_tau=0.2)
+    rcsr.RcsrOptions(fair_eta=6.0, fair_tau=0.5, fair_update="paper")
+    with pytest.raises(ValueError, match=r"fair_eta times fair_tau: 3\.0, at least 0 and at most 1"):
+        rcsr.RcsrOptions(fair_eta=6.0, fair_tau=0.5)
 
 
 def test_a_loss_of_nothing_counts_as_average_and_leaves_the_running_mean_alone() -> None:

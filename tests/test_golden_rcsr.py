@@ -14,7 +14,7 @@ SILOS = range(4)
 
 
 def weights(x: Inputs) -> torch.Tensor:
-    return t(x["logits"]).softmax(0)
+    return _router.weights(t(x["logits"]))
 
 
 def prototypes(x: Inputs) -> torch.Tensor:
@@ -59,7 +59,7 @@ def eq9(x: Inputs, half: bool = False) -> torch.Tensor:
 
 
 def router_loss(x: Inputs, logits: torch.Tensor | None = None, **changes: Any) -> torch.Tensor:
-    w = weights(x) if logits is None else logits.softmax(0)
+    w = weights(x) if logits is None else _router.weights(logits)
     return rcsr.router_loss(w, prototypes(x), t(x["mask"]).bool(), shared(x), options(x, **changes))
 
 

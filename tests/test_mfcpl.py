@@ -7,12 +7,13 @@ import dataclasses
 import pytest
 import torch
 
+from fedmq.errors import RemoteWireError
 from fedmq.messages import ClassPrototypes, Delta
 from fedmq.scenario import Training
 from fedmq.seeds import numpy_generator
 from protocols import _class_prototypes, _clusters
 from tests.protocol_world import DIM, LABELS, World, world
-from tests.replies import payload_of
+from tests.replies import payload_of, with_payload
 
 
 def prototype_kinds(run: World) -> dict[int, str]:
@@ -127,3 +128,16 @@ def test_no_pseudo_class_is_made_of_what_nobody_sent() -> None:
     for _ in range(3):
         run.round()
     assert not run.state.tensors["pseudo_classes_sizes"].any()
+
+
+def test_centroids_of_more_samples_than_the_update_are_refused() -> None:
+    run = world("mfcpl", {"classes": 3}, labels=())
+    reply = next(each for each in run.replies() if each.silo.paired)
+    run.protocol.check(reply.payloads)  # type: ignore[attr-defined]
+    centroids = payload_of(reply, ClassPrototypes)
+    samples = payload_of(reply, Delta).n_samples
+    assert int(centroids.counts.sum()) == samples
+    for counts, told in ((centroids.counts + 1, f"of {samples + 3} samples"), (centroids.counts * 0 + samples, "of")):
+        lie = with_payload(reply, ClassPrototypes(centroids.prototypes, counts, "text"))
+        with pytest.raises(RemoteWireError, match=told):
+            run.protocol.check(lie.payloads)  # type: ignore[attr-defined]

@@ -11,16 +11,21 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity, one_hot, relu, softplus
 
-from fedmq.messages import ClassPrototypes, Delta, DiscriminatorDelta, Memory, Model
+from fedmq.messages import ClassPrototypes, Delta, DiscriminatorDelta, Memory, Model, Representations
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Local, Task, Trained, take
 from fedmq.scenario import Objective, Training
+from protocols import _centroids, _local
 from protocols import _discriminator as adversary
+from protocols._losses import info_nce
+from protocols._own import OWN
+from protocols.creamfl import LAST
 from tests.gradients import gradient_of
 from tests.protocol_world import World, share, world
 from tests.replies import payload_of
@@ -327,3 +332,112 @@ def test_a_plfedcmh_silo_descends_its_prototype_terms_divided_by_batch_and_items
         total = total + weights["beta"] * (BITS * labels - out.raw.tanh() @ prototypes.T).square().sum()
         total = total + weights["eta"] * (labels @ prototypes - out.raw).square().mean()
     assert_same(run, found, descent(run, total / SIZES[0] ** 2))
+
+
+# ------------------------------------------------------------------------- embeddings
+PLAIN = Training(optimizer="sgd", momentum=0.0, weight_decay=0.0, batch_size=64, local_epochs=1)
+
+
+@pytest.mark.parametrize("kind", [(True, False), (False, True)])
+def test_a_silo_of_one_modality_steps_on_fedbridges_assignment_keeping_and_pairs(kind: tuple[bool, bool]) -> None:
+    options = {
+        "warmup": 0.0,
+        "support": 1,
+        "centroids": 3,
+        "lambda_pseudo": 0.7,
+        "lambda_pair": 0.4,
+        "lambda_keep": 3.0,
+    }
+    # Keeping near the downloaded model has a gradient from the second step on.
+    training = PLAIN.model_copy(update={"local_epochs": 2})
+    run = world("fedbridge", options, kinds=((True, True), kind), sizes=SIZES, training=training)
+    run.round()
+    silo, rate = run.context.silos[1], 0.1
+    task = Task(run.version + 1, run.version, run.version, rate, run.protocol.task(run.state, silo))
+    local = Local(silo, run.shares[1], run.model, {})
+    found = torch.from_numpy(take(run.protocol.train(local, task).payloads, Delta).buffer.copy())
+    centroids = _centroids.received(task.payloads)
+    assert centroids is not None
+    start = torch.from_numpy(take(task.payloads, Model).buffer.copy())
+    generator, counts = _local.generator_of(run.context, local, task, "train"), local.share.captions.numpy()
+
+    def embedded(caption: np.ndarray | None, rows: np.ndarray) -> Tensor:
+        out = next(each for each in _local.outputs(local, rows, caption) if each is not None)
+        return out.code
+
+    theta = start.clone()
+    for _ in range(2):
+        caption = other = None
+        if silo.text:
+            caption = (generator.random(len(counts)) * counts).astype(np.int64)
+            ahead = 1 + (generator.random(len(counts)) * (counts - 1)).astype(np.int64)
+            other = np.where(counts > 1, (caption + ahead) % counts, caption)
+        rows = generator.permutation(len(counts))
+        with torch.no_grad():
+            run.model.load(start)
+            teacher = embedded(caption, rows)
+        run.model.load(theta)
+        run.model.zero_grad()
+        z = embedded(caption, rows)
+        target = (teacher @ centroids.T / 0.05).softmax(1)
+        student = (z @ centroids.T / 0.07).log_softmax(1)
+        loss = 0.7 * (target * (target.log() - student)).sum(1).mean() + 3.0 * (1 - (z * teacher).sum(1)).mean()
+        if silo.text:
+            several = counts[rows] > 1
+            loss = loss + 0.4 * info_nce(z[torch.from_numpy(several)], embedded(other, rows[several]), 0.07)
+        theta = theta + rate * descent(run, loss)
+    torch.testing.assert_close(found, theta - start, rtol=1e-3, atol=1e-6)
+    assert found.abs().max() > 1e-4
+
+
+@pytest.mark.parametrize("image", [True, False])
+def test_a_silo_steps_on_creamfls_contrasts_with_the_global_representations(image: bool) -> None:
+    run = world("creamfl_public", kinds=((image, not image), (True, True)), sizes=SIZES, training=PLAIN)
+    run.round()
+    silo, held, lacked = run.context.silos[0], *(("image", "text") if image else ("text", "image"))
+    before, rate = run.personal[0], 0.1
+    task = Task(run.version + 1, run.version, run.version, rate, run.protocol.task(run.state, silo))
+    after = run.protocol.train(Local(silo, run.shares[0], run.model, dict(before)), task).state
+    sent = torch.from_numpy(take(task.payloads, Representations).values.astype(np.float32)).chunk(2)
+    shared = dict(zip(("image", "text"), sent, strict=True))
+    public = replace(run.protocol._coordinator(), silo=silo, model=run.model)  # type: ignore[attr-defined]
+    generator = _local.generator_of(run.context, public, task, "train")
+    counts = public.share.captions.numpy()
+    caption = None if image else (generator.random(len(counts)) * counts).astype(np.int64)
+    rows = generator.permutation(len(counts))
+    run.model.load(before[OWN])
+    run.model.zero_grad()
+    z = _local.outputs(public, rows, caption, (held,))[0 if image else 1]  # type: ignore[arg-type]
+    assert z is not None
+    across = (z.code @ shared[lacked].T / 0.5).log_softmax(1)[torch.arange(len(rows)), torch.from_numpy(rows)]
+    last = before[LAST + held][rows]
+    within = torch.stack([(z.code * each).sum(1) / 0.5 for each in (shared[held][rows], last)], dim=1).log_softmax(1)
+    wanted = rate * descent(run, -0.5 * across.mean() - 0.5 * within[:, 0].mean())
+    torch.testing.assert_close(after[OWN] - before[OWN], wanted, rtol=1e-3, atol=1e-6)
+    assert wanted.abs().max() > 1e-4
+
+
+def test_creamfls_coordinator_steps_on_the_public_pairs_and_the_distillation() -> None:
+    rate = 0.1
+    run = world(
+        "creamfl_public", {"kd": 2.0, "server_rate": rate}, kinds=((True, True),), sizes=SIZES[:1], training=PLAIN
+    )
+    replies, before = run.replies(), run.state.theta
+    after = run.protocol.merge(run.state, replies, 0).state.theta
+    # Of one silo the ensemble is what it sent.
+    sent = torch.from_numpy(take(replies[0].payloads, Representations).values.astype(np.float32)).chunk(2)
+    own = run.protocol._coordinator()  # type: ignore[attr-defined]
+    generator = _local.generator_of(run.context, own, Task(1, 0, 0, rate, ()), "train")
+    counts = own.share.captions.numpy()
+    caption = (generator.random(len(counts)) * counts).astype(np.int64)
+    rows = generator.permutation(len(counts))
+    own.model.load(before)
+    own.model.zero_grad()
+    image, text = _local.outputs(own, rows, caption)
+    assert image is not None
+    assert text is not None
+    apart = [(out.code - each[rows]).square().mean() for out, each in zip((image, text), sent, strict=True)]
+    (info_nce(image.code, text.code, 0.07) + 2.0 * torch.stack(apart).sum()).backward()  # type: ignore[no-untyped-call]
+    wanted = -rate * gradient_of(own.model)
+    torch.testing.assert_close(after - before, wanted, rtol=1e-3, atol=1e-6)
+    assert wanted.abs().max() > 1e-4

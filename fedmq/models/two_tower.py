@@ -63,7 +63,8 @@ class Out:
     """What a tower makes of a batch.
 
     Args:
-        hidden: [B, h], the projection's output before the last layer: what MOON and FedUCH contrast.
+        hidden: [B, h], the projection's output before the last layer: what MOON and FedUCH contrast. With ``info_nce``
+            the embedding itself.
         raw: [B, d], the last layer's output before anything squashes or enhances it.
         code: [B, d], what retrieval ranks by.
         logits: [B, C] of the tower's classifier; None where it has none.

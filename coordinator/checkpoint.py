@@ -43,7 +43,8 @@ class _Tally(Stored):
     participations: dict[str, int]
     discarded: dict[str, int]
     failed: int
-    events: int = 0  # checkpoints from before they were counted lack it
+    errors: dict[str, str] = {}  # noqa: RUF012 - of pydantic's; checkpoints from before they were kept lack it
+    events: int = 0  # likewise
     seconds: dict[str, float]
 
 

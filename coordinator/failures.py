@@ -15,11 +15,16 @@ def text_of(message: Message) -> str:
 
 
 class Failures:
-    """Errors of silos' tasks since the last merge that had a reply; one of each silo, so that nobody can fill it."""
+    """Errors of silos' tasks since the last merge that had a reply; one of each silo, so that nobody can fill it.
 
-    def __init__(self) -> None:
+    Args:
+        errors: by silo, kept up to date here; the checkpoint has them, so that a run in which nobody could train does
+            not end well once it is resumed.
+    """
+
+    def __init__(self, errors: dict[str, str]) -> None:
         self._said: dict[str, str] = {}
-        self._errors: dict[str, str] = {}
+        self._errors = errors
 
     def said(self, silo: str, text: str) -> None:
         """A silo said what is wrong with its open task; it counts when the task's time has come."""

@@ -102,7 +102,7 @@ class Loop:
         self._seen: set[str] = set()
         self._away: dict[str, float] = {}
         self._loss: float | None = None
-        self._failures, self._returns = Failures(), Returns()
+        self._failures, self._returns = Failures(self.tally.errors), Returns()
         self._began = self._reported = self._looked = self._caught_up = self.clock.stopwatch()
         self.saving = Saving(
             self.setting, self.clock, self.log, self.tally, self.roster, self.trouble, self.rounds.settled
@@ -407,8 +407,10 @@ class Loop:
                 self._timeline.arrival(at, silo.index, silo.name, action.sequence)
         off = self.clock.virtual and not self.setting.trace.on(silo.name, self.due[silo.name])
         if off or not fate.sent:
-            # It goes off with the task, or never hears of it; that is known, so it need not train for nothing.
-            self.trouble.kept_from(silo.name, fate)
+            # It goes off with the task, or never hears of it; that is known, so it need not train for nothing. While
+            # silos gather or measure their own models nobody is kept away: both wait for all of them.
+            if self.rounds.phase is Phase.COLLECTING:
+                self.trouble.kept_from(silo.name, fate)
             if (silo.name, action.sequence) not in self._inbox:
                 failed = Failed(silo.name, action.sequence, fate.fails or "went off")
                 self._deliver(silo.name, action.sequence, failed, max(0.0, fate.due - self.clock.now()))
@@ -457,7 +459,7 @@ class Loop:
         line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
         self._loss = line["loss"]
         # Before the checkpoint: a resume from the one before drops the line again. After it, the line could be lost.
-        append_line(self.setting.folder.metrics, line)
+        append_line(self.setting.folder.metrics, line, durable=True)
         self.saving.save(after, self.states, self.due)
         self.tally.spend("merge", self.clock.stopwatch() - began - waited)
         self._handle(Merged(version))

@@ -83,6 +83,7 @@ class Measuring:
         self._evaluated = set(evaluated)
         self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
         self._over: set[tuple[str, int, int]] = set()
+        self._given_up: set[tuple[str, int, int]] = set()
         self.pending: list[int] = []
         self.unusable: set[int] = set()
         self.metrics: Mapping[str, float] = {}
@@ -204,6 +205,8 @@ class Measuring:
     def give_up(self, name: str) -> None:
         """A silo stayed away: its own model is not measured."""
         self._log.note("peer stayed away: its own model is not measured", peer=name)
+        sequence, version, _ = self._requests[name]
+        self._given_up.add((name, sequence, version))
         self._close(name)
 
     def _close(self, name: str) -> None:
@@ -219,8 +222,13 @@ class Measuring:
     def measured(self, message: Message) -> bool:
         """Take a silo's measurement of its own model, or its failure to make one; whether the message was that."""
         header = message.header
-        if header.reply_to is not None and (header.sender, header.reply_to, header.base_version) in self._over:
-            return True
+        if header.reply_to is not None:
+            answered = header.sender, header.reply_to, header.base_version
+            if answered in self._given_up:
+                detail = f"version {header.base_version}: a measurement of its own model after it was given up"
+                self._roster.refuse(header.sender, RemoteWireError("unexpected", detail), 0)
+            if answered in self._over:
+                return True
         if not self._owed(header):
             return False
         name, payload = message.header.sender, message.payloads[0] if message.payloads else None

@@ -10,7 +10,7 @@ from coordinator.rounds import Action, Plan, Send
 from fedmq.cost import CostModel
 from fedmq.faults import Fate
 from fedmq.messages import TaskInfo
-from fedmq.participation import Trace, cohort_size, sampling_of
+from fedmq.participation import Trace, sampling_of
 from fedmq.protocol import Context, FederatedProtocol, Opening, Sharing, SiloFacts
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
@@ -74,7 +74,7 @@ class Setting:
             silos=tuple(silo.name for silo in silos),
             eligible=eligible,
             participation=participation.rate,
-            sampling=sampling_of(participation, samples, cohort_size(participation.rate, len(eligible))),
+            sampling=sampling_of(participation, samples),
             mode=aggregation.mode,
             quorum=aggregation.quorum,
             over_select=aggregation.over_select,

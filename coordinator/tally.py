@@ -23,6 +23,7 @@ class Tally:
         participations: merged replies, by silo.
         discarded: replies that came but were not merged, by reason.
         failed: tasks that brought no usable reply.
+        errors: what silos said was wrong with theirs, since the last merge that had a reply.
         events: that were dealt with, the one under way included.
         seconds: real seconds by phase and in all, summed over resumes.
     """
@@ -35,6 +36,7 @@ class Tally:
     participations: Counter[str] = field(default_factory=Counter)
     discarded: Counter[str] = field(default_factory=Counter)
     failed: int = 0
+    errors: dict[str, str] = field(default_factory=dict)
     events: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 

@@ -159,7 +159,7 @@ class Trouble:
         if fault in self._fired:
             return False
         self._fired.add(fault)
-        append_line(self._record, {"fault": fault})
+        append_line(self._record, {"fault": fault}, durable=True)
         return True
 
     # ------------------------------------------------------------------------------------------------------ frames

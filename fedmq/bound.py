@@ -101,7 +101,8 @@ class Course:
         if process != COORDINATOR:
             return
         if record["action"] == "refused":
-            self.refused.add(record["peer"])
+            if not record["bytes"]:  # a frame that could not be opened has some, and says nothing of what was in it
+                self.refused.add(record["peer"])
         elif record["action"] == "note":
             if record["text"] == "released":
                 self.released = place, record

@@ -219,10 +219,7 @@ def _folder_for(scenario: Any, out_dir: Path | None, resume: Path | None) -> Any
             raise InputError("--out", str(out_dir), "no --out beside --resume, which names the folder itself")
         folder = open_run(resume)
         before = _scenario_of(folder.scenario, None, None)
-        resuming.check(folder, before, scenario, f"--resume {resume}")
-        if (before.launcher == "inline") != (scenario.launcher == "inline"):
-            # Half of it would be without messages, and no log could be audited.
-            raise InputError("launcher", scenario.launcher, f"{before.launcher}, as the run began")
+        resuming.check(folder, before, scenario, f"--resume {resume}", inline=scenario.launcher == "inline")
         return folder
     if out_dir is None:
         stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
@@ -324,7 +321,7 @@ def coordinator_command(
         # Silos and the evaluator may have begun their logs there, but no other run may have been.
         open_run(folder.root)
         before = _scenario_of(folder.scenario, None, None, by_hand=True)
-        resuming.check(folder, before, scenario, f"--out {folder.root}")
+        resuming.check(folder, before, scenario, f"--out {folder.root}", inline=False)
     if not resume and any(folder.checkpoints.glob("version-*")):
         raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume")
     _warn([scenario])

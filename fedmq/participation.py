@@ -48,7 +48,8 @@ class Sampling:
     Args:
         samples: training samples by silo, the weights of the draw; empty draws all alike.
         candidates: power-of-choice (Cho et al. 2020): so many are drawn, and those of them with the highest last-known
-            loss are asked; a silo never heard of counts as infinitely bad. None asks whoever is drawn.
+            loss are asked; a silo never heard of counts as infinitely bad. 0 draws twice as many as are asked. None
+            asks whoever is drawn.
     """
 
     samples: Mapping[str, int] = field(default_factory=dict)
@@ -60,19 +61,18 @@ class Sampling:
         """``count`` of the free silos, in the order given."""
         drawn = draw_order(seed, version, free, self.samples)
         if self.candidates is not None:
-            drawn = drawn[: max(count, self.candidates)]
+            drawn = drawn[: max(count, self.candidates or 2 * count)]
             drawn.sort(key=lambda silo: losses.get(silo, math.inf), reverse=True)
         chosen = set(drawn[: max(0, count)])
         return tuple(silo for silo in free if silo in chosen)
 
 
-def sampling_of(participation: Participation, samples: Mapping[str, int], cohort: int) -> Sampling:
+def sampling_of(participation: Participation, samples: Mapping[str, int]) -> Sampling:
     """The sampling a scenario asks for.
 
     Args:
         participation: as in the scenario.
         samples: training samples by silo.
-        cohort: silos of a full round; power-of-choice draws twice as many unless the scenario says how many.
     """
     match participation.kind:
         case "uniform" | "availability":
@@ -80,7 +80,7 @@ def sampling_of(participation: Participation, samples: Mapping[str, int], cohort
         case "by_data":
             return Sampling(samples)
         case "power_of_choice":
-            return Sampling(samples, participation.candidates or 2 * cohort)
+            return Sampling(samples, participation.candidates or 0)
 
 
 # --------------------------------------------------------------------------------------------------- availability

@@ -209,8 +209,13 @@ def _dump(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
-def append_line(path: Path, record: Mapping[str, Any]) -> None:
+def append_line(path: Path, record: Mapping[str, Any], *, durable: bool = False) -> None:
     """Append one JSON line, whole or not at all.
+
+    Args:
+        path: the file.
+        record: the line.
+        durable: also wait until it is on the disk, for what must survive a power cut.
 
     Raises:
         InputError: the file cannot be written there.
@@ -222,6 +227,8 @@ def append_line(path: Path, record: Mapping[str, Any]) -> None:
         try:
             while rest:  # a disk that is about to be full takes a part of it
                 rest = rest[file.write(rest) :]
+            if durable:
+                os.fsync(file.fileno())
         except BaseException:
             file.truncate(size)
             raise

@@ -268,7 +268,7 @@ class Training(Part):
 class Evaluation(Part):
     """What the evaluator measures and when."""
 
-    every: int = Field(10, ge=0, description="rounds between evaluations; 0 only at the end")
+    every: int = Field(10, ge=0, description="rounds between evaluations; 0 only before the first and after the last")
     personal_every: int = Field(
         0,
         ge=0,

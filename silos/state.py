@@ -77,7 +77,7 @@ class StateStore:
         if state or stored:
             owned = {name: tensor.detach().contiguous() for name, tensor in state.items()}
             try:
-                write_atomically(self._path(sequence), lambda path: write_tensors(path, owned))
+                write_atomically(self._path(sequence), lambda path: write_tensors(path, owned), durable=True)
             except InputError as error:
                 raise DiskError(str(error)) from error
             self._newest = sequence, owned

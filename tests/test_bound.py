@@ -20,7 +20,7 @@ from coordinator.rounds import Phase
 from fedmq import bound, cli, live
 from fedmq.audit import audit_run
 from fedmq.naming import name_of
-from fedmq.runfolder import write_json
+from fedmq.runfolder import RunFolder, write_json
 from fedmq.scenario_file import read_yaml
 from fedmq.world import run_name
 from tests import inline, threads
@@ -266,6 +266,18 @@ def test_forged_figures_of_silos_own_models_are_found(
     drop_the_last_line()
     edit(out / "summary.json", change)
     assert said in [what for _, what in found(out)]
+
+
+def test_a_refused_frame_does_not_excuse_that_a_silos_figures_are_missing() -> None:
+    course = bound.Course(personal={("silo-00", 4): {"digest"}})
+    lines: list[dict[str, Any]] = [{"kind": "personal", "version": 4, "personal_whole_split": {}}]
+    refused = {"action": "refused", "peer": "silo-00", "reason": "gap", "detail": "", "bytes": 70}
+    course.take("coordinator", "line 1", refused)
+    assert [what for _, what in bound._not_told_of_silos(RunFolder(Path("run")), lines, course)] == [
+        "no figures of silo-00's own model at version 4, though it answered"
+    ]
+    course.take("coordinator", "line 2", {**refused, "reason": "unexpected", "bytes": 0})
+    assert not list(bound._not_told_of_silos(RunFolder(Path("run")), lines, course))
 
 
 def test_forged_or_missing_lines_of_silos_own_models_are_found(own_models: Path, tmp_path: Path) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections import deque
+import types
+from collections import Counter, deque
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,16 +17,19 @@ from coordinator import checkpoint as checkpoints
 from coordinator.failures import Failures
 from coordinator.inline import Inline
 from coordinator.loop import Loop
+from coordinator.rounds import Failed, Phase, Send
 from coordinator.timeline import Due, Timeline
+from coordinator.trouble import Order, Trouble
 from fedmq import metrics, policy
 from fedmq.audit import MessageLog, audit_run
-from fedmq.clock import WallClock
+from fedmq.clock import VirtualClock, WallClock
 from fedmq.data import partition
 from fedmq.evaluator import Embedded, fold_recalls
 from fedmq.faults import AnyFault, Fate
 from fedmq.messages import Delta, Header, Kind, Message
 from fedmq.participation import Sampling, Trace
 from fedmq.protocol import SiloFacts, State
+from fedmq.runfolder import RunFolder
 from fedmq.script import Script
 from fedmq.world import build_world
 from silos.program import Silo
@@ -140,7 +145,7 @@ def test_states_under_evaluation_are_kept_though_no_task_stands_on_them(
 
 
 def test_errors_before_a_merge_that_had_a_reply_are_forgotten() -> None:
-    failures = Failures()
+    failures = Failures({})
     failures.said("silo-00", "no")
     failures.due("silo-00")
     assert failures.first == "silo-00: no"
@@ -185,6 +190,44 @@ def test_power_of_choice_with_fewer_candidates_than_it_asks_asks_the_whole_cohor
     assert len(Sampling({}, candidates=1).choose(0, 0, free, 3, {})) == 3
     losses = dict(zip(free, (1.0, 4.0, 2.0, 3.0), strict=True))
     assert Sampling({}, candidates=4).choose(0, 0, free, 2, losses) == ("silo-01", "silo-03")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_power_of_choice_draws_twice_as_many_as_it_asks_unless_told_how_many(count: int) -> None:
+    free = tuple(silo.name for silo in FOUR)
+    losses = dict(zip(free, (1.0, 4.0, 2.0, 3.0), strict=True))
+    asked = Counter[str]()
+    for version in range(200):
+        asked.update(Sampling({}, candidates=0).choose(0, version, free, count, losses))
+    # Of one pair each silo is drawn as often, and the worse of the two is asked: the best of all never.
+    assert (asked["silo-00"] == 0) == (count == 1 or sum(asked.values()) == 400)
+    assert (asked["silo-02"] > 0) == (count == 1)
+
+
+@pytest.mark.parametrize("phase", [Phase.GATHERING, Phase.COLLECTING, Phase.MERGING])
+def test_nobody_is_sent_away_while_silos_gather_or_measure(tmp_path: Path, phase: Phase) -> None:
+    orders, failed = list[Order](), list[Failed]()
+    log: Any = types.SimpleNamespace(note=lambda *_, **__: None)
+    clock = VirtualClock(1.0)
+    away = script({"kind": "leave", "silos": ["silo-00"], "time": [0, 99]})
+    loop: Any = types.SimpleNamespace(
+        trouble=Trouble(away, RunFolder(tmp_path), log, clock, order=orders.append, wired=True, handed={}),
+        setting=types.SimpleNamespace(
+            facts_at=lambda name, version: FOUR[0],
+            cost=types.SimpleNamespace(duration=lambda *_: 1.0),
+            samples=(1,),
+            protocol=types.SimpleNamespace(eligible=lambda silo: True),
+            trace=Trace(),
+        ),
+        rounds=types.SimpleNamespace(phase=phase),
+        clock=clock,
+        due={"silo-00": 5.0},
+        _inbox={},
+        _deliver=lambda silo, sequence, outcome, wait: failed.append(outcome),
+    )
+    Loop._send(loop, Send("silo-00", 1, 0, 0))
+    assert [each.reason for each in failed] == ["away"], "the task fails in either case"
+    assert [order.what for order in orders] == (["stop"] if phase is Phase.COLLECTING else [])
 
 
 def script(*faults: dict[str, object]) -> Script:

@@ -18,10 +18,11 @@ import yaml
 
 from coordinator.accept import LARGEST, check_reply
 from coordinator.loop import Loop
+from coordinator.measuring import Measuring
 from coordinator.roster import Roster
 from coordinator.rounds import Phase
 from fedmq import transport
-from fedmq.audit import MessageLog, read_log
+from fedmq.audit import MessageLog, audit_run, read_log
 from fedmq.clock import VirtualClock
 from fedmq.codec import decode
 from fedmq.crypto import Session, init_keys, load_accepted, load_identity, open_message, seal_message
@@ -177,6 +178,8 @@ def test_a_run_into_which_nothing_was_merged_is_none_however_short_it_was(
     failing(monkeypatch, [f"silo-0{number}" for number in names])
     with pytest.raises(RunError, match=r"no silo could train in any round; .* silo-0\d: task \d+: .*never"):
         inline.run(resolved(tiny, "evaluation.every=0", *settings), tmp_path)
+    with pytest.raises(RunError, match=r"no silo could train in any round; .* silo-0\d: task \d+: .*never"):
+        inline.run(resolved(tiny, "evaluation.every=0", *settings), tmp_path, resume=True)
     assert not (tmp_path / "summary.json").exists()
 
 
@@ -202,6 +205,24 @@ def test_a_silo_that_measures_nothing_is_left_out_of_the_personal_figures(
     assert outcome.phase is Phase.DONE
     assert "silo-00" not in outcome.summary["personal_whole_split"]
     assert outcome.summary["messages"]["refused"] == 1
+
+
+def test_a_measurement_that_comes_after_its_silo_was_given_up_is_refused_and_the_audit_agrees(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, early = Measuring.measured, list[bool]()
+
+    def late(self: Measuring, message: Message) -> bool:
+        if message.header.sender == "silo-00" and "silo-00" in self.asked and not early:
+            early.append(True)
+            self.give_up("silo-00")
+        return measured(self, message)
+
+    monkeypatch.setattr(Measuring, "measured", late)
+    outcome = threads.run(resolved(tiny, "protocol={name: fedper}", "rounds=2"), tmp_path)
+    assert early
+    assert "silo-00" not in outcome.summary["personal_whole_split"]
+    assert not audit_run(tmp_path).findings
 
 
 @pytest.mark.parametrize(

@@ -52,10 +52,10 @@ def test_power_of_choice_takes_the_highest_losses_among_its_candidates_only() ->
     assert [taken[silo] / 1200 for silo in SILOS] == pytest.approx([1 / 2, 1 / 3, 1 / 6, 0], abs=0.05)
 
 
-def test_power_of_choice_draws_twice_the_cohort_unless_told() -> None:
-    assert sampling_of(Participation(kind="power_of_choice"), {}, 3).candidates == 6
-    assert sampling_of(Participation(kind="power_of_choice", candidates=4), {}, 3).candidates == 4
-    assert sampling_of(Participation(kind="by_data"), {"silo-00": 2}, 3) == Sampling({"silo-00": 2})
+def test_candidates_are_those_of_the_scenario_and_of_power_of_choice_alone() -> None:
+    assert sampling_of(Participation(kind="power_of_choice"), {}).candidates == 0
+    assert sampling_of(Participation(kind="power_of_choice", candidates=4), {}).candidates == 4
+    assert sampling_of(Participation(kind="by_data"), {"silo-00": 2}) == Sampling({"silo-00": 2})
 
 
 # --------------------------------------------------------------------------------------------------------- traces

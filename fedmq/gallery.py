@@ -273,18 +273,21 @@ def open_index(gallery: Gallery, among: Among) -> Any:
         InputError: it is missing or damaged, or of other vectors than the gallery's.
     """
     library, path = faiss(), str(gallery.folder / f"{among}.faiss")
+    kind = library.IndexBinaryFlat if gallery.binary else library.IndexFlatIP
     try:
         index = library.read_index_binary(path) if gallery.binary else library.read_index(path)
     except RuntimeError as error:
         found = f"a damaged index ({str(error).splitlines()[0][:80]})"
         raise InputError(path, found, _AGAIN) from None
-    vectors = gallery.array(_SIDE[among])
-    kind = library.IndexBinaryFlat if gallery.binary else library.IndexFlatIP
-    stored = index.xb if gallery.binary else index.codes
-    same = isinstance(index, kind) and library.vector_to_array(stored).tobytes() == vectors.tobytes()
-    if not same:
+    if not (isinstance(index, kind) and _holds(index, gallery.array(_SIDE[among]))):
         raise InputError(path, "an index of other vectors than those beside it", _AGAIN)
     return index
+
+
+def _holds(index: Any, vectors: Array) -> bool:
+    """Whether a flat index is of these vectors, to the bit."""
+    stored = faiss().vector_to_array(index.xb if vectors.dtype == np.uint8 else index.codes)
+    return np.array_equal(stored, vectors.reshape(-1).view(np.uint8))
 
 
 def export(release: Release, chosen: Path | None = None, progress: Progress | None = None) -> Gallery:

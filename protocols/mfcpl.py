@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedmq.errors import RemoteWireError
 from fedmq.labels import fine_columns
-from fedmq.messages import ClassPrototypes, Delta, Model, Payload
+from fedmq.messages import ClassPrototypes, Delta, Model, PartialDelta, Payload
 from fedmq.models.two_tower import Out
 from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.seeds import numpy_generator
@@ -273,7 +273,7 @@ class Mfcpl:
                 are labels, or of more samples together than the update, which was checked against what the silo has.
         """
         longest = _class_prototypes.longest_code(self.context)
-        samples = take(payloads, Delta).n_samples
+        samples = next(each.n_samples for each in payloads if isinstance(each, Delta | PartialDelta))
         for payload in payloads:
             if isinstance(payload, ClassPrototypes):
                 if payload.modality != "both" and not (self.pseudo and payload.modality == "text"):

@@ -407,8 +407,7 @@ class Loop:
                 self._timeline.arrival(at, silo.index, silo.name, action.sequence)
         off = self.clock.virtual and not self.setting.trace.on(silo.name, self.due[silo.name])
         if off or not fate.sent:
-            # It goes off with the task, or never hears of it; that is known, so it need not train for nothing. While
-            # silos gather or measure their own models nobody is kept away: both wait for all of them.
+            # Known to fail, so it need not train for nothing; while silos gather or measure all are waited for.
             if self.rounds.phase is Phase.COLLECTING:
                 self.trouble.kept_from(silo.name, fate)
             if (silo.name, action.sequence) not in self._inbox:

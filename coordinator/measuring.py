@@ -82,8 +82,7 @@ class Measuring:
         self._setting, self._roster, self._log = setting, roster, log
         self._evaluated = set(evaluated)
         self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
-        self._over: set[tuple[str, int, int]] = set()
-        self._given_up: set[tuple[str, int, int]] = set()
+        self._over: dict[tuple[str, int, int], bool] = {}  # and whether it was answered, or given up
         self.pending: list[int] = []
         self.unusable: set[int] = set()
         self.metrics: Mapping[str, float] = {}
@@ -205,14 +204,12 @@ class Measuring:
     def give_up(self, name: str) -> None:
         """A silo stayed away: its own model is not measured."""
         self._log.note("peer stayed away: its own model is not measured", peer=name)
-        sequence, version, _ = self._requests[name]
-        self._given_up.add((name, sequence, version))
-        self._close(name)
+        self._close(name, answered=False)
 
-    def _close(self, name: str) -> None:
+    def _close(self, name: str, *, answered: bool = True) -> None:
         """A silo owes an answer no more; the same one said again, as after a lost connection, is no reply to a task."""
         sequence, version, _ = self._requests.pop(name)
-        self._over.add((name, sequence, version))
+        self._over[name, sequence, version] = answered
 
     def _owed(self, header: Header) -> bool:
         """Whether a message answers what a silo was asked; its last task's reply has the same number, said again."""
@@ -222,13 +219,12 @@ class Measuring:
     def measured(self, message: Message) -> bool:
         """Take a silo's measurement of its own model, or its failure to make one; whether the message was that."""
         header = message.header
-        if header.reply_to is not None:
-            answered = header.sender, header.reply_to, header.base_version
-            if answered in self._given_up:
+        over = None if header.reply_to is None else (header.sender, header.reply_to, header.base_version)
+        if over in self._over:
+            if not self._over[over]:
                 detail = f"version {header.base_version}: a measurement of its own model after it was given up"
                 self._roster.refuse(header.sender, RemoteWireError("unexpected", detail), 0)
-            if answered in self._over:
-                return True
+            return True
         if not self._owed(header):
             return False
         name, payload = message.header.sender, message.payloads[0] if message.payloads else None

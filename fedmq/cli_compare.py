@@ -7,7 +7,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -395,15 +395,13 @@ def _carry_out(options: Options, roots: Roots) -> None:
     plan = _plan(options, roots.resolve)
     from fedmq import compare, plots, tables  # noqa: PLC0415
     from fedmq.plan import default_folder, scenarios  # noqa: PLC0415
-    from fedmq.runfolder import RunFolder, make_folder, write_text  # noqa: PLC0415
+    from fedmq.runfolder import RunFolder, folder_if_used, write_text  # noqa: PLC0415
 
     out, err, command = Console(), Console(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
     folder = options.out_dir or default_folder(plan, options.kind, roots.resolve)
     roots.warn(scenarios(plan, roots.resolve))
     if RunFolder(folder).scenario.exists():
         raise InputError(f"--out {folder}", "the folder of a run", "a folder of the comparison's own")
-    ours = not folder.exists()
-    make_folder(folder)  # the tables are written at the very end: too late to learn that they cannot be
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // (2 if options.processes else 1))
     data_digest = compare.digest_once(roots.prepare(options.quiet), roots.share)
     place = compare.Workplace(options.runs_dir or folder / "runs", roots.resolve, data_digest, options.processes, jobs)
@@ -411,14 +409,9 @@ def _carry_out(options: Options, roots: Roots) -> None:
         trials = sum(len(entry.candidates) for entry in plan.entries if len(entry.candidates) > 1)
         size = f"{len(plan.entries)} rows x {len(plan.seeds)} seeds" + f", {trials} trials on validation" * bool(trials)
         err.print(f"{size}; at most {jobs} runs at once, in {folder}", highlight=False, soft_wrap=True, markup=False)
-    try:
-        with _display(err, quiet=options.quiet) as told:
-            comparison = compare.carry_out(plan, place, told, roots.until_stopped)
-    except BaseException:
-        if ours:
-            with suppress(OSError):
-                folder.rmdir()  # made to see that it can be; nothing is in it yet
-        raise
+    # The tables are written at the very end: too late to learn that they cannot be.
+    with folder_if_used(folder), _display(err, quiet=options.quiet) as told:
+        comparison = compare.carry_out(plan, place, told, roots.until_stopped)
     if comparison.stopped:
         err.print(f"stopped; the same command goes on: [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
         sys.exit(FAILED)

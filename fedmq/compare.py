@@ -11,10 +11,10 @@ import json
 import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fedmq import jobs, outcomes
 from fedmq.data.features import file_digest
@@ -22,7 +22,7 @@ from fedmq.errors import InputError
 from fedmq.outcomes import Outcome
 from fedmq.plan import Entry, Plan, Resolve, digest, named_by
 from fedmq.rows import Row, empty_columns, rows
-from fedmq.runfolder import RunFolder, make_folder, write_text, writing
+from fedmq.runfolder import RunFolder, folder_if_used, write_text, writing
 from fedmq.scenario import Scenario
 
 Settings = tuple[str, ...]
@@ -177,11 +177,8 @@ def _alone(folder: Path) -> Iterator[None]:
     Raises:
         InputError: it cannot be made or written, or another process holds it.
     """
-    ours = not folder.exists()
-    lock = make_folder(folder) / ".lock"
-    with writing(lock):
-        file = lock.open("a")
-    with file:
+    lock = folder / ".lock"
+    with folder_if_used(folder), _opened(lock) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -192,12 +189,13 @@ def _alone(folder: Path) -> Iterator[None]:
             yield
         except BaseException:
             if list(folder.iterdir()) == [lock]:
-                # Refused before there was a run: nothing is left of it. Who made the folder removes it.
-                lock.unlink()
-                if ours:
-                    with suppress(OSError):
-                        folder.rmdir()
+                lock.unlink()  # refused before there was a run: nothing is left of it
             raise
+
+
+def _opened(lock: Path) -> IO[str]:
+    with writing(lock):
+        return lock.open("a")
 
 
 # --------------------------------------------------------------------------------------------------- carrying it out

@@ -7,7 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -125,6 +125,25 @@ def make_folder(path: Path) -> Path:
         if not os.access(path, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
     return path
+
+
+@contextmanager
+def folder_if_used(path: Path) -> Iterator[None]:
+    """Make a folder first, to see that it can be; if all fails and it is empty still, one that was made here goes.
+
+    Raises:
+        InputError: as :func:`make_folder`.
+        DiskError: likewise.
+    """
+    made = not path.exists()
+    make_folder(path)
+    try:
+        yield
+    except BaseException:
+        if made:
+            with suppress(OSError):
+                path.rmdir()
+        raise
 
 
 def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool = False) -> None:

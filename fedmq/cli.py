@@ -459,6 +459,7 @@ cli_compare.add_sweep(app, _ROOTS)
 cli_search.add_search(app, bar, _opened)
 cli_search.add_export(app, bar, _opened)
 cli_search.add_curves(app, bar, _opened)
+cli_search.add_tsne(app, bar, _opened)
 
 
 @app.callback(invoke_without_command=True)

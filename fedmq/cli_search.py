@@ -1,8 +1,9 @@
-"""``fedmq search``, ``fedmq export`` and ``fedmq curves``: what released models make of a gallery and find there."""
+"""``fedmq search``, ``export``, ``curves`` and ``tsne``: what released models make of a gallery and find there."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from enum import StrEnum
@@ -31,6 +32,12 @@ Chosen = Annotated[
         "--gallery",
         metavar="FILE|DIR",
         help="A scenario whose data set is searched, or a folder of pictures; the run's own data set by default.",
+    ),
+]
+Finished = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN...", help="Folders of finished runs, or of comparisons for all of their rows.", show_default=False
     ),
 ]
 OwnModel = Annotated[
@@ -154,11 +161,9 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
 
     @app.command("curves")
     def curves_command(
-        runs: Annotated[
-            list[Path], typer.Argument(metavar="RUN...", help="Folders of finished runs.", show_default=False)
-        ],
+        runs: Finished,
         out_dir: Annotated[
-            Path | None, typer.Option("--out", metavar="DIR", help="Where to; curves/ of the first run by default.")
+            Path | None, typer.Option("--out", metavar="DIR", help="Where to; curves/ of the first folder by default.")
         ] = None,
         top: Annotated[
             str, typer.Option("--top", metavar="N,N,...", help="Cut-offs of precision and recall among the first N.")
@@ -169,23 +174,33 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
     ) -> None:
         """Precision and recall of released models: along the list, within each Hamming radius, among the first N.
 
-        Writes curves.csv and curves.html, with all the runs in one plot of each kind.
+        Writes curves.csv and curves.html, with all the runs in one plot of each kind; of a comparison's rows the means
+        over seeds.
 
         Example: [bold]fedmq curves runs/fedhap-20260101-120000 runs/fedavg-20260101-120500[/bold]
 
         Example: [bold]fedmq curves runs/fedcmr-20260101-120000 runs/fedscmr-20260101-120500 --silo silo-03[/bold]
+
+        Example: [bold]fedmq curves runs/compare-fedavg-fedhap-0123456789ab[/bold]
         """
-        from fedmq import curves  # noqa: PLC0415 - brings torch, which --help does without
+        from fedmq import curves, finished  # noqa: PLC0415 - brings torch, which --help does without
         from fedmq.runfolder import make_folder, write_text  # noqa: PLC0415
 
         cutoffs = curves.parse_cutoffs(top)
-        show, found = bar(), []
-        releases = [opened(run, device, silo, show) for run in runs]  # all of them, before any is measured
+        show = bar()
+        asked = [  # all of them, before any is measured
+            (each.name, [opened(run, device, silo, show) for run in each.folders])
+            for each in finished.named(runs, silo)
+        ]
         folder = make_folder(out_dir or runs[0] / "curves")
-        for done, release in enumerate(releases, 1):
-            found.append(curves.measured(release, cutoffs, show))
-            show("runs measured", done, len(releases))
-        found = curves.distinct(found)
+        total, measured = sum(len(releases) for _, releases in asked), itertools.count(1)
+        found = []
+        for name, releases in asked:
+            each = []
+            for release in releases:
+                each.append(curves.measured(release, cutoffs, show))
+                show("runs measured", next(measured), total)
+            found.append(curves.mean(name, each))
         write_text(folder / "curves.csv", curves.table(found))
         write_text(folder / "curves.html", curves.page(found, ", ".join(run.name for run in found)))
         if as_json:
@@ -200,3 +215,47 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         console = Console()
         console.print(table)
         console.print(f"{folder}: curves.csv, curves.html", highlight=False, markup=False, soft_wrap=True)
+
+
+def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
+    """Add ``fedmq tsne`` to the command line."""
+
+    @app.command("tsne")
+    def tsne_command(
+        runs: Finished,
+        out_dir: Annotated[
+            Path | None, typer.Option("--out", metavar="DIR", help="Where to; tsne/ of the first folder by default.")
+        ] = None,
+        items: Annotated[int, typer.Option("--items", min=1, help="How many at most, drawn by the run's seed.")] = 1000,
+        classes: Annotated[int, typer.Option("--classes", min=1, help="How many of the commonest.")] = 10,
+        side: Annotated[Side | None, typer.Option("--side", help="Images or texts alone; both by default.")] = None,
+        silo: OwnModel = None,
+        device: Device = None,
+        as_json: AsJson = False,
+    ) -> None:
+        """Codes and embeddings of released models in the plane (t-SNE), coloured by class.
+
+        Writes tsne.csv and tsne.html, a picture for each model: the evaluated items' images and first captions. Of a
+        comparison's rows it is their first run that is shown.
+
+        Example: [bold]fedmq tsne runs/fedhap-20260101-120000 runs/fedavg-20260101-120500 --classes 6[/bold]
+        """
+        from fedmq import finished, tsne  # noqa: PLC0415 - brings torch, which --help does without
+        from fedmq.models.two_tower import MODALITIES  # noqa: PLC0415
+        from fedmq.runfolder import make_folder, write_text  # noqa: PLC0415
+
+        show, planes = bar(), []
+        asked = [(each.name, opened(each.folders[0], device, silo, show)) for each in finished.named(runs, silo)]
+        folder = make_folder(out_dir or runs[0] / "tsne")
+        sides = [each for each in MODALITIES if side in (None, each)]
+        for done, (name, release) in enumerate(asked):
+            show("models placed", done, len(asked))
+            planes.append(tsne.placed(name, release, items=items, classes=classes, sides=sides, progress=show))
+        show("models placed", len(asked), len(asked))
+        write_text(folder / "tsne.csv", tsne.table(planes))
+        write_text(folder / "tsne.html", tsne.page(planes))
+        if as_json:
+            points = {plane.name: len(plane.items) for plane in planes}
+            print(json.dumps({"folder": str(folder), "points": points}))
+            return
+        Console().print(f"{folder}: tsne.csv, tsne.html", highlight=False, markup=False, soft_wrap=True)

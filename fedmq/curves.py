@@ -7,19 +7,23 @@ models of finished runs are measured as their runs measured them: same split, sa
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 
 from fedmq import plots, tables
-from fedmq.data.prepared import Progress
+from fedmq.data.prepared import Prepared, Progress
 from fedmq.errors import InputError
 from fedmq.evaluator import HeldOut, Way, embed, rank
 from fedmq.figures import Figure
 from fedmq.ranking import Curve, RankingMetrics
-from fedmq.release import Release
+from fedmq.release import Release, Retriever
 from fedmq.world import build_world
+
+Key = TypeVar("Key")
 
 #: Places of a long list that are drawn; the file has as many.
 _POINTS = 200
@@ -27,10 +31,10 @@ _POINTS = 200
 
 @dataclass(frozen=True)
 class Measured:
-    """One run's curves.
+    """The curves of one run, or the means over several that differ in their seed.
 
     Args:
-        name: of the run, and the silo's if the model is its own.
+        name: of the runs, and the silo's if the model is its own.
         ways: ``i2t`` and ``t2i``; with ``evaluation.within`` also ``i2i`` and ``t2t``.
     """
 
@@ -50,7 +54,25 @@ def parse_cutoffs(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def measured(release: Release, top_n: Sequence[int], progress: Progress | None = None) -> Measured:
+def heldout_of(release: Release, progress: Progress | None = None) -> tuple[HeldOut, Retriever, Prepared]:
+    """What a run's models were measured on, its released model, and the data set.
+
+    Args:
+        release: the run.
+        progress: told while data are prepared.
+
+    Raises:
+        InputError: the data are not those of the run, or have no labels.
+    """
+    scenario = release.scenario
+    world = build_world(scenario, progress, release.cache)
+    release.check_data(world.prepared)
+    if not world.prepared.label_names:
+        raise InputError(f"data.name of {release.run.root}", scenario.data.name, "a data set with labels")
+    return HeldOut.load(scenario, world), release.retriever(world.prepared), world.prepared
+
+
+def measured(release: Release, top_n: Sequence[int], progress: Progress | None = None) -> dict[Way, RankingMetrics]:
     """Measure a released model.
 
     Args:
@@ -62,20 +84,64 @@ def measured(release: Release, top_n: Sequence[int], progress: Progress | None =
         InputError: the data are not those of the run, or have no labels, by which items would be relevant.
     """
     scenario = release.scenario
-    world = build_world(scenario, progress, release.cache)
-    release.check_data(world.prepared)
-    if not world.prepared.label_names:
-        raise InputError(f"data.name of {release.run.root}", scenario.data.name, "a data set with labels")
-    heldout, model = HeldOut.load(scenario, world), release.retriever(world.prepared)
+    heldout, model, _ = heldout_of(release, progress)
     queries = embed(model.encoders, heldout.share, binary=model.binary)
     gallery = queries if heldout.gallery is None else embed(model.encoders, heldout.gallery, binary=model.binary)
     asked = tuple(n for n in top_n if n <= len(gallery.image))
     ways: tuple[Way, ...] = ("i2t", "t2i")
     if scenario.evaluation.within and heldout.gallery is not None:
         ways = (*ways, "i2i", "t2t")
-    found = rank(queries, gallery, scenario.evaluation, scenario.seed, ways, top_n=asked, curves=True)
-    silo = "" if release.own is None else f" {release.own.silo}"
-    return Measured(f"{release.run.root.name}{silo}", found)
+    return rank(queries, gallery, scenario.evaluation, scenario.seed, ways, top_n=asked, curves=True)
+
+
+def mean(name: str, runs: Sequence[Mapping[Way, RankingMetrics]]) -> Measured:
+    """The means over runs, number by number and place by place.
+
+    Args:
+        name: of what they are runs of.
+        runs: what :func:`measured` found of each; at least one.
+
+    Raises:
+        InputError: their lists or their codes are of different lengths, which no mean is of.
+    """
+    sizes = {
+        tuple(
+            (way, *(None if curve is None else len(curve.recall) for curve in (each.pr_rank, each.pr_radius)))
+            for way, each in run.items()
+        )
+        for run in runs
+    }
+    if len(sizes) > 1:
+        raise InputError(f"runs of {name}", "lists or codes of different lengths", "runs that differ in their seed")
+    return Measured(name, {way: _mean([run[way] for run in runs]) for way in runs[0]})
+
+
+def _mean(found: Sequence[RankingMetrics]) -> RankingMetrics:
+    return RankingMetrics(
+        map=float(np.mean([each.map for each in found])),
+        map_expected=float(np.mean([each.map_expected for each in found])),
+        map_at=_means([each.map_at for each in found]),
+        ndcg=_means([each.ndcg for each in found]),
+        ndcg_retrieved=_means([each.ndcg_retrieved for each in found]),
+        top_n={n: tuple(np.mean([each.top_n[n] for each in found], axis=0).tolist()) for n in found[0].top_n},
+        pr_rank=_curve([each.pr_rank for each in found]),
+        pr_radius=_curve([each.pr_radius for each in found]),
+    )
+
+
+def _means(found: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
+    return {key: float(np.mean([each[key] for each in found])) for key in found[0]}
+
+
+def _curve(found: Sequence[Curve | None]) -> Curve | None:
+    """The mean curve; where some runs retrieve nothing within a radius, precision is the others' mean."""
+    curves = [each for each in found if each is not None]
+    if not curves:
+        return None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)  # NaN where nobody retrieves anything
+        precision = np.nanmean([each.precision for each in curves], axis=0)
+    return Curve(precision, np.mean([each.recall for each in curves], axis=0))
 
 
 def _thinned(curve: Curve) -> tuple[np.ndarray, Curve]:
@@ -130,12 +196,3 @@ def page(runs: Sequence[Measured], title: str) -> str:
                 figure.draw("scatter", x=list(found.top_n), y=values, name=name, mode="lines+markers")
             figures.append(figure)
     return plots.document(title, (), figures)
-
-
-def distinct(runs: Sequence[Measured]) -> list[Measured]:
-    """The same with names that differ: a run folder's name says little twice."""
-    names = [run.name for run in runs]
-    return [
-        replace(run, name=f"{run.name} ({names[: place + 1].count(run.name)})") if names.count(run.name) > 1 else run
-        for place, run in enumerate(runs)
-    ]

@@ -47,7 +47,8 @@ def _column(rows: Sequence[Row], column: str) -> list[Figure]:
     return figures
 
 
-def _colour(place: int, opacity: float = 1.0) -> str:
+def colour(place: int, opacity: float = 1.0) -> str:
+    """A colour of plotly's usual ten, over and over."""
     from plotly import colors  # noqa: PLC0415
 
     palette = colors.qualitative.Plotly
@@ -65,14 +66,14 @@ def _line(figure: Figure, place: int, name: str, x: Sequence[Any], mean: F64, st
             x=[*x, *reversed(x)],
             y=band,
             fill="toself",
-            fillcolor=_colour(place, 0.15),
+            fillcolor=colour(place, 0.15),
             line={"width": 0},
             hoverinfo="skip",
             showlegend=False,
             legendgroup=name,
         )
     figure.draw(
-        "scatter", x=list(x), y=mean, name=name, legendgroup=name, mode="lines+markers", line={"color": _colour(place)}
+        "scatter", x=list(x), y=mean, name=name, legendgroup=name, mode="lines+markers", line={"color": colour(place)}
     )
 
 
@@ -83,7 +84,7 @@ def _bars(rows: Sequence[Row], column: str) -> Figure:
         x=[row.entry.name for row in rows],
         y=[row.columns[column].mean for row in rows],
         error_y={"type": "data", "array": [row.columns[column].std for row in rows]},
-        marker={"color": [_colour(place) for place in range(len(rows))]},
+        marker={"color": [colour(place) for place in range(len(rows))]},
     )
     return figure
 

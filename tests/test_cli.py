@@ -254,7 +254,20 @@ def test_an_audit_that_finds_a_difference_exits_with_3(tmp_path: Path, monkeypat
 
 @pytest.mark.parametrize(
     "command",
-    ["", "keys", "data", "scenario", "coordinator", "silo", "evaluator", "audit", "report", "protocols", "curves"],
+    [
+        "",
+        "keys",
+        "data",
+        "scenario",
+        "coordinator",
+        "silo",
+        "evaluator",
+        "audit",
+        "report",
+        "protocols",
+        "curves",
+        "tsne",
+    ],
 )
 def test_every_command_explains_itself_with_an_example(
     command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

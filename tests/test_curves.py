@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedmq import cli, curves
+from fedmq import cli, curves, finished
 from fedmq.errors import InputError
 from fedmq.release import open_release
 from tests import threads
@@ -32,8 +32,8 @@ def hashing(tiny: Path, tmp_path: Path) -> Path:
 def test_a_models_curves_agree_with_what_its_run_measured(hashing: Path) -> None:
     found = curves.measured(open_release(hashing), (1, 5, 10**6))
     summary = json.loads((hashing / "summary.json").read_text())["metrics"]
-    assert set(found.ways) == {"i2t", "t2i", "i2i", "t2t"}
-    for way, each in found.ways.items():
+    assert set(found) == {"i2t", "t2i", "i2i", "t2t"}
+    for way, each in found.items():
         assert each.map == pytest.approx(summary[f"map_{way}"], abs=1e-12)
         assert set(each.top_n) == {1, 5}  # a list is not that long
         assert each.pr_rank is not None and each.pr_radius is not None
@@ -81,3 +81,73 @@ def test_items_without_labels_have_no_relevant_ones(tmp_path: Path) -> None:
 def test_cutoffs_that_are_none_are_refused(text: str) -> None:
     with pytest.raises(InputError, match="--top"):
         curves.parse_cutoffs(text)
+
+
+def comparison(folder: Path, *runs: tuple[str, Path]) -> Path:
+    """A comparison's folder, as far as its runs are read from it."""
+    folder.mkdir()
+    lines = [f"{name},{seed},{path}" for seed, (name, path) in enumerate(runs)]
+    (folder / "runs.csv").write_text("\n".join(["name,seed,folder", *lines, ""]))
+    return folder
+
+
+def test_of_a_comparison_each_row_is_the_mean_over_its_seeds(tiny: Path, hashing: Path, tmp_path: Path) -> None:
+    threads.run(threads.resolved(tiny, *HASHING, "seed=1"), tmp_path / "other")
+    own = [curves.measured(open_release(path), (1, 5)) for path in (hashing, tmp_path / "other")]
+    assert own[0]["i2t"].map != own[1]["i2t"].map
+    found = curves.mean("both", own)
+    for way, each in found.ways.items():
+        first, second = own[0][way], own[1][way]
+        assert each.map == pytest.approx((first.map + second.map) / 2)
+        assert each.top_n[5] == pytest.approx(np.mean([first.top_n[5], second.top_n[5]], axis=0))
+        assert each.pr_rank is not None and first.pr_rank is not None and second.pr_rank is not None
+        np.testing.assert_allclose(each.pr_rank.recall, (first.pr_rank.recall + second.pr_rank.recall) / 2)
+        assert each.pr_radius is not None and first.pr_radius is not None and second.pr_radius is not None
+        pairs = np.stack([first.pr_radius.precision, second.pr_radius.precision])
+        there = ~np.isnan(pairs)  # a run that retrieves nothing within a radius has no precision there
+        expected = np.where(there, pairs, 0).sum(0) / np.maximum(there.sum(0), 1)
+        np.testing.assert_allclose(each.pr_radius.precision, np.where(there.any(0), expected, np.nan))
+    folder = comparison(tmp_path / "compared", ("both", hashing), ("both", tmp_path / "other"), ("run", hashing))
+    assert finished.named([folder, hashing]) == [
+        finished.Runs("both", (hashing, tmp_path / "other")),
+        finished.Runs("run (1)", (hashing,)),
+        finished.Runs("run (2)", (hashing,)),
+    ]
+
+
+def test_the_command_takes_what_compare_wrote(
+    hashing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = comparison(tmp_path / "compared", ("a row", hashing), ("a row", hashing))
+    monkeypatch.setattr("sys.argv", ["fedmq", "curves", str(folder), "--json"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0
+    alone = curves.measured(open_release(hashing), (1,))
+    said = json.loads(capsys.readouterr().out)
+    assert said["runs"] == {"a row": {f"map_{way}": pytest.approx(each.map) for way, each in alone.items()}}
+    assert {row["run"] for row in csv.DictReader((folder / "curves" / "curves.csv").open())} == {"a row"}
+
+
+def test_a_mean_over_galleries_of_different_sizes_is_refused(tiny: Path, hashing: Path, tmp_path: Path) -> None:
+    threads.run(threads.resolved(tiny, *HASHING, "objective.bits=8"), tmp_path / "short")
+    own = [curves.measured(open_release(path), (1,)) for path in (hashing, tmp_path / "short")]
+    with pytest.raises(InputError, match=r"runs of both: .*different lengths"):
+        curves.mean("both", own)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("name,seed,folder\n", "no run"),
+        ("seed,folder\n0,here\n", "without name or folder"),
+        ("name,folder\nrow,\n", "without name or folder"),
+        ("name,folder\nrow,not/there\n", "not/there"),
+        ("\udcff", "decode"),
+    ],
+)
+def test_a_comparison_that_cannot_be_read_is_named(text: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "runs.csv").write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(InputError, match=said) as refused:
+        finished.named([tmp_path])
+    assert str(refused.value).startswith(str(tmp_path / "runs.csv"))

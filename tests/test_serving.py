@@ -103,7 +103,7 @@ def test_the_own_model_is_the_one_that_the_silo_measured(method: str, tiny: Path
     root = finished(tiny, tmp_path / "run", "participation=1", *settings)
     told = summary_of(root)["personal_whole_split"][PAIRED]
     release = as_the_silo_measured(root, PAIRED)
-    for way, each in curves.measured(release, (1,)).ways.items():
+    for way, each in curves.measured(release, (1,)).items():
         assert each.map == pytest.approx(told[f"map_{way}"], abs=1e-12)
 
     made = export(release)

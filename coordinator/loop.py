@@ -448,7 +448,7 @@ class Loop:
         self.states[version] = state
         self.measuring.evaluate_if_due(version, state)
         waiting = self.clock.stopwatch()
-        if self.measuring.own_due(version) and not self._measured(version, self.rounds.settled, final=False):
+        if not self._measured_meanwhile(version):
             self._handle(Stop())  # without a checkpoint: a resume merges again, and measures
             return
         waited = self.clock.stopwatch() - waiting
@@ -462,6 +462,12 @@ class Loop:
         self.saving.save(after, self.states, self.due)
         self.tally.spend("merge", self.clock.stopwatch() - began - waited)
         self._handle(Merged(version))
+
+    def _measured_meanwhile(self, version: int) -> bool:
+        """Have measured what a merge waits for; false if a stop is wanted before it was."""
+        if self.measuring.own_due(version):
+            return self._measured(version, self.rounds.settled, final=False)
+        return not self.measuring.crowded or self.measuring.wait(self._look, self.stop_wanted, self.clock, final=False)
 
     def _reply(self, item: Arrived) -> Reply:
         message = self._inbox[item.silo, item.sequence]

@@ -27,6 +27,8 @@ _NEEDED = "mean_r1"
 _LARGEST_RANK = 2.0**32
 #: By how much a sum of shares may miss 1.
 _ROUNDING = 1e-6
+#: Evaluations under way at most: each keeps a model here, and one on its way.
+UNDER_WAY = 8
 #: Real seconds that are waited for an evaluator that went away, once nothing else is left to do.
 _EVALUATOR_PATIENCE = 60.0
 
@@ -89,6 +91,11 @@ class Measuring:
         self.personal: dict[str, Metrics] = {}
         self._like: Metrics | None = None
         self._early: dict[str, Payload | None] = {}
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the evaluator is so far behind that the run waits for it."""
+        return len(self.pending) > UNDER_WAY
 
     @property
     def asked(self) -> tuple[str, ...]:
@@ -166,7 +173,8 @@ class Measuring:
             append_line(self._setting.folder.metrics, line)
 
     def wait(self, look: Callable[[], None], stop_wanted: Callable[[], bool], clock: Clock, *, final: bool) -> bool:
-        """Wait until the silos asked have answered or are given up; in the end, for the evaluator, too.
+        """Wait until the silos asked have answered or are given up; where :attr:`crowded` and in the end, for the
+        evaluator, too.
 
         Args:
             look: takes what arrives, and gives up who stays away; waits a fraction of a second if nothing does.
@@ -182,13 +190,13 @@ class Measuring:
         """
         away = clock.stopwatch()
         # During the run the evaluator may be late; only its first answer tells what a silo's has to be like.
-        while (self.pending and final) or self.asked or self._early:
+        while (self.pending and final) or self.crowded or self.asked or self._early:
             if stop_wanted():
                 return False
             look()
             if self._roster.online(EVALUATOR) and not self.unusable:
                 away = clock.stopwatch()
-            needed = self.pending if final else self._early
+            needed = self.pending if final or self.crowded else self._early
             if needed and (self.unusable or clock.stopwatch() - away > _EVALUATOR_PATIENCE):
                 why = "answered with what is no evaluation" if self.unusable else "stayed away"
                 trained = "the model is trained and checkpointed, --resume evaluates it"

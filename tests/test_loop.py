@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,17 @@ import torch
 from safetensors.numpy import load_file
 
 from coordinator import checkpoint
+from coordinator.measuring import UNDER_WAY, Measuring
 from coordinator.rounds import Phase
 from fedmq import transport
 from fedmq.audit import audit_run
 from fedmq.crypto import init_keys, load_identity, seal_message
+from fedmq.evaluator import Evaluator
 from fedmq.handshake import initiate
 from fedmq.link import BEAT_SECONDS, LOST_BEATS
-from fedmq.messages import Delta, Header, Kind, Message
+from fedmq.messages import Delta, Header, Kind, Message, Metrics, Payload
 from fedmq.models.two_tower import BRANCHES
+from fedmq.protocol import State
 from fedmq.records import read_log
 from fedmq.runfolder import RunFolder
 from fedmq.scenario import Scenario
@@ -329,3 +333,58 @@ def test_a_capture_of_all_frames_holds_no_tensor_and_no_name_of_what_is_inside(
         assert raw[:16] not in wire, name
     assert b"layout_digest" not in wire  # nor the names of what is inside
     assert Delta.KIND.encode() not in wire
+
+
+class Slow:
+    """An evaluator that answers nobody until ``enough`` evaluations are under way, and looks what happens then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: set[int] = set()
+        self.enough, self.stood = threading.Event(), 0
+        ask, answer = Measuring.evaluate, Evaluator.evaluate
+
+        def asking(measuring: Measuring, version: int, state: State) -> None:
+            ask(measuring, version, state)
+            self.asked.add(version)  # version 0 twice where the evaluator comes later than it
+            if len(self.asked) > UNDER_WAY:
+                self.enough.set()
+
+        def answering(evaluator: Evaluator, payloads: Sequence[Payload]) -> Metrics:
+            if not self.stood:
+                assert self.enough.wait(60)
+                time.sleep(0.7)  # in which thirty rounds would go by
+                self.stood = len(self.asked)
+            return answer(evaluator, payloads)
+
+        monkeypatch.setattr(Measuring, "evaluate", asking)
+        monkeypatch.setattr(Evaluator, "evaluate", answering)
+
+
+LONG = ("rounds=16", "protocol=fedavg", "evaluation.every=1")
+
+
+def test_rounds_wait_for_an_evaluator_that_falls_far_behind(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = run(resolved(tiny, *LONG, "evaluation.every=0"), tmp_path / "alone")
+    slow = Slow(monkeypatch)
+    outcome = run(resolved(tiny, *LONG), tmp_path / "slow")
+    assert slow.stood == UNDER_WAY + 1  # without the bound all seventeen would have been asked for
+    assert outcome.summary["model_digest"] == alone.summary["model_digest"]
+    lines = [json.loads(line) for line in (tmp_path / "slow" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["version"] for line in lines if line["kind"] == "evaluation"] == list(range(17))
+
+
+def test_a_run_that_waits_for_its_evaluator_can_be_stopped_and_resumed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = run(resolved(tiny, *LONG), tmp_path / "alone")
+    with monkeypatch.context() as patched:
+        slow = Slow(patched)
+        stopped = run(resolved(tiny, *LONG), tmp_path / "stopped", stop_wanted=slow.enough.is_set)
+    assert stopped.phase is Phase.STOPPED
+    outcome = run(resolved(tiny, *LONG), tmp_path / "stopped", resume=True)
+    assert outcome.summary["model_digest"] == alone.summary["model_digest"]
+    found = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("alone", "stopped")]
+    merges = [[line for line in map(json.loads, each) if line["kind"] == "merge"] for each in found]
+    assert [[line["version"] for line in each] for each in merges] == [list(range(1, 17))] * 2

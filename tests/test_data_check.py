@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -316,6 +317,29 @@ def test_what_the_method_refuses_of_a_file_of_features_is_told_beside_its_counts
     assert facts["problems"] == [
         "protocol.name: found 'creamfl_public', allowed: creamfl: the data set marks no public items"
     ]
+
+
+def test_twins_of_training_items_and_a_label_of_all_are_told(
+    own_cache: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with np.load(yaml.safe_load(tiny.read_text())["data"]["path"]) as stored:
+        arrays = dict(stored)
+    arrays["labels"] = np.stack([arrays["labels"] == label for label in range(5)] + [np.ones(150, bool)], 1)
+    for row in (125, 140, 141):  # of the test split: one with a training item's image alone, two that are its twins
+        arrays["image"][row] = arrays["image"][7]
+        if row > 125:
+            arrays["text"][row] = arrays["text"][7]
+    np.savez(tmp_path / "twins.npz", **arrays)
+    changed = f"data.path={tmp_path / 'twins.npz'}"
+    assert fedmq(monkeypatch, "data", "check", tiny, "--set", changed, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["held_out_but_trained_on"] == ["000140", "000141"]
+    assert fedmq(monkeypatch, "data", "check", tiny, "--set", changed) == 0
+    said = capfd.readouterr().out
+    assert "2 held out but trained on:\n  000140\n  000141\n" in said
+    assert "every item has the label label-005, so that each is relevant" in said
+    assert fedmq(monkeypatch, "data", "check", tiny) == 0
+    said = capfd.readouterr().out
+    assert "trained on" not in said and "every item" not in said
 
 
 def test_a_broken_annotation_file_is_bad_input(

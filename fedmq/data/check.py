@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -138,7 +139,29 @@ def _held(world: World, silo: int) -> dict[str, int]:
     return dict(_label_facts(own, world.prepared.label_names, 0)["labels"])
 
 
-def _world_facts(world: World) -> dict[str, Any]:
+def _trained_on(world: World, progress: Progress | None) -> list[str]:
+    """Keys of the evaluated items that have both the image and the captions of an item that is trained on."""
+    prepared = world.prepared
+    trained = np.unique(np.concatenate([*world.train, np.zeros(0, np.int64)]))
+    told = tell(progress, "items compared", len(trained) + len(world.evaluated))
+
+    def content(row: int) -> bytes:
+        own = prepared.text[row][: int(prepared.captions[row])]
+        return hashlib.blake2b(prepared.image[row].tobytes() + own.tobytes(), digest_size=16).digest()
+
+    seen = set()
+    for done, row in enumerate(trained, 1):
+        seen.add(content(row))
+        told(done)
+    found = []
+    for done, row in enumerate(world.evaluated, len(trained) + 1):
+        if content(row) in seen:
+            found.append(prepared.keys[row])
+        told(done)
+    return found
+
+
+def _world_facts(world: World, progress: Progress | None) -> dict[str, Any]:
     split = np.asarray(world.prepared.split)
     return {
         **_label_facts(world.prepared.labels, world.prepared.label_names, world.prepared.n),
@@ -154,6 +177,7 @@ def _world_facts(world: World) -> dict[str, Any]:
             }
             for silo in world.silos
         },
+        "held_out_but_trained_on": _trained_on(world, progress),
     }
 
 
@@ -166,9 +190,10 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> d
         progress: told during anything long.
 
     Returns:
-        As :func:`check_raw`, and ``silos`` where the features are there: openmoji's are made at once, those of a set
-        on disk by ``fedmq data features``. What a run would refuse, as a method without the labels that it needs, is
-        the last of ``problems``.
+        As :func:`check_raw`, and where the features are there ``silos`` and ``held_out_but_trained_on``, the keys of
+        held-out items that are a training item's twins. Openmoji's features are made at once, those of a set on disk by
+        ``fedmq data features``. What a run would refuse, as a method without the labels that it needs, is the last of
+        ``problems``.
 
     Raises:
         InputError: the data cannot be read, or cannot be shared out as asked.
@@ -176,7 +201,7 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> d
     data, backbone = scenario.data, scenario.backbone
     if data.name in ("openmoji", "features") or backbone.name == "features":
         world = build_world(scenario, progress)
-        facts = {"data": data.name, **_world_facts(world), "problems": [], "usable": True}
+        facts = {"data": data.name, **_world_facts(world, progress), "problems": [], "usable": True}
         facts["published"] = _published(data, facts["items"], len(facts["labels"]))
         return _with_refusal(facts, scenario, fits, world.prepared.folder)
     facts = check_raw(data, progress)
@@ -186,7 +211,7 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> d
     folder = cache_folder() / "data" / made.digest
     if folder.is_dir():
         world = build_world(scenario, progress)
-        return _with_refusal(facts | _world_facts(world), scenario, fits, folder)
+        return _with_refusal(facts | _world_facts(world, progress), scenario, fits, folder)
     if backbone.adapter_site == "blocks" or backbone.end_to_end:
         return facts  # networks for pixels, which no vectors can stand for
     with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
@@ -242,7 +267,10 @@ def show(facts: dict[str, Any], out: Console) -> None:
     if labels:
         line += f", {len(labels)} labels, {facts['without_labels']} items without one"
     out.print(line, highlight=False, markup=False)
-    for kind in ("missing", "unreadable", "without_captions"):
+    for label in [label for label, count in (labels or {}).items() if count == facts["items"]]:
+        line = f"every item has the label {_printable(label)}, so that each is relevant to all others"
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
+    for kind in ("missing", "unreadable", "without_captions", "held_out_but_trained_on"):
         found = facts.get(kind, [])
         if found:
             rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""

@@ -27,9 +27,9 @@ _NEEDED = "mean_r1"
 _LARGEST_RANK = 2.0**32
 #: By how much a sum of shares may miss 1.
 _ROUNDING = 1e-6
-#: Evaluations under way at most: each keeps a model here, and one on its way.
+#: Evaluations under way at most while rounds go on: each keeps a model here, and one on its way.
 UNDER_WAY = 8
-#: Real seconds that are waited for an evaluator that went away, once nothing else is left to do.
+#: Real seconds that are waited for an evaluator that went away, where nothing else is left to do.
 _EVALUATOR_PATIENCE = 60.0
 
 
@@ -189,15 +189,16 @@ class Measuring:
             RunError: the evaluator stays away, or its answer cannot be used.
         """
         away = clock.stopwatch()
-        # During the run the evaluator may be late; only its first answer tells what a silo's has to be like.
+        # During the run the evaluator may be late, even to join; its first answer tells what a silo's has to be like.
         while (self.pending and final) or self.crowded or self.asked or self._early:
             if stop_wanted():
                 return False
             look()
             if self._roster.online(EVALUATOR) and not self.unusable:
                 away = clock.stopwatch()
-            needed = self.pending if final or self.crowded else self._early
-            if needed and (self.unusable or clock.stopwatch() - away > _EVALUATOR_PATIENCE):
+            needed = self.pending if final else self._early
+            hopeless = self.crowded and self.unusable.issuperset(self.pending)
+            if hopeless or (needed and (self.unusable or clock.stopwatch() - away > _EVALUATOR_PATIENCE)):
                 why = "answered with what is no evaluation" if self.unusable else "stayed away"
                 trained = "the model is trained and checkpointed, --resume evaluates it"
                 raise RunError(f"the evaluator {why}; {trained if final else '--resume goes on'}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,9 +18,11 @@ from rich.table import Column, Table
 
 from fedmq.cli_options import AsJson, Bar, Device, Run
 from fedmq.cli_output import writes_unicode
+from fedmq.errors import InputError
 from fedmq.fields import printable
 
 if TYPE_CHECKING:
+    from fedmq.finished import Runs
     from fedmq.release import Release
 
 #: Opens a run: its folder, the device, whose own model to use, and what is told while data are prepared.
@@ -156,6 +159,21 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         )
 
 
+def _models(asked: Sequence[Runs], opened: Callable[[Path], Release]) -> list[tuple[str, list[Release]]]:
+    """The models under each name; of a comparison, rows without such a model are left out, and said to be."""
+    found: list[tuple[str, list[Release]]] = []
+    for each in asked:
+        try:
+            found.append((each.name, [opened(run) for run in each.folders]))
+        except InputError as error:
+            if each.comparison is None or (each is asked[-1] and not found):
+                raise
+            Console(stderr=True).print(
+                f"[yellow]left out[/yellow] {escape(each.name)}: {escape(str(error))}", highlight=False, soft_wrap=True
+            )
+    return found
+
+
 def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
     """Add ``fedmq curves`` to the command line."""
 
@@ -188,10 +206,8 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
 
         cutoffs = curves.parse_cutoffs(top)
         show = bar()
-        asked = [  # all of them, before any is measured
-            (each.name, [opened(run, device, silo, show) for run in each.folders])
-            for each in finished.named(runs, silo)
-        ]
+        # All of them, before any is measured.
+        asked = _models(finished.named(runs, silo), lambda run: opened(run, device, silo, show))
         folder = make_folder(out_dir or runs[0] / "curves")
         total, measured = sum(len(releases) for _, releases in asked), itertools.count(1)
         found = []
@@ -245,10 +261,11 @@ def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         from fedmq.runfolder import make_folder, write_text  # noqa: PLC0415
 
         show, planes = bar(), []
-        asked = [(each.name, opened(each.folders[0], device, silo, show)) for each in finished.named(runs, silo)]
+        first = [replace(each, folders=each.folders[:1]) for each in finished.named(runs, silo)]
+        asked = _models(first, lambda run: opened(run, device, silo, show))
         folder = make_folder(out_dir or runs[0] / "tsne")
         sides = [each for each in MODALITIES if side in (None, each)]
-        for done, (name, release) in enumerate(asked):
+        for done, (name, (release,)) in enumerate(asked):
             show("models placed", done, len(asked))
             planes.append(tsne.placed(name, release, items=items, classes=classes, sides=sides, progress=show))
         show("models placed", len(asked), len(asked))

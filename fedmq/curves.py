@@ -15,13 +15,13 @@ from typing import TypeVar
 import numpy as np
 
 from fedmq import plots, tables
-from fedmq.data.prepared import Prepared, Progress
+from fedmq.data.prepared import Progress
 from fedmq.errors import InputError
 from fedmq.evaluator import HeldOut, Way, embed, rank
 from fedmq.figures import Figure
 from fedmq.ranking import Curve, RankingMetrics
-from fedmq.release import Release, Retriever
-from fedmq.world import build_world
+from fedmq.release import Release
+from fedmq.world import World, build_world
 
 Key = TypeVar("Key")
 
@@ -54,8 +54,8 @@ def parse_cutoffs(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def heldout_of(release: Release, progress: Progress | None = None) -> tuple[HeldOut, Retriever, Prepared]:
-    """What a run's models were measured on, its released model, and the data set.
+def labelled_world(release: Release, progress: Progress | None = None) -> World:
+    """A run's data, which have labels.
 
     Args:
         release: the run.
@@ -69,7 +69,7 @@ def heldout_of(release: Release, progress: Progress | None = None) -> tuple[Held
     release.check_data(world.prepared)
     if not world.prepared.label_names:
         raise InputError(f"data.name of {release.run.root}", scenario.data.name, "a data set with labels")
-    return HeldOut.load(scenario, world), release.retriever(world.prepared), world.prepared
+    return world
 
 
 def measured(release: Release, top_n: Sequence[int], progress: Progress | None = None) -> dict[Way, RankingMetrics]:
@@ -84,7 +84,8 @@ def measured(release: Release, top_n: Sequence[int], progress: Progress | None =
         InputError: the data are not those of the run, or have no labels, by which items would be relevant.
     """
     scenario = release.scenario
-    heldout, model, _ = heldout_of(release, progress)
+    world = labelled_world(release, progress)
+    heldout, model = HeldOut.load(scenario, world), release.retriever(world.prepared)
     queries = embed(model.encoders, heldout.share, binary=model.binary)
     gallery = queries if heldout.gallery is None else embed(model.encoders, heldout.gallery, binary=model.binary)
     asked = tuple(n for n in top_n if n <= len(gallery.image))

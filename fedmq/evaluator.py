@@ -1,4 +1,4 @@
-"""The evaluator program: measures models on the held-out split, in a process of its own so that nobody waits for it."""
+"""The evaluator program: measures models on the held-out split, in a process of its own, beside the rounds."""
 
 from __future__ import annotations
 

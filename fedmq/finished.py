@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Sequence
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,14 +19,16 @@ class Runs:
     Args:
         name: of the run's folder, or of the comparison's row.
         folders: of the one run, or of the row's, a seed each.
+        comparison: whose row it is; None of a run that was named itself.
     """
 
     name: str
     folders: tuple[Path, ...]
+    comparison: Path | None = None
 
 
 def named(paths: Iterable[Path], silo: str | None = None) -> list[Runs]:
-    """The runs that folders stand for, under names that differ.
+    """The runs that folders stand for, each once; with their folder where names are the same.
 
     Args:
         paths: of runs, or of what ``fedmq compare`` and ``fedmq sweep`` wrote.
@@ -35,40 +38,40 @@ def named(paths: Iterable[Path], silo: str | None = None) -> list[Runs]:
         InputError: a comparison's ``runs.csv`` is damaged, or a run in it is not where it was.
     """
     found: list[Runs] = []
-    for path in paths:
-        table = path / "runs.csv"
-        alone = RunFolder(path).scenario.exists() or not table.exists()
-        found += [Runs(path.resolve().name, (path,))] if alone else _rows(table)
-    return _distinct(found if silo is None else [replace(each, name=f"{each.name} {silo}") for each in found])
+    for path in dict.fromkeys(paths):
+        alone = RunFolder(path).scenario.exists() or not (path / "runs.csv").exists()
+        name = Path(os.path.abspath(path)).name  # noqa: PTH100 - a link is called by its own name
+        found += [Runs(name, (path,))] if alone else _rows(path)
+    if silo is not None:
+        found = [replace(each, name=f"{each.name} {silo}") for each in found]
+    names = [each.name for each in found]
+    return [
+        replace(each, name=f"{each.name} ({each.comparison or each.folders[0]})")
+        if names.count(each.name) > 1
+        else each
+        for each in found
+    ]
 
 
-def _rows(table: Path) -> list[Runs]:
-    """The rows of a comparison, in its order."""
-    allowed = "what fedmq compare writes: a line of names with name and folder, then a line for each run"
+def _rows(comparison: Path) -> list[Runs]:
+    """The rows of a comparison with a trained model, in its order."""
+    table = comparison / "runs.csv"
+    allowed = "what fedmq compare writes: a line of names, then each run's name, model_digest and folder"
     rows: dict[str, list[Path]] = {}
     try:
         with table.open(encoding="utf-8", newline="") as text:
             for record in csv.DictReader(text):
-                name, folder = record.get("name"), record.get("folder")
-                if not name or not folder:
-                    raise InputError(str(table), "a line without name or folder", allowed)
-                rows.setdefault(name, []).append(Path(folder))
+                name, digest, folder = (record.get(key) for key in ("name", "model_digest", "folder"))
+                if not name or not folder or digest is None:
+                    raise InputError(str(table), "a line without name, model_digest or folder", allowed)
+                if digest:  # none before any training, where the folder is that of a run which trained later
+                    rows.setdefault(name, []).append(Path(folder))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(str(table), str(error), allowed) from None
     if not rows:
         raise InputError(str(table), "no run", allowed)
     for folder in (folder for own in rows.values() for folder in own):
-        if not folder.is_dir():
+        if not os.path.isdir(folder):  # noqa: PTH112 - false of a name that is too long, too
             where = "a folder that is there; one that is relative is looked for where the command is given"
             raise InputError(str(table), str(folder), where)
-    return [Runs(name, tuple(own)) for name, own in rows.items()]
-
-
-def _distinct(runs: Sequence[Runs]) -> list[Runs]:
-    names = [each.name for each in runs]
-    return [
-        replace(each, name=f"{each.name} ({names[: place + 1].count(each.name)})")
-        if names.count(each.name) > 1
-        else each
-        for place, each in enumerate(runs)
-    ]
+    return [Runs(name, tuple(own), comparison) for name, own in rows.items()]

@@ -13,8 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq import plots, seeds, tables
-from fedmq.curves import heldout_of
+from fedmq.curves import labelled_world
 from fedmq.data.prepared import Progress
+from fedmq.data.share import load_share
 from fedmq.errors import InputError
 from fedmq.evaluator import embed
 from fedmq.figures import Figure
@@ -68,21 +69,23 @@ def placed(
     Raises:
         InputError: the data are not those of the run, have no labels, or leave fewer than four points.
     """
-    heldout, model, prepared = heldout_of(release, progress)
-    found = embed(model.encoders, heldout.share, binary=model.binary)
-    labels = np.asarray(found.labels)  # there are some: data without were refused
+    world = labelled_world(release, progress)
+    prepared, model = world.prepared, release.retriever(world.prepared)
+    fine = fine_columns(prepared.label_names)
+    labels = np.asarray(prepared.labels)[world.evaluated][:, fine]
     common = np.sort(np.argsort(-labels.sum(axis=0, dtype=np.int64), kind="stable")[:classes])
     shown = labels[:, common] > 0
     rows = np.flatnonzero(shown.any(axis=1))
     if len(rows) > items:
         rows = np.sort(seeds.numpy_generator(release.scenario.seed, "tsne", "items").choice(rows, items, replace=False))
+    share = load_share(prepared, world.evaluated[rows], image=True, text=True)
+    found = embed(model.encoders, share, binary=model.binary)
     vectors = {"image": found.image, "text": found.first_captions}
-    points = np.concatenate([vectors[side][rows] for side in sides])
+    points = np.concatenate([vectors[side] for side in sides])
     if len(points) < 4:
         raise InputError(f"{release.run.root}: t-SNE", f"{len(points)} points", "at least 4: more --items or --classes")
-    columns = np.array(fine_columns(prepared.label_names))[common[shown[rows].argmax(axis=1)]]
-    own = [prepared.label_names[column] for column in columns]
-    keys = [prepared.keys[row] for row in heldout.share.rows[rows].tolist()]
+    own = [prepared.label_names[fine[column]] for column in common[shown[rows].argmax(axis=1)]]
+    keys = [prepared.keys[row] for row in share.rows.tolist()]
     return Plane(
         name,
         _plane(points, binary=model.binary, seed=seeds.derive(release.scenario.seed, "tsne") % 2**32),
@@ -101,6 +104,8 @@ def _plane(points: F32, *, binary: bool, seed: int) -> F32:
     unit = np.where(points >= 0, np.float32(1), np.float32(-1)) if binary else points / length
     if not np.ptp(unit, axis=0).any():  # all the same, as codes of a model that learnt nothing may be
         return np.zeros((len(unit), 2), np.float32)
+    if unit.shape[1] < 2:
+        unit = np.pad(unit, ((0, 0), (0, 1)))  # a plane has two directions to begin with
     perplexity = min(_PERPLEXITY, (len(unit) - 1) / 3)
     with threadpool_limits(1):  # with more, sums come in an order that changes from one time to the next
         found: F32 = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(unit)

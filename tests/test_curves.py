@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from fedmq import cli, curves, finished
+from fedmq import cli, curves, finished, ranking
 from fedmq.errors import InputError
 from fedmq.release import open_release
 from tests import threads
@@ -44,14 +46,15 @@ def test_a_models_curves_agree_with_what_its_run_measured(hashing: Path) -> None
 
 
 def test_the_command_writes_all_runs_into_one_table_and_one_page(
-    hashing: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    hashing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["fedmq", "curves", str(hashing), str(hashing), "--top", "1,5", "--json"])
+    other = shutil.copytree(hashing, tmp_path / "there" / "run")
+    monkeypatch.setattr("sys.argv", ["fedmq", "curves", str(hashing), str(other), "--top", "1,5", "--json"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0
     said = json.loads(capsys.readouterr().out)
-    assert set(said["runs"]) == {"run (1)", "run (2)"}
+    assert set(said["runs"]) == {f"run ({hashing})", f"run ({other})"}
     rows = list(csv.DictReader((hashing / "curves" / "curves.csv").open()))
     assert {row["curve"] for row in rows} == {"rank", "radius", "top"}
     assert {row["run"] for row in rows} == set(said["runs"])
@@ -86,8 +89,8 @@ def test_cutoffs_that_are_none_are_refused(text: str) -> None:
 def comparison(folder: Path, *runs: tuple[str, Path]) -> Path:
     """A comparison's folder, as far as its runs are read from it."""
     folder.mkdir()
-    lines = [f"{name},{seed},{path}" for seed, (name, path) in enumerate(runs)]
-    (folder / "runs.csv").write_text("\n".join(["name,seed,folder", *lines, ""]))
+    lines = [f"{name},{seed},0123,{path}" for seed, (name, path) in enumerate(runs)]
+    (folder / "runs.csv").write_text("\n".join(["name,seed,model_digest,folder", *lines, ""]))
     return folder
 
 
@@ -108,25 +111,49 @@ def test_of_a_comparison_each_row_is_the_mean_over_its_seeds(tiny: Path, hashing
         expected = np.where(there, pairs, 0).sum(0) / np.maximum(there.sum(0), 1)
         np.testing.assert_allclose(each.pr_radius.precision, np.where(there.any(0), expected, np.nan))
     folder = comparison(tmp_path / "compared", ("both", hashing), ("both", tmp_path / "other"), ("run", hashing))
-    assert finished.named([folder, hashing]) == [
-        finished.Runs("both", (hashing, tmp_path / "other")),
-        finished.Runs("run (1)", (hashing,)),
-        finished.Runs("run (2)", (hashing,)),
+    assert finished.named([folder, hashing, folder]) == [
+        finished.Runs("both", (hashing, tmp_path / "other"), folder),
+        finished.Runs(f"run ({folder})", (hashing,), folder),
+        finished.Runs(f"run ({hashing})", (hashing,)),
     ]
+    (tmp_path / "latest").symlink_to(hashing)
+    assert [each.name for each in finished.named([tmp_path / "latest"], "silo-01")] == ["latest silo-01"]
 
 
+@pytest.mark.slow
 def test_the_command_takes_what_compare_wrote(
-    hashing: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = comparison(tmp_path / "compared", ("a row", hashing), ("a row", hashing))
-    monkeypatch.setattr("sys.argv", ["fedmq", "curves", str(folder), "--json"])
+    def fedmq(*arguments: str) -> str:
+        monkeypatch.setattr("sys.argv", ["fedmq", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0
+        return capsys.readouterr().out
+
+    monkeypatch.chdir(tmp_path)
+    settings = [word for setting in HASHING[1:] for word in ("--set", setting)]
+    rows = "set={name: a row, protocol: fedavg},{name: alone, protocol: local}"
+    fedmq("compare", str(tiny), *settings, "--vary", rows, "--zero-shot", "--seeds", "0,1", "--out", "compared")
+    listed = list(csv.DictReader(Path("compared/runs.csv").read_text().splitlines()))
+    assert {row["name"] for row in listed} == {"a row", "alone", "zero-shot"}
+    said = json.loads(fedmq("curves", "compared", "--json"))["runs"]
+    # Neither what nobody trains as a whole nor what nobody trained yet: its folder holds the trained model.
+    assert said.keys() == {"a row"}
+    folders = [Path(row["folder"]) for row in listed if row["name"] == "a row"]
+    own = [curves.measured(open_release(folder), (1,)) for folder in folders]
+    assert said["a row"]["map_i2t"] == pytest.approx(np.mean([each["i2t"].map for each in own]))
+    assert {row["run"] for row in csv.DictReader(Path("compared/curves/curves.csv").read_text().splitlines())} == {
+        "a row"
+    }
+    assert json.loads(fedmq("tsne", "compared", "--json"))["points"].keys() == {"a row"}
+    said = json.loads(fedmq("curves", "compared", "--silo", "silo-00", "--json"))["runs"]
+    assert said.keys() == {"alone silo-00"}
+    monkeypatch.setattr("sys.argv", ["fedmq", "curves", "compared", "--silo", "nobody"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
-    assert ended.value.code == 0
-    alone = curves.measured(open_release(hashing), (1,))
-    said = json.loads(capsys.readouterr().out)
-    assert said["runs"] == {"a row": {f"map_{way}": pytest.approx(each.map) for way, each in alone.items()}}
-    assert {row["run"] for row in csv.DictReader((folder / "curves" / "curves.csv").open())} == {"a row"}
+    assert ended.value.code == 2
+    assert "fedmq: --silo: found 'nobody'" in capsys.readouterr().err
 
 
 def test_a_mean_over_galleries_of_different_sizes_is_refused(tiny: Path, hashing: Path, tmp_path: Path) -> None:
@@ -134,15 +161,26 @@ def test_a_mean_over_galleries_of_different_sizes_is_refused(tiny: Path, hashing
     own = [curves.measured(open_release(path), (1,)) for path in (hashing, tmp_path / "short")]
     with pytest.raises(InputError, match=r"runs of both: .*different lengths"):
         curves.mean("both", own)
+    shorter = {
+        way: replace(
+            each, pr_rank=None if each.pr_rank is None else ranking.Curve(*(part[:-1] for part in each.pr_rank))
+        )
+        for way, each in own[0].items()
+    }
+    with pytest.raises(InputError, match=r"runs of both: .*different lengths"):
+        curves.mean("both", [own[0], shorter])
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("name,seed,folder\n", "no run"),
-        ("seed,folder\n0,here\n", "without name or folder"),
-        ("name,folder\nrow,\n", "without name or folder"),
-        ("name,folder\nrow,not/there\n", "not/there"),
+        ("name,seed,model_digest,folder\n", "no run"),
+        ("name,model_digest,folder\nzero-shot,,here\n", "no run"),
+        ("seed,model_digest,folder\n0,0123,here\n", "without name"),
+        ("name,folder\nrow,here\n", "without name"),
+        ("name,model_digest,folder\nrow,0123,\n", "without name"),
+        ("name,model_digest,folder\nrow,0123,not/there\n", "not/there"),
+        (f"name,model_digest,folder\nrow,0123,{'x' * 5000}\n", "xxx"),
         ("\udcff", "decode"),
     ],
 )

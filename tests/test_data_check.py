@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from rich.console import Console
 
 from fedmq import cli
 from fedmq import scenario_file as scenarios
@@ -332,14 +333,21 @@ def test_twins_of_training_items_and_a_label_of_all_are_told(
     np.savez(tmp_path / "twins.npz", **arrays)
     changed = f"data.path={tmp_path / 'twins.npz'}"
     assert fedmq(monkeypatch, "data", "check", tiny, "--set", changed, "--json") == 0
-    assert json.loads(capfd.readouterr().out)["held_out_but_trained_on"] == ["000140", "000141"]
+    assert json.loads(capfd.readouterr().out)["twins_of_training_items"] == ["000140", "000141"]
     assert fedmq(monkeypatch, "data", "check", tiny, "--set", changed) == 0
     said = capfd.readouterr().out
-    assert "2 held out but trained on:\n  000140\n  000141\n" in said
+    assert "2 twins of training items:\n  000140\n  000141\n" in said
     assert "every item has the label label-005, so that each is relevant" in said
     assert fedmq(monkeypatch, "data", "check", tiny) == 0
     said = capfd.readouterr().out
-    assert "trained on" not in said and "every item" not in said
+    assert "twins" not in said and "every item" not in said
+
+
+def test_a_label_of_all_on_the_upper_level_makes_nothing_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    labels = {"coarse:clothes": 4, "fine:shirt": 3, "fine:shoe": 1}
+    facts = {"data": "features", "items": 4, "captions": 4, "splits": {}, "labels": labels, "without_labels": 0}
+    check.show({**facts, "usable": True}, Console())
+    assert "every item" not in capsys.readouterr().out
 
 
 def test_a_broken_annotation_file_is_bad_input(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import threading
@@ -20,6 +21,7 @@ from coordinator.rounds import Phase
 from fedmq import transport
 from fedmq.audit import audit_run
 from fedmq.crypto import init_keys, load_identity, seal_message
+from fedmq.errors import RunError
 from fedmq.evaluator import Evaluator
 from fedmq.handshake import initiate
 from fedmq.link import BEAT_SECONDS, LOST_BEATS
@@ -383,8 +385,30 @@ def test_a_run_that_waits_for_its_evaluator_can_be_stopped_and_resumed(
         slow = Slow(patched)
         stopped = run(resolved(tiny, *LONG), tmp_path / "stopped", stop_wanted=slow.enough.is_set)
     assert stopped.phase is Phase.STOPPED
+    lines = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()]
+    # The merge that waited is none: neither its line nor its checkpoint is there.
+    assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, UNDER_WAY))
     outcome = run(resolved(tiny, *LONG), tmp_path / "stopped", resume=True)
     assert outcome.summary["model_digest"] == alone.summary["model_digest"]
-    found = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("alone", "stopped")]
-    merges = [[line for line in map(json.loads, each) if line["kind"] == "merge"] for each in found]
-    assert [[line["version"] for line in each] for each in merges] == [list(range(1, 17))] * 2
+    lines = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(line["version"] for line in lines if line["kind"] == "evaluation") == list(range(17))
+    assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, 17))
+
+
+@pytest.mark.parametrize(
+    ("useless", "merged", "said"), [(99, UNDER_WAY - 1, "--resume goes on"), (1, 16, "is trained")]
+)
+def test_answers_that_are_no_evaluation_end_a_run_where_they_leave_nothing_to_wait_for(
+    useless: int, merged: int, said: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, answered = Evaluator.evaluate, itertools.count()
+
+    def answering(evaluator: Evaluator, payloads: Sequence[Payload]) -> Metrics:
+        found = answer(evaluator, payloads)
+        return Metrics({}, {}) if next(answered) < useless else found
+
+    monkeypatch.setattr(Evaluator, "evaluate", answering)
+    with pytest.raises(RunError, match=f"answered with what is no evaluation.*{said}"):
+        run(resolved(tiny, *LONG), tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, merged + 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -29,10 +30,10 @@ def test_points_are_the_evaluated_items_of_the_commonest_classes(release: Releas
     assert found.places.shape == (2 * half, 2) and np.isfinite(found.places).all()
     assert found.sides == ("image",) * half + ("text",) * half
     assert found.items[:half] == found.items[half:] and len(set(found.items)) == half
-    heldout, _, prepared = tsne.heldout_of(release)
-    labels, rows = heldout.share.labels, heldout.share.rows.tolist()
-    assert labels is not None
-    counts = labels.sum(0).numpy()
+    world = tsne.labelled_world(release)
+    prepared, rows = world.prepared, world.evaluated.tolist()
+    labels = np.asarray(prepared.labels)[rows]
+    counts = labels.sum(0, dtype=np.int64)
     common = sorted(np.argsort(-counts, kind="stable")[:2])
     expected = {
         prepared.keys[row]: prepared.label_names[next(column for column in common if own[column])]
@@ -68,7 +69,14 @@ def test_embeddings_are_told_apart_by_angle_alone() -> None:
 
 
 def test_codes_that_are_all_the_same_are_one_place() -> None:
-    assert not tsne._plane(np.full((9, 4), 0.5, np.float32), binary=True, seed=0).any()
+    points = np.random.default_rng(0).random((9, 4)).astype(np.float32)  # of one sign, in nine directions
+    assert not tsne._plane(points, binary=True, seed=0).any()
+    assert tsne._plane(points, binary=False, seed=0).any()
+
+
+def test_codes_of_one_bit_have_a_plane_too() -> None:
+    points = np.array([[1.0], [-1.0]] * 10, np.float32)
+    assert np.isfinite(tsne._plane(points, binary=True, seed=0)).all()
 
 
 def test_too_few_points_are_refused(release: Release) -> None:
@@ -77,16 +85,17 @@ def test_too_few_points_are_refused(release: Release) -> None:
 
 
 def test_the_command_writes_a_table_and_a_page(
-    release: Release, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    release: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = release.run.root
-    monkeypatch.setattr("sys.argv", ["fedmq", "tsne", str(root), str(root), "--side", "image", "--json"])
+    other = shutil.copytree(root, tmp_path / "another")
+    monkeypatch.setattr("sys.argv", ["fedmq", "tsne", str(root), str(other), "--side", "image", "--json"])
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert ended.value.code == 0
     said = json.loads(capsys.readouterr().out)
     rows = list(csv.DictReader((root / "tsne" / "tsne.csv").open()))
-    assert said["points"] == {name: sum(row["run"] == name for row in rows) for name in ("run (1)", "run (2)")}
+    assert said["points"] == {name: sum(row["run"] == name for row in rows) for name in ("run", "another")}
     assert {row["side"] for row in rows} == {"image"}
     page = (root / "tsne" / "tsne.html").read_text()
     assert page.count("Plotly.newPlot(") == 2

@@ -21,6 +21,7 @@ from fedmq.data.prepared import Progress, cache_folder, finish, save_arrays, tel
 from fedmq.data.raw import RawSet, split_of
 from fedmq.data.sets import SETS
 from fedmq.errors import InputError
+from fedmq.labels import fine_columns
 from fedmq.scenario import Data, Scenario
 from fedmq.world import World, build_world
 
@@ -139,9 +140,14 @@ def _held(world: World, silo: int) -> dict[str, int]:
     return dict(_label_facts(own, world.prepared.label_names, 0)["labels"])
 
 
-def _trained_on(world: World, progress: Progress | None) -> list[str]:
-    """Keys of the evaluated items that have both the image and the captions of an item that is trained on."""
+def _twins(world: World, progress: Progress | None) -> list[str]:
+    """Keys of the evaluated items that have both the vectors and the captions of an item that is trained on.
+
+    Pictures kept as pixels are not looked at: tens of gigabytes for a large set.
+    """
     prepared = world.prepared
+    if prepared.image.ndim > 2:
+        return []
     trained = np.unique(np.concatenate([*world.train, np.zeros(0, np.int64)]))
     told = tell(progress, "items compared", len(trained) + len(world.evaluated))
 
@@ -177,7 +183,7 @@ def _world_facts(world: World, progress: Progress | None) -> dict[str, Any]:
             }
             for silo in world.silos
         },
-        "held_out_but_trained_on": _trained_on(world, progress),
+        "twins_of_training_items": _twins(world, progress),
     }
 
 
@@ -190,10 +196,9 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> d
         progress: told during anything long.
 
     Returns:
-        As :func:`check_raw`, and where the features are there ``silos`` and ``held_out_but_trained_on``, the keys of
-        held-out items that are a training item's twins. Openmoji's features are made at once, those of a set on disk by
-        ``fedmq data features``. What a run would refuse, as a method without the labels that it needs, is the last of
-        ``problems``.
+        As :func:`check_raw`, and where the features are there ``silos`` and ``twins_of_training_items``, the keys of
+        evaluated items that equal one. Openmoji's features are made at once, those of a set on disk by ``fedmq data
+        features``. What a run would refuse, as a method without the labels that it needs, is the last of ``problems``.
 
     Raises:
         InputError: the data cannot be read, or cannot be shared out as asked.
@@ -259,6 +264,13 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
+def _shared_by_all(facts: dict[str, Any]) -> list[str]:
+    """Labels by which all items are alike."""
+    counts: dict[str, int] = facts.get("labels") or {}
+    names = list(counts)
+    return [names[column] for column in fine_columns(names) if counts[names[column]] == facts["items"]]
+
+
 def show(facts: dict[str, Any], out: Console) -> None:
     """Print the facts of :func:`check`."""
     splits = ", ".join(f"{count} {name}" for name, count in facts["splits"].items() if count)
@@ -267,10 +279,10 @@ def show(facts: dict[str, Any], out: Console) -> None:
     if labels:
         line += f", {len(labels)} labels, {facts['without_labels']} items without one"
     out.print(line, highlight=False, markup=False)
-    for label in [label for label, count in (labels or {}).items() if count == facts["items"]]:
+    for label in _shared_by_all(facts):
         line = f"every item has the label {_printable(label)}, so that each is relevant to all others"
         out.print(line, highlight=False, markup=False, soft_wrap=True)
-    for kind in ("missing", "unreadable", "without_captions", "held_out_but_trained_on"):
+    for kind in ("missing", "unreadable", "without_captions", "twins_of_training_items"):
         found = facts.get(kind, [])
         if found:
             rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from fedmq import plots, seeds, tables
+from fedmq import codes, plots, seeds, tables
 from fedmq.curves import labelled_world
 from fedmq.data.prepared import Progress
 from fedmq.data.share import load_share
@@ -101,7 +101,7 @@ def _plane(points: F32, *, binary: bool, seed: int) -> F32:
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # noqa: PLC0415
 
     length = np.maximum(np.linalg.norm(points, axis=1, keepdims=True), np.finfo(np.float32).tiny)
-    unit = np.where(points >= 0, np.float32(1), np.float32(-1)) if binary else points / length
+    unit = codes.sign(points).astype(np.float32) if binary else points / length
     if not np.ptp(unit, axis=0).any():  # all the same, as codes of a model that learnt nothing may be
         return np.zeros((len(unit), 2), np.float32)
     if unit.shape[1] < 2:
@@ -129,7 +129,7 @@ def page(planes: Sequence[Plane]) -> str:
     for plane in planes:
         figure = Figure(f"{plane.name}: {' and '.join(dict.fromkeys(plane.sides))}", "", "", height=700)
         classes, sides = np.array(plane.classes), np.array(plane.sides)
-        for place, name in enumerate(dict.fromkeys(sorted(plane.classes))):
+        for place, name in enumerate(sorted(set(plane.classes))):
             for side in dict.fromkeys(plane.sides):
                 own = np.flatnonzero((classes == name) & (sides == side))
                 figure.draw(

@@ -12,6 +12,7 @@ test: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.import_circles
 	$(BIN)/pytest -n auto --dist worksteal
 
 check: .venv/installed
@@ -19,10 +20,11 @@ check: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m tools.import_circles
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
 chaos: .venv/installed
-	FEDMQ_CHAOS=200 timeout 3600 $(BIN)/pytest tests/test_chaos.py
+	FEDMQ_CHAOS=200 timeout 3600 $(BIN)/pytest tests/test_federation_chaos.py
 
 bench: .venv/installed
 	$(BIN)/python -m benchmarks

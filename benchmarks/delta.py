@@ -13,13 +13,13 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from benchmarks.line import CONTEXT, MEGABYTES, PARAMETERS, coordinator_end, gather, link_of, started, two_branches
 from benchmarks.measure import Number, Result, spread
-from coordinator.accept import check_reply
-from fedmq.fields import all_finite
-from fedmq.memory import keep_buffers
-from fedmq.messages import Delta, Kind, Message
-from fedmq.protocol import Context, SiloFacts
-from fedmq.scenario import Training
-from protocols._merge import accumulate, read_only
+from coordinator.reply_validation import check_reply
+from fedmq.config.scenario import Training
+from fedmq.federation.protocol import Context, SiloFacts
+from fedmq.malloc import keep_buffers
+from fedmq.wire.fields import all_finite
+from fedmq.wire.messages import Delta, Kind, Message
+from protocols._aggregation import accumulate, read_only
 
 _WARM = 8
 _SILO = "silo-00"

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Number, Result
-from fedmq import ranking
+from fedmq.evaluation import label_metrics
 from fedmq.seeds import numpy_generator
 
 #: NUS-WIDE-21 as FedCAFE uses it.
@@ -51,10 +51,10 @@ def _measured(name: str, line: Connection) -> None:
     began = time.perf_counter()
     match name:
         case "map":
-            value = ranking.hamming_metrics(*data).map
+            value = label_metrics.hamming_metrics(*data).map
         case "all":
             every = {"at": (50, 5000), "ndcg_at": (100,), "top_n": (100, 1000), "curves": True}
-            value = ranking.hamming_metrics(*data, **every).map  # type: ignore[arg-type]
+            value = label_metrics.hamming_metrics(*data, **every).map  # type: ignore[arg-type]
         case _:
             value = usual_loop(*data)
     seconds = time.perf_counter() - began

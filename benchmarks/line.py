@@ -10,13 +10,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 from coordinator.roster import Ready, Roster
-from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
-from fedmq.crypto import init_keys, load_accepted, load_identity
-from fedmq.layout import Layout
-from fedmq.link import Link
-from fedmq.messages import COORDINATOR
-from fedmq.transport import Listener, listen
+from fedmq.wire.channel import Link
+from fedmq.wire.keys import init_keys, load_accepted, load_identity
+from fedmq.wire.layout import Layout
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import COORDINATOR
+from fedmq.wire.transports.zeromq import Listener, listen
 
 RUN = "bench"
 #: The size of RCSR's adapters and heads on CLIP: 12.12 MB of float32.

@@ -15,21 +15,21 @@ import torch
 
 from benchmarks.line import MEGABYTES, PARAMETERS, coordinator_end, link_of, started, two_branches
 from benchmarks.measure import Number, Result, Stopwatch, spread
-from coordinator import accept, checkpoint, roster
+from coordinator import checkpoint, reply_validation, roster
+from coordinator.cost import CostModel
+from coordinator.counters import Tally
+from coordinator.evaluation import Measuring
+from coordinator.fault_injection import Trouble
 from coordinator.loop import Loop
-from coordinator.measuring import Measuring
 from coordinator.rounds import Rounds
-from coordinator.setting import Setting
-from coordinator.tally import Tally
-from coordinator.trouble import Trouble
+from coordinator.run_context import Setting
 from fedmq.clock import VirtualClock
-from fedmq.cost import CostModel
-from fedmq.messages import Delta, Kind, Model, Payload
-from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained
-from fedmq.runfolder import RunFolder
-from fedmq.scenario import Backbone, Data, ProtocolChoice, Scenario, Silos
-from fedmq.transport import Listener
-from protocols import _merge
+from fedmq.config.scenario import Backbone, Data, ProtocolChoice, Scenario, Silos
+from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.messages import Delta, Kind, Model, Payload
+from fedmq.wire.transports.zeromq import Listener
+from protocols import _aggregation
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Constant:
 
     def __init__(self, options: _NoOptions, context: Context) -> None:
         self.context = context
-        self.branches = _merge.branch_slices(context.layout)
+        self.branches = _aggregation.branch_slices(context.layout)
         self.merged_at: list[float] = []
         self.update = np.full(context.layout.size, 1e-3, np.float32)
 
@@ -75,9 +75,9 @@ class Constant:
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """FedAvg's merge."""
         self.merged_at.append(time.perf_counter())
-        updates = [_merge.update_of(reply, self.context.layout) for reply in _merge.ordered(replies)]
-        weights = _merge.sample_weights([update.samples for update in updates])
-        return Merged(State(_merge.merge_updates(state.theta, updates, weights, self.branches, True)))
+        updates = [_aggregation.update_of(reply, self.context.layout) for reply in _aggregation.ordered(replies)]
+        weights = _aggregation.sample_weights([update.samples for update in updates])
+        return Merged(State(_aggregation.merge_updates(state.theta, updates, weights, self.branches, True)))
 
 
 def _setting(scenario: Scenario, folder: Path) -> Setting:
@@ -155,7 +155,7 @@ def run(silos: int = 10, rounds: int = 20) -> Result:
                         (roster, "seal_message", "sealing tasks"),
                         (Listener, "send", "handing tasks to ZeroMQ"),
                         (roster, "open_message", "opening and decoding replies"),
-                        (accept, "check_reply", "checking replies"),
+                        (reply_validation, "check_reply", "checking replies"),
                         (setting.protocol, "merge", "merging"),
                         (checkpoint, "save", "checkpoint, all of it"),
                         (os, "fsync", "of that in fsync"),

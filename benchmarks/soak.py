@@ -12,10 +12,10 @@ import numpy as np
 import psutil
 
 from benchmarks.measure import Number, Result
-from fedmq import simulate
-from fedmq.runfolder import RunFolder
-from fedmq.scenario import Scenario
-from fedmq.status import Status
+from fedmq.config.scenario import Scenario
+from fedmq.launch import supervisor
+from fedmq.runs.status import Status
+from fedmq.storage.run_folder import RunFolder
 
 SILOS = 12
 DAY = 86_400.0
@@ -88,8 +88,8 @@ def run() -> Result:
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         root = Path(name)
         made = scenario(root / "soak.npz")
-        data = simulate.prepare_world(made, None)
-        done = simulate.simulate(made, RunFolder(root / "run"), resume=False, status=memory.look, data=data)
+        data = supervisor.prepare_world(made, None)
+        done = supervisor.simulate(made, RunFolder(root / "run"), resume=False, status=memory.look, data=data)
     messages, seconds = done.outcome.summary["messages"], done.outcome.summary["seconds"]
     numbers = [
         Number("messages", messages["sent"] + messages["received"], "", "10,000"),

@@ -46,7 +46,15 @@ def simulated(folder: Path, out: str, *settings: str, limit_s: float = 300.0) ->
     Raises:
         subprocess.SubprocessError: it failed, or took too long.
     """
-    command = [sys.executable, "-m", "fedmq.cli", "scenario", str(scenario_file(folder)), "--out", str(folder / out)]
+    command = [
+        sys.executable,
+        "-m",
+        "fedmq",
+        "scenario",
+        str(scenario_file(folder)),
+        "--out",
+        str(folder / out),
+    ]
     command += ["--json", "--quiet", *(part for setting in settings for part in ("--set", setting))]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, timeout=limit_s)
     summary: dict[str, Any] = json.loads(done.stdout)

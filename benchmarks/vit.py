@@ -17,13 +17,14 @@ from torch import Tensor, nn
 
 import protocols
 from benchmarks.measure import Number, Result, spread
-from fedmq.data.share import Share
-from fedmq.messages import Model
-from fedmq.models import clip
-from fedmq.models.gpu import repeatable
-from fedmq.models.two_tower import InputSpec, build
-from fedmq.protocol import Context, Local, SiloFacts, Task
-from fedmq.scenario import Backbone, Training
+from fedmq.config.scenario import Backbone, Training
+from fedmq.data.silo_dataset import Share
+from fedmq.encoders import clip
+from fedmq.encoders.base import InputSpec
+from fedmq.encoders.gpu import repeatable
+from fedmq.federation.protocol import Context, Local, SiloFacts, Task
+from fedmq.models.build import build
+from fedmq.wire.messages import Model
 
 NAME, EDGE, WIDTH, TAU, RATE = "ViT-B-32", 224, 64, 0.07, 1e-4
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)

@@ -15,11 +15,11 @@ import protocols
 from benchmarks.measure import Number, Result
 from benchmarks.startup import scenario_file, simulated
 from coordinator.rounds import Plan
-from fedmq import scenario_file as scenarios
-from fedmq.data.share import load_share
-from fedmq.protocol import Local, Reply, Task
-from fedmq.scenario import Scenario
-from fedmq.world import World, build_world
+from fedmq.config import loader as scenarios
+from fedmq.config.scenario import Scenario
+from fedmq.data.silo_dataset import load_share
+from fedmq.federation.population import World, build_world
+from fedmq.federation.protocol import Local, Reply, Task
 
 METHODS = ("rcsr", "fedavg")
 

@@ -16,9 +16,9 @@ from pydantic import Field
 from safetensors import SafetensorError
 
 from fedmq.errors import InputError, RunError
-from fedmq.protocol import State
-from fedmq.runfolder import load_aligned, write_tensors
-from fedmq.stored import Digest, Stored, read_json
+from fedmq.federation.protocol import State
+from fedmq.storage.json_files import Digest, Stored, read_json
+from fedmq.storage.run_folder import load_aligned, write_tensors
 
 KEPT = 2
 _THETA = "theta"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from fedmq.fields import printable
-from fedmq.messages import Error, Message
+from fedmq.text import printable
+from fedmq.wire.messages import Error, Message
 
 
 def text_of(message: Message) -> str:

@@ -12,11 +12,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from coordinator.accept import accept
+from coordinator.aggregation import as_reply, losses_of, merge_line, merged_state
+from coordinator.checkpointing import Saving
+from coordinator.counters import Tally
+from coordinator.evaluation import Measuring
 from coordinator.failures import Failures, text_of
-from coordinator.inline import Inline
-from coordinator.measuring import Measuring
-from coordinator.merging import as_reply, losses_of, merge_line, merged_state
+from coordinator.fault_injection import Trouble
+from coordinator.in_process_peers import Inline
+from coordinator.reply_validation import accept
 from coordinator.roster import Ready, Returns, Roster, Unusable
 from coordinator.rounds import (
     Action,
@@ -37,20 +40,17 @@ from coordinator.rounds import (
     Stop,
     Switched,
 )
-from coordinator.saving import Saving
-from coordinator.setting import Setting
-from coordinator.tally import Tally
+from coordinator.run_context import Setting
 from coordinator.timeline import Due, Entry, Timeline
-from coordinator.trouble import Trouble
-from fedmq.audit import MessageLog
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
-from fedmq.link import BEAT_SECONDS, LOST_BEATS
-from fedmq.messages import EVALUATOR, Kind, Loss, Message
-from fedmq.protocol import Reply, SiloFacts, State
-from fedmq.runfolder import append_line
-from fedmq.status import Status
-from fedmq.transport import Listener
+from fedmq.federation.protocol import Reply, SiloFacts, State
+from fedmq.runs.status import Status
+from fedmq.storage.run_folder import append_line
+from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import EVALUATOR, Kind, Loss, Message
+from fedmq.wire.transports.zeromq import Listener
 
 _POLL_SECONDS = 0.2
 #: Messages taken before events have their turn: who floods the socket must not hold the run up. Nobody counts as silent
@@ -396,23 +396,23 @@ class Loop:
     def _send(self, action: Send) -> None:
         silo = self.setting.facts_at(action.silo, action.base_version)
         work = self.setting.cost.duration(silo.name, action.sequence, self.setting.samples[silo.index])
-        fate = self.trouble.fate(silo.name, action.sequence, action.base_version, work)
+        outcome = self.trouble.outcome(silo.name, action.sequence, action.base_version, work)
         if not self.setting.protocol.eligible(silo):
-            fate = replace(fate, due=fate.handed, fails="not eligible", sent=False)
+            outcome = replace(outcome, due=outcome.handed, fails="not eligible", sent=False)
         if silo.name not in self.due:
             self.due[silo.name] = math.inf
             if self.clock.virtual:
-                at = self.setting.outcome_at(silo.name, fate)
+                at = self.setting.outcome_at(silo.name, outcome)
                 self.due[silo.name] = at
                 self._timeline.arrival(at, silo.index, silo.name, action.sequence)
         off = self.clock.virtual and not self.setting.trace.on(silo.name, self.due[silo.name])
-        if off or not fate.sent:
+        if off or not outcome.sent:
             # Known to fail, so it need not train for nothing; while silos gather or measure all are waited for.
             if self.rounds.phase is Phase.COLLECTING:
-                self.trouble.kept_from(silo.name, fate)
+                self.trouble.kept_from(silo.name, outcome)
             if (silo.name, action.sequence) not in self._inbox:
-                failed = Failed(silo.name, action.sequence, fate.fails or "went off")
-                self._deliver(silo.name, action.sequence, failed, max(0.0, fate.due - self.clock.now()))
+                failed = Failed(silo.name, action.sequence, outcome.fails or "went off")
+                self._deliver(silo.name, action.sequence, failed, max(0.0, outcome.due - self.clock.now()))
             return
         self.trouble.before_sending(silo.name)
         if not self.roster.online(silo.name) or silo.name in self._returns.waiting:
@@ -422,7 +422,7 @@ class Loop:
         info = self.setting.task_info(action.round, self.saving.forgettable(silo.name))
         header = self.roster.header(silo.name, Kind.TASK, sequence=action.sequence, base_version=action.base_version)
         # Stamped with its first handing out, so that a silo that is sent it again does the same again.
-        message = Message(replace(header, sent_at=fate.handed), payloads, info)
+        message = Message(replace(header, sent_at=outcome.handed), payloads, info)
         if self.roster.send(silo.name, message):
             self.tally.traffic("down", payloads)
             self.trouble.after_sending(silo.name, action.sequence)

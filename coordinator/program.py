@@ -19,37 +19,38 @@ import torch
 import fedmq
 import protocols
 from coordinator import checkpoint as checkpoints
-from coordinator.inline import Answer, Inline
+from coordinator.cost import CostModel
+from coordinator.counters import Tally
+from coordinator.evaluation import Measuring, personal_figures
+from coordinator.fault_injection import Order, Trouble
+from coordinator.in_process_peers import Answer, Inline
 from coordinator.loop import Loop
-from coordinator.measuring import Measuring, personal_figures
+from coordinator.participation import cohort_size, trace_of
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
-from coordinator.setting import Setting
-from coordinator.tally import Tally
-from coordinator.trouble import Order, Trouble
-from fedmq import privacy, report
-from fedmq.audit import INLINE, MessageLog
+from coordinator.run_context import Setting
 from fedmq.clock import Clock, clock_for
-from fedmq.codec import MAX_BODY_HEADER
-from fedmq.cost import CostModel
-from fedmq.crypto import Identity, load_accepted, load_identity
-from fedmq.data.features import file_digest
+from fedmq.config.scenario import Scenario
+from fedmq.encoders.gpu import kind_of
 from fedmq.errors import InputError
-from fedmq.fields import FieldError
-from fedmq.handshake import Accepted
-from fedmq.memory import keep_buffers
-from fedmq.messages import COORDINATOR, EVALUATOR, Loss, Payload, digest
-from fedmq.models import networks
-from fedmq.models.gpu import kind_of
-from fedmq.outcomes import read_metrics
-from fedmq.over_silos import fairness_of, means
-from fedmq.participation import cohort_size, trace_of
-from fedmq.protocol import Bulky, Interpreting, Public, Releasing
-from fedmq.runfolder import RunFolder, write_atomically, write_json, write_tensors
-from fedmq.scenario import Scenario
-from fedmq.status import Status
-from fedmq.transport import Listener, listen
-from fedmq.world import World, build_world, device_here, device_of, run_name
+from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.federation import update_transforms
+from fedmq.federation.population import World, build_world, device_here, device_of, run_name
+from fedmq.federation.protocol import Bulky, Interpreting, Public, Releasing
+from fedmq.malloc import keep_buffers
+from fedmq.models import hash_networks
+from fedmq.runs import html_report
+from fedmq.runs.results import read_metrics
+from fedmq.runs.status import Status
+from fedmq.storage.cache import file_digest
+from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors
+from fedmq.wire.codec import MAX_BODY_HEADER
+from fedmq.wire.fields import FieldError
+from fedmq.wire.handshake import Accepted
+from fedmq.wire.keys import Identity, load_accepted, load_identity
+from fedmq.wire.message_log import INLINE, MessageLog
+from fedmq.wire.messages import COORDINATOR, EVALUATOR, Loss, Payload, digest
+from fedmq.wire.transports.zeromq import Listener, listen
 
 #: Largest body accepted of a peer, whatever the method [bytes]; see :func:`largest_body` for what raises it.
 _LEAST_BODY = 1 << 26
@@ -233,7 +234,7 @@ def setting_of(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Set
         context = replace(context, whole_rounds=False)
         setting = replace(setting, protocol=protocol_class(options, context), context=context)
     sent = _sent(setting, world)
-    if scenario.privacy.clip_norm is not None and not any(set(privacy.TRANSFORMED) & kinds for kinds in sent):
+    if scenario.privacy.clip_norm is not None and not any(set(update_transforms.TRANSFORMED) & kinds for kinds in sent):
         allowed = f"null: silos of {scenario.protocol.name} send no update that could be clipped"
         raise InputError("privacy.clip_norm", scenario.privacy.clip_norm, allowed)
     if scenario.participation.kind == "power_of_choice" and not all(Loss in kinds for kinds in sent):
@@ -245,7 +246,7 @@ def setting_of(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Set
 def _check_labels(scenario: Scenario, world: World) -> None:
     """Refuse a base of labels where no training item has one: it would learn of nothing that belongs together."""
     labels, base = world.prepared.labels, scenario.objective.base
-    if labels is None or base in networks.WITHOUT_LABELS:
+    if labels is None or base in hash_networks.WITHOUT_LABELS:
         return
     if not labels[np.concatenate(world.train)].any():
         raise InputError("data", "training items of which none has a label", f"labels, for objective.base {base}")
@@ -330,12 +331,12 @@ def _finish(loop: Loop, world: World, clock: Clock, initial: torch.Tensor) -> di
     # Before the summary: where that is, the log says what was released, whenever the process was killed.
     loop.log.note("released", **made_of, **with_it)
     told: dict[str, Any] = {**made_of, **({"released_with": with_it} if with_it else {})}
-    shared = any(kinds & set(privacy.TRANSFORMED) for kinds in _sent(setting, world))
+    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(setting, world))
     if shared and torch.equal(state.theta, initial):
         told["unchanged"] = True
     summary = _summary(loop, world, clock, told)
     write_json(folder.summary, summary)
-    report.write(folder)
+    html_report.write(folder)
     return summary
 
 

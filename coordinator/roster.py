@@ -8,14 +8,15 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from fedmq.audit import MessageLog
 from fedmq.clock import Clock
-from fedmq.codec import decode_header
-from fedmq.crypto import Identity, Session, open_message, seal_message
 from fedmq.errors import RemoteWireError
-from fedmq.handshake import Accepted, Responded, confirm, respond
-from fedmq.messages import Header, Kind, Message, Reason
-from fedmq.transport import Listener
+from fedmq.wire.codec import decode_header
+from fedmq.wire.handshake import Accepted, Responded, confirm, respond
+from fedmq.wire.keys import Identity
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import Header, Kind, Message, Reason
+from fedmq.wire.sessions import Session, open_message, seal_message
+from fedmq.wire.transports.zeromq import Listener
 
 #: Handshakes begun and not finished that are remembered; a flood of hellos drops the oldest. As many answered hellos.
 _MAX_PENDING = 4096

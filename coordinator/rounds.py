@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Any, Literal, assert_never
 
+from coordinator.participation import Sampling, cohort_size
 from fedmq.errors import FedmqError
-from fedmq.participation import Sampling, cohort_size
 
 
 class Phase(StrEnum):

@@ -8,18 +8,20 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any, cast, get_args
 
+from fedmq.config.faults import Fault
+from fedmq.config.scenario import Base, Objective, ProtocolChoice, Scenario
+from fedmq.data import catalogue
 from fedmq.errors import InputError
-from fedmq.faults import Fault
-from fedmq.protocol import FederatedProtocol, OwnOnly, Pooling
-from fedmq.scenario import Base, Objective, ProtocolChoice, Scenario
-from protocols import _bases
+from fedmq.federation.protocol import FederatedProtocol, OwnOnly, Pooling
+from protocols import objectives
 from protocols._options import as_plain, parsed
 from protocols._options import without_effect as _without_effect
 
 
 def names() -> tuple[str, ...]:
     """Names of all methods, sorted: every module of this package whose name has no leading underscore."""
-    return tuple(sorted(found.name for found in pkgutil.iter_modules(__path__) if not found.name.startswith("_")))
+    modules = (found for found in pkgutil.iter_modules(__path__) if not found.ispkg)
+    return tuple(sorted(found.name for found in modules if not found.name.startswith("_")))
 
 
 def load(name: str) -> type[FederatedProtocol]:
@@ -79,7 +81,7 @@ def loss_options(name: str) -> type[Any]:
     """
     if name not in losses():
         raise InputError("objective.base", name, ", ".join(losses()))
-    return _bases.module_of(name).Options
+    return objectives.module_of(name).Options
 
 
 def loss_summary(name: str) -> str:
@@ -116,12 +118,13 @@ def resolved(scenario: Scenario, place: str = "") -> Scenario:
         InputError: an unknown method, or an option that is unknown or not allowed.
     """
     prefix = f"{place}: " if place else ""
+    catalogue.check(scenario.data)
     kind = load(scenario.protocol.name)
     options = options_of(kind, scenario.protocol.options, f"{prefix}protocol")
     changes: dict[str, Any] = {"protocol": ProtocolChoice(name=scenario.protocol.name, **as_plain(options))}
     objective = scenario.objective
     if objective.base != "info_nce" or objective.options:
-        base = _bases.options_of(objective, f"{prefix}objective")
+        base = objectives.options_of(objective, f"{prefix}objective")
         chosen = {"base": objective.base, "bits": objective.bits, "hidden": objective.hidden}
         changes["objective"] = Objective(**chosen, **as_plain(base))
     return scenario.model_copy(update=changes)

@@ -12,15 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.config.parts import Modality
+from fedmq.encoders.base import MODALITIES
 from fedmq.errors import RemoteWireError
-from fedmq.messages import ClassPrototypes, Delta, PartialDelta, Payload
-from fedmq.models.two_tower import MODALITIES, Modality
-from fedmq.protocol import Context, Local, Reply, SiloFacts, Task, take
+from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task, take
 from fedmq.seeds import numpy_generator
-from protocols import _class_prototypes, _local
+from fedmq.wire.messages import ClassPrototypes, Delta, PartialDelta, Payload
+from protocols import _class_prototypes, _training
+from protocols._aggregation import as_tensor
 from protocols._clusters import k_means, nearest
 from protocols._losses import unit
-from protocols._merge import as_tensor
 
 CENTROIDS = "centroids"
 COUNTS = "centroid_counts"
@@ -137,7 +138,7 @@ def report(
     if begun:
         # Always an item's first caption: two reports of which one has another caption of one item differ by that.
         first = None if local.share.text is None else np.zeros(len(local.share), np.int64)
-        pair = _local.embed_all(local, first, context.training.batch_size)
+        pair = _training.embed_all(local, first, context.training.batch_size)
         for place, (modality, z) in enumerate(zip(MODALITIES, pair, strict=True)):
             if z is not None:
                 members, known = _members(local, context, modality, z, count, support)

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import RemoteWireError
-from fedmq.messages import ClassPrototypes
-from fedmq.models.networks import plans_of
-from fedmq.protocol import Context, Reply, take
-from protocols._merge import as_tensor, still_known
+from fedmq.federation.protocol import Context, Reply, take
+from fedmq.models.hash_networks import plans_of
+from fedmq.wire.messages import ClassPrototypes
+from protocols._aggregation import as_tensor, still_known
 from protocols._prototypes import TOLERANCE, lengths
 
 TABLE = "table_class_prototypes"

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.layout import Layout
-from fedmq.models.networks import Plan, initial_parameters
+from fedmq.config.scenario import Training
+from fedmq.models.hash_networks import Plan, initial_parameters
 from fedmq.models.optimiser import FusedOptimiser
-from fedmq.scenario import Training
+from fedmq.wire.layout import Layout
 
 Eq8 = Literal["corrected", "printed"]
 Adversarial = Literal["nonsat", "minimax", "literal"]

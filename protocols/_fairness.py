@@ -11,7 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from fedmq.protocol import SiloFacts
+from fedmq.federation.protocol import SiloFacts
 
 #: How many times its group's running mean a loss counts at most: one reply must not take the merge. Where half of the
 #: group's silos would count that much, it is the running mean that is out of touch, and it is raised.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.layout import Layout
+from fedmq.wire.layout import Layout
 from protocols._router import views
 
 #: Width of the embedding and of the hidden layers.

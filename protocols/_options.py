@@ -11,7 +11,7 @@ from typing import Any, TypeVar, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from fedmq.errors import InputError
-from fedmq.protocol import Context
+from fedmq.federation.protocol import Context
 
 T = TypeVar("T")
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedmq.messages import Delta, Loss, Model, PartialDelta, Payload
-from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _local, _merge, _own, _prototypes, fedavg
+from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.wire.messages import Delta, Loss, Model, PartialDelta, Payload
+from protocols import _aggregation, _personal_model, _prototypes, _training, fedavg
 
 
 class PartialFedAvg:
@@ -32,7 +32,7 @@ class PartialFedAvg:
         self.fedavg = fedavg.FedAvg(options, context)
         self.shared = tuple(names)
         self.personal = tuple(entry.name for entry in context.layout.entries if entry.name not in set(names))
-        slices = _merge.module_slices if modules else _merge.branch_slices
+        slices = _aggregation.module_slices if modules else _aggregation.branch_slices
         self.branches = slices(context.layout.part(self.shared))
 
     def uploads(self) -> frozenset[type[Payload]]:
@@ -43,16 +43,16 @@ class PartialFedAvg:
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """The shared layers, and the prototypes if anybody is anchored to them."""
         _, *rest = self.fedavg.task(state, silo)
-        return (_merge.partial_model(self.context.layout, self.shared, state.theta), *rest)
+        return (_aggregation.partial_model(self.context.layout, self.shared, state.theta), *rest)
 
     def parameters(self, local: Local, payloads: Sequence[Payload]) -> Tensor:
         """The silo's whole model float32 [P]: downloaded layers and its own."""
         layout, theta = self.context.layout, local.model.initial()
-        own = local.state.get(_own.OWN)
+        own = local.state.get(_personal_model.OWN)
         if own is not None and self.personal:
-            theta = _merge.inserted(theta, layout, self.personal, own)
-        received = _merge.as_tensor(take(payloads, Model).buffer)
-        return _merge.inserted(theta, layout, self.shared, received)
+            theta = _aggregation.inserted(theta, layout, self.personal, own)
+        received = _aggregation.as_tensor(take(payloads, Model).buffer)
+        return _aggregation.inserted(theta, layout, self.shared, received)
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on the base loss, over all layers; the shared ones' change goes up, the others are kept."""
@@ -60,16 +60,16 @@ class PartialFedAvg:
         model.load(self.parameters(local, task.payloads))
         base = model.flat.detach().clone()
         work = self.fedavg.work(local, task)
-        outcome = _local.train_epochs(local, self.context, task, base, work)
-        change = _merge.extract(outcome.delta, layout, self.shared)
+        outcome = _training.train_epochs(local, self.context, task, base, work)
+        change = _aggregation.extract(outcome.delta, layout, self.shared)
         update = PartialDelta(layout.digest, self.shared, change.numpy(), len(local.share))
         up: tuple[Payload, ...] = (update, Loss(outcome.loss))
         if self.fedavg.anchored:
-            own = _local.own_prototypes(local, self.context, task)
+            own = _training.own_prototypes(local, self.context, task)
             up = (*up, _prototypes.upload(own, (None, None)))
         state = {} if work is None else dict(work.kept())
         if self.personal:
-            state[_own.OWN] = _merge.extract(model.flat.detach().cpu(), layout, self.personal)
+            state[_personal_model.OWN] = _aggregation.extract(model.flat.detach().cpu(), layout, self.personal)
         return Trained(up, state, outcome.loss)
 
     def merge(self, state: State, replies: Sequence[Reply], weights: Tensor | None = None) -> Merged:
@@ -80,17 +80,19 @@ class PartialFedAvg:
             replies: in any order.
             weights: float64 [M] of the replies in the fixed silo order; None weighs as FedAvg.
         """
-        layout, replies = self.context.layout, _merge.ordered(replies)
-        updates = [_merge.partial_update_of(reply, layout, self.shared) for reply in replies]
+        layout, replies = self.context.layout, _aggregation.ordered(replies)
+        updates = [_aggregation.partial_update_of(reply, layout, self.shared) for reply in replies]
         if weights is None:
             weights = self.fedavg.weights(updates)
         else:
-            weights = _merge.damped(weights, torch.tensor([update.factor for update in updates], dtype=torch.float64))
-        before = _merge.extract(state.theta, layout, self.shared)
-        after = _merge.merge_updates(before, updates, weights, self.branches, self.fedavg.options.branch_renorm)
-        theta = _merge.inserted(state.theta, layout, self.shared, after)
+            weights = _aggregation.damped(
+                weights, torch.tensor([update.factor for update in updates], dtype=torch.float64)
+            )
+        before = _aggregation.extract(state.theta, layout, self.shared)
+        after = _aggregation.merge_updates(before, updates, weights, self.branches, self.fedavg.options.branch_renorm)
+        theta = _aggregation.inserted(state.theta, layout, self.shared, after)
         return Merged(State(theta, self.fedavg.averaged(state.tensors, replies, weights), state.values))
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's own model: downloaded layers and its own."""
-        return _own.encoders_of(local, self.parameters(local, payloads))
+        return _personal_model.encoders_of(local, self.parameters(local, payloads))

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from fedmq.federation.protocol import Context, Encoders, Local, Task, encoders_of
 from fedmq.models.optimiser import FusedOptimiser
-from fedmq.protocol import Context, Encoders, Local, Task, encoders_of
 from fedmq.seeds import torch_generator
-from protocols import _local
+from protocols import _training
 from protocols._losses import unit
 
 #: Name of the adapter among a silo's personal tensors: float32 [2, h, d], W1 and the transpose of W2.
@@ -115,13 +115,13 @@ def fine_tuned(
     seed = torch_generator(context.seed, "personal", local.silo.name)
     adapter = initial(context.dim, tuning.hidden, seed) if old is None else old.clone()
     steps = FusedOptimiser([adapter], context.training, task.learning_rate * tuning.rate)
-    generator = _local.generator_of(context, local, task, "personal")
+    generator = _training.generator_of(context, local, task, "personal")
     size = len(local.share)
     for _ in range(tuning.epochs):
-        caption = _local.choose_captions(local, generator)
-        for rows in _local.batches(size, context.training.batch_size, generator):
+        caption = _training.choose_captions(local, generator)
+        for rows in _training.batches(size, context.training.batch_size, generator):
             with torch.no_grad():
-                pair = _local.embed(local, rows, caption)
+                pair = _training.embed(local, rows, caption)
             leaf = adapter.clone().requires_grad_()
             value = loss(*(None if z is None else embed(z.cpu(), leaf, strength_) for z in pair))
             if not value.requires_grad:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import RemoteWireError
-from fedmq.messages import IMAGE, TEXT, ModalityPrototypes
-from fedmq.protocol import Reply, SiloFacts, take
+from fedmq.federation.protocol import Reply, SiloFacts, take
+from fedmq.wire.messages import IMAGE, TEXT, ModalityPrototypes
+from protocols._aggregation import as_tensor
 from protocols._losses import unit
-from protocols._merge import as_tensor
 
 PROTOTYPES = "prototypes"
 VALID = "prototypes_valid"

@@ -18,11 +18,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.layout import Layout
-from fedmq.messages import Delta, PartialDelta, Payload
-from fedmq.parts import Robust
-from fedmq.protocol import Reply
-from protocols._merge import module_slices, ordered, owns
+from fedmq.config.parts import Robust
+from fedmq.federation.protocol import Reply
+from fedmq.wire.layout import Layout
+from fedmq.wire.messages import Delta, PartialDelta, Payload
+from protocols._aggregation import module_slices, ordered, owns
 
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]

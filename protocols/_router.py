@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.layout import Layout
+from fedmq.wire.layout import Layout
 from protocols._losses import EPSILON, cosine, unit
 
 WIDTH = 128

@@ -12,7 +12,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from protocols._bases.dscmr import mean_length, pair_likelihood
+from protocols.objectives.dscmr import mean_length, pair_likelihood
 
 Norm = Literal["row", "frob"]
 

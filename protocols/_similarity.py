@@ -12,10 +12,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedmq.data.share import Share
+from fedmq.data.silo_dataset import Share
+from fedmq.federation.protocol import Local
 from fedmq.models.two_tower import Out
-from fedmq.protocol import Local
-from protocols import _local
+from protocols import _training
 from protocols._losses import EPSILON, unit
 
 
@@ -40,7 +40,7 @@ def affinity(features: Tensor) -> Tensor:
 
 
 # --------------------------------------------------------------------------------------------------- batch features
-def batch_features(local: Local, step_rows: _local.I64, caption: _local.I64 | None) -> tuple[Tensor, Tensor]:
+def batch_features(local: Local, step_rows: _training.I64, caption: _training.I64 | None) -> tuple[Tensor, Tensor]:
     """Image and text features [B, d_i] and [B, d_t] of a batch; what a silo lacks is stood in for by what it has.
 
     A similarity mixed from both modalities so becomes that of the one, whatever the weights of the mixture.

@@ -17,12 +17,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedmq.messages import Model, Payload
-from fedmq.models.two_tower import MODALITIES, Out
-from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _local, _own, fedavg
+from fedmq.encoders.base import MODALITIES
+from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.models.two_tower import Out
+from fedmq.wire.messages import Model, Payload
+from protocols import _personal_model, _training, fedavg
+from protocols._aggregation import as_tensor
 from protocols._losses import unit
-from protocols._merge import as_tensor
 from protocols._options import check
 
 #: Names of the bank, of the last model's embeddings, and of the samples of both, among a silo's personal tensors.
@@ -113,7 +114,7 @@ def distillation(z: Tensor, shared: Tensor) -> Tensor:
     return (z - shared).square().mean()
 
 
-def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights: Weights) -> _local.Extra | None:
+def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights: Weights) -> _training.Extra | None:
     """The silo's terms: both contrasts and the distillation, summed over the modalities it has.
 
     Args:
@@ -127,7 +128,7 @@ def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights:
     def scaled(z: Tensor) -> Tensor:
         return unit(z) if weights.directions else z
 
-    def terms(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
+    def terms(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
         found = []
         for name, other, out in (("image", "text", image), ("text", "image", text)):
             if out is None:
@@ -178,7 +179,7 @@ class CreamFl:
         """Local epochs on the base loss and the contrasts; bank and last embeddings are kept."""
         rows = local.state.get(ROWS)
         known = local.state if rows is not None and torch.equal(rows, local.share.rows) else {}
-        with _local.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
+        with _training.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
             bank = averaged(known, self._embedded(local, task, "bank"), self.options.bank_ema)
         before = {name: known[LAST + name] for name in bank if LAST + name in known}
         options, any_length = self.options, self.context.objective.base != "info_nce"
@@ -190,8 +191,10 @@ class CreamFl:
 
     def _embedded(self, local: Local, task: Task, purpose: str) -> dict[str, Tensor]:
         """Embeddings [n, d] of the silo's samples by the model as it is, one random caption each, on the CPU."""
-        caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, f"creamfl {purpose}"))
-        found = _local.embed_all(local, caption, self.context.training.batch_size)
+        caption = _training.choose_captions(
+            local, _training.generator_of(self.context, local, task, f"creamfl {purpose}")
+        )
+        found = _training.embed_all(local, caption, self.context.training.batch_size)
         return {name: z for name, z in zip(MODALITIES, found, strict=True) if z is not None}
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
@@ -199,13 +202,13 @@ class CreamFl:
         return self.fedavg.merge(state, replies, round_)
 
 
-def _plainly(local: Local, terms: _local.Extra | None) -> _local.Extra | None:
+def _plainly(local: Local, terms: _training.Extra | None) -> _training.Extra | None:
     """The silo's terms on codes as sharp as those of the bank."""
     if terms is None:
         return None
 
-    def plainly(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
-        return terms(step, *_own.unsharpened(local, image, text))
+    def plainly(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
+        return terms(step, *_personal_model.unsharpened(local, image, text))
 
     return plainly
 

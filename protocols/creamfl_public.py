@@ -19,12 +19,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.messages import Loss, Payload, Representations
-from fedmq.models.two_tower import MODALITIES, Out, TwoTower
-from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _local, _merge, _own, _prototypes, fedavg
-from protocols._merge import as_tensor
+from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.models.two_tower import Out, TwoTower
+from fedmq.wire.messages import Loss, Payload, Representations
+from protocols import _aggregation, _personal_model, _prototypes, _training, fedavg
+from protocols._aggregation import as_tensor
 from protocols._options import check, refuse_other_bases
 from protocols.creamfl import LAST, Weights, contrasts, distillation
 
@@ -142,10 +143,10 @@ class CreamFlPublic:
     # ----------------------------------------------------------------------- the silo's half
     def train(self, local: Local, task: Task) -> Trained:
         """The silo's own pairs, then the public ones; from its own parameters, which are kept."""
-        local.model.load(_own.own_parameters(local))
+        local.model.load(_personal_model.own_parameters(local))
         base = local.model.flat.detach().clone()
         work = self.fedavg.work(local, task)
-        outcome = _local.train_epochs(local, self.context, task, base, work)
+        outcome = _training.train_epochs(local, self.context, task, base, work)
         public, size = self._public_of(local), self.context.training.batch_size
         image, text = as_tensor(take(task.payloads, Representations).values).float().chunk(2)
         last: dict[str, Tensor] = {name: local.state[LAST + name] for name in MODALITIES if LAST + name in local.state}
@@ -153,10 +154,10 @@ class CreamFlPublic:
         terms = contrasts({"image": image, "text": text}, last, weights)
         if terms is not None:
             start = local.model.flat.detach().clone()
-            everything = _local.EveryBatch(public, size, nothing)
-            _local.train_epochs(public, self.context, task, start, everything, extra=terms)
-        found = dict(_named(_local.embed_all(public, _first(public), size)))
-        state = {**({} if work is None else work.kept()), **_own.kept(local)}
+            everything = _training.EveryBatch(public, size, nothing)
+            _training.train_epochs(public, self.context, task, start, everything, extra=terms)
+        found = dict(_named(_training.embed_all(public, _first(public), size)))
+        state = {**({} if work is None else work.kept()), **_personal_model.kept(local)}
         kept = {LAST + name: z for name, z in found.items()}
         return Trained((_payload(found), Loss(outcome.loss)), {**state, **kept}, outcome.loss)
 
@@ -197,7 +198,7 @@ class CreamFlPublic:
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Average representations item by item, distil them, train on the public pairs, represent them anew."""
-        replies = _merge.ordered(replies)
+        replies = _aggregation.ordered(replies)
         wanted: dict[str, Tensor] = {}
         for name, other in (MODALITIES, MODALITIES[::-1]):
             given = [(reply.factor, _read(reply, name)) for reply in replies if getattr(reply.silo, name)]
@@ -227,7 +228,7 @@ class CreamFlPublic:
         own.model.load(theta)
         base = own.model.flat.detach().clone()
 
-        def taught(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
+        def taught(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
             rows = torch.from_numpy(step.rows)
             terms = [
                 options.kd * distillation(out.code, wanted[name][rows].to(out.code.device))
@@ -236,18 +237,18 @@ class CreamFlPublic:
             ]
             return torch.stack(terms).sum() if terms else None
 
-        outcome = _local.train_epochs(own, self.context, task, base, self.fedavg.work(own, task), extra=taught)
+        outcome = _training.train_epochs(own, self.context, task, base, self.fedavg.work(own, task), extra=taught)
         return own.model.flat.detach().cpu().clone(), outcome.loss
 
     def _represented(self, theta: Tensor) -> dict[str, Tensor]:
         """The public items as a model [P] represents them, [N, d] by modality, the first caption of each."""
         own = self._coordinator()
         own.model.load(theta)
-        found = _local.embed_all(own, _first(own), self.context.training.batch_size)
+        found = _training.embed_all(own, _first(own), self.context.training.batch_size)
         return {GLOBAL + name: z for name, z in _named(found)}
 
 
-def _first(local: Local) -> _local.I64 | None:
+def _first(local: Local) -> _training.I64 | None:
     """The first caption of each item; None where there is no text."""
     return None if local.share.text is None else np.zeros(len(local.share), np.int64)
 

@@ -14,9 +14,9 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedmq.messages import Delta, Loss, ModalityPrototypes, Model, Payload
-from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _bases, _local, _merge, _prototypes
+from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.wire.messages import Delta, Loss, ModalityPrototypes, Model, Payload
+from protocols import _aggregation, _prototypes, _training, objectives
 from protocols._losses import anchor, info_nce
 from protocols._options import check
 
@@ -77,10 +77,10 @@ class FedAvg:
     def __init__(self, options: FedAvgOptions, context: Context) -> None:
         self.options = options
         self.context = context
-        self.branches = _merge.branch_slices(context.layout)
+        self.branches = _aggregation.branch_slices(context.layout)
         contrastive = context.objective.base == "info_nce"
         self.anchored = contrastive and options.single_modality == "anchor"
-        self.base = None if contrastive else _bases.options_of(context.objective)
+        self.base = None if contrastive else objectives.options_of(context.objective)
 
     def eligible(self, silo: SiloFacts) -> bool:
         """Everybody takes part."""
@@ -103,7 +103,9 @@ class FedAvg:
         """Local epochs."""
         return self.trained(local, task)
 
-    def trained(self, local: Local, task: Task, *, extra: _local.Extra | None = None, lambda_s: float = 0.0) -> Trained:
+    def trained(
+        self, local: Local, task: Task, *, extra: _training.Extra | None = None, lambda_s: float = 0.0
+    ) -> Trained:
         """Local epochs on the base loss; a method that is FedAvg with a term of its own passes it here.
 
         Args:
@@ -112,27 +114,27 @@ class FedAvg:
             extra: added in each batch's main step.
             lambda_s: weight of the proximal term ||theta - base||^2.
         """
-        base = _local.load_model(local, take(task.payloads, Model).buffer)
+        base = _training.load_model(local, take(task.payloads, Model).buffer)
         work = self.work(local, task)
-        outcome = _local.train_epochs(local, self.context, task, base, work, extra=extra, lambda_s=lambda_s)
-        update = _local.delta_payload(self.context, outcome, len(local.share))
+        outcome = _training.train_epochs(local, self.context, task, base, work, extra=extra, lambda_s=lambda_s)
+        update = _training.delta_payload(self.context, outcome, len(local.share))
         up: tuple[Payload, ...] = (update, Loss(outcome.loss))
         if self.anchored:
-            own = _local.own_prototypes(local, self.context, task)
+            own = _training.own_prototypes(local, self.context, task)
             up = (*up, _prototypes.upload(own, self._received(task)))
         return Trained(up, {} if work is None else work.kept(), outcome.loss)
 
-    def work(self, local: Local, task: Task) -> _local.Work | None:
+    def work(self, local: Local, task: Task) -> _training.Work | None:
         """The silo's base loss at work; None if it has none, or none yet."""
         if self.base is not None:
-            return _bases.begin(self.base, local, self.context, task)
+            return objectives.begin(self.base, local, self.context, task)
         loss = self._loss(local, self._received(task))
-        return None if loss is None else _local.EveryBatch(local, self.context.training.batch_size, loss)
+        return None if loss is None else _training.EveryBatch(local, self.context.training.batch_size, loss)
 
     def _received(self, task: Task) -> tuple[Tensor | None, Tensor | None]:
         return _prototypes.read_download(take(task.payloads, ModalityPrototypes)) if self.anchored else (None, None)
 
-    def _loss(self, local: Local, shared: tuple[Tensor | None, Tensor | None]) -> _local.LossFunction | None:
+    def _loss(self, local: Local, shared: tuple[Tensor | None, Tensor | None]) -> _training.LossFunction | None:
         if local.silo.paired:
             return partial(paired_loss, tau=self.options.tau)
         missing = shared[1] if local.silo.image else shared[0]
@@ -142,17 +144,17 @@ class FedAvg:
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Add the damped, sample-weighted updates; average the prototypes in."""
-        replies = _merge.ordered(replies)
-        updates = [_merge.update_of(reply, self.context.layout) for reply in replies]
+        replies = _aggregation.ordered(replies)
+        updates = [_aggregation.update_of(reply, self.context.layout) for reply in replies]
         weights = self.weights(updates)
-        theta = _merge.merge_updates(state.theta, updates, weights, self.branches, self.options.branch_renorm)
+        theta = _aggregation.merge_updates(state.theta, updates, weights, self.branches, self.options.branch_renorm)
         return Merged(State(theta, self.averaged(state.tensors, replies, weights), state.values))
 
-    def weights(self, updates: Sequence[_merge.Update]) -> Tensor:
+    def weights(self, updates: Sequence[_aggregation.Update]) -> Tensor:
         """Damped weights float64 [M] of the updates, by samples or uniform."""
         samples = [update.samples if self.options.weighting == "samples" else 1 for update in updates]
         factors = torch.tensor([update.factor for update in updates], dtype=torch.float64)
-        return _merge.damped(_merge.sample_weights(samples), factors)
+        return _aggregation.damped(_aggregation.sample_weights(samples), factors)
 
     def averaged(
         self, tensors: Mapping[str, Tensor], replies: Sequence[Reply], weights: Tensor
@@ -162,7 +164,7 @@ class FedAvg:
             return tensors
         local, mask = _prototypes.read_uploads(replies, self.context.dim)
         options = self.options
-        rate = _merge.kept_share(options.ema, len(replies), self.context.cohort)
+        rate = _aggregation.kept_share(options.ema, len(replies), self.context.cohort)
         updated = _prototypes.updated(tensors, local, mask, weights, rate, unit_length=options.proto_unit)
         return {**tensors, **updated}
 

@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.messages import ClassPrototypes, Delta, Loss, Model, Payload
+from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.models.two_tower import Out
-from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _centroids, _local, _merge, _personal, fedavg
+from fedmq.wire.messages import ClassPrototypes, Delta, Loss, Model, Payload
+from protocols import _aggregation, _centroids, _personal, _training, fedavg
 from protocols._losses import info_nce
 from protocols._options import check, refuse_other_bases
 
@@ -45,7 +45,7 @@ class FedBridgeOptions:
         lambda_keep: weight of staying near the downloaded model's embeddings.
         single_weight: factor of a single-modality silo's weight in a merge; in a merge of its reply alone, as in every
             one of ``async`` mode, its weight is 1 all the same, and in a branch that no paired silo trained.
-        bank: whose centroids go with the released model as a query bank against hubs (``fedmq.models.bank``):
+        bank: whose centroids go with the released model as a query bank against hubs (``fedmq.models.query_bank``):
             nobody's, all silos', or those of paired silos alone. Silos' own models (``personal``) go without.
         branch_renorm: each branch is averaged over the silos that trained it.
         personal: FedBridge-p: paired silos also fine-tune RCSR-p's adapter on their pairs, which never leaves them. A
@@ -120,16 +120,16 @@ class Assigning:
     centroids: Tensor
     teacher: Tensor
 
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
         """One step per batch over a permutation."""
-        caption = _local.choose_captions(self.local, generator)
+        caption = _training.choose_captions(self.local, generator)
         other = None if caption is None else _another(self.local, caption, generator)
-        for rows in _local.batches(len(self.local.share), self.batch_size, generator):
+        for rows in _training.batches(len(self.local.share), self.batch_size, generator):
 
             def loss(image: Out | None, text: Out | None, rows: Any = rows) -> Tensor:
                 return self._loss(image, text, rows, caption, other)
 
-            yield _local.Step(rows, caption, loss)
+            yield _training.Step(rows, caption, loss)
 
     def _loss(self, image: Out | None, text: Out | None, rows: Any, caption: Any, other: Any) -> Tensor:
         options, held = self.options, image if image is not None else text
@@ -141,7 +141,7 @@ class Assigning:
         if text is not None and options.lambda_pair:
             several = self.local.share.captions.numpy()[rows] > 1
             if several.sum() > 1:  # of one item there is nothing to tell it from
-                _, second = _local.embed(self.local, rows[several], other)
+                _, second = _training.embed(self.local, rows[several], other)
                 assert second is not None  # noqa: S101 - the silo has captions
                 own = z[torch.from_numpy(several).to(z.device)]
                 loss = loss + options.lambda_pair * info_nce(own, second, options.tau)
@@ -152,11 +152,11 @@ class Assigning:
         return {}
 
 
-def _another(local: Local, caption: _local.I64, generator: np.random.Generator) -> _local.I64:
+def _another(local: Local, caption: _training.I64, generator: np.random.Generator) -> _training.I64:
     """Of each item another caption than ``caption`` [n]; the same of an item that has but one."""
     counts = local.share.captions.numpy()
     steps = 1 + (generator.random(len(counts)) * (counts - 1)).astype(np.int64)
-    other: _local.I64 = np.where(counts > 1, (caption + steps) % counts, caption)
+    other: _training.I64 = np.where(counts > 1, (caption + steps) % counts, caption)
     return other
 
 
@@ -210,9 +210,12 @@ class FedBridge:
         if local.silo.paired:
             update, loss = self.fedavg.trained(local, task).payloads
         else:
-            base = _local.load_model(local, take(task.payloads, Model).buffer)
-            outcome = _local.train_epochs(local, self.context, task, base, self._work(local, task))
-            update, loss = _local.delta_payload(self.context, outcome, len(local.share)), Loss(max(0.0, outcome.loss))
+            base = _training.load_model(local, take(task.payloads, Model).buffer)
+            outcome = _training.train_epochs(local, self.context, task, base, self._work(local, task))
+            update, loss = (
+                _training.delta_payload(self.context, outcome, len(local.share)),
+                Loss(max(0.0, outcome.loss)),
+            )
         # During the warm-up nobody needs any, and clusters made then would be of towers that are not aligned yet.
         centroids, members = _centroids.report(
             local, self.context, task, self.options.centroids, self.options.support, begun=task.round >= self.onset
@@ -227,7 +230,7 @@ class FedBridge:
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The global model with the silo's own adapter behind both towers."""
-        _local.load_model(local, take(payloads, Model).buffer)
+        _training.load_model(local, take(payloads, Model).buffer)
         return _personal.encoders(local, self.options.lambda_p)
 
     def _adapter(self, local: Local, task: Task) -> dict[str, Tensor]:
@@ -266,12 +269,12 @@ class FedBridge:
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Average each branch over the silos that trained it; remember everybody's last centroids."""
         options = self.options
-        replies = _merge.ordered(replies)
-        updates = [_merge.update_of(reply, self.context.layout) for reply in replies]
+        replies = _aggregation.ordered(replies)
+        updates = [_aggregation.update_of(reply, self.context.layout) for reply in replies]
         factors = [update.factor * (1.0 if update.silo.paired else options.single_weight) for update in updates]
-        weights = _merge.sample_weights([update.samples for update in updates])
-        weights = _merge.damped(weights, torch.tensor(factors, dtype=torch.float64))
-        theta = _merge.merge_updates(state.theta, updates, weights, self.fedavg.branches, options.branch_renorm)
+        weights = _aggregation.sample_weights([update.samples for update in updates])
+        weights = _aggregation.damped(weights, torch.tensor(factors, dtype=torch.float64))
+        theta = _aggregation.merge_updates(state.theta, updates, weights, self.fedavg.branches, options.branch_renorm)
         tensors = _centroids.updated(state.tensors, replies, round_, self.context.max_age)
         return Merged(State(theta, tensors, state.values), {"centroids": _centroids.known(tensors)})
 

@@ -22,16 +22,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.config.parts import Modality
+from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.labels import fine_columns
-from fedmq.messages import Delta, Loss, Memory, Model, Payload
-from fedmq.models.networks import PLANS, Tower
-from fedmq.models.two_tower import Modality, Out, TwoTower
-from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.models.hash_networks import PLANS, Tower
+from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import numpy_generator
-from protocols import _local, _memory, _merge, fedavg
+from fedmq.wire.messages import Delta, Loss, Memory, Model, Payload
+from protocols import _aggregation, _memory, _training, fedavg
+from protocols._aggregation import as_tensor
 from protocols._losses import cosine
-from protocols._merge import as_tensor
 from protocols._options import check
 
 #: What a label that a sample does not have counts in the printed order of eq 7's divergence.
@@ -178,7 +179,7 @@ class References:
     image: Tensor | None
     text: Tensor | None
 
-    def of(self, step: _local.Step) -> list[Tensor]:
+    def of(self, step: _training.Step) -> list[Tensor]:
         """Those [B, r] of a step's rows, each with the caption the step takes."""
         rows = torch.from_numpy(step.rows)
         found = [] if self.image is None else [self.image[rows]]
@@ -192,7 +193,7 @@ def references(local: Local) -> References:
     share = local.share
 
     def features(modality: Modality, items: Tensor) -> Tensor:
-        return torch.cat([out.code for out in _local.in_blocks(local.model, modality, items)])
+        return torch.cat([out.code for out in _training.in_blocks(local.model, modality, items)])
 
     image = None if share.image is None else features("image", share.image)
     if share.text is None:
@@ -241,13 +242,13 @@ class FedCafe:
     # ----------------------------------------------------------------------- the silo's half
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on eq 8, then the memory of the features as they are now."""
-        _local.load_model(local, take(task.payloads, Model).buffer)
+        _training.load_model(local, take(task.payloads, Model).buffer)
         memory = as_tensor(take(task.payloads, Memory).centroids) if self.options.afe else None
         with remembering(local.model, memory):
             known = references(local) if self.options.loss_c else References(None, None)
             labels = self._labels(local, np.arange(len(local.share)))
 
-            def extra(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
+            def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
                 own = labels[torch.from_numpy(step.rows).to(labels.device)]
                 parts = [self._auxiliary(out, own, known.of(step)) for out in (image, text) if out is not None]
                 terms = [part for part in parts if part is not None]
@@ -260,8 +261,8 @@ class FedCafe:
         up = Memory(centroids=centroids.numpy(), support=support.numpy())
         return Trained((*trained.payloads, up), trained.state, trained.loss)
 
-    def _labels(self, local: Local, rows: _local.I64) -> Tensor:
-        return _local.labels_of(local, rows)[:, self.columns]
+    def _labels(self, local: Local, rows: _training.I64) -> Tensor:
+        return _training.labels_of(local, rows)[:, self.columns]
 
     def _auxiliary(self, out: Out, labels: Tensor, known: Sequence[Tensor]) -> Tensor | None:
         if out.logits is None:
@@ -270,9 +271,9 @@ class FedCafe:
 
     def _own_memory(self, local: Local, task: Task, labels: Tensor) -> tuple[Tensor, Tensor]:
         """The silo's memory, of one caption per item."""
-        generator = _local.generator_of(self.context, local, task, "memory")
-        caption = _local.choose_captions(local, generator)
-        found = _local.outputs_of_all(local, caption, lambda out: out.code)
+        generator = _training.generator_of(self.context, local, task, "memory")
+        caption = _training.choose_captions(local, generator)
+        found = _training.outputs_of_all(local, caption, lambda out: out.code)
         features = [codes for codes in found if codes is not None]
         return _memory.local_memory(features, labels.cpu(), self.options.memory, generator)
 
@@ -305,7 +306,7 @@ class FedCafe:
         """The global memory from the table, weights from it, then the updates (algorithm 1)."""
         if not self.remembers:
             return self.fedavg.merge(state, replies, round_)
-        replies = _merge.ordered(replies)
+        replies = _aggregation.ordered(replies)
         reports = [self._report(reply) for reply in replies]
         table = {name.removeprefix(_TABLE): each for name, each in state.tensors.items() if name.startswith(_TABLE)}
         places = [(reply.silo.index, reply.base_version) for reply in replies]
@@ -318,8 +319,10 @@ class FedCafe:
         by_class = self.options.similarity == "identity" and _memory.has_classes(self.options.memory)
         differences = _memory.differences(reports, memory, filled, by_class=by_class)
         weights = self._weights(differences, replies)
-        updates = [_merge.update_of(reply, self.context.layout) for reply in replies]
-        theta = _merge.merge_updates(state.theta, updates, weights, self.fedavg.branches, self.options.branch_renorm)
+        updates = [_aggregation.update_of(reply, self.context.layout) for reply in replies]
+        theta = _aggregation.merge_updates(
+            state.theta, updates, weights, self.fedavg.branches, self.options.branch_renorm
+        )
         log = {"weight_largest": float(weights.max()), "difference_mean": float(differences.mean())}
         return Merged(State(theta, tensors, state.values), log)
 
@@ -339,7 +342,7 @@ class FedCafe:
 
     def _global_memory(self, previous: Tensor, table: dict[str, Tensor], round_: int) -> tuple[Tensor, Tensor, Tensor]:
         """P_g [C, r], the samples behind its rows int64 [C], and which of them are supported now bool [C]."""
-        known = _merge.still_known(table["versions"], round_, self.context.max_age)
+        known = _aggregation.still_known(table["versions"], round_, self.context.max_age)
         generator = numpy_generator(self.context.seed, "fedcafe", "memory", round_)
         support = table["support"][known]
         memory, filled = _memory.global_memory(table["rows"][known], support, previous, self.options.memory, generator)
@@ -349,7 +352,7 @@ class FedCafe:
     def _weights(self, differences: Tensor, replies: Sequence[Reply]) -> Tensor:
         """Eq 10, damped by staleness; what is stale is held below the cap."""
         weights = _memory.shares(differences, self.options.weight, self.options.temperature)
-        weights = _merge.damped(weights, torch.tensor([reply.factor for reply in replies], dtype=torch.float64))
+        weights = _aggregation.damped(weights, torch.tensor([reply.factor for reply in replies], dtype=torch.float64))
         stale = torch.tensor([reply.staleness > 0 for reply in replies])
         limits = torch.where(stale, self.options.cap / len(replies), torch.inf).double()
         return _memory.capped(weights, limits)

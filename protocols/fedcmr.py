@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import InputError
-from fedmq.messages import LabelCount, Loss, PartialDelta, Payload
-from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _local, _merge, _own, fedavg
+from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.wire.messages import LabelCount, Loss, PartialDelta, Payload
+from protocols import _aggregation, _personal_model, _training, fedavg
 from protocols._options import check
 from protocols._partial import PartialFedAvg
 
@@ -80,13 +80,13 @@ class SomeBatches:
             of the later epochs would be of different orders of the items.
     """
 
-    work: _local.Work
+    work: _training.Work
     batches: int
     first: int
     stop: int
     began: dict[int, Mapping[str, Any]]
 
-    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_local.Step]:
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
         """The steps of the batches wanted; a batch begins with its main step."""
         generator.bit_generator.state = self.began.setdefault(epoch, generator.bit_generator.state)
         batch = -1
@@ -137,30 +137,30 @@ class FedCmr:
         """A few batches after the download, then the rest, whose displacement of the common layer is remembered."""
         layout, model, shared = self.context.layout, local.model, self.partial.shared
         downloaded = self.partial.parameters(local, task.payloads)
-        common = _merge.extract(downloaded, layout, shared)
+        common = _aggregation.extract(downloaded, layout, shared)
         displacement = local.state.get(_DISPLACEMENT)
         start = common if displacement is None else residual(common, displacement, self.options.residual_beta)
-        model.load(_merge.inserted(downloaded, layout, shared, start))
+        model.load(_aggregation.inserted(downloaded, layout, shared, start))
         work = self.partial.fedavg.work(local, task)
         losses, kept = [0.0], dict[str, Tensor]()
         if work is not None:
-            batches = _local.batches_of(work, len(local.share), self.context.training.batch_size)
+            batches = _training.batches_of(work, len(local.share), self.context.training.batch_size)
             cut, began = round(self.options.local_share * batches), dict[int, Mapping[str, Any]]()
             for first, stop in ((0, cut), (cut, batches)):
-                start = _merge.extract(model.flat.detach().cpu(), layout, shared)
+                start = _aggregation.extract(model.flat.detach().cpu(), layout, shared)
                 if first < stop:
                     here = model.flat.detach().clone()
                     some = SomeBatches(work, batches, first, stop, began)
-                    losses.append(_local.train_epochs(local, self.context, task, here, some).loss)
+                    losses.append(_training.train_epochs(local, self.context, task, here, some).loss)
             kept = dict(work.kept())
-        end = _merge.extract(model.flat.detach().cpu(), layout, shared)
+        end = _aggregation.extract(model.flat.detach().cpu(), layout, shared)
         up = (
             PartialDelta(layout.digest, shared, (end - common).numpy(), len(local.share)),
             Loss(losses[-1]),
-            LabelCount(_local.categories(local, self.context)),
+            LabelCount(_training.categories(local, self.context)),
         )
-        own = _merge.extract(model.flat.detach().cpu(), layout, self.partial.personal)
-        return Trained(up, {**kept, _own.OWN: own, _DISPLACEMENT: end - start}, losses[-1])
+        own = _aggregation.extract(model.flat.detach().cpu(), layout, self.partial.personal)
+        return Trained(up, {**kept, _personal_model.OWN: own, _DISPLACEMENT: end - start}, losses[-1])
 
     @property
     def layers(self) -> tuple[str, ...]:
@@ -183,7 +183,7 @@ class FedCmr:
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """The weighted, damped updates of the common layer."""
-        replies = _merge.ordered(replies)
+        replies = _aggregation.ordered(replies)
         samples = [take(reply.payloads, PartialDelta).n_samples for reply in replies]
         labels = [max(1, take(reply.payloads, LabelCount).value) for reply in replies]
         # The rule is of a round's summed losses; on the wire a loss is a mean, as every method's.
@@ -193,7 +193,7 @@ class FedCmr:
         reported = torch.tensor(losses, dtype=torch.float64)
         table[[reply.silo.index for reply in replies]] = reported
         before = state.tensors.get(_VERSIONS)
-        versions, here = _merge.heard(before, state.tensors[_LOSSES], replies, round_, self.context.max_age)
+        versions, here = _aggregation.heard(before, state.tensors[_LOSSES], replies, round_, self.context.max_age)
         pool = reported if self.sums == "reporters" else table[here]
         size, count = torch.tensor(samples, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
         weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)

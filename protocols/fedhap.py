@@ -20,19 +20,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.labels import fine_columns
-from fedmq.messages import ClassPrototypes, Delta, DiscriminatorDelta, Payload
-from fedmq.models.networks import signs, straight_through
+from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.staleness import mixed
+from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
-from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from fedmq.staleness import mixed
-from protocols import _bases, _class_prototypes, _local, _merge, fedavg
+from fedmq.wire.messages import ClassPrototypes, Delta, DiscriminatorDelta, Payload
+from protocols import _aggregation, _class_prototypes, _training, fedavg, objectives
 from protocols import _discriminator as adversary
-from protocols._bases import triplet
-from protocols._bases._labelled import Samples, samples_of
-from protocols._merge import as_tensor
+from protocols._aggregation import as_tensor
 from protocols._options import check
+from protocols.objectives import triplet
+from protocols.objectives._labelled import Samples, samples_of
 
 _CHANGE = "fedhap.discriminator_change"
 _CODES = "fedhap.prototypes"
@@ -142,7 +142,7 @@ class FedHap:
         given, usual = options.hysteresis, 0.0 if context.whole_rounds else _STEADY
         self.hysteresis = usual if given is None else given
         triplets = context.objective.base == "triplet"
-        self.triplets = _bases.options_of(context.objective) if triplets else triplet.Options()
+        self.triplets = objectives.options_of(context.objective) if triplets else triplet.Options()
 
     @property
     def _shares_discriminator(self) -> bool:
@@ -213,9 +213,9 @@ class FedHap:
                 state = {**state, _OWN: end}
         return replace(trained, payloads=payloads, state=state)
 
-    def labels_of(self, local: Local, rows: _local.I64) -> Tensor:
+    def labels_of(self, local: Local, rows: _training.I64) -> Tensor:
         """Which classes some of the silo's items belong to, float32 multi-hot [B, C]."""
-        return _local.labels_of(local, rows)[:, self.columns]
+        return _training.labels_of(local, rows)[:, self.columns]
 
     def _discriminator(self, local: Local, task: Task) -> Tensor:
         """The discriminator a task starts from, float32 [Q]: the shared one, or the silo's own."""
@@ -226,11 +226,13 @@ class FedHap:
 
     def _class_means(self, local: Local, task: Task) -> ClassPrototypes:
         """The silo's vote (eq 5): the mean code of each class over the modalities it has, one caption per item."""
-        caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, "class prototypes"))
+        caption = _training.choose_captions(
+            local, _training.generator_of(self.context, local, task, "class prototypes")
+        )
         size, step = len(local.share), self.context.training.batch_size
         with torch.no_grad():
             parts = [
-                samples_of(*_local.outputs(local, rows, caption), self.labels_of(local, rows))
+                samples_of(*_training.outputs(local, rows, caption), self.labels_of(local, rows))
                 for rows in np.split(np.arange(size), range(step, size, step))
             ]
         codes, labels = (torch.cat([getattr(part, name) for part in parts]).cpu() for name in ("codes", "labels"))
@@ -241,7 +243,7 @@ class FedHap:
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Average networks and discriminators; the table of votes gives the next prototypes."""
         merged = self.fedavg.merge(state, replies, round_)
-        replies = _merge.ordered(replies)
+        replies = _aggregation.ordered(replies)
         tensors = dict(merged.state.tensors)
         if self.prototypes:
             votes = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies]
@@ -260,9 +262,9 @@ class FedHap:
         return replace(after, tensors={**after.tensors, _CHANGE: change})
 
     def _merged_discriminator(self, change: Tensor, replies: Sequence[Reply]) -> Tensor:
-        updates = [_merge.update_of(_as_delta(reply), self.layout) for reply in replies]
+        updates = [_aggregation.update_of(_as_delta(reply), self.layout) for reply in replies]
         weights = self.fedavg.weights(updates)
-        step = _merge.weighted_sum([update.delta for update in updates], weights)
+        step = _aggregation.weighted_sum([update.delta for update in updates], weights)
         return (change.double() + step).float()
 
 
@@ -282,7 +284,7 @@ class Terms:
         self.method, self.options, self.triplets, self.local = method, method.options, method.triplets, local
         self.prototypes = as_tensor(received.prototypes).to(device)
         self.valid = as_tensor(received.counts).to(device) > 0
-        self.generator = _local.generator_of(method.context, local, task, "fedhap")
+        self.generator = _training.generator_of(method.context, local, task, "fedhap")
         self.discriminator = None
         if start is not None:
             one_hot = torch.eye(len(self.valid), device=device)[self.valid]
@@ -295,7 +297,7 @@ class Terms:
                 task.learning_rate,
             )
 
-    def __call__(self, step: _local.Step, image: Out | None, text: Out | None) -> Tensor:
+    def __call__(self, step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
         """Eq 3 and lambda_d times the adversarial loss of a batch, after the discriminator's own step."""
         samples = samples_of(image, text, self.method.labels_of(self.local, step.rows))
         terms: list[Tensor] = []

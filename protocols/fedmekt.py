@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedmq.messages import Model, Payload
+from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.models.two_tower import Out
-from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _local, _own, fedavg
-from protocols._merge import as_tensor
+from fedmq.wire.messages import Model, Payload
+from protocols import _personal_model, _training, fedavg
+from protocols._aggregation import as_tensor
 from protocols._options import check
 from protocols.moon import has_trained
 
@@ -91,16 +91,16 @@ class FedMekt:
         trained = self.fedavg.trained(local, task, extra=self._distillation(task, local))
         if not self.options.personal:
             return trained
-        own = _own.kept_or_before(local, newest=has_trained(self.fedavg, local, task, trained))
+        own = _personal_model.kept_or_before(local, newest=has_trained(self.fedavg, local, task, trained))
         return replace(trained, state={**trained.state, **own})
 
-    def _distillation(self, task: Task, local: Local) -> _local.Extra | None:
+    def _distillation(self, task: Task, local: Local) -> _training.Extra | None:
         if self.options.weight == 0:
             return None
         theta = as_tensor(take(task.payloads, Model).buffer)
-        shared = _own.Reference(local, theta, self.fedavg.context.training.local_epochs)
+        shared = _personal_model.Reference(local, theta, self.fedavg.context.training.local_epochs)
 
-        def distillation(step: _local.Step, image: Out | None, text: Out | None) -> Tensor:
+        def distillation(step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
             terms = [
                 divergence(own.code, glob.code, self.options.temperature)
                 for own, glob in zip((image, text), shared(step), strict=True)
@@ -121,7 +121,7 @@ class FedMekt:
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's model as its last training left it; the global one before the first."""
-        return _own.last_encoders(local, payloads)
+        return _personal_model.last_encoders(local, payloads)
 
 
 PROTOCOL = FedMekt

@@ -13,9 +13,9 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedmq.errors import InputError
-from fedmq.layout import Layout
-from fedmq.messages import Payload
-from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.wire.layout import Layout
+from fedmq.wire.messages import Payload
 from protocols import fedavg
 from protocols._partial import PartialFedAvg
 

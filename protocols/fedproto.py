@@ -17,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError
-from fedmq.labels import fine_columns
-from fedmq.messages import ClassPrototypes, Loss, Payload
+from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.models.two_tower import Out
-from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _class_prototypes, _local, _merge, _own, fedavg
+from fedmq.wire.messages import ClassPrototypes, Loss, Payload
+from protocols import _aggregation, _class_prototypes, _personal_model, _training, fedavg
 from protocols._class_prototypes import Shared
 from protocols._options import check
 
@@ -106,27 +106,29 @@ class FedProto:
     # ----------------------------------------------------------------------- the silo's half
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs from the silo's own parameters on the base loss and the distance; then the prototypes."""
-        local.model.load(_own.own_parameters(local))
+        local.model.load(_personal_model.own_parameters(local))
         base = local.model.flat.detach().clone()
         shared = _class_prototypes.read_download(take(task.payloads, ClassPrototypes), base.device)
         shared = fused(shared) if self.options.proto_modal == "fused" else shared
         work = self.fedavg.work(local, task)
         if work is None and self.options.weight and bool((shared.image_valid | shared.text_valid).any()):
-            work = _local.EveryBatch(local, self.context.training.batch_size, nothing)
-        outcome = _local.train_epochs(local, self.context, task, base, work, extra=self._distance(local, shared))
-        state = {**({} if work is None else work.kept()), **_own.kept(local)}
+            work = _training.EveryBatch(local, self.context.training.batch_size, nothing)
+        outcome = _training.train_epochs(local, self.context, task, base, work, extra=self._distance(local, shared))
+        state = {**({} if work is None else work.kept()), **_personal_model.kept(local)}
         return Trained((self._prototypes(local, task), Loss(outcome.loss)), state, outcome.loss)
 
-    def _distance(self, local: Local, shared: Shared) -> _local.Extra | None:
+    def _distance(self, local: Local, shared: Shared) -> _training.Extra | None:
         if self.options.weight == 0:
             return None
         by_modality = (shared.image, shared.image_valid), (shared.text, shared.text_valid)
 
-        def distance(step: _local.Step, image: Out | None, text: Out | None) -> Tensor:
-            members = _local.labels_of(local, step.rows)[:, self.columns] > 0
+        def distance(step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
+            members = _training.labels_of(local, step.rows)[:, self.columns] > 0
             terms = [
                 prototype_loss(out.code, members, prototypes, valid)
-                for out, (prototypes, valid) in zip(_own.unsharpened(local, image, text), by_modality, strict=True)
+                for out, (prototypes, valid) in zip(
+                    _personal_model.unsharpened(local, image, text), by_modality, strict=True
+                )
                 if out is not None
             ]
             return self.options.weight * torch.stack(terms).sum()
@@ -135,9 +137,11 @@ class FedProto:
 
     def _prototypes(self, local: Local, task: Task) -> ClassPrototypes:
         """The class prototypes by the model as training left it; rows of a modality the silo lacks are absent."""
-        caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, "class prototypes"))
-        members = _local.labels_of(local, np.arange(len(local.share)))[:, self.columns].cpu() > 0
-        found = _local.embed_all(local, caption, self.context.training.batch_size)
+        caption = _training.choose_captions(
+            local, _training.generator_of(self.context, local, task, "class prototypes")
+        )
+        members = _training.labels_of(local, np.arange(len(local.share)))[:, self.columns].cpu() > 0
+        found = _training.embed_all(local, caption, self.context.training.batch_size)
         return _class_prototypes.of_features(found, members, self.context.dim)
 
     # ----------------------------------------------------------------------- the coordinator's half
@@ -151,7 +155,7 @@ class FedProto:
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Average the last reports of all silos, class by class."""
-        found = [(reply, _class_prototypes.own_rows(reply)) for reply in _merge.ordered(replies)]
+        found = [(reply, _class_prototypes.own_rows(reply)) for reply in _aggregation.ordered(replies)]
         weighted = self.options.weighting == "samples"
         tensors = _class_prototypes.updated(
             state.tensors, found, round_, max_age=self.context.max_age, weighted=weighted
@@ -179,7 +183,7 @@ class FedProto:
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's own model."""
-        return _own.encoders_of(local, _own.own_parameters(local))
+        return _personal_model.encoders_of(local, _personal_model.own_parameters(local))
 
 
 PROTOCOL = FedProto

@@ -17,18 +17,18 @@ import torch
 from torch import Tensor
 
 from fedmq import seeds
+from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError
-from fedmq.labels import fine_columns
-from fedmq.messages import LabelCount, Loss, MeanAveragePrecision, PartialDelta, Payload
+from fedmq.evaluation.label_metrics import cosine_metrics
+from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.models.two_tower import Out
-from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from fedmq.ranking import cosine_metrics
 from fedmq.seeds import numpy_generator
-from protocols import _local, _merge, _own, _scmr, fedavg
-from protocols._bases._labelled import EveryLabelledBatch
-from protocols._bases.dscmr import logits_of
+from fedmq.wire.messages import LabelCount, Loss, MeanAveragePrecision, PartialDelta, Payload
+from protocols import _aggregation, _personal_model, _scmr, _training, fedavg
 from protocols._options import check
 from protocols._partial import PartialFedAvg
+from protocols.objectives._labelled import EveryLabelledBatch
+from protocols.objectives.dscmr import logits_of
 
 _LAYERS = {"base": ("shared.base.",), "base_enhance": ("shared.base.", "shared.enhance."), "all": ("",)}
 #: Columns of the table of last-known scalars: samples, categories, loss, mAP; -1 where none is known.
@@ -158,7 +158,7 @@ class FedScmr:
         return self.partial.task(state, silo)
 
     # ----------------------------------------------------------------------- the silo's half
-    def _split(self, local: Local) -> tuple[_local.I64, _local.I64]:
+    def _split(self, local: Local) -> tuple[_training.I64, _training.I64]:
         """The silo's rows to train on and to validate on, the same in every task; one item does both."""
         size = len(local.share)
         order = numpy_generator(self.context.seed, "validation", local.silo.name).permutation(size)
@@ -173,27 +173,27 @@ class FedScmr:
         rows, validation = self._split(local)
         loss = partial(local_loss, options=self.options)
         work = EveryLabelledBatch(local, self.context.training.batch_size, loss, rows)
-        outcome = _local.train_epochs(local, self.context, task, base, work)
-        change = _merge.extract(outcome.delta, layout, self.partial.shared)
+        outcome = _training.train_epochs(local, self.context, task, base, work)
+        change = _aggregation.extract(outcome.delta, layout, self.partial.shared)
         up: tuple[Payload, ...] = (
             PartialDelta(layout.digest, self.partial.shared, change.numpy(), len(rows)),
             Loss(outcome.last_loss),
-            LabelCount(_local.categories(local, self.context)),
+            LabelCount(_training.categories(local, self.context)),
         )
         if local.silo.paired:
             up = (*up, MeanAveragePrecision(self._validated(local, validation)))
         state = {}
         if self.partial.personal:
-            state[_own.OWN] = _merge.extract(model.flat.detach().cpu(), layout, self.partial.personal)
+            state[_personal_model.OWN] = _aggregation.extract(model.flat.detach().cpu(), layout, self.partial.personal)
         return Trained(up, state, outcome.loss)
 
-    def _validated(self, local: Local, rows: _local.I64) -> float:
+    def _validated(self, local: Local, rows: _training.I64) -> float:
         """v_k: mean of both directions' mAP among the validation items, each with its first caption."""
         first = np.zeros(len(local.share), np.int64)
         with torch.no_grad():
-            image, text = _local.outputs(local, rows, first)
+            image, text = _training.outputs(local, rows, first)
         assert image is not None and text is not None  # noqa: S101 - only paired silos validate
-        labels = _local.labels_of(local, rows)[:, fine_columns(self.context.label_names)].cpu().numpy()
+        labels = _training.labels_of(local, rows)[:, fine_columns(self.context.label_names)].cpu().numpy()
         a, b = (self._space(out).cpu().numpy() for out in (image, text))
         order = seeds.derive(self.context.seed, "validation")
         found = [cosine_metrics(x, y, labels, labels, at=(), order_seed=order).map for x, y in ((a, b), (b, a))]
@@ -230,11 +230,11 @@ class FedScmr:
     # ----------------------------------------------------------------------- the coordinator's half
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Eq 9: the shared layers' updates weighed by eq 13, times the damping of stale replies."""
-        replies = _merge.ordered(replies)
+        replies = _aggregation.ordered(replies)
         table = self._updated(state.tensors[_TABLE], replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
         before = state.tensors.get(_VERSIONS)
-        versions, known = _merge.heard(before, state.tensors[_TABLE][:, 0], replies, round_, self.context.max_age)
+        versions, known = _aggregation.heard(before, state.tensors[_TABLE][:, 0], replies, round_, self.context.max_age)
         weights = self._weights(table, rows, known)
         merged = self.partial.merge(state, replies, weights)
         log = {f"weight_{reply.silo.name}": float(weight) for reply, weight in zip(replies, weights, strict=True)}

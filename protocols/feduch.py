@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import InputError
-from fedmq.messages import Model, Payload
+from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.models.two_tower import Out
-from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _local, _own, fedavg
-from protocols._merge import as_tensor
+from fedmq.wire.messages import Model, Payload
+from protocols import _personal_model, _training, fedavg
+from protocols._aggregation import as_tensor
 from protocols._options import check
 from protocols._similarity import mean_square
 from protocols.fedmekt import divergence
@@ -69,7 +69,9 @@ class FedUchOptions(fedavg.FedAvgOptions):
         check("kd_temperature", self.kd_temperature, 0.0, open_low=True)
 
 
-def cross_modal_contrast(own: _local.Outs, shared: _local.Outs, previous: _local.Outs, tau: float) -> list[Tensor]:
+def cross_modal_contrast(
+    own: _training.Outs, shared: _training.Outs, previous: _training.Outs, tau: float
+) -> list[Tensor]:
     """Eq 11 for each modality: MOON's contrast of its projections with those of the *other* modality of each pair.
 
     Args:
@@ -85,7 +87,7 @@ def cross_modal_contrast(own: _local.Outs, shared: _local.Outs, previous: _local
     ]
 
 
-def distillation(own: _local.Outs, shared: _local.Outs, options: FedUchOptions) -> list[Tensor]:
+def distillation(own: _training.Outs, shared: _training.Outs, options: FedUchOptions) -> list[Tensor]:
     """Eqs 12 and 13 for each modality: its codes against the global net's.
 
     Codes are no distributions; the softmax over their bits is our reading.
@@ -103,7 +105,9 @@ def distillation(own: _local.Outs, shared: _local.Outs, options: FedUchOptions) 
     return [divergence(mine, glob, options.kd_temperature) for mine, glob in pairs]
 
 
-def terms(own: _local.Outs, shared: _local.Outs, previous: _local.Outs | None, options: FedUchOptions) -> Tensor | None:
+def terms(
+    own: _training.Outs, shared: _training.Outs, previous: _training.Outs | None, options: FedUchOptions
+) -> Tensor | None:
     """What eq 14 adds to the base, mu J_CR + phi J_KD, for one batch and the silo's modalities; None for nothing.
 
     Args:
@@ -153,20 +157,20 @@ class FedUch:
         trained = self.fedavg.trained(local, task, extra=self._extra(local, task))
         # A silo that contrasts nothing for now, a modality being lost, keeps its last nets for when that is back.
         newest = self._contrasts(local.silo) and has_trained(self.fedavg, local, task, trained)
-        return replace(trained, state={**trained.state, **_own.kept_or_before(local, newest=newest)})
+        return replace(trained, state={**trained.state, **_personal_model.kept_or_before(local, newest=newest)})
 
     def _contrasts(self, silo: SiloFacts) -> bool:
         return self.options.contrast and silo.paired
 
-    def _extra(self, local: Local, task: Task) -> _local.Extra | None:
-        previous = local.state.get(_own.OWN) if self._contrasts(local.silo) else None
+    def _extra(self, local: Local, task: Task) -> _training.Extra | None:
+        previous = local.state.get(_personal_model.OWN) if self._contrasts(local.silo) else None
         if previous is None and not self.options.distill:
             return None
         epochs = self.fedavg.context.training.local_epochs
-        shared = _own.Reference(local, as_tensor(take(task.payloads, Model).buffer), epochs)
-        before = None if previous is None else _own.Reference(local, previous, epochs)
+        shared = _personal_model.Reference(local, as_tensor(take(task.payloads, Model).buffer), epochs)
+        before = None if previous is None else _personal_model.Reference(local, previous, epochs)
 
-        def extra(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
+        def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
             return terms((image, text), shared(step), None if before is None else before(step), self.options)
 
         return extra

@@ -12,9 +12,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedmq.messages import Loss, Payload
-from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained
-from protocols import _local, _merge, _own, fedavg
+from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.wire.messages import Loss, Payload
+from protocols import _aggregation, _personal_model, _training, fedavg
 from protocols._options import check
 
 
@@ -63,16 +63,16 @@ class Alone:
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs from the silo's own parameters, which are kept."""
-        local.model.load(_own.own_parameters(local))
+        local.model.load(_personal_model.own_parameters(local))
         base = local.model.flat.detach().clone()
         work = self.fedavg.work(local, task)
-        outcome = _local.train_epochs(local, self.context, task, base, work)
-        state = {**({} if work is None else work.kept()), **_own.kept(local)}
+        outcome = _training.train_epochs(local, self.context, task, base, work)
+        state = {**({} if work is None else work.kept()), **_personal_model.kept(local)}
         return Trained((Loss(outcome.loss),), state, outcome.loss)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Nothing to merge."""
-        _merge.ordered(replies)
+        _aggregation.ordered(replies)
         return Merged(state)
 
     @staticmethod
@@ -87,7 +87,7 @@ class Alone:
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's own model."""
-        return _own.encoders_of(local, _own.own_parameters(local))
+        return _personal_model.encoders_of(local, _personal_model.own_parameters(local))
 
 
 PROTOCOL = Alone

@@ -26,16 +26,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.data.label_levels import fine_columns
 from fedmq.errors import RemoteWireError
-from fedmq.labels import fine_columns
-from fedmq.messages import ClassPrototypes, Delta, Model, PartialDelta, Payload
+from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.models.two_tower import Out
-from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.seeds import numpy_generator
-from protocols import _class_prototypes, _clusters, _local, _merge, _own, fedavg
+from fedmq.wire.messages import ClassPrototypes, Delta, Model, PartialDelta, Payload
+from protocols import _aggregation, _class_prototypes, _clusters, _personal_model, _training, fedavg
+from protocols._aggregation import as_tensor
 from protocols._class_prototypes import Shared
 from protocols._losses import cosine, unit
-from protocols._merge import as_tensor
 from protocols._options import check
 
 CENTRES = "pseudo_classes"
@@ -168,7 +168,7 @@ class Mfcpl:
         """Which classes each of the silo's samples belongs to, 0/1 [n, C]; None while nobody can say."""
         device = local.model.flat.device
         if not self.pseudo:
-            return (_local.labels_of(local, np.arange(len(local.share)))[:, self.columns] > 0).float()
+            return (_training.labels_of(local, np.arange(len(local.share)))[:, self.columns] > 0).float()
         (centres,) = (payload for payload in received if payload.modality == "text")
         there = torch.from_numpy(np.asarray(centres.counts) > 0)
         if not bool(there.any()):
@@ -179,32 +179,32 @@ class Mfcpl:
             there = shared.image_valid.cpu()
             if not bool(there.any()):
                 return None
-            with _local.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
+            with _training.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
                 points, rows = self._embedded(local, None)[0], unit(shared.image.cpu())
         found = there.nonzero().squeeze(1)[_clusters.nearest(points, rows[there])]
         return torch.nn.functional.one_hot(found, self.classes).float().to(device)
 
     def _first_captions(self, local: Local) -> Tensor:
         """The first caption of each of the silo's samples as the initial model embeds it, [n, d]."""
-        with _local.parameters(local, local.model.initial()):
+        with _training.parameters(local, local.model.initial()):
             return self._embedded(local, np.zeros(len(local.share), np.int64))[-1]
 
-    def _embedded(self, local: Local, caption: _local.I64 | None) -> list[Tensor]:
+    def _embedded(self, local: Local, caption: _training.I64 | None) -> list[Tensor]:
         """Embeddings [n, d] of all the silo's samples in the modalities it has."""
-        found = _local.embed_all(local, caption, self.context.training.batch_size)
+        found = _training.embed_all(local, caption, self.context.training.batch_size)
         return [z for z in found if z is not None]
 
-    def _terms(self, local: Local, members: Tensor | None, shared: Shared) -> _local.Extra | None:
+    def _terms(self, local: Local, members: Tensor | None, shared: Shared) -> _training.Extra | None:
         options = self.options
         if not (options.cmpr or options.cmpc or options.cma):
             return None
 
-        def terms(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
+        def terms(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
             found: list[Tensor] = []
             if members is not None:
                 own = members[torch.from_numpy(step.rows).to(members.device)]
                 # Prototypes are of codes as they are outside training; the codes of a pair are as sharp as each other.
-                outs = _own.unsharpened(local, image, text)
+                outs = _personal_model.unsharpened(local, image, text)
                 codes = [None if out is None else out.code for out in outs]
                 found = proto_terms(codes[0], codes[1], own / own.sum(1, keepdim=True).clamp(min=1), shared, options)
             if options.cma and image is not None and text is not None:
@@ -215,13 +215,15 @@ class Mfcpl:
 
     def _prototypes(self, local: Local, task: Task, members: Tensor) -> ClassPrototypes:
         """The class prototypes of both modalities with the model as training left it."""
-        caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, "class prototypes"))
+        caption = _training.choose_captions(
+            local, _training.generator_of(self.context, local, task, "class prototypes")
+        )
         return _class_prototypes.of_features(self._embedded(local, caption), members.cpu(), self.context.dim)
 
     def _centroids(self, local: Local, task: Task) -> ClassPrototypes:
         """Centroids of the silo's captions, of which the coordinator makes the pseudo-classes."""
         points = self._first_captions(local)
-        generator = _local.generator_of(self.context, local, task, "centroids")
+        generator = _training.generator_of(self.context, local, task, "centroids")
         centres, sizes = _clusters.k_means(points, torch.ones(len(points)), self.classes, generator)
         return _class_prototypes.payload(centres, sizes.round(), "text")
 
@@ -253,7 +255,7 @@ class Mfcpl:
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """As FedAvg; then the class prototypes, or the pseudo-classes once enough silos sent centroids."""
-        merged, replies = self.fedavg.merge(state, replies, round_), _merge.ordered(replies)
+        merged, replies = self.fedavg.merge(state, replies, round_), _aggregation.ordered(replies)
         found = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies if reply.silo.paired]
         tensors = dict(merged.state.tensors)
         if self.pseudo and not bool((tensors[SIZES] > 0).any()):

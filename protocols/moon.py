@@ -14,12 +14,12 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedmq.messages import Delta, Model, Payload
+from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.models.two_tower import Out
-from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
-from protocols import _local, _own, fedavg
+from fedmq.wire.messages import Delta, Model, Payload
+from protocols import _personal_model, _training, fedavg
+from protocols._aggregation import as_tensor
 from protocols._losses import unit
-from protocols._merge import as_tensor
 from protocols._options import check
 
 
@@ -100,21 +100,21 @@ class Moon:
 
         A silo that idles keeps what its own last training ended in, if there was any.
         """
-        names = (_own.OWN, *(f"{_own.OWN}_{age}" for age in range(1, self.options.buffer)))
+        names = (_personal_model.OWN, *(f"{_personal_model.OWN}_{age}" for age in range(1, self.options.buffer)))
         previous = [local.state[name] for name in names if name in local.state]
         trained = self.fedavg.trained(local, task, extra=self._contrast(local, task, previous))
-        newest = _own.kept(local) if has_trained(self.fedavg, local, task, trained) else {}
+        newest = _personal_model.kept(local) if has_trained(self.fedavg, local, task, trained) else {}
         own = dict(zip(names[len(newest) :], previous, strict=False))
         return replace(trained, state={**trained.state, **newest, **own})
 
-    def _contrast(self, local: Local, task: Task, previous: Sequence[Tensor]) -> _local.Extra | None:
+    def _contrast(self, local: Local, task: Task, previous: Sequence[Tensor]) -> _training.Extra | None:
         if not previous or self.options.mu == 0:
             return None
         shared = as_tensor(take(task.payloads, Model).buffer)
         epochs = self.fedavg.context.training.local_epochs
-        references = [_own.Reference(local, theta, epochs) for theta in (shared, *previous)]
+        references = [_personal_model.Reference(local, theta, epochs) for theta in (shared, *previous)]
 
-        def contrast(step: _local.Step, image: Out | None, text: Out | None) -> Tensor:
+        def contrast(step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
             terms = []
             by_modality = zip(*(reference(step) for reference in references), strict=True)
             for own, others in zip((image, text), by_modality, strict=True):
@@ -136,7 +136,7 @@ class Moon:
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's model as its last training left it; the global one before the first."""
-        return _own.last_encoders(local, payloads)
+        return _personal_model.last_encoders(local, payloads)
 
 
 PROTOCOL = Moon

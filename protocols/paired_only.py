@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedmq.messages import Payload
-from fedmq.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.wire.messages import Payload
 from protocols import fedavg
 from protocols._options import check
 

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedmq.errors import InputError
-from fedmq.messages import Payload
-from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.wire.messages import Payload
 from protocols import fedavg
 from protocols._partial import PartialFedAvg
 

@@ -18,25 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError
-from fedmq.labels import fine_columns
-from fedmq.messages import ClassPrototypes, Delta, Loss, Model, Payload
+from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.models.two_tower import Out
-from fedmq.protocol import (
-    Context,
-    Encoders,
-    Local,
-    Merged,
-    Reply,
-    SiloFacts,
-    State,
-    Task,
-    Trained,
-    take,
-)
 from fedmq.seeds import torch_generator
-from protocols import _class_prototypes, _hypernetwork, _local, _merge, _own, fedavg
-from protocols._merge import as_tensor
+from fedmq.wire.messages import ClassPrototypes, Delta, Loss, Model, Payload
+from protocols import _aggregation, _class_prototypes, _hypernetwork, _personal_model, _training, fedavg
+from protocols._aggregation import as_tensor
 from protocols._options import check
 
 _MODELS = "table_models"
@@ -143,9 +132,9 @@ class PlFedCmh:
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs with the prototype terms, then the prototypes of the features as they are now."""
         shared = _class_prototypes.read_download(take(task.payloads, ClassPrototypes), local.model.flat.device)
-        labels = _local.labels_of(local, np.arange(len(local.share)))[:, self.columns]
+        labels = _training.labels_of(local, np.arange(len(local.share)))[:, self.columns]
 
-        def extra(step: _local.Step, image: Out | None, text: Out | None) -> Tensor | None:
+        def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
             own = labels[torch.from_numpy(step.rows).to(labels.device)]
             given = ((image, shared.image, shared.image_valid), (text, shared.text, shared.text_valid))
             parts = [
@@ -156,21 +145,21 @@ class PlFedCmh:
             return torch.stack(parts).sum() / (len(step.rows) * len(local.share)) if parts else None
 
         trained = self.fedavg.trained(local, task, extra=extra)
-        own = _own.kept(local) if self.options.measured == "trained" else {}
+        own = _personal_model.kept(local) if self.options.measured == "trained" else {}
         payloads = (*trained.payloads, self._own_prototypes(local, task, labels))
         return replace(trained, payloads=payloads, state={**trained.state, **own})
 
     def _own_prototypes(self, local: Local, task: Task, labels: Tensor) -> ClassPrototypes:
         """Class means of the outputs before tanh, of one caption per item; count 0 for a modality the silo lacks."""
-        caption = _local.choose_captions(local, _local.generator_of(self.context, local, task, "prototypes"))
-        found = _local.outputs_of_all(local, caption, lambda out: out.raw)
+        caption = _training.choose_captions(local, _training.generator_of(self.context, local, task, "prototypes"))
+        found = _training.outputs_of_all(local, caption, lambda out: out.raw)
         return _class_prototypes.of_features(found, labels.cpu(), self.context.dim)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's own mixture, or its model as its last training left it."""
         mixture = take(payloads, Model).buffer
-        own = local.state.get(_own.OWN) if self.options.measured == "trained" else None
-        return _own.encoders_of(local, mixture if own is None else own)
+        own = local.state.get(_personal_model.OWN) if self.options.measured == "trained" else None
+        return _personal_model.encoders_of(local, mixture if own is None else own)
 
     # ----------------------------------------------------------------------- the coordinator's half
     def initial(self, theta: Tensor) -> State:
@@ -218,11 +207,11 @@ class PlFedCmh:
         if _OWNERS in state.tensors:
             return state.tensors[_OWNERS]
         # A checkpoint from before the table kept it: as the run began.
-        return torch.tensor([[_merge.owns(silo, name) for name in self.parts] for silo in self.context.silos])
+        return torch.tensor([[_aggregation.owns(silo, name) for name in self.parts] for silo in self.context.silos])
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
         """Each reporter's model and hypernetworks move by its update; prototypes and the global model are averaged."""
-        replies = _merge.ordered(replies)
+        replies = _aggregation.ordered(replies)
         merged = self.fedavg.merge(State(state.theta), replies, round_)
         models, versions = state.tensors[_MODELS].clone(), state.tensors[_VERSIONS].clone()
         owners = self._owners(state).clone()
@@ -230,12 +219,12 @@ class PlFedCmh:
         for reply in replies:
             update, sent = as_tensor(take(reply.payloads, Delta).buffer), reply.base or state
             for name in self.parts:
-                if _merge.owns(reply.silo, name):
+                if _aggregation.owns(reply.silo, name):
                     networks[name][reply.silo.index] -= self._step(sent, reply, name, update)
             if reply.base_version >= int(versions[reply.silo.index]):
                 models[reply.silo.index] = self.mixture(sent, reply.silo) + update
                 versions[reply.silo.index] = reply.base_version
-                owners[reply.silo.index] = torch.tensor([_merge.owns(reply.silo, name) for name in self.parts])
+                owners[reply.silo.index] = torch.tensor([_aggregation.owns(reply.silo, name) for name in self.parts])
         prototypes = _class_prototypes.updated(
             state.tensors,
             [(reply, _class_prototypes.own_rows(reply)) for reply in replies],

@@ -19,14 +19,23 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.messages import ClassPrototypes, Delta, Geometry, Loss, ModalityPrototypes, Model, Payload, RouterStatistics
-from fedmq.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.seeds import torch_generator
-from protocols import _centroids, _fairness, _local, _merge, _personal, _prototypes, _router
+from fedmq.wire.messages import (
+    ClassPrototypes,
+    Delta,
+    Geometry,
+    Loss,
+    ModalityPrototypes,
+    Model,
+    Payload,
+    RouterStatistics,
+)
+from protocols import _aggregation, _centroids, _fairness, _personal, _prototypes, _router, _training
+from protocols._aggregation import as_tensor
 from protocols._losses import anchor, info_nce, local_prototype, nearest_anchor, prototype_regulariser, unit
-from protocols._merge import as_tensor
 from protocols._options import check, refuse_other_bases
-from protocols._reports import Statistics, updated_table
+from protocols._statistics_table import Statistics, updated_table
 
 Shared = tuple[Tensor | None, Tensor | None]
 
@@ -216,7 +225,7 @@ class Rcsr:
         refuse_other_bases("rcsr", context)
         self.options = options
         self.context = context
-        self.branches = _merge.branch_slices(context.layout)
+        self.branches = _aggregation.branch_slices(context.layout)
         self.router = _router.layout(context.dim, options.filler == "learned")
         self.router_over = options.router_over or ("reporters" if context.whole_rounds else "table")
 
@@ -245,19 +254,19 @@ class Rcsr:
     # ----------------------------------------------------------------------- the silo's half
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs, then the report of eq 6; the update is kept as the next one's reference."""
-        base = _local.load_model(local, take(task.payloads, Model).buffer)
+        base = _training.load_model(local, take(task.payloads, Model).buffer)
         received = _prototypes.read_download(take(task.payloads, ModalityPrototypes))
         loss = self._loss(local, received, _centroids.received(task.payloads))
-        work = None if loss is None else _local.EveryBatch(local, self.context.training.batch_size, loss)
-        outcome = _local.train_epochs(local, self.context, task, base, work, lambda_s=self.options.lambda_s)
+        work = None if loss is None else _training.EveryBatch(local, self.context.training.batch_size, loss)
+        outcome = _training.train_epochs(local, self.context, task, base, work, lambda_s=self.options.lambda_s)
         kept: Mapping[str, Tensor] = {"previous_update": outcome.delta, **self._personal(local, task, received)}
         samples = len(local.share)
         image, text = self.branches["image"], self.branches["text"]
         geometry = _router.geometry(outcome.delta, local.state.get("previous_update"), image, text, samples)
         filler = received if self.options.filler == "ema" else (None, None)
         payloads: tuple[Payload, ...] = (
-            _local.delta_payload(self.context, outcome, samples),
-            _prototypes.upload(_local.own_prototypes(local, self.context, task), filler),
+            _training.delta_payload(self.context, outcome, samples),
+            _prototypes.upload(_training.own_prototypes(local, self.context, task), filler),
             Geometry(values=geometry.float().numpy()),
             Loss(value=max(0.0, outcome.loss)),  # 1 - cos may round to just below 0
         )
@@ -298,7 +307,7 @@ class Rcsr:
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The global model with the silo's own adapter behind both towers (eq 12)."""
-        _local.load_model(local, take(payloads, Model).buffer)
+        _training.load_model(local, take(payloads, Model).buffer)
         return _personal.encoders(local, self._strength(payloads))
 
     def _anchored(self, silo: SiloFacts, shared: Shared) -> bool:
@@ -306,7 +315,7 @@ class Rcsr:
         missing = shared[1] if silo.image else shared[0]
         return bool(self.options.anchor) and self.options.lambda_anc > 0 and missing is not None
 
-    def _loss(self, local: Local, received: Shared, centroids: Tensor | None) -> _local.LossFunction | None:
+    def _loss(self, local: Local, received: Shared, centroids: Tensor | None) -> _training.LossFunction | None:
         """The silo's loss; None while it has no term, as a single-modality silo before the first prototypes."""
         options, silo = self.options, local.silo
         device = local.model.flat.device
@@ -359,15 +368,15 @@ class Rcsr:
         # A checkpoint from before the table had a mask: what silos have did not change but by a scenario's faults.
         mask = torch.tensor([_prototypes.has(silo) for silo in self.context.silos])
         options, tensors = self.options, {_MASK: mask, **state.tensors}
-        replies = _merge.ordered(replies)
-        updates = [_merge.update_of(reply, self.context.layout) for reply in replies]
+        replies = _aggregation.ordered(replies)
+        updates = [_aggregation.update_of(reply, self.context.layout) for reply in replies]
         statistics = self._read(replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
         damping = torch.tensor([reply.damping for reply in replies], dtype=torch.float64)
         table = updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
 
         alike = options.router == "uniform"
-        weights = _merge.sample_weights([1 if alike else update.samples for update in updates])
+        weights = _aggregation.sample_weights([1 if alike else update.samples for update in updates])
         adam = _router.Adam(
             tensors["router"], tensors["router_first"], tensors["router_second"], int(state.values["router_steps"])
         )
@@ -392,7 +401,7 @@ class Rcsr:
                 rows,
                 groups[rows],
                 options.fair_eta * damping,  # a stale loss moves q less
-                kept=_merge.kept_share(options.fair_ema, len(replies), self.context.cohort),
+                kept=_aggregation.kept_share(options.fair_ema, len(replies), self.context.cohort),
                 tau=options.fair_tau,
                 rule=options.fair_update,
                 center=options.fair_center,
@@ -400,15 +409,15 @@ class Rcsr:
             )
             weights = _fairness.fused_weights(weights, fairness["fair_log_q"][rows])
         factors = torch.tensor([reply.factor for reply in replies], dtype=torch.float64)
-        weights = _merge.damped(weights, factors)
+        weights = _aggregation.damped(weights, factors)
 
-        theta = _merge.merge_updates(state.theta, updates, weights, self.branches, options.branch_renorm)
+        theta = _aggregation.merge_updates(state.theta, updates, weights, self.branches, options.branch_renorm)
         prototypes = _prototypes.updated(
             tensors,
             _router.filled(statistics.prototypes, statistics.mask, self._filler(adam.values, tensors)),
             statistics.mask,
             weights,
-            _merge.kept_share(options.ema, len(replies), self.context.cohort),
+            _aggregation.kept_share(options.ema, len(replies), self.context.cohort),
             unit_length=options.proto_unit,
             masked=options.masked_ema,
         )
@@ -449,7 +458,7 @@ class Rcsr:
         """The silos the router looks at, and where the reporters stand among them; rows too old are left out."""
         if self.router_over == "reporters":
             return statistics, torch.arange(len(rows))
-        there = _merge.still_known(table["table_versions"], version, self.context.max_age)
+        there = _aggregation.still_known(table["table_versions"], version, self.context.max_age)
         there[rows] = True
         known = there.nonzero().squeeze(1)
         # As each last reported: a scenario's faults may take or give a modality.

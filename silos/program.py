@@ -14,31 +14,32 @@ import numpy as np
 import torch
 
 import protocols
-from fedmq import privacy
-from fedmq.audit import MessageLog
 from fedmq.clock import WallClock
-from fedmq.crypto import load_accepted, load_identity, noise_key
-from fedmq.data.share import load_share
+from fedmq.config.faults import Drift, LabelNoise
+from fedmq.config.scenario import Scenario
+from fedmq.data.label_levels import trained_columns
+from fedmq.data.silo_dataset import load_share
+from fedmq.encoders.gpu import give_back
 from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError
-from fedmq.evaluator import HeldOut
-from fedmq.faults import Drift, LabelNoise
-from fedmq.fields import printable
-from fedmq.labels import trained_columns
-from fedmq.layout import agree, require_layout
-from fedmq.link import Link
-from fedmq.memory import keep_buffers
-from fedmq.messages import DiscriminatorDelta, Error, Kind, Message, Metrics, Model, Payload
-from fedmq.models.gpu import give_back
+from fedmq.evaluation.program import HeldOut
+from fedmq.federation import update_transforms
+from fedmq.federation.fault_effects import drifted_rows, tampered, with_noisy_labels
+from fedmq.federation.fault_schedule import Script, Strike
+from fedmq.federation.population import World, build_world, device_of, run_name
+from fedmq.federation.protocol import Encoders, FederatedProtocol, Local, Personalised, Sharing, Task
+from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
-from fedmq.protocol import Encoders, FederatedProtocol, Local, Personalised, Sharing, Task
-from fedmq.records import read_log
-from fedmq.runfolder import RunFolder
-from fedmq.scenario import Scenario
-from fedmq.script import Script, Strike
-from fedmq.world import World, build_world, device_of, run_name
-from protocols._absent import shortened
+from fedmq.storage.run_folder import RunFolder
+from fedmq.text import printable
+from fedmq.wire.channel import Link
+from fedmq.wire.keys import load_accepted, load_identity, noise_key
+from fedmq.wire.layout import agree, require_layout
+from fedmq.wire.log_records import read_log
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import DiscriminatorDelta, Error, Kind, Message, Metrics, Model, Payload
+from protocols._missing_branch import shortened
+from silos.personal_state import StateStore
 from silos.slots import Slots, slots_folder
-from silos.state import StateStore
 
 #: Errors of the process, not of a task, which would count as failed: started again, the silo does it from the state
 #: before it. After one of the GPU's own (an illegal address, a failed memory cell) nothing works there any more.
@@ -121,7 +122,7 @@ class Silo:
         for place, fault in standing:
             if isinstance(fault, Drift):
                 everybody = np.sort(np.concatenate(world.train))
-                rows = fault.rows(rows, everybody, self.script.generator(place, name))
+                rows = drifted_rows(fault, rows, everybody, self.script.generator(place, name))
         share = load_share(world.prepared, rows, image=self.facts.image, text=self.facts.text)
         columns = trained_columns(self.scenario.objective.base, world.prepared.label_names)
         if share.labels is not None and len(columns) < share.labels.shape[1]:
@@ -129,7 +130,7 @@ class Silo:
         self.share = share
         for place, fault in standing:
             if isinstance(fault, LabelNoise):
-                self.share = fault.spoil(self.share, self.script.generator(place, name))
+                self.share = with_noisy_labels(fault, self.share, self.script.generator(place, name))
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
         """What a message of kind task or evaluate is answered with.
@@ -164,7 +165,7 @@ class Silo:
         # A Byzantine silo, if the scenario scripts one, lies after everything else: it would not clip itself.
         name, number, version = self.facts.name, header.sequence, header.base_version
         for fault, generator in self.script.poisons(name, number, version, header.sent_at):
-            payloads = tuple(fault.poison(payload, generator) for payload in payloads)
+            payloads = tuple(tampered(fault, payload, generator) for payload in payloads)
         self.store.keep(header.sequence, trained.state, info.settled)
         return payloads
 
@@ -204,12 +205,12 @@ class Silo:
         return protocol.encoders(Local(self.facts, self.share, model, state), message.payloads), model
 
     def _transform(self, payload: Payload, task: Task) -> Payload:
-        if not isinstance(payload, privacy.TRANSFORMED):
+        if not isinstance(payload, update_transforms.TRANSFORMED):
             return payload
         # A second update in one reply must not repeat the first one's noise.
         second = (payload.KIND,) if isinstance(payload, DiscriminatorDelta) else ()
         path = (self.facts.name, task.base_version, task.sequence, *second)
-        buffer = privacy.transform(np.asarray(payload.buffer), self.scenario.privacy, self._noise, path)
+        buffer = update_transforms.transform(np.asarray(payload.buffer), self.scenario.privacy, self._noise, path)
         return payload if buffer is payload.buffer else replace(payload, buffer=buffer)
 
 

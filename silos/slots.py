@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from fedmq.errors import InputError
-from fedmq.runfolder import make_folder, writing
+from fedmq.storage.run_folder import make_folder, writing
 
 #: Pauses between two looks for a free slot [s]: flock waits for one file, not for the first of several. Each is longer
 #: by a fiftieth, so about a fiftieth of the wait so far: a slot hardly lies idle, and a long wait costs few wake-ups.

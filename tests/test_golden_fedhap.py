@@ -8,12 +8,12 @@ from functools import partial
 import numpy as np
 import torch
 
-from fedmq.layout import Layout
-from fedmq.models.networks import signs
-from protocols import _class_prototypes, _merge, fedhap
+from fedmq.models.hash_networks import signs
+from fedmq.wire.layout import Layout
+from protocols import _aggregation, _class_prototypes, fedhap
 from protocols import _discriminator as adversary
-from protocols._bases import csq, dch, dpsh, greedyhash, triplet
-from protocols._bases._labelled import Samples
+from protocols.objectives import csq, dch, dpsh, greedyhash, triplet
+from protocols.objectives._labelled import Samples
 from tests.golden_checks import Check, Inputs, compare, every, t
 
 #: Nothing that is checked here draws.
@@ -141,7 +141,7 @@ CHECKS: dict[str, Check] = {
     **of_each_silo(partial(local_loss, global_triplets=False, kind=None), "hap1"),
     **of_each_silo(partial(local_loss, global_triplets=False), "hap2"),
     **of_each_silo(partial(local_loss, kind=None), "hap3"),
-    "agg_theta": lambda x: _merge.weighted_sum(list(t(x["theta"])), _merge.sample_weights([1, 1, 1])),
+    "agg_theta": lambda x: _aggregation.weighted_sum(list(t(x["theta"])), _aggregation.sample_weights([1, 1, 1])),
     "dpsh": lambda x: dpsh.loss(t(x["b"])[0], t(x["y_multi"]), t(x["bank_u"]), t(x["bank_y"]), dpsh.Options().alpha),
     "dch": lambda x: dch.loss(t(x["b"])[0], t(x["y_multi"]), dch.Options()),
     "greedy": greedy,

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from fedmq.models.two_tower import Out
-from protocols import _merge, _scmr, fedscmr
-from protocols._bases import dscmr
+from protocols import _aggregation, _scmr, fedscmr
+from protocols.objectives import dscmr
 from tests.golden_checks import Check, Inputs, compare, every, t
 
 NORMS: tuple[_scmr.Norm, ...] = ("frob", "row")
@@ -42,7 +42,7 @@ def scalars(x: Inputs, rows: Any = slice(None)) -> tuple[torch.Tensor, ...]:
 def eq9(x: Inputs) -> torch.Tensor:
     weights = _scmr.contribution(*scalars(x), 30.0)
     layers = t(x["W_k"])
-    return _merge.weighted_sum(list(layers.flatten(1)), weights).view(layers.shape[1:])
+    return _aggregation.weighted_sum(list(layers.flatten(1)), weights).view(layers.shape[1:])
 
 
 CHECKS: dict[str, Check] = {

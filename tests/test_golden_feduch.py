@@ -6,12 +6,12 @@ from typing import Any
 
 import torch
 
-from fedmq.models.networks import signs
+from fedmq.models.hash_networks import signs
 from fedmq.models.two_tower import Out
-from protocols import _merge, feduch
-from protocols._bases import dgcpn, djsrh, jdsh
+from protocols import _aggregation, feduch
 from protocols._losses import unit
 from protocols._similarity import Graph
+from protocols.objectives import dgcpn, djsrh, jdsh
 from tests.golden_checks import Check, Inputs, compare, every, t
 
 NUS = djsrh.Options(beta=0.6)
@@ -93,8 +93,8 @@ def local_loss(x: Inputs, **switches: bool) -> torch.Tensor:
 
 
 def averaged(x: Inputs, silos: list[int]) -> torch.Tensor:
-    weights = _merge.sample_weights([int(x["n_k"][silo]) for silo in silos])
-    return _merge.weighted_sum([t(x["theta"])[silo] for silo in silos], weights)
+    weights = _aggregation.sample_weights([int(x["n_k"][silo]) for silo in silos])
+    return _aggregation.weighted_sum([t(x["theta"])[silo] for silo in silos], weights)
 
 
 CHECKS: dict[str, Check] = {

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from fedmq.codec import decode, encode_body
-from fedmq.crypto import open_message, seal_message
-from fedmq.handshake import complete, initiate
-from fedmq.messages import PAYLOADS, WIRE_VERSIONS, Kind
+from fedmq.wire.codec import decode, encode_body
+from fedmq.wire.handshake import complete, initiate
+from fedmq.wire.messages import PAYLOADS, WIRE_VERSIONS, Kind
+from fedmq.wire.sessions import open_message, seal_message
 from tools.make_golden_frames import (
     RUN,
     describe,

@@ -8,16 +8,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedmq import codes, metrics, ranking
 from fedmq.data import partition
-from fedmq.over_silos import fairness
+from fedmq.evaluation import hamming, label_metrics
+from fedmq.evaluation import recall as metrics
+from fedmq.evaluation.fairness import fairness
 from tests import definitions
 from tests.golden_checks import Check, Inputs, compare, every
 
 
-def ranked(**options: Any) -> Callable[[Inputs], ranking.RankingMetrics]:
+def ranked(**options: Any) -> Callable[[Inputs], label_metrics.RankingMetrics]:
     """The one pass over packed codes that the evaluator uses."""
-    return lambda x: ranking.hamming_metrics(x["qB"], x["rB"], x["qL"], x["rL"], **options)
+    return lambda x: label_metrics.hamming_metrics(x["qB"], x["rB"], x["qL"], x["rL"], **options)
 
 
 def curve(which: str, values: str) -> Check:
@@ -25,8 +26,8 @@ def curve(which: str, values: str) -> Check:
 
 
 def shared_labels(x: Inputs) -> np.ndarray:
-    queries, database = (codes.words(codes.pack(x[name] - 0.5)) for name in ("qL", "rL"))
-    return np.stack([codes.shared(query, database) for query in queries.T]).astype(np.float64)
+    queries, database = (hamming.words(hamming.pack(x[name] - 0.5)) for name in ("qL", "rL"))
+    return np.stack([hamming.shared(query, database) for query in queries.T]).astype(np.float64)
 
 
 def recall(key: str) -> Check:
@@ -38,7 +39,7 @@ def counts(x: Inputs) -> np.ndarray:
 
 
 CHECKS: dict[str, Check] = {
-    "hamming": lambda x: codes.hamming(x["qB"], x["rB"]).astype(np.float64),
+    "hamming": lambda x: hamming.hamming(x["qB"], x["rB"]).astype(np.float64),
     "relevance": shared_labels,
     "map_all": lambda x: ranked()(x).map,
     "map_all_skip_empty": lambda x: ranked(empty="skip")(x).map,

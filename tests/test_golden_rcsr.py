@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from protocols import _fairness, _losses, _merge, _personal, _prototypes, _router, rcsr
+from protocols import _aggregation, _fairness, _losses, _personal, _prototypes, _router, rcsr
 from tests.golden_checks import Check, Inputs, compare, every, t
 
 SILOS = range(4)
@@ -95,7 +95,7 @@ def fused(x: Inputs, router: torch.Tensor | None = None) -> torch.Tensor:
 
 def theta_new(x: Inputs) -> torch.Tensor:
     deltas = list(t(x["deltas"]))
-    return t(x["theta"]) + _merge.weighted_sum(deltas, fused(x))
+    return t(x["theta"]) + _aggregation.weighted_sum(deltas, fused(x))
 
 
 def ema(
@@ -151,8 +151,8 @@ CHECKS: dict[str, Check] = {
     "eq10_q_code": lambda x: log_q(x, "code").exp(),
     "eq10_value": lambda x: _fairness.objective(log_q(x, "paper"), normalised(x)[0], torch.from_numpy(x["sel"]), 0.1),
     "eq11_w": fused,
-    "eq11_w_no_minimax": lambda x: _merge.damped(weights(x), torch.ones(4, dtype=torch.float64)),
-    "eq11_w_warmup": lambda x: fused(x, _merge.sample_weights([5, 3, 2, 10])),
+    "eq11_w_no_minimax": lambda x: _aggregation.damped(weights(x), torch.ones(4, dtype=torch.float64)),
+    "eq11_w_warmup": lambda x: fused(x, _aggregation.sample_weights([5, 3, 2, 10])),
     "theta_new": theta_new,
     "ema_I": lambda x: ema(x, 0),
     "ema_T": lambda x: ema(x, 1),

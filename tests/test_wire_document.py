@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from coordinator import program
-from fedmq import codec, crypto, fields, handshake, layout, link, messages, payloads, transport
-from fedmq.fields import Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
-from fedmq.messages import CARRIES, PAYLOADS, WIRE_VERSION, Kind, Reason
+from fedmq.wire import channel, codec, fields, handshake, layout, messages, payloads, sessions
+from fedmq.wire.fields import Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
+from fedmq.wire.messages import CARRIES, PAYLOADS, WIRE_VERSION, Kind, Reason
+from fedmq.wire.transports import zeromq
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
 
@@ -107,7 +108,7 @@ def test_every_reason_is_described_and_no_other() -> None:
 
 def test_every_reason_the_code_gives_is_in_the_enumeration() -> None:
     given = set()
-    for module in (codec, crypto, fields, handshake, layout, messages, payloads, transport):
+    for module in (codec, sessions, fields, handshake, layout, messages, payloads, zeromq):
         text = Path(str(module.__file__)).read_text(encoding="utf-8")
         given |= {name.lower() for name in re.findall(r"Reason\.([A-Z_]+)", text)}
         given |= set(re.findall(r'RemoteWireError\(\s*"([a-z_]+)"', text))
@@ -147,18 +148,18 @@ def test_names_patterns_and_limits_are_described() -> None:
     least = f"the largest of {program._LEAST_BODY >> 20} MiB, four times the model's parameters"
     told = " ".join(section("Transport").split())
     assert f"Of silos and the evaluator that is 1 GiB, of the coordinator {least}" in told
-    beat, lost, patience = link.BEAT_SECONDS, link.LOST_BEATS, link._COORDINATOR_BEATS
+    beat, lost, patience = channel.BEAT_SECONDS, channel.LOST_BEATS, channel._COORDINATOR_BEATS
     told = " ".join(section("Messages").split())
     assert f"sent every {beat:.0f} s by silos" in told
     assert f"silent for {lost * beat:.0f} s counts as lost" in told
     assert f"silent for {patience * beat:.0f} s its peers take leave" in told
-    assert transport.MAX_FRAME == codec.MAX_BODY + crypto.TAG_BYTES
+    assert zeromq.MAX_FRAME == codec.MAX_BODY + sessions.TAG_BYTES
     assert f"at most {messages.MAX_PAYLOADS} `[kind, fields]`" in section("The body")
     assert f"multiple of {codec.ALIGNMENT}" in section("The body")
     assert f"1 to {layout.MAX_ENTRIES} entries" in section("layout", 3)
     assert all(f"`{dtype}`" in section("layout", 3) for dtype in layout.DTYPES)
     assert f"at most {handshake.MAX_HANDSHAKE_BODY} bytes" in section("welcome", 3)
-    assert crypto.MAX_MESSAGES == 1 << 32
+    assert sessions.MAX_MESSAGES == 1 << 32
     limits = {name: f"2^{limit.bit_length() - 1}" for name, limit in fields.DIMENSIONS.items()}
     said = f"n is at most {limits['n']}, N {limits['N']}, C {limits['C']}, d and r {limits['d']}"
     assert said in " ".join(section("Payloads").split())

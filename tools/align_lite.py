@@ -1,9 +1,9 @@
 """Train the ``lite`` backbone's alignment heads on openly licensed drawings other than OpenMoji.
 
     python tools/align_lite.py fetch  CACHE             npm pack the sets below into CACHE (the only step with network)
-    python tools/align_lite.py words  CACHE             write fedmq/data/openmoji_words.tsv
+    python tools/align_lite.py words  CACHE             write fedmq/data/readers/openmoji_words.tsv
     python tools/align_lite.py features CACHE           render and encode every drawing (about 10 minutes on 2 cores)
-    python tools/align_lite.py train  CACHE [--without-concepts test]   write fedmq/models/lite_heads.safetensors
+    python tools/align_lite.py train  CACHE [--without-concepts test]   write fedmq/encoders/lite_heads.safetensors
     python tools/align_lite.py report CACHE [--split val|test|all]      zero-shot retrieval on OpenMoji
 
 Drawings, rendered as they are (plain), with a black outline drawn on, which is OpenMoji's style (outlined), or both:
@@ -56,9 +56,9 @@ from torch.nn import functional
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from fedmq import seeds
-from fedmq.data import openmoji
-from fedmq.models import lite
-from fedmq.scenario import Data
+from fedmq.config.scenario import Data
+from fedmq.data.readers import openmoji
+from fedmq.encoders import lite
 
 EMOJI_SETS = {
     "twemoji": "1.2.5",
@@ -158,7 +158,7 @@ def concepts(cache: Path) -> dict[str, dict[str, Any]]:
 
 
 def words(cache: Path) -> None:
-    """Write the table that ``fedmq.data.openmoji`` reads."""
+    """Write the table that ``fedmq.data.readers.openmoji`` reads."""
     messages = read_json(cache, "emojibase-data", "en/messages.json")
     groups = {group["order"]: group["key"] for group in messages["groups"]}
     subgroups = {group["order"]: group["key"] for group in messages["subgroups"]}

@@ -17,11 +17,11 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.asymmetric.mlkem import MLKEM768PrivateKey
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
 
-from fedmq.codec import encode_body
-from fedmq.crypto import Identity, Session, seal_message
-from fedmq.handshake import Ephemeral, complete, confirm, initiate, respond
-from fedmq.layout import Layout
-from fedmq.messages import (
+from fedmq.wire.codec import encode_body
+from fedmq.wire.handshake import Ephemeral, complete, confirm, initiate, respond
+from fedmq.wire.keys import Identity
+from fedmq.wire.layout import Layout
+from fedmq.wire.messages import (
     ClassPrototypes,
     Delta,
     DiscriminatorDelta,
@@ -44,6 +44,7 @@ from fedmq.messages import (
     Share,
     TaskInfo,
 )
+from fedmq.wire.sessions import Session, seal_message
 
 FRAMES = Path(__file__).parent.parent / "tests" / "frames"
 RUN = "golden-1"

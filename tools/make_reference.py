@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import protocols
-from fedmq import reference
+from fedmq.cli import scenario_keys
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -57,13 +57,13 @@ _OPTIONS = {
 def scenario_page() -> str:
     """docs/scenario.md."""
     page = [_SCENARIO]
-    for title, (purpose, keys) in reference.parts().items():
+    for title, (purpose, keys) in scenario_keys.parts().items():
         page.append(f"\n## {title}\n\n{purpose}\n" if title else f"\n{purpose}\n")
         page.append(f"\n{_OPTIONS[title]}\n" if title in _OPTIONS else "")
-        page.append(f"\n{reference.as_table(keys)}")
-    of_kinds = reference.faults()
+        page.append(f"\n{scenario_keys.as_table(keys)}")
+    of_kinds = scenario_keys.faults()
     common = next(iter(of_kinds.values()))[1][:5]
-    page.append(_FAULTS + reference.as_table(common))
+    page.append(_FAULTS + scenario_keys.as_table(common))
     page.append("\n")
     rows = ["| kind | what happens | keys of its own |", "|---|---|---|"]
     for kind, (purpose, keys) in of_kinds.items():
@@ -79,15 +79,17 @@ def methods_page() -> str:
     """docs/methods.md."""
     page = [_METHODS]
     for name in protocols.names():
-        page.append(_section(name, protocols.summary(name), reference.options(protocols.load(name).Options)))
+        page.append(_section(name, protocols.summary(name), scenario_keys.options(protocols.load(name).Options)))
     page.append(_LOSSES)
     for name in protocols.losses():
-        page.append(_section(name, protocols.loss_summary(name), reference.loss(name, protocols.loss_options(name))))
+        page.append(
+            _section(name, protocols.loss_summary(name), scenario_keys.loss(name, protocols.loss_options(name)))
+        )
     return "".join(page)
 
 
-def _section(name: str, summary: str, keys: Sequence[reference.Key]) -> str:
-    return f"\n### {name}\n\n{summary}\n\n{reference.as_table(keys)}"
+def _section(name: str, summary: str, keys: Sequence[scenario_keys.Key]) -> str:
+    return f"\n### {name}\n\n{summary}\n\n{scenario_keys.as_table(keys)}"
 
 
 def main() -> None:

@@ -17,23 +17,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.data.encoders import Encoder, image_encoder, text_encoder
-from fedmq.data.openmoji import Drawings
-from fedmq.data.prepared import (
-    Prepared,
-    Progress,
-    build_once,
-    finish,
-    key_of,
-    locked,
-    open_prepared,
-    save_arrays,
-    tell,
-)
-from fedmq.data.raw import RawSet, array_digest, split_of
-from fedmq.data.sets import SETS, TextKind
+from fedmq.config.scenario import Backbone, Data
+from fedmq.data.catalogue import SETS, TextKind
+from fedmq.data.prepared import Prepared, finish, open_prepared, save_arrays
+from fedmq.data.raw_set import RawSet, array_digest
+from fedmq.data.readers.openmoji import Drawings
+from fedmq.data.splits import split_of
+from fedmq.encoders.base import Encoder
+from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import InputError, RunError
-from fedmq.scenario import Backbone, Data
+from fedmq.progress import Progress, tell
+from fedmq.storage.cache import build_once, key_of
+from fedmq.storage.locks import locked
 
 Array = npt.NDArray[Any]
 

@@ -18,8 +18,8 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.config.scenario import MissingModality, Partition
 from fedmq.errors import InputError
-from fedmq.scenario import MissingModality, Partition
 from fedmq.seeds import derive, numpy_generator
 
 I64 = npt.NDArray[np.int64]

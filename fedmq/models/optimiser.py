@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
+from fedmq.config.scenario import Training
 from fedmq.models.two_tower import TwoTower
-from fedmq.scenario import Training
 
 
 class FusedOptimiser:

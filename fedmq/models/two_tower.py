@@ -1,7 +1,7 @@
 """Two towers over a frozen backbone: all that trains lives in one flat buffer.
 
 Per tower: bottleneck adapters, then a head, then unit length. The frozen part lies before the adapters (features
-computed once, ``adapter_site: feature``) or around them (``adapter_site: blocks``, see ``fedmq.models.clip``).
+computed once, ``adapter_site: feature``) or around them (``adapter_site: blocks``, see ``fedmq.encoders.clip``).
 Source: RCSR, "frozen CLIP + adapters".
 """
 
@@ -10,9 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -20,42 +18,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fedmq.config.parts import Modality
+from fedmq.config.scenario import Backbone
+from fedmq.encoders.base import MODALITIES, InputSpec
 from fedmq.errors import InputError
-from fedmq.layout import Layout
 from fedmq.models.adapters import Adapter, MultiModalAdapter, SharedAdapters, site
-from fedmq.models.bank import Bank
-from fedmq.scenario import Backbone
+from fedmq.models.query_bank import Bank
 from fedmq.seeds import torch_generator
+from fedmq.wire.layout import Layout
 
-Modality = Literal["image", "text"]
-MODALITIES: tuple[Modality, Modality] = ("image", "text")
 # Name prefixes of a modality's trainable parameters; each branch is one contiguous range of the flat buffer.
 BRANCHES: Mapping[Modality, str] = {"image": "visual.", "text": "text."}
 # Name prefix of layers that both modalities go through.
 SHARED = "shared."
 # Joint dimension of an mlp head where the two towers' own dimensions differ and the scenario names none.
 DEFAULT_DIM = 512
-
-
-@dataclass(frozen=True)
-class InputSpec:
-    """What one item looks like to the model.
-
-    Args:
-        image_shape: ``(d,)`` for features, ``(3, S, S)`` for pixels, ``(F, 3, S, S)`` for those of a video's frames.
-        text_shape: ``(d,)`` for features of one caption, ``(77,)`` for token ids.
-        image_dtype: ``float32`` for features, ``uint8`` for pixels.
-        text_dtype: ``float32`` for features, ``int32`` for token ids.
-        mean: per channel, of pixels scaled to [0, 1]; empty for features.
-        std: per channel, as ``mean``.
-    """
-
-    image_shape: tuple[int, ...]
-    text_shape: tuple[int, ...]
-    image_dtype: str = "float32"
-    text_dtype: str = "float32"
-    mean: tuple[float, ...] = ()
-    std: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -383,43 +360,3 @@ def _feature_towers(backbone: Backbone, inputs: InputSpec, dim: int, device: tor
         for (width,) in (inputs.image_shape, inputs.text_shape)
     ]
     return TwoTower(towers[0], towers[1], dim, device, shared=shared)
-
-
-def build(
-    backbone: Backbone,
-    inputs: InputSpec,
-    seed: int,
-    device: str | torch.device = "cpu",
-    modalities: Sequence[Modality] = MODALITIES,
-    *,
-    cache: Path | None = None,
-) -> TwoTower:
-    """Build the model with its initial parameters, the same in every process.
-
-    Args:
-        backbone: of the scenario.
-        inputs: what the prepared data look like.
-        seed: the scenario's seed.
-        device: where it computes.
-        modalities: whose frozen towers are loaded. The trainable parameters of both are always there.
-        cache: folder of the shared frozen weights; None means ``fedmq.data.prepared.cache_folder()``.
-
-    Raises:
-        InputError: head, dimensions or open_clip model do not go together.
-    """
-    place = torch.device(device)
-    if backbone.adapter_site == "blocks":
-        from fedmq.models import clip  # noqa: PLC0415 - open_clip takes seconds to import and features need none of it
-
-        model = clip.build(backbone, inputs, seed, place, modalities, cache=cache)
-    else:
-        for what, shape in (("image", inputs.image_shape), ("text", inputs.text_shape)):
-            if len(shape) != 1:
-                raise InputError(
-                    f"data: {what}", f"items of shape {list(shape)}", "features [d] with adapter_site feature"
-                )
-        dim = joint_dim(backbone, inputs.image_shape[0], inputs.text_shape[0])
-        model = _feature_towers(backbone, inputs, dim, place)
-    model.initial = partial(initial_parameters, model.layout, backbone, seed)
-    model.load(model.initial())
-    return model

@@ -1,0 +1,100 @@
+"""Checkpoints of a running coordinator: what goes into one, and what silos may forget once it is there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+
+from coordinator import checkpoint as checkpoints
+from coordinator.counters import Tally
+from coordinator.fault_injection import Trouble
+from coordinator.in_process_peers import Inline
+from coordinator.roster import Roster
+from coordinator.rounds import Rounds
+from coordinator.run_context import Setting
+from fedmq.clock import Clock
+from fedmq.errors import RunError
+from fedmq.federation.protocol import State
+from fedmq.wire.message_log import MessageLog
+
+#: A full disk may be full for a moment only; after that many refusals the run stops, to be resumed.
+_TRIES = 3
+#: Real seconds between them.
+_PAUSE_SECONDS = 0.2
+
+
+class Saving:
+    """Writes the run's checkpoints.
+
+    Args:
+        setting: of the run.
+        clock: the run's.
+        log: the coordinator's message log.
+        tally: counters, those of earlier processes of this run included.
+        roster: counts the messages of this one.
+        trouble: knows when tasks were handed out, and may refuse the disk.
+        settled: number of each silo's last merged task, as the checkpoint that was resumed has it.
+
+    Attributes:
+        settled: the same, as the last checkpoint has it: the state a silo measures its own model by.
+    """
+
+    def __init__(
+        self,
+        setting: Setting,
+        clock: Clock,
+        log: MessageLog,
+        tally: Tally,
+        roster: Roster | Inline,
+        trouble: Trouble,
+        settled: Mapping[str, int],
+    ) -> None:
+        self._setting, self._clock, self._log = setting, clock, log
+        self._tally, self._roster, self._trouble = tally, roster, trouble
+        self._earlier = (tally.sent, tally.received, tally.refused)
+        self._earlier_seconds, self._began = tally.seconds.get("total", 0.0), clock.stopwatch()
+        self.settled = settled
+        self._settled_before: Mapping[str, int] = {}
+
+    def forgettable(self, silo: str) -> int:
+        """Number of the task up to which a silo may forget its states.
+
+        The checkpoint before the last has it settled: if the last one is damaged, the run goes on from there.
+        """
+        return self._settled_before.get(silo, 0)
+
+    def save(self, after: Rounds, states: Mapping[int, State], due: Mapping[str, float]) -> None:
+        """Write a checkpoint of the machine as it is after a merge.
+
+        Args:
+            after: the machine.
+            states: the method's, by version.
+            due: arrival times of the tasks in flight [s].
+
+        Raises:
+            RunError: the disk refused it again and again.
+        """
+        self.settled, self._settled_before = after.settled, self.settled
+        self.bring_up_to_now()
+        handed = {silo: self._trouble.handed[silo] for silo in after.flights}
+        plain, now, tallied = after.to_plain(), self._clock.now(), self._tally.to_plain()
+        setting = self._setting
+        record = checkpoints.Checkpoint(plain, states, now, due, tallied, handed, setting.data, setting.trace_file)
+        for left in reversed(range(_TRIES)):
+            try:
+                checkpoints.save(
+                    self._setting.folder.checkpoints, record, partial(self._trouble.to_disk, after.version)
+                )
+                return
+            except RunError as error:
+                self._log.note("checkpoint refused", version=after.version, error=str(error)[:300])
+                if not left:
+                    raise
+                self._clock.pause(_PAUSE_SECONDS)
+
+    def bring_up_to_now(self) -> None:
+        """Bring the tally's messages and seconds up to now; a resumed run adds to what it had."""
+        self._tally.seconds["total"] = self._earlier_seconds + self._clock.stopwatch() - self._began
+        sent, received, refused = self._earlier
+        self._tally.sent, self._tally.received = sent + self._roster.sent, received + self._roster.received
+        self._tally.refused = refused + self._roster.refused

@@ -1,0 +1,288 @@
+"""Measurements: asked of the evaluator for the global model, and of silos with models of their own.
+
+Silos are asked at the end, and during the run where the scenario wants it (``evaluation.personal_every``): then the
+measurement is a part of the merge, whose checkpoint waits for it, so that a resumed run has every line once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Mapping
+from typing import Any
+
+from coordinator.in_process_peers import Inline
+from coordinator.roster import Roster
+from coordinator.run_context import Setting
+from fedmq.clock import Clock
+from fedmq.errors import RemoteWireError, RunError
+from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.federation.protocol import Personalised, Releasing, State
+from fedmq.runs.results import read_metrics
+from fedmq.storage.run_folder import append_line
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import EVALUATOR, Error, Header, Kind, Message, Metrics, Payload
+
+#: What a summary cannot be made without.
+_NEEDED = "mean_r1"
+#: Largest median rank taken of a silo, as many as the items that a run may measure by; all other figures are shares.
+_LARGEST_RANK = 2.0**32
+#: By how much a sum of shares may miss 1.
+_ROUNDING = 1e-6
+#: Evaluations under way at most while rounds go on: each keeps a model here, and one on its way.
+UNDER_WAY = 8
+#: Real seconds that are waited for an evaluator that went away, where nothing else is left to do.
+_EVALUATOR_PATIENCE = 60.0
+
+
+def _complete(measured: Metrics, silos: Iterable[str]) -> bool:
+    """Whether a measurement has what the summary needs, of the whole and of each of these silos."""
+    return _NEEDED in measured.values and all(_NEEDED in measured.per_silo.get(name, {}) for name in silos)
+
+
+def _wrong(said: Payload | None, name: str, like: Metrics) -> str | None:
+    """What is wrong with a silo's measurement of its own model; None if nothing is.
+
+    Summaries are means and spreads over silos of figures that all have: one silo's names or numbers are everybody's.
+
+    Args:
+        said: the silo's answer.
+        name: of the silo.
+        like: an evaluation, which has the figures of the whole and of each silo's share that a silo measures, too.
+    """
+    if not isinstance(said, Metrics):
+        return "no measurement"
+    if said.per_silo.keys() != {name}:
+        return "a measurement without its own share, or with another's"
+    for found, wanted in ((said.values, like.values), (said.per_silo[name], like.per_silo[name])):
+        if found.keys() != wanted.keys():
+            odd = ", ".join(sorted(found.keys() ^ wanted.keys())[:3])
+            return f"a measurement with other figures than an evaluation has: {odd}"
+        for key, value in found.items():
+            most = _LARGEST_RANK if key.endswith("_medr") else 1.0 + _ROUNDING
+            if not 0.0 <= value <= most:
+                return f"a measurement with {key} {value:.4g}, allowed: 0 to {most:.4g}"
+    return None
+
+
+class Measuring:
+    """What has been asked, and what came back.
+
+    Args:
+        setting: of the run.
+        roster: whom to ask.
+        log: the coordinator's message log.
+        evaluated: versions whose evaluation is on file already.
+
+    Attributes:
+        pending: versions the evaluator has not answered for.
+        unusable: those of them whose answer was refused.
+        metrics: of the last version evaluated.
+        asked: silos whose own models are being measured.
+        personal: what they answered when they were asked last.
+    """
+
+    def __init__(self, setting: Setting, roster: Roster | Inline, log: MessageLog, evaluated: Iterable[int]) -> None:
+        self._setting, self._roster, self._log = setting, roster, log
+        self._evaluated = set(evaluated)
+        self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
+        self._over: dict[tuple[str, int, int], bool] = {}  # and whether it was answered, or given up
+        self.pending: list[int] = []
+        self.unusable: set[int] = set()
+        self.metrics: Mapping[str, float] = {}
+        self.personal: dict[str, Metrics] = {}
+        self._like: Metrics | None = None
+        self._early: dict[str, Payload | None] = {}
+
+    @property
+    def crowded(self) -> bool:
+        """Whether the evaluator is so far behind that the run waits for it."""
+        return len(self.pending) > UNDER_WAY
+
+    @property
+    def asked(self) -> tuple[str, ...]:
+        """Silos that owe a measurement of their own models."""
+        return tuple(self._requests)
+
+    def evaluate_if_due(self, version: int, state: State) -> None:
+        """Ask the evaluator about a version, if the scenario wants it measured and it was not before."""
+        every, last = self._setting.scenario.evaluation.every, self._setting.scenario.rounds
+        if version in self.pending or version in self._evaluated:
+            return
+        if version in (0, last) or (every and version % every == 0):
+            self.pending.append(version)
+            self.evaluate(version, state)
+
+    def evaluate(self, version: int, state: State) -> None:
+        """Ask the evaluator, or ask it again."""
+        protocol = self._setting.protocol
+        more = protocol.release(state) if isinstance(protocol, Releasing) else ()
+        header = self._roster.header(EVALUATOR, Kind.EVALUATE, sequence=version, base_version=version)
+        model = state.model(self._setting.context.layout)
+        self._roster.send(EVALUATOR, Message(header, (model, *more)))
+
+    def evaluated(self, message: Message) -> None:
+        """Take the evaluator's answer and put it on file."""
+        version, payload = message.header.base_version, message.payloads[0] if message.payloads else None
+        if version not in self.pending:
+            return
+        if not isinstance(payload, Metrics) or not _complete(payload, [s.name for s in self._setting.context.silos]):
+            detail = f"version {version}: an evaluation without {_NEEDED} of the whole and of every silo"
+            self._roster.refuse(EVALUATOR, RemoteWireError("unexpected", detail), 0)
+            self.unusable.add(version)
+            return
+        self.pending.remove(version)
+        self.unusable.discard(version)
+        self._evaluated.add(version)
+        self.metrics = dict(payload.values)
+        per_silo = {name: dict(own) for name, own in payload.per_silo.items()}
+        line = {"kind": "evaluation", "version": version, "metrics": self.metrics, "per_silo": per_silo}
+        append_line(self._setting.folder.metrics, line)
+        self._like = payload
+        for name in list(self._early):
+            self._judge(name, self._early.pop(name), payload)
+
+    def ask_silos(self, gone: Container[str], version: int, state: State, settled: Mapping[str, int]) -> None:
+        """Ask the silos of a personalised method how their own models do; each measures its own, where it is.
+
+        Args:
+            gone: silos that were given up, which are not asked.
+            version: of the model they get.
+            state: of that version.
+            settled: number of each silo's last task whose outcome is known; the state after that is what it measures.
+        """
+        protocol = self._setting.protocol
+        self.personal = {}
+        if isinstance(protocol, Personalised) and protocol.personalised:
+            before = [line for line in read_metrics(self._setting.folder) if line["kind"] == "evaluation"]
+            if before:
+                self._like = Metrics(before[-1]["metrics"], before[-1]["per_silo"])
+            for name in sorted(name for name in self._setting.plan.eligible if name not in gone):
+                payloads = protocol.task(state, self._setting.facts_at(name, version))
+                self._requests[name] = settled.get(name, 0), version, payloads
+
+    def own_due(self, version: int) -> bool:
+        """Whether the silos measure their own models at a version before the last, where they do so in any case."""
+        every, protocol = self._setting.scenario.evaluation.personal_every, self._setting.protocol
+        if not every or version % every or version >= self._setting.scenario.rounds:
+            return False
+        return isinstance(protocol, Personalised) and protocol.personalised
+
+    def put_on_file(self, version: int) -> None:
+        """Write the line of the silos' own models at a version, if the scenario wants lines of them."""
+        if self._setting.scenario.evaluation.personal_every and self.personal:
+            line = {"kind": "personal", "version": version, **personal_figures(self.personal)}
+            append_line(self._setting.folder.metrics, line)
+
+    def wait(self, look: Callable[[], None], stop_wanted: Callable[[], bool], clock: Clock, *, final: bool) -> bool:
+        """Wait until the silos asked have answered or are given up; where :attr:`crowded` and in the end, for the
+        evaluator, too.
+
+        Args:
+            look: takes what arrives, and gives up who stays away; waits a fraction of a second if nothing does.
+            stop_wanted: true ends the waiting.
+            clock: of the run.
+            final: the run is over but for what is measured.
+
+        Returns:
+            Whether all is measured; false if a stop is wanted.
+
+        Raises:
+            RunError: the evaluator stays away, or its answer cannot be used.
+        """
+        away = clock.stopwatch()
+        # During the run the evaluator may be late, even to join; its first answer tells what a silo's has to be like.
+        while (self.pending and final) or self.crowded or self.asked or self._early:
+            if stop_wanted():
+                return False
+            look()
+            if self._roster.online(EVALUATOR) and not self.unusable:
+                away = clock.stopwatch()
+            needed = self.pending if final else self._early
+            hopeless = self.crowded and self.unusable.issuperset(self.pending)
+            if hopeless or (needed and (self.unusable or clock.stopwatch() - away > _EVALUATOR_PATIENCE)):
+                why = "answered with what is no evaluation" if self.unusable else "stayed away"
+                trained = "the model is trained and checkpointed, --resume evaluates it"
+                raise RunError(f"the evaluator {why}; {trained if final else '--resume goes on'}")
+        return True
+
+    def ask(self, name: str) -> bool:
+        """Send a silo what it owes an answer to; returns whether it is on the line."""
+        sequence, version, payloads = self._requests[name]
+        header = self._roster.header(name, Kind.EVALUATE, sequence=sequence, base_version=version)
+        return bool(self._roster.send(name, Message(header, payloads)))
+
+    def give_up(self, name: str) -> None:
+        """A silo stayed away: its own model is not measured."""
+        self._log.note("peer stayed away: its own model is not measured", peer=name)
+        self._close(name, answered=False)
+
+    def _close(self, name: str, *, answered: bool = True) -> None:
+        """A silo owes an answer no more; the same one said again, as after a lost connection, is no reply to a task."""
+        sequence, version, _ = self._requests.pop(name)
+        self._over[name, sequence, version] = answered
+
+    def _owed(self, header: Header) -> bool:
+        """Whether a message answers what a silo was asked; its last task's reply has the same number, said again."""
+        request = self._requests.get(header.sender)
+        return request is not None and (header.reply_to, header.base_version) == request[:2]
+
+    def measured(self, message: Message) -> bool:
+        """Take a silo's measurement of its own model, or its failure to make one; whether the message was that."""
+        header = message.header
+        over = None if header.reply_to is None else (header.sender, header.reply_to, header.base_version)
+        if over in self._over:
+            if not self._over[over]:
+                detail = f"version {header.base_version}: a measurement of its own model after it was given up"
+                self._roster.refuse(header.sender, RemoteWireError("unexpected", detail), 0)
+            return True
+        if not self._owed(header):
+            return False
+        name, payload = message.header.sender, message.payloads[0] if message.payloads else None
+        if isinstance(payload, Error):
+            self._log.note("error reported", peer=name, error=payload.text[:300])
+        elif self._like is None:  # the evaluator is slower with its first evaluation
+            self._early[name] = payload
+        else:
+            self._judge(name, payload, self._like)
+        self._close(name)
+        return True
+
+    def _judge(self, name: str, payload: Payload | None, like: Metrics) -> None:
+        """Keep a silo's measurement, or refuse it."""
+        if (wrong := _wrong(payload, name, like)) is not None:
+            self._roster.refuse(name, RemoteWireError("unexpected", wrong), 0)
+        elif isinstance(payload, Metrics):
+            self.personal[name] = payload
+
+    def unreadable(self, header: Header) -> bool:
+        """An answer cannot be read, which asking again would not change; whether it was one to a measurement."""
+        if header.kind not in (Kind.REPLY, Kind.ERROR):
+            return False
+        if header.sender == EVALUATOR and header.base_version in self.pending:
+            self.unusable.add(header.base_version)
+        elif self._owed(header):
+            self._close(header.sender)
+        else:
+            return False
+        return True
+
+
+def personal_figures(measured: Mapping[str, Metrics]) -> dict[str, Any]:
+    """What the silos' own models reach, each on the whole split and on its own share of it, and the means of both.
+
+    Args:
+        measured: by silo; at least one.
+
+    Returns:
+        The summary's entries ``personal``, ``personal_whole_split``, ``personal_per_silo``,
+        ``personal_per_silo_mean`` and ``personal_fairness``.
+    """
+    personal = dict(sorted(measured.items()))
+    whole = {silo: dict(own.values) for silo, own in personal.items()}
+    shares = {silo: dict(own.per_silo.get(silo, {})) for silo, own in personal.items()}
+    return {
+        "personal": means(whole),
+        "personal_whole_split": whole,
+        "personal_per_silo": shares,
+        "personal_per_silo_mean": means(shares),
+        "personal_fairness": fairness_of(shares),
+    }

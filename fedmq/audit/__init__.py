@@ -1,0 +1,1 @@
+"""Checks of a finished run: message logs, policy, differential privacy, membership inference, replay."""

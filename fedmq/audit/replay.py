@@ -1,0 +1,270 @@
+"""Replay: was a run done again the same run? Compared event by event, from what the run folders hold.
+
+Compared are the order of events with their virtual times, every merge with its replies and their staleness, what
+every task and reply held (kinds, sizes, digests), every evaluation, and the digests of what was released. Not compared
+is what real time decides: tags and sessions, dates, and how often a message had to be sent again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError
+from fedmq.runs.model_files import BESIDE, beside, parameters
+from fedmq.runs.results import read_metrics, read_summary
+from fedmq.storage.json_files import Stored, read_json
+from fedmq.storage.run_folder import RunFolder
+from fedmq.text import printable
+from fedmq.wire.log_records import read_log
+from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind, Metrics, digest
+
+_EVENT = ("event", "silo", "sequence", "now", "version")
+_CONTENT = ("sender", "receiver", "base_version", "reply_to", "payloads", "digests")
+_KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
+#: Of a summary, what does not depend on how fast anybody was; and ``personal*``, where the same silos were measured.
+_FIGURES = ("seed", "rounds", "versions", "metrics", "per_silo", "per_silo_mean", "fairness", "public_items")
+
+#: A message by its kind, the silo at one end, and the task's number; figures by :data:`_MEASUREMENT` and the version.
+Key = tuple[str, str, int]
+
+#: A silo's figures answer by the number of its last merged task, whose own reply has that number, too.
+_MEASUREMENT = "measurement of version"
+
+
+@dataclass(frozen=True)
+class Record:
+    """What of a run must be the same in its replay.
+
+    Args:
+        digest: of the released model.
+        released_with: digests of what is released with it, by kind.
+        files: digests of the files of both, by kind.
+        figures: of the summary, by their names.
+        events: in their order; a coordinator that was started again takes back what came after its checkpoint.
+        messages: what each task and reply held, one entry per different content; one unless something is wrong.
+        lines: of ``metrics.jsonl`` by kind and version.
+        measured: silos whose own models were measured in the end; one that stayed away was not.
+        made_with: versions of fedmq, torch and Python, and the kind of processor.
+        resumed: how often its coordinator went on from a checkpoint.
+    """
+
+    digest: str
+    released_with: Mapping[str, str]
+    files: Mapping[str, str]
+    figures: Mapping[str, Any]
+    events: tuple[Mapping[str, Any], ...]
+    messages: Mapping[Key, tuple[str, ...]]
+    lines: Mapping[tuple[str, int], Mapping[str, Any]]
+    measured: frozenset[str]
+    made_with: Mapping[str, str]
+    resumed: int
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that is not the same.
+
+    Args:
+        place: what it is about.
+        was: in the run.
+        now: in the replay.
+    """
+
+    place: str
+    was: str
+    now: str
+
+
+def require_repeatable(scenario: Scenario, folder: RunFolder) -> None:
+    """Refuse a run that no second one can be the same as.
+
+    Raises:
+        InputError: its clock was real, or its noise came from keys.
+    """
+    if scenario.clock != "virtual":
+        raise InputError(f"{folder.scenario}: clock", scenario.clock, "virtual: real time does not happen twice")
+    if scenario.privacy.noise_from == "key":
+        allowed = "seed: a replay's silos have keys, and noise, of their own"
+        raise InputError(f"{folder.scenario}: privacy.noise_from", "key", allowed)
+
+
+def read_record(folder: RunFolder) -> Record:
+    """Read a finished run.
+
+    Raises:
+        InputError: the run is not finished, its coordinator's log is missing, or its release is damaged.
+    """
+    summary, own = read_summary(folder), folder.messages(COORDINATOR)
+    if not own.is_file():
+        raise InputError(str(folder.root), f"no {own.name} in its messages", "a run folder with its coordinator's log")
+    messages: dict[Key, list[str]] = {}
+    for path in sorted(own.parent.glob("*.jsonl")):
+        for key, content in _sent(path):
+            known = messages.setdefault(key, [])
+            if content not in known:
+                known.append(content)
+    return Record(
+        digest=summary["model_digest"],
+        released_with=summary.get("released_with", {}),
+        files=_files(folder),
+        figures=_figures(summary),
+        events=_events(own),
+        messages={key: tuple(contents) for key, contents in messages.items()},
+        lines={(line["kind"], line["version"]): line for line in read_metrics(folder)},
+        measured=frozenset(summary.get("personal_per_silo", {})),
+        made_with=summary["versions_of"],
+        resumed=sum(record is not None and record.get("text") == "resumed" for _, record in read_log(own)),
+    )
+
+
+class _Config(Stored):
+    layout: list[str]
+    released_with: dict[str, str]
+
+
+def _files(folder: RunFolder) -> dict[str, str]:
+    """Digests of what is released, taken of the files themselves."""
+    config = read_json(folder.model / "config.json", _Config, "the configuration of a released model")
+    layout, theta = parameters(folder.model / "model.safetensors", config["layout"])
+    more = {
+        kind: digest(beside(folder.model / f"{kind}.safetensors", kind))
+        for kind in sorted(BESIDE.keys() & config["released_with"].keys())
+    }
+    return {"model": layout.model_digest(theta), **more}
+
+
+def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
+    personal = {name: value for name, value in summary.items() if name.startswith("personal")}
+    tasks, seconds = summary.get("tasks", {}), summary["seconds"]
+    return {
+        **{name: summary.get(name) for name in _FIGURES},
+        # A reply that was sent again is discarded, which real time decides.
+        **{f"tasks.{name}": tasks.get(name) for name in ("merged", "failed")},
+        "seconds.virtual": seconds.get("virtual"),
+        **personal,
+    }
+
+
+def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
+    events: list[Mapping[str, Any]] = []
+    for _, record in read_log(path):
+        if record is None or record.get("action") != "note":
+            continue
+        if record["text"] in ("started", "resumed"):
+            events = [event for event in events if event["version"] < (record.get("version") or 0)]
+        elif record["text"] == "event" and record["event"] != "deadline":
+            # Logs once told of deadlines of merges that were over; of the others the merges themselves tell.
+            events.append({name: record[name] for name in _EVENT})
+    return tuple(events)
+
+
+def _sent(path: Path) -> Iterator[tuple[Key, str]]:
+    """Tasks and replies that a process sent, with what they held."""
+    for _, record in read_log(path):
+        if record is None or record.get("action") != "sent" or record.get("kind") not in _KINDS:
+            continue
+        silo = record["receiver"] if record["kind"] == Kind.TASK else record["sender"]
+        content = json.dumps({name: record.get(name) for name in _CONTENT}, sort_keys=True)
+        if any(kind == Metrics.KIND for kind, _ in record.get("payloads") or ()):
+            yield (_MEASUREMENT, silo, record["base_version"]), content
+        else:
+            yield (record["kind"], silo, record["sequence"]), content
+
+
+def first_difference(was: Record, now: Record) -> Difference | None:
+    """The first difference in the order of the run's time, or None.
+
+    Args:
+        was: the run.
+        now: its replay.
+    """
+    return _event_difference(was, now) or _other_difference(was, now) or _outcome_difference(was, now)
+
+
+def _event_difference(was: Record, now: Record) -> Difference | None:
+    """In the events, and in the messages of the task that each is about."""
+    for number, (before, after) in enumerate(zip_longest(was.events, now.events), 1):
+        if before != after:
+            return Difference(f"event {number}", _shown(before), _shown(after))
+        if before is None:
+            continue
+        for kind in _KINDS:
+            found = _message_difference((kind, before["silo"], before["sequence"]), was, now)
+            if found is not None:
+                return found
+    return None
+
+
+def _other_difference(was: Record, now: Record) -> Difference | None:
+    """In messages that no event tells of, and in the lines of ``metrics.jsonl``."""
+    for key in sorted(was.messages.keys() | now.messages.keys()):
+        one_sided = key not in was.messages or key not in now.messages
+        if one_sided and _under_way(key, was if key in was.messages else now):
+            continue
+        found = _message_difference(key, was, now)
+        if found is not None:
+            return found
+    for line in sorted(was.lines.keys() | now.lines.keys(), key=lambda line: (line[1], line[0] != "merge", line[0])):
+        before, after = was.lines.get(line), now.lines.get(line)
+        if before != after and not _of_other_silos(before, after):
+            return Difference("{} of version {}".format(*line), _shown(before), _shown(after))
+    return None
+
+
+def _of_other_silos(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
+    """Whether two lines are measurements of the own models of other silos: one that stayed away was not measured."""
+    if before is None or after is None or before["kind"] != "personal":
+        return False
+    return bool(before["personal_per_silo"].keys() != after["personal_per_silo"].keys())
+
+
+def _outcome_difference(was: Record, now: Record) -> Difference | None:
+    """In what was released, and in the figures of the summary."""
+    if was.digest != now.digest:
+        return Difference("model_digest", was.digest, now.digest)
+    if was.released_with != now.released_with:
+        return Difference("released_with", _shown(was.released_with), _shown(now.released_with))
+    for kind in sorted(was.files.keys() | now.files.keys()):
+        if was.files.get(kind) != now.files.get(kind):
+            place = f"model/{kind}.safetensors"
+            return Difference(place, was.files.get(kind, "nothing"), now.files.get(kind, "nothing"))
+    for name in sorted(was.figures.keys() | now.figures.keys()):
+        before, after = was.figures.get(name), now.figures.get(name)
+        if before != after and not (name.startswith("personal") and was.measured != now.measured):
+            return Difference(f"summary: {name}", json.dumps(before), json.dumps(after))
+    return None
+
+
+def _under_way(key: Key, record: Record) -> bool:
+    """Whether a message was on its way when the run ended: real time decides whether it is in the logs.
+
+    Args:
+        key: of a message that only one of two runs has.
+        record: of that run.
+    """
+    kind, silo, number = key
+    if kind == _MEASUREMENT:  # of a silo's own model: one that stayed away is not waited for
+        return silo != EVALUATOR and (number == record.figures["versions"] or ("personal", number) in record.lines)
+    over = max((event["sequence"] for event in record.events if event["silo"] == silo), default=-1)
+    tasks = [each for sort, name, each in record.messages if (sort, name) == (Kind.TASK, silo) and each > over]
+    return tasks != [] and number == min(tasks)
+
+
+def _message_difference(key: Key, was: Record, now: Record) -> Difference | None:
+    before, after = was.messages.get(key, ()), now.messages.get(key, ())
+    if before == after and len(before) <= 1:
+        return None
+    kind, silo, number = key
+    return Difference(
+        printable(f"{kind} {number} of {silo}"), " and ".join(before) or "nothing", " and ".join(after) or "nothing"
+    )
+
+
+def _shown(facts: Mapping[str, Any] | None) -> str:
+    return "nothing" if facts is None else json.dumps(facts, sort_keys=True)

@@ -1,0 +1,487 @@
+"""``fedmq compare`` and ``fedmq sweep``: one engine, two ways to say what is compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.live import Live
+from rich.markup import escape
+
+from fedmq.cli.options import AsJson, Quiet
+from fedmq.clock import WallClock
+from fedmq.errors import InputError
+
+if TYPE_CHECKING:
+    from fedmq.experiments.grid import Plan, Resolve
+    from fedmq.experiments.process_pool import Progress
+    from fedmq.experiments.runner import Comparison, Prepare, Share
+    from fedmq.experiments.spec_file import ComparisonFile
+    from fedmq.experiments.tables import Grid
+
+FAILED = 1
+_PLAIN_SECONDS = 30.0
+_SEEDS = "0,1,2"
+_METRIC = "mean_r1,mean_r10"
+
+Files = Annotated[
+    list[Path],
+    typer.Argument(metavar="FILE...", help="Scenarios, or one comparison file.", show_default=False),
+]
+File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario, or a comparison file.", show_default=False)]
+Seeds = Annotated[
+    str | None,
+    typer.Option("--seeds", metavar="A,B,...", help=f"Every row is run with each of them; {_SEEDS} by default."),
+]
+Out = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Folder of the results; named by its rows by default.")
+]
+Runs = Annotated[
+    Path | None,
+    typer.Option("--runs", metavar="DIR", help="Folder of the runs; one for several comparisons shares what is equal."),
+]
+Settings = Annotated[
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key in all of them.")
+]
+Vary = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--vary",
+        metavar="[NAME:]KEY=A,B,...",
+        help="A row for each value (YAML), of all scenarios or the one named; several --vary give all combinations. "
+        "E.g. silos.count=6,10,30 or 'protocol=fedavg,{name: rcsr, filler: zero}'.",
+    ),
+]
+Select = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--select",
+        metavar="[METHOD:]KEY=A,B,...",
+        help="Values to choose from on the validation split, for all rows or one method's; only the chosen one is run "
+        "on the test split.",
+    ),
+]
+SelectRounds = Annotated[
+    int | None,
+    typer.Option(
+        "--select-rounds", min=1, help="Rounds of the runs that --select chooses by; the scenario's by default."
+    ),
+]
+SelectSeed = Annotated[
+    int | None, typer.Option("--select-seed", min=0, help="Seed of the runs that --select chooses by; 0 by default.")
+]
+Metric = Annotated[
+    str | None,
+    typer.Option(
+        "--metric",
+        metavar="A,B,...",
+        help="Columns: mean_r1, i2t_r5, map, fairness.worst_r1, personal.mean_r1, bytes.up, seconds.virtual, ... "
+        f"The first one decides what --select chooses. {_METRIC} by default.",
+    ),
+]
+Baseline = Annotated[
+    str | None,
+    typer.Option(
+        "--baseline",
+        metavar="NAME",
+        help="Method or row the others are compared to; the first by default. nobody: rows that are no rivals.",
+    ),
+]
+Across = Annotated[
+    str | None,
+    typer.Option(
+        "--across",
+        metavar="KEY",
+        help="A varied key, e.g. objective.bits, whose values stand side by side in the table, as papers print them.",
+    ),
+]
+Targets = Annotated[
+    list[str] | None,
+    typer.Option("--target", metavar="METRIC=VALUE", help="Add a column: virtual time until an evaluation reaches it."),
+]
+ZeroShot = Annotated[
+    bool, typer.Option("--zero-shot", help="Add a row: version 0 of the first row's runs, before any training.")
+]
+Jobs = Annotated[
+    int | None, typer.Option("--jobs", min=1, help="Runs at once; as many as cores, half of that with --processes.")
+]
+Processes = Annotated[
+    bool,
+    typer.Option(
+        "--processes",
+        help="Start the silos as the scenario's launcher says; by default those of a run share one process without "
+        "messages, which gives the same model to the bit.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was asked for, as it was written; None where nothing was. ``source`` is the comparison file, if any."""
+
+    kind: str
+    files: list[Path]
+    seeds: str | None
+    out_dir: Path | None
+    runs_dir: Path | None
+    settings: list[str] | None
+    vary: list[str] | None
+    select: list[str] | None
+    select_seed: int | None
+    select_rounds: int | None
+    metric: str | None
+    baseline: str | None
+    across: str | None
+    target: list[str] | None
+    zero_shot: bool
+    jobs: int | None
+    processes: bool
+    as_json: bool
+    quiet: bool
+    source: Path | None = None
+
+
+@dataclass(frozen=True)
+class Roots:
+    """What only the command line can put together.
+
+    Args:
+        resolve: reads and checks a scenario, the method's options included.
+        prepare: makes a scenario's data, from whether to be quiet.
+        share: refuses what they cannot be shared out by.
+        until_stopped: catches Ctrl-C from now on; gives what tells whether it came.
+        warn: says which options of a scenario's method have no effect.
+    """
+
+    resolve: Resolve
+    prepare: Callable[[bool], Prepare]
+    share: Share
+    until_stopped: Callable[[], Callable[[], bool]]
+    warn: Callable[[Iterable[Any]], None]
+
+
+def add_compare(app: typer.Typer, roots: Roots) -> None:
+    """Add ``fedmq compare`` to the command line."""
+
+    @app.command("compare")
+    def compare_command(
+        files: Files,
+        seeds: Seeds = None,
+        out_dir: Out = None,
+        runs_dir: Runs = None,
+        settings: Settings = None,
+        vary: Vary = None,
+        select: Select = None,
+        select_seed: SelectSeed = None,
+        select_rounds: SelectRounds = None,
+        metric: Metric = None,
+        baseline: Baseline = None,
+        across: Across = None,
+        target: Targets = None,
+        zero_shot: ZeroShot = False,
+        jobs: Jobs = None,
+        processes: Processes = False,
+        as_json: AsJson = False,
+        quiet: Quiet = False,
+    ) -> None:
+        """Compare scenarios or methods on equal terms: mean and spread over seeds, paired differences, plots.
+
+        Finished runs are kept: the same command goes on where it was stopped, and more seeds or columns can be asked
+        for later. The folder holds table.csv, runs.csv, table.tex, table.md and plots.html.
+
+        Example: [bold]fedmq compare scenarios/fedavg_mr50.yaml scenarios/rcsr_mr50.yaml --seeds 0,1,2[/bold]
+
+        Learning rate and a method's own option chosen on the validation split: [bold]fedmq compare
+        scenarios/rcsr/main.yaml --vary protocol=fedavg,rcsr --select training.learning_rate=1e-4,3e-4,1e-3
+        --select rcsr:protocol.lambda_anc=0.3,1[/bold]
+
+        All of that can stand in a comparison file (a YAML file with [bold]compare:[/bold] in it), which options are
+        added to: [bold]fedmq compare scenarios/rcsr/tables/ablation.yaml --seeds 0[/bold]
+        """
+        options = Options(
+            kind="compare",
+            files=files,
+            seeds=seeds,
+            out_dir=out_dir,
+            runs_dir=runs_dir,
+            settings=settings,
+            vary=vary,
+            select=select,
+            select_seed=select_seed,
+            select_rounds=select_rounds,
+            metric=metric,
+            baseline=baseline,
+            across=across,
+            target=target,
+            zero_shot=zero_shot,
+            jobs=jobs,
+            processes=processes,
+            as_json=as_json,
+            quiet=quiet,
+        )
+        _carry_out(_asked(options), roots)
+
+
+def add_sweep(app: typer.Typer, roots: Roots) -> None:
+    """Add ``fedmq sweep`` to the command line."""
+
+    @app.command("sweep")
+    def sweep_command(
+        file: File,
+        vary: Vary = None,
+        seeds: Seeds = None,
+        out_dir: Out = None,
+        runs_dir: Runs = None,
+        settings: Settings = None,
+        select: Select = None,
+        select_seed: SelectSeed = None,
+        select_rounds: SelectRounds = None,
+        metric: Metric = None,
+        baseline: Baseline = None,
+        across: Across = None,
+        target: Targets = None,
+        zero_shot: ZeroShot = False,
+        jobs: Jobs = None,
+        processes: Processes = False,
+        as_json: AsJson = False,
+        quiet: Quiet = False,
+    ) -> None:
+        """Vary keys of a scenario: every combination with every seed, and plots of each metric against the value.
+
+        With [bold]--select val[/bold] the varied values are chosen from: each is tried on the validation split, and
+        only the best one is run on the test split. Files and resuming are those of [bold]fedmq compare[/bold].
+
+        Example: [bold]fedmq sweep scenarios/rcsr/main.yaml --vary silos.count=6,10,30,50 --vary
+        protocol=fedavg,rcsr[/bold]
+
+        The same from a comparison file (a YAML file with [bold]sweep:[/bold] in it), which options are added to:
+        [bold]fedmq sweep scenarios/rcsr/tables/silos.yaml --seeds 0[/bold]
+        """
+        options = Options(
+            kind="sweep",
+            files=[file],
+            seeds=seeds,
+            out_dir=out_dir,
+            runs_dir=runs_dir,
+            settings=settings,
+            vary=vary,
+            select=select,
+            select_seed=select_seed,
+            select_rounds=select_rounds,
+            metric=metric,
+            baseline=baseline,
+            across=across,
+            target=target,
+            zero_shot=zero_shot,
+            jobs=jobs,
+            processes=processes,
+            as_json=as_json,
+            quiet=quiet,
+        )
+        _carry_out(_asked(options), roots)
+
+
+def _asked(options: Options) -> Options:
+    """What the command line says, over what its comparison file says; what a sweep chooses from is no longer varied.
+
+    Raises:
+        InputError: the file is not allowed, is for the other command or not alone, or a sweep has nothing to vary.
+    """
+    from fedmq.experiments import spec_file as comparison  # noqa: PLC0415 - brings torch, which --help does without
+
+    read = {path: file for path in options.files if (file := comparison.read(path)) is not None}
+    if read:
+        (path, file), *_ = read.items()
+        if len(options.files) > 1:
+            raise InputError(str(path), "a comparison file beside others", "one comparison file alone, or scenarios")
+        if file.kind != options.kind:
+            raise InputError(str(path), f"a comparison file with the key {file.kind}", f"fedmq {file.kind} {path}")
+        options = _over(options, path, file)
+    if options.kind == "compare":
+        return options
+    if not options.vary:
+        place = "--vary" if options.source is None else f"{options.source}: vary"
+        raise InputError(place, "nothing", "at least one key with its values, e.g. silos.count=6,10,30")
+    if options.select and comparison.ON_VALIDATION in options.select:
+        select = [each for each in options.select if each != comparison.ON_VALIDATION]
+        return replace(options, select=[*select, *options.vary], vary=None)
+    return options
+
+
+def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
+    """A comparison file's options with the command line's on top."""
+    return replace(
+        options,
+        source=path,
+        files=[path.parent / name for name in file.scenarios],
+        settings=[*file.settings, *(options.settings or [])],
+        vary=_in_place(file.vary, options.vary or []),
+        select=_in_place(file.select, options.select or []),
+        target=[*file.target, *(options.target or [])],
+        seeds=file.seeds if options.seeds is None else options.seeds,
+        metric=file.metric if options.metric is None else options.metric,
+        baseline=options.baseline or file.baseline,
+        across=options.across or file.across,
+        select_seed=file.select_seed if options.select_seed is None else options.select_seed,
+        select_rounds=options.select_rounds or file.select_rounds,
+        zero_shot=options.zero_shot or file.zero_shot,
+        runs_dir=options.runs_dir or file.runs,
+    )
+
+
+def _in_place(own: Sequence[str], given: Sequence[str]) -> list[str]:
+    """Lists of values with others on top: one of the same key takes its place, further ones follow."""
+    later: dict[str, list[str]] = {}
+    for text in given:
+        later.setdefault(text.partition("=")[0], []).append(text)
+    replaced = set(later)
+    kept = [
+        each
+        for text in own
+        for key in [text.partition("=")[0]]
+        for each in (later.pop(key, []) if key in replaced else [text])
+    ]
+    return [*kept, *(each for more in later.values() for each in more)]
+
+
+def _plan(options: Options, resolve: Resolve) -> Plan:
+    from fedmq.experiments import grid as plan  # noqa: PLC0415 - brings torch, which --help does without
+    from fedmq.experiments import summary  # noqa: PLC0415 - brings torch, which --help does without
+
+    varied = [plan.parse_variation(text, "--vary") for text in options.vary or []]
+    select = [plan.parse_variation(text, "--select") for text in options.select or []]
+    seeds = plan.parse_seeds(_SEEDS if options.seeds is None else options.seeds)
+    metrics = plan.parse_metrics(_METRIC if options.metric is None else options.metric)
+    targets = tuple(plan.parse_target(text) for text in options.target or [])
+    try:
+        made = plan.Plan(
+            entries=plan.entries(options.files, options.settings or [], varied, select, resolve),
+            seeds=seeds,
+            metrics=metrics,
+            targets=targets,
+            baseline=options.baseline,
+            across=options.across,
+            select_seed=options.select_seed or 0,
+            select_rounds=options.select_rounds,
+            zero_shot=options.zero_shot,
+        )
+        if options.select_rounds is not None and any(each.key == "rounds" for each in select):
+            allowed = "one of them: both set the rounds of those runs"
+            raise InputError("--select rounds", "beside --select-rounds", allowed)
+        summary.baselines(made)
+        plan.check_across(made)
+        plan.check_metrics(made, resolve)
+    except InputError as error:
+        if options.source is None:
+            raise
+        raise InputError(f"{options.source}: {error.place}", error.found, error.allowed) from None
+    return made
+
+
+def _carry_out(options: Options, roots: Roots) -> None:
+    """Plan, run, write the tables and plots, and say what came out.
+
+    Raises:
+        InputError: what is asked for is not allowed, or a folder cannot be written.
+    """
+    plan = _plan(options, roots.resolve)
+    from fedmq.experiments import (  # noqa: PLC0415
+        plots,
+        runner,
+        tables,
+    )
+    from fedmq.experiments.grid import default_folder, scenarios  # noqa: PLC0415
+    from fedmq.storage.run_folder import RunFolder, folder_if_used, write_text  # noqa: PLC0415
+
+    out, err, command = Console(), Console(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
+    folder = options.out_dir or default_folder(plan, options.kind, roots.resolve)
+    roots.warn(scenarios(plan, roots.resolve))
+    if RunFolder(folder).scenario.exists():
+        raise InputError(f"--out {folder}", "the folder of a run", "a folder of the comparison's own")
+    jobs = options.jobs or max(1, (os.cpu_count() or 1) // (2 if options.processes else 1))
+    data_digest = runner.digest_once(roots.prepare(options.quiet), roots.share)
+    place = runner.Workplace(options.runs_dir or folder / "runs", roots.resolve, data_digest, options.processes, jobs)
+    if not options.quiet:
+        trials = sum(len(entry.candidates) for entry in plan.entries if len(entry.candidates) > 1)
+        size = f"{len(plan.entries)} rows x {len(plan.seeds)} seeds" + f", {trials} trials on validation" * bool(trials)
+        err.print(f"{size}; at most {jobs} runs at once, in {folder}", highlight=False, soft_wrap=True, markup=False)
+    # The tables are written at the very end: too late to learn that they cannot be.
+    with folder_if_used(folder), _display(err, quiet=options.quiet) as told:
+        comparison = runner.carry_out(plan, place, told, roots.until_stopped)
+    if comparison.stopped:
+        err.print(f"stopped; the same command goes on: [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
+        sys.exit(FAILED)
+    table = tables.grid(comparison.rows, plan)
+    _write_tables(comparison, plan, table, folder, command)
+    if options.as_json:
+        print(json.dumps({"folder": str(folder), "rows": tables.plain(comparison.rows), "errors": comparison.errors}))
+    else:
+        named = [options.source] if options.source else options.files
+        title = f"{options.kind}: {', '.join(map(str, named))}"
+        out.print(*tables.terminal(table, title, out.width), sep="\n")
+    # Last: whatever becomes of the plots, the tables are there.
+    write_text(folder / "plots.html", plots.page(comparison.rows, command, table.notes))
+    if not options.as_json:
+        out.print(
+            f"{folder}: table.csv, runs.csv, table.tex, table.md, plots.html",
+            highlight=False,
+            soft_wrap=True,
+            markup=False,
+        )
+    for line in comparison.warnings:
+        err.print(f"[yellow]warning[/yellow] {escape(line)}", highlight=False, soft_wrap=True)
+    for name, line in comparison.errors.items():
+        err.print(f"[red]failed[/red] {escape(name)}: {escape(line)}", highlight=False, soft_wrap=True)
+    if comparison.errors:
+        err.print("the others are done; the same command tries those that failed again", highlight=False)
+        sys.exit(FAILED)
+
+
+def _write_tables(comparison: Comparison, plan: Plan, table: Grid, folder: Path, command: str) -> None:
+    from fedmq.experiments import tables  # noqa: PLC0415
+    from fedmq.runs.tables import as_csv  # noqa: PLC0415
+    from fedmq.storage.run_folder import write_text  # noqa: PLC0415
+
+    results = {
+        "table.csv": as_csv(tables.plain(comparison.rows)),
+        "runs.csv": as_csv(tables.runs(comparison.rows, plan)),
+        "table.tex": tables.latex(table, command),
+        "table.md": tables.markdown(table, command),
+    }
+    for name, text in results.items():
+        write_text(folder / name, text)
+
+
+def _progress_line(what: str, how: Progress) -> str:
+    """One line: ``runs: 5 of 12 done, fedavg-seed1 40 %, 3.1 min left``."""
+    running = [f"{name} {share:.0%}" for name, share in how.running]
+    left = [] if how.left is None else [f"{how.left:.0f} s left" if how.left < 120 else f"{how.left / 60:.1f} min left"]
+    return ", ".join([f"{what}: {how.done} of {how.total} done", *running, *left])
+
+
+@contextmanager
+def _display(console: Console, *, quiet: bool) -> Iterator[Callable[[str, Progress], None]]:
+    """One line that is kept up to date; if nobody watches, a line at each run's end and every half minute."""
+    if quiet:
+        yield lambda what, how: None
+    elif console.is_terminal and not console.is_dumb_terminal:
+        with Live("", console=console, refresh_per_second=2, transient=True) as shown:
+            yield lambda what, how: shown.update(escape(_progress_line(what, how)))
+    else:
+        clock, told = WallClock(), {"done": -1, "at": 0.0}
+
+        def plain(what: str, how: Progress) -> None:
+            if how.done != told["done"] or clock.now() - told["at"] >= _PLAIN_SECONDS:
+                told.update(done=how.done, at=clock.now())
+                console.print(escape(_progress_line(what, how)), highlight=False, soft_wrap=True)
+
+        yield plain

@@ -1,0 +1,94 @@
+"""``fedmq data``: which sets there are, whether one is as it must be, and its frozen features."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import typer
+from rich.table import Table
+
+from fedmq.cli.console import out, starting
+from fedmq.cli.options import AsJson, Bar, Device, File, Seed, Settings
+
+
+def add_data(
+    app: typer.Typer,
+    scenario_of: Callable[..., Any],
+    bar: Bar,
+    bad_input: int,
+    fits: Callable[..., None],
+) -> None:
+    """Add the commands of ``fedmq data``.
+
+    Args:
+        app: the group of them.
+        scenario_of: reads a scenario, its settings and its seed.
+        bar: makes a progress line.
+        bad_input: exit code where a run would refuse the data.
+        fits: refuses a scenario that cannot run on the prepared data in a folder.
+    """
+
+    @app.command("list")
+    def data_list() -> None:
+        """List the data sets a scenario can name.
+
+        Example: [bold]fedmq data list[/bold]
+        """
+        from fedmq.data import catalogue  # noqa: PLC0415
+
+        table = Table("data.name", "what it is")
+        for name, summary in {
+            **{name: found.summary for name, found in catalogue.SETS.items()},
+            **catalogue.OTHERS,
+        }.items():
+            table.add_row(name, summary)
+        out.print(table)
+        out.print("docs/data.md shows the layout that each is read from", highlight=False)
+
+    @app.command("check")
+    def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json: AsJson = False) -> None:
+        """Count a scenario's data, name missing and unreadable files, and show what each silo would hold.
+
+        Exit code 2 if a run would refuse the data, or the scenario with them.
+
+        Example: [bold]fedmq data check scenarios/rcsr_mr50.yaml[/bold]
+        """
+        starting()
+        from fedmq.federation import data_check  # noqa: PLC0415
+
+        facts = data_check.check(scenario_of(file, settings, seed), fits, bar())
+        if as_json:
+            print(json.dumps(facts, indent=2))
+        else:
+            data_check.show(facts, out)
+        if not facts["usable"]:
+            sys.exit(bad_input)
+
+    @app.command("features")
+    def data_features(
+        file: File, device: Device = None, settings: Settings = None, seed: Seed = None, as_json: AsJson = False
+    ) -> None:
+        """Extract a scenario's frozen features into the cache; an interrupted extraction goes on where it was.
+
+        Example: [bold]fedmq data features scenarios/fedcafe/mirflickr.yaml --device cuda:0[/bold]
+        """
+        from fedmq.data.prepare import prepare, text_features  # noqa: PLC0415
+        from fedmq.federation.population import device_of  # noqa: PLC0415
+
+        scenario = scenario_of(file, settings, seed)
+        place = device_of(device or scenario.device)
+        found = prepare(scenario.data, scenario.backbone, None, scenario.seed, bar(), place)
+        if scenario.partition.kind == "dir_clusters" and found.meta["text_dtype"] != "float32":
+            # The items are dealt out by them; with adapters in the blocks they are no other features.
+            text_features(found, scenario.backbone, scenario.seed, None, bar(), place)
+        facts = {name: found.meta[name] for name in ("n", "image_shape", "text_shape", "captions", "digest")}
+        if as_json:
+            print(json.dumps({**facts, "folder": str(found.folder)}, indent=2))
+        else:
+            shapes = (
+                f"image {facts['image_shape']}, text {facts['text_shape']}, up to {facts['captions']} texts an item"
+            )
+            out.print(f"{facts['n']} items: {shapes}, in {found.folder}", highlight=False, soft_wrap=True, markup=False)

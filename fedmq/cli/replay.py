@@ -1,0 +1,135 @@
+"""``fedmq replay`` and ``fedmq report``: a run that is over, done again, or told of again."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from fedmq.cli.console import DIFFERENT, bar, err, out
+from fedmq.cli.options import AsJson, Quiet, Run
+from fedmq.errors import RunError
+from fedmq.launch.interrupts import FAILED
+
+if TYPE_CHECKING:
+    from fedmq.audit.replay import Difference, Record
+    from fedmq.config.scenario import Scenario
+    from fedmq.storage.run_folder import RunFolder
+
+#: Reads a scenario of a run folder, with every default written out.
+ScenarioOf = Callable[[Path, list[str] | None, int | None], "Scenario"]
+
+
+def add_replay(app: typer.Typer, scenario_of: ScenarioOf) -> None:
+    """Add ``fedmq replay`` to the command line."""
+
+    @app.command("replay")
+    def replay_command(run: Run, as_json: AsJson = False, quiet: Quiet = False) -> None:
+        """Do a run again, faults and all, and compare the two event by event.
+
+        Exit code 3 and the first difference if they are not the same.
+
+        Example: [bold]fedmq replay runs/smoke-20260101-120000[/bold]
+        """
+        from fedmq.config import loader as scenarios  # noqa: PLC0415 - --help does without
+        from fedmq.launch import forkserver  # noqa: PLC0415
+
+        chosen = scenarios.load(run / "scenario.yaml")
+        if chosen.launcher != "inline":
+            forkserver.warm_up(chosen.backbone.name)
+        from fedmq.audit import replay  # noqa: PLC0415
+        from fedmq.runs import results  # noqa: PLC0415
+        from fedmq.storage.run_folder import open_run  # noqa: PLC0415
+
+        folder = open_run(run)
+        scenario = scenario_of(folder.scenario, None, None)
+        replay.require_repeatable(scenario, folder)
+        before = replay.read_record(folder)
+        after = _done_again(scenario, folder.root.name, before.resumed, quiet=quiet)
+        if after is None:
+            err.print("stopped before the end; nothing was compared")
+            sys.exit(FAILED)
+        difference = replay.first_difference(before, after)
+        otherwise = results.made_otherwise([before.made_with, after.made_with])
+        if as_json:
+            found = {
+                "same": difference is None,
+                "events": len(before.events),
+                "difference": None if difference is None else vars(difference),
+                "made_otherwise": {name: {"run": was, "replay": now} for name, (was, now) in otherwise.items()},
+            }
+            print(json.dumps(found, indent=2))
+        else:
+            _show(before, difference, otherwise)
+        if difference is not None:
+            sys.exit(DIFFERENT)
+
+
+def _done_again(scenario: Scenario, name: str, resumed: int, *, quiet: bool) -> Record | None:
+    """Do a run again in a folder that is gone afterwards; None if it was stopped before its end.
+
+    Args:
+        scenario: as resolved.
+        name: of the run's folder.
+        resumed: how often somebody went on with it.
+        quiet: without progress.
+    """
+    from fedmq.audit import replay  # noqa: PLC0415
+    from fedmq.cli import terminal  # noqa: PLC0415
+    from fedmq.launch import processes, supervisor  # noqa: PLC0415
+    from fedmq.storage.run_folder import RunFolder, write_json, write_text  # noqa: PLC0415
+
+    inline = scenario.launcher == "inline"
+    data = (processes.world_here if inline else supervisor.prepare_world)(scenario, None if quiet else bar())
+    launch = supervisor.simulate_inline if inline else supervisor.simulate
+    with tempfile.TemporaryDirectory(prefix="fedmq-replay-") as place:
+        again: RunFolder = RunFolder(Path(place) / name)
+        again.root.mkdir()
+        write_text(again.scenario, scenario.dump())
+        with terminal.display(scenario, err, quiet=quiet) as status:
+            for left in reversed(range(resumed + 1)):
+                try:
+                    simulated = launch(scenario, again, resume=left < resumed, status=status, data=data)
+                    break
+                except RunError:
+                    # Where its scripted disk was full the run stopped, and somebody went on with it.
+                    if not left:
+                        raise
+        if supervisor.stopped(simulated.outcome):
+            return None
+        write_json(again.summary, simulated.outcome.summary)
+        return replay.read_record(again)
+
+
+def _show(before: Record, difference: Difference | None, otherwise: dict[str, Any]) -> None:
+    if difference is None:
+        verdict = f"the same run: {len(before.events)} events, model {before.digest[:16]}"
+        out.print(verdict, style="green", highlight=False)
+        return
+    print(f"{difference.place}\n  run:    {difference.was}\n  replay: {difference.now}")
+    if otherwise:
+        print("The two were not made alike, which alone changes the last bits of a model:")
+        print("\n".join(f"  {name}: run {was}, replay {now}" for name, (was, now) in otherwise.items()))
+
+
+def add_report(app: typer.Typer) -> None:
+    """Add ``fedmq report`` to the command line."""
+
+    @app.command("report")
+    def report_command(runs: Annotated[list[Path], typer.Argument(metavar="RUN...", show_default=False)]) -> None:
+        """Write report.html of finished runs again.
+
+        Example: [bold]fedmq report runs/smoke-20260101-120000[/bold]
+        """
+        from fedmq.runs import html_report  # noqa: PLC0415 - --help does without
+        from fedmq.storage.run_folder import open_run  # noqa: PLC0415
+
+        for run in runs:
+            folder = open_run(run)
+            html_report.write(folder)
+            out.print(str(folder.report), highlight=False, markup=False, soft_wrap=True)

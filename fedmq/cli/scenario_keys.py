@@ -1,0 +1,189 @@
+"""What may stand in a scenario, for readers: every key with its values, default and meaning, out of the code itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import docstring_parser
+from pydantic import BaseModel, TypeAdapter
+
+from fedmq.config.faults import FAULTS
+from fedmq.config.parts import Part
+from fedmq.config.scenario import Base, Objective, ProtocolChoice, Scenario
+from fedmq.models.hash_networks import widths_of
+
+#: Stands where there is no default: the key must be given.
+REQUIRED = "required"
+_TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "null": "null"}
+_BOUNDS = {"minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}"}
+#: Upper bounds of whole numbers from here on only keep them from overflowing.
+_VAST = 10**9
+
+
+@dataclass(frozen=True)
+class Key:
+    """One thing that may be set.
+
+    Args:
+        name: as it is written.
+        values: what it may be.
+        default: as YAML writes it, or :data:`REQUIRED`.
+        meaning: what it does.
+    """
+
+    name: str
+    values: str
+    default: str
+    meaning: str
+
+
+def options(schema: type[Any]) -> tuple[Key, ...]:
+    """The options of a method or base loss, which its dataclass's docstring explains.
+
+    Args:
+        schema: a dataclass; what it inherits is explained where it comes from.
+    """
+    said: dict[str, str] = {}
+    for kind in reversed([each for each in inspect.getmro(schema) if dataclasses.is_dataclass(each)]):
+        told = docstring_parser.parse(inspect.cleandoc(kind.__doc__ or ""), docstring_parser.DocstringStyle.GOOGLE)
+        said |= {each.arg_name: _plain(each.description or "") for each in told.params}
+    hints = get_type_hints(schema)
+    return tuple(
+        Key(
+            field.name,
+            _values(TypeAdapter(hints[field.name]).json_schema()),
+            _written(field.default),
+            said[field.name],
+        )
+        for field in dataclasses.fields(schema)
+    )
+
+
+def loss(base: Base, schema: type[Any]) -> tuple[Key, ...]:
+    """What may be set of a base loss: the sizes of its network, then its own options.
+
+    Args:
+        base: its name.
+        schema: the dataclass of its options.
+    """
+    bits, image, (text,) = widths_of(base)
+    code = "width of the common space." if base == "dscmr" else "length of a code."
+    before = "width of the layer before it" + ("." if image else ", which the text tower alone has.")
+    sizes = Key("bits", "integer ≥ 1", str(bits), code), Key("hidden", "integer ≥ 1", str(text), before)
+    return (*sizes, *options(schema))
+
+
+def parts() -> dict[str, tuple[str, tuple[Key, ...]]]:
+    """A scenario's keys: title of a part -> what it is for, and its keys by their full names, ``training.betas``."""
+    top, found = [], dict[str, tuple[str, tuple[Key, ...]]]()
+    for name, field in Scenario.model_fields.items():
+        below = _part(field.annotation)
+        if below is None or name == "faults":
+            top.append(_key(Scenario, name, ""))
+        else:
+            found[name] = _purpose(below), tuple(_flat(below, f"{name}."))
+    return {"": (_purpose(Scenario), tuple(top)), **found}
+
+
+def faults() -> dict[str, tuple[str, tuple[Key, ...]]]:
+    """The faults by their ``kind``: what each does, and its keys."""
+    return {
+        kind: (_purpose(each), tuple(_key(each, name, "") for name in each.model_fields if name != "kind"))
+        for kind, each in FAULTS.items()
+    }
+
+
+def as_table(keys: Sequence[Key]) -> str:
+    """Keys as a table in Markdown."""
+    rows = [(f"`{key.name}`", key.values, _code(key.default), key.meaning) for key in keys]
+    lines = [("key", "values", "default", "meaning"), ("---",) * 4, *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in lines)
+
+
+def _code(default: str) -> str:
+    return default if default == REQUIRED else f"`{default}`"
+
+
+def _purpose(kind: type[Any]) -> str:
+    """The first paragraph of a class's docstring, without the markup of Python's own references."""
+    return _plain(inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0])
+
+
+def _plain(text: str) -> str:
+    """A docstring's text on one line, names in it marked as Markdown does."""
+    return " ".join(re.sub(r":(?:mod|class|func|meth|data):`~?([^`]*)`", r"`\1`", text).replace("``", "`").split())
+
+
+def _part(annotation: Any) -> type[BaseModel] | None:
+    """The part that a field holds, be it optional; None if it holds a value, a list or a mapping."""
+    kinds = [each for each in (annotation, *get_args(annotation)) if isinstance(each, type)]
+    if get_origin(annotation) in (dict, tuple, list):
+        return None
+    return next((each for each in kinds if issubclass(each, Part | ProtocolChoice | Objective)), None)
+
+
+def _flat(model: type[BaseModel], prefix: str) -> Iterator[Key]:
+    """All keys below a part; of a mapping to parts, such as device classes, by a name that stands for any."""
+    for name, field in model.model_fields.items():
+        below = _part(field.annotation)
+        if below is not None:
+            yield from _flat(below, f"{prefix}{name}.")
+            continue
+        yield _key(model, name, prefix)
+        if get_origin(field.annotation) is dict:
+            for each in get_args(field.annotation)[1:]:
+                if (own := _part(each)) is not None:
+                    yield from _flat(own, f"{prefix}{name}.NAME.")
+
+
+def _key(model: type[BaseModel], name: str, prefix: str) -> Key:
+    field = model.model_fields[name]
+    schema = model.model_json_schema()
+    default = REQUIRED if field.is_required() else _written(field.get_default(call_default_factory=True))
+    values = _values(schema["properties"][name], schema.get("$defs", {}))
+    return Key(prefix + name, values, default, field.description or "")
+
+
+def _written(value: Any) -> str:
+    """A default as a scenario would say it."""
+    if isinstance(value, Path):
+        return str(value)
+    return json.dumps(list(value) if isinstance(value, tuple | frozenset) else value, ensure_ascii=False).strip('"')
+
+
+def _values(schema: Mapping[str, Any], defs: Mapping[str, Any] | None = None) -> str:
+    """What a JSON schema allows, in words."""
+    defs = defs or {}
+    if "$ref" in schema:
+        return _values(defs[schema["$ref"].rpartition("/")[2]], defs)
+    if "anyOf" in schema or "oneOf" in schema:
+        return " or ".join(dict.fromkeys(_values(each, defs) for each in schema.get("anyOf") or schema["oneOf"]))
+    if "const" in schema:
+        return _written(schema["const"])
+    if "enum" in schema:
+        return ", ".join(map(_written, schema["enum"]))
+    match schema.get("type"):
+        case "array" if "prefixItems" in schema:
+            return "[" + ", ".join(_values(each, defs) for each in schema["prefixItems"]) + "]"
+        case "array":
+            return f"list of {_values(schema.get('items', {}), defs)}"
+        case "object" if "properties" in schema:
+            return "mapping"
+        case "object":
+            kinds: list[Any] = [schema.get("additionalProperties"), *schema.get("patternProperties", {}).values(), {}]
+            return f"mapping of name to {_values(next(kind for kind in kinds if isinstance(kind, dict)), defs)}"
+        case "string" if schema.get("format") == "path":
+            return "path"
+        case kind:
+            told = {bound: schema[bound] for bound in _BOUNDS if bound in schema and schema[bound] < _VAST}
+            if "exclusiveMinimum" in told:
+                told.pop("minimum", None)
+            bounds = [_BOUNDS[bound].format(f"{value:g}") for bound, value in told.items()]
+            return " ".join([_TYPES.get(str(kind), "anything"), " and ".join(bounds)]).strip()

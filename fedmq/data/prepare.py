@@ -1,0 +1,171 @@
+"""Turn a data set into arrays once, or find them in the cache."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.config.scenario import Backbone, Data
+from fedmq.data.prepared import Array, Prepared, finish, open_prepared, save_arrays
+from fedmq.data.readers.features import FeatureSet, checked, read_features
+from fedmq.data.splits import split_of
+from fedmq.encoders.base import BATCH
+from fedmq.errors import InputError
+from fedmq.progress import Progress, tell
+from fedmq.storage.cache import build_once, cache_folder, file_digest, key_of
+
+ITEMS = 256  # whose captions are encoded before the next mark
+
+
+def _prepare_features(path: Path, cache: Path, seed: int) -> Prepared:
+    # The whole file is checked before anything is written, and its seed counts only where it drew the split.
+    content = file_digest(path)
+    for known in (key_of("features", content), key_of("features", content, seed)):
+        if (cache / "data" / known).is_dir():
+            return open_prepared(cache / "data" / known)
+    found: FeatureSet = read_features(path, seed)
+    digest = key_of("features", content) if found.split_given else key_of("features", content, seed)
+
+    def fill(folder: Path) -> None:
+        save_arrays(
+            folder, image=found.image, text=found.text, captions=found.captions, labels=found.labels, split=found.split
+        )
+        finish(folder, digest, {"data": "features", "content": content, "seed": seed}, found.keys, found.label_names)
+
+    return open_prepared(build_once(cache / "data" / digest, fill))
+
+
+def _spread(rows: Array, counts: npt.NDArray[np.int64]) -> Array:
+    """Rows of all captions one after the other [sum(counts), ...] to [n, C, ...], padded with zeros."""
+    spread = np.zeros((len(counts), int(counts.max()), *rows.shape[1:]), dtype=rows.dtype)
+    spread[np.arange(spread.shape[1]) < counts[:, None]] = rows
+    return spread
+
+
+def _prepare_arrays(data: Data, cache: Path) -> Prepared:
+    """Precomputed features of a named set, in the .mat, .h5 and .npz files that circulate."""
+    from fedmq.data import catalogue  # noqa: PLC0415 - loaders are needed for their own sets only
+    from fedmq.data.readers import arrays  # noqa: PLC0415 - loaders are needed for their own sets only
+
+    read = arrays.read_arrays(data)
+    entry = catalogue.SETS[data.name]
+    split = split_of(read.get("split"), len(read["image"]), data, entry.draw)
+    found = checked(data.path or Path(data.name), {**read, "split": split}, 0)
+    content = hashlib.sha256()
+    for part in (found.image, found.text, found.split, found.labels):
+        if part is not None:
+            content.update(repr(part.shape).encode() + np.ascontiguousarray(part).data)
+    apart = ("val apart",) if entry.val_apart else ()
+    digest = key_of(data.name, "arrays", content.hexdigest(), found.label_names, *apart)
+
+    def fill(folder: Path) -> None:
+        save_arrays(
+            folder, image=found.image, text=found.text, captions=found.captions, labels=found.labels, split=found.split
+        )
+        source = {"data": data.name, "content": content.hexdigest(), "val_apart": entry.val_apart}
+        finish(folder, digest, source, found.keys, found.label_names)
+
+    return open_prepared(build_once(cache / "data" / digest, fill))
+
+
+def prepare(
+    data: Data,
+    backbone: Backbone,
+    cache: Path | None = None,
+    seed: int = 0,
+    progress: Progress | None = None,
+    device: str = "cpu",
+) -> Prepared:
+    """Turn a data set into arrays, or find them in the cache. Several processes may call this at once.
+
+    Args:
+        data: which data set.
+        backbone: which frozen encoder; with ``features`` the data set is a file of features itself.
+        cache: folder; None means :func:`cache_folder`.
+        seed: of a split that a ``features`` file does not say, and of random weights.
+        progress: told while encoding.
+        device: where the frozen encoders of a set on disk compute.
+
+    Raises:
+        InputError: data and backbone do not go together, or the data or the weights are not allowed.
+        RunError: the cache cannot be written.
+    """
+    cache = cache_folder() if cache is None else cache
+    if data.path is not None and not data.path.exists():
+        allowed = f"a file or folder that is there; docs/data.md shows the layout of {data.name}"
+        raise InputError("data.path", str(data.path), allowed)
+    if data.name == "features" and backbone.name != "features":
+        raise InputError(
+            "backbone.name", f"{backbone.name} with data.name features", "features with data.name features"
+        )
+    if data.name == "openmoji" and backbone.name == "features":
+        raise InputError("backbone.name", "features with data.name openmoji", "an encoder, e.g. lite")
+    if data.name == "features":
+        if data.path is None:
+            raise InputError("data.path", None, "a .npz or .safetensors file")
+        return _prepare_features(data.path, cache, data.split_seed)
+    if backbone.name == "features":
+        return _prepare_arrays(data, cache)
+    from fedmq.data import extract  # noqa: PLC0415 - brings the encoders
+
+    return extract.prepare_raw(data, backbone, cache, seed, progress, device)
+
+
+def text_features(
+    prepared: Prepared,
+    backbone: Backbone,
+    seed: int = 0,
+    cache: Path | None = None,
+    progress: Progress | None = None,
+    device: str = "cpu",
+) -> npt.NDArray[np.float32]:
+    """One text vector per item, the mean of its captions' frozen features, for clustering in the partition.
+
+    Token ids are encoded once by the frozen text tower, chunk by chunk, so that it goes on where it was stopped; the
+    result is kept beside the data.
+
+    Args:
+        prepared: the data set.
+        backbone: which it was prepared with. The folder names one, too, but its weights may lie elsewhere by now.
+        seed: of random weights.
+        cache: folder with the tower's weights; None means the one that holds ``prepared``.
+        progress: told while encoding.
+        device: where the tower computes.
+
+    Returns:
+        float32 [n, d].
+
+    Raises:
+        RunError: the cache cannot be written.
+    """
+    counts = prepared.captions
+    if prepared.meta["text_dtype"] == "float32":
+        return _mean_of(prepared.text, counts)
+    from fedmq.data.extract import store  # noqa: PLC0415 - brings the encoders
+    from fedmq.encoders import clip, clip_weights  # noqa: PLC0415 - brings the encoders
+
+    @functools.cache
+    def tower() -> clip.Frozen:
+        found = clip_weights.weights(backbone, seed, cache or prepared.folder.parent.parent)
+        return clip.load_tower(found, "text", device)
+
+    def encoded(part: range) -> Array:
+        own, tokens = counts[part.start : part.stop], prepared.text[part.start : part.stop]
+        seen = np.arange(tokens.shape[1]) < own[:, None]
+        return _mean_of(_spread(clip.encode_texts(tower(), tokens[seen], BATCH, device), own), own)
+
+    told = tell(progress, "captions for the clusters", prepared.n)
+    kept = store(prepared.folder / "text_features.npy", prepared.n, ITEMS, encoded, told)
+    found: npt.NDArray[np.float32] = np.load(kept, allow_pickle=False)
+    return found
+
+
+def _mean_of(text: Array, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
+    """Mean over each item's captions: [n, C, d] and int64 [n] to float32 [n, d]."""
+    # Rows beyond an item's captions are zero, so the sum over all C is the sum over its captions.
+    mean: npt.NDArray[np.float32] = (text.sum(axis=1, dtype=np.float32) / counts[:, None]).astype(np.float32)
+    return mean

@@ -1,0 +1,263 @@
+"""Read and check a file of precomputed features: the user's own image-text pairs, whatever encoder made them."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tokenize
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import safetensors
+import safetensors.numpy
+
+from fedmq.data.splits import draw_split, split_codes
+from fedmq.errors import InputError
+
+Array = npt.NDArray[Any]
+
+KNOWN = ("image", "text", "captions", "labels", "label_names", "split", "keys", "filename")
+MAX_LABELS = 10_000
+FLOATS = ("float16", "float32", "float64")
+CHUNK = 4096  # rows checked at once
+
+
+@dataclass(frozen=True)
+class FeatureSet:
+    """Checked features.
+
+    Args:
+        image: float32 [n, d_i], finite.
+        text: float32 [n, C, d_t], finite; rows of an item beyond its captions are zero.
+        captions: int64 [n], captions of each item, 1 to C.
+        labels: uint8 [n, L] multi-hot, or None.
+        label_names: L names; empty without labels.
+        split: uint8 [n], places in ``SPLITS``.
+        split_given: whether the file says the split; otherwise it was drawn.
+        keys: n names of the items.
+    """
+
+    image: npt.NDArray[np.float32]
+    text: npt.NDArray[np.float32]
+    captions: npt.NDArray[np.int64]
+    labels: npt.NDArray[np.uint8] | None
+    label_names: tuple[str, ...]
+    split: npt.NDArray[np.uint8]
+    split_given: bool
+    keys: tuple[str, ...]
+
+
+#: What NumPy and zipfile raise on a damaged .npz file.
+BROKEN_NPZ = (
+    OSError, ValueError, EOFError, KeyError, TypeError, NotImplementedError, RuntimeError, MemoryError, AttributeError,
+    SyntaxError, zipfile.BadZipFile, zlib.error, tokenize.TokenError,
+)  # fmt: skip
+
+
+def _open_npz(path: Path) -> tuple[list[str], Callable[[str], Array]]:
+    def read(key: str) -> Array:
+        with np.load(path, allow_pickle=False) as opened:
+            found: Array = opened[key]
+        return found
+
+    opened = np.load(path, allow_pickle=False)
+    if not isinstance(opened, np.lib.npyio.NpzFile):
+        raise InputError(str(path), "a single array", "a .npz file with keys image and text")
+    with opened:
+        return opened.files, read
+
+
+def _open_safetensors(path: Path) -> tuple[list[str], Callable[[str], Array]]:
+    with safetensors.safe_open(path, framework="numpy") as opened:
+        metadata, names = opened.metadata() or {}, list(opened.keys())
+    # The format has no strings; its metadata has.
+    strings = {"label_names": np.array(json.loads(metadata["label_names"]))} if "label_names" in metadata else {}
+
+    def read(key: str) -> Array:
+        if key in strings:
+            return strings[key]
+        with safetensors.safe_open(path, framework="numpy") as opened:
+            found: Array = opened.get_tensor(key)
+        return found
+
+    return [*names, *strings], read
+
+
+def _read_arrays(path: Path) -> dict[str, Array]:
+    """The known keys of the file.
+
+    Raises:
+        InputError: missing, unreadable or corrupt file, unknown ending, a misspelt key, an array of Python objects.
+    """
+    openers = {".npz": _open_npz, ".safetensors": _open_safetensors}
+    if path.suffix not in openers:
+        raise InputError(str(path), path.suffix or "no ending", ".npz or .safetensors")
+    if not path.is_file():
+        raise InputError(str(path), "no such file", "a file of features (.npz or .safetensors)")
+    broken = (*BROKEN_NPZ, safetensors.SafetensorError)
+    try:
+        names, read = openers[path.suffix](path)
+    except broken as error:
+        raise InputError(str(path), _line(error), f"a readable {path.suffix} file") from None
+    for name in names:
+        near = difflib.get_close_matches(name, KNOWN, 1, 0.8)
+        if name not in KNOWN and near and near[0] not in names:
+            raise InputError(
+                f"{path}: {name}", "an unknown key", f"did you mean {near[0]}? Known keys: {', '.join(KNOWN)}"
+            )
+    arrays = {}
+    for name in (name for name in KNOWN if name in names):
+        try:
+            arrays[name] = read(name)
+        except broken as error:
+            if "allow_pickle" in str(error):
+                # Reading a pickle can run any code: there is no safe way to look inside.
+                allowed = "a plain array of numbers or strings; arrays of Python objects are pickles and are never read"
+                raise InputError(f"{path}: {name}", "an array of Python objects", allowed) from None
+            raise InputError(f"{path}: {name}", _line(error), "a readable array") from None
+    return arrays
+
+
+def _line(error: BaseException) -> str:
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+def _floats(path: Path, name: str, value: Array, dimensions: tuple[int, ...]) -> npt.NDArray[np.float32]:
+    """Features as float32, whose values must be finite in that type."""
+    allowed = f"{' or '.join(map(str, dimensions))} dimensions, none of size 0"
+    if value.ndim not in dimensions or 0 in value.shape:
+        raise InputError(f"{path}: {name}", f"shape {list(value.shape)}", allowed)
+    if value.dtype.name not in FLOATS:
+        raise InputError(f"{path}: {name}", f"dtype {value.dtype}", ", ".join(FLOATS))
+    with np.errstate(over="ignore"):
+        wide = np.ascontiguousarray(value, dtype=np.float32)
+    for start in range(0, len(wide), CHUNK):
+        fine = np.isfinite(wide[start : start + CHUNK]).reshape(len(wide[start : start + CHUNK]), -1).all(axis=1)
+        if not fine.all():
+            row = start + int(np.flatnonzero(~fine)[0])
+            raise InputError(f"{path}: {name}", f"a value in row {row} that is not finite", "finite float32 values")
+    return wide
+
+
+def _captions(path: Path, value: Array | None, n: int, most: int) -> npt.NDArray[np.int64]:
+    if value is None:
+        return np.full(n, most, dtype=np.int64)
+    place = f"{path}: captions"
+    if value.shape != (n,) or value.dtype.kind not in "iu":
+        raise InputError(place, f"{value.dtype} {list(value.shape)}", f"whole numbers [{n}]")
+    wrong = np.flatnonzero((value < 1) | (value > most))
+    if len(wrong):
+        raise InputError(
+            place, f"{value[wrong[0]]} in row {wrong[0]}", f"1 to {most}, as text has {most} captions per item"
+        )
+    return value.astype(np.int64)
+
+
+def _names(path: Path, name: str, value: Array, count: int) -> tuple[str, ...]:
+    if value.shape != (count,) or value.dtype.kind not in "US":
+        raise InputError(f"{path}: {name}", f"{value.dtype} {list(value.shape)}", f"strings [{count}]")
+    try:
+        names = tuple(item.decode() if isinstance(item, bytes) else str(item) for item in value.tolist())
+    except UnicodeDecodeError:
+        raise InputError(f"{path}: {name}", "bytes that are not UTF-8", "strings") from None
+    for item in names:
+        try:
+            item.encode()
+        except UnicodeEncodeError:
+            raise InputError(f"{path}: {name}", item, "whole characters of Unicode") from None
+    if len(set(names)) != len(names):
+        twice = next(item for item, count in Counter(names).items() if count > 1)
+        raise InputError(f"{path}: {name}", f"{twice!r} twice", "different names")
+    return names
+
+
+def _labels(path: Path, value: Array, n: int, names: Array | None) -> tuple[npt.NDArray[np.uint8], tuple[str, ...]]:
+    """Multi-hot labels and their names, from class numbers [n] or multi-hot [n, L]."""
+    place = f"{path}: labels"
+    if value.dtype.kind not in "iub" or value.ndim not in (1, 2) or len(value) != n:
+        raise InputError(place, f"{value.dtype} {list(value.shape)}", f"class numbers [{n}] or multi-hot 0/1 [{n}, L]")
+    if value.ndim == 1:
+        value = value.astype(np.int64)
+        count = len(names) if names is not None and names.ndim == 1 else int(value.max()) + 1
+        if value.min() < 0 or value.max() >= min(count, MAX_LABELS):
+            bad = value.min() if value.min() < 0 else value.max()
+            raise InputError(place, int(bad), f"class numbers 0 to {min(count, MAX_LABELS) - 1}")
+        multi = np.zeros((n, count), dtype=np.uint8)
+        multi[np.arange(n), value] = 1
+    else:
+        if not 1 <= value.shape[1] <= MAX_LABELS or not ((value == 0) | (value == 1)).all():
+            raise InputError(
+                place, f"shape {list(value.shape)} or other values", f"0 and 1 in 1 to {MAX_LABELS} columns"
+            )
+        multi = value.astype(np.uint8)
+    if names is None:
+        return multi, tuple(f"label-{index:03d}" for index in range(multi.shape[1]))
+    return multi, _names(path, "label_names", names, multi.shape[1])
+
+
+def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
+    """Check arrays by the keys of :func:`read_features`, whatever file they came from.
+
+    Args:
+        path: what an error names.
+        arrays: by key.
+        seed: of the split, where ``arrays`` has none.
+
+    Raises:
+        InputError: as :func:`read_features`.
+    """
+    for name in ("image", "text"):
+        if name not in arrays:
+            raise InputError(f"{path}: {name}", "no such key", "image [n, d_i] and text [n, d_t] or [n, C, d_t]")
+    image = _floats(path, "image", arrays["image"], (2,))
+    text = _floats(path, "text", arrays["text"], (2, 3))
+    n = len(image)
+    if len(text) != n:
+        raise InputError(f"{path}: text", f"{len(text)} items", f"as many as image has, {n}")
+    if n < 2:
+        raise InputError(f"{path}: image", f"{n} item", "at least 2: one to train on, one to test on")
+    text = text if text.ndim == 3 else text[:, None, :]
+    captions = _captions(path, arrays.get("captions"), n, text.shape[1])
+    if (captions < text.shape[1]).any():
+        # Padding may hold anything in the file; zeros are the same in every cache.
+        text = np.where((np.arange(text.shape[1]) < captions[:, None])[..., None], text, np.float32(0))
+    labels: npt.NDArray[np.uint8] | None = None
+    label_names: tuple[str, ...] = ()
+    if "labels" in arrays:
+        labels, label_names = _labels(path, arrays["labels"], n, arrays.get("label_names"))
+    key = next((name for name in ("keys", "filename") if name in arrays), None)
+    return FeatureSet(
+        image=image,
+        text=text,
+        captions=captions,
+        labels=labels,
+        label_names=label_names,
+        split=split_codes(path, arrays["split"], n) if "split" in arrays else draw_split(n, seed),
+        split_given="split" in arrays,
+        keys=_names(path, key, arrays[key], n) if key else tuple(f"{index:06d}" for index in range(n)),
+    )
+
+
+def read_features(path: Path, seed: int = 0) -> FeatureSet:
+    """Read a ``features`` data set.
+
+    Keys: ``image`` [n, d_i] and ``text`` [n, d_t] or [n, C, d_t] in float16, float32 or float64; optionally
+    ``captions`` int [n], ``labels`` int [n] or 0/1 [n, L], ``label_names`` strings [L] (in a .safetensors file a JSON
+    list in the metadata), ``split`` [n] of train, val, test, public, database or 0 to 4, ``keys`` (or ``filename``)
+    strings [n]. Further keys are passed over.
+
+    Args:
+        path: a .npz or .safetensors file.
+        seed: of the 80/10/10 split, where the file says none.
+
+    Raises:
+        InputError: anything is not as above; names file, key, what was found and what is allowed.
+    """
+    return checked(path, _read_arrays(path), seed)

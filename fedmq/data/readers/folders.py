@@ -1,0 +1,211 @@
+"""Sets whose texts lie in one small file per item: IAPR TC-12, Wikipedia, Pascal Sentence."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+
+from fedmq.config.scenario import Data
+from fedmq.data.raw_set import U8, RawSet, checked, first_existing, folder_of, is_number, multi_hot, read_text
+from fedmq.data.splits import SPLITS
+from fedmq.encoders.images import IMAGE_ENDINGS, Files, exists, files_below
+from fedmq.errors import InputError
+
+WIKIPEDIA_CLASSES = (
+    "art", "biology", "geography", "history", "literature", "media", "music", "royalty", "sport", "warfare"
+)  # fmt: skip
+WIKIPEDIA_LISTS = {"train": "trainset_txt_img_cat.list", "test": "testset_txt_img_cat.list"}
+
+
+def plain(marked: str) -> str:
+    """Text without tags and with its entities read; the files of both sets are not valid XML throughout."""
+    return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", marked))).strip()
+
+
+def element(text: str, name: str) -> str:
+    """Content of the first ``<name>`` of a file; empty where there is none."""
+    found = re.search(rf"<{name}>(.*?)</{name}>", text, flags=re.DOTALL | re.IGNORECASE)
+    return plain(found[1]) if found else ""
+
+
+# --- IAPR TC-12 -----------------------------------------------------------------------------------------------------
+
+
+def _regions(folder: Path) -> dict[str, set[str]]:
+    """Label names of each image number, from the SAIAPR annotation where it is there.
+
+    ``labels.txt`` of each folder has lines of image, region and label number; ``wlist.txt`` names the numbers.
+
+    Raises:
+        InputError: a line of another form.
+    """
+    names: dict[str, str] = {}
+    lists = [path for path in sorted(files_below(folder)) if path.name in ("wlist.txt", "labels.txt")]
+    for path in (path for path in lists if path.name == "wlist.txt"):
+        lines = (line.split(maxsplit=1) for line in read_text(path).splitlines())
+        names.update((parts[0], parts[1]) for parts in lines if len(parts) == 2)
+    found: dict[str, set[str]] = defaultdict(set)
+    for path in (path for path in lists if path.name == "labels.txt"):
+        for number, line in enumerate(read_text(path).splitlines(), 1):
+            parts = line.split()
+            if parts and (len(parts) < 3 or not is_number(parts[2])):
+                raise InputError(f"{path}: line {number}", line, "image, region and label number")
+            if parts:
+                found[parts[0]].add(names.get(parts[2], f"label-{int(parts[2]):03d}").strip())
+    return found
+
+
+def _western(path: Path) -> str:
+    """A file of IAPR TC-12, which is in Windows' western encoding, or in UTF-8 where somebody has converted it.
+
+    Raises:
+        InputError: unreadable.
+    """
+    # Western text with accents is never valid UTF-8 by chance. Latin-1 has the bytes that Windows leaves undefined.
+    for encoding in ("utf-8-sig", "cp1252"):
+        try:
+            return read_text(path, encoding)
+        except InputError as error:
+            if not isinstance(error.__context__, UnicodeDecodeError):
+                raise
+    return read_text(path, "latin-1")
+
+
+def _iapr_image(images: Path, named: str) -> Path:
+    """Where ``images/00/25.jpg`` of an annotation lies: in ``data.images``, or in a folder ``images`` inside that."""
+    path = Path(named)
+    inside = images / (path.relative_to("images") if path.is_relative_to("images") else path)
+    return images / path if not exists(inside) and exists(images / path) else inside
+
+
+def read_iapr(data: Data) -> RawSet:
+    """IAPR TC-12 (Grubinger et al. 2006): ``images/NN/N.jpg`` and ``annotations_complete_eng/NN/N.eng``.
+
+    The description is the one caption, or the title where it is empty. The set has no split of its own.
+
+    Raises:
+        InputError: no annotations, or one that names no image.
+    """
+    folder = folder_of(data)
+    names = ("annotations_complete_eng", "iaprtc12/annotations_complete_eng", "annotations")
+    notes = data.annotations or first_existing([folder / name for name in names], "data.path", "annotations")
+    keys, paths, captions = [], [], []
+    for path in sorted(path for path in files_below(notes) if path.suffix == ".eng"):
+        text = _western(path)
+        image = element(text, "IMAGE")
+        if not image or Path(image).is_absolute() or ".." in Path(image).parts:
+            raise InputError(f"{path}: IMAGE", image, "a path like images/00/25.jpg")
+        caption = element(text, "DESCRIPTION") or element(text, "TITLE")
+        keys.append(path.relative_to(notes).with_suffix("").as_posix())
+        paths.append(_iapr_image(data.images, image) if data.images else notes.parent / image)
+        captions.append((caption,) if caption else ())
+    root = data.images or notes.parent
+    regions = _regions(folder)
+    labels, label_names = multi_hot([regions.get(Path(key).name, set()) for key in keys])
+    return checked(
+        RawSet(str(notes), tuple(keys), Files(tuple(paths), root), tuple(captions), None, labels, label_names)
+    )
+
+
+# --- Wikipedia ------------------------------------------------------------------------------------------------------
+
+
+def wikipedia_split(train: int, test: int) -> U8:
+    """Train items, then the test list: its first third is validation, the rest queries.
+
+    Source: MRL's and DSCMR's reading of the 693 test pairs as 231 + 462, which FedSCMR and FedUCH follow.
+    """
+    parts = [("train", train), ("val", test // 3), ("test", test - test // 3)]
+    return np.concatenate([np.full(size, SPLITS.index(name), np.uint8) for name, size in parts])
+
+
+def wikipedia_lists(folder: Path) -> dict[str, list[tuple[str, str, int]]]:
+    """Text, image and class (from 0) of each pair, by ``train`` and ``test``.
+
+    Raises:
+        InputError: a list is missing or has a line of another form.
+    """
+    found: dict[str, list[tuple[str, str, int]]] = {}
+    for split, name in WIKIPEDIA_LISTS.items():
+        found[split] = []
+        for number, line in enumerate(read_text(folder / name).splitlines(), 1):
+            parts = line.split()
+            if not parts:
+                continue
+            if len(parts) != 3 or not is_number(parts[2]) or not 1 <= int(parts[2]) <= len(WIKIPEDIA_CLASSES):
+                raise InputError(f"{folder / name}: line {number}", line, "text, image and a class from 1 to 10")
+            found[split].append((parts[0], parts[1], int(parts[2]) - 1))
+    return found
+
+
+def wikipedia_photos(data: Data) -> RawSet:
+    """Wikipedia (Rasiwasia et al. 2010): ``images/<class>/*.jpg``, ``texts/*.xml`` and the two list files.
+
+    A text that is not there is an item without a caption.
+
+    Raises:
+        InputError: a list is missing or of another form, there is no folder of texts, or a text is unreadable.
+    """
+    folder = folder_of(data)
+    notes = data.annotations or folder
+    lists = wikipedia_lists(notes)
+    texts = first_existing([notes / "texts", folder / "texts"], "data.path", "folder of texts")
+    pairs = [*lists["train"], *lists["test"]]
+    root = data.images or folder / "images"
+    paths, captions = [], []
+    for text, image, number in pairs:
+        inside = root / WIKIPEDIA_CLASSES[number] / f"{image}.jpg"
+        flat = root / f"{image}.jpg"
+        paths.append(flat if not exists(inside) and exists(flat) else inside)
+        written = texts / f"{text}.xml"
+        content = read_text(written) if exists(written) else ""
+        said = element(content, "text") or plain(content)
+        captions.append((said,) if said else ())
+    labels, names = multi_hot([{WIKIPEDIA_CLASSES[number]} for _, _, number in pairs], WIKIPEDIA_CLASSES)
+    return checked(
+        RawSet(
+            place=str(folder),
+            # A text may stand beside several images and an image beside several texts.
+            keys=tuple(f"{text}/{image}" for text, image, _ in pairs),
+            pictures=Files(tuple(paths), root),
+            captions=tuple(captions),
+            labels=labels,
+            label_names=names,
+            split=wikipedia_split(len(lists["train"]), len(lists["test"])),
+        )
+    )
+
+
+# --- Pascal Sentence ------------------------------------------------------------------------------------------------
+
+
+def read_pascal(data: Data) -> RawSet:
+    """Pascal Sentence (Rashtchian et al. 2010): an image folder and a text folder, both with one folder per class.
+
+    A text file has the name of its image and one sentence a line. The set has no split of its own.
+
+    Raises:
+        InputError: a folder is missing.
+    """
+    folder = folder_of(data)
+    choices = [folder / name for name in ("dataset", "images", "image")]
+    root = data.images or first_existing(choices, "data.images", "folder of images")
+    choices = [folder / name for name in ("sentence", "sentences", "texts")]
+    texts = data.annotations or first_existing(choices, "data.annotations", "folder of sentences")
+    # A thumbnail list or a checksum beside an image has its stem too.
+    pictures = [path for path in files_below(root) if path.suffix.lower() in IMAGE_ENDINGS]
+    endings = {path.relative_to(root).with_suffix(""): path for path in pictures}
+    written = {path.relative_to(texts).with_suffix(""): path for path in files_below(texts) if path.suffix == ".txt"}
+    inner = sorted(set(endings) | set(written))
+    captions = []
+    for stem in inner:
+        lines = read_text(written[stem]).splitlines() if stem in written else []
+        captions.append(tuple(line.strip() for line in lines if line.strip()))
+    labels, names = multi_hot([{stem.parts[0]} if len(stem.parts) > 1 else set() for stem in inner])
+    paths = tuple(endings.get(stem, root / f"{stem}.jpg") for stem in inner)
+    keys = tuple(stem.as_posix() for stem in inner)
+    return checked(RawSet(str(folder), keys, Files(paths, root), tuple(captions), None, labels, names))

@@ -1,0 +1,93 @@
+"""MSR-VTT: one or two JSON files of captions, and videos or one folder of frames per video.
+
+Source of the split: the files' own ``split`` (Xu et al. 2016: 6,513 train, 497 validate, 2,990 test). A video's vector
+is the mean of its frames' embeddings, scaled to unit length (``fedmq.data.extract``).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+from fedmq.config.scenario import Data
+from fedmq.data.raw_set import RawSet, checked, folder_of, multi_hot, read_json
+from fedmq.data.splits import split_numbers
+from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS, Files, files_below
+from fedmq.errors import InputError
+
+NAMES = ("MSRVTT_data.json", "videodatainfo.json", "train_val_videodatainfo.json", "test_videodatainfo.json")
+#: Where they may lie below ``data.path``; the last two are the names of their archives.
+FOLDERS = ("annotation", "annotations", "train_val_annotation", "test_videodatainfo")
+
+
+def _annotations(data: Data, folder: Path) -> list[Path]:
+    if data.annotations is not None and not data.annotations.is_dir():
+        return [data.annotations]
+    start = data.annotations or folder
+    places = [start, *(start / name for name in FOLDERS)]
+    found = [place / name for place in places for name in NAMES if (place / name).is_file()]
+    if not found:
+        raise InputError("data.annotations", "no annotation file", f"{' or '.join(NAMES)} in {start}")
+    # A file of everything makes its parts superfluous, wherever they lie, and the first of two of one name is it.
+    whole = [path for path in found if path.name in NAMES[:2]]
+    parts: dict[str, Path] = {}
+    for path in found:
+        parts.setdefault(path.name, path)
+    return whole[:1] or list(parts.values())
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    """Where each video lies, by its name: a video file, or a folder with images."""
+    found: dict[str, Path] = {}
+    framed: dict[str, Path] = {}
+    for path in files_below(folder):
+        if path.suffix.lower() in VIDEO_ENDINGS:
+            found[path.stem] = path
+        elif path.suffix.lower() in IMAGE_ENDINGS:
+            framed.setdefault(path.parent.name, path.parent)
+    # Whoever took frames out of a video means them to be used, whatever became of the video.
+    return found | framed
+
+
+def read_msrvtt(data: Data) -> RawSet:
+    """The set, in the order of its files.
+
+    Raises:
+        InputError: no annotation file, or one of another structure.
+    """
+    folder = folder_of(data)
+    paths = _annotations(data, folder)
+    videos: list[dict[str, Any]] = []
+    captions: dict[str, list[str]] = defaultdict(list)
+    for path in paths:
+        loaded = read_json(path)
+        try:
+            videos += [
+                {**video, "split": str(video["split"]), "key": str(video["video_id"])} for video in loaded["videos"]
+            ]
+            for said in loaded["sentences"]:
+                if not isinstance(said["caption"], str):
+                    raise TypeError(f"the caption {said['caption']!r:.40} of {said['video_id']!r:.40}")
+                if text := said["caption"].strip():
+                    captions[str(said["video_id"])].append(text)
+        except (KeyError, TypeError) as error:
+            allowed = "MSR-VTT's JSON: videos with video_id and split, sentences with video_id and caption"
+            raise InputError(str(path), f"{type(error).__name__}: {error}", allowed) from None
+    places = _places(data.images or folder)
+    root = data.images or folder
+    labels, names = multi_hot(
+        [{f"category-{str(v['category']).zfill(2)}"} if "category" in v else set() for v in videos]
+    )
+    keys = tuple(video["key"] for video in videos)
+    return checked(
+        RawSet(
+            place=str(paths[0]),
+            keys=keys,
+            pictures=Files(tuple(places.get(key, root / f"{key}.mp4") for key in keys), root, data.frames, True),
+            captions=tuple(tuple(captions[key]) for key in keys),
+            labels=labels,
+            label_names=names,
+            split=split_numbers(str(paths[0]), [v["split"] for v in videos], {"validate": "val", "trainval": "train"}),
+        )
+    )

@@ -1,0 +1,1 @@
+"""Frozen encoders of images and texts."""

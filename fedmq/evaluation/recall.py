@@ -1,0 +1,104 @@
+"""Recall with several captions per image, and the spread of embeddings.
+
+Recalls are fractions in [0, 1]. Ties are ordered by gallery index, so a value never depends on a sort's
+inner workings. What labels say about a ranking (mAP, NDCG, precision and recall) is in ``label_metrics``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.evaluation.hamming import Array, as_numpy
+
+F64 = npt.NDArray[np.float64]
+I64 = npt.NDArray[np.int64]
+
+RECALLS = (1, 5, 10)
+#: Scores looked at together, so that memory stays bounded however large the gallery is.
+CHUNK_SCORES = 1 << 22
+
+
+def _chunks(queries: int, gallery: int) -> Iterator[slice]:
+    """Ranges of queries whose scores fit in one chunk."""
+    step = max(1, CHUNK_SCORES // max(1, gallery))
+    for start in range(0, queries, step):
+        yield slice(start, min(start + step, queries))
+
+
+def best_ranks(scores: Array, positive: Array) -> I64:
+    """Rank, from 0, of each query's best placed positive; ties by gallery index.
+
+    No sort is needed: the best placed positive is the first of those with the highest score, and its rank is the number
+    of items with a higher score plus those with the same score before it.
+
+    Args:
+        scores: [Q, N], larger is closer; NaN counts as the lowest score, so that a broken model cannot score.
+        positive: bool [Q, N], at least one per query.
+    """
+    s, p = as_numpy(scores), as_numpy(positive).astype(bool)
+    if s.shape[0] and not p.any(axis=1).all():
+        raise ValueError("best_ranks: a query without any positive")
+    s = np.where(np.isnan(s), -np.inf, s)
+    top = np.where(p, s, -np.inf).max(axis=1, keepdims=True)
+    first = (p & (s == top)).argmax(axis=1)
+    before = np.arange(s.shape[1]) < first[:, None]
+    ranks: I64 = ((s > top) | ((s == top) & before)).sum(axis=1).astype(np.int64)
+    return ranks
+
+
+def retrieval_ranks(image: Array, text: Array, owner: Array) -> tuple[I64, I64]:
+    """Best ranks image-to-text (any of the image's captions) and text-to-image (the one image), in bounded memory.
+
+    Args:
+        image: [n, d] unit-length embeddings.
+        text: [m, d] unit-length embeddings of the captions.
+        owner: int [m], index of each caption's image; every image owns at least one caption.
+
+    Returns:
+        ranks [n] and [m], from 0.
+    """
+    zi, zt, own = as_numpy(image), as_numpy(text), as_numpy(owner)
+    if len(own) != len(zt) or (len(own) and not 0 <= int(own.min()) <= int(own.max()) < len(zi)):
+        raise ValueError(f"owner: {len(own)} entries for {len(zt)} captions of {len(zi)} images")
+    rows = np.arange(len(zi))
+    i2t = [best_ranks(zi[c] @ zt.T, own[None] == rows[c, None]) for c in _chunks(len(zi), len(zt))]
+    t2i = [best_ranks(zt[c] @ zi.T, own[c, None] == rows[None]) for c in _chunks(len(zt), len(zi))]
+    nothing = np.zeros(0, dtype=np.int64)
+    return np.concatenate([nothing, *i2t]), np.concatenate([nothing, *t2i])
+
+
+def recall(ranks: I64, k: int) -> float:
+    """Share of queries whose best positive is among the first ``k``; 0 for no queries."""
+    return float(np.mean(ranks < k)) if len(ranks) else 0.0
+
+
+def median_rank(ranks: I64) -> int:
+    """floor(median) + 1 of ranks counted from 0, as retrieval papers print it; 0 for no queries."""
+    return int(np.floor(np.median(ranks))) + 1 if len(ranks) else 0
+
+
+def recalls(image: Array, text: Array, owner: Array, ks: Sequence[int] = RECALLS) -> dict[str, float]:
+    """Recall@k both ways and their mean, ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ..., and the median ranks ``i2t_medr``,
+    ``t2i_medr``; shapes as in retrieval_ranks.
+    """
+    i2t, t2i = retrieval_ranks(image, text, owner)
+    result: dict[str, float] = {"i2t_medr": float(median_rank(i2t)), "t2i_medr": float(median_rank(t2i))}
+    for k in ks:
+        result[f"i2t_r{k}"], result[f"t2i_r{k}"] = recall(i2t, k), recall(t2i, k)
+        result[f"mean_r{k}"] = (result[f"i2t_r{k}"] + result[f"t2i_r{k}"]) / 2
+    return result
+
+
+def spread(z: npt.NDArray[Any]) -> float:
+    """How far embeddings [n, d] are from all pointing one way: 1 - |mean of their directions|^2, 0 to 1.
+
+    Anchoring silos to one prototype of what they lack is least where a tower gives all items one embedding (RCSR,
+    eq 3); this falls to 0 then, while recall may already be bad for other reasons.
+    """
+    x = np.asarray(z, dtype=np.float64)
+    mean = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)).mean(axis=0)
+    return float(max(0.0, 1.0 - mean @ mean))

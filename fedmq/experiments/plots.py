@@ -1,0 +1,143 @@
+"""A comparison's rows as plots, on one self-contained HTML page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.experiments.summary import Row
+from fedmq.runs.html_figures import Figure, colour, document
+from fedmq.runs.results import Outcome
+
+F64 = npt.NDArray[np.float64]
+#: Values further apart than this are easier to tell on a logarithmic axis.
+_LOGARITHMIC_FROM = 50.0
+
+
+def page(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
+    """Bars, curves over merges and over virtual time, and each column against the varied value where there is one.
+
+    Args:
+        rows: of a comparison; at least one.
+        title: of the page.
+        notes: shown below it.
+    """
+    return document(title, notes, [figure for column in rows[0].columns for figure in _column(rows, column)])
+
+
+def _column(rows: Sequence[Row], column: str) -> list[Figure]:
+    """The figures of one column."""
+    figures = [_against_value(rows, column)] if _shared_keys(rows) else []
+    figures.append(_bars(rows, column))
+    if any(len(outcome.course(column)) > 1 for row in rows for outcome in row.outcomes.values()):
+        figures += [_curves(rows, column, over_time=False), _curves(rows, column, over_time=True)]
+    return figures
+
+
+def _line(figure: Figure, place: int, name: str, x: Sequence[Any], mean: F64, std: F64) -> None:
+    """A line with a band of one sample standard deviation on both sides."""
+    std = np.nan_to_num(std)
+    if std.any():
+        band = [*(mean + std), *(mean - std)[::-1]]
+        figure.draw(
+            "scatter",
+            x=[*x, *reversed(x)],
+            y=band,
+            fill="toself",
+            fillcolor=colour(place, 0.15),
+            line={"width": 0},
+            hoverinfo="skip",
+            showlegend=False,
+            legendgroup=name,
+        )
+    figure.draw(
+        "scatter", x=list(x), y=mean, name=name, legendgroup=name, mode="lines+markers", line={"color": colour(place)}
+    )
+
+
+def _bars(rows: Sequence[Row], column: str) -> Figure:
+    figure = Figure(column, "", column)
+    figure.draw(
+        "bar",
+        x=[row.entry.name for row in rows],
+        y=[row.columns[column].mean for row in rows],
+        error_y={"type": "data", "array": [row.columns[column].std for row in rows]},
+        marker={"color": [colour(place) for place in range(len(rows))]},
+    )
+    return figure
+
+
+def _curves(rows: Sequence[Row], metric: str, *, over_time: bool) -> Figure:
+    figure = Figure(
+        f"{metric} over {'virtual time' if over_time else 'merges'}", "s" if over_time else "merges", metric
+    )
+    for place, row in enumerate(rows):
+        found = [_curve(outcome, metric, over_time=over_time) for outcome in row.outcomes.values()]
+        curves = [(x, y) for x, y in found if len(x) > 1]
+        if curves:
+            x, values = on_common_grid(curves)
+            std = values.std(axis=0, ddof=1) if len(values) > 1 else np.zeros(len(x))
+            _line(figure, place, row.entry.name, x.tolist(), values.mean(axis=0), std)
+    return figure
+
+
+def _curve(outcome: Outcome, metric: str, *, over_time: bool) -> tuple[F64, F64]:
+    course = outcome.course(metric)
+    return (
+        np.array([now if over_time else version for version, now, _ in course], float),
+        np.array([value for _, _, value in course], float),
+    )
+
+
+def on_common_grid(curves: Sequence[tuple[F64, F64]]) -> tuple[F64, F64]:
+    """Several curves at the same places, straight between their points, where all of them are.
+
+    Args:
+        curves: (x, y), each [n] with its own n; x rising.
+
+    Returns:
+        x [m] and the values [curves, m]; m is 0 where one ends before another begins.
+    """
+    first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
+    grid = np.unique(np.concatenate([x[(first <= x) & (x <= last)] for x, _ in curves]))
+    return grid, np.stack([np.interp(grid, x, y) for x, y in curves])
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
+
+
+def _shared_keys(rows: Sequence[Row]) -> list[str]:
+    """The varied keys that all rows at a point have: each method may vary keys of its own."""
+    points = [dict(row.entry.point) for row in rows if row.entry.point]
+    return [key for key in (points[0] if points else ()) if all(key in point for point in points)]
+
+
+def _against_value(rows: Sequence[Row], column: str) -> Figure:
+    """A column against the first shared key whose values are numbers, a line for everything else that differs."""
+    rows = [row for row in rows if row.entry.point]
+    points = {row.entry.name: dict(row.entry.point) for row in rows}
+    keys = _shared_keys(rows)
+    numeric = [key for key in keys if all(_is_number(point[key]) for point in points.values())]
+    key = (numeric or keys)[0]
+    lines: dict[str, list[Row]] = {}
+    for row in rows:
+        lines.setdefault(row.entry.name_but_for(key), []).append(row)
+    figure = Figure(f"{column} against {key}", key, column)
+    if numeric:
+        least, most = (edge(float(point[key]) for point in points.values()) for edge in (min, max))
+        if least > 0 and most / least >= _LOGARITHMIC_FROM:
+            figure.x["type"] = "log"
+        lines = {name: sorted(own, key=lambda row: float(points[row.entry.name][key])) for name, own in lines.items()}
+    for place, (name, own) in enumerate(lines.items()):
+        x = [float(points[row.entry.name][key]) if numeric else points[row.entry.name][key] for row in own]
+        mean, std = (np.array([getattr(row.columns[column], part) for row in own]) for part in ("mean", "std"))
+        _line(figure, place, name, x, mean, std)
+    return figure

@@ -1,0 +1,303 @@
+"""A comparison's rows as tables: for the terminal, as CSV, LaTeX and Markdown."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+from rich.text import Text
+
+from fedmq.experiments.grid import Plan, shown
+from fedmq.experiments.summary import Row
+from fedmq.runs.results import Statistic, made_otherwise
+
+_DIFFERENCE = "difference"
+_BORDERS = 3  # of a column on a terminal: a line, and a space on both sides
+_LATEX = {
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"},
+    "\\": "\\textbackslash{}",
+    "~": "\\textasciitilde{}",
+    "^": "\\textasciicircum{}",
+    "±": "$\\pm$",
+    "−": "$-$",
+    "[": "{[}",  # after \\ a bracket would be an argument
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Text of a cell, and whether it is the best of its column."""
+
+    text: str
+    best: bool = False
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A table before it takes a form.
+
+    Args:
+        head: column titles.
+        body: rows of cells.
+        notes: what a reader has to know, a sentence each.
+    """
+
+    head: tuple[str, ...]
+    body: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...]
+
+
+def _number(value: float, like: float, *, sign: bool = False) -> str:
+    """With as many digits as a number of the size of ``like`` deserves; a dash for what is not known."""
+    if math.isnan(value):
+        return "-"
+    form = ",.0f" if abs(like) >= 1000 else ".2f" if abs(like) >= 10 else ".4f"
+    return format(value, ("+" if sign else "") + form).replace("-", "−")
+
+
+def _mean(own: Statistic, seeds: int) -> str:
+    """``0.2446 ± 0.0031``; with a count if some seeds have no value."""
+    text = _number(own.mean, own.mean)
+    if own.n > 1:
+        text += f" ± {_number(own.std, own.mean)}"
+    return text if own.n in (0, seeds) else f"{text} ({own.n} of {seeds} seeds)"
+
+
+def _difference(own: Statistic) -> str:
+    """``+0.0123 [+0.0010, +0.0236]``; with a count if the baseline lacks some of the row's seeds."""
+    middle, low, high = (_number(value, own.mean, sign=True) for value in (own.difference, own.low, own.high))
+    text = middle if math.isnan(own.low) else f"{middle} [{low}, {high}]"
+    return text if own.pairs in (0, own.n) else f"{text} ({own.pairs} of {own.n} seeds)"
+
+
+def _setting(text: str, *, short: bool) -> str:
+    """A chosen setting as it would be typed; for a short one the last part of its key must do."""
+    key, _, value = text.partition("=")
+    return f"{key.rpartition('.')[2] if short else key}={shown(json.loads(value))}"
+
+
+def grid(rows: Sequence[Row], plan: Plan) -> Grid:
+    """Mean and spread of every column, the difference to the baseline, and what was chosen.
+
+    A line for each row, or with ``plan.across`` one for all rows that differ in that key alone, whose values are
+    columns then.
+    """
+    columns = list(rows[0].columns)
+    compared = any(row.against for row in rows)
+    selected = any(len(entry.candidates) > 1 for entry in plan.entries)
+    beside, lines = _lines(rows, plan.across)
+    head = [""]
+    for column in columns:
+        for value in beside:
+            head += [_titled(column, value), _DIFFERENCE][: 1 + compared]
+    if selected:
+        head += [_titled(title, value) for value in beside for title in ("chosen", "tried")]
+    body = []
+    for name, own in lines.items():
+        cells = [Cell(name)]
+        for column in columns:
+            for value in beside:
+                cells += _cells(own.get(value), column, len(plan.seeds))[: 1 + compared]
+        if selected:
+            cells += [cell for value in beside for cell in _chosen(own.get(value))]
+        body.append(tuple(cells))
+    return Grid(tuple(head), tuple(body), _notes(rows, plan, selected, compared))
+
+
+def _lines(rows: Sequence[Row], across: str | None) -> tuple[list[str | None], dict[str, dict[str | None, Row]]]:
+    """The values that stand side by side (one of no name without ``across``), and by a line's name its row for each."""
+    if across is None:
+        return [None], {row.entry.name: {None: row} for row in rows}
+    lines: dict[str, dict[str | None, Row]] = {}
+    for row in rows:
+        lines.setdefault(row.entry.name_but_for(across), {})[dict(row.entry.point).get(across)] = row
+    return list(dict.fromkeys(value for own in lines.values() for value in own)), lines
+
+
+def _titled(column: str, value: str | None) -> str:
+    return column if value is None else f"{column}, {value}"
+
+
+def _cells(row: Row | None, column: str, seeds: int) -> list[Cell]:
+    """A row's mean in a column, and its difference; dashes where there is no such row."""
+    if row is None:
+        return [Cell("-"), Cell("-")]
+    own = row.columns[column]
+    return [Cell(_mean(own, seeds), column in row.best), Cell(_difference(own))]
+
+
+def _chosen(row: Row | None) -> list[Cell]:
+    """What was chosen for a row, and of how many."""
+    of = len(row.entry.candidates) if row else 1
+    settings = ", ".join(_setting(text, short=True) for text in row.chosen) if row else ""
+    return [Cell(settings or "-"), Cell(str(of) if of > 1 else "-")]
+
+
+def _notes(rows: Sequence[Row], plan: Plan, selected: bool, compared: bool) -> tuple[str, ...]:
+    several = len(plan.seeds) > 1
+    seeds = ", ".join(map(str, plan.seeds))
+    notes = [f"side by side: the values of {plan.across}"] if plan.across else []
+    notes += [f"mean ± sample standard deviation over seeds {seeds}" if several else f"seed {seeds}"]
+    if compared:
+        against = {row.against for row in rows if row.against}
+        bases = dict.fromkeys(row.entry.method for row in rows if row.against is None)
+        name = against.pop() if len(against) == 1 else f"{', '.join(bases)} at the same point"
+        with_interval = ", with a 95 % t-interval over seeds" if several else ""
+        notes.append(f"difference: paired by seed, to {name}{with_interval}")
+    ours = (row.entry.method for row in rows if any("our_reading" in own.summary for own in row.outcomes.values()))
+    read = dict.fromkeys(ours)
+    if read:
+        notes.append(f"our reading of what its paper leaves open: {', '.join(read)}")
+    public = {(row.entry.method, own.summary.get("public_items")) for row in rows for own in row.outcomes.values()}
+    with_public = sorted(f"{method} ({items} items)" for method, items in public if items is not None)
+    if with_public:
+        notes.append(f"trained on a public set besides, which the others had not: {', '.join(with_public)}")
+    alone = [row.entry.name for row in rows if any(own.summary.get("own_only") for own in row.outcomes.values())]
+    if alone:
+        notes.append(f"train no shared model as a whole, only personal.* is what they find: {', '.join(alone)}")
+    untrained = [row.entry.name for row in rows if any(own.summary.get("unchanged") for own in row.outcomes.values())]
+    if untrained:
+        notes.append(f"no silo's update changed the model of at least one seed: {', '.join(untrained)}")
+    if any(row.best for row in rows):
+        notes.append("bold: best")
+    if selected:
+        metric = plan.metrics[0]
+        length = "" if plan.select_rounds is None else f", {plan.select_rounds} rounds"
+        where = f"on the validation split, seed {plan.select_seed}{length}"
+        notes.append(f"chosen: best of so many tried, by {metric} {where}")
+        if len(tried := {len(entry.candidates) for entry in plan.entries}) > 1:
+            notes.append(f"not the same budget for all: between {min(tried)} and {max(tried)} candidates were tried")
+    notes += _made_otherwise(rows)
+    return tuple(notes)
+
+
+def _made_otherwise(rows: Sequence[Row]) -> list[str]:
+    """A warning where some of the runs, kept from earlier or elsewhere, were not made as the others were."""
+    made = [own.summary["versions_of"] for row in rows for own in row.outcomes.values() if "versions_of" in own.summary]
+    several = [f"{name} {' and '.join(sorted(set(found)))}" for name, found in made_otherwise(made).items()]
+    return [f"not all made alike, so that last digits may differ: {', '.join(several)}"] if several else []
+
+
+def terminal(table: Grid, title: str, width: int) -> list[Text | Table]:
+    """For people; a difference stands below its mean, and columns that do not fit side by side are in a further table.
+
+    Args:
+        table: as :func:`grid` made it.
+        title: above the first table; the notes are below the last. Both may be wider than a table is.
+        width: of the terminal [characters].
+    """
+    below = {place for place, name in enumerate(table.head) if name == _DIFFERENCE}
+    names, *places = (place for place in range(len(table.head)) if place not in below)
+    # A number stays in one piece; long names and what was chosen are folded.
+    least = {
+        place: min(width // 4, max(len(row[place].text) for row in table.body)) + _BORDERS for place in (names, *places)
+    }
+    blocks: list[list[int]] = [[]]
+    for place in places:
+        if blocks[-1] and 1 + sum(least[each] for each in (names, *blocks[-1], place)) > width:
+            blocks.append([])
+        blocks[-1].append(place)
+    views = [Table() for _ in blocks]
+    for view, block in zip(views, blocks, strict=True):
+        view.add_column(table.head[names], overflow="fold")
+        for place in block:
+            view.add_column(table.head[place], justify="right", overflow="fold", min_width=least[place] - _BORDERS)
+        for row in table.body:
+            cells = [f"[bold]{escape(cell.text)}[/bold]" if cell.best else escape(cell.text) for cell in row]
+            for place in below:
+                if row[place].text != "-":
+                    cells[place - 1] += f"\n[dim]{cells[place]}[/dim]"
+            view.add_row(*(cells[place] for place in (names, *block)))
+    return [Text(title, style="italic"), *views, Text("; ".join(table.notes), style="dim italic")]
+
+
+def markdown(table: Grid, command: str) -> str:
+    """For documents; the command is in a block before it."""
+    lines = [
+        "| " + " | ".join(map(_cell, table.head)) + " |",
+        "|" + "---|" + "---:|" * (len(table.head) - 1),
+        *(
+            "| " + " | ".join(f"**{_cell(cell.text)}**" if cell.best else _cell(cell.text) for cell in row) + " |"
+            for row in table.body
+        ),
+    ]
+    before = "".join(f"    {line}\n" for line in command.splitlines())
+    return f"{before}\n" + "\n".join(lines) + f"\n\n{'; '.join(table.notes)}.\n"
+
+
+def _cell(text: str) -> str:
+    """One cell of a table in Markdown, whatever is in it."""
+    return " ".join(text.split()).replace("|", "\\|")
+
+
+def latex(table: Grid, command: str) -> str:
+    """For papers; needs the package booktabs."""
+
+    def line(cells: Sequence[str]) -> str:
+        return "  " + " & ".join(cells) + " \\\\"
+
+    head = line([_latex(name) for name in table.head])
+    body = [
+        line([f"\\textbf{{{_latex(cell.text)}}}" if cell.best else _latex(cell.text) for cell in row])
+        for row in table.body
+    ]
+    columns = "l" + "r" * (len(table.head) - 1)
+    return "\n".join(
+        [
+            *(f"% {line}" for line in command.splitlines()),
+            *(f"% {note}" for note in table.notes),
+            f"\\begin{{tabular}}{{{columns}}}",
+            "  \\toprule",
+            head,
+            "  \\midrule",
+            *body,
+            "  \\bottomrule",
+            "\\end{tabular}",
+            "",
+        ]
+    )
+
+
+def _latex(text: str) -> str:
+    return "".join(_LATEX.get(sign, sign) for sign in text)
+
+
+def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """The rows as plain data, one mapping each; what is not known is None."""
+    return [
+        {
+            "name": row.entry.name,
+            "method": row.entry.method,
+            **dict(row.entry.point),
+            "chosen": " ".join(_setting(text, short=False) for text in row.chosen),
+            "tried": len(row.entry.candidates),
+            "against": row.against,
+            **{
+                f"{column}.{part}": None if isinstance(value, float) and math.isnan(value) else value
+                for column, own in row.columns.items()
+                for part, value in vars(own).items()
+            },
+        }
+        for row in rows
+    ]
+
+
+def runs(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
+    """Every run as plain data: its row, seed, values, model and folder; what is not known is None."""
+    return [
+        {
+            "name": row.entry.name,
+            "seed": seed,
+            **{metric: outcome.value(metric) for metric in plan.metrics},
+            **{target.title: outcome.time_to(target) for target in plan.targets},
+            "model_digest": outcome.summary.get("model_digest"),
+            "folder": str(outcome.folder.root),
+        }
+        for row in rows
+        for seed, outcome in row.outcomes.items()
+    ]

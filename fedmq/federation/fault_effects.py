@@ -1,0 +1,220 @@
+"""What scripted faults do: to a task's outcome, to a silo's payloads, to the data a silo holds. Pure functions.
+
+:mod:`fedmq.config.faults` has their schema, :mod:`fedmq.federation.fault_schedule` which of them strike when.
+A virtual run depends on these functions alone, never on real speed; ``coordinator/fault_injection.py`` and
+``silos/program.py`` carry out the mechanism (a process killed, a frame damaged).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, assert_never
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.config.faults import (
+    Corrupt,
+    Crash,
+    Drift,
+    Drop,
+    Duplicate,
+    Freeze,
+    LabelNoise,
+    Late,
+    Leave,
+    Noise,
+    NotANumber,
+    Poison,
+    PrototypePoisoning,
+    Reorder,
+    Scaled,
+    SignFlip,
+    Split,
+    Timed,
+    Window,
+)
+from fedmq.data.silo_dataset import Share
+from fedmq.wire.payloads import (
+    ClassPrototypes,
+    Delta,
+    DiscriminatorDelta,
+    Memory,
+    ModalityPrototypes,
+    PartialDelta,
+    Payload,
+)
+
+I64 = npt.NDArray[np.int64]
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class TaskOutcome:
+    """How a task ends, decided when it is handed out.
+
+    Args:
+        handed: the run's time when it was handed out [s].
+        work: seconds an undisturbed silo needs for it.
+        due: the run's time when its reply arrives or its failure is noticed [s].
+        fails: why it brings no reply; None if it does.
+        sent: whether the task reaches the silo at all.
+    """
+
+    handed: float
+    work: float
+    due: float
+    fails: str | None = None
+    sent: bool = True
+
+    def delayed(self, seconds: float) -> TaskOutcome:
+        """The same outcome, ``seconds`` later."""
+        return replace(self, due=self.due + seconds)
+
+
+def outcome_after(fault: Timed, outcome: TaskOutcome, phase: float) -> TaskOutcome | None:
+    """The outcome of a task that a fault strikes; None if the fault misses it.
+
+    Args:
+        fault: of the task's link or process.
+        outcome: of the task without this fault.
+        phase: of the silo, in [0, 1): where it is in the period of a fault that recurs.
+    """
+    match fault:
+        case Late(seconds=seconds) | Freeze(seconds=seconds) | Reorder(seconds=seconds) | Corrupt(seconds=seconds):
+            return outcome.delayed(seconds)
+        case Drop(again=None):
+            return replace(outcome, fails="dropped")
+        case Drop(again=again):  # the task is done twice
+            return outcome.delayed((again or 0.0) + outcome.work)
+        case Crash(restart=restart):  # the task starts over after the restart
+            return outcome.delayed(restart + outcome.work)
+        case Duplicate():
+            return outcome
+        case Leave():
+            return _outcome_of_absence(fault, outcome, phase)
+        case Split():
+            window = _overlap(outcome, fault.time or (0.0, 0.0))
+            if window is None:
+                return None
+            if window[0] <= outcome.handed:
+                return replace(outcome, due=outcome.handed + fault.noticed, fails="unreachable", sent=False)
+            return replace(outcome, due=max(outcome.due, window[1]))
+        case _:
+            assert_never(fault)
+
+
+def _outcome_of_absence(fault: Leave, outcome: TaskOutcome, phase: float) -> TaskOutcome | None:
+    """A task handed out during an absence fails; one that an absence interrupts is done again on the silo's return."""
+    window = _absence(fault, outcome, phase)
+    if window is None:
+        return None
+    if window[0] <= outcome.handed:
+        return replace(outcome, due=outcome.handed + fault.noticed, fails="away", sent=False)
+    return replace(outcome, due=window[1] + outcome.work)
+
+
+def _absence(fault: Leave, outcome: TaskOutcome, phase: float) -> Window | None:
+    """The first absence that overlaps the task."""
+    if fault.time is not None:
+        return _overlap(outcome, fault.time)
+    if fault.every is None or fault.away is None:
+        return outcome.handed, math.inf
+    first = math.floor(outcome.handed / fault.every - phase) + phase
+    begins = (first * fault.every, (first + 1) * fault.every)  # the first may have begun before the run
+    return next((w for w in (_overlap(outcome, (b, b + fault.away)) for b in begins) if w), None)
+
+
+def _overlap(outcome: TaskOutcome, window: Window) -> Window | None:
+    return window if window[0] < outcome.due and outcome.handed < window[1] else None
+
+
+def tampered(fault: Poison, payload: Payload, generator: np.random.Generator) -> Payload:
+    """A payload as a Byzantine silo sends it: its update, or its prototypes and centroids, replaced.
+
+    Args:
+        fault: the attack.
+        payload: as an honest silo sends it.
+        generator: of the task and the fault; only ``noise`` draws from it.
+    """
+    match fault:
+        case SignFlip(scale=scale):
+            return _with_buffer(payload, lambda delta: -delta * delta.dtype.type(scale))
+        case Scaled(factor=factor):
+            return _with_buffer(payload, lambda delta: delta * delta.dtype.type(factor))
+        case NotANumber():
+            return _with_buffer(payload, lambda delta: delta * delta.dtype.type(math.nan))
+        case Noise(factor=factor):
+            return _with_buffer(payload, lambda delta: _noisy(delta, factor, generator))
+        case PrototypePoisoning(scale=scale):
+            return _with_reversed_prototypes(payload, scale)
+        case _:
+            assert_never(fault)
+
+
+def _noisy(delta: Array, factor: float, generator: np.random.Generator) -> Array:
+    """Δ + N(0, (factor rms(Δ))²)."""
+    square = float((delta.astype("float64") ** 2).sum()) / max(1, delta.size)
+    deviation = delta.dtype.type(factor * math.sqrt(square))
+    drawn: Array = generator.standard_normal(delta.size, dtype=delta.dtype.type)
+    changed: Array = delta + deviation * drawn
+    return changed
+
+
+def _with_reversed_prototypes(payload: Payload, scale: float) -> Payload:
+    def reverse(array: Array) -> Array:
+        turned: Array = -array * array.dtype.type(scale)
+        return turned
+
+    match payload:
+        case ModalityPrototypes(image=image, text=text):
+            return replace(payload, image=reverse(image), text=reverse(text))
+        case ClassPrototypes(prototypes=prototypes):
+            return replace(payload, prototypes=reverse(prototypes))
+        case Memory(centroids=centroids):
+            return replace(payload, centroids=reverse(centroids))
+        case _:
+            return payload
+
+
+def _with_buffer(payload: Payload, change: Callable[[Array], Array]) -> Payload:
+    """An update with its buffer changed; any other payload unchanged."""
+    if isinstance(payload, Delta | DiscriminatorDelta | PartialDelta) and payload.buffer.dtype == "float32":
+        return replace(payload, buffer=change(payload.buffer))
+    return payload
+
+
+def drifted_rows(fault: Drift, own: I64, everybody: I64, generator: np.random.Generator) -> I64:
+    """Rows int64 [n] of the data set that a silo holds once its data has drifted.
+
+    Args:
+        fault: says which share of the rows changes.
+        own: [n] rows the silo held.
+        everybody: [N] rows of all silos, from which the new ones are drawn.
+        generator: of this silo and fault.
+    """
+    changed = own.copy()
+    places = generator.permutation(len(own))[: max(1, round(fault.amount * len(own)))]
+    changed[places] = generator.choice(everybody, len(places))
+    return changed
+
+
+def with_noisy_labels(fault: LabelNoise, dataset: Share, generator: np.random.Generator) -> Share:
+    """A silo's data with captions and labels exchanged among a share of its samples.
+
+    A silo with one modality and no labels has nothing to exchange.
+    """
+    size = len(dataset)
+    chosen = generator.permutation(size)[: round(fault.amount * size)]
+    order = generator.permutation(size)
+    order.sort()
+    order[chosen[:-1]], order[chosen[-1:]] = chosen[1:], chosen[:1]
+    text = None if dataset.text is None or dataset.image is None else dataset.text[order]
+    return replace(
+        dataset,
+        text=dataset.text if text is None else text,
+        captions=dataset.captions if text is None else dataset.captions[order],
+        labels=None if dataset.labels is None else dataset.labels[order],
+    )

@@ -1,0 +1,312 @@
+"""Who holds what in a run: the prepared data, its partition, and the silos' modalities.
+
+Every process of a run builds the same world by itself from the scenario; the costly parts (features, clusters) are
+made once and kept in the cache, so a silo started by hand finds them there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedmq.config.run_id import facts_of, name_of
+from fedmq.config.scenario import DEVICE, Scenario
+from fedmq.data import partition
+from fedmq.data.label_levels import trained_columns
+from fedmq.data.prepare import prepare, text_features
+from fedmq.data.prepared import Prepared, open_prepared
+from fedmq.data.readers.features import BROKEN_NPZ
+from fedmq.data.silo_dataset import Share, load_share
+from fedmq.encoders.gpu import repeatable
+from fedmq.errors import InputError, RunError
+from fedmq.federation.protocol import Context, SiloFacts
+from fedmq.models import hash_networks
+from fedmq.models.build import build
+from fedmq.models.two_tower import TwoTower
+from fedmq.storage.cache import cache_folder
+from fedmq.storage.locks import locked
+from fedmq.storage.run_folder import write_atomically
+
+I64 = npt.NDArray[np.int64]
+Progress = Callable[[str, int, int], None]
+_FORMAT = 2
+
+
+@dataclass(frozen=True)
+class World:
+    """The data of a run and its owners.
+
+    Args:
+        prepared: the data set as memory-mapped arrays.
+        silos: facts of each silo, in the fixed order.
+        train: rows of the data set each silo trains on.
+        heldout: rows of the evaluated split that belong to each silo.
+        evaluated: all rows of the evaluated split.
+        database: all rows outside the evaluated split and the public one.
+        galleries: rows of the database that belong to each silo: those it trains on, and its share of the others.
+        cache: folder of the cache, where shared weights lie too.
+    """
+
+    prepared: Prepared
+    silos: tuple[SiloFacts, ...]
+    train: tuple[I64, ...]
+    heldout: tuple[I64, ...]
+    evaluated: I64
+    database: I64
+    galleries: tuple[I64, ...]
+    cache: Path
+
+    @cached_property
+    def _by_name(self) -> dict[str, SiloFacts]:
+        return {silo.name: silo for silo in self.silos}
+
+    def facts(self, name: str) -> SiloFacts:
+        """Facts of one silo."""
+        return self._by_name[name]
+
+    def build_model(
+        self, scenario: Scenario, device: str, modalities: tuple[Literal["image", "text"], ...]
+    ) -> TwoTower:
+        """The two towers with their initial parameters; frozen encoders only for the modalities asked for."""
+        if scenario.objective.base != "info_nce":
+            classes = hash_networks.classes_of(self.prepared.label_names)
+            return hash_networks.build(
+                scenario.objective,
+                self.prepared.inputs,
+                classes,
+                scenario.seed,
+                torch.device(device),
+                trained=scenario.backbone if scenario.backbone.end_to_end else None,
+            )
+        return build(
+            scenario.backbone,
+            self.prepared.inputs,
+            scenario.seed,
+            device=device,
+            modalities=modalities,
+            cache=self.cache,
+        )
+
+    def context(self, scenario: Scenario, model: TwoTower) -> Context:
+        """Facts for both halves of a method."""
+        names = self.prepared.label_names
+        return Context(
+            scenario.seed,
+            scenario.rounds,
+            self.silos,
+            model.layout,
+            model.dim,
+            scenario.training,
+            scenario.objective,
+            tuple(names[column] for column in trained_columns(scenario.objective.base, names)),
+            max_age=scenario.aggregation.max_age,
+            public=self.public_share,
+            build=partial(self.build_model, scenario, "cpu", ("image", "text")),
+        )
+
+    def public_share(self) -> Share | None:
+        """The items of the split ``public``, which belong to no silo; None where there are none."""
+        rows = self.prepared.rows("public")
+        return load_share(self.prepared, rows, image=True, text=True) if len(rows) else None
+
+
+def run_facts(scenario: Scenario) -> dict[str, Any]:
+    """What a run is a run of, as plain data: its scenario, without where it runs and where its files lie."""
+    return facts_of(scenario.model_dump(mode="json"))
+
+
+def run_name(scenario: Scenario) -> str:
+    """The run's name on the wire: equal only for equal scenarios, wherever they run and wherever their files lie."""
+    return name_of(scenario.model_dump(mode="json"))
+
+
+def device_of(name: str, index: int = 0) -> str:
+    """Resolve ``auto`` and check a device; if it is a GPU, this process has them repeat to the bit from here on.
+
+    Args:
+        name: ``auto``, ``cpu`` or ``cuda:N``.
+        index: of whoever asks: ``auto`` deals the machine's GPUs out in turn.
+
+    Raises:
+        InputError: no device of that form, or the device is not there.
+    """
+    if name == "cpu":
+        return name
+    count = torch.cuda.device_count()
+    if name == "auto":
+        if not count:
+            return "cpu"
+        number = index % count
+    else:
+        number = int(name.partition(":")[2] or 0) if re.fullmatch(DEVICE, name) else count
+    if number >= count:
+        raise InputError("device", name, "auto, cpu" + "".join(f", cuda:{each}" for each in range(count)))
+    # Features are extracted on it before there is a model; whoever computes has asked here first.
+    repeatable()
+    return f"cuda:{number}"
+
+
+def device_here(name: str) -> str:
+    """A run's device, or the CPU where a coordinator's or a reader's machine lacks that."""
+    try:
+        return device_of(name)
+    except InputError:
+        return "cpu"
+
+
+def build_world(
+    scenario: Scenario,
+    progress: Progress | None = None,
+    cache: Path | None = None,
+    *,
+    folder: Path | None = None,
+    pooled: bool = False,
+) -> World:
+    """Prepare the data and share it out, or find both in the cache.
+
+    Args:
+        scenario: as resolved.
+        progress: told (what, done, total) during anything long.
+        cache: the cache folder; None takes the usual one.
+        folder: of the prepared data, from whoever built this world before. Finding it takes half a second of hashing
+            and twenty megabytes, which thirty silos of one machine need not all spend.
+        pooled: the first silo holds everybody's training data in both modalities, the others none: the centralised
+            upper bound. Held-out shares stay as they are.
+
+    Raises:
+        InputError: the data cannot be read, or cannot be shared out as asked.
+    """
+    cache = cache or cache_folder()
+    # Asked for also where nothing is extracted: all processes of a run on a GPU so compute alike, on their CPUs, too.
+    device = device_here(scenario.device)
+    prepared = (
+        open_prepared(folder)
+        if folder is not None
+        else prepare(scenario.data, scenario.backbone, cache, scenario.seed, progress, device)
+    )
+    flags = partition.modalities(scenario.missing_modality, scenario.silo_names)
+    silos = tuple(
+        SiloFacts(name, index, image, text)
+        for index, (name, (image, text)) in enumerate(zip(scenario.silo_names, flags, strict=True))
+    )
+    train, heldout, galleries, evaluated = _shares(scenario, prepared, cache, progress)
+    fold = scenario.evaluation.fold_size
+    if fold is not None and fold > len(evaluated):
+        raise InputError("evaluation.fold_size", fold, f"at most {len(evaluated)}, the items of the evaluated split")
+    if pooled:
+        nothing = np.zeros(0, np.int64)
+        train = (np.sort(np.concatenate(train)), *(nothing for _ in silos[1:]))
+        silos = (replace(silos[0], image=True, text=True), *silos[1:])
+    return World(prepared, silos, train, heldout, evaluated, _database(scenario, prepared), galleries, cache)
+
+
+def _database(scenario: Scenario, prepared: Prepared) -> I64:
+    apart = [scenario.evaluation.split, "public", *(["val"] if prepared.val_apart else [])]
+    return np.setdiff1d(np.arange(prepared.n), np.concatenate([prepared.rows(each) for each in apart]))
+
+
+Parts = tuple[I64, ...]
+
+
+def _shares(
+    scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None
+) -> tuple[Parts, Parts, Parts, I64]:
+    """The partition, from the cache if an equal one was made before."""
+    facts = {
+        "format": _FORMAT,
+        "data": prepared.digest,
+        "partition": scenario.partition.model_dump(mode="json"),
+        "silos": scenario.silos.count,
+        "seed": scenario.seed,
+        "split": scenario.evaluation.split,
+    }
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
+    path = cache / "partitions" / f"{key}.npz"
+    found = _read_npz(path)  # a cache that cannot be written may hold it all the same
+    if found is None:
+        try:
+            with locked(path.with_suffix(".lock")):
+                found = _read_npz(path)
+                if found is None:
+                    found = made = _make_shares(scenario, prepared, cache, progress)
+                    write_atomically(path, lambda temporary: _write_npz(temporary, made))
+        except OSError as error:
+            raise RunError(f"cache {path.parent} cannot be written: {error.strerror or error}") from error
+    parts, count = tuple(np.split(found["rows"], found["ends"][:-1])), scenario.silos.count
+    return parts[:count], parts[count : 2 * count], parts[2 * count :], found["evaluated"]
+
+
+def _read_npz(path: Path) -> dict[str, I64] | None:
+    """What is cached; None where nothing is, or nothing that can be read."""
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            return {name: stored[name] for name in ("ends", "rows", "evaluated")}
+    except BROKEN_NPZ:
+        return None
+
+
+def _write_npz(path: Path, arrays: dict[str, I64]) -> None:
+    with path.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+
+
+def _make_shares(scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None) -> dict[str, I64]:
+    train, evaluated = prepared.rows("train"), prepared.rows(scenario.evaluation.split)
+    if len(evaluated) == 0:
+        raise InputError("evaluation.split", scenario.evaluation.split, "a split that the data set has")
+    others = np.setdiff1d(_database(scenario, prepared), train)
+    groups, evaluated_groups, other_groups = _groups(scenario, prepared, (train, evaluated, others), cache, progress)
+    plan = partition.plan(scenario.partition, scenario.silos.count, groups, scenario.seed)
+    shares = [train[part] for part in partition.deal(plan, groups)]
+    heldout = [evaluated[part] for part in partition.deal(plan, evaluated_groups, scenario.evaluation.split)]
+    rest = [others[part] for part in partition.deal(plan, other_groups, "gallery", sparse=True)]
+    galleries = [np.sort(np.concatenate(both)) for both in zip(shares, rest, strict=True)]
+    parts = [*shares, *heldout, *galleries]
+    return {
+        "rows": np.concatenate(parts).astype(np.int64),
+        "ends": np.cumsum([len(part) for part in parts]).astype(np.int64),
+        "evaluated": evaluated.astype(np.int64),
+    }
+
+
+def _groups(
+    scenario: Scenario, prepared: Prepared, rows: tuple[I64, I64, I64], cache: Path, progress: Progress | None
+) -> tuple[I64, I64, I64]:
+    """The group of each training, each evaluated and each other sample, as the partition's kind wants it."""
+    train = rows[0]
+    match scenario.partition.kind:
+        case "iid":
+            return (
+                np.zeros(len(rows[0]), np.int64),
+                np.zeros(len(rows[1]), np.int64),
+                np.zeros(len(rows[2]), np.int64),
+            )
+        case "dir_clusters":
+            clusters = scenario.partition.clusters
+            if clusters > len(train):
+                raise InputError("partition.clusters", clusters, f"at most {len(train)}, the training samples")
+            features = text_features(
+                prepared, scenario.backbone, scenario.seed, cache, progress, device_here(scenario.device)
+            )
+            centres = partition.cluster_centres(features[train], clusters, scenario.seed)
+            one, two, three = (partition.nearest_centre(features[part], centres) for part in rows)
+            return one, two, three
+        case _:
+            labels = prepared.labels
+            if labels is None:
+                raise InputError(
+                    "partition.kind", scenario.partition.kind, "iid or dir_clusters: the data set has no labels"
+                )
+            by = scenario.partition.label
+            one, two, three = (partition.label_groups(labels[part], labels[train], by) for part in rows)
+            return one, two, three

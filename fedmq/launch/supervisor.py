@@ -1,0 +1,468 @@
+"""``fedmq scenario``: start a coordinator, an evaluator and all silos on this machine, and watch over them.
+
+These are the same programs that ``fedmq coordinator``, ``fedmq evaluator`` and ``fedmq silo`` run by hand. They are
+forked from a forkserver that has imported everything beforehand, so that thirty silos share the pages of one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from coordinator.fault_injection import Order
+from coordinator.in_process_peers import Answer, Inline
+from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
+from coordinator.rounds import Phase
+from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError, RunError
+from fedmq.evaluation.program import Evaluator, EvaluatorArguments
+from fedmq.federation.population import World, device_of
+from fedmq.launch import processes as children
+from fedmq.launch.forkserver import CONTEXT, warm_up
+from fedmq.launch.interrupts import say_stopping
+from fedmq.runs.status import Status
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.keys import init_keys
+from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from silos.program import Silo, SiloArguments
+
+#: Times one process may die and be started again before the run is given up.
+_LIVES = 3
+#: Weighing memory walks every process's page tables: about a second for thirty silos.
+_MEMORY_SECONDS = 30.0
+_STOP_PATIENCE = 20.0
+_EVALUATOR_GRACE = 1.0
+#: A stop that takes longer than this is told of, so that nobody takes it for a hang.
+_STOP_UNTOLD = 2.0
+#: How the folders of runs' keys and sockets begin.
+_PRIVATE = "fedmq-run-"
+#: The file in one that its run holds a lock on.
+_LOCK = "lock"
+
+
+def prepare_world(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> Path:
+    """Make the run's world in the cache, in a process of its own: extracting features loads what nobody else needs.
+
+    Args:
+        scenario: as resolved.
+        progress: told (what, done, total) during anything long.
+
+    Returns:
+        The folder of the prepared data.
+
+    Raises:
+        InputError: the data cannot be read, or cannot be shared out as asked.
+        RunError: the process died.
+    """
+    line, theirs = CONTEXT.Pipe()
+    process = CONTEXT.Process(target=children.world_process, args=(scenario, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        while True:
+            match line.recv():
+                case (str(what), int(done), int(total)):
+                    if progress is not None:
+                        progress(what, done, total)
+                case ("input", str(place), str(found), str(allowed)):
+                    raise InputError(place, found, allowed)
+                case (str(text),):
+                    raise RunError(text)
+                case Path() as folder:
+                    return folder
+    except EOFError:
+        process.join(1.0)
+        raise RunError(f"preparing the data ended with exit code {process.exitcode}, see above") from None
+    finally:
+        if process.is_alive():
+            process.join(1.0)
+            process.kill()
+        process.join()
+
+
+@dataclass
+class _Supervisor:
+    """The processes of one run.
+
+    Args:
+        scenario: as resolved.
+        folder: the run folder.
+        keys: a private folder of keys made for this run.
+        resume: go on from the last checkpoint.
+        data: folder of the prepared data; None lets every process find it.
+    """
+
+    scenario: Scenario
+    folder: RunFolder
+    keys: Path
+    resume: bool
+    data: Path | None
+    processes: dict[str, ForkServerProcess] = field(default_factory=dict)
+    deaths: dict[str, int] = field(default_factory=dict)
+    frozen: dict[str, float] = field(default_factory=dict)
+    peak_pss: int = 0
+    uri: str = ""
+    patience: float = _STOP_PATIENCE
+    stopping: float | None = None
+
+    def start_coordinator(self) -> Connection:
+        """Start the coordinator; returns the line it reports on."""
+        ours, theirs = CONTEXT.Pipe()
+        bind = f"ipc://{self.keys.parent / 'wire'}"
+        arguments = CoordinatorArguments(self.scenario, bind, self.keys, self.folder.root, self.resume, self.data)
+        self._start(COORDINATOR, children.coordinator_process, arguments, theirs)
+        theirs.close()
+        return ours
+
+    def start_peers(self, uri: str) -> None:
+        """Start the evaluator and every silo that does not run yet."""
+        self.uri = uri
+        for name in (EVALUATOR, *self.scenario.silo_names):
+            if name not in self.processes:
+                self.start_peer(name)
+
+    def start_peer(self, name: str) -> None:
+        """Start, or start again, a silo or the evaluator."""
+        if name == EVALUATOR:
+            evaluator = EvaluatorArguments(self.scenario, self.uri, self.keys, self.folder.root, data=self.data)
+            self._start(name, children.evaluator_process, evaluator)
+        else:
+            silo = SiloArguments(self.scenario, name, self.uri, self.keys, self.folder.root, data=self.data)
+            self._start(name, children.silo_process, silo)
+
+    def carry_out(self, order: Order) -> Connection | None:
+        """Do to a process what a scripted fault asks for; such deaths do not count as its own.
+
+        Returns:
+            The line of the coordinator if it was started again.
+        """
+        process = self.processes.get(order.name)
+        match order.what:
+            case "kill" | "stop" if process is not None:
+                self.thaw(order.name)
+                process.kill()
+                process.join()
+                del self.processes[order.name]
+                if order.what == "kill":
+                    self.start_peer(order.name)
+            case "freeze" if process is not None and process.pid is not None and process.is_alive():
+                os.kill(process.pid, signal.SIGSTOP)
+                self.frozen[order.name] = time.monotonic() + order.seconds
+            case "start" if process is None:
+                self.start_peer(order.name)
+            case "die":
+                return self.restart_coordinator()
+            case _:
+                pass
+        return None
+
+    def thaw(self, *names: str) -> None:
+        """Let frozen processes go on: those named, and those whose time is over."""
+        now = time.monotonic()
+        for name, until in list(self.frozen.items()):
+            if name in names or now >= until:
+                del self.frozen[name]
+                process = self.processes.get(name)
+                if process is not None and process.pid is not None and process.is_alive():
+                    os.kill(process.pid, signal.SIGCONT)
+
+    def restart_coordinator(self) -> Connection:
+        """Start the coordinator again from its checkpoint; silos that had left come back, for it waits for all."""
+        self.processes[COORDINATOR].join()
+        self.resume = True
+        return self.start_coordinator()
+
+    def _start(self, name: str, target: Callable[..., None], *arguments: object) -> None:
+        process = CONTEXT.Process(target=target, args=arguments, name=name, daemon=True)
+        process.start()
+        self.processes[name] = process
+
+    def revive(self) -> None:
+        """Start again whoever died; a process that asked to end is let go.
+
+        Raises:
+            RunError: somebody keeps dying.
+            InputError: somebody found its input wrong (it has said so on standard error).
+        """
+        for name, process in list(self.processes.items()):
+            if name == COORDINATOR or process.exitcode is None or process.exitcode == 0:
+                continue
+            if process.exitcode == 2:
+                raise RunError(f"{name} refused its input, see the line above")
+            self.deaths[name] = self.deaths.get(name, 0) + 1
+            if self.deaths[name] > _LIVES:
+                raise RunError(f"{name} died {self.deaths[name]} times, last with exit code {process.exitcode}")
+            self.start_peer(name)
+
+    def weigh(self) -> None:
+        """Note the memory of all processes together [bytes, PSS]."""
+        with contextlib.suppress(psutil.Error):
+            family = [psutil.Process(), *psutil.Process().children(recursive=True)]
+            total = 0
+            for process in family:
+                with contextlib.suppress(psutil.Error):
+                    total += process.memory_full_info().pss
+            self.peak_pss = max(self.peak_pss, total)
+
+    def tell_of_stop(self) -> None:
+        """Say once that the run is being stopped, if that takes long."""
+        if self.stopping is not None and time.monotonic() - self.stopping > _STOP_UNTOLD:
+            self.stopping = None
+            print("stopping: waiting for the processes to end", file=sys.stderr, flush=True)
+
+    def end(self) -> None:
+        """End whatever still runs; only processes started here."""
+        self.thaw(*self.frozen)
+        peers = [process for name, process in self.processes.items() if name != COORDINATOR]
+        try:
+            for process in peers:
+                # Who has joined is told to stop by the coordinator and ignores this; nobody would tell the others.
+                if process.name != EVALUATOR:
+                    process.terminate()
+            began = time.monotonic()
+            while (spent := time.monotonic() - began) < self.patience:
+                running = [process for process in peers if process.is_alive()]
+                if not running:
+                    break
+                for process in running:
+                    # An evaluator that has joined and measured nothing yet needs a moment to end by itself.
+                    if process.name == EVALUATOR and spent > _EVALUATOR_GRACE:
+                        process.terminate()
+                wait([process.sentinel for process in running], 0.5)
+                self.tell_of_stop()
+            if COORDINATOR in self.processes:
+                self.processes[COORDINATOR].join(0.1)
+        finally:
+            for process in self.processes.values():
+                if process.is_alive():
+                    process.kill()
+                    process.join()
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collects SIGINT and SIGTERM instead of dying of them; a second Ctrl-C is the usual KeyboardInterrupt."""
+    caught: list[int] = []
+
+    def note(number: int, _frame: object) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+        say_stopping()
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """How a simulated run ended.
+
+    Args:
+        outcome: of the coordinator.
+        seconds: from the call to the end.
+        ready_seconds: from the call until all silos had joined; None if they never did.
+        peak_pss_mb: of all processes together.
+    """
+
+    outcome: Outcome
+    seconds: float
+    ready_seconds: float | None
+    peak_pss_mb: float
+
+
+@contextlib.contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder of one run's own in the temporary directory, for its keys and socket; gone when it ends.
+
+    A run that SIGKILL ends cannot remove its folder, so the next one does, which knows it by its lost lock. The path is
+    short, because that of a Unix socket must be.
+    """
+    for lock in Path(tempfile.gettempdir()).glob(f"{_PRIVATE}*/{_LOCK}"):
+        with contextlib.suppress(OSError), lock.open("r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock.parent)
+    private = Path(tempfile.mkdtemp(prefix=_PRIVATE))
+    try:
+        # Locked under another name, so that nobody takes it for one that was left.
+        with (private / "fresh").open("xb") as file:
+            with contextlib.suppress(OSError):  # where there are no locks, nobody else gets one either
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            (private / "fresh").rename(private / _LOCK)
+            yield private
+    finally:
+        shutil.rmtree(private, ignore_errors=True)
+
+
+def simulate(
+    scenario: Scenario,
+    folder: RunFolder,
+    *,
+    resume: bool,
+    status: Callable[[Status], None],
+    began: float | None = None,
+    data: Path | None = None,
+) -> Simulated:
+    """Run a scenario with real processes on this machine.
+
+    Args:
+        scenario: as resolved; its world is in the cache already.
+        folder: the run folder.
+        resume: go on from its last checkpoint.
+        status: told how things stand, a few times a second.
+        began: ``time.monotonic()`` of the command's start, for the start-up time.
+        data: folder of the prepared data, as :func:`prepare_world` gave it; None lets every process find it.
+
+    Raises:
+        RunError: the run cannot go on.
+        InputError: somebody found its input wrong.
+    """
+    began = time.monotonic() if began is None else began
+    warm_up(scenario.backbone.name)
+    with private_folder() as private:
+        keys = private / "keys"
+        init_keys(keys, (COORDINATOR, EVALUATOR, *scenario.silo_names))
+        supervisor = _Supervisor(scenario, folder, keys, resume, data)
+        try:
+            with _signals() as caught:
+                outcome, ready = _watch(supervisor, status, caught, began)
+        except BaseException:
+            # A second Ctrl-C, or an error: nobody was told to stop, so there is nothing to wait for.
+            supervisor.patience = 0.0
+            raise
+        finally:
+            supervisor.end()
+    return Simulated(outcome, time.monotonic() - began, ready, supervisor.peak_pss / 2**20)
+
+
+def inline_peers(scenario: Scenario, folder: RunFolder, data: Path | None, world: World) -> dict[str, Answer]:
+    """The evaluator and every silo of a run as functions, by name; they take turns with one model."""
+    device = device_of(scenario.device)
+    model = world.build_model(scenario, device, ("image", "text"))
+    evaluator = Evaluator(scenario, world, device)
+    answers: dict[str, Answer] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
+    for name in scenario.silo_names:
+        arguments = SiloArguments(scenario, name, Inline.uri, folder.root, folder.root, data=data)
+        answers[name] = Silo(arguments, world, model, noise=scenario.seed).respond
+    return answers
+
+
+def simulate_inline(
+    scenario: Scenario, folder: RunFolder, *, resume: bool, status: Callable[[Status], None], data: Path | None = None
+) -> Simulated:
+    """Run a scenario in this process alone: silos and evaluator are calls, nothing is sent or sealed.
+
+    The same programs' parts and the same rounds as with real processes give the same model to the bit, in about half
+    the processor time; there are no messages to audit. Arguments and errors as in :func:`simulate`.
+    """
+    began = time.monotonic()
+
+    with _signals() as caught:
+        outcome = run_coordinator(
+            CoordinatorArguments(scenario, Inline.uri, folder.root, folder.root, resume, data),
+            status=status,
+            stop_wanted=lambda: bool(caught),
+            peers=partial(inline_peers, scenario, folder, data),
+        )
+    memory = psutil.Process().memory_full_info().pss / 2**20
+    return Simulated(outcome, time.monotonic() - began, None, memory)
+
+
+def _watch(
+    supervisor: _Supervisor, status: Callable[[Status], None], caught: list[int], began: float
+) -> tuple[Outcome, float | None]:
+    """Start everybody and wait for the outcome."""
+    line = supervisor.start_coordinator()
+    asked_to_stop, weighed, ready = False, time.monotonic(), None
+    while True:
+        if caught and not asked_to_stop:
+            asked_to_stop = True
+            supervisor.stopping = time.monotonic()
+            with contextlib.suppress(OSError):
+                line.send("stop")
+        item = _next(line, supervisor)
+        match item:
+            case None:
+                pass
+            case str(uri):
+                supervisor.start_peers(uri)
+            case Order():
+                line = supervisor.carry_out(item) or line
+                asked_to_stop = asked_to_stop and item.what != "die"
+            case Status():
+                if ready is None and item.online == supervisor.scenario.silos.count:
+                    ready = time.monotonic() - began
+                    supervisor.weigh()
+                status(item)
+            case Outcome():
+                supervisor.weigh()
+                return item, ready
+            case (str(place), str(found), str(allowed)):
+                raise InputError(place, found, allowed)
+            case (str(text),):
+                raise RunError(text)
+        supervisor.thaw()
+        supervisor.tell_of_stop()
+        if not asked_to_stop:
+            supervisor.revive()
+        if time.monotonic() - weighed > _MEMORY_SECONDS:
+            supervisor.weigh()
+            weighed = time.monotonic()
+
+
+def _next(line: Connection, supervisor: _Supervisor) -> Any:
+    """What the coordinator says next, or None after a while.
+
+    Raises:
+        RunError: the coordinator died.
+    """
+    sentinel = supervisor.processes[COORDINATOR].sentinel
+    ready = wait([line, sentinel], timeout=0.1 if supervisor.frozen else 0.5)
+    if line in ready:
+        with contextlib.suppress(EOFError, ConnectionResetError):
+            return line.recv()
+    if ready:
+        supervisor.processes[COORDINATOR].join(1.0)
+        code = supervisor.processes[COORDINATOR].exitcode
+        folder = supervisor.folder
+        goes_on = f"fedmq scenario {folder.scenario} --resume {folder.root}"
+        raise RunError(f"the coordinator died with exit code {code}; {goes_on} goes on")
+    return None
+
+
+def finish_summary(summary: Mapping[str, Any], simulated: Simulated) -> dict[str, Any]:
+    """The summary with what only the parent of all processes can know."""
+    return {
+        **summary,
+        "seconds": {
+            **summary["seconds"],
+            # Of a resumed run the coordinators' own time, all together; else the command's, start-up included.
+            "total": round(max(simulated.seconds, summary["seconds"]["total"]), 3),
+            "startup": round(simulated.ready_seconds or summary["seconds"]["startup"], 3),
+        },
+        "processes": {**summary["processes"], "peak_pss_mb": round(simulated.peak_pss_mb, 1)},
+    }
+
+
+def stopped(outcome: Outcome) -> bool:
+    """Whether the run was stopped before its end."""
+    return outcome.phase is Phase.STOPPED

@@ -1,0 +1,1 @@
+"""The trainable models over frozen encoders."""

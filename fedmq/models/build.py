@@ -1,0 +1,55 @@
+"""The model that a scenario asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fedmq.config.parts import Modality
+from fedmq.config.scenario import Backbone
+from fedmq.encoders.base import MODALITIES, InputSpec
+from fedmq.errors import InputError
+from fedmq.models.two_tower import TwoTower, _feature_towers, initial_parameters, joint_dim
+
+
+def build(
+    backbone: Backbone,
+    inputs: InputSpec,
+    seed: int,
+    device: str | torch.device = "cpu",
+    modalities: Sequence[Modality] = MODALITIES,
+    *,
+    cache: Path | None = None,
+) -> TwoTower:
+    """Build the model with its initial parameters, the same in every process.
+
+    Args:
+        backbone: of the scenario.
+        inputs: what the prepared data look like.
+        seed: the scenario's seed.
+        device: where it computes.
+        modalities: whose frozen towers are loaded. The trainable parameters of both are always there.
+        cache: folder of the shared frozen weights; None means ``fedmq.storage.cache.cache_folder()``.
+
+    Raises:
+        InputError: head, dimensions or open_clip model do not go together.
+    """
+    place = torch.device(device)
+    if backbone.adapter_site == "blocks":
+        from fedmq.models import clip_two_tower  # noqa: PLC0415 - open_clip takes seconds to import and features need none of it
+
+        model = clip_two_tower.build(backbone, inputs, seed, place, modalities, cache=cache)
+    else:
+        for what, shape in (("image", inputs.image_shape), ("text", inputs.text_shape)):
+            if len(shape) != 1:
+                raise InputError(
+                    f"data: {what}", f"items of shape {list(shape)}", "features [d] with adapter_site feature"
+                )
+        dim = joint_dim(backbone, inputs.image_shape[0], inputs.text_shape[0])
+        model = _feature_towers(backbone, inputs, dim, place)
+    model.initial = partial(initial_parameters, model.layout, backbone, seed)
+    model.load(model.initial())
+    return model

@@ -1,0 +1,380 @@
+"""The networks of the hashing and supervised bases: small towers in one flat buffer, over frozen features.
+
+A scenario may have the image encoder trained, too; it is a part of the image tower then. Each base loss has its own
+network; the widths are the papers', the scenario may give others.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedmq.config.scenario import Backbone, Base, Objective
+from fedmq.data.label_levels import fine_columns
+from fedmq.encoders import matconvnet
+from fedmq.encoders.base import InputSpec
+from fedmq.errors import InputError
+from fedmq.models.two_tower import Out, TwoTower
+from fedmq.seeds import torch_generator
+from fedmq.wire.layout import Layout
+
+#: Rate of the dropout before the last layer of the unsupervised bases' networks: one random bit per unit says it.
+DROPOUT = 0.5
+#: Bases that train without labels.
+WITHOUT_LABELS = ("info_nce", "dgcpn", "djsrh", "jdsh")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a base's towers look like.
+
+    Args:
+        image: widths of the image tower's hidden layers (ReLU).
+        text: widths of the text tower's.
+        bits: default length of the code.
+        tanh: the code is squashed.
+        classifier: each tower ends in a linear classifier of its code.
+        dropout: before the last layer.
+        std: of all weights and biases, normal; None draws uniformly within 1/sqrt(fan in), as torch does.
+        last_std: of the last layer's weights alone, normal, its bias zero; None as the others.
+    """
+
+    image: tuple[int, ...] = (1024,)
+    text: tuple[int, ...] = (1024,)
+    bits: int = 64
+    tanh: bool = False
+    classifier: bool = False
+    dropout: bool = False
+    std: float | None = None
+    last_std: float | None = None
+
+
+# Name prefix of an encoder's parameters where it is trained.
+_ENCODER = "visual.encoder."
+_HASH = Plan()
+_UNSUPERVISED = Plan((4096,), (4096,), tanh=True, dropout=True, last_std=0.3)
+PLANS: Mapping[Base, Plan] = {
+    "dcmh": Plan((), (8192,), classifier=True, std=0.01),
+    "shdch": Plan((), (8192,), tanh=True, classifier=True, std=0.01),
+    "dpsh": _HASH,
+    "dch": _HASH,
+    "greedyhash": _HASH,
+    "csq": _HASH,
+    "triplet": Plan(bits=48),
+    "dgcpn": _UNSUPERVISED,
+    "djsrh": _UNSUPERVISED,
+    "jdsh": _UNSUPERVISED,
+}
+# DSCMR's first layers, which it has beside a network of its own, and its common space.
+_DSCMR = Plan((2048,), (2048,), bits=1024)
+
+
+def widths_of(base: Base) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """A hash base's default length of a code, and of the hidden layers of its image and its text tower."""
+    plan = _DSCMR if base == "dscmr" else PLANS[base]
+    return plan.bits, plan.image, plan.text
+
+
+def plans_of(objective: Objective) -> tuple[Plan, Plan] | None:
+    """Plans of the image and the text tower of a scenario's base; None for those that have a network of their own.
+
+    SHDCH's own code squashes the text tower's outputs alone: its option ``tanh: text``.
+    """
+    plan = PLANS.get(objective.base)
+    if plan is None:
+        return None
+    return (replace(plan, tanh=False) if objective.options.get("tanh") == "text" else plan), plan
+
+
+class Tower(nn.Module):
+    """Hidden ReLU layers, dropout while training, a last linear layer, perhaps tanh and a classifier.
+
+    Args:
+        width: of the features.
+        hidden: widths of the hidden layers.
+        bits: length of the code.
+        classes: of the classifier; 0 has none.
+        plan: squashing and dropout.
+        encoder: see below.
+
+    Attributes:
+        encoder: what makes the features of pictures where it is trained with the tower; None where they come frozen.
+        noise: draws dropout masks; None outside training.
+        memory: float32 [C, r], FedCAFE's global memory, which enhances the code (eqs 3 and 4); None leaves it alone.
+        sharpness: factor before tanh (DJSRH's alpha).
+    """
+
+    def __init__(
+        self,
+        width: int,
+        hidden: tuple[int, ...],
+        bits: int,
+        classes: int,
+        plan: Plan,
+        *,
+        encoder: nn.Module | None = None,
+    ) -> None:
+        super().__init__()
+        self.encoder = encoder
+        widths = (width, *hidden)
+        layers = enumerate(pairwise(widths))
+        self.hidden = nn.ModuleDict({str(i): nn.Linear(a, b, device="meta") for i, (a, b) in layers})
+        self.last = nn.Linear(widths[-1], bits, device="meta")
+        self.classifier = nn.Linear(bits, classes, device="meta") if classes else None
+        self.plan = plan
+        self.noise: torch.Generator | None = None
+        self.memory: Tensor | None = None
+        self.sharpness = 1.0
+
+    def forward(self, x: Tensor) -> Out:
+        """float32 features [B, d], or an encoder's pictures [B, ...], to an Out."""
+        if self.encoder is not None:
+            x = self.encoder(x)
+        for layer in self.hidden.values():
+            x = torch.relu_(layer(x))
+        hidden = x if self.hidden or self.encoder is not None else None
+        if self.plan.dropout and self.noise is not None:
+            x = x * dropout_mask(x.shape, self.noise).to(x.device)
+        raw = self.last(x)
+        code, before = self.squashed(raw), None
+        logits = None if self.classifier is None else self.classifier(code)
+        if self.memory is not None and logits is not None:
+            code, before = enhanced(code, logits, self.memory), code
+        # Without a hidden layer the first thing a tower makes of frozen features is its code.
+        return Out(raw if hidden is None else hidden, raw, code, logits, before)
+
+    def squashed(self, raw: Tensor) -> Tensor:
+        """The code [B, r] of what the last layer gives [B, r], by the tower's present sharpness."""
+        return torch.tanh(self.sharpness * raw) if self.plan.tanh else raw
+
+
+@cache
+def _mask_of_byte() -> Tensor:
+    # Made at first use: a torch operation at import would run in the process that silos are forked from.
+    bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
+    return bits / (1 - DROPOUT)
+
+
+def dropout_mask(shape: Sequence[int], noise: torch.Generator) -> Tensor:
+    """Factors of :data:`DROPOUT`, 0 or 2 with equal chance, float32 of a shape; one draw gives 64 of them.
+
+    Args:
+        shape: of what is to be multiplied.
+        noise: draws whole 64-bit words: a number for each unit would take as long as the layer.
+    """
+    count = math.prod(shape)
+    words = torch.empty(-(-count // 64), dtype=torch.int64).random_(-(2**63), None, generator=noise)
+    return _mask_of_byte().index_select(0, words.view(torch.uint8).int()).view(-1)[:count].view(*shape)
+
+
+def enhanced(raw: Tensor, logits: Tensor, memory: Tensor) -> Tensor:
+    """V_E = O + tanh(O) * V_P with V_P = softmax(logits) P_g (FedCAFE eqs 3 and 4).
+
+    Args:
+        raw: [B, r] outputs O.
+        logits: [B, C] of the tower's classifier.
+        memory: [C, r] global memory P_g; all zero before the first merge, which leaves O as it is.
+    """
+    return raw + torch.tanh(raw) * memory_feature(logits, memory)
+
+
+def memory_feature(logits: Tensor, memory: Tensor) -> Tensor:
+    """V_P = L' P_g: what the memory [C, r] says to predicted labels, logits [B, C] -> [B, r] (FedCAFE eq 3)."""
+    return logits.softmax(1) @ memory
+
+
+def signs(x: Tensor) -> Tensor:
+    """Binary codes in {-1, 1} of the same shape; sign(0) = +1."""
+    return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
+
+
+def straight_through(x: Tensor) -> Tensor:
+    """Binary codes whose gradient is passed on to ``x`` as it is: the sign itself has none."""
+    return signs(x.detach()) + (x - x.detach())
+
+
+class SignHead(nn.Module):
+    """GreedyHash's linear classifier of binary codes, without bias; one for both modalities, which ties their codes.
+
+    Args:
+        bits: length of the code.
+        classes: labels of the data set.
+    """
+
+    def __init__(self, bits: int, classes: int) -> None:
+        super().__init__()
+        self.head = nn.Linear(bits, classes, bias=False, device="meta")
+
+    def forward(self, out: Out, tower: Tower) -> Out:
+        """Adds label predictions [B, C] of the binary codes to a tower's Out."""
+        return replace(out, logits=self.head(straight_through(out.code)))
+
+
+class FirstLayer(nn.Module):
+    """DSCMR's own layer of one modality, and FedSCMR's enhancing layer where the shared part has one.
+
+    Args:
+        width: of the features.
+        hidden: output width.
+        dim: width of the common space.
+        enhance: whether the enhancing layer is there.
+    """
+
+    def __init__(self, width: int, hidden: int, dim: int, enhance: bool) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, hidden, device="meta")
+        self.enhance = nn.Linear(dim, dim, device="meta") if enhance else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """float32 features [B, d] to [B, hidden]."""
+        return F.relu(self.first(x))
+
+
+class CommonSpace(nn.Module):
+    """DSCMR's shared layers: common subspace and label head; FedSCMR's second common layer behind them.
+
+    Args:
+        hidden: width that comes in.
+        dim: of the common space.
+        classes: of the label head.
+        enhance: FedSCMR's EnhanceNet is there: S' = common(relu(own(S))).
+        leaky: leaky ReLU after the common layer, as FedCMR has.
+    """
+
+    def __init__(self, hidden: int, dim: int, classes: int, *, enhance: bool, leaky: bool) -> None:
+        super().__init__()
+        self.base = nn.Linear(hidden, dim, device="meta")
+        self.enhance = nn.Linear(dim, dim, device="meta") if enhance else None
+        self.label = nn.Linear(dim, classes, device="meta")
+        self.leaky = leaky
+
+    def forward(self, out: Out, tower: FirstLayer) -> Out:
+        """Out.hidden is S, Out.code what ranks (S' where there is an EnhanceNet), Out.raw S, Out.logits of S."""
+        common = self.base(out.hidden)
+        common = F.leaky_relu(common) if self.leaky else common
+        code = common
+        if self.enhance is not None and tower.enhance is not None:
+            code = self.enhance(F.relu(tower.enhance(common)))
+        return Out(common, common, code, self.label(common))
+
+
+def classes_of(label_names: Sequence[str]) -> int:
+    """Classes of a classifier: of two label levels it tells the lower ones apart."""
+    return len(fine_columns(label_names))
+
+
+def initial_parameters(layout: Layout, plan: Plan, seed: int, trained: Backbone | None = None) -> Tensor:
+    """The initial parameters float32 [P]; each has a generator of its own.
+
+    Args:
+        layout: of the parameters.
+        plan: of the towers; says how they are drawn.
+        seed: the scenario's.
+        trained: the encoder that is trained with the image tower and begins as its file has it; None where none is.
+    """
+    by_name = layout.by_name
+    known = {} if trained is None else {f"{_ENCODER}{name}": each for name, each in _encoder_parameters(trained)}
+    parts = []
+    for entry in layout.entries:
+        if entry.name in known:
+            parts.append(known[entry.name].detach().reshape(-1))
+            continue
+        generator = torch_generator(seed, "model", entry.name)
+        owner, _, leaf = entry.name.rpartition(".")
+        if plan.last_std is not None and owner.endswith(".last"):
+            drawn = torch.randn(entry.size, generator=generator) * plan.last_std
+            parts.append(torch.zeros(entry.size) if leaf == "bias" else drawn)
+        elif plan.std is not None:
+            parts.append(torch.randn(entry.size, generator=generator) * plan.std)
+        else:
+            bound = 1 / math.sqrt(by_name[f"{owner}.weight"].shape[1])
+            parts.append((torch.rand(entry.size, generator=generator) * 2 - 1) * bound)
+    return torch.cat(parts)
+
+
+def _encoder_parameters(trained: Backbone) -> Iterator[tuple[str, nn.Parameter]]:
+    return matconvnet.load(trained, "cpu").named_parameters()
+
+
+def _trained_encoder(trained: Backbone, shape: tuple[int, ...], device: torch.device) -> matconvnet.Network:
+    edge = matconvnet.EDGE
+    if shape != (3, edge, edge):
+        raise InputError("data: image", f"items of shape {list(shape)}", f"{[3, edge, edge]} with backbone.end_to_end")
+    return matconvnet.load(trained, device)
+
+
+def build(
+    objective: Objective,
+    inputs: InputSpec,
+    classes: int,
+    seed: int,
+    device: torch.device,
+    *,
+    trained: Backbone | None = None,
+) -> TwoTower:
+    """A base's network with its initial parameters, the same in every process.
+
+    Args:
+        objective: base, bits, hidden width; FedSCMR's and FedCMR's variants of DSCMR are its options ``enhance`` and
+            ``leaky``.
+        inputs: shapes of the features.
+        classes: labels of the data set; 0 where it has none.
+        seed: the scenario's.
+        device: where it computes.
+        trained: the encoder that is trained with the image tower; None where images come as features.
+
+    Raises:
+        InputError: the inputs are no features (images of a trained encoder: no pictures of its size), or the base needs
+            labels and the data set has none.
+    """
+    encoder = None if trained is None else _trained_encoder(trained, inputs.image_shape, device)
+    features = {"text": inputs.text_shape} if encoder else {"image": inputs.image_shape, "text": inputs.text_shape}
+    for what, shape in features.items():
+        if len(shape) != 1:
+            found = f"items of shape {list(shape)}"
+            raise InputError(f"data: {what}", found, f"features [d] with base {objective.base}")
+    widths = inputs.image_shape[0] if encoder is None else encoder.width, inputs.text_shape[0]
+    if objective.base not in WITHOUT_LABELS and classes == 0:
+        raise InputError("objective.base", objective.base, "dgcpn, djsrh, jdsh or info_nce: the data set has no labels")
+    if objective.base == "dscmr":
+        return _dscmr(objective, widths, classes, seed, device)
+    plans = plans_of(objective)
+    assert plans is not None  # noqa: S101 - info_nce is built in two_tower
+    plan = plans[0]
+    bits = objective.bits or plan.bits
+    towers = [
+        Tower(
+            width,
+            tuple(objective.hidden or each for each in hidden),
+            bits,
+            classes if own.classifier else 0,
+            own,
+            encoder=below,
+        )
+        for width, hidden, own, below in zip(widths, (plan.image, plan.text), plans, (encoder, None), strict=True)
+    ]
+    shared = SignHead(bits, classes) if objective.base == "greedyhash" else None
+    model = TwoTower(towers[0], towers[1], bits, device, shared=shared, binary=True)
+    return _drawn(model, partial(initial_parameters, model.layout, plan, seed, trained))
+
+
+def _dscmr(objective: Objective, widths: tuple[int, int], classes: int, seed: int, device: torch.device) -> TwoTower:
+    hidden, dim = objective.hidden or _DSCMR.image[0], objective.bits or _DSCMR.bits
+    enhance, leaky = bool(objective.options.get("enhance")), bool(objective.options.get("leaky"))
+    towers = [FirstLayer(width, hidden, dim, enhance) for width in widths]
+    shared = CommonSpace(hidden, dim, classes, enhance=enhance, leaky=leaky)
+    model = TwoTower(towers[0], towers[1], dim, device, shared=shared)
+    return _drawn(model, partial(initial_parameters, model.layout, Plan(), seed))
+
+
+def _drawn(model: TwoTower, initial: Callable[[], Tensor]) -> TwoTower:
+    model.initial = initial
+    model.load(initial())
+    return model

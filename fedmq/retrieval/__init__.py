@@ -1,0 +1,1 @@
+"""Search and plots with released models."""

@@ -1,0 +1,383 @@
+"""A gallery of a run's model: what it makes of a data set or a folder of pictures, and an index to search it.
+
+A gallery is a folder that is there complete or not at all:
+
+    embeddings.npz or codes.npz   image [n, .], text [m, .], owner [m], keys [n]; codes are packed, eight bits to a byte
+    images.faiss, captions.faiss  IndexFlatIP of unit-length embeddings, IndexBinaryFlat of codes
+    items.json                    keys, and the captions as text where the data set has any
+    gallery.json                  what it was made from
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from fedmq.config.loader import load
+from fedmq.config.parts import Modality
+from fedmq.config.scenario import Backbone, Data
+from fedmq.data.prepare import prepare
+from fedmq.data.prepared import Prepared
+from fedmq.data.readers.features import BROKEN_NPZ
+from fedmq.encoders.base import MODALITIES
+from fedmq.encoders.images import IMAGE_ENDINGS, PIXELS_VERSION, decode, files_below
+from fedmq.errors import InputError
+from fedmq.evaluation import hamming
+from fedmq.extras import package
+from fedmq.retrieval.released_model import Release, Retriever
+from fedmq.storage.cache import build_once, file_digest, key_of
+from fedmq.storage.json_files import Stored, read_json
+
+Array = npt.NDArray[Any]
+Among = Literal["images", "captions"]
+Progress = Callable[[str, int, int], None]
+
+FORMAT = 1
+_BATCH = 256
+_SIDE: Mapping[Among, Modality] = {"images": "image", "captions": "text"}
+_AGAIN = "an exported gallery; delete the folder to make it again"
+
+
+class _Gallery(Stored):
+    format: Literal[1]
+    model_digest: str
+    binary: bool
+    items: int
+    captions: int
+    prepared: dict[str, Any]
+
+
+class _Items(Stored):
+    keys: list[str]
+    captions: list[list[str]]
+
+
+@dataclass(frozen=True)
+class Items:
+    """What a gallery holds, for a reader.
+
+    Args:
+        keys: names of the n items.
+        captions: of each item, as texts; none where the data set has vectors only.
+    """
+
+    keys: tuple[str, ...]
+    captions: tuple[tuple[str, ...], ...]
+
+    def caption(self, item: int, number: int = 0) -> str:
+        """One caption; empty where it is not known."""
+        own = self.captions[item]
+        return own[number] if number < len(own) else ""
+
+
+@dataclass(frozen=True)
+class Source:
+    """What a gallery is made of.
+
+    Args:
+        name: of its folder.
+        described: in words, for ``gallery.json``.
+        items: names and captions; reading them may take a while.
+        image: the images' inputs, batch by batch.
+        text: the captions' inputs, likewise; None where there are no captions.
+        owner: int64 [m], the item of each caption.
+    """
+
+    name: str
+    described: str
+    items: Callable[[], Items]
+    image: Callable[[], Iterable[Array]]
+    text: Callable[[], Iterable[Array]] | None
+    owner: npt.NDArray[np.int64]
+
+
+def of_data(data: Data, backbone: Backbone, prepared: Prepared, name: str) -> Source:
+    """A data set, every split of it."""
+    counts = np.asarray(prepared.captions)
+
+    def images() -> Iterator[Array]:
+        for start in range(0, prepared.n, _BATCH):
+            yield prepared.image[start : start + _BATCH]
+
+    def texts() -> Iterator[Array]:
+        for start in range(0, prepared.n, _BATCH):
+            part = slice(start, start + _BATCH)
+            yield prepared.text[part][np.arange(prepared.text.shape[1]) < counts[part, None]]
+
+    return Source(
+        name=name,
+        described=f"{data.name} {prepared.digest}",
+        items=lambda: Items(prepared.keys, caption_texts(data, backbone, prepared.keys)),
+        image=images,
+        text=texts,
+        owner=np.repeat(np.arange(prepared.n, dtype=np.int64), counts),
+    )
+
+
+def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[tuple[str, ...], ...]:
+    """Captions of each item as texts; empty where a data set has vectors only, as any has under ``features``."""
+    known: dict[str, tuple[str, ...]] = {}
+    if backbone.name != "features":
+        from fedmq.data.catalogue import SETS  # noqa: PLC0415 - loaders need optional packages
+
+        found = SETS[data.name].read(data)
+        known = dict(zip(found.keys, found.captions, strict=True))
+    return tuple(known.get(key, ()) for key in keys)
+
+
+def of_folder(release: Release, folder: Path) -> Source:
+    """All pictures below a folder, by their relative paths.
+
+    Raises:
+        InputError: there are none, or the run has no encoder for them.
+    """
+    files = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
+    if not files:
+        raise InputError(f"--gallery {folder}", "no picture", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
+    # A name of bytes that are no UTF-8 is shown with them escaped: it could not be printed otherwise.
+    keys = tuple(os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files)
+    contents = [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]
+    content = key_of("folder", release.used, contents, PIXELS_VERSION)
+
+    encoder = release.encoder("image")
+
+    def images() -> Iterator[Array]:
+        for start in range(0, len(files), _BATCH):
+            yield encoder.encode([encoder.fit(decode(path)) for path in files[start : start + _BATCH]])
+
+    return Source(
+        name=_named(release, folder.resolve().name, content),
+        described=f"folder {folder.resolve().name}",
+        items=lambda: Items(keys, ((),) * len(keys)),
+        image=images,
+        text=None,
+        owner=np.zeros(0, np.int64),
+    )
+
+
+def _plain(name: str) -> str:
+    return re.sub(r"[^A-Za-z0-9_.-]+", "-", name) or "gallery"
+
+
+def _named(release: Release, what: str, digest: str) -> str:
+    """Name of a gallery's folder: what it is made of, the silo if the model is its own, and a digest of all that."""
+    silo = "" if release.own is None else f"{release.own.silo}-"
+    return f"{_plain(what)}-{silo}{digest[:12]}"
+
+
+def embed(model: Retriever, modality: Modality, batches: Iterable[Array], told: Callable[[int], None]) -> Array:
+    """Vectors that an index takes.
+
+    Args:
+        model: the model.
+        modality: which tower.
+        batches: the tower's inputs.
+        told: called with the number of items done.
+
+    Returns:
+        packed codes uint8 [n, bytes] of a binary model, else float32 [n, d] of unit length.
+    """
+    tower = model.encoders.image if modality == "image" else model.encoders.caption
+    found: list[Array] = []
+    done = 0
+    for batch in batches:
+        with torch.inference_mode():
+            # Copied: a memory map starts at any address, and the last bit depends on it.
+            vectors = tower(torch.from_numpy(np.array(batch))).cpu()
+        unit = vectors if model.binary else torch.nn.functional.normalize(vectors, dim=1)
+        found.append(hamming.pack(unit) if model.binary else unit.numpy())
+        done += len(batch)
+        told(done)
+    return np.concatenate(found)
+
+
+@dataclass(frozen=True)
+class Gallery:
+    """An exported gallery.
+
+    Args:
+        folder: where its files lie.
+        meta: ``gallery.json``.
+    """
+
+    folder: Path
+    meta: Mapping[str, Any]
+
+    @property
+    def binary(self) -> bool:
+        """Whether it holds codes, ranked by Hamming distance."""
+        return bool(self.meta["binary"])
+
+    @property
+    def vectors(self) -> Path:
+        """The file of codes or embeddings."""
+        return self.folder / ("codes.npz" if self.binary else "embeddings.npz")
+
+    @property
+    def prepared(self) -> Prepared:
+        """Shapes and labels of the run's data set, all that building its model needs; not the data themselves."""
+        return Prepared(self.folder, self.meta["prepared"])
+
+    @cached_property
+    def items(self) -> Items:
+        """Names and captions."""
+        path = self.folder / "items.json"
+        found, wanted = read_json(path, _Items, _AGAIN), self.meta["items"]
+        if not len(found["keys"]) == len(found["captions"]) == wanted:
+            raise InputError(str(path), f"{len(found['keys'])} items in a gallery of {wanted}", _AGAIN)
+        return Items(tuple(found["keys"]), tuple(map(tuple, found["captions"])))
+
+    def array(self, name: str) -> Array:
+        """One array of :attr:`vectors`.
+
+        Raises:
+            InputError: the file is damaged.
+        """
+        try:
+            with np.load(self.vectors, allow_pickle=False) as stored:
+                found: Array = stored[name]
+        except BROKEN_NPZ as error:
+            raise InputError(str(self.vectors), f"a damaged file ({error})", _AGAIN) from None
+        return found
+
+
+def faiss() -> Any:
+    """The package.
+
+    Raises:
+        InputError: it is not installed; says which extra installs it.
+    """
+    return package("faiss", "search", "fedmq search")
+
+
+def _index(vectors: Array, path: Path) -> None:
+    """Write an exact index of codes or embeddings."""
+    library, binary = faiss(), vectors.dtype == np.uint8
+    index = library.IndexBinaryFlat(8 * vectors.shape[1]) if binary else library.IndexFlatIP(vectors.shape[1])
+    index.add(vectors)
+    # By ourselves: to a full disk faiss writes half a file and says nothing.
+    serialise = library.serialize_index_binary if binary else library.serialize_index
+    path.write_bytes(serialise(index).tobytes())
+
+
+def open_index(gallery: Gallery, among: Among) -> Any:
+    """The index of a gallery's images or captions, as faiss has it.
+
+    Raises:
+        InputError: it is missing or damaged, or of other vectors than the gallery's.
+    """
+    library, path = faiss(), str(gallery.folder / f"{among}.faiss")
+    kind = library.IndexBinaryFlat if gallery.binary else library.IndexFlatIP
+    try:
+        index = library.read_index_binary(path) if gallery.binary else library.read_index(path)
+    except RuntimeError as error:
+        found = f"a damaged index ({str(error).splitlines()[0][:80]})"
+        raise InputError(path, found, _AGAIN) from None
+    if not (isinstance(index, kind) and _holds(index, gallery.array(_SIDE[among]))):
+        raise InputError(path, "an index of other vectors than those beside it", _AGAIN)
+    return index
+
+
+def _holds(index: Any, vectors: Array) -> bool:
+    """Whether a flat index is of these vectors, to the bit."""
+    stored = faiss().vector_to_array(index.xb if vectors.dtype == np.uint8 else index.codes)
+    return np.array_equal(stored, vectors.reshape(-1).view(np.uint8))
+
+
+def export(release: Release, chosen: Path | None = None, progress: Progress | None = None) -> Gallery:
+    """Encode a gallery and index it, or find it where it was exported before.
+
+    Args:
+        release: the run.
+        chosen: a scenario whose data set is encoded by the run's model, or a folder of pictures; None is the run's own
+            data set. That one is encoded once for each model: later changes of its files are not looked for.
+        progress: told while encoding.
+
+    Raises:
+        InputError: nothing to encode, an encoder or a package is missing.
+        RunError: the run folder cannot be written.
+    """
+    faiss()
+    root = release.run.model / "gallery"
+    own = _named(release, "data", release.used)
+    if chosen is None and (root / own).is_dir():
+        return open_gallery(root / own, release.used)
+    scenario = release.scenario
+    prepared = prepare(scenario.data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
+    if chosen is None:
+        release.check_data(prepared)
+        source = of_data(scenario.data, scenario.backbone, prepared, own)
+    elif chosen.is_dir():
+        source = of_folder(release, chosen)
+    elif not chosen.is_file():
+        raise InputError(
+            f"--gallery {chosen}", "nothing", "a folder of pictures, or a scenario file (YAML) for its data"
+        )
+    else:
+        data = load(chosen).data
+        other = prepare(data, scenario.backbone, release.cache, scenario.seed, progress, release.device)
+        if other.inputs != prepared.inputs:
+            raise InputError(f"--gallery {chosen}", f"items like {other.inputs}", f"items like {prepared.inputs}")
+        name = _named(release, chosen.stem, key_of(release.used, other.digest))
+        source = of_data(data, scenario.backbone, other, name)
+    if (root / source.name).is_dir():
+        return open_gallery(root / source.name, release.used)
+    fill = partial(_fill, release=release, prepared=prepared, source=source, progress=progress)
+    return open_gallery(build_once(root / source.name, fill), release.used)
+
+
+def _fill(folder: Path, release: Release, prepared: Prepared, source: Source, progress: Progress | None) -> None:
+    model, items = release.retriever(prepared, MODALITIES if source.text else ("image",)), source.items()
+
+    def vectors(modality: Modality, batches: Iterable[Array], total: int) -> Array:
+        what = "images" if modality == "image" else "captions"
+        return embed(model, modality, batches, lambda done: progress(what, done, total) if progress else None)
+
+    arrays = {"image": vectors("image", source.image(), len(items.keys))}
+    if source.text is not None:
+        arrays["text"] = vectors("text", source.text(), len(source.owner))
+    meta = {
+        "format": FORMAT,
+        "model_digest": release.used,
+        **({} if release.own is None else {"silo": release.own.silo}),
+        "made_of": source.described,
+        "binary": model.binary,
+        **({"bits": model.dim} if model.binary else {"dim": arrays["image"].shape[1]}),
+        "items": len(items.keys),
+        "captions": len(source.owner),
+        "prepared": dict(prepared.meta),
+    }
+    gallery = Gallery(folder, meta)
+    np.savez(gallery.vectors, owner=source.owner, keys=np.array(items.keys), **arrays, allow_pickle=False)
+    for among, side in _SIDE.items():
+        if side in arrays:
+            _index(arrays[side], folder / f"{among}.faiss")
+    (folder / "items.json").write_text(json.dumps(vars(items)), encoding="utf-8")
+    (folder / "gallery.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+
+
+def open_gallery(folder: Path, used: str) -> Gallery:
+    """Open an exported gallery.
+
+    Args:
+        folder: where it lies.
+        used: digest of the model that it must be of.
+
+    Raises:
+        InputError: it is none, or another model's.
+    """
+    path = folder / "gallery.json"
+    meta = read_json(path, _Gallery, _AGAIN)
+    if meta["model_digest"] != used:
+        raise InputError(str(path), f"a gallery of model {meta['model_digest'][:12]}", f"of {used[:12]}: {_AGAIN}")
+    return Gallery(folder, meta)

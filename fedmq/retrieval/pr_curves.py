@@ -1,0 +1,200 @@
+"""Precision and recall of released models: along the list, within each Hamming radius, and among the first N.
+
+The papers on hashing print these as figures: precision against recall, and precision or recall among the first N. The
+models of finished runs are measured as their runs measured them: same split, same gallery, same order of ties.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+
+from fedmq.errors import InputError
+from fedmq.evaluation.label_metrics import Curve, RankingMetrics
+from fedmq.evaluation.program import HeldOut, Way, embed, rank
+from fedmq.federation.population import World, build_world
+from fedmq.progress import Progress
+from fedmq.retrieval.released_model import Release
+from fedmq.runs import html_figures
+from fedmq.runs.html_figures import Figure
+from fedmq.runs.tables import as_csv
+
+Key = TypeVar("Key")
+
+#: Places of a long list that are drawn; the file has as many.
+_POINTS = 200
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The curves of one run, or the means over several that differ in their seed.
+
+    Args:
+        name: of the runs, and the silo's if the model is its own.
+        ways: ``i2t`` and ``t2i``; with ``evaluation.within`` also ``i2i`` and ``t2t``.
+    """
+
+    name: str
+    ways: dict[Way, RankingMetrics]
+
+
+def parse_cutoffs(text: str) -> tuple[int, ...]:
+    """Read ``1,5,10``.
+
+    Raises:
+        InputError: they are no whole numbers from 1.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(re.fullmatch(r"\d{1,18}", part) and int(part) for part in parts):
+        raise InputError("--top", text, "whole numbers from 1, e.g. 1,10,100")
+    return tuple(sorted({int(part) for part in parts}))
+
+
+def labelled_world(release: Release, progress: Progress | None = None) -> World:
+    """A run's data, which have labels.
+
+    Args:
+        release: the run.
+        progress: told while data are prepared.
+
+    Raises:
+        InputError: the data are not those of the run, or have no labels.
+    """
+    scenario = release.scenario
+    world = build_world(scenario, progress, release.cache)
+    release.check_data(world.prepared)
+    if not world.prepared.label_names:
+        raise InputError(f"data.name of {release.run.root}", scenario.data.name, "a data set with labels")
+    return world
+
+
+def measured(release: Release, top_n: Sequence[int], progress: Progress | None = None) -> dict[Way, RankingMetrics]:
+    """Measure a released model.
+
+    Args:
+        release: the run.
+        top_n: cut-offs of precision@N and recall@N; those beyond the gallery are left out.
+        progress: told while data are prepared.
+
+    Raises:
+        InputError: the data are not those of the run, or have no labels, by which items would be relevant.
+    """
+    scenario = release.scenario
+    world = labelled_world(release, progress)
+    heldout, model = HeldOut.load(scenario, world), release.retriever(world.prepared)
+    queries = embed(model.encoders, heldout.share, binary=model.binary)
+    gallery = queries if heldout.gallery is None else embed(model.encoders, heldout.gallery, binary=model.binary)
+    asked = tuple(n for n in top_n if n <= len(gallery.image))
+    ways: tuple[Way, ...] = ("i2t", "t2i")
+    if scenario.evaluation.within and heldout.gallery is not None:
+        ways = (*ways, "i2i", "t2t")
+    return rank(queries, gallery, scenario.evaluation, scenario.seed, ways, top_n=asked, curves=True)
+
+
+def mean(name: str, runs: Sequence[Mapping[Way, RankingMetrics]]) -> Measured:
+    """The means over runs, number by number and place by place.
+
+    Args:
+        name: of what they are runs of.
+        runs: what :func:`measured` found of each; at least one.
+
+    Raises:
+        InputError: their lists or their codes are of different lengths, which no mean is of.
+    """
+    sizes = {
+        tuple(
+            (way, *(None if curve is None else len(curve.recall) for curve in (each.pr_rank, each.pr_radius)))
+            for way, each in run.items()
+        )
+        for run in runs
+    }
+    if len(sizes) > 1:
+        raise InputError(f"runs of {name}", "lists or codes of different lengths", "runs that differ in their seed")
+    return Measured(name, {way: _mean([run[way] for run in runs]) for way in runs[0]})
+
+
+def _mean(found: Sequence[RankingMetrics]) -> RankingMetrics:
+    return RankingMetrics(
+        map=float(np.mean([each.map for each in found])),
+        map_expected=float(np.mean([each.map_expected for each in found])),
+        map_at=_means([each.map_at for each in found]),
+        ndcg=_means([each.ndcg for each in found]),
+        ndcg_retrieved=_means([each.ndcg_retrieved for each in found]),
+        top_n={n: tuple(np.mean([each.top_n[n] for each in found], axis=0).tolist()) for n in found[0].top_n},
+        pr_rank=_curve([each.pr_rank for each in found]),
+        pr_radius=_curve([each.pr_radius for each in found]),
+    )
+
+
+def _means(found: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
+    return {key: float(np.mean([each[key] for each in found])) for key in found[0]}
+
+
+def _curve(found: Sequence[Curve | None]) -> Curve | None:
+    """The mean curve; where some runs retrieve nothing within a radius, precision is the others' mean."""
+    curves = [each for each in found if each is not None]
+    if not curves:
+        return None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)  # NaN where nobody retrieves anything
+        precision = np.nanmean([each.precision for each in curves], axis=0)
+    return Curve(precision, np.mean([each.recall for each in curves], axis=0))
+
+
+def _thinned(curve: Curve) -> tuple[np.ndarray, Curve]:
+    """Places [k] from 1, the first ones all, then further and further apart, with the curve there."""
+    length = len(curve.precision)
+    kept = np.unique(np.geomspace(1, length, _POINTS).round().astype(np.int64)) if length > _POINTS else None
+    places = np.arange(1, length + 1) if kept is None else kept
+    return places, Curve(curve.precision[places - 1], curve.recall[places - 1])
+
+
+def table(runs: Sequence[Measured]) -> str:
+    """All curves as CSV: run, way, curve (``rank``, ``radius`` or ``top``), place, precision, recall."""
+    records: list[dict[str, object]] = []
+    for run in runs:
+        for way, found in run.ways.items():
+            rows: list[tuple[str, int, float, float]] = []
+            if found.pr_rank is not None:
+                places, curve = _thinned(found.pr_rank)
+                rows += [("rank", int(at), *pair) for at, *pair in zip(places, *curve, strict=True)]
+            if found.pr_radius is not None:
+                rows += [("radius", at, *pair) for at, pair in enumerate(zip(*found.pr_radius, strict=True))]
+            rows += [("top", n, *pair) for n, pair in found.top_n.items()]
+            for kind, at, precision, recall in rows:
+                head = {"run": run.name, "way": way, "curve": kind, "place": at}
+                records.append({**head, "precision": round(float(precision), 6), "recall": round(float(recall), 6)})
+    return as_csv(records)
+
+
+def page(runs: Sequence[Measured], title: str) -> str:
+    """The curves as one self-contained HTML page: for each way precision against recall, and among the first N."""
+    figures = []
+    for way in dict.fromkeys(way for run in runs for way in run.ways):
+        have = [(run.name, run.ways[way]) for run in runs if way in run.ways]
+        figure = Figure(f"{way}: precision against recall, along the list", "recall", "precision")
+        for name, found in have:
+            if found.pr_rank is not None:
+                _, curve = _thinned(found.pr_rank)
+                figure.draw("scatter", x=curve.recall, y=curve.precision, name=name, mode="lines")
+        figures.append(figure)
+        if any(found.pr_radius is not None for _, found in have):
+            figure = Figure(f"{way}: precision against recall, by Hamming radius", "recall", "precision")
+            for name, found in have:
+                if found.pr_radius is not None:
+                    precision, recall = found.pr_radius
+                    radii = [f"radius {radius}" for radius in range(len(recall))]
+                    figure.draw("scatter", x=recall, y=precision, text=radii, name=name, mode="lines+markers")
+            figures.append(figure)
+        for place, what in enumerate(("precision", "recall")):
+            figure = Figure(f"{way}: {what} among the first N", "N", what)
+            for name, found in have:
+                values = [pair[place] for pair in found.top_n.values()]
+                figure.draw("scatter", x=list(found.top_n), y=values, name=name, mode="lines+markers")
+            figures.append(figure)
+    return html_figures.document(title, (), figures)

@@ -1,0 +1,229 @@
+"""A finished run's released model, opened for inference from the run folder and the cache alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.config.loader import load
+from fedmq.config.parts import Modality
+from fedmq.config.scenario import Data, Scenario
+from fedmq.data.catalogue import SETS
+from fedmq.data.prepared import Prepared
+from fedmq.encoders.base import MODALITIES, Encoder
+from fedmq.encoders.select import image_encoder, text_encoder
+from fedmq.errors import InputError, RemoteWireError
+from fedmq.evaluation.program import load_inference
+from fedmq.federation.population import World, device_of
+from fedmq.federation.protocol import Encoders, encoders_of
+from fedmq.models.two_tower import TwoTower
+from fedmq.runs.model_files import BESIDE, beside, digests_of
+from fedmq.runs.results import read_summary
+from fedmq.storage.cache import cache_folder
+from fedmq.storage.json_files import Digest, Stored, read_json
+from fedmq.storage.run_folder import RunFolder, load_aligned, open_run
+from fedmq.wire.messages import Model, Payload, digest
+
+
+class _Config(Stored):
+    layout_digest: Digest
+    model_digest: Digest
+    data_digest: Digest | None = None  # releases from before it was told lack it
+    released_with: dict[str, Digest]
+
+
+class OtherModelError(InputError):
+    """What is released is not what the run's records tell of.
+
+    Args:
+        place: the file it is in.
+        found: digest (hex) of that model, or of what is released with it.
+        told: digest (hex) of the run's.
+        what: of the two.
+    """
+
+    def __init__(self, place: Path, found: str, told: str, what: str = "a model") -> None:
+        super().__init__(str(place), f"{what} with digest {found}", f"the run's own, with digest {told}")
+
+
+@dataclass(frozen=True)
+class Retriever:
+    """A model as what ranks by it sees it.
+
+    Args:
+        encoders: of its two sides, [B, dim] each.
+        binary: whether the signs of its outputs are codes.
+        dim: of its parameters' embedding; of codes how many bits they have.
+    """
+
+    encoders: Encoders
+    binary: bool
+    dim: int
+
+
+@dataclass(frozen=True)
+class Own:
+    """A silo's own model.
+
+    Args:
+        silo: whose.
+        digest: SHA-256 (hex) of all that it was made of, the personal state included.
+        retriever: the model.
+    """
+
+    silo: str
+    digest: str
+    retriever: Retriever
+
+
+@dataclass(frozen=True)
+class Release:
+    """A finished run, opened for inference.
+
+    Args:
+        run: its folder.
+        scenario: as resolved.
+        config: ``model/config.json``.
+        cache: folder of prepared data and shared weights.
+        device: ``cpu`` or ``cuda:N``.
+        own: the silo's model that is used instead of the shared one; None uses that.
+    """
+
+    run: RunFolder
+    scenario: Scenario
+    config: Mapping[str, Any]
+    cache: Path
+    device: str
+    own: Own | None = None
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 (hex) of the model as the release tells it; :meth:`model` holds the parameters against it."""
+        return str(self.config["model_digest"])
+
+    @property
+    def used(self) -> str:
+        """SHA-256 (hex) of the model that :meth:`retriever` gives."""
+        return self.digest if self.own is None else self.own.digest
+
+    def retriever(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> Retriever:
+        """The shared model, or the silo's own one if that is used; arguments and errors as of :meth:`model`."""
+        if self.own is not None:
+            return self.own.retriever
+        model = self.model(prepared, modalities)
+        return Retriever(encoders_of(model), model.binary, model.dim)
+
+    def model(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> TwoTower:
+        """The shared model with its released parameters.
+
+        Args:
+            prepared: a data set of the kind it was trained on; only shapes and labels are looked at.
+            modalities: towers that will be used.
+
+        Raises:
+            OtherModelError: the parameters, or what is released with them, are not those of the run.
+            InputError: the release is damaged, or of another model.
+        """
+        nothing = np.zeros(0, np.int64)
+        world = World(prepared, (), (), (), evaluated=nothing, database=nothing, galleries=(), cache=self.cache)
+        model = world.build_model(self.scenario, self.device, modalities)
+        if model.layout.digest != self.config["layout_digest"]:
+            raise InputError(str(self.run.model), "parameters of another model", "the release of this very scenario")
+        tensors = self._tensors("model")
+        for entry in model.layout.entries:
+            place = f"{self.run.model / 'model.safetensors'}: {entry.name}"
+            found = list(tensors[entry.name].shape) if entry.name in tensors else "nothing"
+            if found != list(entry.shape):
+                raise InputError(place, found, str(list(entry.shape)))
+            dtype = str(tensors[entry.name].dtype).removeprefix("torch.")
+            if dtype != entry.dtype:
+                raise InputError(place, dtype, entry.dtype)
+        theta = torch.cat([tensors[entry.name].reshape(-1) for entry in model.layout.entries])
+        found_digest = model.layout.model_digest(theta.numpy())
+        if found_digest != self.digest:
+            raise OtherModelError(self.run.model / "model.safetensors", found_digest, self.digest)
+        more: list[Payload] = []
+        for kind in BESIDE:
+            if kind in self.config["released_with"]:
+                more.append(self._beside(kind))
+        try:
+            load_inference(model, (Model(model.layout.digest, theta.numpy()), *more))
+        except RemoteWireError as error:
+            raise InputError(str(self.run.model), str(error), "the release of this very scenario") from None
+        return model
+
+    def check_data(self, prepared: Prepared) -> None:
+        """Refuse data that are not those of the run, whatever lies at their place today.
+
+        Raises:
+            InputError: they have other items, labels or splits, or are vectors of another file.
+        """
+        told = self.config.get("data_digest")
+        if told is not None and prepared.content != told:
+            found = f"data of other content than the run was made with ({prepared.content[:12]})"
+            raise InputError(f"{self.run.root}: the data", found, f"what was there then ({told[:12]})")
+
+    def encoder(self, modality: Modality) -> Encoder:
+        """The frozen encoder that the run's data went through, for texts and pictures of anybody.
+
+        Raises:
+            InputError: there is none, the data being vectors or bags of words.
+        """
+        data, backbone = self.scenario.data, self.scenario.backbone
+        allowed = "--item KEY, an item of the gallery: free queries need the run's own encoder (lite, open_clip, timm)"
+        if backbone.name == "features":
+            raise InputError("search", f"a run on the bare vectors of data set {data.name}", allowed)
+        if modality == "text" and _kind_of_text(data) == "bag":
+            raise InputError("search", f"a run whose texts are bags of words ({data.name})", allowed)
+        make = image_encoder if modality == "image" else text_encoder
+        return make(backbone, self.scenario.seed, self.cache, self.device)
+
+    def _beside(self, kind: str) -> Payload:
+        path, told = self.run.model / f"{kind}.safetensors", self.config["released_with"][kind]
+        payload = beside(path, kind)
+        if digest(payload) != told:
+            raise OtherModelError(path, digest(payload), told, BESIDE[kind][0])
+        return payload
+
+    def _tensors(self, name: str) -> dict[str, Tensor]:
+        path = self.run.model / f"{name}.safetensors"
+        try:
+            return load_aligned(path)
+        except Exception as error:  # safetensors and the file system raise what they like
+            raise InputError(str(path), str(error), "a file of the run's release") from None
+
+
+def _kind_of_text(data: Data) -> str:
+    return data.text or (SETS[data.name].text if data.name in SETS else "sentences")
+
+
+def open_release(root: Path, device: str | None = None) -> Release:
+    """Open a finished run.
+
+    Args:
+        root: the run folder.
+        device: None takes the scenario's.
+
+    Raises:
+        InputError: no run, or one that has not finished.
+        OtherModelError: the release is not the model that the run's summary tells of.
+    """
+    run = open_run(root)
+    path = run.model / "config.json"
+    if not path.is_file():
+        raise InputError(str(root), "no released model in it", "the folder of a finished run")
+    config = read_json(path, _Config, "the configuration of a released model")
+    # A release may be taken along without its run; where the summary is there, a swapped one shows.
+    if run.summary.is_file():
+        found, own = digests_of(config), digests_of(read_summary(run))
+        for what in sorted(found.keys() | own.keys()):
+            if found.get(what, "nothing") != own.get(what, "nothing"):
+                raise OtherModelError(path, found.get(what, "nothing"), own.get(what, "nothing"), what)
+    scenario = load(run.scenario)
+    return Release(run, scenario, config, cache_folder(), device_of(device or scenario.device))

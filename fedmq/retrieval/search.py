@@ -1,0 +1,188 @@
+"""Search a gallery with a run's released model: by a text, a picture, or an item of the gallery itself."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.config.parts import Modality
+from fedmq.encoders.images import decode
+from fedmq.errors import InputError
+from fedmq.retrieval.gallery import Among, Gallery, Progress, embed, export, open_index
+from fedmq.retrieval.released_model import Release
+from fedmq.text import printable
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class Hit:
+    """One result.
+
+    Args:
+        rank: from 1.
+        score: cosine, or the Hamming distance of codes.
+        item: its name.
+        caption: the caption found, or an image's first one; empty where captions are not known as texts.
+    """
+
+    rank: int
+    score: float
+    item: str
+    caption: str
+
+
+@dataclass(frozen=True)
+class Query:
+    """What is searched for; exactly one of the first three.
+
+    Args:
+        text: anything.
+        image: a picture file.
+        item: the name of an item of the gallery.
+        side: which side of ``item`` is the query; None is its image.
+    """
+
+    text: str | None = None
+    image: Path | None = None
+    item: str | None = None
+    side: Modality | None = None
+
+    def __post_init__(self) -> None:
+        given = sum(each is not None for each in (self.text, self.image, self.item))
+        if given != 1:
+            found = f"{given} queries" if given else "no query"
+            raise InputError("search", found, "one of TEXT, --image FILE and --item KEY")
+        if self.side is not None and self.item is None:
+            raise InputError("search: --side", self.side, "for --item alone: TEXT and --image are one side each")
+
+    @property
+    def modality(self) -> Modality:
+        """Which tower it goes through."""
+        if self.item is not None:
+            return self.side or "image"
+        return "text" if self.text is not None else "image"
+
+
+@dataclass(frozen=True)
+class Found:
+    """An answer.
+
+    Args:
+        gallery: where it was looked for.
+        among: images or captions.
+        hits: nearest first.
+    """
+
+    gallery: Gallery
+    among: Among
+    hits: tuple[Hit, ...]
+
+
+def find(
+    release: Release,
+    query: Query,
+    *,
+    chosen: Path | None = None,
+    among: Among | None = None,
+    top: int = 10,
+    progress: Progress | None = None,
+) -> Found:
+    """Search a gallery, which is exported first where it was not yet.
+
+    Args:
+        release: the run.
+        query: what to look for.
+        chosen: the gallery, as ``gallery.export`` takes it.
+        among: what to look through; None is what the query is not, images where there are no captions.
+        top: number of items.
+        progress: told while the gallery is encoded.
+
+    Raises:
+        InputError: no such item or picture, no encoder for a free query, or nothing to look through.
+    """
+    # Before the gallery, which may take minutes: a picture that cannot be read need not wait for them.
+    encoded = None if query.item is not None else _encoded(release, query)
+    gallery = export(release, chosen, progress)
+    if encoded is None:
+        vector = _item_vector(gallery, str(query.item), query.modality)
+    else:
+        model = release.retriever(gallery.prepared, (query.modality,))
+        vector = embed(model, query.modality, [encoded], lambda _: None)
+    other: Among = "images" if query.modality == "text" or not gallery.meta["captions"] else "captions"
+    place = among or other
+    return Found(gallery, place, tuple(nearest_items(gallery, vector, place, top)))
+
+
+def _encoded(release: Release, query: Query) -> Array:
+    """A free query as its tower takes it."""
+    if query.text is not None and not query.text.strip():
+        raise InputError("search: TEXT", query.text, "a text that is not empty")
+    encoder = release.encoder(query.modality)
+    return encoder.encode([query.text if query.image is None else encoder.fit(decode(query.image))])
+
+
+def _item_vector(gallery: Gallery, key: str, side: Modality) -> Array:
+    keys = gallery.items.keys
+    if key not in keys:
+        near = difflib.get_close_matches(key, keys, 3, 0.5) or list(keys[:3])
+        allowed = f"one of the gallery's {len(keys)} items, e.g. {', '.join(map(printable, near))}"
+        raise InputError("--item", key, allowed)
+    item = keys.index(key)
+    if side == "image":
+        return gallery.array("image")[item : item + 1]
+    if not gallery.meta["captions"]:
+        raise InputError("--side", "text", "image: this gallery has no captions")
+    first = int(np.searchsorted(gallery.array("owner"), item))
+    return gallery.array("text")[first : first + 1]
+
+
+def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> list[Hit]:
+    """The nearest items; equally near ones in the gallery's order.
+
+    Args:
+        gallery: where to look.
+        vector: the query as the index takes it, uint8 [1, bytes] or float32 [1, d].
+        among: images, or captions, of which each item counts with its nearest one.
+        top: number of items.
+
+    Raises:
+        InputError: the gallery has no captions.
+    """
+    if among == "captions" and not gallery.meta["captions"]:
+        raise InputError("--among", among, "images: this gallery has no captions")
+    items = gallery.items
+    if among == "images":
+        found = _nearest(gallery, vector, among, top)
+        return [Hit(r, score, items.keys[i], items.caption(i)) for r, (score, i) in enumerate(found, 1)]
+    owner = gallery.array("owner")
+    most = int(np.bincount(owner).max())
+    hits: dict[int, Hit] = {}
+    # So many captions belong to at least so many items.
+    for score, place in _nearest(gallery, vector, among, most * top):
+        item = int(owner[place])
+        if item not in hits and len(hits) < top:
+            caption = items.caption(item, place - int(np.searchsorted(owner, item)))
+            hits[item] = Hit(len(hits) + 1, score, items.keys[item], caption)
+    return list(hits.values())
+
+
+def _nearest(gallery: Gallery, vector: Array, among: Among, count: int) -> list[tuple[float, int]]:
+    """Scores and places of the nearest vectors, ordered by (score, place)."""
+    index = open_index(gallery, among)
+    # Many lie equally far, equal codes or captions, and which of them faiss returns last is left open: take all of
+    # them, then cut.
+    if not gallery.binary:
+        scores, _ = (each[0] for each in index.search(vector, min(count, index.ntotal)))
+        _, scores, places = index.range_search(vector, float(np.nextafter(scores.min(), np.float32(-np.inf))))
+        order = np.lexsort((places, -scores))[:count]
+        return [(float(scores[i]), int(places[i])) for i in order]
+    distances, _ = index.search(vector, min(count, index.ntotal))
+    _, distances, places = index.range_search(vector, int(distances.max()) + 1)
+    order = np.lexsort((places, distances))[:count]
+    return [(float(distances[i]), int(places[i])) for i in order]

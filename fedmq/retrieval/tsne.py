@@ -1,0 +1,150 @@
+"""Codes and embeddings of released models in the plane: t-SNE (van der Maaten and Hinton 2008) of the evaluated items.
+
+A picture of how far classes, and the two sides of an item, lie apart. Distances between clusters and their sizes say
+nothing; what ranks well is what ``fedmq curves`` and the tables measure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq import seeds
+from fedmq.config.parts import Modality
+from fedmq.data.label_levels import fine_columns
+from fedmq.data.silo_dataset import load_share
+from fedmq.errors import InputError
+from fedmq.evaluation import hamming
+from fedmq.evaluation.program import embed
+from fedmq.progress import Progress
+from fedmq.retrieval.pr_curves import labelled_world
+from fedmq.retrieval.released_model import Release
+from fedmq.runs import html_figures
+from fedmq.runs.html_figures import Figure
+from fedmq.runs.tables import as_csv
+
+F32 = npt.NDArray[np.float32]
+_PERPLEXITY = 30.0
+_SYMBOLS: dict[Modality, str] = {"image": "circle", "text": "x-thin-open"}
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One model's items in the plane.
+
+    Args:
+        name: of the model.
+        places: float32 [n, 2].
+        sides: of each of the n points, whether it is an item's image or its first caption.
+        classes: of each point.
+        items: of each point, its item's key.
+    """
+
+    name: str
+    places: F32
+    sides: tuple[Modality, ...]
+    classes: tuple[str, ...]
+    items: tuple[str, ...]
+
+
+def placed(
+    name: str,
+    release: Release,
+    *,
+    items: int,
+    classes: int,
+    sides: Sequence[Modality],
+    progress: Progress | None = None,
+) -> Plane:
+    """Place a model's evaluated items in the plane.
+
+    Args:
+        name: of the model.
+        release: its run.
+        items: how many at most, drawn by the run's seed.
+        classes: how many of the commonest; an item of several goes by the first of them, one of none is left out.
+        sides: image, text or both, each a point of its own, in one plane.
+        progress: told while data are prepared.
+
+    Raises:
+        InputError: the data are not those of the run, have no labels, or leave fewer than four points.
+    """
+    world = labelled_world(release, progress)
+    prepared, model = world.prepared, release.retriever(world.prepared)
+    fine = fine_columns(prepared.label_names)
+    labels = np.asarray(prepared.labels)[world.evaluated][:, fine]
+    common = np.sort(np.argsort(-labels.sum(axis=0, dtype=np.int64), kind="stable")[:classes])
+    shown = labels[:, common] > 0
+    rows = np.flatnonzero(shown.any(axis=1))
+    if len(rows) > items:
+        rows = np.sort(seeds.numpy_generator(release.scenario.seed, "tsne", "items").choice(rows, items, replace=False))
+    share = load_share(prepared, world.evaluated[rows], image=True, text=True)
+    found = embed(model.encoders, share, binary=model.binary)
+    vectors = {"image": found.image, "text": found.first_captions}
+    points = np.concatenate([vectors[side] for side in sides])
+    if len(points) < 4:
+        raise InputError(f"{release.run.root}: t-SNE", f"{len(points)} points", "at least 4: more --items or --classes")
+    own = [prepared.label_names[fine[column]] for column in common[shown[rows].argmax(axis=1)]]
+    keys = [prepared.keys[row] for row in share.rows.tolist()]
+    return Plane(
+        name,
+        _plane(points, binary=model.binary, seed=seeds.derive(release.scenario.seed, "tsne") % 2**32),
+        tuple(side for side in sides for _ in rows),
+        tuple(own) * len(sides),
+        tuple(keys) * len(sides),
+    )
+
+
+def _plane(points: F32, *, binary: bool, seed: int) -> F32:
+    """Vectors [n, d] in the plane, [n, 2]; codes by their Hamming distances, embeddings by their angles."""
+    from sklearn.manifold import TSNE  # noqa: PLC0415 - loads for a second
+    from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # noqa: PLC0415
+
+    length = np.maximum(np.linalg.norm(points, axis=1, keepdims=True), np.finfo(np.float32).tiny)
+    unit = hamming.sign(points).astype(np.float32) if binary else points / length
+    if not np.ptp(unit, axis=0).any():  # all the same, as codes of a model that learnt nothing may be
+        return np.zeros((len(unit), 2), np.float32)
+    if unit.shape[1] < 2:
+        unit = np.pad(unit, ((0, 0), (0, 1)))  # a plane has two directions to begin with
+    perplexity = min(_PERPLEXITY, (len(unit) - 1) / 3)
+    with threadpool_limits(1):  # with more, sums come in an order that changes from one time to the next
+        found: F32 = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(unit)
+    return found
+
+
+def table(planes: Sequence[Plane]) -> str:
+    """All points as CSV: run, item, side, class, x, y."""
+    return as_csv(
+        [
+            {"run": plane.name, "item": item, "side": side, "class": name, "x": f"{x:.4f}", "y": f"{y:.4f}"}
+            for plane in planes
+            for item, side, name, (x, y) in zip(plane.items, plane.sides, plane.classes, plane.places, strict=True)
+        ]
+    )
+
+
+def page(planes: Sequence[Plane]) -> str:
+    """The planes as one self-contained HTML page: a colour for each class, a symbol for each side."""
+    figures = []
+    for plane in planes:
+        figure = Figure(f"{plane.name}: {' and '.join(dict.fromkeys(plane.sides))}", "", "", height=700)
+        classes, sides = np.array(plane.classes), np.array(plane.sides)
+        for place, name in enumerate(sorted(set(plane.classes))):
+            for side in dict.fromkeys(plane.sides):
+                own = np.flatnonzero((classes == name) & (sides == side))
+                figure.draw(
+                    "scatter",
+                    x=plane.places[own, 0],
+                    y=plane.places[own, 1],
+                    text=[plane.items[point] for point in own],
+                    name=f"{name}, {side}",
+                    legendgroup=name,
+                    mode="markers",
+                    marker={"color": html_figures.colour(place), "symbol": _SYMBOLS[side], "size": 6},
+                )
+        figures.append(figure)
+    notes = ("t-SNE: distances between clusters, and their sizes, say nothing",)
+    return html_figures.document(", ".join(plane.name for plane in planes), notes, figures)

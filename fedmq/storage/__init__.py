@@ -1,0 +1,1 @@
+"""Files on disk: the run folder, JSON files, the cache, locks."""

@@ -1,0 +1,1 @@
+"""What passes between processes: messages, frames, keys, sessions, transports, message logs."""

@@ -1,0 +1,298 @@
+"""Messages to bytes and back. The header and the body's small parts are msgpack; tensors lie beside them, raw.
+
+A body is: 4 bytes length (little endian) of the msgpack part, the msgpack part, zeros up to a multiple of 16, then the
+tensors in the order of their declarations, each from a multiple of 16 on. Nothing follows the last tensor.
+Decoding copies no tensor: the arrays of a decoded message are read-only views on the body.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, TypeAlias
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.errors import LocalWireError, RemoteWireError
+from fedmq.wire.fields import Field, FieldError, Names, Numbers, NumbersByName, Real, Tensor, all_finite, shown
+from fedmq.wire.layout import Layout
+from fedmq.wire.messages import (
+    MAX_PAYLOADS,
+    PAYLOADS,
+    WIRE_VERSIONS,
+    Header,
+    Kind,
+    Message,
+    Payload,
+    Reason,
+    TaskInfo,
+    tensors,
+)
+
+BytesLike: TypeAlias = bytes | bytearray | memoryview
+
+ALIGNMENT = 16
+MAX_HEADER = 1024
+MAX_BODY_HEADER = 2 << 20
+MAX_BODY = 1 << 30
+
+_HEADER_KEYS = (
+    "wire_version",
+    "run",
+    "kind",
+    "sender",
+    "receiver",
+    "sequence",
+    "reply_to",
+    "base_version",
+    "sent_at",
+    "session",
+    "counter",
+)
+_BODY_KEYS = ("payloads", "task", "layout")
+_TASK_KEYS = ("round", "rounds", "settled", "learning_rate")
+_LENGTH_BYTES = 4
+
+
+def decode(header: Header | BytesLike, body: BytesLike, *, max_body: int = MAX_BODY) -> Message:
+    """Decode a message from its header and its opened body.
+
+    NaN and infinity are refused wherever floats are declared, in the buffers of models and deltas too (about 0.5 ms for
+    12 MB of float32). Buffers of uint8 are not looked into: only their layout says which bytes are floats.
+
+    Args:
+        header: the clear header, as bytes or decoded.
+        body: the whole body; it stays alive as long as a decoded array does.
+        max_body: largest body accepted [bytes].
+
+    Raises:
+        RemoteWireError: reason ``malformed``, ``oversized``, ``not_finite`` or ``wire_version``.
+    """
+    if not isinstance(header, Header):
+        header = decode_header(header)
+    try:
+        payloads, task, layout = _decode_body(byte_view(body), max_body)
+        return Message(header, payloads, task, layout)
+    except FieldError as error:
+        raise RemoteWireError(error.reason, str(error)) from error
+    except RecursionError as error:
+        raise RemoteWireError(Reason.MALFORMED, "nested too deeply") from error
+
+
+def encode_header(header: Header) -> bytes:
+    """Encode a header: a msgpack map with the keys in the order of docs/wire.md."""
+    plain = {key: getattr(header, key) for key in _HEADER_KEYS}
+    plain["kind"] = header.kind.value
+    plain["sent_at"] = float(header.sent_at)
+    return pack(plain)
+
+
+def decode_header(raw: BytesLike) -> Header:
+    """Decode a clear header. The wire version is looked at before anything else, so that it is refused by name.
+
+    Raises:
+        RemoteWireError: reason ``oversized``, ``malformed`` or ``wire_version``.
+    """
+    plain = unpack(raw, MAX_HEADER)
+    if not isinstance(plain, dict):
+        raise RemoteWireError(Reason.MALFORMED, "the header is not a map")
+    version = plain.get("wire_version")
+    if type(version) is int and version not in WIRE_VERSIONS:
+        raise RemoteWireError(Reason.WIRE_VERSION, f"wire version {version}, spoken here: {_spoken()}")
+    try:
+        _require_keys("header", plain, _HEADER_KEYS)
+        return Header(**{**plain, "kind": _kind(plain["kind"])})
+    except FieldError as error:
+        raise RemoteWireError(error.reason, str(error)) from error
+    except RecursionError as error:
+        raise RemoteWireError(Reason.MALFORMED, "nested too deeply") from error
+
+
+def encode_body(message: Message) -> list[BytesLike]:
+    """Encode everything but the header.
+
+    Returns:
+        Buffers whose concatenation is the body; each tensor is a view on the payload's own array.
+
+    Raises:
+        LocalWireError: the body or its msgpack part is larger than the wire allows.
+    """
+    plain = {
+        "payloads": [
+            [payload.KIND, {name: _plain(spec, getattr(payload, name)) for name, spec in payload.FIELDS.items()}]
+            for payload in message.payloads
+        ],
+        "task": None if message.task is None else {key: getattr(message.task, key) for key in _TASK_KEYS},
+        "layout": None if message.layout is None else message.layout.to_plain(),
+    }
+    head = pack(plain)
+    if len(head) > MAX_BODY_HEADER:
+        raise LocalWireError(f"the body's msgpack part has {len(head)} bytes, allowed {MAX_BODY_HEADER}")
+    buffers: list[BytesLike] = [len(head).to_bytes(_LENGTH_BYTES, "little") + head]
+    size = len(buffers[0])
+    for array in (array for payload in message.payloads for array in tensors(payload)):
+        padding = -size % ALIGNMENT
+        if padding:
+            buffers.append(bytes(padding))
+        buffers.append(array.reshape(-1).view(np.uint8).data)
+        size += padding + array.nbytes
+    if size > MAX_BODY:
+        raise LocalWireError(f"the body has {size} bytes, allowed {MAX_BODY}")
+    return buffers
+
+
+def body_size(buffers: Iterable[BytesLike]) -> int:
+    """Bytes of a body [bytes]."""
+    return sum(memoryview(buffer).nbytes for buffer in buffers)
+
+
+def byte_view(raw: BytesLike) -> memoryview:
+    """A 1-D view of single bytes (an empty view cannot be cast, and need not be)."""
+    view = memoryview(raw)
+    return view if view.ndim == 1 and view.format == "B" else view.cast("B")
+
+
+def pack(plain: object) -> bytes:
+    """Pack plain data as msgpack, integers and lengths in their shortest form."""
+    return bytes(msgpack.packb(plain, use_bin_type=True))
+
+
+def unpack(raw: BytesLike, longest: int) -> Any:
+    """Unpack untrusted msgpack: bounded lengths, string keys, no extensions, no key twice, nothing left over.
+
+    Raises:
+        RemoteWireError: reason ``oversized`` above ``longest`` bytes, else ``malformed``.
+    """
+    size = memoryview(raw).nbytes
+    if size > longest:
+        raise RemoteWireError(Reason.OVERSIZED, f"{size} bytes of msgpack, allowed {longest}")
+    try:
+        return msgpack.unpackb(
+            raw,
+            raw=False,
+            strict_map_key=True,
+            object_pairs_hook=_unique,
+            max_str_len=size,
+            max_bin_len=size,
+            max_array_len=size,
+            max_map_len=size // 2,
+            max_ext_len=0,
+        )
+    except (ValueError, TypeError, RecursionError) as error:
+        raise RemoteWireError(Reason.MALFORMED, f"not msgpack: {error}") from error
+
+
+def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
+    plain = dict(pairs)
+    if len(plain) != len(pairs):
+        raise ValueError("a key comes twice")
+    return plain
+
+
+def _kind(value: object) -> Kind:
+    if type(value) is not str or value not in Kind._value2member_map_:
+        raise FieldError(f"kind: {shown(value)} is unknown")
+    return Kind(value)
+
+
+def _spoken() -> str:
+    return ", ".join(map(str, WIRE_VERSIONS))
+
+
+def _require_keys(place: str, plain: object, keys: Iterable[str]) -> None:
+    wanted = set(keys)
+    if not isinstance(plain, dict) or plain.keys() != wanted:
+        found = sorted(map(repr, plain)) if isinstance(plain, dict) else type(plain).__name__
+        raise FieldError(f"{place}: keys {found!s:.200}, expected {sorted(wanted)}")
+
+
+def _plain(spec: Field, value: Any) -> Any:
+    """A field's value as msgpack carries it."""
+    match spec:
+        case Tensor():
+            return [value.dtype.name, list(value.shape)]
+        case Real():
+            return None if value is None else float(value)
+        case Names():
+            return list(value)
+        case Numbers():
+            return {name: float(number) for name, number in value.items()}
+        case NumbersByName():
+            return {name: _plain(spec.inner, numbers) for name, numbers in value.items()}
+        case _:
+            return value
+
+
+def _decode_body(body: memoryview, max_body: int) -> tuple[tuple[Payload, ...], TaskInfo | None, Layout | None]:
+    if body.nbytes > max_body:
+        raise FieldError(f"body: {body.nbytes} bytes, allowed {max_body}", Reason.OVERSIZED)
+    if body.nbytes < _LENGTH_BYTES:
+        raise FieldError("body: no room for the length")
+    end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
+    if end > body.nbytes:
+        raise FieldError(f"body: {body.nbytes} bytes, its msgpack part ends at {end}")
+    plain = unpack(body[_LENGTH_BYTES:end], MAX_BODY_HEADER)
+    _require_keys("body", plain, _BODY_KEYS)
+    task = None
+    if plain["task"] is not None:
+        _require_keys("task", plain["task"], _TASK_KEYS)
+        task = TaskInfo(**plain["task"])
+    layout = None if plain["layout"] is None else Layout.from_plain(plain["layout"])
+    rows = plain["payloads"]
+    if not isinstance(rows, list) or len(rows) > MAX_PAYLOADS:
+        raise FieldError(f"payloads: not a list of at most {MAX_PAYLOADS}")
+    payloads = []
+    for row in rows:
+        payload, end = _decode_payload(row, body, end)
+        payloads.append(payload)
+    if end != body.nbytes:
+        raise FieldError(f"body: {body.nbytes} bytes, its last part ends at {end}")
+    return tuple(payloads), task, layout
+
+
+def _decode_payload(row: object, body: memoryview, end: int) -> tuple[Payload, int]:
+    """One payload from its ``[kind, fields]`` and the tensors that begin after byte ``end`` of the body."""
+    if not isinstance(row, list) or len(row) != 2 or type(row[0]) is not str or row[0] not in PAYLOADS:
+        raise FieldError("payloads: an entry is not [known kind, fields]")
+    kind, plain = row
+    cls = PAYLOADS[kind]
+    _require_keys(kind, plain, cls.FIELDS)
+    values: dict[str, Any] = {}
+    for name, spec in cls.FIELDS.items():
+        value = plain[name]
+        match spec:
+            case Tensor():
+                value, end = _view(f"{kind}.{name}", spec, value, body, end)
+                if spec.bulk and not all_finite(value):
+                    raise FieldError(f"{kind}.{name}: NaN or infinity", Reason.NOT_FINITE)
+            case Names():
+                value = tuple(value) if isinstance(value, list) else value
+            case _:
+                pass
+        values[name] = value
+    return cls(**values), end
+
+
+def _view(place: str, spec: Tensor, claim: object, body: memoryview, end: int) -> tuple[npt.NDArray[Any], int]:
+    """A read-only array on the body, once its claimed dtype and shape are seen to be allowed and to fit."""
+    if not isinstance(claim, list) or len(claim) != 2 or not isinstance(claim[1], list):
+        raise FieldError(f"{place}: not [dtype, [sizes]]")
+    name, shape = claim
+    if type(name) is not str or name not in spec.dtypes:
+        raise FieldError(f"{place}: dtype {shown(name)} is not one of {', '.join(spec.dtypes)}")
+    if any(type(size) is not int for size in shape):
+        raise FieldError(f"{place}: a size is not an integer")
+    spec.check_shape(place, tuple(shape), {})
+    dtype = np.dtype(name)
+    count = math.prod(shape)
+    start = end + -end % ALIGNMENT
+    stop = start + count * dtype.itemsize
+    if stop > body.nbytes:
+        raise FieldError(f"{place}: ends at byte {stop} of a body of {body.nbytes}")
+    if any(body[end:start]):
+        raise FieldError(f"{place}: the padding before it is not zero")
+    array = np.frombuffer(body, dtype, count, start).reshape(shape)
+    array.flags.writeable = False
+    return array, stop

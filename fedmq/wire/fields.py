@@ -1,0 +1,259 @@
+"""The declared fields of payloads: what each may hold, and the checks that construction and decoding share.
+
+A payload's specification is a mapping from field name to one of the frozen dataclasses below. Each has one method,
+``check(place, value, dims)``, that returns nothing or raises :class:`FieldError`. ``dims`` binds symbolic dimensions
+(``"C"``, ``"d"``) to sizes, so that two tensors of one payload must agree on them.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.errors import LocalWireError
+
+#: Names of runs, silos, error codes.
+NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
+#: Names of layers: what torch's ``named_parameters`` gives.
+LAYER = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}")
+#: Names of metrics.
+METRIC = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
+#: A SHA-256 in lower-case hexadecimal.
+DIGEST = re.compile(r"[0-9a-f]{64}")
+
+#: Largest size of each symbolic dimension.
+DIMENSIONS: Mapping[str, int] = {"n": 1 << 30, "N": 1 << 24, "C": 1 << 20, "d": 1 << 16, "r": 1 << 16}
+U64 = (1 << 64) - 1
+I63 = (1 << 63) - 1
+
+#: Elements looked at together: the flags of one block stay in cache, and a bad block stops the search early.
+_BLOCK = 1 << 18
+
+
+class FieldError(LocalWireError):
+    """A field breaks its declaration; ``reason`` is the word used when the value came from a peer."""
+
+    def __init__(self, detail: str, reason: str = "malformed") -> None:
+        self.reason = reason
+        super().__init__(detail)
+
+
+def shown(value: object) -> str:
+    """A peer's value in a message to a reader: at most 80 characters, of a list or map its type alone.
+
+    What is nested deeply enough could not even be written out.
+    """
+    plain = value is None or isinstance(value, bool | int | float | str | bytes)
+    return f"{value!r:.80}" if plain else f"a {type(value).__name__}"
+
+
+def all_finite(array: npt.NDArray[Any]) -> bool:
+    """Whether a floating array has neither NaN nor infinity; integer arrays are finite.
+
+    Costs about 0.5 ms for 12 MB of float32 on one core: one pass in blocks, stopping at the first bad block.
+
+    Args:
+        array: any shape; float16, float32, float64 or an integer type.
+    """
+    if array.dtype.kind != "f":
+        return True
+    flat = array.reshape(-1)
+    return all(bool(np.isfinite(flat[start : start + _BLOCK]).all()) for start in range(0, flat.size, _BLOCK))
+
+
+def check_name(place: str, value: object, pattern: re.Pattern[str] = NAME) -> None:
+    """Check a bounded name.
+
+    Raises:
+        FieldError: not a string, or not of the pattern.
+    """
+    if type(value) is not str or pattern.fullmatch(value) is None:
+        raise FieldError(f"{place}: {shown(value)} is not a name of the form {pattern.pattern}")
+
+
+def check_whole(place: str, value: object, low: int, high: int) -> None:
+    """Check an integer in ``[low, high]``; booleans and NumPy integers are not integers here.
+
+    Raises:
+        FieldError: of another type, or out of bounds.
+    """
+    if type(value) is not int or not low <= value <= high:
+        raise FieldError(f"{place}: {shown(value)} is not an integer in [{low}, {high}]")
+
+
+def check_real(place: str, value: object, low: float = -math.inf, high: float = math.inf) -> None:
+    """Check a finite number in ``[low, high]``.
+
+    Raises:
+        FieldError: of another type, out of bounds, or not finite (reason ``not_finite``).
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise FieldError(f"{place}: {shown(value)} is not a number")
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:
+        finite = False
+    if not finite:
+        raise FieldError(f"{place}: {shown(value)} is not finite", "not_finite")
+    if not low <= value <= high:
+        raise FieldError(f"{place}: {shown(value)} is not in [{low}, {high}]")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """A C-contiguous array of one of ``dtypes`` with ``shape`` (numbers are exact, letters are symbolic).
+
+    Floats must be finite. For a ``bulk`` tensor, the one that carries a model or its change, construction leaves that
+    to the decoder (:func:`fedmq.wire.codec.decode`), which can be told to skip it. ``low``: least value of an integer
+    tensor. ``least``: of each symbolic dimension.
+    """
+
+    dtypes: tuple[str, ...]
+    shape: tuple[int | str, ...]
+    bulk: bool = False
+    low: int | None = None
+    least: int = 1
+
+    def check(self, place: str, value: object, dims: dict[str, int]) -> None:
+        """Check dtype, shape, contiguity and, unless bulk, the values."""
+        if not isinstance(value, np.ndarray):
+            raise FieldError(f"{place}: {type(value).__name__} is not a numpy array")
+        if value.dtype.name not in self.dtypes or not value.dtype.isnative:
+            raise FieldError(f"{place}: dtype {value.dtype} is not one of {', '.join(self.dtypes)}")
+        self.check_shape(place, value.shape, dims)
+        if not value.flags.c_contiguous:
+            raise FieldError(f"{place}: the array is not contiguous in C order")
+        if self.low is not None and value.size and int(value.min()) < self.low:
+            raise FieldError(f"{place}: a value lies below {self.low}")
+        if not self.bulk and not all_finite(value):
+            raise FieldError(f"{place}: NaN or infinity", "not_finite")
+
+    def check_shape(self, place: str, shape: tuple[int, ...], dims: dict[str, int]) -> None:
+        """Check a shape, before or without the array itself."""
+        if len(shape) != len(self.shape):
+            raise FieldError(f"{place}: shape {shape} has not the {len(self.shape)} dimensions of {self.shape}")
+        for size, wanted in zip(shape, self.shape, strict=True):
+            if isinstance(wanted, str):
+                if not self.least <= size <= DIMENSIONS[wanted]:
+                    raise FieldError(f"{place}: {wanted} = {size} is not in [{self.least}, {DIMENSIONS[wanted]}]")
+                if dims.setdefault(wanted, size) != size:
+                    raise FieldError(f"{place}: {wanted} = {size}, but {dims[wanted]} elsewhere in the payload")
+            elif size != wanted:
+                raise FieldError(f"{place}: shape {shape} is not {self.shape}")
+
+
+@dataclass(frozen=True)
+class Whole:
+    """An integer in ``[low, high]``."""
+
+    low: int
+    high: int
+    nullable: bool = False
+
+    def check(self, place: str, value: object, _dims: dict[str, int]) -> None:
+        """Check type and bounds."""
+        if not (self.nullable and value is None):
+            check_whole(place, value, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Real:
+    """A finite float in ``[low, high]``."""
+
+    low: float = -math.inf
+    high: float = math.inf
+    nullable: bool = False
+
+    def check(self, place: str, value: object, _dims: dict[str, int]) -> None:
+        """Check type, bounds and finiteness."""
+        if not (self.nullable and value is None):
+            check_real(place, value, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Word:
+    """A string that matches ``pattern`` as a whole."""
+
+    pattern: re.Pattern[str]
+
+    def check(self, place: str, value: object, _dims: dict[str, int]) -> None:
+        """Check type and pattern."""
+        check_name(place, value, self.pattern)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Free text of at most ``longest`` bytes in UTF-8."""
+
+    longest: int
+
+    def check(self, place: str, value: object, _dims: dict[str, int]) -> None:
+        """Check type, length and that it can be encoded."""
+        if type(value) is not str:
+            raise FieldError(f"{place}: {type(value).__name__} is not a string")
+        try:
+            size = len(value.encode())
+        except UnicodeEncodeError as error:
+            raise FieldError(f"{place}: not valid Unicode") from error
+        if size > self.longest:
+            raise FieldError(f"{place}: {size} bytes of text, allowed {self.longest}")
+
+
+@dataclass(frozen=True)
+class Names:
+    """From ``least`` to ``most`` different names, as a tuple."""
+
+    most: int
+    pattern: re.Pattern[str]
+    least: int = 1
+
+    def check(self, place: str, value: object, _dims: dict[str, int]) -> None:
+        """Check count, pattern and that no name comes twice."""
+        if not isinstance(value, tuple) or not self.least <= len(value) <= self.most:
+            raise FieldError(f"{place}: not a tuple of {self.least} to {self.most} names")
+        for name in value:
+            check_name(place, name, self.pattern)
+        if len(set(value)) != len(value):
+            raise FieldError(f"{place}: a name comes twice")
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A mapping from names to finite floats, at most ``most`` of them."""
+
+    most: int
+    pattern: re.Pattern[str]
+
+    def check(self, place: str, value: object, _dims: dict[str, int]) -> None:
+        """Check count, names and numbers."""
+        if not isinstance(value, Mapping) or len(value) > self.most:
+            raise FieldError(f"{place}: not a mapping of at most {self.most} numbers")
+        for name, number in value.items():
+            check_name(place, name, self.pattern)
+            check_real(f"{place}.{name}", number)
+
+
+@dataclass(frozen=True)
+class NumbersByName:
+    """A mapping from names to :class:`Numbers`, at most ``most`` of them: one level of nesting and no more."""
+
+    most: int
+    pattern: re.Pattern[str]
+    inner: Numbers
+
+    def check(self, place: str, value: object, dims: dict[str, int]) -> None:
+        """Check count, names and the inner mappings."""
+        if not isinstance(value, Mapping) or len(value) > self.most:
+            raise FieldError(f"{place}: not a mapping of at most {self.most} mappings")
+        for name, numbers in value.items():
+            check_name(place, name, self.pattern)
+            self.inner.check(f"{place}.{name}", numbers, dims)
+
+
+Field: TypeAlias = Tensor | Whole | Real | Word | Text | Names | Numbers | NumbersByName

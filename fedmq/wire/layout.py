@@ -1,0 +1,210 @@
+"""Where each parameter lies in a model's one contiguous buffer; agreed once per session, then named by digest."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.errors import InputError, LocalWireError, RemoteWireError
+from fedmq.wire.fields import LAYER, FieldError, check_name, check_whole, shown
+
+DTYPES: tuple[str, ...] = ("float32", "float16", "float64", "int64", "int32", "uint8", "bool")
+MAX_ENTRIES = 8192
+MAX_RANK = 8
+MAX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class LayoutEntry:
+    """One parameter.
+
+    Args:
+        name: of the form ``[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}``.
+        shape: up to 8 dimensions, each at least 0; ``()`` is one element.
+        dtype: one of :data:`DTYPES`.
+        offset: first byte in the buffer [bytes].
+
+    Raises:
+        FieldError: a part is out of bounds.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    offset: int
+
+    def __post_init__(self) -> None:
+        check_name("layout name", self.name, LAYER)
+        if not isinstance(self.shape, tuple) or len(self.shape) > MAX_RANK:
+            raise FieldError(f"layout {self.name}: shape is not a tuple of at most {MAX_RANK} sizes")
+        for size in self.shape:
+            check_whole(f"layout {self.name}: size", size, 0, MAX_BYTES)
+        if type(self.dtype) is not str or self.dtype not in DTYPES:
+            raise FieldError(f"layout {self.name}: dtype {shown(self.dtype)} is not one of {', '.join(DTYPES)}")
+        check_whole(f"layout {self.name}: offset", self.offset, 0, MAX_BYTES)
+        if self.nbytes > MAX_BYTES:
+            raise FieldError(f"layout {self.name}: {self.nbytes} bytes, allowed {MAX_BYTES}", "oversized")
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes."""
+        return self.size * np.dtype(self.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A model's entries, one after the other without gaps or overlaps, in the order of the buffer.
+
+    Args:
+        entries: 1 to 8192 entries with different names; each begins where the one before it ends, the first at 0.
+
+    Raises:
+        FieldError: a gap, an overlap, a name that comes twice, or too many entries or bytes.
+    """
+
+    entries: tuple[LayoutEntry, ...]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.entries, tuple) or not 1 <= len(self.entries) <= MAX_ENTRIES:
+            raise FieldError(f"layout: not a tuple of 1 to {MAX_ENTRIES} entries")
+        if len({entry.name for entry in self.entries}) != len(self.entries):
+            raise FieldError("layout: a name comes twice")
+        end = 0
+        for entry in self.entries:
+            if entry.offset != end:
+                raise FieldError(f"layout {entry.name}: offset {entry.offset}, the entry before it ends at {end}")
+            end += entry.nbytes
+        if end > MAX_BYTES:
+            raise FieldError(f"layout: {end} bytes, allowed {MAX_BYTES}", "oversized")
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[str, Sequence[int], str]]) -> Layout:
+        """Lay out ``(name, shape, dtype name)`` parts one after the other, in the order given."""
+        entries = []
+        offset = 0
+        for name, shape, dtype in parts:
+            entry = LayoutEntry(name, tuple(int(size) for size in shape), dtype, offset)
+            entries.append(entry)
+            offset += entry.nbytes
+        return cls(tuple(entries))
+
+    @cached_property
+    def size(self) -> int:
+        """Number of elements of all entries."""
+        return sum(entry.size for entry in self.entries)
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Number of bytes of all entries."""
+        return sum(entry.nbytes for entry in self.entries)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 in hexadecimal over :meth:`canonical`."""
+        return hashlib.sha256(self.canonical()).hexdigest()
+
+    def model_digest(self, theta: npt.NDArray[Any]) -> str:
+        """SHA-256 (hex) over the digest and parameters [P]: equal digests, equal models, to the bit."""
+        return hashlib.sha256(bytes.fromhex(self.digest) + np.ascontiguousarray(theta).tobytes()).hexdigest()
+
+    @cached_property
+    def by_name(self) -> Mapping[str, LayoutEntry]:
+        """Entries by name."""
+        return {entry.name: entry for entry in self.entries}
+
+    def canonical(self) -> bytes:
+        """The text the digest is taken of: a first line, then one line per entry with tabs between its parts."""
+        lines = ["fedmq layout 1"]
+        for entry in self.entries:
+            lines.append(f"{entry.name}\t{entry.dtype}\t{','.join(map(str, entry.shape))}\t{entry.offset}")
+        return ("\n".join(lines) + "\n").encode()
+
+    def part(self, names: Iterable[str]) -> Layout:
+        """The layout of some entries alone, in the order of ``names``.
+
+        Raises:
+            KeyError: a name is not in the layout.
+        """
+        chosen = [self.by_name[name] for name in names]
+        return Layout.of((entry.name, entry.shape, entry.dtype) for entry in chosen)
+
+    def views(self, buffer: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
+        """The entries as views on ``buffer`` (nothing is copied; writable if the buffer is).
+
+        Args:
+            buffer: 1-D contiguous, of :attr:`nbytes` bytes: float32 or uint8.
+
+        Raises:
+            LocalWireError: the buffer has another number of bytes.
+        """
+        if buffer.nbytes != self.nbytes:
+            raise LocalWireError(f"a buffer of {buffer.nbytes} bytes for a layout of {self.nbytes}")
+        raw = buffer.reshape(-1).view(np.uint8)
+        return {
+            entry.name: raw[entry.offset : entry.offset + entry.nbytes].view(entry.dtype).reshape(entry.shape)
+            for entry in self.entries
+        }
+
+    def to_plain(self) -> list[list[Any]]:
+        """Lists, strings and integers only, as the codec packs them: ``[name, dtype, [sizes], offset]`` per entry."""
+        return [[entry.name, entry.dtype, list(entry.shape), entry.offset] for entry in self.entries]
+
+    @classmethod
+    def from_plain(cls, plain: object) -> Layout:
+        """Rebuild a layout from what :meth:`to_plain` gave.
+
+        Raises:
+            FieldError: of another form, or a bound is broken.
+        """
+        if not isinstance(plain, list) or len(plain) > MAX_ENTRIES:
+            raise FieldError(f"layout: not a list of at most {MAX_ENTRIES} entries")
+        entries = []
+        for row in plain:
+            if not isinstance(row, list) or len(row) != 4 or not isinstance(row[2], list):
+                raise FieldError("layout: an entry is not [name, dtype, [sizes], offset]")
+            name, dtype, shape, offset = row
+            entries.append(LayoutEntry(name, tuple(shape), dtype, offset))
+        return cls(tuple(entries))
+
+
+def agree(told: Layout | None, here: Layout) -> None:
+    """Compare the layout that the coordinator sends with that of the model built here.
+
+    Raises:
+        InputError: they differ, so the two sides have other scenarios or other weights.
+    """
+    if told is None or told.digest != here.digest:
+        found = "none" if told is None else f"{len(told.entries)} tensors, {told.size} parameters"
+        allowed = f"{len(here.entries)} tensors, {here.size} parameters as in this scenario"
+        raise InputError("the coordinator's model layout", found, allowed)
+
+
+def require_layout(layouts: Mapping[str, Layout], digest: str, buffer: npt.NDArray[Any]) -> Layout:
+    """The agreed layout that a peer's buffer claims, once the buffer is seen to fit it.
+
+    Args:
+        layouts: the session's layouts by digest.
+        digest: what the payload names.
+        buffer: the payload's buffer, 1-D.
+
+    Raises:
+        RemoteWireError: reason ``layout``: unknown digest, or another number of bytes.
+    """
+    layout = layouts.get(digest)
+    if layout is None:
+        raise RemoteWireError("layout", f"no layout {digest[:12]} was agreed")
+    if buffer.nbytes != layout.nbytes:
+        raise RemoteWireError("layout", f"{buffer.nbytes} bytes, the layout has {layout.nbytes}")
+    return layout

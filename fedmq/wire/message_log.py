@@ -1,0 +1,175 @@
+"""The structured message log of a process, chained by hashes."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from fedmq.clock import Clock
+from fedmq.errors import InputError
+from fedmq.storage.run_folder import make_folder, writing
+from fedmq.wire.log_records import GENESIS, canonical, chain, record_of
+from fedmq.wire.messages import Header, Message, digest, tensor_bytes
+
+#: How long to wait for a process of the same name that is being ended [s].
+_LOCK_SECONDS = 5.0
+
+
+#: What the coordinator notes of a run without messages; an auditor must not take its silence for a clean record.
+INLINE = "silos run inside the coordinator: no messages are exchanged, none are logged"
+
+
+class MessageLog:
+    """Appends records to one process's log, each whole or not at all; from any of the process's threads.
+
+    Every method that records something raises what ``storage.run_folder.writing`` says if the record cannot be written;
+    the log then ends with the record before it.
+
+    Args:
+        path: of the log; an existing one is continued, after cutting off a last line that a crash left unfinished.
+        process: name of the process.
+        clock: for the date and time of a record.
+
+    Raises:
+        InputError: the log cannot be written there, or another process writes it; two writers would break the chain.
+        RunError: the disk is full or broken.
+    """
+
+    def __init__(self, path: Path, process: str, clock: Clock) -> None:
+        self.path = path
+        self.process = process
+        self._clock = clock
+        self._head, self._count, self._size = GENESIS, 0, 0
+        self._one = threading.Lock()
+        make_folder(path.parent)
+        with writing(path):
+            self._file = path.open("ab", buffering=0)
+        try:
+            self._lock()
+            self._continue()
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        """Hold the log until it is closed; the kernel lets go of it when the process dies."""
+        until = time.monotonic() + _LOCK_SECONDS
+        while True:
+            try:
+                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > until:
+                    found = f"a log that another {self.process} is writing"
+                    raise InputError(str(self.path), found, "one process of a name in a run folder") from None
+            time.sleep(0.05)
+
+    def _continue(self) -> None:
+        with self.path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                record = record_of(line)
+                if record is not None:  # What is none is not ours to mend: the audit will point at it.
+                    self._head, self._count = record["hash"], record["n"] + 1
+                self._size += len(line)
+        os.truncate(self.path, self._size)
+
+    @property
+    def head(self) -> str:
+        """Hash of the last record."""
+        return self._head
+
+    def _append(self, record: dict[str, Any]) -> None:
+        with self._one:
+            record = {
+                "n": self._count,
+                "process": self.process,
+                "wall": self._clock.utc(),
+                **record,
+                "previous": self._head,
+            }
+            record["hash"] = head = chain(self._head, record)
+            line = canonical(record) + b"\n"
+            with writing(self.path):
+                try:
+                    rest = memoryview(line)
+                    # A disk that is about to be full takes a part of it, and says so at the next write only.
+                    while rest:
+                        rest = rest[self._file.write(rest) :]
+                except BaseException:
+                    # Half a record would break the chain for all that follow.
+                    self._file.truncate(self._size)
+                    raise
+            self._head, self._count, self._size = head, self._count + 1, self._size + len(line)
+
+    def message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> None:
+        """Record a message.
+
+        Args:
+            action: which way it went.
+            message: the message, for its header and the kinds and sizes of its payloads.
+            tag: hexadecimal authentication tag of the sealed frame.
+            size: bytes of all its frames.
+        """
+        self._append(
+            {
+                "action": action,
+                **_header(message.header),
+                "payloads": [[payload.KIND, tensor_bytes(payload)] for payload in message.payloads],
+                # At both ends: the tag binds the sealed bytes, which no log has, and nobody else could say what was in.
+                "digests": [digest(payload) for payload in message.payloads],
+                "bytes": size,
+                "tag": tag,
+            }
+        )
+
+    def handshake(self, action: Literal["sent", "received"], kind: str, peer: str, size: int) -> None:
+        """Record a hello or a welcome, which carry public keys only."""
+        self._append({"action": action, "kind": kind, "peer": peer, "bytes": size})
+
+    def refused(self, peer: str, reason: str, detail: str, size: int) -> None:
+        """Record something that was not accepted.
+
+        Args:
+            peer: whoever it came from, as far as known.
+            reason: the fixed word of the refusal.
+            detail: one line.
+            size: bytes of all its frames.
+        """
+        self._append({"action": "refused", "peer": peer, "reason": reason, "detail": detail[:300], "bytes": size})
+
+    def note(self, text: str, **facts: str | float) -> None:
+        """Record something that is no message: a start, a resume, a lost silo, a stop."""
+        self._append({"action": "note", "text": text, **facts})
+
+    def close(self) -> None:
+        """Close the file; every record is already with the operating system."""
+        self._file.close()
+
+    def __enter__(self) -> MessageLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _header(header: Header) -> dict[str, Any]:
+    return {
+        "run": header.run,
+        "kind": header.kind.value,
+        "sender": header.sender,
+        "receiver": header.receiver,
+        "sequence": header.sequence,
+        "reply_to": header.reply_to,
+        "base_version": header.base_version,
+        "sent_at": header.sent_at,
+        "session": header.session.hex(),
+        "counter": header.counter,
+    }

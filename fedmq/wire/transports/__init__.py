@@ -1,0 +1,1 @@
+"""Transports by URI scheme."""

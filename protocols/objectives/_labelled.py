@@ -1,0 +1,111 @@
+"""Supervised bases at work on one labelled batch at a time: DSCMR, and triplet, DCH, GreedyHash and CSQ.
+
+The losses of the latter four come from image hashing and know one kind of sample. With two modalities there is one
+tower for each, and the codes of both are samples of one set: a silo brings in what it has, and pairs of one label
+attract each other across modalities as within.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.federation.protocol import Local
+from fedmq.models.two_tower import Out
+from protocols import _training
+
+
+@dataclass(frozen=True)
+class Samples:
+    """A batch's codes with their labels, those of the images before those of the texts.
+
+    Args:
+        codes: [m B, r] for the m modalities that are there.
+        labels: float [m B, C], multi-hot.
+        logits: [m B, C] of the network's classifier; None where it has none.
+    """
+
+    codes: Tensor
+    labels: Tensor
+    logits: Tensor | None
+
+
+def samples_of(image: Out | None, text: Out | None, labels: Tensor) -> Samples:
+    """Both modalities' outputs as samples of one set.
+
+    Args:
+        image: of B items; None if it was not run.
+        text: likewise.
+        labels: float [B, C].
+    """
+    held = [out for out in (image, text) if out is not None]
+    logits = [out.logits for out in held if out.logits is not None]
+    return Samples(
+        torch.cat([out.code for out in held]), labels.repeat(len(held), 1), torch.cat(logits) if logits else None
+    )
+
+
+@dataclass(frozen=True)
+class EveryLabelledBatch:
+    """One step per batch, of a loss that looks at a batch's pairs and labels alone.
+
+    Args:
+        local: the silo.
+        batch_size: of the scenario.
+        loss: of what the towers make of a batch, None for a modality the silo lacks, and float labels [B, C].
+        rows: int64 [n], which of the silo's items are trained on.
+    """
+
+    local: Local
+    batch_size: int
+    loss: Callable[[Out | None, Out | None, Tensor], Tensor]
+    rows: _training.I64
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+        """One step per batch over a permutation; the last batch is never dropped."""
+        caption = _training.choose_captions(self.local, generator)
+        for places in _training.batches(len(self.rows), self.batch_size, generator):
+            rows = self.rows[places]
+            yield _training.Step(rows, caption, partial(self._of, _training.labels_of(self.local, rows)))
+
+    def _of(self, labels: Tensor, image: Out | None, text: Out | None) -> Tensor:
+        return self.loss(image, text, labels)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Nothing: the loss looks at batches alone."""
+        return {}
+
+
+@dataclass(frozen=True)
+class LabelledBatches:
+    """One step per batch of codes as samples of one set.
+
+    Args:
+        local: the silo.
+        batch_size: of the scenario.
+        loss: of a batch's samples; draws, if it must, from the task's generator.
+    """
+
+    local: Local
+    batch_size: int
+    loss: Callable[[Samples, np.random.Generator], Tensor]
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+        """One step per batch over a permutation."""
+        caption = _training.choose_captions(self.local, generator)
+        for rows in _training.batches(len(self.local.share), self.batch_size, generator):
+            labels = _training.labels_of(self.local, rows)
+
+            def batch_loss(image: Out | None, text: Out | None, labels: Tensor = labels) -> Tensor:
+                return self.loss(samples_of(image, text, labels), generator)
+
+            yield _training.Step(rows, caption, batch_loss)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Nothing: the loss looks at batches alone."""
+        return {}

@@ -1,0 +1,81 @@
+"""Unsupervised bases at work that reconstruct a similarity made of the batch's own features: DJSRH and JDSH."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.config.scenario import Training
+from fedmq.federation.protocol import Local
+from fedmq.models.hash_networks import Tower
+from fedmq.models.two_tower import Out
+from protocols import _training
+from protocols._similarity import batch_features, codes
+
+_EPOCHS = "base.epochs"
+
+
+def sharpness(epochs: int) -> float:
+    """What multiplies the code before its tanh after so many epochs: alpha = sqrt(epochs + 1).
+
+    Counted in the silo's own epochs over all its tasks: counted anew in every task it would stay near 1.
+    """
+    return math.sqrt(epochs + 1)
+
+
+@contextmanager
+def sharpened(local: Local, factor: float) -> Iterator[None]:
+    """Multiply what enters tanh for a while; outside training it is 1, which gives the same signs."""
+    towers = [tower for tower in (local.model.visual, local.model.text) if isinstance(tower, Tower)]
+    for tower in towers:
+        tower.sharpness = factor
+    try:
+        yield
+    finally:
+        for tower in towers:
+            tower.sharpness = 1.0
+
+
+@dataclass(frozen=True)
+class Reconstruction:
+    """One step per batch towards the batch's similarity, with codes that grow sharper from epoch to epoch.
+
+    Args:
+        local: the silo.
+        training: batch size and epochs.
+        target: similarity [B, B] of image and text features [B, d_i] and [B, d_t].
+        loss: of image and text codes [B, r], None where the silo lacks a modality, and the similarity.
+    """
+
+    local: Local
+    training: Training
+    target: Callable[[Tensor, Tensor], Tensor]
+    loss: Callable[[Tensor | None, Tensor | None, Tensor], Tensor]
+
+    @property
+    def before(self) -> int:
+        """Epochs the silo has trained in its earlier tasks."""
+        return int(self.local.state[_EPOCHS]) if _EPOCHS in self.local.state else 0
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+        """One step per batch over a permutation."""
+        caption = _training.choose_captions(self.local, generator)
+        device = self.local.model.flat.device
+        with sharpened(self.local, sharpness(self.before + epoch)):
+            for rows in _training.batches(len(self.local.share), self.training.batch_size, generator):
+                similar = self.target(*(each.to(device) for each in batch_features(self.local, rows, caption)))
+
+                def batch_loss(image: Out | None, text: Out | None, similar: Tensor = similar) -> Tensor:
+                    return self.loss(*codes(image, text), similar)
+
+                yield _training.Step(rows, caption, batch_loss)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """How many epochs the silo has trained by now."""
+        return {_EPOCHS: torch.tensor(self.before + self.training.local_epochs)}

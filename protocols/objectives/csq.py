@@ -1,0 +1,109 @@
+"""CSQ (Yuan et al. 2020): draw codes to their class's hash centre, a base FedHAP is compared on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.linalg import hadamard
+from torch import Tensor
+from torch.nn import functional
+
+from fedmq.federation.protocol import Context, Local, Task
+from fedmq.seeds import numpy_generator
+from protocols._options import check
+from protocols.objectives._labelled import LabelledBatches, Samples
+
+#: Times random centres are drawn before the best ones found are taken.
+_DRAWS = 20
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of CSQ.
+
+    Args:
+        lamb: weight of the quantisation loss.
+    """
+
+    lamb: float = 1e-4
+
+    def __post_init__(self) -> None:
+        check("lamb", self.lamb, 0.0)
+
+
+def hash_centres(classes: int, bits: int, generator: np.random.Generator) -> Tensor:
+    """A centre in {-1, 1}^r for each class, float32 [C, r].
+
+    The first rows of [H; -H], H Sylvester's Hadamard matrix, where r is a power of two and they are enough; otherwise,
+    as for 12, 24 and 48 bits, random balanced vectors, drawn again until any two differ in more than r / 4 bits. Where
+    no draw comes so far, as for 80 classes in 12 bits, at least no two classes have one centre, if there are enough.
+
+    Args:
+        classes: C.
+        bits: r.
+        generator: draws; the same for all silos.
+    """
+    if bits & (bits - 1) == 0 and classes <= 2 * bits:
+        matrix = torch.from_numpy(hadamard(bits, dtype=np.float32))
+        return torch.cat([matrix, -matrix])[:classes]
+    balanced = np.where(np.arange(bits) % 2 == 0, 1.0, -1.0).astype(np.float32)
+    best, farthest = np.zeros((0, bits), np.float32), -1.0
+    for _ in range(_DRAWS):
+        drawn = generator.permuted(np.tile(balanced, (classes, 1)), axis=1)
+        apart = (bits - drawn @ drawn.T) / 2
+        nearest = float(np.min(apart + bits * np.eye(classes)))
+        if nearest > farthest:
+            best, farthest = drawn, nearest
+        if farthest > bits / 4:
+            break
+    while farthest == 0 and classes <= math.comb(bits, bits // 2):
+        first = np.sort(np.unique(best, axis=0, return_index=True)[1])
+        again = np.setdiff1d(np.arange(classes), first)
+        if not len(again):
+            break
+        best[again] = generator.permuted(np.tile(balanced, (len(again), 1)), axis=1)
+    return torch.from_numpy(best)
+
+
+def tie_break(bits: int, generator: np.random.Generator) -> Tensor:
+    """What decides the bits on which a sample's labels disagree evenly, float32 [r] in {-1, 1}; one for all silos."""
+    return torch.from_numpy(np.where(generator.random(bits) < 0.5, 1.0, -1.0).astype(np.float32))
+
+
+def centres_of(labels: Tensor, centres: Tensor, ties: Tensor) -> Tensor:
+    """A sample's centre: the sign of the sum of its labels' centres, ties by a fixed vector -> [B, r]."""
+    total = labels @ centres
+    return torch.where(total == 0, ties, total.sign())
+
+
+def loss(codes: Tensor, labels: Tensor, centres: Tensor, ties: Tensor, options: Options) -> Tensor:
+    """Cross-entropy of (tanh u + 1) / 2 with (c + 1) / 2 plus lamb times mean (|tanh u| - 1)^2.
+
+    Args:
+        codes: [B, r] codes u before tanh.
+        labels: float [B, C], multi-hot.
+        centres: [C, r].
+        ties: [r].
+        options: weight.
+    """
+    # (tanh u + 1) / 2 is the logistic function of 2u: the logarithms then never meet a 0.
+    target = (centres_of(labels, centres, ties) + 1) / 2
+    entropy = functional.binary_cross_entropy_with_logits(2 * codes, target)
+    return entropy + options.lamb * (codes.tanh().abs() - 1).square().mean()
+
+
+def begin(options: Options, local: Local, context: Context, task: Task) -> LabelledBatches:
+    """CSQ at work in one task; every silo can train it, with what it has."""
+    classes, device = len(context.label_names), local.model.flat.device
+    # Of C and r alone, not of the run's seed: runs with other seeds are drawn to the same centres.
+    drawing = numpy_generator(0, "csq", classes, context.dim)
+    centres = hash_centres(classes, context.dim, drawing).to(device)
+    ties = tie_break(context.dim, drawing).to(device)
+
+    def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
+        return loss(samples.codes, samples.labels, centres, ties, options)
+
+    return LabelledBatches(local, context.training.batch_size, batch_loss)

@@ -1,0 +1,72 @@
+"""DCH (Cao et al. 2018): pairwise Cauchy likelihood of labelled codes, a base FedHAP is compared on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.federation.protocol import Context, Local, Task
+from protocols._losses import unit
+from protocols._options import check
+from protocols.objectives._labelled import LabelledBatches, Samples
+
+#: Cosines are cut off here: equal codes would have a distance of 0, whose logarithm is infinite.
+_MOST_ALIKE = 0.99
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of DCH.
+
+    Args:
+        gamma: scale of the Cauchy distribution.
+        lamb: weight of the quantisation loss.
+    """
+
+    gamma: float = 20.0
+    lamb: float = 0.1
+
+    def __post_init__(self) -> None:
+        check("gamma", self.gamma, 0.0, open_low=True)
+        check("lamb", self.lamb, 0.0)
+
+
+def distances(a: Tensor, b: Tensor) -> Tensor:
+    """d(a, b) = r / 2 (1 - min(cos, 0.99)) of each row of ``a`` [A, r] to each of ``b`` [B, r] -> [A, B]."""
+    return (1 - (unit(a) @ unit(b).T).clamp_max(_MOST_ALIKE)) * a.shape[1] / 2
+
+
+def pair_weights(similar: Tensor) -> Tensor:
+    """Weights that give similar and dissimilar pairs of [B, B] the same total; all 1 where one kind is missing."""
+    alike, apart = similar.sum(), (1 - similar).sum()
+    if float(alike) == 0 or float(apart) == 0:
+        return torch.ones_like(similar)
+    return similar * similar.numel() / alike + (1 - similar) * similar.numel() / apart
+
+
+def loss(codes: Tensor, labels: Tensor, options: Options) -> Tensor:
+    """Mean weighted Cauchy cross-entropy of all pairs plus lamb times the Cauchy quantisation loss.
+
+    Args:
+        codes: [B, r].
+        labels: float [B, C], multi-hot.
+        options: scale and weight.
+    """
+    similar = (labels @ labels.T > 0).to(codes.dtype)
+    distance = distances(codes, codes)
+    entropy = similar * torch.log(distance / options.gamma) + torch.log1p(options.gamma / distance)
+    binary = distances(codes.abs(), torch.ones_like(codes[:1]))
+    lost = torch.log1p(binary / options.gamma)
+    return (pair_weights(similar) * entropy).mean() + options.lamb * lost.mean()
+
+
+def begin(options: Options, local: Local, context: Context, task: Task) -> LabelledBatches:
+    """DCH at work in one task; every silo can train it, with what it has."""
+
+    def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
+        return loss(samples.codes, samples.labels, options)
+
+    return LabelledBatches(local, context.training.batch_size, batch_loss)

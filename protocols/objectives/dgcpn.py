@@ -1,0 +1,212 @@
+"""DGCPN (Yu et al. 2021): codes that keep a graph of neighbours, FedUCH's first base (FedUCH eqs 4-7).
+
+Needs no labels. A silo with one modality keeps the intra-modal term, with the similarity of what it has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.federation.protocol import Context, Local, Task
+from fedmq.models.hash_networks import signs
+from fedmq.models.two_tower import Out
+from protocols import _training
+from protocols._losses import unit
+from protocols._options import check
+from protocols._similarity import Graph, codes, cosines, item_features, mean_square
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of DGCPN; defaults are those of FedUCH's code.
+
+    Args:
+        a1: share of the text in the pairwise similarity; 0.01 in DGCPN's own code.
+        a2: share of the neighbours' agreement.
+        scale_share: scale of the neighbours' agreement, as a share of the silo's n items; 0.8 in DGCPN's code.
+        zeroed_share: smallest entries dropped from a row, as a share of that scale; 0.75 in DGCPN's code.
+        coexistence: K, what the similarity of a pair is drawn to.
+        lambda1: weight of the graph term Q_g.
+        lambda2: weight of the consistency term Q_i.
+        form: ``code`` takes mean squares and leaves the diagonal out of Q_g; ``paper`` takes the trace and the
+            Frobenius norms that FedUCH prints.
+        similarity: S of the silo's ``features``, as the code makes it once, or of the batch's own ``codes``, as FedUCH
+            prints S_gc in eq 6; it is a target, so no gradient goes through it.
+        binary_steps: one more update of each tower per batch, against the other's binary codes, as the code does.
+    """
+
+    a1: float = 0.3
+    a2: float = 0.3
+    scale_share: float = 0.9
+    zeroed_share: float = 0.45
+    coexistence: float = 1.5
+    lambda1: float = 1.0
+    lambda2: float = 1.0
+    form: Literal["code", "paper"] = "code"
+    similarity: Literal["features", "codes"] = "features"
+    binary_steps: bool = True
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if each.name in ("a1", "a2", "scale_share", "zeroed_share"):
+                check(each.name, getattr(self, each.name), 0.0, 1.0)
+        for name in ("coexistence", "lambda1", "lambda2"):
+            check(name, getattr(self, name), 0.0)
+
+
+class Terms(NamedTuple):
+    """Q_c, Q_g and Q_i, scalars."""
+
+    coexistence: Tensor
+    graph: Tensor
+    consistency: Tensor
+
+
+def terms_of_code(image: Tensor, text: Tensor, similar: Tensor, coexistence: float) -> Terms:
+    """Q_c, Q_g, Q_i as DGCPN's code computes them: means of squares, the diagonal left out of Q_g.
+
+    Args:
+        image: [B, r] codes.
+        text: [B, r] codes.
+        similar: [B, B] S.
+        coexistence: K.
+    """
+    image, text = unit(image), unit(text)
+    vv, tt, vt = image @ image.T, text @ text.T, image @ text.T
+    all_three = torch.stack([vt.T, vv, tt])
+    # The graph term is the same for vt and its transpose, S being symmetric; likewise three of the four consistencies
+    # are distances of vt from one of these.
+    consistency = 3 * mean_square(vt, all_three) + mean_square(vv, tt)
+    graph = 3 * graph_term(all_three, similar)
+    return Terms((vt.diagonal() - coexistence).square().mean(), graph, consistency)
+
+
+def graph_term(cosine: Tensor, similar: Tensor) -> Tensor:
+    """Mean over [..., B, B] of (cosine - S)^2 off the diagonal, the diagonal counting as 0."""
+    diagonal = torch.eye(len(similar), dtype=torch.bool, device=similar.device)
+    return (cosine - similar).masked_fill(diagonal, 0).square().mean()
+
+
+def terms_of_paper(image: Tensor, text: Tensor, similar: Tensor, coexistence: float) -> Terms:
+    """Q_c, Q_g, Q_i as FedUCH prints them (eqs 5 to 7): a trace and Frobenius norms; arguments as above."""
+    vv, tt, vt = cosines(image, image), cosines(text, text), cosines(image, text)
+    norm = torch.linalg.matrix_norm
+    return Terms(
+        (vt.diagonal() - coexistence).sum().abs(),
+        norm(vv - similar) + norm(tt - similar) + norm(vt - similar),
+        norm(vt - vv) + norm(vt - tt) + norm(vt - vt.T) + norm(vv - tt),
+    )
+
+
+def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Options) -> Tensor:
+    """Q_c + lambda1 Q_g + lambda2 Q_i (FedUCH eq 4); of one modality alone its part of lambda1 Q_g.
+
+    Args:
+        image: [B, r] codes; None if the silo has no images.
+        text: [B, r] likewise.
+        similar: [B, B] S.
+        options: weights and form.
+    """
+    if image is not None and text is not None:
+        terms = terms_of_code if options.form == "code" else terms_of_paper
+        found = terms(image, text, similar, options.coexistence)
+        return found.coexistence + options.lambda1 * found.graph + options.lambda2 * found.consistency
+    held = image if image is not None else text
+    if held is None:
+        raise ValueError("a silo has at least one modality")
+    cosine = cosines(held, held)
+    if options.form == "code":
+        return options.lambda1 * graph_term(cosine, similar)
+    norm: Tensor = torch.linalg.matrix_norm(cosine - similar)
+    return options.lambda1 * norm
+
+
+def binary_loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Options) -> Tensor:
+    """Each modality against the other's binary codes, both as they are before either is updated.
+
+    DGCPN's code takes two updates here, of one forward pass: the first is the image tower's alone, the second the text
+    tower's alone. Their sum has the gradient of each where that one acts, so that one update is both.
+
+    Args:
+        image: [B, r] codes of a paired silo.
+        text: [B, r] likewise.
+        similar: [B, B] S.
+        options: weights and form.
+    """
+    if image is None or text is None:
+        raise ValueError("binary codes of both modalities need a paired silo")
+    of_image = loss(image, signs(text.detach()), similar, options)
+    return of_image + loss(signs(image.detach()), text, similar, options)
+
+
+def graph_of(image: Tensor, text: Tensor, options: Options) -> Graph:
+    """The graph over n items of image rows [n, d_i] and text rows [n, d_t], of any length."""
+    return Graph(image, text, options.a1, options.a2, options.scale_share, options.zeroed_share)
+
+
+def similarity_of_codes(image: Tensor | None, text: Tensor | None, options: Options) -> Tensor:
+    """S_gc(H^V, H^T) of FedUCH's eq 6, the batch being all there is -> [B, B]; without gradient.
+
+    Args:
+        image: [B, r] codes; None if the silo has no images.
+        text: [B, r] likewise.
+        options: of the graph.
+    """
+    held = [unit(each.detach()) for each in (image, text) if each is not None]
+    return graph_of(held[0], held[-1], options).similarity(torch.arange(len(held[0]), device=held[0].device))
+
+
+@dataclass(frozen=True)
+class Dgcpn:
+    """DGCPN at work: the relaxed pair, then each modality against the other's binary codes.
+
+    Args:
+        options: weights and readings.
+        local: the silo.
+        batch_size: of the scenario.
+        graph: over the silo's features; None where S is made of codes.
+    """
+
+    options: Options
+    local: Local
+    batch_size: int
+    graph: Graph | None
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+        """Two steps per batch of a paired silo, one of the others; a method's own terms go into the first."""
+        caption = _training.choose_captions(self.local, generator)
+        device = self.local.model.flat.device
+        for rows in _training.batches(len(self.local.share), self.batch_size, generator):
+            fixed = None if self.graph is None else self.graph.similarity(torch.from_numpy(rows).to(device))
+
+            def relaxed(image: Out | None, text: Out | None, fixed: Tensor | None = fixed) -> Tensor:
+                both = codes(image, text)
+                return loss(*both, similarity_of_codes(*both, self.options) if fixed is None else fixed, self.options)
+
+            def binary(image: Out | None, text: Out | None, fixed: Tensor | None = fixed) -> Tensor:
+                both = codes(image, text)
+                similar = similarity_of_codes(*both, self.options) if fixed is None else fixed
+                return binary_loss(*both, similar, self.options)
+
+            yield _training.Step(rows, caption, relaxed)
+            if self.options.binary_steps and self.local.silo.paired:
+                yield _training.Step(rows, caption, binary, main=False)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """Nothing: the graph is made of the data or of codes."""
+        return {}
+
+
+def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn:
+    """DGCPN at work in one task; every silo can train it, with what it has."""
+    graph = None
+    if options.similarity == "features":
+        image, text = (each.to(local.model.flat.device) for each in item_features(local.share))
+        graph = graph_of(image, text, options)
+    return Dgcpn(options, local, context.training.batch_size, graph)

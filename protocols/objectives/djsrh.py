@@ -1,0 +1,76 @@
+"""DJSRH (Su et al. 2019): codes that reconstruct a joint similarity of both modalities, a base of FedUCH.
+
+Needs no labels. A silo with one modality reconstructs the similarity of what it has, within that modality.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fedmq.federation.protocol import Context, Local, Task
+from protocols._options import check
+from protocols._similarity import affinity, cosines, mean_square
+from protocols.objectives._reconstruction import Reconstruction
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of DJSRH; defaults are its code's for MIRFlickr-25K (NUS-WIDE: beta 0.6; Wikipedia: all three 0.3).
+
+    Args:
+        beta: share of the images in the joint similarity.
+        eta: share of the second-order similarity.
+        mu: scale of the target.
+        lambda1: weight of the image reconstruction.
+        lambda2: weight of the text reconstruction.
+    """
+
+    beta: float = 0.9
+    eta: float = 0.4
+    mu: float = 1.5
+    lambda1: float = 0.1
+    lambda2: float = 0.1
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            check(each.name, getattr(self, each.name), 0.0, 1.0 if each.name in ("beta", "eta") else torch.inf)
+
+
+def target(image: Tensor, text: Tensor, options: Options) -> Tensor:
+    """S = mu [(1 - eta) S~ + eta S~ S~^T / B] with S~ = beta S_I + (1 - beta) S_T -> [B, B].
+
+    Args:
+        image: [B, d_i] features.
+        text: [B, d_t] features.
+        options: weights.
+    """
+    joint = options.beta * affinity(image) + (1 - options.beta) * affinity(text)
+    return options.mu * ((1 - options.eta) * joint + options.eta * joint @ joint.T / len(image))
+
+
+def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Options) -> Tensor:
+    """lambda1 MSE(VV, S) + MSE(VT, S) + lambda2 MSE(TT, S), the terms whose modalities are there.
+
+    Args:
+        image: [B, r] codes; None if the silo has no images.
+        text: [B, r] likewise.
+        similar: [B, B] S.
+        options: weights.
+    """
+    terms = []
+    if image is not None:
+        terms.append(options.lambda1 * mean_square(cosines(image, image), similar))
+    if text is not None:
+        terms.append(options.lambda2 * mean_square(cosines(text, text), similar))
+    if image is not None and text is not None:
+        terms.append(mean_square(cosines(image, text), similar))
+    return torch.stack(terms).sum()
+
+
+def begin(options: Options, local: Local, context: Context, task: Task) -> Reconstruction:
+    """DJSRH at work in one task; every silo can train it, with what it has."""
+    return Reconstruction(local, context.training, partial(target, options=options), partial(loss, options=options))

@@ -1,0 +1,108 @@
+"""DPSH (Li et al. 2016): pairwise likelihood against all the silo's codes, compared with FedHAP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedmq.federation.protocol import Context, Local, Task
+from fedmq.models.hash_networks import signs
+from fedmq.models.two_tower import Out
+from protocols import _training
+from protocols._options import check
+from protocols.objectives import _alternating
+from protocols.objectives._labelled import Samples, samples_of
+
+_BANK = "base.bank"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of DPSH.
+
+    Args:
+        alpha: weight of the quantisation loss.
+    """
+
+    alpha: float = 0.1
+
+    def __post_init__(self) -> None:
+        check("alpha", self.alpha, 0.0)
+
+
+def loss(codes: Tensor, labels: Tensor, bank: Tensor, bank_labels: Tensor, alpha: float) -> Tensor:
+    """Mean over all pairs of log(1 + e^θ) - s θ with θ = u U^T / 2, plus alpha times mean (u - sign u)^2.
+
+    Args:
+        codes: [B, r] codes u.
+        labels: float [B, C], multi-hot.
+        bank: [N, r] last codes U of all the silo's samples, those of the batch already in it.
+        bank_labels: float [N, C].
+        alpha: weight.
+    """
+    similar = (labels @ bank_labels.T > 0).to(codes.dtype)
+    theta = 0.5 * codes @ bank.T
+    likelihood = functional.softplus(theta) - similar * theta
+    return likelihood.mean() + alpha * (codes - signs(codes.detach())).square().mean()
+
+
+@dataclass(frozen=True)
+class Dpsh:
+    """DPSH at work: one step per batch, against a bank that outlives the task.
+
+    Args:
+        local: the silo.
+        batch_size: of the scenario.
+        alpha: weight of the quantisation loss.
+        bank: float32 [m, n, r], the last codes of each modality's samples; zero where there are none yet, which gives
+            no gradient. Written to in place.
+    """
+
+    local: Local
+    batch_size: int
+    alpha: float
+    bank: Tensor
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+        """One step per batch over a permutation."""
+        caption = _training.choose_captions(self.local, generator)
+        everything = _training.labels_of(self.local, np.arange(len(self.local.share))).repeat(len(self.bank), 1)
+        for rows in _training.batches(len(self.local.share), self.batch_size, generator):
+            labels = _training.labels_of(self.local, rows)
+
+            def batch_loss(
+                image: Out | None, text: Out | None, labels: Tensor = labels, rows: _training.I64 = rows
+            ) -> Tensor:
+                samples = samples_of(image, text, labels)
+                self._store(samples, rows)
+                return loss(samples.codes, samples.labels, self.bank.flatten(0, 1), everything, self.alpha)
+
+            yield _training.Step(rows, caption, batch_loss)
+
+    def _store(self, samples: Samples, rows: _training.I64) -> None:
+        index = torch.from_numpy(rows).to(self.bank.device)
+        self.bank[:, index] = samples.codes.detach().view(len(self.bank), len(rows), -1)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """The bank, modality by modality, and whose codes are in it."""
+        codes = [each.clone() for each in self.bank]
+        return _alternating.kept(self.local, _BANK, dict(zip(_alternating.held(self.local), codes, strict=True)))
+
+
+def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
+    """DPSH at work in one task; every silo can train it, with what it has.
+
+    A bank of an earlier task is of no use once the silo holds other items, as after a scenario's drift.
+    """
+    modalities = _alternating.held(local)
+    bank = torch.zeros(len(modalities), len(local.share), context.dim)
+    if _alternating.same_items(local, _BANK):
+        for codes, modality in zip(bank, modalities, strict=True):
+            if (old := local.state.get(f"{_BANK}.{modality}")) is not None:
+                codes.copy_(old)
+    return Dpsh(local, context.training.batch_size, options.alpha, bank.to(local.model.flat.device))

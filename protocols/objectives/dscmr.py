@@ -1,0 +1,96 @@
+"""DSCMR (Zhen et al. 2019): label discrimination in a common subspace, the base of FedSCMR and FedCMR."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from fedmq.federation.protocol import Context, Local, Task
+from fedmq.models.two_tower import Out
+from protocols._losses import unit
+from protocols._options import check
+from protocols.objectives._labelled import EveryLabelledBatch
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of DSCMR; defaults are the paper's.
+
+    Args:
+        alpha: weight of the pairwise likelihood J2; FedSCMR has a loss of its own and takes no notice, see there.
+        beta: weight of the modality distance J3; likewise.
+        enhance: the network has FedSCMR's EnhanceNet, behind which items are compared. Only FedSCMR's own terms train
+            it: with them off, or under another method, only the optimiser's weight decay moves it.
+        leaky: leaky ReLU after the common layer, as FedCMR's network has.
+    """
+
+    alpha: float = 1e-3
+    beta: float = 1e-1
+    enhance: bool = False
+    leaky: bool = False
+
+    def __post_init__(self) -> None:
+        check("alpha", self.alpha, 0.0)
+        check("beta", self.beta, 0.0)
+
+
+def mean_length(difference: Tensor) -> Tensor:
+    """Mean over the rows of a difference of matrices [B, d] of their lengths, mean_i ||a_i - b_i||: J1 and J3."""
+    rows: Tensor = torch.linalg.vector_norm(difference, dim=1)
+    return rows.mean()
+
+
+def pair_likelihood(a: Tensor, b: Tensor, similar: Tensor) -> Tensor:
+    """J2 of one pair of modalities: mean over [B, B] of log(1 + e^Γ) - S Γ with Γ = cos(a_i, b_j) / 2.
+
+    Args:
+        a: [B, d].
+        b: [B, d].
+        similar: [B, B] S = L L^T, counts of shared labels.
+    """
+    gamma = 0.5 * unit(a) @ unit(b).T
+    likelihood: Tensor = functional.softplus(gamma) - similar * gamma
+    return likelihood.mean()
+
+
+def loss(image: Out | None, text: Out | None, labels: Tensor, options: Options) -> Tensor:
+    """J = J1 + alpha J2 + beta J3 in the modalities that are there; J3 and the cross pair need both.
+
+    J1 is the distance of label predictions from labels, J3 that of the modalities' common features.
+
+    Args:
+        image: common features in ``raw`` [B, d], label predictions in ``logits`` [B, C].
+        text: likewise.
+        labels: float [B, C], multi-hot.
+        options: weights.
+    """
+    held = [out for out in (image, text) if out is not None]
+    similar = labels @ labels.T
+    total = torch.stack([mean_length(logits_of(out) - labels) for out in held]).sum()
+    pairs = [(out.raw, out.raw) for out in held]
+    if image is not None and text is not None:
+        pairs.append((image.raw, text.raw))
+        total = total + options.beta * mean_length(image.raw - text.raw)
+    return total + options.alpha * torch.stack([pair_likelihood(a, b, similar) for a, b in pairs]).sum()
+
+
+def logits_of(out: Out) -> Tensor:
+    """A batch's label predictions [B, C].
+
+    Raises:
+        ValueError: the network is not DSCMR's.
+    """
+    if out.logits is None:
+        raise ValueError("the network has no label head")
+    return out.logits
+
+
+def begin(options: Options, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
+    """DSCMR at work in one task; every silo can train it, with what it has."""
+    rows = np.arange(len(local.share))
+    return EveryLabelledBatch(local, context.training.batch_size, partial(loss, options=options), rows)

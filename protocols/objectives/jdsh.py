@@ -1,0 +1,109 @@
+"""JDSH (Liu et al. 2020): a joint similarity stretched at its ends, a base of FedUCH.
+
+Needs no labels. Its constants describe the distribution of similarities over the whole training set of its paper; a
+silo's own may lie elsewhere, and they are kept as they are. A silo with one modality reconstructs what it has.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from fedmq.federation.protocol import Context, Local, Task
+from protocols._options import check
+from protocols._similarity import affinity, cosines, mean_square
+from protocols.objectives._reconstruction import Reconstruction
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of JDSH; defaults are its code's for MIRFlickr-25K.
+
+    For NUS-WIDE the code has alpha 0.4, beta 0.3, lamb 0.3, low -0.64, high 0.75, left -0.62 with spread 0.0128, right
+    -0.62 with spread 0.086, stretch_low 0.2.
+
+    Args:
+        alpha: share of the images in the joint similarity.
+        beta: share of the text.
+        lamb: share of the product of both.
+        mu: scale of the target.
+        intra: weight of the reconstruction within a modality.
+        low: least similarity.
+        high: greatest similarity.
+        left: centre of the dissimilar pairs' distribution.
+        left_spread: its scale.
+        a: entries below ``left - a * left_spread`` are stretched.
+        right: centre of the similar pairs' distribution.
+        right_spread: its scale.
+        b: entries above ``right + b * right_spread`` are stretched.
+        stretch_low: by how much below.
+        stretch_high: by how much above.
+    """
+
+    alpha: float = 0.5
+    beta: float = 0.1
+    lamb: float = 0.4
+    mu: float = 1.4
+    intra: float = 0.1
+    low: float = -0.52
+    high: float = 0.68
+    left: float = -0.49
+    left_spread: float = 0.019
+    a: float = 2.0
+    right: float = -0.49
+    right_spread: float = 0.088
+    b: float = 4.0
+    stretch_low: float = 0.1
+    stretch_high: float = 0.2
+
+    def __post_init__(self) -> None:
+        signed = ("low", "high", "left", "right")
+        for each in fields(self):
+            bounds = (-2.0, 2.0) if each.name in signed else (0.0, torch.inf)
+            check(each.name, getattr(self, each.name), *bounds)
+
+
+def target(image: Tensor, text: Tensor, options: Options) -> Tensor:
+    """S = mu times alpha S_I + beta S_T + lamb sym(S_I S_T^T), stretched at both ends -> [B, B].
+
+    The upper end is looked for after the lower one was stretched, as the code does.
+
+    Args:
+        image: [B, d_i] features.
+        text: [B, d_t] features.
+        options: weights and ends.
+    """
+    from_image, from_text = affinity(image), affinity(text)
+    product = cosines(from_image, from_text)
+    joint = options.alpha * from_image + options.beta * from_text + options.lamb * (product + product.T) / 2
+    lower = joint < options.left - options.a * options.left_spread
+    joint = torch.where(lower, (1 + options.stretch_low * torch.exp(options.low - joint)) * joint, joint)
+    upper = joint > options.right + options.b * options.right_spread
+    joint = torch.where(upper, (1 + options.stretch_high * torch.exp(joint - options.high)) * joint, joint)
+    return options.mu * joint
+
+
+def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Options) -> Tensor:
+    """The sum of intra MSE(VV, S), MSE(VT, S) + MSE(VT^T, S) - mean diag VT, and intra MSE(TT, S).
+
+    Terms of a modality that is not there are left out.
+
+    Args:
+        image: [B, r] codes; None if the silo has no images.
+        text: [B, r] likewise.
+        similar: [B, B] S.
+        options: weights.
+    """
+    terms = [options.intra * mean_square(cosines(held, held), similar) for held in (image, text) if held is not None]
+    if image is not None and text is not None:
+        across = cosines(image, text)
+        terms.append(mean_square(across, similar) + mean_square(across.T, similar) - across.diagonal().mean())
+    return torch.stack(terms).sum()
+
+
+def begin(options: Options, local: Local, context: Context, task: Task) -> Reconstruction:
+    """JDSH at work in one task; every silo can train it, with what it has."""
+    return Reconstruction(local, context.training, partial(target, options=options), partial(loss, options=options))

@@ -1,0 +1,234 @@
+"""SHDCH (Zhan et al. 2020): class codes on two label levels, learned beside the networks.
+
+A base of FedCAFE. Levels are told apart by the label names' prefixes ``coarse:`` and ``fine:``; with one level the
+coarse terms are left out, which is PLFedCMH's local loss. Class codes stay with the silo; all silos draw the same ones
+to begin with. Which fine class belongs to which coarse one is read off the silo's own items, so a fine class that it
+does not hold is not tied to any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.config.parts import Modality
+from fedmq.data.label_levels import coarse_columns, fine_columns
+from fedmq.errors import InputError
+from fedmq.federation.protocol import Context, Local, Task
+from fedmq.models.two_tower import Out
+from fedmq.seeds import torch_generator
+from protocols import _training
+from protocols._options import check
+from protocols._training import I64
+from protocols.objectives import _alternating
+
+PREFIX = "base.buffer"
+CODES = "base.codes"
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of SHDCH; defaults are its released code's.
+
+    Args:
+        alpha: weight of the coarse class codes, of two levels alone.
+        beta: weight of the fine ones, or of the only ones.
+        gamma: weight of the distance to the common codes.
+        eta: weight of the tie between the two levels' codes, of two levels alone.
+        tanh: which towers squash their outputs: ``both``, as PLFedCMH's code, or the ``text`` tower alone, as SHDCH's.
+        levels: of labels; null takes two where label names begin with ``coarse:``.
+        sweeps: most sweeps over the bits of the class codes in an epoch.
+        buffer: which outputs the buffers hold where a method enhances them, ``enhanced`` or ``plain``.
+        likelihood: which outputs the batch enters the loss with, ``plain`` or ``enhanced``.
+        draws: batches of one ``permutation``, or each of a ``fresh`` one, as DCMH's released code.
+        scale: factor of the loss, ``one``, or 1 over the number of ``silos``.
+    """
+
+    alpha: float = 0.3
+    beta: float = 0.7
+    gamma: float = 10.0
+    eta: float = 100.0
+    tanh: Literal["both", "text"] = "both"
+    levels: Literal[1, 2] | None = None
+    sweeps: int = 3
+    buffer: _alternating.Which = "enhanced"
+    likelihood: _alternating.Which = "plain"
+    draws: _alternating.Draws = "permutation"
+    scale: _alternating.Scale = "one"
+
+    def __post_init__(self) -> None:
+        for name in ("alpha", "beta", "gamma", "eta"):
+            check(name, getattr(self, name), 0.0)
+        check("sweeps", self.sweeps, 1.0)
+
+
+@dataclass(frozen=True)
+class Level:
+    """One level of labels.
+
+    Args:
+        weight: of its loss.
+        labels: float32 [n, C].
+        codes: class codes Y [C, r] in {-1, 1}.
+    """
+
+    weight: float
+    labels: Tensor
+    codes: Tensor
+
+
+def class_code_loss(outputs: Tensor, labels: Tensor, codes: Tensor) -> Tensor:
+    """||r L - H Y^T||^2 of outputs H [B, r], labels [B, C] and class codes Y [C, r]."""
+    return (outputs.shape[1] * labels - outputs @ codes.T).square().sum()
+
+
+def output_loss(outputs: Tensor, codes: Tensor, levels: Sequence[Level], gamma: float) -> Tensor:
+    """The objective's part that depends on one modality's outputs: class codes of each level, and the common codes.
+
+    Args:
+        outputs: H [B, r].
+        codes: common codes B of the same items, [B, r].
+        levels: with the labels of the same items.
+        gamma: weight of ||B - H||^2.
+    """
+    parts = [level.weight * class_code_loss(outputs, level.labels, level.codes) for level in levels]
+    return torch.stack([*parts, gamma * (codes - outputs).square().sum()]).sum()
+
+
+def swept_codes(
+    level: Level, outputs: Sequence[Tensor], other: Tensor, inclusion: Tensor, eta: Tensor, sweeps: int
+) -> Tensor:
+    """Class codes after discrete coordinate descent over their bits; no step increases the objective.
+
+    Bit k becomes sign(Q_k - alpha Y (sum_H H^T H)_k - eta Y (Y'^T Y')_k), both products without the bit itself, where
+    Q = r (alpha L^T sum_H H + eta S Y'); sign(0) keeps the bit.
+
+    Args:
+        level: the level whose codes change.
+        outputs: H [n, r] of each modality.
+        other: codes Y' [C', r] of the other level; no rows where there is none.
+        inclusion: S [C, C'].
+        eta: weight of the tie of each class, [C, 1].
+        sweeps: at most so many; ends when no bit changes.
+    """
+    codes, bits = level.codes.clone(), level.codes.shape[1]
+    off_diagonal = 1 - torch.eye(bits, dtype=codes.dtype, device=codes.device)
+    total = torch.stack(list(outputs)).sum(0)
+    own = level.weight * torch.stack([each.T @ each for each in outputs]).sum(0) * off_diagonal
+    tied = (other.T @ other) * off_diagonal
+    target = bits * (level.weight * level.labels.T @ total + eta * (inclusion @ other))
+    for _ in range(sweeps):
+        before = codes.clone()
+        for bit in range(bits):
+            value = target[:, bit] - codes @ own[:, bit] - eta[:, 0] * (codes @ tied[:, bit])
+            codes[:, bit] = torch.where(value > 0, 1.0, torch.where(value < 0, -1.0, codes[:, bit]))
+        if torch.equal(codes, before):
+            break
+    return codes
+
+
+@dataclass
+class Shdch:
+    """SHDCH at work: image pass, text pass, class codes, common codes, in each epoch.
+
+    Args:
+        options: weights and readings.
+        local: the silo.
+        batch_size: of the scenario.
+        scale: factor of the loss.
+        levels: the coarse level, if there is one, and the fine one.
+        buffers: [n, r] of each modality the silo has.
+        codes: [n, r] common codes B.
+    """
+
+    options: Options
+    local: Local
+    batch_size: int
+    scale: float
+    levels: list[Level]
+    buffers: dict[Modality, Tensor]
+    codes: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.codes = _alternating.common_codes(self.buffers)
+
+    def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
+        """Every batch of the image tower, then of the text tower, then Y1, Y2 and B."""
+        yield from _alternating.passes(self.local, self.batch_size, self.options.draws, generator, self._loss)
+        self._update_codes()
+
+    def _loss(self, modality: Modality, rows: I64, out: Out) -> Tensor:
+        index = torch.from_numpy(rows).to(self.codes.device)
+        self.buffers[modality][index] = _alternating.output(out, self.options.buffer).detach()
+        outputs = _alternating.output(out, self.options.likelihood)
+        levels = [Level(level.weight, level.labels[index], level.codes) for level in self.levels]
+        value = output_loss(outputs, self.codes[index], levels, self.options.gamma)
+        return self.scale * value / (len(rows) * len(self.codes))
+
+    def _update_codes(self) -> None:
+        outputs = list(self.buffers.values())
+        if len(self.levels) == 2:
+            coarse, fine = self.levels
+            inclusion = (coarse.labels.T @ fine.labels > 0).to(fine.codes.dtype)
+            present = fine.labels.any(0)
+            eta = self.options.eta * torch.ones_like(coarse.codes[:, :1])
+            codes = swept_codes(coarse, outputs, fine.codes[present], inclusion[:, present], eta, self.options.sweeps)
+            coarse = Level(coarse.weight, coarse.labels, codes)
+            eta = self.options.eta * present[:, None].to(fine.codes.dtype)
+            codes = swept_codes(fine, outputs, coarse.codes, inclusion.T, eta, self.options.sweeps)
+            self.levels = [coarse, Level(fine.weight, fine.labels, codes)]
+        else:
+            (only,) = self.levels
+            nothing, zero = only.codes.new_zeros(len(only.codes), 0), torch.zeros_like(only.codes[:, :1])
+            codes = swept_codes(only, outputs, only.codes[:0], nothing, zero, self.options.sweeps)
+            self.levels = [Level(only.weight, only.labels, codes)]
+        self.codes = _alternating.common_codes(self.buffers)
+
+    @property
+    def batches(self) -> int:
+        """Batches of one tower's pass."""
+        return _alternating.batches(len(self.codes), self.batch_size, self.options.draws)
+
+    def kept(self) -> Mapping[str, Tensor]:
+        """The buffers F and G and whose they are, and the class codes; B follows from them."""
+        class_codes = {f"{CODES}.{place}": level.codes.cpu() for place, level in enumerate(self.levels)}
+        return {**_alternating.kept(self.local, PREFIX, self.buffers), **class_codes}
+
+
+def begin(options: Options, local: Local, context: Context, task: Task) -> Shdch:
+    """SHDCH at work in one task; buffers and class codes go on from the last one.
+
+    Raises:
+        InputError: two levels are asked for, and the label names know one.
+    """
+    coarse, fine = coarse_columns(context.label_names), fine_columns(context.label_names)
+    if options.levels == 2 and not coarse:
+        raise InputError("objective.levels", 2, "1: no label of the data set begins with coarse:")
+    labels = _training.labels_of(local, np.arange(len(local.share)))
+    two = bool(coarse) and options.levels != 1
+    wanted = [(options.alpha, coarse), (options.beta, fine)] if two else [(options.beta, fine)]
+    levels = []
+    for place, (weight, columns) in enumerate(wanted):
+        kept = local.state.get(f"{CODES}.{place}")
+        codes = first_codes(context, place, len(columns)) if kept is None else kept
+        levels.append(Level(weight, labels[:, columns], codes.to(labels.device, copy=True)))
+    return Shdch(
+        options=options,
+        local=local,
+        batch_size=context.training.batch_size,
+        scale=_alternating.factor(options.scale, context),
+        levels=levels,
+        buffers=_alternating.buffers(local, PREFIX, lambda out: _alternating.output(out, options.buffer)),
+    )
+
+
+def first_codes(context: Context, place: int, classes: int) -> Tensor:
+    """Class codes to begin with, drawn from {-1, 1} [classes, r]: the same at every silo, so that they can agree."""
+    generator = torch_generator(context.seed, "shdch", place)
+    drawn = torch.randint(0, 2, (classes, context.dim), generator=generator)
+    return drawn.float() * 2 - 1

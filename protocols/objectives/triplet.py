@@ -1,0 +1,136 @@
+"""FedHAP's base: triplets of labelled codes and a quantisation loss (Yang et al. 2022, eqs 2 and 7)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedmq.federation.protocol import Context, Local, Task
+from fedmq.models.hash_networks import signs
+from protocols._losses import unit
+from protocols._options import check
+from protocols.objectives._labelled import LabelledBatches, Samples
+
+Distance = Literal["cosine", "euclidean"]
+Mining = Literal["random", "all", "hard", "nearest"]
+Reduce = Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the triplet base; FedHAP's triplets with global prototypes (eq 3) take theirs from here too.
+
+    Args:
+        distance: ``cosine`` is 1 - cos; ``euclidean`` the L2 norm.
+        margin: a of eq 2, which the paper does not give; in units of r / 4 with the Euclidean distance.
+        mining: for each anchor a ``random`` positive and negative of the batch, ``all`` of them, or the farthest
+            positive and nearest negative, ``hard``, or the ``nearest`` of both. The paper does not say.
+        reduce: ``mean`` over the triplets and samples, or the printed ``sum``.
+        mu: weight of the quantisation loss.
+    """
+
+    distance: Distance = "cosine"
+    margin: float = 0.5
+    mining: Mining = "random"
+    reduce: Reduce = "mean"
+    mu: float = 0.05
+
+    def __post_init__(self) -> None:
+        check("margin", self.margin, 0.0)
+        check("mu", self.mu, 0.0)
+
+    def margin_for(self, bits: int) -> float:
+        """The margin in units of the distance."""
+        return self.margin * (bits / 4 if self.distance == "euclidean" else 1.0)
+
+
+def distances(a: Tensor, b: Tensor, kind: Distance) -> Tensor:
+    """Distance of each row of ``a`` [A, r] to each row of ``b`` [B, r] -> [A, B]."""
+    if kind == "cosine":
+        return 1 - unit(a) @ unit(b).T
+    found: Tensor = torch.linalg.vector_norm(a[:, None] - b[None], dim=-1)
+    return found
+
+
+def triplet_loss(positive: Tensor, negative: Tensor, margin: float, reduce: Reduce) -> Tensor:
+    """Sum or mean over triplets of max(d+ - d- + a, 0) (eqs 2 and 3); 0 where there are none.
+
+    Args:
+        positive: [T] distances to the positive.
+        negative: [T] distances to the negative.
+        margin: a.
+        reduce: see :class:`Options`.
+    """
+    total = (positive - negative + margin).clamp_min(0).sum()
+    return total / max(1, len(positive)) if reduce == "mean" else total
+
+
+def mined(
+    found: Tensor, positive: Tensor, negative: Tensor, mining: Mining, generator: np.random.Generator
+) -> tuple[Tensor, Tensor]:
+    """Triplets of anchors that have both a positive and a negative: distances d+ and d-, [T] each.
+
+    Args:
+        found: [A, M] distances of anchors to candidates.
+        positive: bool [A, M], which candidates are positives.
+        negative: bool [A, M], which are negatives.
+        mining: see :class:`Options`.
+        generator: draws for ``random``.
+    """
+    if mining == "all":
+        triplets = positive[:, :, None] & negative[:, None, :]
+        return found[:, :, None].expand(triplets.shape)[triplets], found[:, None, :].expand(triplets.shape)[triplets]
+    anchors = positive.any(1) & negative.any(1)
+    if mining in ("hard", "nearest"):
+        farthest = found.masked_fill(~positive, -torch.inf).amax(1)
+        own = farthest if mining == "hard" else found.masked_fill(~positive, torch.inf).amin(1)
+        nearest = found.masked_fill(~negative, torch.inf).amin(1)
+        return own[anchors], nearest[anchors]
+    chosen = [
+        torch.from_numpy(generator.random(found.shape)).to(found.device).masked_fill(~mask, -1.0).argmax(1)[anchors]
+        for mask in (positive, negative)
+    ]
+    own = found[anchors]
+    return own.gather(1, chosen[0][:, None])[:, 0], own.gather(1, chosen[1][:, None])[:, 0]
+
+
+def quantisation(codes: Tensor, reduce: Reduce) -> Tensor:
+    """Sum or mean over samples of ||b - sign b||^2 for codes [n, r] (eq 7)."""
+    lost = (codes - signs(codes.detach())).square().sum(1)
+    return lost.mean() if reduce == "mean" else lost.sum()
+
+
+def ranking_loss(
+    codes: Tensor,
+    candidates: Tensor,
+    positive: Tensor,
+    negative: Tensor,
+    options: Options,
+    generator: np.random.Generator,
+) -> Tensor:
+    """Triplets of codes [A, r] with candidates [M, r], mined by masks bool [A, M] (eqs 2 and 3)."""
+    found = distances(codes, candidates, options.distance)
+    mining = mined(found, positive, negative, options.mining, generator)
+    return triplet_loss(*mining, options.margin_for(codes.shape[1]), options.reduce)
+
+
+def loss(samples: Samples, options: Options, generator: np.random.Generator) -> Tensor:
+    """Local triplets (eq 2) and mu times the quantisation loss (eq 7) of a batch; a positive shares a label."""
+    codes = samples.codes
+    similar = samples.labels @ samples.labels.T > 0
+    others = ~torch.eye(len(codes), dtype=torch.bool, device=codes.device)
+    ranked = ranking_loss(codes, codes, similar & others, ~similar & others, options, generator)
+    return ranked + options.mu * quantisation(codes, options.reduce)
+
+
+def begin(options: Options, local: Local, context: Context, task: Task) -> LabelledBatches:
+    """The base at work in one task; every silo can train it, with what it has."""
+
+    def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
+        return loss(samples, options, generator)
+
+    return LabelledBatches(local, context.training.batch_size, batch_loss)

@@ -1,0 +1,85 @@
+"""A silo's personal tensors, kept on its own disk so that a restart loses nothing and repeats nothing.
+
+The state after task s is stored under s. A task that is handed out again starts from the newest state *before* it,
+so doing it twice gives the same reply twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from fedmq.errors import DiskError, InputError
+from fedmq.storage.run_folder import load_aligned, write_atomically, write_tensors
+
+
+class StateStore:
+    """Personal tensors by task number.
+
+    Args:
+        folder: the silo's own folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._newest: tuple[int, Mapping[str, torch.Tensor]] | None = None
+
+    def _path(self, sequence: int) -> Path:
+        return self._folder / f"task-{sequence:09d}.safetensors"
+
+    def _stored(self) -> list[int]:
+        """Task numbers on disk, lowest first."""
+        numbers = (path.stem.removeprefix("task-") for path in self._folder.glob("task-*.safetensors"))
+        return sorted(int(number) for number in numbers if number.isdecimal())
+
+    def newest(self, sequence: int) -> int | None:
+        """Number of the newest task up to this one whose state is stored; None if there is none."""
+        return max((number for number in self._stored() if number <= sequence), default=None)
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is stored."""
+        return not self._stored()
+
+    def before(self, sequence: int) -> Mapping[str, torch.Tensor]:
+        """The state a task starts from; empty before the first.
+
+        Raises:
+            InputError: its file is damaged.
+        """
+        older = [number for number in self._stored() if number < sequence]
+        if not older:
+            return {}
+        if self._newest is None or self._newest[0] != older[-1]:
+            path = self._path(older[-1])
+            try:
+                self._newest = older[-1], load_aligned(path)
+            except (OSError, SafetensorError) as error:
+                allowed = "a whole file; without it the silo goes on from its state before"
+                raise InputError(str(path), f"a damaged personal state ({error})", allowed) from None
+        return self._newest[1]
+
+    def keep(self, sequence: int, state: Mapping[str, torch.Tensor], settled: int) -> None:
+        """Store the state after a task.
+
+        Args:
+            sequence: the task's number.
+            state: what to keep, the store's own from now on; nothing is written when there is nothing and never was.
+            settled: replies up to this number are durably merged, so only the newest state up to it is still needed.
+
+        Raises:
+            DiskError: it could not be written, whatever the reason.
+        """
+        stored = self._stored()
+        if state or stored:
+            owned = {name: tensor.detach().contiguous() for name, tensor in state.items()}
+            try:
+                write_atomically(self._path(sequence), lambda path: write_tensors(path, owned), durable=True)
+            except InputError as error:
+                raise DiskError(str(error)) from error
+            self._newest = sequence, owned
+        for number in [number for number in stored if number <= settled][:-1]:
+            self._path(number).unlink(missing_ok=True)

@@ -1,0 +1,72 @@
+"""A whole run in one process by calls: no messages, the same rounds, faults and model; a fraction of a second."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from coordinator.fault_injection import Order
+from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
+from fedmq.audit.log_checks import read_log
+from fedmq.config.scenario import Scenario
+from fedmq.launch.supervisor import inline_peers
+from fedmq.storage.run_folder import RunFolder
+
+
+class Killed(Exception):
+    """Stands for SIGKILL where a coordinator runs in the test's own process."""
+
+
+def run(
+    scenario: Scenario,
+    out: Path,
+    *,
+    resume: bool = False,
+    stop_wanted: Callable[[], bool] = lambda: False,
+    order: Callable[[Order], None] | None = None,
+) -> Outcome:
+    """Run a scenario to its end, or until something raises."""
+    return run_coordinator(
+        CoordinatorArguments(scenario, "inline", out, out, resume),
+        stop_wanted=stop_wanted,
+        peers=partial(inline_peers, scenario, RunFolder(out), None),
+        order=order,
+    )
+
+
+def die(order: Order) -> None:
+    """Carry out only what a process can do to itself."""
+    if order.what == "die":
+        raise Killed
+
+
+def run_restarted(scenario: Scenario, out: Path) -> Outcome:
+    """Run a scenario, and start the coordinator again whenever a fault kills it or its disk stays full."""
+    from fedmq.errors import RunError
+
+    resume = False
+    for _ in range(20):
+        try:
+            return run(scenario, out, resume=resume, order=die)
+        except Killed:
+            resume = True
+        except RunError as error:
+            if "checkpoint" not in str(error):
+                raise
+            resume = True
+    raise AssertionError("the coordinator was started again twenty times")
+
+
+def notes(out: Path, text: str, process: str = "coordinator") -> list[dict[str, Any]]:
+    """The notes of a process's log that begin like this."""
+    records = [record for _, record in read_log(RunFolder(out).messages(process)) if record]
+    return [record for record in records if str(record.get("text", "")).startswith(text)]
+
+
+def lines(out: Path, kind: str) -> list[dict[str, Any]]:
+    """The lines of ``metrics.jsonl`` of a kind."""
+    path = RunFolder(out).metrics
+    return [line for line in map(json.loads, path.read_text().splitlines()) if line["kind"] == kind]

@@ -1,0 +1,123 @@
+"""A tiny federation without processes or wire: random features, one object per silo, rounds run in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.nn.functional import one_hot
+
+import protocols
+from fedmq.config.scenario import Backbone, Objective, Training
+from fedmq.data.silo_dataset import Share
+from fedmq.encoders.base import InputSpec
+from fedmq.federation.protocol import Context, FederatedProtocol, Local, Reply, SiloFacts, State, Task, Trained
+from fedmq.models import hash_networks
+from fedmq.models.build import build
+from fedmq.models.two_tower import TwoTower
+
+DIM = 12
+LABELS = ("a", "b", "c", "d")
+#: what a method is run on that not every base suits; the others take info_nce
+OBJECTIVES = {
+    "fedcmr": Objective(base="dscmr", bits=8, hidden=16, leaky=True),
+    "fedscmr": Objective(base="dscmr", bits=8, hidden=16, enhance=True),
+    "fedcafe": Objective(base="dcmh", bits=8, hidden=16),
+    "plfedcmh": Objective(base="shdch", bits=8, hidden=16),
+}
+#: paired, image only, text only, paired
+MIXED = ((True, True), (True, False), (False, True), (True, True))
+
+
+def share(silo: SiloFacts, size: int, captions: int = 3) -> Share:
+    generator = torch.Generator().manual_seed(100 + silo.index)
+    latent = torch.randn(size, DIM, generator=generator)
+    text = latent[:, None] + 0.3 * torch.randn(size, captions, DIM, generator=generator)
+    return Share(
+        image=latent + 0.3 * torch.randn(size, DIM, generator=generator) if silo.image else None,
+        text=text if silo.text else None,
+        captions=torch.randint(1, captions + 1, (size,), generator=generator),
+        labels=one_hot(latent[:, : len(LABELS)].argmax(1), len(LABELS)).to(torch.uint8),
+        rows=torch.arange(size),
+    )
+
+
+@dataclass
+class World:
+    """Silos with their shares, one model they take turns with, a protocol and its state."""
+
+    protocol: FederatedProtocol
+    context: Context
+    model: TwoTower
+    shares: Mapping[int, Share]
+    state: State
+    personal: dict[int, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    version: int = 0
+
+    @property
+    def eligible(self) -> list[SiloFacts]:
+        return [silo for silo in self.context.silos if self.protocol.eligible(silo)]
+
+    def train(self, silo: SiloFacts, learning_rate: float = 1e-3) -> Trained:
+        task = Task(self.version + 1, self.version, self.version, learning_rate, self.protocol.task(self.state, silo))
+        local = Local(silo, self.shares[silo.index], self.model, self.personal.get(silo.index, {}))
+        trained = self.protocol.train(local, task)
+        self.personal[silo.index] = trained.state
+        return trained
+
+    def reply(self, silo: SiloFacts, trained: Trained, staleness: int = 0, damping: float = 1.0) -> Reply:
+        return Reply(silo, self.version + 1, self.version - staleness, staleness, damping, trained.payloads)
+
+    def replies(self, silos: Sequence[SiloFacts] | None = None) -> list[Reply]:
+        return [self.reply(silo, self.train(silo)) for silo in (self.eligible if silos is None else silos)]
+
+    def round(self, silos: Sequence[SiloFacts] | None = None) -> Mapping[str, float]:
+        merged = self.protocol.merge(self.state, self.replies(silos), self.version)
+        self.state, self.version = merged.state, self.version + 1
+        return merged.log
+
+
+def world(
+    name: str,
+    options: Mapping[str, Any] | None = None,
+    *,
+    kinds: Sequence[tuple[bool, bool]] = MIXED,
+    sizes: Sequence[int] | None = None,
+    seed: int = 0,
+    training: Training | None = None,
+    objective: Objective | None = None,
+    labels: tuple[str, ...] = LABELS,
+) -> World:
+    torch.set_num_threads(1)  # as in a silo; two threads on a busy machine wait for each other more than they compute
+    silos = tuple(SiloFacts(f"silo-{i:02d}", i, image, text) for i, (image, text) in enumerate(kinds))
+    inputs, objective = InputSpec((DIM,), (DIM,)), objective or OBJECTIVES.get(name, Objective())
+    if objective.base == "info_nce":
+        adapter: Literal["mma", "bottleneck"] = "mma" if name == "pfedmma" else "bottleneck"
+        backbone = Backbone(name="features", bottleneck=4, head_std=0.2, adapter=adapter)
+        model, another = (build(backbone, inputs, seed) for _ in range(2))
+    else:
+        model, another = (
+            hash_networks.build(objective, inputs, len(LABELS), seed, torch.device("cpu")) for _ in range(2)
+        )
+    training = training or Training(batch_size=8, local_epochs=2)
+    facts = (seed, 5, silos, model.layout, model.dim, training, objective, labels)
+    public = share(SiloFacts("public", len(silos), True, True), 10)
+    context = Context(*facts, public=lambda: public, build=lambda: another)
+    kind = protocols.load(name)
+    protocol = kind(protocols.options_of(kind, options or {}), context)
+    shares = {
+        silo.index: share(silo, size) for silo, size in zip(silos, sizes or [11, 9, 7, 5][: len(silos)], strict=True)
+    }
+    return World(protocol, context, model, shares, protocol.initial(model.flat.detach().clone()))
+
+
+def equal_states(a: State, b: State) -> bool:
+    """Whether two states are the same to the bit."""
+    return (
+        torch.equal(a.theta, b.theta)
+        and a.values == b.values
+        and a.tensors.keys() == b.tensors.keys()
+        and all(torch.equal(a.tensors[name], b.tensors[name]) for name in a.tensors)
+    )

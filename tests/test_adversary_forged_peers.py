@@ -1,0 +1,115 @@
+"""What a peer with a key of its own may not claim: of its replies, of its handshake, of its key's file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+from coordinator.cost import CostModel
+from coordinator.reply_validation import accept
+from coordinator.rounds import Flight
+from coordinator.run_context import Setting
+from fedmq.config.parts import Cost
+from fedmq.errors import InputError, RemoteWireError
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire import handshake
+from fedmq.wire.codec import decode_header, unpack
+from fedmq.wire.handshake import WELCOME_LABEL, complete, initiate, respond
+from fedmq.wire.keys import Identity, init_keys, load_identity
+from fedmq.wire.messages import Delta, Header, Kind, Message
+from tests.small_federation import World, world
+from tests.threaded_run import resolved
+
+TASK = Flight(sequence=4, base_version=3, round=3)
+Change = Callable[[Message], Message]
+
+
+def header(**facts: object) -> Change:
+    return lambda message: replace(message, header=replace(message.header, **facts))  # type: ignore[arg-type]
+
+
+def update(**facts: object) -> Change:
+    def changed(message: Message) -> Message:
+        payloads = (replace(p, **facts) if isinstance(p, Delta) else p for p in message.payloads)  # type: ignore[arg-type]
+        return replace(message, payloads=tuple(payloads))
+
+    return changed
+
+
+@pytest.fixture(scope="module")
+def run() -> World:
+    return world("fedavg", kinds=((True, True),) * 2)
+
+
+def accepted(tiny: Path, run: World, change: Change, flight: Flight | None = TASK) -> None:
+    (reply,) = run.replies(run.eligible[:1])
+    cost = CostModel(Cost(), 0, ("silo-00", "silo-01"), 1, 1, 1)
+    scenario = resolved(tiny, "protocol=fedavg")
+    setting = Setting(scenario, run.protocol, run.context, (11, 9), cost, RunFolder(tiny.parent))
+    facts = {"run": "run-0", "kind": Kind.REPLY, "sender": "silo-00", "receiver": "coordinator", "sent_at": 0.0}
+    honest = Header(**facts, sequence=4, reply_to=4, base_version=3)  # type: ignore[arg-type]
+    accept(change(Message(honest, reply.payloads)), setting, reply.silo, flight)
+
+
+FORGED = {
+    "fresher than it is": (header(base_version=4), "unexpected", "base version 4, the task had 3"),
+    "staler than it is": (header(base_version=0), "unexpected", "base version 0, the task had 3"),
+    "an update of no samples": (update(n_samples=0), "malformed", "of no samples"),
+    "more samples than it has": (update(n_samples=12), "malformed", "12 samples, the silo has 11"),
+    "another layout": (update(layout_digest="0" * 64), "layout", "another layout"),
+    "too few numbers": (update(buffer=np.ones(3, np.float32)), "layout", "of 3 numbers"),
+}
+
+
+@pytest.mark.parametrize(("change", "reason", "said"), FORGED.values(), ids=FORGED.keys())
+def test_a_forged_reply_is_refused(tiny: Path, run: World, change: Change, reason: str, said: str) -> None:
+    accepted(tiny, run, header())
+    accepted(tiny, run, update(n_samples=1))
+    accepted(tiny, run, update(n_samples=11))
+    with pytest.raises(RemoteWireError, match=said) as refused:
+        accepted(tiny, run, change)
+    assert refused.value.reason == reason
+
+
+@pytest.mark.parametrize("flight", [None, replace(TASK, sequence=5)])
+def test_the_version_of_a_reply_to_a_task_that_is_over_says_nothing(
+    tiny: Path, run: World, flight: Flight | None
+) -> None:
+    accepted(tiny, run, header(base_version=9), flight)  # the rounds machine discards it as a duplicate
+
+
+# ---------------------------------------------------------------------------------------------------------- handshake
+@pytest.mark.parametrize("answers", [None, 1])
+def test_a_welcome_that_names_another_hello_is_refused_though_it_is_signed(answers: int | None) -> None:
+    silo, coordinator = (Identity(name, Ed25519PrivateKey.generate()) for name in ("silo-00", "coordinator"))
+    keys = {each.name: each.key.public_key() for each in (silo, coordinator)}
+    hello, initiated = initiate(silo, "coordinator", "run-0", 0.0)
+    welcome, _ = respond(coordinator, keys, "run-0", hello, 0.0)
+    complete(initiated, keys, welcome, 0.0)
+    digest = handshake._digest(*hello)
+    body = bytes(handshake._verified(keys["coordinator"], WELCOME_LABEL, digest, welcome))
+    fields = unpack(body, handshake.MAX_HANDSHAKE_BODY)
+    assert isinstance(fields, dict)
+    forged = replace(decode_header(welcome[0]), reply_to=answers)
+    frames = handshake._signed(coordinator, WELCOME_LABEL, digest, forged, fields)
+    with pytest.raises(RemoteWireError, match="another hello") as refused:
+        complete(initiated, keys, frames, 0.0)
+    assert refused.value.reason == "unexpected"
+
+
+# ----------------------------------------------------------------------------------------------------------- key files
+@pytest.mark.parametrize("mode", [0o640, 0o620, 0o610, 0o604, 0o602, 0o601, 0o660, 0o777])
+def test_a_private_key_that_anybody_else_may_touch_is_refused(tmp_path: Path, mode: int) -> None:
+    init_keys(tmp_path, ["silo-00"])
+    key = tmp_path / "silo-00.key"
+    key.chmod(mode)
+    with pytest.raises(InputError, match=f"mode {mode:04o}"):
+        load_identity(tmp_path, "silo-00")
+    for own in (0o600, 0o400):
+        key.chmod(own)
+        assert load_identity(tmp_path, "silo-00").name == "silo-00"

@@ -1,0 +1,419 @@
+"""Peers with a key of their own that do not keep to the rules: the run goes on, or says in one line why it cannot."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from coordinator.evaluation import Measuring
+from coordinator.loop import Loop
+from coordinator.reply_validation import LARGEST, check_reply
+from coordinator.roster import Roster
+from coordinator.rounds import Phase
+from fedmq.audit.log_checks import audit_run, read_log
+from fedmq.clock import VirtualClock
+from fedmq.config.scenario import Objective, Scenario
+from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.evaluation.program import Evaluator, load_inference
+from fedmq.federation.population import run_name
+from fedmq.federation.protocol import Merged, Reply
+from fedmq.storage.json_files import read_lines
+from fedmq.wire.codec import decode
+from fedmq.wire.handshake import complete, initiate
+from fedmq.wire.keys import init_keys, load_accepted, load_identity
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import DiscriminatorDelta, Error, Header, Kind, Loss, Message, Metrics, Model
+from fedmq.wire.sessions import Session, open_message, seal_message
+from fedmq.wire.transports import zeromq
+from fedmq.wire.transports.zeromq import listen
+from silos.program import Silo
+from tests import in_process_run, threaded_run
+from tests.small_federation import World, world
+from tests.threaded_run import resolved
+
+HEADER = Header(
+    run="run-0", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, reply_to=1, sent_at=0.0
+)
+
+
+# --------------------------------------------------------------------------------------------------------- decoding
+@pytest.mark.parametrize("depth", [3, 1005])
+def test_a_value_nested_however_deeply_is_malformed(depth: int) -> None:
+    plain = b"\x83" + msgpack.packb("payloads") + b"\x91\x92" + msgpack.packb("loss") + b"\x81" + msgpack.packb("value")
+    plain += b"\x91" * depth + b"\x90" + msgpack.packb("task") + b"\xc0" + msgpack.packb("layout") + b"\xc0"
+    with pytest.raises(RemoteWireError, match=r"a list is not a number|nested|msgpack"):
+        decode(HEADER, len(plain).to_bytes(4, "little") + plain)
+
+
+@pytest.mark.parametrize("text", ["é" * 1000, "no such file: x\udce9", "plain"])
+def test_an_errors_text_is_cut_and_mended_to_what_the_wire_carries(text: str) -> None:
+    said = Error.saying("training_failed", text).text
+    assert 0 < len(said.encode()) <= 1000
+    assert said[:5] == text[:5]
+
+
+# ------------------------------------------------------------------------------------------------------ a silo's reply
+def changed(reply: Reply, **facts: Any) -> Reply:
+    payloads = tuple(replace(p, **facts) if isinstance(p, DiscriminatorDelta) else p for p in reply.payloads)
+    return replace(reply, payloads=payloads)
+
+
+def checked(run: World, reply: Reply) -> None:
+    uploads = run.protocol.uploads(reply.silo)
+    check_reply(Message(HEADER, reply.payloads), uploads, run.context, reply.silo, samples=20)
+
+
+def test_a_discriminators_change_is_held_to_what_updates_are_held_to() -> None:
+    run = world("fedhap", objective=Objective(base="dcmh", bits=8, hidden=16))
+    run.round()
+    reply = run.replies()[0]
+    checked(run, reply)
+    (change,) = [p for p in reply.payloads if isinstance(p, DiscriminatorDelta)]
+    huge = np.full(change.buffer.size, 10 * LARGEST, np.float32)
+    for facts, reason in (
+        ({"n_samples": 0}, "malformed"),
+        ({"n_samples": 2**62}, "malformed"),
+        ({"buffer": np.zeros(change.buffer.size, np.uint8)}, "layout"),
+        ({"buffer": huge}, "not_finite"),
+    ):
+        with pytest.raises(RemoteWireError) as refused:
+            checked(run, changed(reply, **facts))
+        assert refused.value.reason == reason, facts
+
+
+def test_a_merge_that_leaves_no_finite_state_ends_the_run_by_name(tiny: Path, tmp_path: Path) -> None:
+    class Spoiling:
+        def __init__(self, protocol: Any) -> None:
+            self.protocol = protocol
+
+        def merge(self, *arguments: Any) -> Merged:
+            merged = self.protocol.merge(*arguments)
+            tensors = {**merged.state.tensors, "spoiled": torch.tensor([0.0, torch.inf])}
+            return Merged(replace(merged.state, tensors=tensors), merged.log)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.protocol, name)
+
+    old = Loop.__post_init__
+
+    def begun(loop: Loop) -> None:
+        loop.setting = replace(loop.setting, protocol=Spoiling(loop.setting.protocol))  # type: ignore[arg-type]
+        old(loop)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "__post_init__", begun)
+        with pytest.raises(RunError, match="round 0: the merged model is no longer finite"):
+            in_process_run.run(resolved(tiny), tmp_path)
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, names: Sequence[str]) -> None:
+    """Silos that answer every task with an error, which they dress up for a terminal."""
+    respond = Silo.respond
+
+    def answer(silo: Silo, message: Message) -> tuple[Any, ...]:
+        if silo.facts.name in names:
+            raise RemoteWireError("unexpected", "no, \x1b[2Jnever")
+        return respond(silo, message)
+
+    monkeypatch.setattr(Silo, "respond", answer)
+
+
+def test_a_silos_errors_cost_its_tasks_and_never_the_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # One silo a round: where it is that one, a round has no reply at all.
+    scenario = resolved(tiny, "participation=0.25", "rounds=6")
+    failing(monkeypatch, ["silo-01"])
+    outcome = in_process_run.run(scenario, tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert outcome.summary["per_silo"]["silo-01"]["participations"] == 0
+    assert outcome.summary["tasks"]["failed"] > 0
+
+
+def test_a_run_that_no_silo_can_train_ends_with_the_first_ones_error(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = resolved(tiny, "participation=0.25", "rounds=100")
+    failing(monkeypatch, scenario.silo_names)
+    with pytest.raises(RunError, match=r"no silo could train by round \d+; .* silo-0\d: task 1: .*never") as ended:
+        in_process_run.run(scenario, tmp_path)
+    assert str(ended.value).isprintable()
+
+
+def test_what_comes_up_is_counted_also_where_it_is_refused(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = resolved(tiny, "rounds=1", "participation=1", "protocol=fedavg")
+    whole = in_process_run.run(scenario, tmp_path / "whole").summary["bytes"]["up"]["delta"]
+    respond = Silo.respond
+    monkeypatch.setattr(
+        Silo,
+        "respond",
+        lambda self, m: tuple(p for p in respond(self, m) if self.facts.name != "silo-01" or not isinstance(p, Loss)),
+    )
+    outcome = in_process_run.run(scenario, tmp_path / "refused")
+    assert outcome.summary["tasks"]["failed"] == 1
+    assert outcome.summary["bytes"]["up"]["delta"] == whole
+
+
+@pytest.mark.parametrize(
+    ("names", "settings"),
+    [
+        ((0, 1, 2, 3), ("participation=0.5", "rounds=1")),
+        ((0, 1, 2), ("participation=1", "rounds=3", "faults=[{kind: leave, silos: [silo-03], rounds: 0-9}]")),
+    ],
+)
+def test_a_run_into_which_nothing_was_merged_is_none_however_short_it_was(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: Sequence[int], settings: Sequence[str]
+) -> None:
+    failing(monkeypatch, [f"silo-0{number}" for number in names])
+    with pytest.raises(RunError, match=r"no silo could train in any round; .* silo-0\d: task \d+: .*never"):
+        in_process_run.run(resolved(tiny, "evaluation.every=0", *settings), tmp_path)
+    with pytest.raises(RunError, match=r"no silo could train in any round; .* silo-0\d: task \d+: .*never"):
+        in_process_run.run(resolved(tiny, "evaluation.every=0", *settings), tmp_path, resume=True)
+    assert not (tmp_path / "summary.json").exists()
+
+
+# ------------------------------------------------------------------------------------------------- measuring
+#: What no codec lets through.
+UNREADABLE = Model("0" * 64, np.full(3, np.nan, np.float32))
+
+
+def within(seconds: float) -> Callable[[], bool]:
+    """Stops a run that would wait for ever."""
+    until = time.monotonic() + seconds
+    return lambda: time.monotonic() > until
+
+
+@pytest.mark.parametrize("answer", [Metrics({}, {}), Loss(1.0), UNREADABLE])
+def test_a_silo_that_measures_nothing_is_left_out_of_the_personal_figures(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answer: Any
+) -> None:
+    measure = Silo.measure
+    monkeypatch.setattr(Silo, "measure", lambda self, m: answer if self.facts.name == "silo-00" else measure(self, m))
+    scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2")
+    outcome = in_process_run.run(scenario, tmp_path, stop_wanted=within(60))
+    assert outcome.phase is Phase.DONE
+    assert "silo-00" not in outcome.summary["personal_whole_split"]
+    assert outcome.summary["messages"]["refused"] == 1
+
+
+def test_a_measurement_that_comes_after_its_silo_was_given_up_is_refused_and_the_audit_agrees(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured, early = Measuring.measured, list[bool]()
+
+    def late(self: Measuring, message: Message) -> bool:
+        if message.header.sender == "silo-00" and "silo-00" in self.asked and not early:
+            early.append(True)
+            self.give_up("silo-00")
+        return measured(self, message)
+
+    monkeypatch.setattr(Measuring, "measured", late)
+    outcome = threaded_run.run(resolved(tiny, "protocol={name: fedper}", "rounds=2"), tmp_path)
+    assert early
+    assert "silo-00" not in outcome.summary["personal_whole_split"]
+    assert not audit_run(tmp_path).findings
+
+
+@pytest.mark.parametrize(
+    "answer", [Metrics({"mean_r1": 0.1}, {}), Metrics({}, {"silo-00": {"mean_r1": 1.0}}), Loss(1.0), UNREADABLE]
+)
+def test_an_evaluator_that_answers_with_no_evaluation_is_told_of_and_a_resume_evaluates(
+    tiny: Path, tmp_path: Path, answer: Any
+) -> None:
+    scenario = resolved(tiny, "rounds=2")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Evaluator, "evaluate", lambda *_: answer)
+        with pytest.raises(RunError, match=r"the evaluator answered with what is no evaluation; .*--resume"):
+            in_process_run.run(scenario, tmp_path, stop_wanted=within(60))
+    assert in_process_run.run(scenario, tmp_path, resume=True).phase is Phase.DONE
+
+
+def test_ctrl_c_while_the_last_evaluation_is_awaited_stops_the_run_which_a_resume_ends(
+    tiny: Path, tmp_path: Path
+) -> None:
+    scenario, asked = resolved(tiny, "rounds=2", "evaluation.every=0"), list[str]()
+
+    def stop() -> bool:
+        merged = (tmp_path / "metrics.jsonl").exists() and len(list(read_lines(tmp_path / "metrics.jsonl"))) >= 3
+        return merged and not asked.append("stop")  # type: ignore[func-returns-value]
+
+    assert in_process_run.run(scenario, tmp_path, stop_wanted=stop).phase is Phase.STOPPED
+    assert asked
+    assert in_process_run.run(scenario, tmp_path, resume=True).phase is Phase.DONE
+
+
+def test_a_model_of_another_layout_is_refused_by_silo_and_evaluator(tiny: Path, tmp_path: Path) -> None:
+    run = world("fedavg")
+    with pytest.raises(RemoteWireError, match="no layout 000000000000 was agreed"):
+        load_inference(run.model, (Model("0" * 64, run.state.theta.numpy()),))
+    seen: list[RemoteWireError] = []
+    respond = Silo.respond
+
+    def told(silo: Silo, message: Message) -> Any:
+        wrong = tuple(replace(p, layout_digest="0" * 64) if isinstance(p, Model) else p for p in message.payloads)
+        try:
+            respond(silo, replace(message, payloads=wrong))
+        except RemoteWireError as error:
+            seen.append(error)
+        return respond(silo, message)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Silo, "respond", told)
+        in_process_run.run(resolved(tiny, "rounds=2", "protocol={name: fedper}"), tmp_path)
+    assert {error.reason for error in seen} == {"layout"}
+
+
+# ----------------------------------------------------------------------------------------------------- whole runs
+def joined(uri: str, keys: Path, name: str, scenario: Scenario) -> tuple[zeromq.Connection, Session]:
+    connection = zeromq.connect(uri)
+    frames, begun = initiate(load_identity(keys, name), "coordinator", run_name(scenario), 0.0)
+    connection.send(frames)
+    welcome = connection.receive(30)
+    assert welcome is not None
+    ready, session = complete(begun, load_accepted(keys), welcome, 0.0)
+    connection.send(ready)
+    return connection, session
+
+
+def giving_up(scenario: Scenario) -> Callable[[str, Path], None]:
+    """A silo that joins and says that it cannot go on."""
+
+    def silo(uri: str, keys: Path) -> None:
+        connection, session = joined(uri, keys, "silo-03", scenario)
+        header = Header(
+            run=session.run, kind=Kind.ERROR, sender="silo-03", receiver="coordinator", sequence=0, sent_at=0.0
+        )
+        while (frames := connection.receive(30)) is not None:
+            if open_message(session, frames)[0].header.kind is Kind.TASK:
+                break
+        connection.send(seal_message(session, Message(header, (Error("bye", "my disk is gone"),))).frames)
+        time.sleep(0.5)
+        connection.close()
+
+    return silo
+
+
+@pytest.mark.slow
+def test_one_silo_that_cannot_go_on_does_not_end_the_run_of_the_others(tiny: Path, tmp_path: Path) -> None:
+    scenario = resolved(
+        tiny, "clock=wall", "aggregation.lost_after=1", "rounds=3", "participation=1.0", "evaluation.every=0"
+    )
+    outcome = threaded_run.run(scenario, tmp_path, silos=scenario.silo_names[:3], others=[giving_up(scenario)])
+    assert outcome.phase is Phase.DONE
+    text = (tmp_path / "messages" / "coordinator.jsonl").read_text()
+    assert "my disk is gone" in text
+    assert outcome.summary["versions"] == 3
+
+
+def test_a_run_with_messages_says_so_whatever_its_scenario_calls_the_launcher(tiny: Path, tmp_path: Path) -> None:
+    scenario = resolved(tiny, "rounds=2", "launcher=inline")
+    assert threaded_run.run(scenario, tmp_path / "wire").summary["messages"]["logged"]
+    assert not in_process_run.run(scenario, tmp_path / "calls").summary["messages"]["logged"]
+
+
+def test_the_evaluator_is_sent_the_layout_before_a_model(tiny: Path, tmp_path: Path) -> None:
+    threaded_run.run(resolved(tiny, "rounds=2"), tmp_path)
+    records = [record for _, record in read_log(tmp_path / "messages" / "evaluator.jsonl") if record]
+    kinds = [record["kind"] for record in records if record["action"] == "received" and record["kind"] != "heartbeat"]
+    assert kinds.index("layout") < kinds.index("evaluate")
+
+
+def test_noise_of_nobody_known_is_counted_whole_and_logged_in_part(tmp_path: Path) -> None:
+    init_keys(tmp_path / "keys", ("coordinator",))
+    clock = VirtualClock()
+    moments = [0.0]
+    clock.stopwatch = lambda: moments[0]  # type: ignore[method-assign]
+    with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", clock) as log:
+        listener = listen("memory://noise")
+        identity, accepted = load_identity(tmp_path / "keys", "coordinator"), load_accepted(tmp_path / "keys")
+        roster = Roster(listener, identity, accepted, "run-0", log, clock, max_body=1 << 20)
+        for _ in range(1000):
+            roster.take(b"anybody", [memoryview(b"x"), memoryview(b"")])
+        roster.note_unlogged()
+        moments[0] = 2.0
+        for _ in range(150):
+            roster.take(b"anybody", [memoryview(b"x"), memoryview(b"")])
+        moments[0] = 4.0
+        roster.take(b"anybody", [memoryview(b"x"), memoryview(b"")])
+        listener.close()
+    assert roster.refused.total() == 1151
+    records = [record for _, record in read_log(tmp_path / "coordinator.jsonl") if record]
+    assert sum(record["action"] == "refused" for record in records) == 201
+    assert [record["count"] for record in records if record["action"] == "note"] == [900, 50]
+
+
+def test_a_hello_that_somebody_repeats_is_refused_and_fills_no_log(tmp_path: Path) -> None:
+    init_keys(tmp_path / "keys", ("coordinator", "silo-00"))
+    accepted, clock = load_accepted(tmp_path / "keys"), VirtualClock()
+    with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", clock) as log:
+        listener = listen("memory://repeated")
+        identity = load_identity(tmp_path / "keys", "coordinator")
+        roster = Roster(listener, identity, accepted, "run-0", log, clock, max_body=1 << 20)
+        own = load_identity(tmp_path / "keys", "silo-00")
+        for count in (1000, 1):
+            hello, _ = initiate(own, "coordinator", "run-0", 0.0)
+            for number in range(count):
+                roster.take(f"{number}".encode(), [memoryview(frame) for frame in hello])
+        listener.close()
+    assert roster.refused == {"replay": 999}
+    actions = Counter(record["action"] for _, record in read_log(tmp_path / "coordinator.jsonl") if record)
+    assert actions == {"received": 2, "sent": 2, "refused": 100}
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+def test_a_run_does_not_go_on_with_other_data(tiny: Path, tmp_path: Path) -> None:
+    before = Path(yaml.safe_load(tiny.read_text())["data"]["path"])
+    own = tmp_path / "own.npz"
+    own.write_bytes(before.read_bytes())
+    scenario, out = resolved(tiny, f"data.path={own}", "rounds=4", "evaluation.every=0"), tmp_path / "out"
+
+    def stop() -> bool:
+        return (out / "metrics.jsonl").exists() and len(list(read_lines(out / "metrics.jsonl"))) >= 2
+
+    assert in_process_run.run(scenario, out, stop_wanted=stop).phase is Phase.STOPPED
+    with np.load(own) as stored:
+        changed = {name: stored[name] for name in stored.files}
+    np.savez(own, **{**changed, "image": changed["image"][::-1]})
+    with pytest.raises(InputError, match="data of other content than the run began with"):
+        in_process_run.run(scenario, out, resume=True)
+    own.write_bytes(before.read_bytes())
+    assert in_process_run.run(scenario, out, resume=True).phase is Phase.DONE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["fedavg", "fedper"])
+def test_from_the_checkpoint_before_the_last_the_same_model_comes_out(tiny: Path, tmp_path: Path, method: str) -> None:
+    scenario = resolved(tiny, f"protocol={{name: {method}}}", "rounds=5", "participation=1.0")
+    whole = in_process_run.run(scenario, tmp_path / "whole").summary
+    merge = Loop._merge
+
+    class Killed(Exception):
+        pass
+
+    def killed(loop: Loop, round_: int, arrived: Any) -> None:
+        if round_ == 3:
+            raise Killed
+        merge(loop, round_, arrived)
+
+    cut = tmp_path / "cut"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Loop, "_merge", killed)
+        with pytest.raises(Killed):
+            in_process_run.run(scenario, cut)
+    shutil.rmtree(sorted((cut / "checkpoints").glob("version-*"))[-1])
+    again = in_process_run.run(scenario, cut, resume=True).summary
+    assert again["model_digest"] == whole["model_digest"]
+    assert again.get("personal") == whole.get("personal")

@@ -1,0 +1,210 @@
+"""Silos with a key of their own that say of themselves what is not so, come back too often, or say too much."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from coordinator.evaluation import Measuring
+from coordinator.roster import Returns, Roster
+from coordinator.rounds import Phase
+from fedmq.cli.terminal import print_summary
+from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError, RemoteWireError, RunError
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.channel import BEAT_SECONDS
+from fedmq.wire.messages import Header, Kind, Message, Metrics
+from silos.program import Silo, SiloArguments, run_silo, told_of
+from tests import in_process_run, threaded_run
+from tests.test_adversary_hostile_peers import joined, within
+from tests.threaded_run import resolved
+
+# ------------------------------------------------------------------------------------------------ own models' figures
+LIES: dict[str, Callable[[Metrics], Metrics]] = {
+    "one figure alone": lambda m: Metrics({"mean_r1": 0.5}, {"silo-00": {"mean_r1": 0.5}}),
+    "one figure more": lambda m: replace(m, values={**m.values, "mine": 1.0}),
+    "one figure less": lambda m: replace(m, per_silo={"silo-00": dict(list(m.per_silo["silo-00"].items())[1:])}),
+    "a rate of 1e308": lambda m: replace(m, values={**m.values, "mean_r1": 1e308}),
+    "its own rate of 1.01": lambda m: replace(m, per_silo={"silo-00": {**m.per_silo["silo-00"], "mean_r1": 1.01}}),
+    "a rate below 0": lambda m: replace(m, values={**m.values, "i2t_r5": -0.1}),
+    "a rank of 1.7e308": lambda m: replace(m, values={**m.values, "i2t_medr": 1.7e308}),
+    "another's share": lambda m: replace(m, per_silo={**m.per_silo, "silo-01": m.per_silo["silo-00"]}),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+@pytest.mark.parametrize("late", [False, True])
+def test_what_a_silo_says_of_its_own_model_spoils_nobody_elses_figures(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str, *, late: bool
+) -> None:
+    """And the evaluator's first evaluation may come after all the silos'."""
+    measure, measured, evaluated = Silo.measure, Measuring.measured, Measuring.evaluated
+
+    def answer(silo: Silo, message: Message) -> Metrics:
+        found = measure(silo, message)
+        return LIES[lie](found) if silo.facts.name == "silo-00" else found
+
+    held, ended = list[Message](), set[str]()
+
+    def hold(measuring: Measuring, message: Message) -> None:
+        held.append(message)
+
+    def let_go(measuring: Measuring, message: Message) -> bool:
+        taken = measured(measuring, message)
+        if taken:
+            ended.add(message.header.sender)
+        if len(ended) == 4:
+            while held:
+                evaluated(measuring, held.pop(0))
+        return taken
+
+    monkeypatch.setattr(Silo, "measure", answer)
+    if late:
+        monkeypatch.setattr(Measuring, "evaluated", hold)
+        monkeypatch.setattr(Measuring, "measured", let_go)
+    scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2", "participation=1")
+    summary = in_process_run.run(scenario, tmp_path, stop_wanted=within(60)).summary
+    assert sorted(summary["personal_whole_split"]) == ["silo-01", "silo-02", "silo-03"]
+    assert summary["personal"].keys() == summary["metrics"].keys()
+    assert summary["messages"]["refused"] == 1
+    json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
+    print_summary(summary, RunFolder(tmp_path), Console(quiet=True))
+
+
+def test_a_resumed_run_knows_the_evaluations_figures_from_its_file(tiny: Path, tmp_path: Path) -> None:
+    scenario, asked = resolved(tiny, "protocol={name: fedper}", "rounds=2", "participation=1"), list[str]()
+
+    def stop() -> bool:
+        return bool(asked)
+
+    ask = Measuring.ask
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Measuring, "ask", lambda self, name: asked.append(name) or ask(self, name))
+        assert in_process_run.run(scenario, tmp_path, stop_wanted=stop).phase is Phase.STOPPED
+    assert asked
+    assert len(in_process_run.run(scenario, tmp_path, resume=True).summary["personal_whole_split"]) == 4
+
+
+# -------------------------------------------------------------------------------------------------- who comes back
+def storming(scenario: Scenario, sent: list[float], done: list[int]) -> Callable[[str, Path], None]:
+    """A silo-03 that, once it has a task, shakes hands again and again; then one as any other."""
+
+    def silo(uri: str, keys: Path) -> None:
+        kept = [joined(uri, keys, "silo-03", scenario)[0]]
+        end = time.monotonic() + 20
+        while not sent and time.monotonic() < end:
+            time.sleep(0.01)  # nobody has a task before all others came
+        for _ in range(29):
+            kept.append(joined(uri, keys, "silo-03", scenario)[0])
+        done.append(len(kept))
+        for connection in kept:
+            connection.close()
+        run_silo(SiloArguments(scenario, "silo-03", uri, keys, keys.parent))
+
+    return silo
+
+
+@pytest.mark.slow
+def test_who_comes_back_again_and_again_is_handed_its_open_task_once_in_a_beat(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario, done = resolved(tiny, "rounds=2", "participation=1.0", "evaluation.every=0"), list[int]()
+    whole = in_process_run.run(scenario, tmp_path / "whole").summary["model_digest"]
+    sent, send, began = list[float](), Roster.send, time.monotonic()
+
+    def counted(roster: Roster, name: str, message: Message | Header) -> int:
+        if name == "silo-03" and isinstance(message, Message) and message.header.kind is Kind.TASK and not done:
+            sent.append(time.monotonic() - began)
+        return send(roster, name, message)
+
+    monkeypatch.setattr(Roster, "send", counted)
+    out = tmp_path / "storm"
+    outcome = threaded_run.run(scenario, out, silos=scenario.silo_names[:3], others=[storming(scenario, sent, done)])
+    assert done == [30]
+    # The first time, the first time again, and once in each beat that the storm lasted.
+    assert len(sent) <= 3 + (sent[-1] - sent[0]) / BEAT_SECONDS
+    assert outcome.summary["model_digest"] == whole
+
+
+def test_who_comes_back_within_a_beat_waits_for_the_next() -> None:
+    returns = Returns()
+    assert not returns.must_wait("silo-00", 10.0, 2.0)
+    assert not returns.must_wait("silo-00", 10.1, 2.0)
+    assert returns.must_wait("silo-00", 10.2, 2.0)
+    assert not returns.must_wait("silo-01", 10.2, 2.0)
+    assert (returns.waiting, returns.due(12.0, 2.0), returns.due(12.2, 2.0)) == ({"silo-00"}, [], ["silo-00"])
+    assert not returns.must_wait("silo-00", 12.2, 2.0)
+    assert not returns.waiting
+    assert returns.must_wait("silo-00", 14.0, 2.0)
+
+
+@pytest.mark.slow
+def test_a_coordinator_takes_as_many_connections_as_the_system_allows(tmp_path: Path) -> None:
+    program = (
+        "import resource; from pathlib import Path; from types import SimpleNamespace as S\n"
+        "from coordinator.program import run_coordinator\n"
+        "most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (min(64, most), most))\n"
+        "try: run_coordinator(S(scenario=None, out=Path('x'), keys=Path('none'), resume=False))\n"
+        "except Exception: pass\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE) == (most, most))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout == "True\n"
+
+
+# ------------------------------------------------------------------------------------------- what silos say of errors
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("no such thing in /home/jane/data"), "ValueError"),
+        (FileNotFoundError(2, "No such file or directory", "/home/jane/x.npz"), "FileNotFoundError"),
+        (RunError("training diverged at silo-00: loss nan"), "RunError: training diverged at silo-00: loss nan"),
+        (RunError("/home/Jane Doe/x y.npz: gone, see /srv/jane/log"), "RunError: log"),
+        (RemoteWireError("layout", "no layout 00 was agreed"), "RemoteWireError: layout: no layout 00 was agreed"),
+        (
+            InputError("/home/Jane Doe/task-1.safetensors", "damaged (~/own/x: EOF)", "a whole file, as in /srv/a"),
+            "InputError: task-1.safetensors: found 'damaged (x: EOF)', allowed: a whole file, as in a",
+        ),
+        (InputError("--lr", 3, "1 or 2"), "InputError: --lr: found 3, allowed: 1 or 2"),
+        (InputError("x", Path("/home/jane/x"), "y"), "InputError: x: found PosixPath('x'), allowed: y"),
+    ],
+)
+def test_no_folder_of_a_silo_is_told_to_the_coordinator(error: Exception, told: str) -> None:
+    assert told_of(error) == told
+
+
+def test_the_whole_of_a_silos_error_stays_with_the_silo(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    respond, scenario = Silo.respond, resolved(tiny, "rounds=2", "participation=1", "evaluation.every=0")
+    errors = {
+        "silo-01": InputError("/home/jane/a.npz", "no file", "a file"),
+        "silo-02": OSError(5, "broken", "/home/jane/b.npz"),
+    }
+
+    def answer(silo: Silo, message: Message) -> tuple[Any, ...]:
+        if silo.facts.name in errors:
+            raise errors[silo.facts.name]
+        return respond(silo, message)
+
+    monkeypatch.setattr(Silo, "respond", answer)
+    assert threaded_run.run(scenario, tmp_path).phase is Phase.DONE
+    said = {note["peer"]: note["error"] for note in in_process_run.notes(tmp_path, "error reported")}
+    assert said == {
+        "silo-01": "task 2: InputError: a.npz: found 'no file', allowed: a file",
+        "silo-02": "task 2: OSError",
+    }
+    assert "jane" not in (tmp_path / "messages" / "coordinator.jsonl").read_text()
+    kept = capfd.readouterr().err
+    assert "silo-01: task 2: /home/jane/a.npz: found 'no file'" in kept
+    assert "/home/jane/b.npz" in kept

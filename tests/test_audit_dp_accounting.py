@@ -1,0 +1,105 @@
+"""What an audit says the noise guarantees: the right epsilon, of the updates that left, and what it does not cover."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scipy.stats import norm
+from typer.testing import CliRunner
+
+from fedmq.audit.dp_accounting import account
+from fedmq.audit.log_checks import Audit
+from fedmq.cli.main import app
+from fedmq.errors import InputError
+from tests.threaded_run import resolved, run
+
+NOISE = "privacy={clip_norm: 0.5, noise_multiplier: 2.0}"
+
+
+def delta_of(epsilon: float, multiplier: float, updates: int) -> float:
+    """Balle and Wang 2018, equation 6, of what Gaussian mechanisms come to together (Dong et al. 2022)."""
+    mu = math.sqrt(updates) / multiplier
+    return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))
+
+
+def message(sender: str, *payloads: tuple[str, str], kind: str = "reply") -> tuple[str, dict[str, Any]]:
+    return "log:1", {
+        "kind": kind,
+        "sender": sender,
+        "payloads": [[name, 4] for name, _ in payloads],
+        "digests": [content for _, content in payloads],
+    }
+
+
+def audited(*messages: tuple[str, dict[str, Any]]) -> Audit:
+    return Audit(messages=list(messages))
+
+
+@pytest.fixture
+def folder(tiny: Path, tmp_path: Path) -> Path:
+    (tmp_path / "scenario.yaml").write_text(resolved(tiny, NOISE).dump())
+    return tmp_path
+
+
+@pytest.mark.parametrize("updates", [1, 2, 7, 200])
+@pytest.mark.parametrize("delta", [1e-9, 1e-5, 0.05])
+def test_epsilon_is_that_of_gaussian_mechanisms_one_after_another(folder: Path, updates: int, delta: float) -> None:
+    audit = audited(*(message("silo-00", ("delta", str(number))) for number in range(updates)))
+    spent = account(folder, audit, delta).silos["silo-00"]
+    assert spent.updates == updates
+    assert delta_of(spent.epsilon, 2.0, updates) == pytest.approx(delta, rel=1e-3)
+
+
+def test_an_update_counts_once_however_often_it_is_sent_and_wherever_it_is_logged(folder: Path) -> None:
+    once = audited(message("silo-00", ("delta", "a")), message("silo-00", ("partial_delta", "b")))
+    twice = audited(*once.messages, *once.messages)
+    assert account(folder, twice, 1e-5) == account(folder, once, 1e-5)
+    assert account(folder, once, 1e-5).silos["silo-00"].updates == 2
+    second = audited(message("silo-00", ("delta", "a"), ("discriminator_delta", "c")))
+    assert account(folder, second, 1e-5).silos["silo-00"].updates == 2, "two updates in one reply"
+
+
+def test_what_left_without_noise_is_named_and_the_programs_that_are_no_silos_are_not(folder: Path) -> None:
+    audit = audited(
+        message("coordinator", ("model", "m"), kind="task"),
+        message("evaluator", ("metrics", "e")),
+        message("silo-01", ("loss", "l"), ("delta", "d"), ("loss", "k")),
+        message("silo-02", ("error", "x"), kind="error"),
+    )
+    silos = account(folder, audit, 1e-5).silos
+    assert set(silos) == {"silo-01", "silo-02"}
+    assert (silos["silo-01"].updates, silos["silo-01"].beside) == (1, ("loss",))
+    assert (silos["silo-02"].updates, silos["silo-02"].epsilon, silos["silo-02"].beside) == (0, 0.0, ("error",))
+
+
+@pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, float("nan")])
+def test_a_delta_that_is_no_chance_is_one_line(folder: Path, delta: float) -> None:
+    with pytest.raises(InputError, match=r"--delta: found .*, allowed: a number between 0 and 1"):
+        account(folder, audited(), delta)
+
+
+def test_a_run_without_noise_has_no_epsilon(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "scenario.yaml").write_text(resolved(tiny, "privacy={clip_norm: 0.5}").dump())
+    with pytest.raises(InputError, match=r"noise_multiplier: found 0, allowed: above 0"):
+        account(tmp_path, audited(), 1e-5)
+
+
+@pytest.mark.slow
+def test_the_audit_of_a_real_run_says_what_its_noise_guarantees(tiny: Path, tmp_path: Path) -> None:
+    scenario = resolved(tiny, "protocol=fedavg", "missing_modality={}", "participation=1.0", "rounds=3", NOISE)
+    run(scenario, tmp_path)
+    (tmp_path / "scenario.yaml").write_text(scenario.dump())
+    asked = ["audit", str(tmp_path), "--delta", "1e-5"]
+    printed = CliRunner().invoke(app, asked, env={"COLUMNS": "200"})
+    assert printed.exit_code == 0, printed.output
+    assert "there is no guarantee at all (privacy.noise_from: key)" in printed.output
+    assert "The numbers of samples in them, and what was sent beside them, have no guarantee." in printed.output
+    accounts = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)["accounts"]
+    assert set(accounts["silos"]) == set(scenario.silo_names)
+    for spent in accounts["silos"].values():
+        assert delta_of(spent["epsilon"], 2.0, 3) == pytest.approx(1e-5, rel=1e-3)
+        assert (spent["updates"], spent["beside"]) == (3, ["loss", "modality_prototypes"])

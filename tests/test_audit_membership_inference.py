@@ -1,0 +1,327 @@
+"""The privacy probe: does a released model tell what it was trained on from what it was not?"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from sklearn.metrics import roc_auc_score, roc_curve
+
+import protocols
+from fedmq.audit import membership_inference
+from fedmq.cli import main as cli
+from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError
+from fedmq.retrieval import gallery, pr_curves
+from fedmq.retrieval.released_model import OtherModelError, Release, open_release
+from tests import in_process_run, threaded_run
+
+HASHING = "objective={base: dcmh, bits: 12, hidden: 16}"
+# Few different values, so that ties come up.
+VALUES = arrays.arrays(np.float64, st.integers(1, 40), elements=st.integers(-6, 6).map(float))
+
+
+# ------------------------------------------------------------------------------------------------------- the numbers
+@given(VALUES, VALUES)
+@settings(deadline=None)
+def test_area_and_rate_are_those_of_scikit_learn(members: np.ndarray, others: np.ndarray) -> None:
+    truth = np.concatenate([np.ones(len(members)), np.zeros(len(others))])
+    both = np.concatenate([members, others])
+    below, above = membership_inference.components(members, others)
+    area = roc_auc_score(truth, both)
+    assert membership_inference.area(members, others) == pytest.approx(area)
+    assert (below.mean(), above.mean()) == pytest.approx((area, area))
+    false, true, _ = roc_curve(truth, both, drop_intermediate=False)
+    assert membership_inference.true_positives(members, others) == pytest.approx(
+        true[false <= membership_inference.FALSE_POSITIVES].max()
+    )
+
+
+@given(VALUES, VALUES)
+@settings(deadline=None)
+def test_the_interval_is_delongs_by_all_pairs(members: np.ndarray, others: np.ndarray) -> None:
+    found = membership_inference.estimate(
+        membership_inference.area(members, others), membership_inference.components(members, others), 0.0
+    )
+    if found.low is None or found.high is None:
+        assert min(len(members), len(others)) < 2 or np.ptp(membership_inference.components(members, others)[0]) == 0
+        return
+    pairs = np.heaviside(members[:, None] - others[None, :], 0.5)
+    variance = pairs.mean(1).var(ddof=1) / len(members) + pairs.mean(0).var(ddof=1) / len(others)
+    half = 1.959963984540054 * np.sqrt(variance)
+    ends = max(0, pairs.mean() - half), min(1, pairs.mean() + half)
+    # Next to 0 what is left of a difference has few digits.
+    assert (found.low, found.high) == pytest.approx(ends, rel=1e-5, abs=1e-9)
+    assert 0 <= found.low <= found.value <= found.high <= 1
+
+
+def test_nineteen_of_twenty_intervals_hold_the_true_area() -> None:
+    generator = np.random.default_rng(0)
+    truth = 0.7602499389065233  # of N(1, 1) against N(0, 1): the normal distribution at 1 / sqrt(2)
+    held, count = 0, 400
+    for _ in range(count):
+        members, others = generator.normal(1, 1, 60), generator.normal(0, 1, 45)
+        found = membership_inference.estimate(
+            membership_inference.area(members, others), membership_inference.components(members, others), 0.0
+        )
+        assert found.low is not None and found.high is not None
+        held += found.low <= truth <= found.high
+    assert 0.92 <= held / count <= 0.98
+
+
+def test_the_difference_of_two_models_over_the_same_items_is_known_better_than_either() -> None:
+    generator = np.random.default_rng(0)
+    before = generator.normal(size=200), generator.normal(size=100)
+    after = before[0] + 0.3 + 0.1 * generator.normal(size=200), before[1]
+    found = membership_inference.compared(after, before, ("image",), trained=True)
+    assert None not in (found.auc.low, found.auc.high, found.added.low, found.added.high)
+    assert found.added.value == pytest.approx(found.auc.value - found.untrained)
+    assert found.added.low > 0
+    assert found.added.high - found.added.low < (found.auc.high - found.auc.low) / 2
+
+
+def test_one_item_has_no_interval() -> None:
+    found = membership_inference.compared(
+        (np.ones(1), np.zeros(5)), (np.ones(1), np.zeros(5)), ("image",), trained=True
+    )
+    assert (found.auc.value, found.auc.low, found.added.low) == (1.0, None, None)
+
+
+def test_a_score_is_the_pairs_cosine_less_that_with_all_others() -> None:
+    generator = np.random.default_rng(1)
+    image, text = generator.normal(size=(2, 7, 5)).astype(np.float32)
+    x, y = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (image, text))
+    cosines = x @ y.T
+    for item, score in enumerate(membership_inference.scores(image, text)):
+        others = np.delete(np.arange(7), item)
+        expected = cosines[item, item] - (cosines[item, others].mean() + cosines[others, item].mean()) / 2
+        assert score == pytest.approx(expected, abs=1e-6)
+    assert np.allclose(membership_inference.scores(3 * image, text), membership_inference.scores(image, text))
+
+
+# --------------------------------------------------------------------------------------------------------- whole runs
+def of_noise(tmp_path: Path, **more: object) -> Scenario:
+    """A scenario whose images say nothing about their captions: only what is learnt by heart fits."""
+    generator = np.random.default_rng(2)
+    path = tmp_path / "noise.npz"
+    np.savez(
+        path,
+        **{name: generator.normal(size=(140, 24)).astype(np.float32) for name in ("image", "text")},
+        split=np.array(["train"] * 80 + ["test"] * 60),
+    )
+    file = tmp_path / "noise.yaml"
+    content = {
+        "name": "noise",
+        "rounds": 10,
+        "protocol": "fedavg",
+        "data": {"name": "features", "path": str(path)},
+        "backbone": {"name": "features", "bottleneck": 64},
+        "silos": {"count": 2},
+        "partition": {"kind": "iid"},
+        "training": {"learning_rate": 0.01, "warmup_rounds": 1, "local_epochs": 5},
+        "evaluation": {"every": 0},
+        "launcher": "inline",
+        **more,
+    }
+    file.write_text(yaml.safe_dump(content))
+    return threaded_run.resolved(file)
+
+
+def finished(scenario: Scenario, out: Path) -> Release:
+    out.mkdir()
+    (out / "scenario.yaml").write_text(scenario.dump())
+    in_process_run.run(scenario, out)
+    return open_release(out)
+
+
+def test_a_model_that_learnt_its_items_by_heart_gives_them_away(tmp_path: Path) -> None:
+    measured = membership_inference.probe(finished(of_noise(tmp_path), tmp_path / "run"))
+    assert (measured.overall.members, measured.overall.others) == (80, 60)
+    assert measured.overall.auc.value > 0.9
+    assert measured.overall.tpr > 0.3
+    assert measured.overall.added.low is not None and measured.overall.added.low > 0.2
+    assert all(found.auc.value > 0.8 for found in measured.per_silo.values())
+    assert sum(found.members for found in measured.per_silo.values()) == 80
+
+
+def test_a_model_that_hardly_learnt_gives_nothing_away(tmp_path: Path) -> None:
+    hardly = {"learning_rate": 1e-7, "warmup_rounds": 0, "local_epochs": 1}
+    measured = membership_inference.probe(finished(of_noise(tmp_path, rounds=1, training=hardly), tmp_path / "run"))
+    assert measured.overall.auc.low is not None and measured.overall.auc.high is not None
+    assert measured.overall.auc.low < 0.5 < measured.overall.auc.high
+    assert measured.overall.added.value == pytest.approx(0, abs=0.05)
+
+
+def test_items_that_nobody_trained_on_are_no_members(tmp_path: Path) -> None:
+    scenario = of_noise(tmp_path, protocol="paired_only", missing_modality={"silos": {"silo-01": "image"}})
+    measured = membership_inference.probe(finished(scenario, tmp_path / "run"))
+    one, other = measured.per_silo["silo-00"], measured.per_silo["silo-01"]
+    assert (one.trained, other.trained, other.modalities) == (True, False, ("image",))
+    assert measured.overall.members == one.members < 80
+    assert one.auc.value > 0.8
+    assert other.auc.low is not None and other.auc.high is not None
+    assert other.auc.low < 0.5 < other.auc.high
+    console = Console(record=True, width=120)
+    membership_inference.show(measured, console)
+    assert "silo-01, image, took no part" in console.export_text()
+
+
+def test_pooled_data_are_probed_as_one(tmp_path: Path) -> None:
+    scenario = of_noise(tmp_path, protocol="central")
+    measured = membership_inference.probe(finished(scenario, tmp_path / "run"), pooled=protocols.pooled("central"))
+    assert measured.overall.members == 80
+    assert measured.overall.auc.value > 0.8
+    assert not measured.per_silo
+
+
+def test_without_the_runs_data_one_line_says_so(tmp_path: Path) -> None:
+    release = finished(of_noise(tmp_path, rounds=1), tmp_path / "run")
+    (tmp_path / "noise.npz").unlink()
+    with pytest.raises(InputError, match=r"--probe .*noise\.npz.*the run's data on this machine"):
+        membership_inference.probe(release)
+
+
+@pytest.mark.slow
+def test_other_data_of_the_same_shape_are_not_taken_for_the_runs(tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    release = finished(of_noise(tmp_path, rounds=1), tmp_path / "run")
+    path = tmp_path / "noise.npz"
+    with np.load(path) as whole:
+        there = dict(whole)
+    np.savez(path, **{**there, "image": -there["image"]})
+    for use in (membership_inference.probe, gallery.export, lambda opened: pr_curves.measured(opened, (1,))):
+        with pytest.raises(InputError, match=r"run: the data: found 'data of other content than the run was made with"):
+            use(release)
+    np.savez(path, **there)
+    assert membership_inference.probe(release).overall.members == 80
+
+
+def test_a_release_swapped_together_with_its_configuration_is_not_opened(tmp_path: Path) -> None:
+    own, other = (finished(of_noise(tmp_path, rounds=1, seed=seed), tmp_path / f"run{seed}") for seed in (0, 1))
+    shutil.rmtree(own.run.model)
+    shutil.copytree(other.run.model, own.run.model)
+    with pytest.raises(OtherModelError, match=r"model/config\.json: found 'a model with digest"):
+        open_release(own.run.root)
+    own.run.summary.unlink()  # a release that was brought alone
+    assert open_release(own.run.root).digest == other.digest
+
+
+# -------------------------------------------------------------------------------------------------- the command line
+def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr("sys.argv", ["fedmq", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture(scope="module")
+def run_of_rcsr_p(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of RCSR-p with its message logs."""
+    out = tmp_path_factory.mktemp("probe") / "run"
+    scenario = threaded_run.resolved(tiny, "protocol={name: rcsr, warmup: 1, personal: router, personal_onset: 1}")
+    threaded_run.run(scenario, out)
+    (out / "scenario.yaml").write_text(scenario.dump())
+    return out
+
+
+def test_the_command_probes_and_stays_at_exit_code_0(
+    run_of_rcsr_p: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "audit", run_of_rcsr_p, "--probe", "--json") == 0
+    facts = json.loads(capsys.readouterr().out)["probe"]
+    assert facts["personal"]
+    assert facts["digest"] == json.loads((run_of_rcsr_p / "summary.json").read_text())["model_digest"]
+    assert (facts["overall"]["members"], facts["overall"]["others"]) == (100, 30)
+    assert set(facts["per_silo"]) == {"silo-00", "silo-01", "silo-02", "silo-03"}
+    for found in (facts["overall"], *facts["per_silo"].values()):
+        assert 0 <= found["auc"]["value"] <= 1
+        assert 0 <= found["tpr"] <= 1
+    assert fedmq(monkeypatch, "audit", run_of_rcsr_p, "--probe") == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "0.5 is a coin toss" in said
+    assert "the silos have parts of their own, which are not in it" in said
+
+
+def test_without_the_options_nothing_of_them_is_said(
+    run_of_rcsr_p: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "audit", run_of_rcsr_p, "--json") == 0
+    assert not {"probe", "policy"} & set(json.loads(capsys.readouterr().out))
+
+
+def test_a_probe_of_broken_logs_exits_with_3(
+    run_of_rcsr_p: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run_of_rcsr_p, tmp_path / "run")
+    log = tmp_path / "run" / "messages" / "silo-00.jsonl"
+    first, _, *rest = log.read_text().splitlines(keepends=True)
+    log.write_text("".join([first, *rest]))
+    assert fedmq(monkeypatch, "audit", tmp_path / "run", "--probe", "--json") == 3
+
+
+def test_a_probe_that_cannot_be_made_does_not_silence_what_was_found(
+    run_of_rcsr_p: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(run_of_rcsr_p, root)
+    shutil.rmtree(root / "model")
+    assert fedmq(monkeypatch, "audit", root, "--probe", "--json") == 3
+    told = capsys.readouterr()
+    facts = json.loads(told.out)
+    assert [finding["place"] for finding in facts["findings"]] == [str(root / "model" / "config.json")]
+    assert "no released model in it" in facts["error"] and "no released model in it" in told.err
+    assert fedmq(monkeypatch, "audit", root, "--delta", "1e-5") == 3
+    assert "1 differences" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("swapped", ["model", "model and config"])
+def test_a_swapped_model_is_a_finding_and_is_not_probed(
+    run_of_rcsr_p: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    swapped: str,
+) -> None:
+    root = tmp_path / "run"
+    shutil.copytree(run_of_rcsr_p, root)
+    path, config = root / "model" / "model.safetensors", root / "model" / "config.json"
+    save_file({name: -tensor for name, tensor in load_file(path).items()}, path)
+    if swapped != "model":
+        config.write_text(json.dumps({**json.loads(config.read_text()), "model_digest": "cd" * 32}))
+    assert fedmq(monkeypatch, "audit", root, "--probe", "--json") == 3
+    facts = json.loads(capsys.readouterr().out)
+    own = json.loads((root / "summary.json").read_text())["model_digest"]
+    places = [finding["place"] for finding in facts["findings"]]
+    told = [each["what"].endswith(f"instead of the run's own, with digest {own}") for each in facts["findings"]]
+    assert places[0] == str(path if swapped == "model" else config)
+    assert told[0]
+    assert len(set(places)) == len(places)  # what the audit and the probe both find is told once
+    assert (facts["ok"], "probe" in facts) == (False, False)
+    assert fedmq(monkeypatch, "audit", root) == 3  # nor does it take a probe to see it
+
+
+def test_hash_codes_are_probed_too(tiny: Path, tmp_path: Path) -> None:
+    measured = membership_inference.probe(
+        finished(threaded_run.resolved(tiny, HASHING, "protocol=fedavg"), tmp_path / "run")
+    )
+    assert measured.overall.members == 100
+    assert 0 <= measured.overall.auc.value <= 1
+
+
+def test_a_real_run_of_rcsr_p_keeps_to_the_policy_of_the_documents(
+    run_of_rcsr_p: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shipped = Path(__file__).parent.parent / "docs" / "policies" / "rcsr_p.yaml"
+    assert fedmq(monkeypatch, "audit", run_of_rcsr_p, "--policy", shipped, "--json") == 0
+    facts = json.loads(capsys.readouterr().out)["policy"]
+    assert (facts["ok"], facts["broken"], facts["not_held"]) == (True, [], 0)
+    assert facts["held"] > 30

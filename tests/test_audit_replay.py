@@ -1,0 +1,333 @@
+"""Replay: a run done again is the same run, and if it is not, the first difference is named."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from coordinator import loop
+from coordinator.rounds import Phase
+from fedmq.audit.log_checks import audit_run
+from fedmq.audit.replay import Difference, first_difference, read_record
+from fedmq.clock import VirtualClock
+from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError
+from fedmq.storage.run_folder import RunFolder, write_json
+from fedmq.wire import channel
+from fedmq.wire.message_log import MessageLog
+from tests import in_process_run
+from tests.in_process_run import notes, run_restarted
+from tests.test_federation_faults import struck
+from tests.threaded_run import resolved, run
+
+FEDMQ = str(Path(sys.executable).parent / "fedmq")
+
+
+@pytest.fixture
+def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats of less than half a second, so that what is lost is missed soon."""
+    for module in (channel, loop):
+        monkeypatch.setattr(module, "BEAT_SECONDS", 0.4)
+
+
+def finished(scenario: Scenario, out: Path, *, calls: bool = True) -> RunFolder:
+    outcome = run_restarted(scenario, out) if calls else run(scenario, out)
+    assert outcome.phase is Phase.DONE
+    return RunFolder(out)
+
+
+def difference(one: RunFolder, other: RunFolder) -> Difference | None:
+    return first_difference(read_record(one), read_record(other))
+
+
+def test_a_run_done_again_is_the_same(tiny: Path, tmp_path: Path) -> None:
+    first, second = (finished(resolved(tiny), tmp_path / name) for name in ("first", "second"))
+    assert difference(first, second) is None
+    assert len(read_record(first).events) == 12
+
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_is_the_same_as_one_that_was_not(tiny: Path, tmp_path: Path) -> None:
+    whole = finished(resolved(tiny), tmp_path / "whole")
+    crashing = resolved(
+        tiny, "faults=[{kind: coordinator_crash, after_event: 4}, {kind: disk_full, round: 3, times: 3}]"
+    )
+    assert difference(whole, finished(crashing, tmp_path / "killed")) is None
+
+
+@pytest.mark.slow
+def test_calls_and_messages_have_the_same_events(tiny: Path, tmp_path: Path) -> None:
+    called = read_record(finished(resolved(tiny), tmp_path / "called"))
+    sent = read_record(finished(resolved(tiny), tmp_path / "sent", calls=False))
+    assert called.events == sent.events
+    assert called.digest == sent.digest
+    assert sum(silo != "evaluator" for _, silo, _ in sent.messages) == 2 * len(sent.events)
+    assert not called.messages
+
+
+@pytest.mark.slow
+def test_a_silo_that_also_measures_its_own_model_is_the_same(tiny: Path, tmp_path: Path) -> None:
+    # Its figures answer by the number of its last merged task, as the reply to that task did.
+    own = resolved(tiny, "protocol={name: rcsr, personal: fixed, personal_onset: 0}", "evaluation.every=1")
+    first, second = (finished(own, tmp_path / name, calls=False) for name in ("first", "second"))
+    record = read_record(first)
+    assert {version for kind, silo, version in record.messages if kind == "measurement of version"} >= {1, 2}
+    assert all(len(contents) == 1 for contents in record.messages.values())
+    assert difference(first, second) is None
+
+
+@pytest.mark.slow
+def test_a_log_that_tells_of_deadlines_of_merges_that_were_over_is_of_the_same_run(tiny: Path, tmp_path: Path) -> None:
+    first, second = (finished(resolved(tiny), tmp_path / name) for name in ("first", "second"))
+    with MessageLog(second.messages("coordinator"), "coordinator", VirtualClock()) as log:
+        log.note("event", event="deadline", silo="", sequence=0, now=1.0, version=0)
+    assert difference(first, second) is None
+    with MessageLog(second.messages("coordinator"), "coordinator", VirtualClock()) as log:
+        log.note("event", event="arrived", silo="silo-00", sequence=99, now=1.0, version=0)
+    assert difference(first, second) is not None
+
+
+def test_the_first_difference_is_named(tiny: Path, tmp_path: Path) -> None:
+    first = finished(resolved(tiny), tmp_path / "first")
+    late = resolved(tiny, "faults=[{kind: late, seconds: 5, silos: [silo-00], rounds: [2]}]")
+    found = difference(first, finished(late, tmp_path / "late"))
+    assert found is not None
+    assert found.place.startswith("event ")
+    assert "silo-00" in found.was
+
+
+@pytest.mark.slow
+def test_a_payload_that_differs_is_named_by_its_silo_and_task(tiny: Path, tmp_path: Path) -> None:
+    first = finished(resolved(tiny), tmp_path / "first", calls=False)
+    lying = resolved(tiny, "faults=[{kind: sign_flip, silos: [silo-02], rounds: [1]}]")
+    found = difference(first, finished(lying, tmp_path / "lying", calls=False))
+    assert found is not None
+    assert found.place.startswith("reply 2 of silo-02") or found.place.startswith("reply 1 of silo-02")
+
+
+@pytest.mark.slow
+def test_a_changed_metric_and_a_changed_digest_are_found(tiny: Path, tmp_path: Path) -> None:
+    first, second = (finished(resolved(tiny), tmp_path / name) for name in ("first", "second"))
+    text = second.metrics.read_text()
+    second.metrics.write_text(text.replace('"kind": "evaluation", "version": 4', '"kind": "evaluation", "version": 5'))
+    found = difference(first, second)
+    assert found is not None
+    assert found.place == "evaluation of version 4"
+    second.metrics.write_text(text)
+    summary = json.loads(second.summary.read_text())
+    write_json(second.summary, {**summary, "model_digest": "0" * 64})
+    assert difference(first, second) == Difference("model_digest", read_record(first).digest, "0" * 64)
+
+
+FORGED = ("metrics", "per_silo", "participations", "fairness", "tasks", "seconds")
+
+
+def test_forged_figures_of_a_summary_are_not_the_same_run(tiny: Path, tmp_path: Path) -> None:
+    run = finished(resolved(tiny, "rounds=2"), tmp_path / "run")
+    honest, summary = read_record(run), json.loads(run.summary.read_text())
+    for what in FORGED:
+        forged = json.loads(json.dumps(summary))
+        match what:
+            case "metrics":
+                forged["metrics"]["mean_r1"] = 0.99
+            case "per_silo":
+                forged["per_silo"]["silo-02"]["mean_r1"] = 0.99
+            case "participations":
+                forged["per_silo"]["silo-02"]["participations"] += 1
+            case "fairness":
+                forged["fairness"]["worst_r1"] = 0.99
+            case "tasks":
+                forged["tasks"]["failed"] += 1
+            case _:
+                forged["seconds"]["virtual"] += 1
+        write_json(run.summary, forged)
+        found = first_difference(read_record(run), honest)
+        assert found is not None, what
+        assert found.place.startswith("summary: "), what
+    write_json(
+        run.summary, {**summary, "seconds": {**summary["seconds"], "total": 1e6}, "bytes": {"up": {}, "down": {}}}
+    )
+    assert first_difference(read_record(run), honest) is None  # real time, and what had to be sent again
+
+
+def test_a_swapped_model_is_not_the_same_run(tiny: Path, tmp_path: Path) -> None:
+    run = finished(resolved(tiny, "rounds=2"), tmp_path / "run")
+    honest, path = read_record(run), run.model / "model.safetensors"
+    save_file({name: -array for name, array in load_file(path).items()}, path)
+    found = first_difference(read_record(run), honest)
+    assert found is not None
+    assert (found.place, found.now) == ("model/model.safetensors", honest.digest)
+    path.unlink()
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        read_record(run)
+
+
+def test_a_message_that_no_event_tells_of_must_be_in_both_runs(tiny: Path, tmp_path: Path) -> None:
+    honest = read_record(finished(resolved(tiny, "rounds=2"), tmp_path / "run"))
+    last = max(event["sequence"] for event in honest.events if event["silo"] == "silo-00")
+
+    def compared(*keys: tuple[str, str, int]) -> Difference | None:
+        more = replace(honest, messages=dict.fromkeys(keys, ("said",)))
+        found, back = first_difference(more, honest), first_difference(honest, more)
+        assert (found is None) == (back is None)
+        return found
+
+    task, reply = ("task", "silo-00", last + 1), ("reply", "silo-00", last + 1)
+    assert compared(task, reply) is None  # under way when the run ended
+    for invented in (
+        reply,
+        ("error", "silo-00", 0),
+        ("reply", "silo-00", 99),
+        ("measurement of version", "evaluator", 1),
+    ):
+        keys = (invented,) if invented == reply else (task, reply, invented)
+        found = compared(*keys)
+        assert found is not None, invented
+        assert (found.place, found.was, found.now) == ("{0} {2} of {1}".format(*invented), "said", "nothing")
+
+
+def test_an_unfinished_run_is_no_run_to_compare(tiny: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"summary\.json"):
+        read_record(RunFolder(tmp_path))
+
+
+WIRE = {
+    "drop": "{kind: drop, silos: [silo-00, silo-01], rounds: [1, 2], again: 3}",
+    "duplicate": "{kind: duplicate, silos: [silo-00, silo-01], rounds: [1, 2]}",
+    "reorder": "{kind: reorder, silos: [silo-00, silo-01], rounds: [1, 2]}",
+    "corrupt": "{kind: corrupt, silos: [silo-00, silo-01], rounds: [1, 2]}",
+    "split": "{kind: split, silos: [silo-00, silo-01], time: [0.05, 3]}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "refusals"),
+    [
+        # On a busy machine a session may be lost before the next message shows the gap.
+        ("drop", {"gap", "unknown_session"}),
+        ("duplicate", {"replay"}),
+        ("reorder", {"gap", "unknown_session"}),
+        ("corrupt", {"tampered"}),
+        ("split", {"gap", "unknown_session"}),
+    ],
+)
+@pytest.mark.usefixtures("quick_beats")
+def test_frames_that_go_wrong_are_refused_and_the_model_is_the_one_of_the_calls(
+    kind: str, refusals: set[str], tiny: Path, tmp_path: Path
+) -> None:
+    """Real frames are mistreated between transport and roster; the outcome is what the fate said beforehand."""
+    scenario = resolved(tiny, f"faults=[{WIRE[kind]}]", "participation=1.0")
+    sent = finished(scenario, tmp_path / "sent", calls=False)
+    called = finished(scenario, tmp_path / "called")
+    assert struck(sent.root, kind)
+    assert struck(sent.root, kind) == struck(called.root, kind)
+    assert refusals & {note["reason"] for note in _refused(sent)}
+    assert read_record(sent).events == read_record(called).events
+    assert read_record(sent).digest == read_record(called).digest
+    assert not audit_run(sent.root).findings
+
+
+def _refused(folder: RunFolder) -> list[dict[str, Any]]:
+    path = folder.messages("coordinator")
+    return [record for record in map(json.loads, path.read_text().splitlines()) if record["action"] == "refused"]
+
+
+def fedmq(*arguments: object, code: int = 0) -> str:
+    done = subprocess.run([FEDMQ, *map(str, arguments)], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == code, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_real_processes_are_killed_frozen_and_taken_away_and_the_run_replays(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    struck_by = (
+        "{kind: crash, silos: [silo-00], rounds: [1]}",
+        "{kind: freeze, silos: [silo-01], rounds: [1], seconds: 9, beats: 6}",
+        "{kind: leave, silos: [silo-02], rounds: [2]}",
+        "{kind: coordinator_crash, after_round: 3}",
+    )
+    faults = f"faults=[{', '.join(struck_by)}]"
+    fedmq("scenario", tiny, "--out", out, "--quiet", "--set", faults, "--set", "participation=1.0")
+    for kind, silo in (("crash", "silo-00"), ("freeze", "silo-01"), ("leave", "silo-02")):
+        assert {name for name, _ in struck(out, kind)} == {silo}
+    assert struck(out, "coordinator_crash") == [("coordinator", 3)]
+    assert not notes(out, "fault without its process")
+    assert [len(notes(out, "started", name)) for name in ("silo-00", "silo-01", "silo-02")] == [2, 1, 2]
+    assert len(notes(out, "resumed")) == 1
+    # Whether the frozen silo is missed depends on how soon the coordinator dies; test_recovery has the two beats.
+    assert not audit_run(out).findings
+    called = in_process_run.run_restarted(resolved(tiny, faults, "participation=1.0"), tmp_path / "called")
+    assert json.loads((out / "summary.json").read_text())["model_digest"] == called.summary["model_digest"]
+    assert json.loads(fedmq("replay", out, "--quiet", "--json"))["same"]
+
+
+@pytest.mark.slow
+def test_replay_exits_with_3_and_names_the_difference(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    fedmq("scenario", tiny, "--out", out, "--quiet", "--set", "launcher=inline")
+    assert "the same run" in fedmq("replay", out, "--quiet")
+    log = out / "messages" / "coordinator.jsonl"
+    log.write_text(log.read_text().replace('"event":"arrived"', '"event":"failed"', 1))
+    shown = fedmq("replay", out, "--quiet", code=3)
+    assert "event 1\n" in shown
+    assert "made alike" not in shown
+    summary = json.loads((out / "summary.json").read_text())
+    own = summary["versions_of"]["processor"]
+    summary["versions_of"]["processor"] = "x86_64 NO VECTORS"
+    (out / "summary.json").write_text(json.dumps(summary))
+    assert f"processor: run x86_64 NO VECTORS, replay {own}\n" in fedmq("replay", out, "--quiet", code=3)
+    assert json.loads(fedmq("replay", out, "--quiet", "--json", code=3))["made_otherwise"] == {
+        "processor": {"run": "x86_64 NO VECTORS", "replay": own}
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["inline", "local"])
+def test_a_run_that_its_scripted_disk_stopped_and_a_user_resumed_replays(
+    tiny: Path, tmp_path: Path, launcher: str
+) -> None:
+    out, full = tmp_path / "run", "faults=[{kind: disk_full, round: 2, times: 3}]"
+    fedmq("scenario", tiny, "--out", out, "--quiet", "--set", f"launcher={launcher}", "--set", full, code=1)
+    fedmq("scenario", out / "scenario.yaml", "--resume", out, "--quiet")
+    assert json.loads(fedmq("replay", out, "--quiet", "--json"))["same"]
+
+
+@pytest.mark.slow
+def test_a_run_in_real_time_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
+    folder = finished(resolved(tiny, "clock=wall"), tmp_path / "run")
+    assert "real time does not happen twice" in _error("replay", folder.root)
+
+
+@pytest.mark.slow
+def test_a_run_whose_noise_came_from_keys_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
+    secret = "privacy={clip_norm: 1.0, noise_multiplier: 1.0, noise_from: key}"
+    folder = finished(resolved(tiny, secret), tmp_path / "run", calls=False)
+    assert "privacy.noise_from: found 'key', allowed: seed" in _error("replay", folder.root)
+
+
+def _error(*arguments: object) -> str:
+    done = subprocess.run([FEDMQ, *map(str, arguments)], capture_output=True, text=True, timeout=100, check=False)
+    assert done.returncode == 2
+    return done.stderr
+
+
+@pytest.mark.slow
+def test_a_frozen_process_is_missed_while_it_stands_still_and_its_run_ends(tiny: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    faults = "faults=[{kind: freeze, silos: [silo-01], rounds: [1], seconds: 9, beats: 6}]"
+    # Long enough that the freeze lands before the last round, however quick the silos are.
+    fedmq(
+        "scenario", tiny, "--out", out, "--quiet", "--set", faults, "--set", "participation=1.0", "--set", "rounds=60"
+    )
+    assert {note["peer"] for note in notes(out, "peer lost")} >= {"silo-01"}
+    assert json.loads((out / "summary.json").read_text())["versions"] == 60
+    assert not audit_run(out).findings

@@ -1,0 +1,382 @@
+"""Message logs held against the run folder they lie in: another run's logs, forged figures, swapped releases."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+from safetensors.numpy import load_file, save_file
+
+from coordinator.rounds import Phase
+from fedmq.audit import run_checks
+from fedmq.audit.log_checks import audit_run
+from fedmq.cli import main as cli
+from fedmq.cli import terminal
+from fedmq.config.loader import read_yaml
+from fedmq.config.run_id import name_of
+from fedmq.federation.population import run_name
+from fedmq.storage.run_folder import RunFolder, write_json
+from tests import in_process_run, threaded_run
+from tests.forging import forge, lines, rewrite
+from tests.threaded_run import resolved
+
+HASHING = ("rounds=2", "protocol=fedcafe", "objective={base: dcmh, bits: 12, hidden: 16}")
+MEMORY = "model/memory.safetensors"
+
+
+@pytest.fixture(scope="module")
+def honest(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run with its message logs, and a memory beside its model."""
+    out = tmp_path_factory.mktemp("bound") / "run"
+    assert threaded_run.run(resolved(tiny, *HASHING), out).phase is Phase.DONE
+    return out
+
+
+@pytest.fixture
+def run(honest: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(honest, tmp_path / "run"))
+
+
+def found(run: Path) -> list[tuple[str, str]]:
+    return [(finding.place.removeprefix(f"{run}/"), finding.what) for finding in audit_run(run).findings]
+
+
+def places(run: Path) -> set[str]:
+    return {place for place, _ in found(run)}
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    content = json.loads(path.read_text())
+    change(content)
+    write_json(path, content)
+
+
+def turned(path: Path) -> None:
+    """The numbers of a file with their signs changed."""
+    save_file({name: -array if array.dtype == np.float32 else array for name, array in load_file(path).items()}, path)
+
+
+def test_an_honest_run_fits_its_folder(run: Path) -> None:
+    assert (run / MEMORY).exists()
+    assert found(run) == []
+
+
+def test_whoever_may_read_the_summary_may_read_the_release(run: Path) -> None:
+    usual = (run / "summary.json").stat().st_mode
+    assert {file.stat().st_mode for file in (run / "model").iterdir()} == {usual}
+
+
+def test_the_name_in_the_logs_is_that_of_the_scenario_file(run: Path, tiny: Path) -> None:
+    assert name_of(read_yaml(run / "scenario.yaml")) == run_name(resolved(tiny, *HASHING))
+
+
+@pytest.mark.slow
+def test_a_plain_audit_does_without_torch(run: Path) -> None:
+    said = "import sys, pathlib; from fedmq.audit.log_checks import audit_run; audit_run(pathlib.Path(sys.argv[1]))"
+    code = f"{said}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "False\n"
+
+
+# ------------------------------------------------------------------------------------------------------ another run's
+def test_logs_of_another_run_are_found(run: Path, tiny: Path) -> None:
+    (run / "scenario.yaml").write_text(resolved(tiny, *HASHING, "seed=8").dump())
+    assert {f"{name}.jsonl" for name in ("coordinator", "evaluator", "silo-00")} <= {
+        place.partition(":")[0] for place in places(run)
+    }
+    assert "of the run tiny-" in found(run)[0][1]
+    (run / "scenario.yaml").unlink()
+    assert found(run) == [("scenario.yaml", "no such file beside summary.json")]
+
+
+def test_logs_of_two_runs_are_found_without_a_scenario(run: Path) -> None:
+    for name in ("scenario.yaml", "summary.json"):
+        (run / name).unlink()
+    forge(run, "silo-00", lambda record: {**record, "run": "other"} if "run" in record else record)
+    assert any("of the run other, but the first record is of tiny-" in what for _, what in found(run))
+
+
+def test_logs_brought_without_their_folder_are_held_against_themselves(run: Path) -> None:
+    for each in run.iterdir():
+        if each.name != "messages":
+            shutil.rmtree(each) if each.is_dir() else each.unlink()
+    assert found(run) == []
+
+
+def test_logs_cut_before_the_first_task_are_found(run: Path) -> None:
+    for path in (run / "messages").glob("*.jsonl"):
+        content = lines(run, path.stem)
+        first = next((n for n, line in enumerate(content) if '"kind":"task"' in line or '"evaluate"' in line), 1)
+        rewrite(run, path.stem, content[:first])
+    assert ("coordinator.jsonl", "no note of what was released, though the run is finished") in found(run)
+    assert any("merged, but 0 were received" in what for _, what in found(run))
+
+
+def test_a_silo_erased_from_every_log_is_found(run: Path) -> None:
+    (run / "messages" / "silo-00.jsonl").unlink()
+    ends = ("sender", "receiver", "peer", "silo")
+    forge(run, "coordinator", lambda record: None if "silo-00" in [record.get(end) for end in ends] else record)
+    said = dict(found(run))
+    assert said["silo-00.jsonl"] == "no such log in this folder: summary.json tells of silo-00"
+    assert "replies of silo-00 to version" in said["metrics.jsonl"]
+
+
+def test_a_run_that_is_not_finished_owes_nothing(run: Path) -> None:
+    for name in ("summary.json", "model"):
+        path = run / name
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    assert any("there is no summary.json" in what for _, what in found(run))
+    content = lines(run, "coordinator")
+    rewrite(run, "coordinator", content[:-2])  # killed before it noted what it released
+    assert found(run) == []
+    assert '"released"' in content[-2]
+    assert '"ended"' in content[-1]
+
+
+def test_a_run_killed_between_its_release_and_its_summary_owes_nothing(run: Path) -> None:
+    (run / "summary.json").unlink()
+    rewrite(run, "coordinator", lines(run, "coordinator")[:-1])
+    assert found(run) == []
+
+
+# ------------------------------------------------------------------------------------------------------- the release
+@pytest.mark.parametrize("file", ["model/model.safetensors", MEMORY])
+def test_a_swapped_file_is_found(run: Path, file: str) -> None:
+    turned(run / file)
+    assert places(run) - {"coordinator.jsonl"} >= {file}
+    (run / file).unlink()
+    assert file in places(run)
+
+
+def test_a_memory_that_config_json_no_longer_names_is_found(run: Path) -> None:
+    edit(run / "model" / "config.json", lambda config: config["released_with"].clear())
+    (run / MEMORY).unlink()
+    assert places(run) == {"model/config.json", MEMORY}
+    edit(run / "summary.json", lambda summary: summary.pop("released_with"))
+    assert places(run) == {"model/config.json", "summary.json", MEMORY}
+
+
+def test_a_release_that_all_but_the_evaluators_log_was_made_to_fit_is_found(run: Path, tiny: Path) -> None:
+    other = run.parent / "other"
+    threaded_run.run(resolved(tiny, *HASHING, "seed=8"), other)
+    shutil.rmtree(run / "model")
+    shutil.copytree(other / "model", run / "model")
+    theirs = json.loads((other / "summary.json").read_text())
+    own = {name: theirs[name] for name in ("model_digest", "released_with")}
+    edit(run / "summary.json", lambda summary: summary.update(own))
+    flat = {"model_digest": own["model_digest"], **own["released_with"]}
+    forge(run, "coordinator", lambda record: {**record, **flat} if record.get("text") == "released" else record)
+    said = [what for place, what in found(run) if place.startswith("coordinator.jsonl:")]
+    assert said == [f"the evaluator was sent another {kind} than is released" for kind in ("memory", "model")]
+
+
+def test_a_run_without_messages_has_its_release_held_against_its_note(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    in_process_run.run(resolved(tiny, *HASHING), out)
+    assert found(out) == []
+    turned(out / MEMORY)
+    assert places(out) == {MEMORY}
+    monkeypatch.setattr("sys.argv", ["fedmq", "audit", str(out)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 3
+    assert "a memory with digest" in " ".join(capsys.readouterr().out.split())
+
+
+# ------------------------------------------------------------------------------------------------------- the figures
+FORGED: dict[str, Callable[[dict[str, Any]], object]] = {
+    "metrics": lambda summary: summary["metrics"].update(mean_r1=0.99),
+    "per_silo": lambda summary: summary["per_silo"]["silo-02"].update(mean_r1=0.99),
+    "participations": lambda summary: summary["per_silo"]["silo-02"].update(participations=7),
+    "versions": lambda summary: summary.update(versions=1),
+    "model_digest": lambda summary: summary.update(model_digest="ab" * 32),
+    "data_digest": lambda summary: summary.update(data_digest="ab" * 32),
+    "no data_digest": lambda summary: summary.pop("data_digest"),
+    "seed": lambda summary: summary.update(seed=99),
+    "rounds": lambda summary: summary.update(rounds=99),
+    "protocol": lambda summary: summary.update(protocol="rcsr"),
+    "scenario": lambda summary: summary.update(scenario="other"),
+    "fairness": lambda summary: summary["fairness"].update(worst_r1=0.99),
+    "per_silo_mean": lambda summary: summary["per_silo_mean"].update(mean_r1=0.99),
+    "tasks": lambda summary: summary["tasks"].update(merged=99),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_forged_figures_of_a_summary_are_found(run: Path, what: str) -> None:
+    edit(run / "summary.json", FORGED[what])
+    assert places(run) & {"summary.json", "metrics.jsonl"}
+
+
+@pytest.fixture(scope="module")
+def own_models(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose silos' own models were measured during it and at its end."""
+    out = tmp_path_factory.mktemp("own") / "run"
+    settings = ("rounds=3", "protocol=fedper", "evaluation.personal_every=2")
+    assert threaded_run.run(resolved(tiny, *settings), out).phase is Phase.DONE
+    return out
+
+
+def without_figures(summary: dict[str, Any]) -> None:
+    for name in ("personal_whole_split", "personal_per_silo"):
+        del summary[name]
+
+
+def without_the_worst(summary: dict[str, Any]) -> None:
+    for name in ("personal_whole_split", "personal_per_silo"):
+        del summary[name]["silo-02"]
+    for name, value in run_checks.own_means(summary).items():
+        summary[name] = value
+
+
+def of_another(summary: dict[str, Any]) -> None:
+    for own in summary["personal_whole_split"].values():
+        own["mean_r1"] = 0.99
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda summary: summary["personal"].update(mean_r1=0.99), "personal is not that of the figures it is made of"),
+        (without_figures, "personal is not that of the figures it is made of"),
+        (without_the_worst, "no figures of silo-02's own model at version 3, though it answered"),
+        (of_another, "the figures of silo-00's own model at version 3 are not what it answered"),
+    ],
+)
+def test_forged_figures_of_silos_own_models_are_found(
+    own_models: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
+) -> None:
+    out = Path(shutil.copytree(own_models, tmp_path / "run"))
+    assert found(out) == []
+
+    def drop_the_last_line() -> None:
+        content = (out / "metrics.jsonl").read_text().splitlines()
+        kept = [line for line in content if not ('"personal"' in line and '"version": 3' in line)]
+        (out / "metrics.jsonl").write_text("".join(line + "\n" for line in kept))
+
+    drop_the_last_line()
+    edit(out / "summary.json", change)
+    assert said in [what for _, what in found(out)]
+
+
+def test_a_refused_frame_does_not_excuse_that_a_silos_figures_are_missing() -> None:
+    course = run_checks.Course(personal={("silo-00", 4): {"digest"}})
+    lines: list[dict[str, Any]] = [{"kind": "personal", "version": 4, "personal_whole_split": {}}]
+    refused = {"action": "refused", "peer": "silo-00", "reason": "gap", "detail": "", "bytes": 70}
+    course.take("coordinator", "line 1", refused)
+    assert [what for _, what in run_checks._not_told_of_silos(RunFolder(Path("run")), lines, course)] == [
+        "no figures of silo-00's own model at version 4, though it answered"
+    ]
+    course.take("coordinator", "line 2", {**refused, "reason": "unexpected", "bytes": 0})
+    assert not list(run_checks._not_told_of_silos(RunFolder(Path("run")), lines, course))
+
+
+def test_forged_or_missing_lines_of_silos_own_models_are_found(own_models: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(own_models, tmp_path / "run"))
+    content = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for line in content:
+        if (line["kind"], line["version"]) == ("personal", 2):
+            line["personal"]["mean_r1"] = 0.99
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    assert found(out) == [("metrics.jsonl: version 2", "personal is not that of the figures it is made of")]
+    content = [line for line in content if line["kind"] != "personal"]
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    assert ("metrics.jsonl", "no figures of silo-00's own model at version 2, though it answered") in found(out)
+
+
+def test_a_figure_that_nobody_gave_is_found(run: Path) -> None:
+    edit(run / "summary.json", lambda summary: summary["per_silo"]["silo-02"].update(best_r1=0.99))
+    assert found(run) == [
+        ("summary.json", "the figures of silo-02 are not those of the last evaluation in metrics.jsonl")
+    ]
+
+
+def test_one_line_that_is_none_is_one_finding(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("nonsense\n")
+    assert len(found(run)) == 1
+
+
+def test_what_the_release_says_of_its_method_is_held_against_the_scenario(run: Path) -> None:
+    edit(run / "model" / "config.json", lambda config: config.update(protocol="rcsr"))
+    edit(run / "model" / "config.json", lambda config: config["objective"].update(bits=16))
+    said = "is not what scenario.yaml says"
+    assert found(run) == [("model/config.json", f"protocol {said}"), ("model/config.json", f"objective {said}")]
+
+
+def test_a_file_that_nobody_released_is_found(run: Path) -> None:
+    shutil.copy(run / MEMORY, run / "model" / "more.safetensors")
+    assert [place for place, _ in found(run)] == ["model/more.safetensors"]
+    (run / "model" / "more.safetensors").unlink()
+    (run / "model" / "gallery").mkdir()  # what fedmq export puts there
+    assert found(run) == []
+
+
+def test_an_evaluation_left_out_of_the_metrics_is_found(run: Path) -> None:
+    content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    content = [line for line in content if (line["kind"], line["version"]) != ("evaluation", 0)]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    assert found(run) == [("metrics.jsonl", "no figures of version 0, though the evaluator answered")]
+
+
+def test_a_line_that_is_no_object_says_so(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write("[]\n")
+    ((place, what),) = found(run)
+    assert re.fullmatch(r"metrics\.jsonl: line \d+", place)
+    assert what == "[] instead of a line of a merge or an evaluation (an object)"
+
+
+def test_a_run_made_to_look_unfinished_is_held_to_all_that_it_has(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "summary.json").unlink()
+    rewrite(run, "coordinator", lines(run, "coordinator")[:-1])  # without its last word, that all rounds were done
+    turned(run / "model" / "model.safetensors")
+    assert places(run) == {"model/model.safetensors"}
+    rewrite(run, "coordinator", lines(run, "coordinator")[:-1])  # and without the note of what it released
+    content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in content:
+        if line["kind"] == "evaluation":
+            line["metrics"]["mean_r1"] = 0.99
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    assert places(run) == {"metrics.jsonl"}
+    audit = audit_run(run)
+    assert not audit.finished and audit.to_plain()["finished"] is False
+    terminal.print_audit(audit, Console())
+    assert "the run has not finished" in capsys.readouterr().out
+
+
+def test_figures_that_the_evaluator_never_told_are_found(run: Path) -> None:
+    content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    for line in content:
+        if (line["kind"], line["version"]) == ("evaluation", 2):
+            line["metrics"]["mean_r1"] = 0.99
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
+    edit(run / "summary.json", FORGED["metrics"])
+    assert found(run) == [("metrics.jsonl", "the figures of version 2 are not what the evaluator answered")]
+
+
+def test_a_merge_of_a_reply_that_never_came_is_found(run: Path) -> None:
+    def lost(record: dict[str, Any]) -> dict[str, Any] | None:
+        return None if (record.get("kind"), record.get("sender")) == ("reply", "silo-00") else record
+
+    forge(run, "coordinator", lost)
+    assert ("metrics.jsonl", "1 replies of silo-00 to version 0 merged, but 0 were received") in found(run)
+
+
+@pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl", "model/config.json", "scenario.yaml"])
+def test_a_file_that_is_none_is_a_finding(run: Path, name: str) -> None:
+    (run / name).write_text("[\n")
+    assert any(place.startswith(name) for place in places(run))

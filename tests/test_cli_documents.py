@@ -1,0 +1,169 @@
+"""README and CONTRIBUTING say what is there."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import protocols
+from fedmq.cli import compare, scenario_keys
+from fedmq.cli import main as cli
+from fedmq.config import loader as scenarios
+from fedmq.config.scenario import Base, Objective, Scenario
+from fedmq.encoders.base import InputSpec
+from fedmq.experiments.grid import Entry, parse_metrics
+from fedmq.models import hash_networks
+from tools import make_reference
+
+ROOT = Path(__file__).parent.parent
+COMMAND = re.compile(r"^ {4}fedmq ((?:compare|sweep) .*)$", flags=re.MULTILINE)
+DOCUMENTS = sorted(
+    path.relative_to(ROOT).as_posix()
+    for pattern in ("*.md", "docs/**/*.md", "scenarios/**/*.md")
+    for path in ROOT.glob(pattern)
+    if COMMAND.search(path.read_text())
+)
+COMPARISONS = sorted((ROOT / "scenarios").glob("*/tables/*.yaml"))
+
+
+def named_comparisons() -> list[str]:
+    """The commands with a comparison file that the READMEs of the papers print."""
+    texts = [path.read_text() for path in sorted((ROOT / "scenarios").glob("*/README.md"))]
+    return [command for text in texts for command in COMMAND.findall(text) if "/tables/" in command]
+
+
+def test_the_readme_opens_with_the_two_commands() -> None:
+    commands = re.findall(r"^    make (\w+)", (ROOT / "README.md").read_text(), flags=re.MULTILINE)
+    assert commands[:2] == ["run", "test"]
+
+
+def test_every_scenario_is_in_the_readme_and_the_other_way_round() -> None:
+    text = (ROOT / "README.md").read_text()
+    named = set(re.findall(r"`(\w+\.yaml)`", text))
+    assert {path.name for path in (ROOT / "scenarios").glob("*.yaml")} == named
+
+
+def test_files_the_documents_name_exist() -> None:
+    for document in ("README.md", "CONTRIBUTING.md"):
+        for name in re.findall(
+            r"`((?:fedmq|protocols|tests|docs|coordinator|silos|scenarios)/[\w/.]+\.\w+)`",
+            (ROOT / document).read_text(),
+        ):
+            if "mine" not in name:
+                assert (ROOT / name).exists(), name
+        for link in re.findall(r"\]\((?!http)([^)]+)\)", (ROOT / document).read_text()):
+            name, _, anchor = link.partition("#")
+            assert (ROOT / name).exists(), link
+            headings = re.findall(r"^#+ (.+)$", (ROOT / name).read_text(), flags=re.MULTILINE) if anchor else []
+            assert not anchor or anchor in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+
+
+def test_the_reference_pages_are_what_the_code_says() -> None:
+    for page, made in (("scenario.md", make_reference.scenario_page()), ("methods.md", make_reference.methods_page())):
+        assert (ROOT / "docs" / page).read_text(encoding="utf-8") == made, "python tools/make_reference.py writes it"
+
+
+def test_every_key_and_option_has_a_meaning() -> None:
+    keys = [key for _, own in (*scenario_keys.parts().values(), *scenario_keys.faults().values()) for key in own]
+    assert len(keys) > 150
+    keys += [key for name in protocols.names() for key in scenario_keys.options(protocols.load(name).Options)]
+    keys += [key for name in protocols.losses() for key in scenario_keys.loss(name, protocols.loss_options(name))]
+    assert not [key.name for key in keys if len(key.meaning) < 4 or not key.values or "anything" in key.values]
+
+
+@pytest.mark.parametrize("name", protocols.losses())
+def test_a_networks_sizes_are_the_ones_that_are_told(name: Base) -> None:
+    told = {key.name: int(key.default) for key in scenario_keys.loss(name, protocols.loss_options(name))[:2]}
+    model = hash_networks.build(Objective(base=name), InputSpec((7,), (5,)), 3, 0, torch.device("cpu"))
+    assert model.outputs("text", torch.ones(2, 5)).code.shape == (2, told["bits"])
+    rows = {entry.shape[0] for entry in model.layout.entries if entry.name.startswith("text.")}
+    assert told["hidden"] in rows
+
+
+def test_the_methods_have_a_line_for_the_listing() -> None:
+    assert all(len(protocols.summary(name)) > 20 for name in protocols.names())
+
+
+def test_nothing_committed_names_a_host_of_a_registry_or_a_path_of_one_machine() -> None:
+    for path in ROOT.rglob("*.toml"):
+        if ".venv" not in path.parts:
+            assert "index-url" not in path.read_text()
+
+
+def planned(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[Entry, ...], compare.Options]:
+    """The rows of a comparison, of which every candidate is a scenario its method takes, and the options."""
+    found: list[tuple[tuple[Entry, ...], compare.Options]] = []
+
+    def only_resolve(options: compare.Options, roots: compare.Roots) -> None:
+        entries = compare._plan(options, roots.resolve).entries
+        for entry in entries:
+            for candidate in entry.candidates:
+                roots.resolve(entry.file, [*entry.settings, *candidate], None)
+        found.append((entries, options))
+
+    monkeypatch.setattr(compare, "_carry_out", only_resolve)
+    monkeypatch.chdir(ROOT)
+    CliRunner().invoke(cli.app, shlex.split(command), catch_exceptions=False, standalone_mode=False)
+    return found[0]
+
+
+def measures(scenario: Scenario, metric: str) -> bool:
+    """Whether a run of a scenario can have a metric, as far as its name says: cut-offs, silos, images by images."""
+    evaluation = scenario.evaluation
+    cuts = {"map": evaluation.map_at, "ndcg": evaluation.ndcg_at}
+    return (
+        all(int(cut) in cuts[kind] for kind, cut in re.findall(r"(map|ndcg)_at(\d+)", metric))
+        and all(silo in scenario.silo_names for silo in re.findall(r"silo-\d+", metric))
+        and (evaluation.within or "i2i" not in metric)
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_every_comparison_a_document_prints_can_be_planned(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row and candidate is a scenario its method takes, the baseline is a row, and all rows have one budget."""
+    for command in set(COMMAND.findall((ROOT / document).read_text())) - set(named_comparisons()):
+        entries, _ = planned(command, monkeypatch)
+        assert len({len(entry.candidates) for entry in entries}) == 1, command
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_every_comparison_file_can_be_planned(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As it is printed, with columns that the rows measure; its runs are in its paper's folder."""
+    name = path.relative_to(ROOT).as_posix()
+    (command,) = [each for each in named_comparisons() if shlex.split(each)[1] == name]
+    entries, options = planned(command, monkeypatch)
+    assert len({len(entry.candidates) for entry in entries}) == 1
+    assert len(entries) > 1
+    for entry in entries:
+        scenario = scenarios.load(entry.file, entry.settings)
+        for metric in parse_metrics(options.metric or ""):
+            assert measures(scenario, metric), (entry.name, metric)
+    assert str(options.runs_dir).startswith(f"runs/{path.parts[-3]}")
+
+
+def test_every_comparison_file_is_in_its_readme_with_one_command_and_the_other_way_round() -> None:
+    named = [shlex.split(command)[1] for command in named_comparisons()]
+    assert sorted(named) == sorted(path.relative_to(ROOT).as_posix() for path in COMPARISONS)
+
+
+@pytest.mark.parametrize("path", COMPARISONS, ids=lambda path: f"{path.parts[-3]}-{path.stem}")
+def test_a_comparison_file_says_first_what_of_its_paper_it_prints(path: Path) -> None:
+    head = path.read_text().split("\n")[0]
+    paper = {"rcsr": "RCSR", "fedcafe": "FedCAFE", "fedhap": "FedHAP", "fedscmr": "FedSCMR", "feduch": "FedUCH"}
+    assert re.match(rf"# {paper[path.parts[-3]]}(, (table|figure|appendix)| on | with | read in several ways)", head), (
+        head
+    )
+
+
+def test_the_help_of_a_run_says_where_every_key_is_explained() -> None:
+    shown = CliRunner().invoke(cli.app, ["scenario", "--help"], env={"COLUMNS": "200"}).output
+    for page in re.findall(r"docs/[a-z]+\.md", shown):
+        assert (ROOT / page).is_file()
+    assert {"docs/scenario.md", "docs/methods.md"} <= set(re.findall(r"docs/[a-z]+\.md", shown))

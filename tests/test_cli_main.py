@@ -1,0 +1,459 @@
+"""The command line: bad input is one line, exit code 2, and nothing written."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fedmq.cli import console
+from fedmq.cli import main as cli
+from fedmq.clock import WallClock
+from fedmq.config import loader as scenarios
+from fedmq.data.readers.manifest import read_manifest
+from fedmq.encoders.images import Files
+from fedmq.errors import InputError
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.message_log import MessageLog
+
+
+def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    """Run the command line in this process; returns its exit code."""
+    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        (["partition.alpha=0"], "partition.alpha"),
+        (["protocol.name=fedsgd"], "--set protocol.name: found 'fedsgd'"),
+        (["protocol.name=fedsgd"], "rcsr"),
+        (["protocol.warmup=-3"], "protocol.warmup"),
+        (["protocol.colour=red"], "--set protocol.colour: found 'colour'"),
+        (["silos.count=101", "missing_modality.silos={}"], "silos.count"),
+        (["partition.clusters=500"], "partition.clusters"),
+        (["data.path=nowhere.npz"], "nowhere.npz"),
+        (["data.name=flickr8"], "--set data.name: found 'flickr8', allowed: did you mean flickr8k?"),
+        (["data.path=README.md"], "README.md"),
+        (["device=cuda:99"], "cuda:99"),
+        (["backbone.name=ViT-Z-99", "data={name: openmoji}"], "ViT-Z-99"),
+        (
+            [
+                "backbone.name=ViT-B-32",
+                "backbone.adapter_site=blocks",
+                "backbone.pretrained=no/such.pt",
+                "data={name: openmoji}",
+            ],
+            "no/such.pt",
+        ),
+        (["backbone.head=residual", "data.path=UNEQUAL"], "backbone.head"),
+        (["rounds"], "--set"),
+        (["protocol.x=&a [*a]"], "--set protocol.x"),
+        (["launcher=none"], "fedmq coordinator"),
+        (["rounds=1000000000000"], "rounds"),
+        (["partition.alpha=1e308"], "partition.alpha"),
+        (['data.path="a\\0b"'], "data.path"),
+        (["silos.count=1025", "missing_modality.silos={}"], "silos.count"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    settings: list[str],
+    expected: str,
+) -> None:
+    unequal = tmp_path / "unequal.npz"
+    np.savez(unequal, image=np.ones((50, 6), np.float32), text=np.ones((50, 4), np.float32))
+    out = tmp_path / "run"
+    options = [item for setting in settings for item in ("--set", setting.replace("UNEQUAL", str(unequal)))]
+    code = fedmq(monkeypatch, "scenario", tiny, "--out", out, "--quiet", *options)
+    error = capfd.readouterr().err.strip()
+    assert (code, len(error.splitlines())) == (2, 1), error
+    assert expected in error
+    assert "allowed" in error
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["scenario"], "Missing argument 'FILE'; see fedmq scenario --help"),
+        (["scenaro", "x.yaml"], "No such command 'scenaro'"),
+        (["scenario", "x.yaml", "--sed", "1"], "No such option: --sed"),
+        (["scenario", "x.yaml", "--seed", "abc"], "--seed: found 'abc', allowed: "),
+        (["scenario", "x.yaml", "--seed", "1", "--seed", "x"], "--seed: found 'x', allowed: a valid integer"),
+        (["compare", "x.yaml", "--jobs=0"], "--jobs: found '0', allowed: greater than or equal to 1"),
+        (["keys", "init", "there", "--silos", "5000"], "--silos: found '5000', allowed: "),
+    ],
+)
+def test_a_command_line_that_is_none_is_one_line(
+    arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, *arguments) == 2
+    error = capfd.readouterr().err.strip()
+    assert len(error.splitlines()) == 1
+    assert error.startswith("fedmq: ") and expected in error
+
+
+def test_a_missing_scenario_is_bad_input(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert fedmq(monkeypatch, "scenario", "nowhere.yaml") == 2
+    assert "nowhere.yaml: found 'no such file'" in capfd.readouterr().err
+
+
+def test_a_folder_in_use_is_not_overwritten(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "kept.txt").write_text("mine")
+    assert fedmq(monkeypatch, "scenario", tiny, "--out", tmp_path) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
+
+
+def test_runs_that_begin_within_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+    made = [cli._new_folder(tmp_path, "smoke-20260101-000000").name for _ in range(3)]
+    assert made == ["smoke-20260101-000000", "smoke-20260101-000000-2", "smoke-20260101-000000-3"]
+
+
+def test_a_folder_that_another_run_took_meanwhile_keeps_its_scenario(tiny: Path, tmp_path: Path) -> None:
+    folder, scenario = RunFolder(tmp_path), scenarios.load(tiny)
+    cli._begin(folder, scenario)
+    before = folder.scenario.read_text()
+    with pytest.raises(InputError, match="another run has taken"):
+        cli._begin(folder, scenario.model_copy(update={"seed": 1}))
+    assert folder.scenario.read_text() == before
+
+
+def test_a_home_folder_is_found_by_its_tilde(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    found = scenarios.with_absolute_paths(scenarios.load(tiny, ["data.path=~/mine.npz"]), weights=False)
+    assert found.data.path == tmp_path / "mine.npz"
+
+
+def test_an_empty_list_of_seeds_is_not_the_default_one(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "compare", tiny, "--seeds", "", "--out", tmp_path / "out") == 2
+    assert "--seeds: found ''" in capfd.readouterr().err
+
+
+def test_data_check_of_bare_vectors_with_an_encoder_is_one_line(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "data", "check", tiny, "--set", "backbone.name=lite") == 2
+    assert "features with data.name features" in capfd.readouterr().err
+
+
+def test_a_resume_of_something_else_is_refused(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "scenario", tiny, "--resume", tmp_path) == 2
+    (tmp_path / "scenario.yaml").write_text(tiny.read_text().replace("rounds: 4", "rounds: 5"))
+    capfd.readouterr()
+    assert fedmq(monkeypatch, "scenario", tiny, "--resume", tmp_path) == 2
+    error = capfd.readouterr().err
+    assert "rounds is 5, here 4" in error
+    assert str(tmp_path / "scenario.yaml") in error
+
+
+def test_a_coordinator_takes_up_its_own_run_alone(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    coordinator = ("coordinator", tiny, "--keys", tmp_path)
+    assert fedmq(monkeypatch, *coordinator, "--resume") == 2
+    assert "--out DIR" in capfd.readouterr().err
+    other = tmp_path / "other"
+    assert fedmq(monkeypatch, *coordinator, "--resume", "--out", other) == 2
+    other.mkdir()
+    written = tiny.read_text().replace("rounds: 4", "rounds: 5")
+    (other / "scenario.yaml").write_text(written)
+    for more in ((), ("--resume",)):
+        capfd.readouterr()
+        assert fedmq(monkeypatch, *coordinator, "--out", other, *more) == 2
+        assert "rounds is 5, here 4" in capfd.readouterr().err
+    assert (other / "scenario.yaml").read_text() == written
+    assert [path.name for path in other.iterdir()] == ["scenario.yaml"]
+    (other / "scenario.yaml").write_text(tiny.read_text())
+    (other / "summary.json").write_text("{}")
+    assert fedmq(monkeypatch, *coordinator, "--out", other, "--resume") == 2
+    assert "a finished run" in capfd.readouterr().err
+
+
+def test_a_coordinator_does_not_begin_where_another_run_left_checkpoints(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    begin = ("coordinator", tiny, "--keys", tmp_path / "keys", "--out", tmp_path / "run")
+    # Silos may have begun there, with personal state of theirs; what is missing then is the coordinator's key.
+    (tmp_path / "run" / "checkpoints" / "silos").mkdir(parents=True)
+    assert fedmq(monkeypatch, *begin) == 2
+    assert "coordinator.key" in capfd.readouterr().err
+    (tmp_path / "run" / "checkpoints" / "version-000002").mkdir()
+    assert fedmq(monkeypatch, *begin) == 2
+    error = capfd.readouterr().err
+    assert "a folder with checkpoints of a run" in error
+    assert "--resume" in error
+
+
+def test_wrong_keys_are_named(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    keys = tmp_path / "keys"
+    assert fedmq(monkeypatch, "silo", tiny, "--name", "silo-00", "--keys", keys, "--out", tmp_path / "o") == 2
+    assert "silo-00.key" in capfd.readouterr().err
+    assert fedmq(monkeypatch, "keys", "init", keys, "--silos", "4") == 0
+    assert fedmq(monkeypatch, "keys", "init", keys, "--silos", "4") == 2
+    (keys / "silo-00.key").chmod(0o644)
+    assert fedmq(monkeypatch, "silo", tiny, "--name", "silo-00", "--keys", keys, "--out", tmp_path / "o") == 2
+    assert "0600" in capfd.readouterr().err
+    assert fedmq(monkeypatch, "silo", tiny, "--name", "silo-09", "--keys", keys, "--out", tmp_path / "o") == 2
+    assert fedmq(monkeypatch, "keys", "revoke", keys, "silo-03") == 0
+    assert (
+        fedmq(monkeypatch, "coordinator", tiny, "--keys", keys, "--out", tmp_path / "o", "--bind", "ipc:///tmp/x") == 2
+    )
+    assert "silo-03" in capfd.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_the_methods_and_their_options_are_listed(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "protocols", "--json") == 0
+    listing = json.loads(capfd.readouterr().out)
+    assert {"fedavg", "paired_only", "rcsr"} <= set(listing)
+    assert listing["rcsr"]["options"]["warmup"]["default"] == 20
+    assert fedmq(monkeypatch, "protocols") == 0
+    assert "lambda_anc: 1.0" in capfd.readouterr().out.replace("\n", " ")
+
+
+def test_data_check_shows_who_would_hold_what(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "data", "check", tiny, "--json") == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["splits"] == {"train": 100, "val": 20, "test": 30, "public": 0, "database": 0}
+    assert facts["silos"]["silo-02"]["modalities"] == ["image"]
+    assert sum(own["samples"] for own in facts["silos"].values()) == 100
+    assert fedmq(monkeypatch, "data", "list") == 0
+
+
+def test_an_audit_that_finds_a_difference_exits_with_3(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "messages" / "silo-00.jsonl"
+    with MessageLog(path, "silo-00", WallClock()) as log:
+        log.note("started")
+    assert fedmq(monkeypatch, "audit", tmp_path) == 0
+    path.write_text(path.read_text().replace("started", "stopped"))
+    assert fedmq(monkeypatch, "audit", tmp_path) == 3
+    assert fedmq(monkeypatch, "audit", tmp_path / "nowhere") == 2
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "",
+        "keys",
+        "data",
+        "scenario",
+        "coordinator",
+        "silo",
+        "evaluator",
+        "audit",
+        "report",
+        "protocols",
+        "curves",
+        "tsne",
+    ],
+)
+def test_every_command_explains_itself_with_an_example(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, *command.split(), "--help") == 0
+    assert "Example: fedmq " in capfd.readouterr().out
+
+
+def test_an_availability_trace_is_found_from_any_folder(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "trace.csv").write_text("silo,on,off\nsilo-00,0,100\n")
+    monkeypatch.chdir(tmp_path)
+    chosen = cli._scenario_of(tiny, ["participation={kind: availability, trace: trace.csv}"], None)
+    assert chosen.participation.trace == tmp_path / "trace.csv"
+
+
+def test_weights_are_found_from_any_folder_and_names_of_tags_left_alone(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("w.pt", "tower.json", "openai"):
+        (tmp_path / name).touch()
+    (tmp_path / "bert").mkdir()
+    monkeypatch.chdir(tmp_path)
+
+    def backbone(written: str, *, by_hand: bool = False) -> tuple[str, str | None, Path | None]:
+        settings = ["data={name: openmoji}", f"backbone={written}"]
+        found = cli._scenario_of(tiny, settings, None, by_hand=by_hand).backbone
+        return found.name, found.pretrained, found.text_encoder
+
+    of_file = "{name: tower.json, pretrained: w.pt, text_encoder: bert}"
+    assert backbone(of_file) == (str(tmp_path / "tower.json"), str(tmp_path / "w.pt"), tmp_path / "bert")
+    assert backbone(of_file, by_hand=True) == ("tower.json", "w.pt", Path("bert")), "agreed on by several machines"
+    assert backbone("{name: ViT-B-32, pretrained: openai}") == ("ViT-B-32", "openai", None)
+    assert backbone("{name: tower.json}") == ("tower.json", None, None), "random weights are drawn by this name"
+    assert backbone("{name: ViT-B-32, pretrained: not/there.pt}") == ("ViT-B-32", "not/there.pt", None)
+
+
+def test_a_linked_manifest_finds_its_images_beside_the_link(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "set").mkdir()
+    lines = [f'{{"image": "{name}", "captions": ["{name}"]}}\n' for name in ("1.png", "2.png")]
+    (tmp_path / "blobs" / "3fa9").write_text("".join(lines))
+    (tmp_path / "set" / "list.jsonl").symlink_to(Path("..", "blobs", "3fa9"))
+    monkeypatch.chdir(tmp_path)
+    chosen = cli._scenario_of(tiny, ["data={name: manifest, path: set/list.jsonl}"], None)
+    assert chosen.data.path == tmp_path / "set" / "list.jsonl"
+    pictures = read_manifest(chosen.data).pictures
+    assert isinstance(pictures, Files)
+    assert pictures.paths == (tmp_path / "set" / "1.png", tmp_path / "set" / "2.png")
+    (tmp_path / "round.jsonl").symlink_to("round.jsonl")
+    with pytest.raises(InputError, match=r"data\.path: found 'round.jsonl', allowed: a path"):
+        cli._scenario_of(tiny, ["data={name: manifest, path: round.jsonl}"], None)
+
+
+def test_options_of_methods_and_losses_are_explained(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "protocols", "fedprox", "--json") == 0
+    (explained,) = json.loads(capsys.readouterr().out).values()
+    assert explained["options"]["single_modality"]["values"] == "anchor, idle", "inherited from FedAvg"
+    assert explained["options"]["mu"]["default"] == 0.01
+    assert fedmq(monkeypatch, "losses", "dcmh") == 0
+    assert "weight of the balance" in " ".join(capsys.readouterr().out.split())
+    assert fedmq(monkeypatch, "losses") == 0
+    assert "csq" in capsys.readouterr().out
+    assert fedmq(monkeypatch, "protocols", "rcs") == 2
+    assert "found 'rcs', allowed: rcsr" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
+@pytest.mark.parametrize("arguments", [["--help"], ["protocols"]])
+def test_output_that_finds_no_room_is_one_line(arguments: list[str]) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "fedmq", *arguments]
+        ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
+    assert ended.returncode == cli.FAILED
+    assert ended.stderr == "fedmq: the output: could not be written: No space left on device\n"
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_with_messages_if_it_began_with_them(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    assert fedmq(monkeypatch, "scenario", tiny, "--out", out, "--quiet", "--set", "launcher=inline") == 0
+    (out / "summary.json").unlink()
+    assert fedmq(monkeypatch, "scenario", tiny, "--resume", out, "--quiet") == 2
+    assert "found 'a run without messages', allowed: launcher inline, as it began" in capfd.readouterr().err
+    assert fedmq(monkeypatch, "scenario", tiny, "--resume", out, "--quiet", "--set", "launcher=inline") == 0
+
+
+@pytest.mark.slow
+def test_every_benchmark_can_be_chosen() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "benchmarks", "--only", "nonesuch"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "nonesuch: not one of delta, rounds, startup, hamming, loop, vit, blockwise, soak" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "uri"),
+    [
+        ("coordinator", "--bind", "tcp://1.2.3.4"),
+        ("silo", "--connect", "foo"),
+        ("evaluator", "--connect", "tcp://*:5555"),
+    ],
+)
+def test_an_address_of_no_known_form_names_its_option_and_leaves_nothing(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: str,
+    option: str,
+    uri: str,
+) -> None:
+    assert fedmq(monkeypatch, "keys", "init", tmp_path / "keys", "--silos", "4") == 0
+    name = ["--name", "silo-00"] if command == "silo" else []
+    out = tmp_path / "out"
+    assert fedmq(monkeypatch, command, tiny, *name, "--keys", tmp_path / "keys", option, uri, "--out", out) == 2
+    assert f"fedmq: {option}: found {uri!r}, allowed: " in capfd.readouterr().err
+    assert not out.exists()
+
+
+def test_an_address_that_cannot_be_had_leaves_nothing(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "keys", "init", tmp_path / "keys", "--silos", "4") == 0
+    out, taken = tmp_path / "out", "tcp://192.0.2.1:5555"
+    assert fedmq(monkeypatch, "coordinator", tiny, "--keys", tmp_path / "keys", "--bind", taken, "--out", out) == 2
+    assert "an address that is free and belongs to this machine" in capfd.readouterr().err
+    assert not out.exists()
+
+
+def test_fingerprints_stay_on_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    assert fedmq(monkeypatch, "keys", "init", tmp_path / "keys", "--silos", "2") == 0
+    capfd.readouterr()
+    assert fedmq(monkeypatch, "keys", "show", tmp_path / "keys") == 0
+    lines = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert [name for name, _ in lines] == ["coordinator", "evaluator", "silo-00", "silo-01"]
+    assert all(len(print_) == 64 for _, print_ in lines)
+
+
+@pytest.mark.parametrize(
+    ("encoding", "errors"), [("ascii", "strict"), ("ascii", "surrogateescape"), ("utf-8", "strict")]
+)
+def test_what_an_output_has_no_character_for_comes_as_an_escape(
+    monkeypatch: pytest.MonkeyPatch, encoding: str, errors: str
+) -> None:
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding=encoding, errors=errors))
+    assert fedmq(monkeypatch, "protocols", "rcsr") == 0
+    print("caf\u00e9 \udce9", flush=True)
+    shown = written.getvalue().decode(encoding)
+    assert ("caf\u00e9" if encoding == "utf-8" else "caf\\xe9") + " \\udce9\n" in shown
+
+
+@pytest.mark.parametrize("command", ["scenario", "data check", "coordinator", "evaluator", "silo"])
+def test_a_start_at_a_terminal_says_at_once_that_it_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(console, "err", Console(file=screen, force_terminal=True, width=120))
+    missing = tmp_path / "missing.yaml"
+    more = [] if command in ("scenario", "data check") else ["--keys", tmp_path]
+    name = ["--name", "silo-00"] if command == "silo" else []
+    assert fedmq(monkeypatch, *command.split(), missing, *more, *name) == 2
+    assert screen.getvalue().count("starting: reading the scenario, loading torch") == 1
+
+
+def test_a_start_that_is_quiet_or_at_no_terminal_says_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "scenario", tmp_path / "missing.yaml") == 2
+    assert "starting" not in capfd.readouterr().err
+    screen = io.StringIO()
+    monkeypatch.setattr(console, "err", Console(file=screen, force_terminal=True, width=120))
+    assert fedmq(monkeypatch, "scenario", tmp_path / "missing.yaml", "--quiet") == 2
+    assert not screen.getvalue()

@@ -1,0 +1,265 @@
+"""Scenarios: what is refused, and how."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedmq.config import loader as scenarios
+from fedmq.config.scenario import Training
+from fedmq.errors import InputError
+
+FILES = sorted((Path(__file__).parent.parent / "scenarios").rglob("*.yaml"))
+SCENARIOS = [path for path in FILES if path.parent.name != "tables"]
+
+
+def test_a_comparison_file_is_no_scenario_and_says_which_command_runs_it() -> None:
+    for path in set(FILES) - set(SCENARIOS):
+        command = "compare" if "compare" in scenarios.read_yaml(path) else "sweep"
+        with pytest.raises(InputError, match=f"a comparison file.*fedmq {command}"):
+            scenarios.load(path)
+
+
+@pytest.mark.parametrize(
+    ("setting", "place", "allowed"),
+    [
+        ("partition.alpha=0", "partition.alpha", "greater than 0"),
+        ("partition.alpha=-1", "partition.alpha", "greater than 0"),
+        ("partition.alpha=.nan", "partition.alpha", ""),
+        ("partition.kind=dirichlet", "partition.kind", "dir_clusters"),
+        ("rounds=0", "rounds", "greater than or equal to 1"),
+        ("rounds=many", "rounds", "integer"),
+        ("participation=0", "participation", "greater than 0"),
+        ("participation=1.5", "participation", "less than or equal to 1"),
+        ("seed=-1", "seed", "greater than or equal to 0"),
+        ("missing_modality.rate=2", "missing_modality.rate", "less than or equal to 1"),
+        ("silos.count=0", "silos.count", "greater than or equal to 1"),
+        ("silos.number=3", "silos.number", "a known key"),
+        ("colour=red", "colour", "a known key"),
+        ("device=gpu", "device", "pattern"),
+        ("training.learning_rate=0", "training.learning_rate", "greater than 0"),
+        ("privacy.noise_multiplier=1", "privacy", "clip_norm"),
+        ("privacy.noise_from=key", "privacy", "privacy.noise_multiplier above 0"),
+        ("missing_modality.silos={silo-99: image}", "", "silo-99"),
+        ("aggregation.mode=magic", "aggregation.mode", "sync"),
+        ("backbone.adapter_site=blocks", "backbone", "open_clip"),
+        ("name=Has Spaces", "name", "pattern"),
+    ],
+)
+def test_one_line_names_the_place_the_value_and_what_is_allowed(
+    tiny: Path, setting: str, place: str, allowed: str
+) -> None:
+    with pytest.raises(InputError) as caught:
+        scenarios.load(tiny, [setting])
+    text = str(caught.value)
+    assert "\n" not in text
+    assert str(tiny) in text
+    assert place in text
+    assert allowed in text
+
+
+def test_a_key_in_the_file_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\npartition:\n  kind: iid\n  alpha: 0\n")
+    with pytest.raises(InputError, match=r"x\.yaml: line 6: partition\.alpha: found 0, allowed: "):
+        scenarios.load(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "found"),
+    [
+        ("a: [1", "line 1"),
+        ("- a\n- b\n", "list"),
+        ("", "NoneType"),
+        ("a: 1\na: 2\n", "twice"),
+        ("name: x\n", "nothing"),
+        ("name: x\nrounds: {{ rounds }}\n", "line 2"),
+        ("? [1, 2]\n: 3\n", "line 1"),
+        ("rounds: 2026-13-01\n", "month"),
+        ("[" * 20000, "nested"),
+    ],
+)
+def test_files_that_are_no_scenario_are_refused(tmp_path: Path, content: str, found: str) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text(content)
+    with pytest.raises(InputError) as caught:
+        scenarios.load(path)
+    assert found in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such file"):
+        scenarios.load(tmp_path / "nowhere.yaml")
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("roundz=3", r"--set roundz: found 'roundz', allowed: a known key: rounds$"),
+        ("silos.number=3", r"--set silos\.number: .* a known key: count, slots$"),
+        ("aggregation.staleness.kindd=hinge", r"--set aggregation\.staleness\.kindd: .* a known key: kind$"),
+        ("rounds=three", "--set rounds: found 'three', .*integer"),
+        ("participation=7", r"--set participation: participation\.rate: found 7"),
+        ("rounds=true", "--set rounds: found True, allowed: a number"),
+        ("seed=false", "--set seed: found False, allowed: a number"),
+        ("participation=true", "--set participation: found True, allowed: a number"),
+        ("rounds=2026-13-01", "--set rounds: found '2026-13-01'"),
+        (f"rounds={'[' * 20000}", "--set rounds"),
+        ("faults=[{kind: damage}]", r"--set faults: faults\.0\.kind: found 'damage', allowed: one of 'late', 'drop', "),
+        ("faults=[{share: 0.1}]", r"faults\.0\.kind: found 'nothing', allowed: a value is required here$"),
+        ("faults=[drop]", r"faults\.0: found 'drop', allowed: a mapping with keys of .*kind, "),
+        ("faults={kind: drop}", r"--set faults: found {'kind': 'drop'}, allowed: a list$"),
+        ("silos=4", "--set silos: found 4, allowed: a mapping with keys of count, slots$"),
+    ],
+)
+def test_a_bad_setting_is_named_as_such_with_the_nearest_keys(tiny: Path, setting: str, told: str) -> None:
+    with pytest.raises(InputError, match=told) as caught:
+        scenarios.load(tiny, [setting])
+    text = str(caught.value)
+    assert "\n" not in text
+    assert "line" not in text, "no line of the file has that value"
+    assert len(text) < 600
+
+
+def test_a_key_of_a_fault_is_known_by_the_faults_kind(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\nfaults:\n- {kind: sign_flip, shar: 0.5}\n")
+    with pytest.raises(InputError, match=r"x\.yaml: line 5: faults\.0\.shar: .* a known key: share$"):
+        scenarios.load(path)
+
+
+def test_numbers_as_yaml_writes_them_are_numbers(tiny: Path) -> None:
+    scenario = scenarios.load(tiny, ["training.learning_rate=1e-4", "rounds=7", "evaluation.within=false"])
+    assert (scenario.training.learning_rate, scenario.rounds, scenario.evaluation.within) == (1e-4, 7, False)
+
+
+def test_true_in_the_file_is_no_number_either(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\nsilos:\n  count: true\n")
+    with pytest.raises(InputError, match=r"x\.yaml: line 5: silos\.count: found True, allowed: a number"):
+        scenarios.load(path)
+
+
+@pytest.mark.parametrize("setting", ["rounds", "=3", "name.sub=1"])
+def test_settings_that_are_none_are_refused(tiny: Path, setting: str) -> None:
+    with pytest.raises(InputError, match="--set"):
+        scenarios.load(tiny, [setting])
+
+
+@pytest.mark.parametrize(
+    ("settings", "part", "wanted"),
+    [
+        (["protocol.tau=0.5", "protocol=fedavg"], "protocol", {"name": "fedavg", "tau": 0.5}),
+        (["protocol.tau=0.5", "protocol={name: fedavg, tau: 0.2}"], "protocol", {"name": "fedavg", "tau": 0.2}),
+        (["protocol={name: fedavg, tau: 0.2}", "protocol.tau=0.5"], "protocol", {"name": "fedavg", "tau": 0.5}),
+        (["protocol.name=rcsr", "protocol=fedavg"], "protocol", {"name": "fedavg"}),
+        (["objective.bits=16", "objective=dcmh"], "objective", {"base": "dcmh", "bits": 16}),
+        (["participation.kind=by_data", "participation=0.5"], "participation", {"kind": "by_data", "rate": 0.5}),
+        (["aggregation.robust.rule=krum", "aggregation={robust: {trim: 0.1}}"], "aggregation.robust", {"rule": "krum"}),
+        (
+            ["aggregation.robust.rule=krum", "aggregation={robust: {rule: none}}"],
+            "aggregation.robust",
+            {"rule": "none"},
+        ),
+    ],
+)
+def test_a_setting_of_a_whole_key_leaves_those_below_it(
+    tiny: Path, settings: list[str], part: str, wanted: dict[str, object]
+) -> None:
+    found = scenarios.load(tiny, settings).model_dump()
+    for key in part.split("."):
+        found = found[key]
+    assert {**found, **wanted} == found
+
+
+def test_settings_reach_every_part_and_keep_the_file_as_it_is(tiny: Path) -> None:
+    before = tiny.read_text()
+    scenario = scenarios.load(
+        tiny, ["protocol.name=fedavg", "partition.alpha=3", "training.batch_size=7", "protocol.tau=0.5"]
+    )
+    assert scenario.protocol.name == "fedavg"
+    assert (scenario.partition.alpha, scenario.training.batch_size, scenario.protocol.options["tau"]) == (3.0, 7, 0.5)
+    assert tiny.read_text() == before
+
+
+def test_a_dump_reads_back_as_the_same_scenario(tiny: Path, tmp_path: Path) -> None:
+    scenario = scenarios.load(tiny)
+    path = tmp_path / "again.yaml"
+    path.write_text(scenario.dump())
+    assert scenarios.load(path) == scenario
+    assert set(yaml.safe_load(path.read_text())) == set(type(scenario).model_fields)
+
+
+def test_silos_are_named_with_two_digits_or_as_many_as_needed(tiny: Path) -> None:
+    assert scenarios.load(tiny).silo_names == ("silo-00", "silo-01", "silo-02", "silo-03")
+    wide = scenarios.load(tiny, ["silos.count=101", "missing_modality.silos={}"])
+    assert (wide.silo_names[0], wide.silo_names[-1]) == ("silo-000", "silo-100")
+
+
+def test_the_learning_rate_warms_up_then_falls_to_the_floor() -> None:
+    training = Training(learning_rate=1.0, warmup_rounds=5, floor=0.01)
+    rates = [training.rate_at(round_, 200) for round_ in range(201)]
+    assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert rates[5] == 1.0
+    assert all(a >= b for a, b in itertools.pairwise(rates[5:]))
+    assert rates[200] == pytest.approx(0.01)
+    assert Training(learning_rate=0.5, schedule="constant", warmup_rounds=0).rate_at(150, 200) == 0.5
+
+
+def test_the_learning_rate_falls_along_a_line_or_in_steps() -> None:
+    dcmh = Training(learning_rate=10**-1.5, schedule="linear", warmup_rounds=0, floor=10**-4.5)
+    assert [dcmh.rate_at(at, 500) for at in (0, 250, 500)] == pytest.approx([10**-1.5, (10**-1.5 + 10**-6) / 2, 1e-6])
+    warm = Training(learning_rate=1.0, schedule="linear", warmup_rounds=10, floor=0.5)
+    assert [warm.rate_at(at, 20) for at in (4, 9, 10, 15, 25)] == pytest.approx([0.5, 1.0, 1.0, 0.75, 0.5])
+    greedyhash = Training(learning_rate=1e-3, schedule="step", warmup_rounds=0)
+    assert [greedyhash.rate_at(at, 100) for at in (0, 29, 30, 59, 60)] == pytest.approx([1e-3, 1e-3, 1e-4, 1e-4, 1e-5])
+    halves = Training(learning_rate=1.0, schedule="step", warmup_rounds=2, step_rounds=3, step_factor=0.5)
+    assert [halves.rate_at(at, 100) for at in (2, 4, 5, 8)] == pytest.approx([1.0, 1.0, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("path", SCENARIOS, ids=lambda path: path.stem)
+def test_every_scenario_of_the_repository_is_valid(path: Path) -> None:
+    import protocols
+
+    scenario = scenarios.load(path)
+    # Runs are named after their scenario, so one in a paper's folder may carry the paper's name too.
+    assert scenario.name in (path.stem, f"{path.parent.name}-{path.stem}")
+    protocols.resolved(scenario)
+
+
+def test_a_short_run_has_a_short_warm_up_unless_one_is_chosen(tiny: Path, tmp_path: Path) -> None:
+    raw = scenarios.read_yaml(tiny)
+    raw["training"] = {key: value for key, value in raw["training"].items() if key != "warmup_rounds"}
+    for rounds, warmup in ((1, 0), (3, 2), (5, 4), (6, 5), (200, 5)):
+        scenario = scenarios.parse({**raw, "rounds": rounds}, tiny)
+        assert scenario.training.warmup_rounds == warmup
+        assert scenarios.parse(yaml.safe_load(scenario.dump()), tiny) == scenario
+    with pytest.raises(InputError, match=r"training.warmup_rounds \(5\) must be below rounds \(3\)"):
+        scenarios.parse({**raw, "rounds": 3, "training": {**raw["training"], "warmup_rounds": 5}}, tiny)
+
+
+@pytest.mark.parametrize(
+    ("text", "place", "rest"),
+    [
+        ("protocl: rcsr\n", "line 2: protocl", "allowed: a known key: protocol"),
+        ("protocol: rcsr\nfaults: [{kind: late}]\n", "line 3: faults.0.seconds", "a value is required here"),
+        (
+            "protocol: rcsr\nfaults:\n  - {kind: late, seconds: 3}\n  - {kind: drop, silos: nobody}\n",
+            "line 5: faults.1.silos",
+            "'text_only' or 'paired' or a list",
+        ),
+        ("protocol: rcsr\nfaults: [{kind: drop, agin: 3}]\n", "line 3: faults.0.agin", "a known key: again"),
+        ("protocol: rcsr\nfaults: [{kind: drop, rounds: 1.5}]\n", "line 3: faults.0.rounds", "list or text"),
+    ],
+)
+def test_errors_name_keys_and_lines_as_the_file_has_them(tmp_path: Path, text: str, place: str, rest: str) -> None:
+    file = tmp_path / "scenario.yaml"
+    file.write_text("data: {name: openmoji}\n" + text + "name: mine\n")
+    with pytest.raises(InputError) as caught:
+        scenarios.load(file)
+    assert str(caught.value).startswith(f"{file}: {place}: ")
+    assert rest in str(caught.value)

@@ -1,0 +1,375 @@
+"""Merging in rounds, from a buffer and reply by reply: every method, and whole runs."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import protocols
+from coordinator import loop
+from coordinator.aggregation import merged_state
+from coordinator.participation import trace_of
+from coordinator.rounds import Phase
+from fedmq.config.parts import Staleness
+from fedmq.errors import InputError, RunError
+from fedmq.federation.protocol import Merged, Reply, State
+from fedmq.federation.staleness import damping, hinge, mixed, polynomial, rarity
+from fedmq.launch.supervisor import simulate_inline
+from fedmq.storage.json_files import read_lines
+from fedmq.storage.run_folder import RunFolder
+from protocols import _aggregation, rcsr
+from tests import in_process_run as calls
+from tests.small_federation import equal_states, world
+from tests.threaded_run import resolved, run
+from tests.virtual_time_federation import federation
+
+every_protocol = pytest.mark.parametrize("name", protocols.names())
+
+
+# ------------------------------------------------------------------------------------------------------ every method
+@pytest.mark.slow
+@every_protocol
+@pytest.mark.parametrize("participation", [1.0, 0.5])
+def test_a_buffer_as_large_as_the_cohort_is_the_synchronous_run_to_the_bit(name: str, participation: float) -> None:
+    rounds = federation(world(name), 3, {"participation": participation}).run()
+    buffered = federation(world(name), 3, {"participation": participation, "mode": "buffered", "buffer": 99})
+    assert equal_states(buffered.run(), rounds)
+    assert set(buffered.staleness) == {0}
+
+
+@pytest.mark.slow
+@every_protocol
+def test_a_method_survives_stale_replies_in_small_buffers_and_alone(name: str) -> None:
+    for settings in ({"mode": "buffered", "buffer": 2}, {"mode": "async"}):
+        run_ = federation(world(name), 12, settings, mixing=0.6)
+        state = run_.run()
+        assert torch.isfinite(state.theta).all()
+        assert all(torch.isfinite(tensor).all() for tensor in state.tensors.values() if tensor.is_floating_point())
+        if len(run_.plan.eligible) == 4:
+            assert max(run_.staleness) >= 2
+
+
+def test_a_straggler_holds_up_rounds_and_nobody_else_holds_up_a_buffer() -> None:
+    rounds, buffered = (federation(world("fedavg"), 6, {"mode": mode}) for mode in ("sync", "buffered"))
+    rounds.run()
+    buffered.run()
+    assert rounds.now == pytest.approx(6 * 9.0)
+    assert buffered.now < 9.0
+    assert buffered.merges == [2] * 6
+
+
+def test_a_lone_reply_moves_the_model_by_mixing_times_damping_of_its_update() -> None:
+    whole, part = (federation(world("fedavg"), 1, {"mode": "async"}, mixing=rate) for rate in (1.0, 0.25))
+    start = whole.world.state.theta
+    assert torch.allclose(part.run().theta - start, 0.25 * (whole.run().theta - start), atol=1e-7)
+
+
+# ---------------------------------------------------------------------------------------------------------- functions
+def test_damping_is_one_for_a_fresh_reply_and_never_rises() -> None:
+    for kind in ("constant", "polynomial", "hinge"):
+        values = [damping(Staleness(kind=kind), age) for age in range(20)]  # type: ignore[arg-type]
+        assert values[0] == 1.0
+        assert values == sorted(values, reverse=True)
+
+
+def test_damping_functions_give_the_values_of_fedasync() -> None:
+    assert polynomial(3, 0.5) == pytest.approx(0.5)
+    assert [hinge(age, 10.0, 4.0) for age in (4, 5, 6)] == pytest.approx([1.0, 1 / 11, 1 / 21])
+
+
+def test_a_rare_reply_counts_by_how_much_rarer_it_is_up_to_the_cut_off() -> None:
+    assert rarity(7, 7.0, 10.0) == 1.0
+    assert rarity(0, 5.0, 10.0) == 6.0
+    assert rarity(0, 99.0, 10.0) == 10.0
+    assert rarity(99, 4.0, 10.0) == 0.1
+
+
+def test_mixing_at_rate_one_is_the_merge_to_the_bit() -> None:
+    old, new = torch.randn(9, generator=torch.Generator().manual_seed(0)), torch.ones(9)
+    assert mixed(old, new, 1.0) is new
+    assert torch.allclose(mixed(old, new, 0.25), 0.75 * old + 0.25 * new)
+
+
+def test_a_moving_average_forgets_as_much_per_full_round_however_it_is_split() -> None:
+    assert _aggregation.kept_share(0.9, 15, 15) == 0.9
+    assert _aggregation.kept_share(0.9, 5, 15) ** 3 == pytest.approx(0.9)
+    assert _aggregation.kept_share(0.9, 1, None) == 0.9
+
+
+# ------------------------------------------------------------------------------------------------------------ methods
+@pytest.mark.parametrize(("name", "averages"), [("fedavg", ("ema",)), ("rcsr", ("ema", "fair_ema"))])
+def test_half_a_cohort_moves_averages_at_the_root_of_the_rate(name: str, averages: tuple[str, ...]) -> None:
+    part, root = (world(name, dict.fromkeys(averages, rate)) for rate in (0.81, 0.9))
+    for each in (part, root):
+        each.round()
+    part.protocol.context = replace(part.context, cohort=4)  # type: ignore[attr-defined]
+    for each in (part, root):
+        each.round(each.eligible[:2])
+    for key, tensor in part.state.tensors.items():
+        assert torch.allclose(tensor, root.state.tensors[key], atol=1e-6), key
+
+
+def test_a_reply_of_rarity_three_weighs_three_times_its_samples() -> None:
+    run_ = world("fedavg")
+    first, second, *_ = (reply for reply in run_.replies() if reply.silo.paired)
+    deltas = [_aggregation.update_of(reply, run_.context.layout) for reply in (first, second)]
+    weights = torch.tensor([float(deltas[0].samples), 3.0 * deltas[1].samples])
+    step = sum(weight * update.delta for weight, update in zip(weights / weights.sum(), deltas, strict=True))
+    merged = run_.protocol.merge(run_.state, [first, replace(second, rarity=3.0)], 0).state
+    assert torch.allclose(merged.theta - run_.state.theta, step, atol=1e-6)
+
+
+@every_protocol
+def test_rarity_changes_who_counts_in_every_method_that_weighs_replies(name: str) -> None:
+    run_ = world(name)
+    replies = run_.replies()
+    tilted = [replace(replies[0], rarity=4.0), *replies[1:]]
+    plain, rare = (run_.protocol.merge(run_.state, each, 0).state for each in (replies, tilted))
+    unweighted = {"local", "fedproto"}  # nothing to merge; tables of class means alone
+    assert equal_states(plain, rare) is (name in unweighted or len(replies) == 1)
+
+
+@pytest.mark.parametrize(("max_age", "forgotten"), [(0, True), (1, False), (None, False)])
+def test_rcsrs_router_over_the_table_forgets_silos_past_the_age_limit(max_age: int | None, forgotten: bool) -> None:
+    table, reporters = (world("rcsr", {"warmup": 0, "router_over": over}) for over in ("table", "reporters"))
+    table.protocol.context = replace(table.context, max_age=max_age)  # type: ignore[attr-defined]
+    for each in (table, reporters):
+        each.round()
+        each.round(each.eligible[1:])
+    assert torch.equal(table.state.theta, reporters.state.theta) is forgotten
+
+
+# --------------------------------------------------------------------------------------------------------- whole runs
+STRAGGLER = ("cost.speed_sigma=0", "cost.classes={slow: {silos: [silo-01], slowdown: 10}}")
+
+
+def inline(tiny: Path, out: Path, *settings: str) -> dict[str, Any]:
+    scenario = resolved(tiny, "launcher=inline", "evaluation.every=0", "protocol.warmup=2", *settings)
+    return dict(simulate_inline(scenario, RunFolder(out), resume=False, status=lambda _: None).outcome.summary)
+
+
+def merges(out: Path) -> list[dict[str, Any]]:
+    return [line for line in read_lines(RunFolder(out).metrics) if line["kind"] == "merge"]
+
+
+def notes(out: Path) -> str:
+    return RunFolder(out).messages("coordinator").read_text()
+
+
+@pytest.mark.slow
+def test_the_whole_program_agrees_that_a_full_buffer_is_a_round(tiny: Path, tmp_path: Path) -> None:
+    rounds = inline(tiny, tmp_path / "sync")
+    buffered = inline(tiny, tmp_path / "buffered", "aggregation.mode=buffered", "aggregation.buffer=3")
+    assert buffered["model_digest"] == rounds["model_digest"]
+    assert buffered["seconds"]["virtual"] == rounds["seconds"]["virtual"]
+
+
+@pytest.mark.slow
+def test_one_silo_at_a_time_is_the_same_in_every_mode(tiny: Path, tmp_path: Path) -> None:
+    one = ("participation=0.25", "aggregation.mixing=1", "aggregation.staleness.kind=constant")
+    digests = {
+        mode: inline(tiny, tmp_path / mode, *one, f"aggregation.mode={mode}")["model_digest"]
+        for mode in ("sync", "buffered", "async")
+    }
+    assert len(set(digests.values())) == 1
+
+
+@pytest.mark.slow
+def test_a_balanced_buffer_lets_the_straggler_count_more_and_a_full_one_is_still_a_round(
+    tiny: Path, tmp_path: Path
+) -> None:
+    small = ("rounds=12", "participation=1", "aggregation.mode=buffered", "aggregation.buffer=2", *STRAGGLER)
+    plain, balanced = (
+        inline(tiny, tmp_path / str(balance), *small, f"aggregation.balance={balance}") for balance in ("null", "8")
+    )
+    assert balanced["model_digest"] != plain["model_digest"]
+    assert balanced["seconds"]["virtual"] == plain["seconds"]["virtual"]
+    full = ("participation=1", "aggregation.balance=8")
+    rounds = inline(tiny, tmp_path / "sync", *full)
+    assert inline(tiny, tmp_path / "full", *full, "aggregation.mode=buffered")["model_digest"] != rounds["model_digest"]
+    whole = inline(tiny, tmp_path / "whole", *full, "aggregation.mode=buffered", "aggregation.buffer=4")
+    assert whole["model_digest"] == rounds["model_digest"]
+
+
+@pytest.mark.slow
+def test_a_stale_reply_comes_with_the_state_its_task_was_made_from(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known: list[State] = []  # by version
+    merge, seen = rcsr.Rcsr.merge, Counter[int]()
+
+    def watched(protocol: rcsr.Rcsr, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        known.append(state)
+        for reply in replies:
+            assert reply.base is not None
+            assert torch.equal(reply.base.theta, known[reply.base_version].theta)
+            seen[reply.staleness] += 1
+        return merge(protocol, state, replies, round_)
+
+    monkeypatch.setattr(rcsr.Rcsr, "merge", watched)
+    inline(tiny, tmp_path, "rounds=12", "participation=1", "aggregation.mode=async", *STRAGGLER)
+    assert set(seen) > {0, 1}
+
+
+@pytest.mark.slow
+def test_staleness_is_on_file_and_bounded(tiny: Path, tmp_path: Path) -> None:
+    settings = ("rounds=14", "aggregation.mode=async", "participation=1", *STRAGGLER)
+    inline(tiny, tmp_path / "free", *settings)
+    ages = [line["staleness"][0] for line in merges(tmp_path / "free")]
+    assert max(ages) > 3
+    inline(tiny, tmp_path / "bound", *settings, "aggregation.max_staleness=3")
+    assert max(line["staleness"][0] for line in merges(tmp_path / "bound")) == 3
+    assert '"reason":"stale"' in notes(tmp_path / "bound")
+
+
+@pytest.mark.slow
+def test_over_selection_leaves_the_straggler_behind(tiny: Path, tmp_path: Path) -> None:
+    waiting = inline(tiny, tmp_path / "all", "participation=0.75", *STRAGGLER)
+    first = inline(tiny, tmp_path / "first", "participation=0.75", "aggregation.over_select=1.34", *STRAGGLER)
+    assert all(len(line["replies"]) == 3 for line in merges(tmp_path / "first")[:1])
+    assert first["seconds"]["virtual"] < 0.5 * waiting["seconds"]["virtual"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("interrupted", ["wait", "lost"])
+@pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
+def test_silos_that_come_and_go_reply_only_while_they_are_on(
+    tiny: Path, tmp_path: Path, mode: str, interrupted: str
+) -> None:
+    settings = (
+        "rounds=8",
+        f"aggregation.mode={mode}",
+        f"participation={{kind: availability, diurnal: {{period: 3, share: 0.4}}, interrupted: {interrupted}}}",
+    )
+    whole = inline(tiny, tmp_path, *settings)
+    scenario = resolved(tiny, *settings)
+    trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
+    if interrupted == "wait":  # nothing fails then, so the last reply is what a merge waited for
+        assert all(any(trace.on(silo, line["now"]) for silo in line["replies"]) for line in merges(tmp_path))
+    assert ("went off" in notes(tmp_path)) == (interrupted == "lost")
+    if mode != "sync":
+        assert inline(tiny, tmp_path / "again", *settings)["model_digest"] == whole["model_digest"]
+
+
+def test_a_trace_after_whose_end_nobody_is_on_ends_the_run_with_a_line_that_says_so(tiny: Path, tmp_path: Path) -> None:
+    path = tmp_path / "trace.csv"
+    path.write_text("silo,on,off\n" + "".join(f"silo-0{index},0,0.5\n" for index in range(4)))
+    with pytest.raises(RunError, match=r"participation\.trace"):
+        inline(tiny, tmp_path / "run", "rounds=50", f"participation={{kind: availability, trace: {path}}}")
+
+
+def test_a_run_does_not_go_on_with_another_trace(tiny: Path, tmp_path: Path) -> None:
+    path, out = tmp_path / "trace.csv", tmp_path / "run"
+    path.write_text("silo,on,off\n" + "".join(f"silo-0{index},0,900\n" for index in range(4)))
+    scenario = resolved(tiny, "launcher=inline", f"participation={{kind: availability, trace: {path}}}")
+    first = simulate_inline(scenario, RunFolder(out), resume=False, status=lambda _: None).outcome
+    assert first.phase is Phase.DONE
+    RunFolder(out).summary.unlink()
+    path.write_text(path.read_text().replace("900", "9"))
+    with pytest.raises(InputError, match=r"participation\.trace: .*trace\.csv: found 'another trace than"):
+        simulate_inline(scenario, RunFolder(out), resume=True, status=lambda _: None)
+
+
+@pytest.mark.slow
+def test_the_seconds_of_a_resumed_run_are_those_of_all_its_processes(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scenario = resolved(tiny, "launcher=inline", "participation=1.0")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "merged_state", lambda *arguments: time.sleep(0.3) or merged_state(*arguments))
+        stopped = calls.run(scenario, tmp_path, stop_wanted=stop_after(2, tmp_path))
+    assert stopped.phase is Phase.STOPPED
+    seconds = calls.run(scenario, tmp_path, resume=True).summary["seconds"]
+    # The last merge before a checkpoint is counted after it.
+    assert seconds["merge"] >= 0.3
+    assert seconds["total"] >= max(0.6, seconds["merge"] + seconds["evaluation"])
+
+
+def test_power_of_choice_asks_by_loss_and_needs_a_method_that_reports_one(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ("participation={rate: 0.5, kind: power_of_choice, candidates: 4}", "rounds=8", "protocol=fedavg")
+    scenario = [each for each in settings if not each.startswith("protocol")]
+    inline(tiny, tmp_path / "choice", *scenario)
+    asked = [set(line["replies"]) for line in merges(tmp_path / "choice")]
+    assert asked[0] | asked[1] == {f"silo-0{index}" for index in range(4)}  # the unknown first
+    kind = protocols.load("rcsr")
+    monkeypatch.setattr(kind, "uploads", lambda self, silo: frozenset())
+    with pytest.raises(InputError, match="power_of_choice"):
+        inline(tiny, tmp_path / "refused", *scenario)
+
+
+@pytest.mark.parametrize("protocol", ["local", "fedproto"])
+def test_clipping_is_refused_where_no_silo_sends_an_update(tiny: Path, tmp_path: Path, protocol: str) -> None:
+    settings = ("launcher=inline", f"protocol={protocol}", "privacy.clip_norm=1.0")
+    with pytest.raises(
+        InputError, match=rf"privacy\.clip_norm: found 1\.0, allowed: null: silos of {protocol} send no"
+    ):
+        simulate_inline(resolved(tiny, *settings), RunFolder(tmp_path), resume=False, status=lambda _: None)
+
+
+def test_a_coordinator_that_died_after_the_last_merge_ends_the_run_when_it_is_back(tiny: Path, tmp_path: Path) -> None:
+    whole = inline(tiny, tmp_path)
+    RunFolder(tmp_path).summary.unlink()
+    scenario = resolved(tiny, "launcher=inline", "evaluation.every=0", "protocol.warmup=2")
+    again = simulate_inline(scenario, RunFolder(tmp_path), resume=True, status=lambda _: None).outcome
+    assert again.phase is Phase.DONE
+    assert again.summary["model_digest"] == whole["model_digest"]
+    assert len(merges(tmp_path)) == 4
+
+
+def stop_after(count: int, out: Path) -> Callable[[], bool]:
+    path = RunFolder(out).metrics
+    return lambda: path.exists() and path.read_text().count('"merge"') >= count
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["buffered", "async"])
+def test_a_run_stopped_with_old_tasks_in_flight_and_resumed_gives_the_same_model(
+    tiny: Path, tmp_path: Path, mode: str
+) -> None:
+    balanced = (f"aggregation.mode={mode}", "aggregation.balance=8")  # counts of merged replies survive, too
+    settings = ("rounds=9", *balanced, "participation=1", "evaluation.every=0", *STRAGGLER)
+    scenario, parts = resolved(tiny, *settings), tmp_path / "parts"
+    whole = inline(tiny, tmp_path / "whole", *settings, "protocol.warmup=1")
+    for count in (2, 5):
+        assert run(scenario, parts, resume=count > 2, stop_wanted=stop_after(count, parts)).phase is Phase.STOPPED
+        newest = max((parts / "checkpoints").glob("version-*/checkpoint.json"))
+        machine = json.loads(newest.read_text())["rounds"]
+        assert any(base < machine["version"] for _, base, _ in machine["flights"].values())
+    assert run(scenario, parts, resume=True).summary["model_digest"] == whole["model_digest"]
+    assert [line["version"] for line in merges(parts)] == list(range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("setting", "allowed"),
+    [
+        ("aggregation.mode=eventually", "buffered"),
+        ("aggregation.over_select=0.5", "greater than or equal to 1"),
+        ("aggregation.buffer=0", "greater than or equal to 1"),
+        ("aggregation.mixing=0", "greater than 0"),
+        ("aggregation.max_staleness=-1", "greater than or equal to 0"),
+        ("aggregation.staleness.kind=linear", "hinge"),
+        ("aggregation.on_lost=panic", "give_up"),
+    ],
+)
+def test_aggregation_that_cannot_be_is_refused_by_its_key(tiny: Path, setting: str, allowed: str) -> None:
+    with pytest.raises(InputError) as caught:
+        resolved(tiny, setting)
+    assert setting.partition("=")[0] in str(caught.value)
+    assert allowed in str(caught.value)
+
+
+def test_a_krum_that_leaves_nobody_out_is_refused(tiny: Path) -> None:
+    krum = "aggregation.robust={rule: krum, keep: 4}"
+    with pytest.raises(InputError, match=r"aggregation.robust.keep \(4\) must be below silos.count \(4\)"):
+        resolved(tiny, krum)
+    assert resolved(tiny, krum.replace("4", "3")).aggregation.robust.keep == 3

@@ -1,0 +1,271 @@
+"""Edges of the programs' parts that whole runs hardly meet: the last fold, the full disk, the silo that stays off."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections import Counter, deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter
+
+from coordinator import checkpoint as checkpoints
+from coordinator.failures import Failures
+from coordinator.fault_injection import Order, Trouble
+from coordinator.in_process_peers import Inline
+from coordinator.loop import Loop
+from coordinator.participation import Sampling, Trace
+from coordinator.rounds import Failed, Phase, Send
+from coordinator.timeline import Due, Timeline
+from fedmq.audit import policy
+from fedmq.audit.log_checks import audit_run
+from fedmq.clock import VirtualClock, WallClock
+from fedmq.config.faults import AnyFault
+from fedmq.data import partition
+from fedmq.evaluation import recall
+from fedmq.evaluation.program import Embedded, fold_recalls
+from fedmq.federation.fault_effects import TaskOutcome, outcome_after
+from fedmq.federation.fault_schedule import Script
+from fedmq.federation.population import build_world
+from fedmq.federation.protocol import SiloFacts, State
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import Delta, Header, Kind, Message
+from silos.program import Silo
+from tests import in_process_run
+from tests.threaded_run import resolved
+
+IID = ("partition={kind: iid}",)
+FOUR = tuple(SiloFacts(f"silo-{index:02d}", index, True, True) for index in range(4))
+
+
+# -------------------------------------------------------------------------------------------------- data and figures
+def test_every_full_fold_counts_the_last_one_too_and_what_is_left_over_does_not() -> None:
+    # Of the first two items captions are swapped, of the next two they are right, and one is left over.
+    image = np.eye(5, dtype=np.float32)
+    items = Embedded(image, image[[1, 0, 2, 3, 4]], np.arange(5))
+    assert fold_recalls(items, 2)["fold_i2t_r1"] == pytest.approx(
+        np.mean([recall.recalls(*parts)["i2t_r1"] for parts in ((image[:2], image[[1, 0]], np.arange(2)),)]) / 2
+        + np.mean([recall.recalls(*parts)["i2t_r1"] for parts in ((image[2:4], image[2:4], np.arange(2)),)]) / 2
+    )
+    assert fold_recalls(items.subset(np.arange(4)), 2) == fold_recalls(items, 2)
+
+
+def test_public_items_are_in_no_database(features: Path, tiny: Path, tmp_path: Path) -> None:
+    with np.load(features) as given:
+        arrays = dict(given)
+    arrays["split"] = arrays["split"].astype("U8")
+    arrays["split"][:20] = "public"
+    np.savez(tmp_path / "public.npz", **arrays)
+    world = build_world(resolved(tiny, f"data.path={tmp_path / 'public.npz'}", *IID), cache=tmp_path / "cache")
+    apart = {*world.prepared.rows("public").tolist(), *world.evaluated.tolist()}
+    assert len(world.prepared.rows("public")) == 20
+    assert not apart & {*world.database.tolist()}
+    assert len(world.database) + len(apart) == 150
+
+
+def test_a_balanced_partition_is_drawn_until_its_own_way_of_dealing_leaves_no_silo_short() -> None:
+    differ = 0
+    for seed in range(20):
+        sizes, generator = np.array([40, 40, 40, 40]), np.random.default_rng(seed)
+        draws = [partition.class_proportions(4, 4, 0.5, generator) for _ in range(30)]
+        least = [int(partition.split_counts_balanced(sizes, each).sum(axis=0).min()) for each in draws]
+        place = next(place for place, each in enumerate(least) if each >= partition.LEAST_BALANCED)
+        found = partition._until_balanced(sizes, draws[0], 0.5, again(seed))
+        assert np.array_equal(found, draws[place])
+        differ += int(partition.split_counts(sizes, found).sum(axis=0).min()) < partition.LEAST_BALANCED
+    assert differ  # the other way of dealing would have gone on drawing
+
+
+def again(seed: int) -> np.random.Generator:
+    """The generator after the first draw."""
+    generator = np.random.default_rng(seed)
+    partition.class_proportions(4, 4, 0.5, generator)
+    return generator
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name_and_the_folder_after(tmp_path: Path) -> None:
+    seen: list[tuple[str, bool]] = []
+    states = {1: State(torch.zeros(3)), 2: State(torch.ones(3), {"a": torch.ones(1)})}
+    rounds = {"version": 2, "gone": [], "flights": {}, "sequences": {}, "losses": {}}
+
+    def to_disk(path: Path) -> None:
+        seen.append((path.name, any(tmp_path.glob("version-*/checkpoint.json"))))
+
+    made = checkpoints.save(tmp_path, checkpoints.Checkpoint(rounds, states, 0.0, {}, {}), to_disk)
+    files = sorted(path.name for path in made.iterdir())
+    assert len(files) == 3
+    assert sorted(name for name, _ in seen[:-1]) == files
+    assert not any(there for _, there in seen[:-1])
+    assert seen[-1] == (tmp_path.name, True)
+
+
+def test_a_silo_may_forget_only_what_the_checkpoint_before_the_last_has_settled(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, real = dict[tuple[str, int], int](), Silo.answer
+
+    def watched(silo: Silo, message: Message) -> object:
+        assert message.task is not None
+        told[silo.facts.name, message.header.sequence] = message.task.settled
+        return real(silo, message)
+
+    monkeypatch.setattr(Silo, "answer", watched)
+    in_process_run.run(resolved(tiny, "protocol=fedavg", "participation=1.0", "evaluation.every=0", *IID), tmp_path)
+    assert {sequence for _, sequence in told} == {1, 2, 3, 4}
+    assert all(settled == max(0, sequence - 2) for (_, sequence), settled in told.items())
+
+
+def test_states_under_evaluation_are_kept_though_no_task_stands_on_them(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept, forget, receive = dict[int, set[int]](), Loop._forget_states, Inline.receive
+
+    def watched(loop: Loop, version: int) -> None:
+        forget(loop, version)
+        kept[version] = {*loop.states}
+
+    def slow(peers: Inline, timeout_s: float | None = None) -> object:
+        """An evaluator that answers nothing before the last merge."""
+        waits = [item for item in peers._waiting if isinstance(item, Message) and item.header.kind is Kind.EVALUATE]
+        if 4 in kept or not waits:
+            return receive(peers, timeout_s)
+        peers._waiting = deque(item for item in peers._waiting if all(item is not each for each in waits))
+        taken = receive(peers, timeout_s)
+        peers._waiting.extend(waits)
+        return taken
+
+    monkeypatch.setattr(Loop, "_forget_states", watched)
+    monkeypatch.setattr(Inline, "receive", slow)
+    in_process_run.run(resolved(tiny, "protocol=fedavg", "participation=1.0", "evaluation.every=1", *IID), tmp_path)
+    assert kept == {1: {0, 1}, 2: {0, 1, 2}, 3: {0, 1, 2, 3}, 4: {0, 1, 2, 3, 4}}
+    assert [line["version"] for line in in_process_run.lines(tmp_path, "evaluation")] == [0, 1, 2, 3, 4]
+
+
+def test_errors_before_a_merge_that_had_a_reply_are_forgotten() -> None:
+    failures = Failures({})
+    failures.said("silo-00", "no")
+    failures.due("silo-00")
+    assert failures.first == "silo-00: no"
+    failures.merged()
+    failures.stopped("silo-01", "never")
+    assert failures.first == "silo-01: never"
+    assert failures.of_all(["silo-00", "silo-01"]) is None
+
+
+# -------------------------------------------------------------------------------------------------------------- policy
+def test_bytes_in_all_are_counted_for_each_way_apart(tmp_path: Path) -> None:
+    def message(counter: int, kind: Kind, ends: tuple[str, str]) -> Message:
+        facts = {"sender": ends[0], "receiver": ends[1], "session": b"s" * 16, "counter": counter}
+        header = Header(run="r", kind=kind, sequence=counter, reply_to=counter, sent_at=1.5, **facts)  # type: ignore[arg-type]
+        return Message(header, (Delta("0" * 64, np.zeros(5, np.float32), 3),))
+
+    ends = ("silo-00", "coordinator")
+    sent = [("up", message(1, Kind.REPLY, ends)), ("down", message(1, Kind.REPLY, ends[::-1]))]
+    for process, own in (("silo-00", "up"), ("coordinator", "down")):
+        with MessageLog(tmp_path / "messages" / f"{process}.jsonl", process, WallClock()) as log:
+            for way, each in sent:
+                log.message("sent" if way == own else "received", each, f"{len(way):032x}", 100)
+    path = tmp_path / "policy.yaml"
+    for most, broken in ((100, 0), (99, 2)):
+        path.write_text(f"up: {{bytes_in_all: {most}}}\ndown: {{bytes_in_all: {most}}}\n")
+        found = policy.hold(audit_run(tmp_path), policy.read_policy(path), path)
+        assert found.held == 2
+        assert sorted((each.way, each.bytes) for each in found.breaches) == [("down", 100), ("up", 100)][:broken]
+
+
+# -------------------------------------------------------------------------------------------------- chance and time
+def test_a_silo_that_never_comes_on_again_has_lost_its_task_when_it_goes_off_whoever_waits() -> None:
+    trace = Trace({"silo-00": ((0.0, 5.0),)})
+    assert trace.outcome_at("silo-00", 1.0, 9.0, wait=True) == 5.0
+    assert trace.outcome_at("silo-00", 1.0, 4.0, wait=True) == 4.0
+    assert Trace({"silo-00": ((0.0, 5.0), (20.0, 30.0))}).outcome_at("silo-00", 1.0, 9.0, wait=True) == 20.0
+    assert math.isfinite(trace.outcome_at("silo-00", 1.0, 9.0, wait=False))
+
+
+def test_power_of_choice_with_fewer_candidates_than_it_asks_asks_the_whole_cohort() -> None:
+    free = tuple(silo.name for silo in FOUR)
+    assert len(Sampling({}, candidates=1).choose(0, 0, free, 3, {})) == 3
+    losses = dict(zip(free, (1.0, 4.0, 2.0, 3.0), strict=True))
+    assert Sampling({}, candidates=4).choose(0, 0, free, 2, losses) == ("silo-01", "silo-03")
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_power_of_choice_draws_twice_as_many_as_it_asks_unless_told_how_many(count: int) -> None:
+    free = tuple(silo.name for silo in FOUR)
+    losses = dict(zip(free, (1.0, 4.0, 2.0, 3.0), strict=True))
+    asked = Counter[str]()
+    for version in range(200):
+        asked.update(Sampling({}, candidates=0).choose(0, version, free, count, losses))
+    # Of one pair each silo is drawn as often, and the worse of the two is asked: the best of all never.
+    assert (asked["silo-00"] == 0) == (count == 1 or sum(asked.values()) == 400)
+    assert (asked["silo-02"] > 0) == (count == 1)
+
+
+@pytest.mark.parametrize("phase", [Phase.GATHERING, Phase.COLLECTING, Phase.MERGING])
+def test_nobody_is_sent_away_while_silos_gather_or_measure(tmp_path: Path, phase: Phase) -> None:
+    orders, failed = list[Order](), list[Failed]()
+    log: Any = types.SimpleNamespace(note=lambda *_, **__: None)
+    clock = VirtualClock(1.0)
+    away = script({"kind": "leave", "silos": ["silo-00"], "time": [0, 99]})
+    loop: Any = types.SimpleNamespace(
+        trouble=Trouble(away, RunFolder(tmp_path), log, clock, order=orders.append, wired=True, handed={}),
+        setting=types.SimpleNamespace(
+            facts_at=lambda name, version: FOUR[0],
+            cost=types.SimpleNamespace(duration=lambda *_: 1.0),
+            samples=(1,),
+            protocol=types.SimpleNamespace(eligible=lambda silo: True),
+            trace=Trace(),
+        ),
+        rounds=types.SimpleNamespace(phase=phase),
+        clock=clock,
+        due={"silo-00": 5.0},
+        _inbox={},
+        _deliver=lambda silo, sequence, outcome, wait: failed.append(outcome),
+    )
+    Loop._send(loop, Send("silo-00", 1, 0, 0))
+    assert [each.reason for each in failed] == ["away"], "the task fails in either case"
+    assert [order.what for order in orders] == (["stop"] if phase is Phase.COLLECTING else [])
+
+
+def script(*faults: dict[str, object]) -> Script:
+    return Script(tuple(TypeAdapter(AnyFault).validate_python(each) for each in faults), 0, FOUR)
+
+
+def test_a_share_of_a_group_too_small_for_one_silo_is_one() -> None:
+    small = script({"kind": "split", "time": [0, 5], "silos": "all", "share": 0.01})
+    struck = [silo.name for silo in FOUR if small.outcome(silo.name, 1, 0, 1.0, 1.0)[1]]
+    assert len(struck) == 1
+
+
+def test_a_task_that_failed_is_not_struck_again() -> None:
+    windows = ({"kind": "split", "time": [0, 5], "noticed": 3}, {"kind": "split", "time": [0, 50], "noticed": 30})
+    fate, struck = script(*windows).outcome("silo-00", 1, 0, 1.0, 1.0)
+    assert (fate.fails, fate.due, fate.sent) == ("unreachable", 4.0, False)
+    assert [strike.place for strike in struck] == [0]
+
+
+@pytest.mark.parametrize(("until", "due"), [(5.0, 10.0), (10.0, 10.0), (15.0, 15.0)])
+def test_a_reply_is_late_for_a_split_only_where_that_lasts_until_it_is_due(until: float, due: float) -> None:
+    (split,) = script({"kind": "split", "time": [2, until]}).faults
+    assert outcome_after(split, TaskOutcome(0.0, 10.0, 10.0), 0.0).due == due  # type: ignore[union-attr,arg-type]
+
+
+def test_on_one_stroke_silos_switch_then_replies_arrive_then_the_deadline_is_over() -> None:
+    timeline = Timeline()
+    timeline.deadline(5.0, 0)
+    timeline.arrival(5.0, 3, "silo-03", 1)
+    timeline.switch(5.0, 3, "silo-03")
+    timeline.arrival(5.0, 1, "silo-01", 1)
+    found = [timeline.pop() for _ in range(4)]
+    assert [(each.due, each.silo) for each in found] == [
+        (Due.SWITCH, "silo-03"),
+        (Due.ARRIVAL, "silo-01"),
+        (Due.ARRIVAL, "silo-03"),
+        (Due.DEADLINE, ""),
+    ]

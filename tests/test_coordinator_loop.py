@@ -1,0 +1,415 @@
+"""Whole runs in one process, over memory:// with real keys and sealed messages."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from coordinator import checkpoint
+from coordinator.evaluation import UNDER_WAY, Measuring
+from coordinator.rounds import Phase
+from fedmq.audit.log_checks import audit_run
+from fedmq.config.scenario import Scenario
+from fedmq.errors import RunError
+from fedmq.evaluation.program import Evaluator
+from fedmq.federation.population import run_name
+from fedmq.federation.protocol import State
+from fedmq.models.two_tower import BRANCHES
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
+from fedmq.wire.handshake import initiate
+from fedmq.wire.keys import init_keys, load_identity
+from fedmq.wire.log_records import read_log
+from fedmq.wire.messages import Delta, Header, Kind, Message, Metrics, Payload
+from fedmq.wire.sessions import seal_message
+from fedmq.wire.transports import zeromq
+from silos.program import SiloArguments, run_silo
+from tests.threaded_run import joined, resolved, run
+
+
+@pytest.fixture(scope="module")
+def reference(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, object]]:
+    out = tmp_path_factory.mktemp("reference")
+    outcome = run(resolved(tiny), out)
+    assert outcome.phase is Phase.DONE
+    return out, dict(outcome.summary)
+
+
+def test_the_summary_has_everything_the_design_lists(reference: tuple[Path, dict[str, object]]) -> None:
+    out, _ = reference
+    summary = json.loads((out / "summary.json").read_text())
+    assert set(summary) == {
+        *("protocol", "scenario", "seed", "rounds", "versions", "model_digest", "metrics", "per_silo", "fairness"),
+        *("data_digest", "per_silo_mean", "bytes", "messages", "tasks", "seconds", "processes", "versions_of"),
+    }
+    assert {"i2t_r1", "t2i_r1", "mean_r1", "i2t_r5", "mean_r10"} <= set(summary["metrics"])
+    assert set(summary["per_silo"]) == {"silo-00", "silo-01", "silo-02", "silo-03"}
+    assert summary["per_silo"]["silo-02"]["modalities"] == ["image"]
+    assert set(summary["fairness"]) == {"std_r1", "worst_r1", "gap_r1"}
+    # Every model that went down came back as an update, without the branch of what a silo lacks.
+    (released,) = (out / "model").glob("*.safetensors")
+    sizes = {name: array.nbytes for name, array in load_file(released).items()}
+    branch = {modality: sum(size for name, size in sizes.items() if name.startswith(prefix))
+              for modality, prefix in BRANCHES.items()}  # fmt: skip
+    tasks = {name: silo["participations"] for name, silo in summary["per_silo"].items()}
+    assert summary["bytes"]["down"]["model"] == sum(tasks.values()) * sum(branch.values())
+    assert summary["bytes"]["up"]["delta"] == (tasks["silo-00"] + tasks["silo-01"]) * sum(branch.values())
+    lone = tasks["silo-02"] * branch["image"] + tasks["silo-03"] * branch["text"]
+    assert summary["bytes"]["up"]["partial_delta"] == lone > 0
+    assert summary["tasks"] == {"merged": sum(tasks.values()), "failed": 0, "discarded": 0}
+    assert set(summary["seconds"]) == {"total", "startup", "training", "merge", "evaluation", "virtual"}
+    assert sum(own["participations"] for own in summary["per_silo"].values()) == 4 * 3
+    assert summary["seconds"]["virtual"] > 0
+    assert (out / "report.html").stat().st_size > 10_000
+    assert (out / "model" / "model.safetensors").exists()
+
+
+def test_metrics_hold_one_line_per_merge_and_per_evaluation(reference: tuple[Path, dict[str, object]]) -> None:
+    lines = [json.loads(line) for line in RunFolder(reference[0]).metrics.read_text().splitlines()]
+    merges = [line for line in lines if line["kind"] == "merge"]
+    assert [line["version"] for line in merges] == [1, 2, 3, 4]
+    for line in merges:
+        assert sorted(line["losses"]) == sorted(line["replies"])
+        assert line["loss"] == pytest.approx(sum(line["losses"].values()) / len(line["losses"]))
+    assert sorted(line["version"] for line in lines if line["kind"] == "evaluation") == [0, 2, 4]
+
+
+def test_the_logs_agree_and_say_what_left_each_silo(reference: tuple[Path, dict[str, object]]) -> None:
+    audit = audit_run(reference[0])
+    assert not audit.findings
+    for silo in ("silo-00", "silo-02", "silo-03"):
+        update = "delta" if silo == "silo-00" else "partial_delta"
+        assert set(audit.left[silo]) <= {update, "modality_prototypes", "geometry", "loss"}
+    of_images, of_texts = (audit.left[f"silo-{each}"] for each in ("02", "03"))
+    assert of_images["partial_delta"] > 0
+    assert of_texts["partial_delta"] > 0
+
+
+def test_the_longest_tasks_of_a_round_go_out_first(tiny: Path, tmp_path: Path) -> None:
+    lone = "missing_modality={silos: {silo-00: image, silo-01: text}}"
+    summary = run(resolved(tiny, "rounds=2", lone), tmp_path).summary
+    work = {name: silo["samples"] * len(silo["modalities"]) for name, silo in summary["per_silo"].items()}
+    records = [json.loads(line) for line in RunFolder(tmp_path).messages("coordinator").read_text().splitlines()]
+    tasks = [record for record in records if record.get("kind") == "task" and record["action"] == "sent"]
+    for version in range(2):
+        asked = [task["receiver"] for task in tasks if task["base_version"] == version]
+        assert asked == sorted(sorted(asked), key=work.__getitem__, reverse=True)
+        assert asked != sorted(asked)
+
+
+def test_the_same_seed_gives_the_same_model(
+    tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]
+) -> None:
+    again = run(resolved(tiny), tmp_path)
+    assert again.summary["model_digest"] == reference[1]["model_digest"]
+    assert again.summary["metrics"] == reference[1]["metrics"]
+
+
+@pytest.mark.slow
+def test_a_silo_says_that_its_state_is_gone(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    scenario = resolved(tiny, "protocol=fedper")
+    kept, gone = "personal state kept from here on", "the personal state of its earlier tasks is gone"
+
+    def notes(silo: str) -> list[str]:
+        return [
+            record["text"] for _, record in read_log(RunFolder(tmp_path).messages(silo)) if record and "text" in record
+        ]
+
+    assert run(scenario, tmp_path, stop_wanted=stop_after(2, tmp_path)).phase is Phase.STOPPED
+    assert notes("silo-00").count(kept) == 1
+    shutil.rmtree(RunFolder(tmp_path).silo_state("silo-00"))
+    assert run(scenario, tmp_path, resume=True).phase is Phase.DONE
+    assert [text.startswith(gone) for text in notes("silo-00")].count(True) == 1
+    assert not any(text.startswith(gone) for text in notes("silo-01"))
+    assert f"silo-00: {gone}" in capfd.readouterr().err
+    assert not audit_run(tmp_path).findings
+
+
+def test_another_seed_gives_another_model(
+    tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]
+) -> None:
+    assert run(resolved(tiny, "seed=1"), tmp_path).summary["model_digest"] != reference[1]["model_digest"]
+
+
+def stop_after(merges: int, folder: Path) -> Callable[[], bool]:
+    """True once so many merges are on file."""
+    path = RunFolder(folder).metrics
+
+    def wanted() -> bool:
+        return path.exists() and path.read_text().count('"merge"') >= merges
+
+    return wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("merges", [1, 2, 3])
+def test_a_run_stopped_anywhere_and_resumed_gives_the_same_model(
+    tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]], merges: int
+) -> None:
+    scenario = resolved(tiny)
+    assert run(scenario, tmp_path, stop_wanted=stop_after(merges, tmp_path)).phase is Phase.STOPPED
+    outcome = run(scenario, tmp_path, resume=True)
+    assert outcome.summary["model_digest"] == reference[1]["model_digest"]
+    assert outcome.summary["metrics"] == reference[1]["metrics"]
+    versions = [json.loads(line) for line in RunFolder(tmp_path).metrics.read_text().splitlines()]
+    assert [line["version"] for line in versions if line["kind"] == "merge"] == [1, 2, 3, 4]
+    assert not audit_run(tmp_path).findings
+
+
+@pytest.mark.slow
+def test_stragglers_past_the_deadline_are_left_out_and_a_resume_changes_nothing(tiny: Path, tmp_path: Path) -> None:
+    settings = (
+        "rounds=8",
+        "aggregation.deadline=0.3",
+        "aggregation.quorum=0.3",
+        "cost.speed_sigma=1.5",
+        "protocol.warmup=2",
+    )
+    scenario = resolved(tiny, *settings)
+    whole = run(scenario, tmp_path / "whole").summary
+    notes = (tmp_path / "whole" / "messages" / "coordinator.jsonl").read_text()
+    assert '"reason":"late"' in notes
+    assert run(scenario, tmp_path / "parts", stop_wanted=stop_after(4, tmp_path / "parts")).phase is Phase.STOPPED
+    assert run(scenario, tmp_path / "parts", resume=True).summary["model_digest"] == whole["model_digest"]
+
+
+def test_the_wall_clock_gives_a_result_too(tiny: Path, tmp_path: Path) -> None:
+    outcome = run(resolved(tiny, "clock=wall"), tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert outcome.summary["seconds"]["virtual"] is None
+
+
+@pytest.mark.slow
+def test_a_coordinator_whose_disk_was_slow_calls_nobody_silent(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, held = checkpoint.save, BEAT_SECONDS * LOST_BEATS + 0.5
+
+    def slow(folder: Path, record: checkpoint.Checkpoint, disk: Callable[[], None]) -> None:
+        real(folder, record, disk)
+        if record.rounds["version"] == 2:
+            time.sleep(held)
+
+    monkeypatch.setattr(checkpoint, "save", slow)
+    outcome = run(resolved(tiny), tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert outcome.summary["seconds"]["total"] > held
+    assert '"peer lost"' not in RunFolder(tmp_path).messages("coordinator").read_text()
+    assert not audit_run(tmp_path).findings
+
+
+def stranger(scenario: Scenario, tried: list[str]) -> Callable[[str, Path], None]:
+    """Somebody who knows everything but has a key of their own making."""
+
+    def knock(uri: str, keys: Path) -> None:
+        own = keys.parent / "strange-keys"
+        init_keys(own, ("silo-00",))
+        connection = zeromq.connect(uri)
+        hello, _ = initiate(load_identity(own, "silo-00"), "coordinator", run_name(scenario), 0.0)
+        connection.send(hello)
+        tried.append("sent")
+        assert connection.receive(1.0) is None
+        tried.append("unanswered")
+        connection.close()
+
+    return knock
+
+
+@pytest.mark.slow
+def test_a_silo_with_an_unknown_key_never_joins(tiny: Path, tmp_path: Path) -> None:
+    scenario, tried = resolved(tiny), list[str]()
+    outcome = run(scenario, tmp_path, others=[stranger(scenario, tried)])
+    assert outcome.phase is Phase.DONE
+    assert tried == ["sent", "unanswered"]
+    assert audit_run(tmp_path).refused["coordinator"]["bad_signature"] >= 1
+
+
+def hostile(scenario: Scenario, done: list[str]) -> Callable[[str, Path], None]:
+    """A peer with the evaluator's place in nobody's list sends noise of every sort."""
+
+    def attack(uri: str, keys: Path) -> None:
+        connection = zeromq.connect(uri)
+        noise = np.random.default_rng(0)
+        for size in (1, 10, 300):
+            connection.send((noise.bytes(size), noise.bytes(size)))
+        hello, _ = initiate(load_identity(keys, "silo-01"), "coordinator", "another-run", 0.0)
+        connection.send(hello)
+        header = Header(
+            run=run_name(scenario), kind=Kind.HELLO, sender="silo-09", receiver="coordinator", sequence=0, sent_at=0.0
+        )
+        from fedmq.wire.codec import encode_header
+
+        connection.send((encode_header(header), b"\x80"))
+        connection.receive(0.5)
+        connection.close()
+        done.append("sent")
+
+    return attack
+
+
+@pytest.mark.slow
+def test_noise_foreign_runs_and_unknown_names_are_refused_counted_and_logged(
+    tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]
+) -> None:
+    scenario, done = resolved(tiny), list[str]()
+    outcome = run(scenario, tmp_path, others=[hostile(scenario, done)])
+    assert done == ["sent"]
+    assert outcome.summary["model_digest"] == reference[1]["model_digest"]
+    refused = audit_run(tmp_path).refused["coordinator"]
+    assert refused["malformed"] >= 3
+    assert refused["wrong_run"] == 1
+    assert refused["unknown_sender"] == 1
+    assert outcome.summary["messages"]["refused"] == refused.total()
+
+
+@pytest.mark.slow
+def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_the_run_goes_on(
+    tiny: Path, tmp_path: Path
+) -> None:
+    scenario = resolved(tiny)
+    reasons: list[str] = []
+
+    def silo(uri: str, keys: Path) -> None:
+        """Joins as silo-00, misbehaves, leaves; then the honest silo-00 takes its place."""
+        connection, session, beat = joined(scenario, uri, keys)
+        first = seal_message(session, Message(beat))
+        connection.send(first.frames)
+        connection.send(first.frames)  # replayed
+        second = seal_message(session, Message(beat))
+        damaged = bytearray(second.frames[1])
+        damaged[0] ^= 1
+        connection.send((second.frames[0], bytes(damaged)))  # one bit flipped
+        clear = first.frames[0]
+        connection.send((clear, b"\0" * 3))  # truncated below its tag
+        connection.send((clear, bytes((1 << 26) + 17)))  # oversized
+        connection.send((bytes(clear).replace(session.session, b"f" * 16), first.frames[1]))  # of a foreign session
+        kept = seal_message(session, Message(beat))
+        connection.send(kept.frames)  # a gap: the damaged one never counted
+        time.sleep(1.0)
+        connection.close()
+        reasons.append("done")
+        run_silo(SiloArguments(scenario, "silo-00", uri, keys, tmp_path))
+
+    outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[silo])
+    assert outcome.phase is Phase.DONE
+    assert reasons == ["done"]
+    refused = audit_run(tmp_path).refused["coordinator"]
+    assert refused["replay"] == 1
+    assert refused["tampered"] == 1
+    assert refused["malformed"] == 1
+    assert refused["oversized"] == 1
+    assert refused["unknown_session"] == 1
+    assert refused["gap"] == 1
+
+
+def test_a_capture_of_all_frames_holds_no_tensor_and_no_name_of_what_is_inside(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    captured: list[bytes] = []
+    real = zeromq._send
+
+    def tap(socket: object, frames: list[bytes], flags: int) -> bool:
+        captured.extend(bytes(frame) for frame in frames)
+        return real(socket, frames, flags)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(zeromq, "_send", tap)
+    run(resolved(tiny, "rounds=2"), tmp_path)
+    wire = b"".join(captured)
+    assert len(wire) > 100_000
+    from safetensors.torch import load_file
+
+    released = load_file(tmp_path / "model" / "model.safetensors")
+    for name, tensor in released.items():
+        if not bool(torch.any(tensor)):
+            continue
+        raw = tensor.numpy().tobytes()
+        assert raw[:16] not in wire, name
+    assert b"layout_digest" not in wire  # nor the names of what is inside
+    assert Delta.KIND.encode() not in wire
+
+
+class Slow:
+    """An evaluator that answers nobody until ``enough`` evaluations are under way, and looks what happens then."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: set[int] = set()
+        self.enough, self.stood = threading.Event(), 0
+        ask, answer = Measuring.evaluate, Evaluator.evaluate
+
+        def asking(measuring: Measuring, version: int, state: State) -> None:
+            ask(measuring, version, state)
+            self.asked.add(version)  # version 0 twice where the evaluator comes later than it
+            if len(self.asked) > UNDER_WAY:
+                self.enough.set()
+
+        def answering(evaluator: Evaluator, payloads: Sequence[Payload]) -> Metrics:
+            if not self.stood:
+                assert self.enough.wait(60)
+                time.sleep(0.7)  # in which thirty rounds would go by
+                self.stood = len(self.asked)
+            return answer(evaluator, payloads)
+
+        monkeypatch.setattr(Measuring, "evaluate", asking)
+        monkeypatch.setattr(Evaluator, "evaluate", answering)
+
+
+LONG = ("rounds=16", "protocol=fedavg", "evaluation.every=1")
+
+
+def test_rounds_wait_for_an_evaluator_that_falls_far_behind(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = run(resolved(tiny, *LONG, "evaluation.every=0"), tmp_path / "alone")
+    slow = Slow(monkeypatch)
+    outcome = run(resolved(tiny, *LONG), tmp_path / "slow")
+    assert slow.stood == UNDER_WAY + 1  # without the bound all seventeen would have been asked for
+    assert outcome.summary["model_digest"] == alone.summary["model_digest"]
+    lines = [json.loads(line) for line in (tmp_path / "slow" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["version"] for line in lines if line["kind"] == "evaluation"] == list(range(17))
+
+
+def test_a_run_that_waits_for_its_evaluator_can_be_stopped_and_resumed(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alone = run(resolved(tiny, *LONG), tmp_path / "alone")
+    with monkeypatch.context() as patched:
+        slow = Slow(patched)
+        stopped = run(resolved(tiny, *LONG), tmp_path / "stopped", stop_wanted=slow.enough.is_set)
+    assert stopped.phase is Phase.STOPPED
+    lines = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()]
+    # The merge that waited is none: neither its line nor its checkpoint is there.
+    assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, UNDER_WAY))
+    outcome = run(resolved(tiny, *LONG), tmp_path / "stopped", resume=True)
+    assert outcome.summary["model_digest"] == alone.summary["model_digest"]
+    lines = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()]
+    assert sorted(line["version"] for line in lines if line["kind"] == "evaluation") == list(range(17))
+    assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, 17))
+
+
+@pytest.mark.parametrize(
+    ("useless", "merged", "said"), [(99, UNDER_WAY - 1, "--resume goes on"), (1, 16, "is trained")]
+)
+def test_answers_that_are_no_evaluation_end_a_run_where_they_leave_nothing_to_wait_for(
+    useless: int, merged: int, said: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, answered = Evaluator.evaluate, itertools.count()
+
+    def answering(evaluator: Evaluator, payloads: Sequence[Payload]) -> Metrics:
+        found = answer(evaluator, payloads)
+        return Metrics({}, {}) if next(answered) < useless else found
+
+    monkeypatch.setattr(Evaluator, "evaluate", answering)
+    with pytest.raises(RunError, match=f"answered with what is no evaluation.*{said}"):
+        run(resolved(tiny, *LONG), tmp_path / "run")
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, merged + 1))

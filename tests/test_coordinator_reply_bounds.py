@@ -1,0 +1,488 @@
+"""What comes beside an update is no larger than an honest silo can send; else it costs the message, never the run."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import types
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from coordinator import program
+from coordinator.reply_validation import LONGEST, check_reply
+from coordinator.rounds import Phase
+from fedmq.audit.log_checks import read_log
+from fedmq.config.scenario import Objective, Training
+from fedmq.errors import RemoteWireError
+from fedmq.experiments import tables
+from fedmq.federation.protocol import Checking, Counting, Reply, Sharing
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire import codec
+from fedmq.wire.fields import FieldError
+from fedmq.wire.messages import (
+    ClassPrototypes,
+    Delta,
+    Header,
+    Kind,
+    LabelCount,
+    Loss,
+    Memory,
+    Message,
+    ModalityPrototypes,
+    Payload,
+    Representations,
+)
+from protocols import _class_prototypes, _prototypes, creamfl_public
+from protocols._losses import unit
+from protocols._missing_branch import shortened
+from silos.program import Silo
+from tests import in_process_run
+from tests.in_process_run import lines, notes
+from tests.replies import with_payload
+from tests.small_federation import DIM, World, world
+from tests.threaded_run import resolved
+
+BITS = 8
+LOOSE = 1e2 * math.sqrt(BITS)
+
+
+def hashing(base: str) -> Objective:
+    name, _, option = base.partition(" ")
+    options = dict([option.split("=")]) if option else {}
+    return Objective.model_validate({"base": name, "bits": BITS, "hidden": 16, **options})
+
+
+#: method, base, and the length of the longest feature that its class prototypes are means of
+BOUNDS = [
+    ("fedproto", "info_nce", 1.0),
+    ("mfcpl", "info_nce", 1.0),
+    ("fedbridge", "info_nce", 1.0),
+    ("fedhap", "info_nce", 1.0),
+    ("fedproto", "shdch", math.sqrt(BITS)),
+    ("mfcpl", "dgcpn", math.sqrt(BITS)),
+    ("fedhap", "shdch", math.sqrt(BITS)),
+    ("fedhap", "shdch tanh=text", LOOSE),
+    ("fedproto", "dscmr", LOOSE),
+    ("mfcpl", "dcmh", LOOSE),
+    ("fedhap", "triplet", LOOSE),
+    ("plfedcmh", "shdch", LOOSE),
+]
+every_bound = pytest.mark.parametrize(("name", "base", "longest"), BOUNDS, ids=[f"{n}-{b}" for n, b, _ in BOUNDS])
+
+
+def made(name: str, base: str, **more: Any) -> World:
+    return world(name, objective=Objective() if base == "info_nce" else hashing(base), **more)
+
+
+def check(run: World, *payloads: Payload) -> None:
+    assert isinstance(run.protocol, Checking)
+    run.protocol.check(payloads)
+
+
+def of(reply: Reply, kind: type[Any]) -> Any:
+    (found,) = [payload for payload in reply.payloads if isinstance(payload, kind)]
+    return found
+
+
+def stretched(rows: npt.NDArray[np.float32], length: float) -> npt.NDArray[np.float32]:
+    """The rows, the first of them of another length."""
+    changed = rows.copy()
+    changed[0] = length / math.sqrt(rows.shape[1])
+    return changed
+
+
+def refusals(out: Path) -> list[tuple[str, str, str]]:
+    records = [record for _, record in read_log(RunFolder(out).messages("coordinator")) if record]
+    return [(each["peer"], each["reason"], each["detail"]) for each in records if each.get("action") == "refused"]
+
+
+# --------------------------------------------------------------------------- class prototypes
+@pytest.mark.parametrize("name", ["fedproto", "mfcpl"])
+def test_huge_prototypes_of_one_silo_do_not_end_the_run(name: str, tiny: Path, tmp_path: Path) -> None:
+    poison = "faults=[{kind: prototype_poisoning, silos: [silo-00], scale: 1.0e+30}]"
+    outcome = in_process_run.run(resolved(tiny, f"protocol={{name: {name}}}", poison, "participation=1.0"), tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert [line["replies"] for line in lines(tmp_path, "merge")] == [["silo-01", "silo-02", "silo-03"]] * 4
+    assert {(note["silo"], note["reason"]) for note in notes(tmp_path, "task failed")} == {("silo-00", "malformed")}
+    assert {(peer, reason) for peer, reason, _ in refusals(tmp_path)} == {("silo-00", "malformed")}
+    assert all(detail.endswith("here at most 1.001") for _, _, detail in refusals(tmp_path))
+
+
+@every_bound
+def test_a_class_prototype_longer_than_any_mean_is_refused_with_the_bound(name: str, base: str, longest: float) -> None:
+    run = made(name, base)
+    run.round()
+    for reply in (replies := run.replies()):
+        if ClassPrototypes not in map(type, reply.payloads):
+            continue
+        found = of(reply, ClassPrototypes)
+        longest_allowed = dataclasses.replace(found, prototypes=stretched(found.prototypes, longest))
+        check(run, *with_payload(reply, longest_allowed).payloads)
+        for length in (1.002 * longest, 1e30, 3e38):
+            lie = dataclasses.replace(found, prototypes=stretched(found.prototypes, length))
+            with pytest.raises(RemoteWireError, match=f"at most {longest * 1.001:.4g}") as caught:
+                check(run, *with_payload(reply, lie).payloads)
+            assert caught.value.reason == "malformed"
+    assert replies
+
+
+@pytest.mark.slow
+@every_bound
+def test_honest_replies_pass_however_long_the_silos_train(name: str, base: str, longest: float) -> None:
+    run = made(name, base, training=Training(batch_size=4, local_epochs=10))
+    for _ in range(4):
+        for reply in (replies := run.replies()):
+            check(run, *reply.payloads)
+        run.state = run.protocol.merge(run.state, replies, run.version).state
+        run.version += 1
+
+
+@pytest.mark.parametrize(
+    ("name", "base"), [("fedproto", "dscmr"), ("mfcpl", "dcmh"), ("fedhap", "triplet"), ("plfedcmh", "shdch")]
+)
+@pytest.mark.parametrize("optimizer", ["adamw", "adam"])
+def test_a_lie_as_long_as_is_let_through_leaves_the_others_training(name: str, base: str, optimizer: str) -> None:
+    run = made(name, base, training=Training.model_validate({"batch_size": 4, "optimizer": optimizer}))
+    for _ in range(4):
+        replies = [run.reply(silo, run.train(silo, learning_rate=1e-2)) for silo in run.eligible]
+        found = of(replies[0], ClassPrototypes)
+        entries = np.full_like(found.prototypes, -_class_prototypes.LOOSE)
+        replies[0] = with_payload(
+            replies[0], dataclasses.replace(found, prototypes=entries, counts=np.ones_like(found.counts))
+        )
+        check(run, *replies[0].payloads)
+        run.state = run.protocol.merge(run.state, replies, run.version).state
+        run.version += 1
+        assert all(torch.isfinite(tensor).all() for tensor in (run.state.theta, *run.state.tensors.values()))
+
+
+def test_more_samples_of_a_class_than_int64_can_add_up_are_refused() -> None:
+    run = world("mfcpl", {"classes": 3}, labels=())
+    replies = run.replies()
+    lie = dataclasses.replace(of(replies[0], ClassPrototypes), counts=np.full(3, (1 << 63) - 1))
+    with pytest.raises(FieldError):  # what became of it: classes of less than no samples, which cannot go down
+        merged = run.protocol.merge(run.state, [with_payload(each, lie) for each in (replies[0], replies[3])], 0)
+        run.protocol.task(merged.state, run.eligible[0])
+    with pytest.raises(RemoteWireError, match="samples") as caught:
+        check(run, *with_payload(replies[0], lie).payloads)
+    assert caught.value.reason == "malformed"
+
+
+# --------------------------------------------------------------------------- one prototype per modality
+ANCHORED = ["fedavg", "fedprox", "moon", "fedmekt", "creamfl", "mfcpl", "fedper", "pfedmma", "rcsr"]
+
+
+@pytest.mark.parametrize("name", ANCHORED)
+@pytest.mark.parametrize("length", [1e6, 3e37, 1e-6])
+def test_a_modality_prototype_counts_by_its_direction_alone(name: str, length: float) -> None:
+    run = world(name)
+    run.round()
+    replies = run.replies()
+
+    def merged(scale: float) -> torch.Tensor:
+        found = of(replies[0], ModalityPrototypes)
+        factor = np.float32(-scale)
+        lie = dataclasses.replace(found, image=factor * found.image, text=factor * found.text)
+        lying = [with_payload(replies[0], lie), *replies[1:]]
+        return run.protocol.merge(run.state, lying, 1).state.tensors[_prototypes.PROTOTYPES]
+
+    torch.testing.assert_close(merged(length), merged(1.0))
+    honest = run.protocol.merge(run.state, replies, 1).state.tensors[_prototypes.PROTOTYPES]
+    assert ((honest * merged(length)).sum(1) > 0).all()
+
+
+def test_an_honest_prototype_is_merged_as_it_came_to_the_bit() -> None:
+    run = world("fedavg")
+    replies = run.replies()
+    rows, mask = _prototypes.read_uploads(replies, DIM)
+    for index, reply in enumerate(replies):
+        sent = of(reply, ModalityPrototypes)
+        for place, own in enumerate((sent.image, sent.text)):
+            assert bool(mask[index, place]) == (reply.silo.image, reply.silo.text)[place]
+            assert torch.equal(rows[index, place], torch.from_numpy(own) if mask[index, place] else torch.zeros(DIM))
+
+
+# --------------------------------------------------------------------------- public representations
+@pytest.mark.parametrize(("length", "dtype"), [(1e20, np.float32), (3e38, np.float32), (6e4, np.float16),
+                                               (1.01, np.float16), (0.98, np.float32)])  # fmt: skip
+def test_a_public_representation_that_is_not_of_unit_length_is_refused(length: float, dtype: Any) -> None:
+    run = world("creamfl_public")
+    for reply in run.replies():
+        found = of(reply, Representations)
+        lie = dataclasses.replace(found, values=stretched(found.values.astype(np.float32), length).astype(dtype))
+        with pytest.raises(RemoteWireError, match="here 1 within") as caught:
+            check(run, *with_payload(reply, lie).payloads)
+        assert caught.value.reason == "malformed"
+
+
+@pytest.mark.parametrize("length", [0.0, 1.0])
+def test_unit_vectors_pass_as_float16_or_float32_and_so_does_an_item_of_which_a_tower_makes_nothing(
+    length: float,
+) -> None:
+    generator = np.random.default_rng(0)
+    run = world("creamfl_public")
+    for reply in run.replies():
+        check(run, *reply.payloads)
+        found = of(reply, Representations)
+        values = generator.standard_normal(found.values.shape) ** 3  # entries of many sizes
+        values /= np.linalg.norm(values, axis=1, keepdims=True)
+        values[0] *= length
+        for dtype in (np.float16, np.float32):
+            check(run, *with_payload(reply, dataclasses.replace(found, values=values.astype(dtype))).payloads)
+
+
+@pytest.fixture(scope="module")
+def public(features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny features with twenty public items."""
+    with np.load(features) as given:
+        arrays = dict(given)
+    arrays["split"] = arrays["split"].astype("U8")
+    arrays["split"][:20] = "public"
+    path = tmp_path_factory.mktemp("public") / "public.npz"
+    np.savez(path, **arrays)
+    return path
+
+
+def test_huge_representations_of_one_silo_do_not_end_the_run_and_the_summary_says_what_was_public(
+    public: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = creamfl_public.CreamFlPublic
+    honest = kind.train
+
+    def lying(self: Any, local: Any, task: Any) -> Any:
+        trained = honest(self, local, task)
+        if local.silo.name != "silo-00":
+            return trained
+        found = next(each for each in trained.payloads if isinstance(each, Representations))
+        huge = dataclasses.replace(found, values=found.values.astype(np.float32) * np.float32(1e20))
+        payloads = tuple(huge if each is found else each for each in trained.payloads)
+        return dataclasses.replace(trained, payloads=payloads)
+
+    monkeypatch.setattr(kind, "train", lying)
+    scenario = resolved(tiny, "protocol={name: creamfl_public}", f"data.path={public}", "participation=1.0")
+    outcome = in_process_run.run(scenario, tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert [line["replies"] for line in lines(tmp_path, "merge")] == [["silo-01", "silo-02", "silo-03"]] * 4
+    assert {(peer, reason) for peer, reason, _ in refusals(tmp_path)} == {("silo-00", "malformed")}
+    assert outcome.summary["public_items"] == 20
+
+
+def test_a_method_without_a_public_set_says_nothing_of_one(tiny: Path, tmp_path: Path) -> None:
+    assert "public_items" not in in_process_run.run(resolved(tiny, "protocol={name: fedavg}"), tmp_path).summary
+
+
+def test_tables_note_who_had_a_public_set() -> None:
+    def row(method: str, **facts: int) -> Any:
+        outcome = types.SimpleNamespace(summary=facts)
+        entry = types.SimpleNamespace(method=method, name=method, candidates=(None,))
+        return types.SimpleNamespace(entry=entry, outcomes={0: outcome}, against=None, best=())
+
+    plan: Any = types.SimpleNamespace(seeds=(0,), across=None)
+    notes_of = tables._notes([row("fedavg"), row("creamfl_public", public_items=20)], plan, False, False)
+    (note,) = [note for note in notes_of if "public set" in note]
+    assert note.endswith(": creamfl_public (20 items)")
+    assert not any("public set" in note for note in tables._notes([row("fedavg")], plan, False, False))
+
+
+# --------------------------------------------------------------------------- many public items
+def printed_weights(representations: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """All scores at once."""
+    return (representations @ other.T).log_softmax(2).diagonal(dim1=1, dim2=2).softmax(0)
+
+
+def representations(silos: int, items: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(silos)
+    drawn = torch.randn(silos + 1, items, 16, generator=generator)
+    return 4 * unit(drawn[1:]), unit(drawn[0])
+
+
+@pytest.mark.parametrize("most", [1, 3 * 37, 3 * 37 * 5, 3 * 37 * 36, 3 * 37 * 37])
+def test_weights_made_in_blocks_are_those_made_at_once(most: int) -> None:
+    given = representations(3, 37)
+    found = creamfl_public.item_weights(*given, most)
+    torch.testing.assert_close(found, printed_weights(*given))
+    torch.testing.assert_close(found.sum(0), torch.ones(37))
+
+
+def test_where_all_scores_fit_the_weights_are_the_same_to_the_bit() -> None:
+    given = representations(4, 100)
+    assert torch.equal(creamfl_public.item_weights(*given), printed_weights(*given))
+
+
+class Largest(TorchDispatchMode):
+    """Elements of the largest tensor that an operation gives."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.elements = max(self.elements, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("most", [1 << 14, 1 << 16])
+def test_no_more_scores_are_held_than_said(most: int) -> None:
+    given = representations(5, 1000)
+    with Largest() as largest:
+        creamfl_public.item_weights(*given, most)
+    assert largest.elements <= max(most, given[0].numel())
+
+
+def test_a_reply_about_many_public_items_is_not_oversized(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, items = world("creamfl_public"), 200_000
+    monkeypatch.setattr(program, "_LEAST_BODY", 0)
+    layout = types.SimpleNamespace(nbytes=0)
+    public = run.protocol.public  # type: ignore[attr-defined]
+    monkeypatch.setattr(run.protocol, "public", dataclasses.replace(public, rows=torch.arange(items)))
+    setting: Any = types.SimpleNamespace(protocol=run.protocol, context=types.SimpleNamespace(layout=layout))
+    reply = Representations(np.full((2 * items, DIM), DIM**-0.5, np.float32), "both")
+    check(run, reply)
+    header = Header(run="run", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, sent_at=0.0,
+                    reply_to=1, base_version=0)  # fmt: skip
+    size = codec.body_size(codec.encode_body(Message(header, (reply,))))
+    assert size <= program.largest_body(setting) < 2 * size
+
+
+def test_other_methods_keep_their_limit() -> None:
+    layout = types.SimpleNamespace(nbytes=1 << 26)
+    protocol = world("fedavg").protocol
+    for size, limit in ((1000, 1 << 26), (1 << 26, 1 << 28)):
+        layout.nbytes = size
+        setting: Any = types.SimpleNamespace(protocol=protocol, context=types.SimpleNamespace(layout=layout))
+        assert program.largest_body(setting) == limit
+
+
+# --------------------------------------------------------------------------- updates, losses and counts
+def refused(run: World, reply: Reply, **more: Any) -> str | None:
+    """The reason for which the coordinator refuses a reply of a silo of 20 samples; None if it takes it."""
+    header = Header(
+        run="run-0",
+        kind=Kind.REPLY,
+        sender=reply.silo.name,
+        receiver="coordinator",
+        sequence=1,
+        reply_to=1,
+        sent_at=0.0,
+    )
+    uploads = run.protocol.uploads(reply.silo)
+    layers = run.protocol.layers if isinstance(run.protocol, Sharing) else None
+    sent = tuple(shortened(each, run.context.layout, reply.silo) for each in reply.payloads)
+    try:
+        check_reply(Message(header, sent), uploads, run.context, reply.silo, layers, samples=20, **more)
+    except RemoteWireError as error:
+        return error.reason
+    return None
+
+
+@pytest.mark.parametrize("theta_length", [0.01, 30.0])
+def test_an_update_as_long_as_no_training_makes_it_is_refused(theta_length: float) -> None:
+    run = made("fedavg", "info_nce")
+    run.round()
+    (reply, *_) = run.replies()
+    theta = run.state.theta * theta_length / run.state.theta.norm()
+    delta = of(reply, Delta)
+    most = LONGEST * max(1.0, theta_length)
+    for length, reason in ((0.99 * most, None), (1.01 * most, "malformed"), (9e14, "malformed")):
+        buffer = np.zeros_like(delta.buffer)
+        buffer[0] = length
+        lie = with_payload(reply, dataclasses.replace(delta, buffer=buffer))
+        assert refused(run, lie, theta=theta) == reason, length
+
+
+def test_one_endless_update_costs_its_task_and_not_the_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    respond = Silo.respond
+
+    def answer(silo: Silo, message: Message) -> tuple[Payload, ...]:
+        found = respond(silo, message)
+        if silo.facts.name != "silo-00" or message.header.kind is not Kind.TASK:
+            return found
+        return tuple(
+            dataclasses.replace(each, buffer=np.full(each.buffer.size, 9e14, np.float32))
+            if isinstance(each, Delta)
+            else each
+            for each in found
+        )
+
+    monkeypatch.setattr(Silo, "respond", answer)
+    outcome = in_process_run.run(resolved(tiny, "protocol={name: fedavg}", "participation=1.0"), tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert [line["replies"] for line in lines(tmp_path, "merge")] == [["silo-01", "silo-02", "silo-03"]] * 4
+    told = {(peer, reason) for peer, reason, detail in refusals(tmp_path) if "of length" in detail}
+    assert told == {("silo-00", "malformed")}
+
+
+def test_a_loss_that_no_training_makes_is_refused_and_a_run_with_two_such_liars_ends(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = made("fedavg", "info_nce")
+    run.round()
+    (reply, *_) = run.replies()
+    for value, reason in ((2e7, None), (-2e7, None), (2.1e7, "malformed"), (-1.7e308, "malformed")):
+        assert refused(run, with_payload(reply, Loss(value))) == reason
+    respond = Silo.respond
+
+    def answer(silo: Silo, message: Message) -> tuple[Payload, ...]:
+        found = respond(silo, message)
+        lies = silo.facts.name in ("silo-00", "silo-01")
+        return tuple(Loss(1.7e308) if lies and isinstance(each, Loss) else each for each in found)
+
+    monkeypatch.setattr(Silo, "respond", answer)
+    outcome = in_process_run.run(resolved(tiny, "protocol={name: rcsr}", "participation=1.0"), tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert {(peer, reason) for peer, reason, _ in refusals(tmp_path)} == {
+        ("silo-00", "malformed"),
+        ("silo-01", "malformed"),
+    }
+
+
+@pytest.mark.parametrize("name", ["fedscmr", "fedcmr"])
+def test_a_silo_has_no_more_categories_than_there_are(name: str) -> None:
+    objective = Objective.model_validate({"base": "dscmr", "bits": BITS, "enhance": True})
+    run = world(name, objective=objective)
+    run.round()
+    classes = len(run.context.label_names)
+    for reply in run.replies():
+        assert refused(run, reply) is None
+        assert refused(run, with_payload(reply, LabelCount(classes))) is None
+        assert refused(run, with_payload(reply, LabelCount(classes + 1))) == "malformed"
+
+
+@pytest.mark.parametrize(
+    ("name", "base", "options", "twice"),
+    [
+        ("fedproto", "info_nce", {}, False),
+        ("mfcpl", "info_nce", {}, False),
+        ("plfedcmh", "shdch", {}, False),
+        ("fedhap", "shdch", {}, True),
+        ("fedcafe", "dcmh", {}, False),
+        ("fedcafe", "dcmh", {"memory": "kmeans_two_stage"}, True),
+    ],
+)
+def test_a_row_counts_no_more_samples_than_its_silo_has(
+    name: str, base: str, options: dict[str, Any], *, twice: bool
+) -> None:
+    run = made(name, base, options=options) if options else made(name, base)
+    run.round()
+    assert (isinstance(run.protocol, Counting) and run.protocol.counts_both) is twice
+    tried = 0
+    for reply in run.replies():
+        counted = 2 if twice and reply.silo.paired else 1
+        for kind, field in ((ClassPrototypes, "counts"), (Memory, "support")):
+            for payload in (each for each in reply.payloads if isinstance(each, kind)):
+                assert refused(run, reply, counted=counted) is None
+                counts = getattr(payload, field).copy()
+                for most, reason in ((20 * counted, None), (20 * counted + 1, "malformed")):
+                    counts[0] = most
+                    lie = with_payload(reply, dataclasses.replace(payload, **{field: counts}))
+                    assert refused(run, lie, counted=counted) == reason
+                tried += 1
+    assert tried

@@ -1,0 +1,84 @@
+"""Runs that go on without a silo: its key was taken back, or it had been given up when the coordinator died."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from coordinator.program import CoordinatorArguments, run_coordinator
+from coordinator.rounds import Joined, Phase, Send
+from fedmq.audit.log_checks import audit_run, read_log
+from fedmq.errors import InputError
+from fedmq.storage.json_files import read_lines
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.keys import init_keys, revoke
+from tests import threaded_run
+from tests.test_adversary_hostile_peers import within
+from tests.test_coordinator_rounds import SILOS, gathered, plan
+from tests.threaded_run import resolved
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_run_goes_on_without_a_silo_whose_key_was_taken_back(tiny: Path, tmp_path: Path, mode: str) -> None:
+    scenario = resolved(tiny, "rounds=6", "participation=1.0", "evaluation.every=0", f"aggregation.mode={mode}")
+    metrics, asked = tmp_path / "metrics.jsonl", list[str]()
+
+    def merged() -> bool:
+        return metrics.exists() and "merge" in metrics.read_text() and not asked.append("stop")  # type: ignore[func-returns-value]
+
+    assert threaded_run.run(scenario, tmp_path, stop_wanted=merged).phase is Phase.STOPPED
+    revoke(tmp_path / "keys", "silo-03")
+    outcome = threaded_run.run(scenario, tmp_path, resume=True, silos=scenario.silo_names[:3], stop_wanted=within(60))
+    assert outcome.phase is Phase.DONE
+    records = [record for _, record in read_log(RunFolder(tmp_path).messages("coordinator")) if record]
+    (expelled,) = [each for each in records if each.get("text") == "expelled"]
+    assert expelled["peer"] == "silo-03"
+    lines = [line for line in read_lines(metrics) if line["kind"] == "merge"]
+    after = [line["replies"] for line in lines if line["version"] > 3]
+    assert after and not any("silo-03" in replies for replies in after)
+    assert not audit_run(tmp_path).findings
+
+
+def test_a_run_does_not_go_on_without_any_silo_or_the_evaluator_nor_begin_without_one(
+    tiny: Path, tmp_path: Path
+) -> None:
+    scenario, keys = resolved(tiny), tmp_path / "keys"
+    init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
+
+    def started(*, resume: bool) -> None:
+        run_coordinator(CoordinatorArguments(scenario, "memory://revoked", keys, tmp_path / "run", resume))
+
+    revoke(keys, "silo-03")
+    with pytest.raises(InputError, match=r"no key of silo-03.*--resume"):
+        started(resume=False)
+    for name in ("silo-00", "silo-01", "silo-02"):
+        revoke(keys, name)
+    with pytest.raises(InputError, match="no key of silo-00"):
+        started(resume=True)
+    init_keys(tmp_path / "others", ("coordinator", "evaluator", *scenario.silo_names))
+    revoke(tmp_path / "others", "evaluator")
+    keys = tmp_path / "others"
+    with pytest.raises(InputError, match="no key of evaluator"):
+        started(resume=True)
+
+
+def test_a_run_does_not_go_on_if_nobody_it_may_ask_is_left(tiny: Path, tmp_path: Path) -> None:
+    lone = "missing_modality.silos={silo-00: image, silo-01: text, silo-02: image}"
+    scenario, keys = resolved(tiny, "protocol=paired_only", lone), tmp_path / "keys"
+    init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
+    revoke(keys, "silo-03")
+    with pytest.raises(InputError, match="no key of any silo that paired_only may ask', allowed: that of silo-03"):
+        run_coordinator(CoordinatorArguments(scenario, "memory://nobody", keys, tmp_path / "run", resume=True))
+
+
+def test_a_resumed_run_begins_without_the_silos_it_had_given_up() -> None:
+    rounds, _ = gathered(plan())
+    rounds = replace(rounds.after_merge(), gone=frozenset({"silo-03"}))
+    for silo in SILOS[:3]:
+        assert rounds.phase is Phase.GATHERING
+        rounds, actions = rounds.handle(Joined(silo))
+    assert rounds.phase is Phase.COLLECTING
+    asked = {action.silo for action in actions if isinstance(action, Send)}
+    assert asked and asked <= set(SILOS[:3])

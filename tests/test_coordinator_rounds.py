@@ -1,0 +1,489 @@
+"""The rounds machine: every event in every phase, and what no sequence of events may ever do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from coordinator import rounds as machine
+from coordinator.participation import Sampling, draw_order
+from coordinator.rounds import (
+    TABLE,
+    Action,
+    Arrived,
+    Deadline,
+    Discard,
+    Event,
+    Failed,
+    Finish,
+    IllegalEventError,
+    Joined,
+    Lost,
+    Merge,
+    Merged,
+    Phase,
+    Plan,
+    Rounds,
+    Send,
+    SetDeadline,
+    Stop,
+    Switched,
+)
+
+SILOS = ("silo-00", "silo-01", "silo-02", "silo-03")
+
+
+def plan(**changes: object) -> Plan:
+    return replace(Plan(seed=1, rounds=3, silos=SILOS, eligible=SILOS), **changes)  # type: ignore[arg-type]
+
+
+def gathered(plan_: Plan) -> tuple[Rounds, list[Send]]:
+    rounds, actions = Rounds(plan_), ()
+    for silo in plan_.silos:
+        rounds, actions = rounds.handle(Joined(silo))
+    return rounds, [action for action in actions if isinstance(action, Send)]
+
+
+def answer(rounds: Rounds, sends: list[Send]) -> tuple[Rounds, tuple[Action, ...]]:
+    actions: tuple[Action, ...] = ()
+    for send in sends:
+        rounds, actions = rounds.handle(Arrived(send.silo, send.sequence))
+    return rounds, actions
+
+
+def test_the_first_round_begins_once_every_silo_has_joined() -> None:
+    rounds = Rounds(plan())
+    for silo in SILOS[:-1]:
+        rounds, actions = rounds.handle(Joined(silo))
+        assert (rounds.phase, actions) == (Phase.GATHERING, ())
+    rounds, actions = rounds.handle(Joined(SILOS[-1]))
+    assert rounds.phase is Phase.COLLECTING
+    assert actions == tuple(Send(silo, 1, 0, 0) for silo in SILOS)
+
+
+def test_a_round_merges_in_the_fixed_silo_order_whoever_comes_first() -> None:
+    rounds, sends = gathered(plan())
+    _, actions = answer(rounds, sends[::-1])
+    assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in SILOS)),)
+
+
+def test_a_merge_leads_to_the_next_round_and_the_last_one_to_the_end() -> None:
+    rounds, sends = gathered(plan(rounds=2))
+    for version in (1, 2):
+        rounds, _ = answer(rounds, sends)
+        assert rounds.phase is Phase.MERGING
+        rounds, actions = rounds.handle(Merged(version))
+        sends = [action for action in actions if isinstance(action, Send)]
+    assert rounds.phase is Phase.DONE
+    assert actions == (Finish(),)
+
+
+def test_a_second_reply_is_discarded() -> None:
+    rounds, sends = gathered(plan())
+    rounds, _ = rounds.handle(Arrived("silo-00", 1))
+    again, actions = rounds.handle(Arrived("silo-00", 1))
+    assert again == rounds
+    assert actions == (Discard("silo-00", 1, "duplicate"),)
+    assert sends
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_illegal_events_raise_and_change_nothing(phase: Phase) -> None:
+    rounds = replace(gathered(plan())[0], phase=phase)
+    before = repr(rounds)
+    samples: list[Event] = [
+        Joined("silo-00"),
+        Lost("silo-00"),
+        Switched("silo-00", False),
+        Arrived("silo-00", 1),
+        Failed("silo-00", 1, "x"),
+        Deadline(0),
+        Merged(1),
+        Stop(),
+    ]
+    for event in samples:
+        if type(event) not in TABLE[phase]:
+            with pytest.raises(IllegalEventError, match=phase.value):
+                rounds.handle(event)
+            assert repr(rounds) == before
+
+
+def test_an_unknown_silo_and_a_wrong_version_are_illegal() -> None:
+    rounds, sends = gathered(plan())
+    with pytest.raises(IllegalEventError, match="silo-77"):
+        rounds.handle(Joined("silo-77"))
+    rounds, _ = answer(rounds, sends)
+    with pytest.raises(IllegalEventError, match=r"Merged\(7\)"):
+        rounds.handle(Merged(7))
+
+
+def test_the_deadline_merges_what_is_there_if_it_is_a_quorum() -> None:
+    rounds, sends = gathered(plan(patience=5.0, quorum=0.5))
+    rounds, _ = answer(rounds, sends[:1])
+    rounds, actions = rounds.handle(Deadline(0))
+    assert actions == ()  # one of four is no quorum
+    rounds, actions = rounds.handle(Arrived(sends[1].silo, 1))
+    assert actions == (Merge(0, (Arrived("silo-00", 1), Arrived("silo-01", 1))),)
+
+
+def test_stragglers_are_not_asked_again_until_they_answered_and_come_too_late() -> None:
+    rounds, sends = gathered(plan(patience=5.0, quorum=0.5))
+    rounds, _ = answer(rounds, sends[:2])
+    rounds, _ = rounds.handle(Deadline(0))
+    rounds, actions = rounds.handle(Merged(1))
+    assert [action.silo for action in actions if isinstance(action, Send)] == ["silo-00", "silo-01"]
+    assert SetDeadline(1, 5.0) in actions
+    _, actions = rounds.handle(Arrived("silo-03", 1))
+    assert actions == (Discard("silo-03", 1, "late"),)
+
+
+def test_a_silo_that_returns_gets_its_open_task_under_the_same_number() -> None:
+    rounds, _ = gathered(plan())
+    rounds, _ = rounds.handle(Lost("silo-02"))
+    _, actions = rounds.handle(Joined("silo-02"))
+    assert actions == (Send("silo-02", 1, 0, 0),)
+
+
+def test_a_silo_given_up_shrinks_the_cohort_and_is_asked_again_once_it_is_back() -> None:
+    rounds, sends = gathered(plan())
+    rounds, _ = answer(rounds, sends[:3])
+    rounds, _ = rounds.handle(Lost("silo-03"))
+    rounds, actions = rounds.handle(Failed("silo-03", 1, "stayed away", gone=True))
+    assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in SILOS[:3])),)
+    rounds, actions = rounds.handle(Merged(1))
+    assert "silo-03" not in {action.silo for action in actions if isinstance(action, Send)}
+    rounds, _ = rounds.handle(Joined("silo-03"))
+    assert not rounds.gone
+
+
+def test_a_silo_that_is_back_before_it_is_given_up_has_failed_a_task_and_is_asked_the_next() -> None:
+    rounds, sends = gathered(plan())
+    rounds, _ = answer(rounds, sends[:3])
+    rounds, _ = rounds.handle(Lost("silo-03"))
+    rounds, _ = rounds.handle(Joined("silo-03"))
+    rounds, actions = rounds.handle(Failed("silo-03", 1, "stayed away", gone=True))
+    assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in SILOS[:3])),)
+    rounds, actions = rounds.handle(Merged(1))
+    assert Send("silo-03", 2, 1, 1) in actions
+    assert not rounds.gone
+
+
+def test_when_everybody_is_gone_the_round_waits_and_begins_again_with_whoever_returns() -> None:
+    rounds, sends = gathered(plan())
+    for send in sends:
+        rounds, _ = rounds.handle(Lost(send.silo))
+        rounds, actions = rounds.handle(Failed(send.silo, send.sequence, "stayed away", gone=True))
+    assert actions == (Merge(0, ()),)
+    rounds, actions = rounds.handle(Merged(1))
+    assert (rounds.phase, rounds.cohort, actions) == (Phase.COLLECTING, (), ())
+    _, actions = rounds.handle(Joined("silo-01"))
+    assert actions == (Send("silo-01", 2, 1, 1),)
+
+
+def test_participation_takes_the_floor_and_at_least_one() -> None:
+    assert plan(participation=0.5).cohort_size(0) == 2
+    assert plan(participation=0.74).cohort_size(0) == 2
+    assert plan(participation=0.01).cohort_size(0) == 1
+    assert Plan(0, 1, tuple(map(str, range(100))), tuple(map(str, range(100))), participation=0.29).cohort_size(0) == 29
+
+
+def test_an_opening_round_asks_everybody_once_and_waits_for_all_of_them() -> None:
+    rounds, sends = gathered(plan(participation=0.5, opening=True))
+    assert [send.silo for send in sends] == list(SILOS)
+    rounds, actions = answer(rounds, sends[:3])
+    assert (rounds.phase, actions) == (Phase.COLLECTING, ())
+    rounds, (merge,) = answer(rounds, sends[3:])
+    assert isinstance(merge, Merge)
+    assert [reply.silo for reply in merge.replies] == list(SILOS)
+    rounds, again = rounds.handle(Merged(1))
+    assert len(again) == len(rounds.cohort) == 2
+
+
+def test_modes_without_rounds_have_no_opening() -> None:
+    _, sends = gathered(plan(participation=0.5, opening=True, mode="buffered"))
+    assert len(sends) == 2
+
+
+def test_a_method_that_may_ask_nobody_is_refused() -> None:
+    with pytest.raises(ValueError, match="none of the silos"):
+        plan(eligible=())
+
+
+def test_the_machine_survives_a_checkpoint_between_rounds() -> None:
+    rounds, sends = gathered(plan(patience=5.0, quorum=0.5))
+    rounds, _ = answer(rounds, sends[:2])
+    rounds, _ = rounds.handle(Deadline(0))
+    restored = Rounds.from_plain(rounds.plan, rounds.after_merge().to_plain())
+    assert restored == rounds.after_merge()
+    live, expected = rounds.handle(Merged(1))
+    actions: tuple[Action, ...] = ()
+    resent: list[Action] = []
+    for silo in SILOS:
+        restored, actions = restored.handle(Joined(silo))
+        resent += [a for a in actions if isinstance(a, Send) and a.round == 0]
+    assert tuple(a for a in actions if not (isinstance(a, Send) and a.round == 0)) == expected
+    assert [(send.silo, send.sequence) for send in resent if isinstance(send, Send)] == [("silo-02", 1), ("silo-03", 1)]
+    assert replace(restored, online=live.online) == live
+
+
+#: What happens next, mostly of a silo that is at a task; the number says which of those it can happen to.
+HAPPENINGS = st.tuples(
+    st.sampled_from(
+        ["reply"] * 8 + ["fail", "give up", "lose", "join", "off", "on", "deadline", "repeat", "old deadline"]
+    ),
+    st.integers(0, 11),
+)
+
+
+def happening(rounds: Rounds, what: str, number: int) -> Event:
+    """An event for the machine as it stands; a merge that is under way is done first, but for now and then."""
+    if rounds.phase is Phase.MERGING and what in {"reply", "fail"}:
+        return Merged(rounds.version + 1)
+    out = sorted(rounds.flights)
+    silo = out[number % len(out)] if out else SILOS[number % 4]
+    sequence = rounds.flights[silo].sequence if out else 1
+    match what:
+        case "reply":
+            return Arrived(silo, sequence, number / 10 if number % 3 else None)
+        case "fail" | "give up":
+            return Failed(silo, sequence, "x", what == "give up")
+        case "repeat":
+            return Arrived(SILOS[number % 4], rounds.sequences.get(SILOS[number % 4], 1) - number // 4)
+        case "deadline" | "old deadline":
+            return Deadline(rounds.version - (what == "old deadline"))
+        case "off" | "on":
+            return Switched(SILOS[number % 4], what == "on")
+        case "lose":
+            return Lost(SILOS[number % 4])
+        case _:
+            return Joined(SILOS[number % 4])
+
+
+PLANS = st.builds(
+    plan,
+    mode=st.sampled_from(["sync", "buffered", "async"]),
+    rounds=st.integers(1, 6),
+    participation=st.sampled_from([0.5, 0.75, 1.0]),
+    quorum=st.sampled_from([0.5, 1.0]),
+    over_select=st.sampled_from([1.0, 1.5]),
+    buffer=st.sampled_from([None, 1, 2, 4]),
+    patience=st.sampled_from([None, 1.0]),
+    max_staleness=st.sampled_from([None, 0, 1]),
+    opening=st.booleans(),
+    sampling=st.sampled_from([Sampling(), Sampling(dict.fromkeys(SILOS, 3)), Sampling(dict.fromkeys(SILOS, 3), 3)]),
+)
+
+
+def stalled(rounds: Rounds) -> bool:
+    """Whether nothing is out though somebody could be asked."""
+    askable = set(rounds.plan.eligible) - rounds.gone - rounds.off
+    return rounds.phase is Phase.COLLECTING and not rounds.flights and bool(askable)
+
+
+class Book:
+    """What has happened to a machine so far, and what may never happen; an event is taken or was illegal."""
+
+    def __init__(self, plan_: Plan) -> None:
+        self.rounds = Rounds(plan_)
+        self.merged: set[tuple[str, int]] = set()
+        self.bases: dict[tuple[str, int], int] = {}
+        for silo in SILOS:
+            self.take(Joined(silo))
+
+    def take(self, event: Event) -> None:
+        before = self.rounds
+        try:
+            self.rounds, actions = before.handle(event)
+        except IllegalEventError:
+            assert self.rounds is before
+            return
+        rounds, plan_ = self.rounds, before.plan
+        assert rounds.version - before.version == isinstance(event, Merged)
+        assert rounds.phase in TABLE[before.phase][type(event)]
+        assert not stalled(rounds)
+        for action in actions:
+            self.note(action, event)
+        if plan_.mode != "sync":
+            cohort = plan_.cohort_size(rounds.version)
+            waiting = len(rounds.arrived) if plan_.wanted(rounds.version) == cohort else 0
+            assert len(rounds.flights) + waiting <= cohort
+
+    def note(self, action: Action, event: Event) -> None:
+        rounds, allowed = self.rounds, allowed_age(self.rounds.plan)
+        if isinstance(action, Merge):
+            keys = {(reply.silo, reply.sequence) for reply in action.replies}
+            assert keys or rounds.failed, "a merge of nothing that nobody failed"
+            assert not keys & self.merged
+            assert len({silo for silo, _ in keys}) == len(keys)
+            assert all(rounds.version - self.bases[key] <= allowed for key in keys)
+            self.merged |= keys
+        if isinstance(action, Send):
+            assert rounds.flights[action.silo].sequence == action.sequence
+            key = action.silo, action.sequence
+            assert self.bases.setdefault(key, action.base_version) == action.base_version
+            assert action.silo not in rounds.off or isinstance(event, Joined)
+        if isinstance(action, Discard) and action.reason == "stale":
+            assert rounds.version - self.bases[action.silo, action.sequence] > allowed
+
+
+@settings(max_examples=150, deadline=None)
+@given(PLANS, st.lists(HAPPENINGS, min_size=20, max_size=60))
+def test_whatever_happens_nothing_is_merged_twice_too_stale_or_never_and_versions_rise_by_one(
+    plan_: Plan, happenings: list[tuple[str, int]]
+) -> None:
+    book = Book(plan_)
+    for what, number in happenings:
+        book.take(happening(book.rounds, what, number))
+
+
+def test_the_machine_of_the_property_merges_several_times_in_most_examples() -> None:
+    """Events drawn blind hardly ever merge; then the property above would hold of anything."""
+    reached: list[int] = []
+
+    @settings(max_examples=40, deadline=None, database=None, derandomize=True)
+    @given(PLANS.map(lambda each: replace(each, rounds=6)), st.lists(HAPPENINGS, min_size=20, max_size=60))
+    def play(plan_: Plan, happenings: list[tuple[str, int]]) -> None:
+        book = Book(plan_)
+        for what, number in happenings:
+            book.take(happening(book.rounds, what, number))
+        reached.append(book.rounds.version)
+
+    play()
+    assert sum(version >= 2 for version in reached) > len(reached) / 2
+
+
+def allowed_age(plan_: Plan) -> float:
+    if plan_.mode == "sync":
+        return 0
+    return float("inf") if plan_.max_staleness is None else plan_.max_staleness
+
+
+@settings(max_examples=80, deadline=None)
+@given(PLANS, st.randoms(use_true_random=False))
+def test_replies_in_any_order_and_a_failure_now_and_then_lead_to_the_end(plan_: Plan, chance: Random) -> None:
+    rounds, _ = gathered(plan_)
+    failures, events = 6, 0
+    while rounds.phase is not Phase.DONE:
+        events += 1
+        assert events < 400
+        event: Event
+        if rounds.phase is Phase.MERGING:
+            event = Merged(rounds.version + 1)
+        else:
+            silo = chance.choice(sorted(rounds.flights))
+            sequence = rounds.flights[silo].sequence
+            if failures and chance.random() < 0.3:
+                failures -= 1
+                event = Failed(silo, sequence, "x")
+            else:
+                event = Arrived(silo, sequence, chance.random())
+        rounds, _ = rounds.handle(event)
+    assert rounds.version == plan_.rounds
+
+
+@settings(max_examples=60, deadline=None)
+@given(PLANS, st.randoms(use_true_random=False))
+def test_a_machine_restored_from_any_checkpoint_sends_and_merges_the_same(plan_: Plan, chance: Random) -> None:
+    """Killed after a merge and restored, it hands out the open tasks again and then goes on as it would have."""
+    rounds, _ = gathered(plan_)
+    for _ in range(chance.randrange(30)):
+        if rounds.phase is Phase.COLLECTING:
+            silo = chance.choice(sorted(rounds.flights))
+            rounds, _ = rounds.handle(Arrived(silo, rounds.flights[silo].sequence, chance.random()))
+        elif rounds.phase is Phase.MERGING:
+            rounds, _ = rounds.handle(Merged(rounds.version + 1))
+    while rounds.phase is Phase.COLLECTING:
+        silo = min(rounds.flights)
+        rounds, _ = rounds.handle(Arrived(silo, rounds.flights[silo].sequence, 0.5))
+    if rounds.phase is not Phase.MERGING:
+        return
+    restored = Rounds.from_plain(plan_, json.loads(json.dumps(rounds.after_merge().to_plain())))
+    open_tasks = dict(restored.flights)
+    again: list[Action] = []
+    for name in SILOS:
+        restored, some = restored.handle(Joined(name))
+        again += some
+    live, expected = rounds.handle(Merged(rounds.version + 1))
+    resent = [Send(name, each.sequence, each.base_version, each.round) for name, each in open_tasks.items()]
+    assert set(again) == {*resent, *expected}
+    assert replace(restored, online=live.online) == live
+
+
+def test_the_documented_diagram_is_the_table() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "rounds.md").read_text()
+    assert machine.diagram() in text
+
+
+# ------------------------------------------------------------------------------------ numbers the properties cannot see
+TEN = tuple(f"silo-{index:02d}" for index in range(10))
+
+
+def test_shares_of_a_cohort_are_not_rounded_up_for_the_error_of_a_binary_fraction() -> None:
+    names = tuple(f"silo-{index:02d}" for index in range(25))
+    assert 1.12 * 25 > 28
+    assert Plan(1, 1, names, names, over_select=1.12).out(0) == 28
+    assert 0.28 * 25 > 7
+    rounds, sends = gathered(Plan(1, 1, names, names, patience=5.0, quorum=0.28))
+    rounds, _ = answer(rounds, sends[:6])
+    rounds, actions = rounds.handle(Deadline(0))
+    assert actions == ()
+    rounds, _ = rounds.handle(Arrived(sends[6].silo, 1))
+    assert rounds.phase is Phase.MERGING
+
+
+def test_a_deadline_while_nobody_is_asked_merges_nothing_and_whoever_returns_is_asked() -> None:
+    rounds, _ = gathered(plan(patience=5.0, quorum=0.5))
+    for silo in SILOS:
+        rounds, _ = rounds.handle(Failed(silo, 1, "x"))
+        rounds, _ = rounds.handle(Switched(silo, False))
+    rounds, actions = rounds.handle(Merged(1))
+    assert (rounds.phase, actions) == (Phase.COLLECTING, ())
+    rounds, actions = rounds.handle(Deadline(1))
+    assert (rounds.phase, actions) == (Phase.COLLECTING, ())
+    rounds, actions = rounds.handle(Switched("silo-02", True))
+    assert actions[0] == Send("silo-02", 2, 1, 1)
+
+
+def test_a_run_is_stranded_where_all_are_off_and_not_where_one_given_up_may_return() -> None:
+    for gone in (False, True):
+        rounds, sends = gathered(plan())
+        assert not rounds.stranded
+        for send in sends:
+            rounds, _ = rounds.handle(Lost(send.silo))
+            rounds, _ = rounds.handle(Switched(send.silo, False))
+            rounds, _ = rounds.handle(Failed(send.silo, 1, "stayed away", gone=gone and send is sends[0]))
+        assert not rounds.stranded  # a merge is under way
+        rounds, _ = rounds.handle(Merged(1))
+        assert rounds.stranded is not gone
+
+
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_a_reply_of_just_the_age_allowed_is_merged_and_one_older_is_not(limit: int) -> None:
+    rounds, _ = gathered(plan(mode="async", rounds=9, max_staleness=limit))
+    for age in range(limit + 2):
+        after, actions = rounds.handle(Arrived("silo-00", 1))
+        if age <= limit:
+            assert actions[-1] == Merge(age, (Arrived("silo-00", 1),))
+        else:
+            assert actions[0] == Discard("silo-00", 1, "stale")
+        rounds, _ = rounds.handle(Arrived("silo-01", rounds.flights["silo-01"].sequence))
+        rounds, _ = rounds.handle(Merged(age + 1))
+    assert after.phase is Phase.COLLECTING
+
+
+def test_every_round_draws_a_cohort_of_its_own() -> None:
+    rounds, sends = gathered(Plan(1, 6, TEN, TEN, participation=0.3))
+    cohorts = []
+    for version in range(6):
+        cohorts.append(tuple(send.silo for send in sends))
+        assert cohorts[-1] == tuple(sorted(draw_order(1, version, TEN, {})[:3]))
+        rounds, _ = answer(rounds, sends)
+        rounds, actions = rounds.handle(Merged(version + 1))
+        sends = [action for action in actions if isinstance(action, Send)]
+    assert len(set(cohorts)) > 3

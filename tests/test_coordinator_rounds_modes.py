@@ -1,0 +1,203 @@
+"""The rounds machine beyond plain rounds: over-selection, buffers, single replies, staleness, silos that are off."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from coordinator.participation import Sampling
+from coordinator.rounds import (
+    Action,
+    Arrived,
+    Deadline,
+    Discard,
+    Failed,
+    Joined,
+    Merge,
+    Merged,
+    Phase,
+    Plan,
+    Rounds,
+    Send,
+    SetDeadline,
+    Switched,
+)
+
+SILOS = tuple(f"silo-{index:02d}" for index in range(6))
+
+
+def plan(**changes: object) -> Plan:
+    return replace(Plan(seed=1, rounds=9, silos=SILOS, eligible=SILOS), **changes)  # type: ignore[arg-type]
+
+
+def begun(plan_: Plan, off: frozenset[str] = frozenset()) -> tuple[Rounds, tuple[Action, ...]]:
+    rounds, actions = Rounds(plan_, off=off), ()
+    for silo in plan_.silos:
+        rounds, actions = rounds.handle(Joined(silo))
+    return rounds, actions
+
+
+def sent(actions: tuple[Action, ...]) -> list[str]:
+    return [action.silo for action in actions if isinstance(action, Send)]
+
+
+def arrive(rounds: Rounds, *silos: str) -> tuple[Rounds, tuple[Action, ...]]:
+    actions: tuple[Action, ...] = ()
+    for silo in silos:
+        rounds, actions = rounds.handle(Arrived(silo, rounds.flights[silo].sequence))
+    return rounds, actions
+
+
+def test_over_selection_asks_more_and_merges_the_first_replies_in_the_cohorts_number() -> None:
+    rounds, actions = begun(plan(participation=0.5, over_select=1.6))
+    asked = sent(actions)
+    assert len(asked) == 5
+    rounds, actions = arrive(rounds, *asked[4:1:-1])
+    assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in asked[2:])),)
+    rounds, actions = rounds.handle(Merged(1))
+    assert not {*asked[:2]} & {*sent(actions)}  # they are still at it
+    _, actions = rounds.handle(Arrived(asked[0], 1))
+    assert actions == (Discard(asked[0], 1, "surplus"),)
+
+
+def test_over_selection_never_asks_more_than_there_are() -> None:
+    assert len(sent(begun(plan(over_select=1.5))[1])) == 6
+
+
+def test_a_cohorts_number_of_tasks_is_always_out_and_a_silo_is_asked_once_per_version() -> None:
+    rounds, actions = begun(plan(mode="buffered", participation=0.67, buffer=2))
+    first = sent(actions)
+    assert len(first) == 4
+    rounds, actions = arrive(rounds, first[3])
+    (other,) = sent(actions)
+    assert other not in first
+    assert len(rounds.flights) == 4
+    rounds, actions = arrive(rounds, first[1])
+    assert actions == (Merge(0, (Arrived(first[1], 1), Arrived(first[3], 1))),)
+    rounds, actions = rounds.handle(Merged(1))
+    assert len(rounds.flights) == 4
+    assert [send.base_version for send in actions if isinstance(send, Send)] == [1]
+
+
+def test_a_full_buffer_waits_as_a_round_does() -> None:
+    rounds, actions = begun(plan(mode="buffered", participation=0.67, buffer=4))
+    first = sent(actions)
+    rounds, actions = arrive(rounds, *first[:3])
+    assert actions == ()
+    _, actions = arrive(rounds, first[3])
+    assert len(actions[0].replies) == 4  # type: ignore[union-attr]
+
+
+def test_a_reply_two_versions_old_is_merged_with_the_fresh_ones() -> None:
+    rounds, _ = begun(plan(mode="buffered", buffer=2))
+    for version in (1, 2):
+        rounds, _ = arrive(rounds, *SILOS[1:3])
+        rounds, _ = rounds.handle(Merged(version))
+    assert rounds.flights["silo-00"].base_version == 0
+    _, actions = arrive(rounds, "silo-00", "silo-01")
+    assert actions == (Merge(2, (Arrived("silo-00", 1), Arrived("silo-01", 3))),)
+
+
+def test_a_reply_older_than_allowed_is_discarded_and_its_silo_asked_afresh() -> None:
+    rounds, _ = begun(plan(mode="buffered", buffer=2, max_staleness=1))
+    for version in (1, 2):
+        rounds, _ = arrive(rounds, *SILOS[1:3])
+        rounds, _ = rounds.handle(Merged(version))
+    rounds, actions = arrive(rounds, "silo-00")
+    assert actions == (Discard("silo-00", 1, "stale"), Send("silo-00", 2, 2, 2))
+    assert not rounds.arrived
+
+
+def test_single_replies_are_merged_one_by_one() -> None:
+    rounds, actions = begun(plan(mode="async", participation=0.5))
+    one, two, _ = sent(actions)
+    rounds, actions = arrive(rounds, two)
+    assert actions == (Merge(0, (Arrived(two, 1),)),)
+    rounds, actions = rounds.handle(Merged(1))
+    assert len(sent(actions)) == 1
+    _, actions = arrive(rounds, one)
+    assert actions == (Merge(1, (Arrived(one, 1),)),)
+
+
+def test_a_time_out_merges_whatever_is_there_or_the_first_to_come() -> None:
+    rounds, actions = begun(plan(mode="buffered", buffer=4, patience=5.0))
+    assert actions[-1] == SetDeadline(0, 5.0)
+    rounds, _ = arrive(rounds, "silo-04")
+    rounds, actions = rounds.handle(Deadline(0))
+    assert actions == (Merge(0, (Arrived("silo-04", 1),)),)
+    rounds, actions = rounds.handle(Merged(1))
+    assert actions[-1] == SetDeadline(1, 5.0)
+    rounds, actions = rounds.handle(Deadline(1))
+    assert actions == ()
+    _, actions = arrive(rounds, "silo-00")
+    assert actions == (Merge(1, (Arrived("silo-00", 1),)),)
+
+
+def test_a_failed_task_goes_to_somebody_not_yet_asked_at_this_version() -> None:
+    rounds, actions = begun(plan(mode="buffered", participation=0.67, buffer=4))
+    asked = sent(actions)
+    tried = set(asked)
+    for _ in range(2):
+        rounds, actions = rounds.handle(Failed(asked[0], 1, "x"))
+        (substitute,) = sent(actions)
+        assert substitute not in tried
+        tried.add(substitute)
+        asked[0] = substitute
+    assert tried == set(SILOS)
+    rounds, actions = rounds.handle(Failed(asked[0], 1, "x"))
+    assert actions == ()
+    _, actions = arrive(rounds, *asked[1:])
+    assert len(actions[0].replies) == 3  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
+def test_when_everybodys_task_failed_nothing_is_merged_and_the_run_goes_on(mode: str) -> None:
+    rounds, _ = begun(plan(mode=mode))
+    for silo in SILOS:
+        rounds, actions = rounds.handle(Failed(silo, 1, "x"))
+    assert actions == (Merge(0, ()),)
+    _, actions = rounds.handle(Merged(1))
+    assert set(sent(actions)) == set(SILOS)
+
+
+@pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
+def test_silos_that_are_off_are_not_asked(mode: str) -> None:
+    off = frozenset(SILOS[:4])
+    rounds, actions = begun(plan(mode=mode), off)
+    assert sent(actions) == ["silo-04", "silo-05"]
+    rounds, actions = rounds.handle(Switched("silo-00", True))
+    assert sent(actions) == ([] if mode == "sync" else ["silo-00"])
+    rounds, actions = rounds.handle(Switched("silo-00", False))
+    assert actions == ()
+    assert "silo-00" not in rounds.flights or mode != "sync"
+
+
+@pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
+def test_when_all_are_off_the_first_to_come_back_is_asked(mode: str) -> None:
+    rounds, actions = begun(plan(mode=mode, patience=None if mode == "async" else 3.0), frozenset(SILOS))
+    assert actions == ()
+    assert rounds.phase is Phase.COLLECTING
+    _, actions = rounds.handle(Switched("silo-03", True))
+    assert sent(actions) == ["silo-03"]
+    assert sum(isinstance(action, SetDeadline) for action in actions) == (mode != "async")
+
+
+def test_power_of_choice_asks_those_with_the_highest_last_known_loss() -> None:
+    sampling = Sampling(dict.fromkeys(SILOS, 1), candidates=6)
+    rounds, _ = begun(plan(participation=0.34, sampling=sampling))
+    heard = []
+    for version in (1, 2, 3):  # whoever was never heard of comes first
+        for silo in sorted(rounds.flights):
+            heard.append(silo)
+            rounds, _ = rounds.handle(Arrived(silo, 1, loss=float(silo[-2:])))
+        rounds, actions = rounds.handle(Merged(version))
+    assert sorted(heard) == list(SILOS)
+    assert sent(actions) == ["silo-04", "silo-05"]
+
+
+def test_a_buffer_is_a_third_of_the_cohort_unless_said_otherwise_and_never_more_than_it() -> None:
+    assert plan(mode="buffered").wanted(0) == 2
+    assert plan(mode="buffered", buffer=4).wanted(0) == 4
+    assert plan(mode="buffered", buffer=99).wanted(0) == 6
+    assert plan(mode="async", buffer=4).wanted(0) == 1

@@ -1,0 +1,254 @@
+"""How samples are shared out: nothing lost, nothing twice, nobody empty, the same every time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedmq.config.scenario import MissingModality, Partition
+from fedmq.data import partition
+from fedmq.errors import InputError
+from tests import definitions
+
+KINDS = ("iid", "dir_class", "dir_clusters", "shards_classes")
+every_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def groups(n: int, classes: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, classes, n)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    kind=st.sampled_from(KINDS),
+    silos=st.integers(1, 12),
+    samples=st.integers(12, 150),
+    alpha=st.sampled_from([0.01, 0.1, 1.0, 100.0]),
+    balanced=st.booleans(),
+    seed=st.integers(0, 1000),
+)
+def test_every_sample_goes_to_one_silo_and_no_silo_is_empty(
+    *, kind: Any, silos: int, samples: int, alpha: float, balanced: bool, seed: int
+) -> None:
+    chosen = Partition(kind=kind, alpha=alpha, balanced=balanced, classes_per_silo=6)
+    group = groups(samples, 6, seed)
+    group[:6] = range(6)
+    shares = definitions.assign(chosen, silos, group, seed)
+    assert len(shares) == silos
+    assert min(map(len, shares)) >= 1
+    assert sorted(np.concatenate(shares).tolist()) == list(range(samples))
+    again = definitions.assign(chosen, silos, group, seed)
+    assert all(np.array_equal(one, other) for one, other in zip(shares, again, strict=True))
+
+
+@pytest.mark.parametrize("kind", ["iid", "dir_clusters"])
+def test_shares_are_equal_where_the_recipe_says_so(kind: Any) -> None:
+    sizes = [len(share) for share in definitions.assign(Partition(kind=kind), 7, groups(100, 10), 0)]
+    assert sizes == [15, 15, 14, 14, 14, 14, 14]
+
+
+def test_a_lower_alpha_sets_silos_further_apart() -> None:
+    group = groups(3000, 20)
+    for kind in ("dir_class", "dir_clusters"):
+        apart = []
+        for alpha in (0.1, 1.0, 100.0):
+            shares = definitions.assign(Partition(kind=kind, alpha=alpha), 10, group, 0)  # type: ignore[arg-type]
+            apart.append(definitions.partition_statistics(definitions.group_counts(group, shares))["js_mean"])
+        assert apart[0] > 2 * apart[1] > 4 * apart[2]
+
+
+@pytest.mark.parametrize("kind", ["dir_class", "dir_clusters", "shards_classes"])
+def test_a_held_out_share_resembles_its_silos_training_share(kind: Any) -> None:
+    train, test = groups(4000, 12, 0), groups(1000, 12, 1)
+    plan = partition.plan(Partition(kind=kind, alpha=0.2), 8, train, 0)
+    one = definitions.group_counts(train, partition.deal(plan, train))
+    other = definitions.group_counts(test, partition.deal(plan, test, "test"))
+
+    def apart(a: int, b: int) -> float:
+        return definitions.js_divergence(one[:, a] / one[:, a].sum(), other[:, b] / other[:, b].sum())
+
+    own = np.mean([apart(silo, silo) for silo in range(8)])
+    foreign = np.mean([apart(silo, (silo + 3) % 8) for silo in range(8)])
+    assert own < 0.4 * foreign
+
+
+def test_the_balanced_variant_leaves_no_silo_with_a_handful() -> None:
+    least = {}
+    for balanced in (False, True):
+        chosen = Partition(kind="dir_class", alpha=0.1, balanced=balanced)
+        least[balanced] = [
+            min(map(len, definitions.assign(chosen, 8, groups(800, 4, seed), seed))) for seed in range(5)
+        ]
+    assert min(least[False]) < 10 <= min(least[True])
+
+
+def test_classes_that_no_sample_is_of_are_not_dealt_out() -> None:
+    """Labels of a coarse level are never a sample's rarest: their numbers are among the groups, their samples not."""
+    group = np.repeat([4, 6, 7, 9, 11, 12], 30)
+    shares = definitions.assign(Partition(kind="shards_classes", classes_per_silo=3), 8, group, 0)
+    assert [len(set(group[share])) for share in shares] == [3] * 8
+    assert {int(group[each]) for share in shares for each in share} == {4, 6, 7, 9, 11, 12}
+    with pytest.raises(InputError, match=r"classes_per_silo.*1 to 6 for 6 classes"):
+        partition.plan(Partition(kind="shards_classes", classes_per_silo=7), 8, group, 0)
+
+
+def test_a_silo_of_shards_holds_no_more_classes_than_asked_and_every_class_is_held() -> None:
+    group = groups(900, 24)
+    shares = definitions.assign(Partition(kind="shards_classes", classes_per_silo=3), 20, group, 0)
+    held = definitions.group_counts(group, shares) > 0
+    assert held.sum(axis=0).max() <= 3
+    assert held.sum(axis=1).min() >= 2  # 60 places for 24 classes
+    assert held.sum(axis=1).max() <= 3
+
+
+def test_of_n_way_k_shot_a_silo_trains_on_k_samples_of_each_of_its_classes() -> None:
+    group = np.repeat(np.arange(10), 60)
+    plan = partition.plan(Partition(kind="shards_classes", classes_per_silo=5, shots=20), 6, group, 0)
+    counts = definitions.group_counts(group, partition.deal(plan, group))
+    assert set(np.unique(counts)) == {0, 20}
+    assert (counts > 0).sum(axis=0).tolist() == [5] * 6
+    # Nothing is left out of what silos are measured by.
+    assert sum(map(len, partition.deal(plan, group, "test"))) == len(group)
+
+
+def test_shots_are_of_shards_alone() -> None:
+    with pytest.raises(ValueError, match=r"shots is for partition\.kind shards_classes, found iid"):
+        Partition(kind="iid", shots=5)
+
+
+def test_more_classes_per_silo_than_there_are_is_refused() -> None:
+    with pytest.raises(InputError, match=r"classes_per_silo.*1 to 24"):
+        partition.plan(Partition(kind="shards_classes", classes_per_silo=25), 20, groups(900, 24), 0)
+
+
+def skewed(samples: int, classes: int) -> np.ndarray:
+    """Groups of very different sizes, none empty, as MS-COCO's labels by the first of an image."""
+    weights = 1.0 / np.arange(1, classes + 1)
+    drawn = np.random.default_rng(0).choice(classes, samples - classes, p=weights / weights.sum())
+    return np.concatenate([np.arange(classes), drawn])
+
+
+def test_classes_for_which_silos_have_too_few_places_are_dealt_out_in_equal_shards() -> None:
+    """FedHAP on MS-COCO: 20 silos with three of its 80 classes each hold 60."""
+    group, silos, each = skewed(10_000, 80), 20, 3
+    plan = partition.plan(Partition(kind="shards_classes", classes_per_silo=each), silos, group, 0)
+    shares = partition.deal(plan, group)
+    assert sorted(np.concatenate(shares).tolist()) == list(range(len(group)))
+    assert {len(share) for share in shares} <= {498, 499, 500, 501, 502}  # three shards of 166 or 167
+    counts = definitions.group_counts(group, shares)
+    # A silo's samples are three pieces of the sorted whole: most are of three classes, which are 37 % of everybody's.
+    largest = np.sort(counts, axis=0)[::-1][:each].sum(axis=0) / counts.sum(axis=0)
+    assert np.median(largest) > 0.7
+    # The largest class, a fifth of everything, is in about a fifth of the 60 shards.
+    assert counts[0].max() <= each * 167 and 4 <= (counts[0] > 0).sum() <= 13
+    # What is held out follows.
+    test = skewed(5_000, 80)
+    held = definitions.group_counts(test, partition.deal(plan, test, "test"))
+    assert not (held * (counts == 0)).any()
+
+
+@pytest.mark.parametrize(("silos", "each", "classes"), [(1, 1, 6), (2, 2, 6), (5, 1, 6), (3, 1, 50)])
+def test_equal_shards_leave_no_silo_empty_and_lose_no_sample(silos: int, each: int, classes: int) -> None:
+    for seed in range(5):
+        group = groups(97, classes, seed)
+        shares = definitions.assign(Partition(kind="shards_classes", classes_per_silo=each), silos, group, seed)
+        assert sorted(np.concatenate(shares).tolist()) == list(range(97))
+        sizes = [len(share) for share in shares]
+        assert max(sizes) - min(sizes) <= each
+
+
+@every_kind
+def test_more_silos_than_samples_are_refused(kind: Any) -> None:
+    with pytest.raises(InputError, match=r"silos\.count: found 11, allowed: at most 10"):
+        definitions.assign(Partition(kind=kind), 11, groups(10, 3), 0)
+    plan = partition.plan(Partition(kind=kind, classes_per_silo=1), 5, np.zeros(10, np.int64), 0)
+    with pytest.raises(InputError, match="test"):
+        partition.deal(plan, np.zeros(4, np.int64), "test")
+
+
+@every_kind
+def test_as_many_silos_as_samples_get_one_each(kind: Any) -> None:
+    shares = definitions.assign(Partition(kind=kind, classes_per_silo=1), 6, np.array([0, 0, 0, 1, 1, 2]), 3)
+    assert [len(share) for share in shares] == [1] * 6
+
+
+def test_a_group_the_training_split_lacks_is_dealt_out_all_the_same() -> None:
+    for kind in KINDS:
+        plan = partition.plan(Partition(kind=kind, classes_per_silo=2), 3, groups(60, 4), 0)  # type: ignore[arg-type]
+        shares = partition.deal(plan, groups(40, 6), "test")
+        assert sorted(np.concatenate(shares).tolist()) == list(range(40))
+
+
+def test_a_sample_with_several_labels_belongs_to_its_rarest() -> None:
+    labels = np.array([[1, 1, 0], [1, 0, 0], [1, 0, 1], [0, 1, 1], [0, 0, 0], [0, 1, 1]])
+    # counts 3, 3, 3: ties go to the lowest label; a sample without labels gets a group of its own
+    assert partition.rarest_label(labels).tolist() == [0, 0, 0, 1, 3, 1]
+    assert partition.rarest_label(labels, np.array([9, 5, 1])).tolist() == [1, 0, 2, 2, 3, 2]
+    assert partition.label_groups(labels[:2], labels).tolist() == [0, 0]
+    assert partition.label_groups(np.array([4, 2])).tolist() == [4, 2]
+
+
+def test_a_sample_with_several_labels_goes_by_its_first_if_asked() -> None:
+    labels = np.array([[1, 0, 1], [0, 1, 1], [0, 0, 1], [0, 0, 0]])
+    assert partition.label_groups(labels, labels, "first").tolist() == [0, 1, 2, 3]
+    assert partition.label_groups(labels, labels, "rarest").tolist() == [0, 1, 2, 3]
+    often = np.concatenate([labels, np.tile([[1, 0, 0]], (5, 1))])
+    assert partition.label_groups(often, often, "rarest")[0] == 2
+    assert partition.label_groups(often, often, "first")[0] == 0
+
+
+@every_kind
+def test_a_few_samples_are_shared_out_among_many_silos_where_some_may_get_none(kind: Any) -> None:
+    made = partition.plan(Partition(kind=kind), 6, groups(60, 6), 0)
+    for count in (0, 1, 4):
+        shares = partition.deal(made, groups(count, 6), "gallery", sparse=True)
+        assert sorted(np.concatenate(shares).tolist()) == list(range(count))
+
+
+def test_text_clusters_are_found_and_the_same_every_time() -> None:
+    generator = np.random.default_rng(0)
+    centres = generator.normal(size=(5, 16)) * 10
+    true = groups(200, 5)
+    features = (centres[true] + generator.normal(size=(200, 16))).astype(np.float32)
+    found = partition.cluster_centres(features, 5, 0)
+    assert np.array_equal(found, partition.cluster_centres(features, 5, 0))
+    near = partition.nearest_centre(features, found)
+    assert len({(int(a), int(b)) for a, b in zip(true, near, strict=True)}) == 5
+    assert len(partition.cluster_centres(features[:3], 50, 0)) == 3
+
+
+def test_the_counts_of_a_split_add_up() -> None:
+    sizes, proportions = [60, 45, 0, 7], np.random.default_rng(0).dirichlet([0.1] * 6, 4)
+    for cut in (partition.split_counts, partition.split_counts_balanced):
+        assert cut(sizes, proportions).sum(axis=1).tolist() == sizes
+        assert cut(sizes, proportions).min() >= 0
+
+
+def test_an_empty_share_is_given_one_sample_of_the_largest() -> None:
+    shares = partition.never_empty([np.array([], int), np.array([5, 6, 7]), np.array([1])])
+    assert [share.tolist() for share in shares] == [[7], [5, 6], [1]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(rate=st.floats(0, 1), silos=st.integers(1, 40), seed=st.integers(0, 1000))
+def test_the_asked_share_of_silos_lacks_one_modality_and_nobody_both(rate: float, silos: int, seed: int) -> None:
+    names = [f"silo-{index:02d}" for index in range(silos)]
+    flags = partition.modalities(MissingModality(rate=rate, seed=seed), names)
+    assert sum(not (image and text) for image, text in flags) == round(rate * silos)
+    assert all(image or text for image, text in flags)
+
+
+def test_missing_modalities_listed_by_name_are_taken_as_listed() -> None:
+    listed = MissingModality(silos={"silo-01": "image", "silo-02": "text"})
+    flags = partition.modalities(listed, ["silo-00", "silo-01", "silo-02"])
+    assert flags == ((True, True), (True, False), (False, True))
+
+
+def test_image_and_text_are_missing_equally_often() -> None:
+    names = [f"silo-{index:03d}" for index in range(1000)]
+    flags = partition.modalities(MissingModality(rate=1.0), names)
+    assert 420 < sum(image for image, _ in flags) < 580

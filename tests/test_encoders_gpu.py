@@ -1,0 +1,188 @@
+"""Every method, every base and every frozen encoder on a GPU that is pretended: nothing is left behind on the CPU."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils import deterministic
+
+import protocols
+from fedmq.config.scenario import Scenario
+from fedmq.errors import FedmqError
+from fedmq.models.hash_networks import PLANS
+from fedmq.retrieval.gallery import export
+from fedmq.retrieval.released_model import open_release
+from tests import in_process_run, layouts
+from tests.pretend_gpu import Far, pretended
+from tests.small_federation import OBJECTIVES
+from tests.test_encoders_clip import TINY
+from tests.threaded_run import resolved
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def flags() -> Iterator[None]:
+    """What a GPU has its process set is put back."""
+    before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark, deterministic.fill_uninitialized_memory
+    yield
+    torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark, deterministic.fill_uninitialized_memory = before
+    torch.backends.cuda.enable_flash_sdp(True)
+    torch.backends.cuda.enable_mem_efficient_sdp(True)
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = True
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="module")
+def file(tiny: Path, features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny scenario, ten of its items public."""
+    folder = tmp_path_factory.mktemp("public")
+    arrays = dict(np.load(features))
+    arrays["split"] = np.array(["public"] * 10 + list(arrays["split"][10:]))
+    np.savez(folder / "public.npz", **arrays)
+    (folder / "public.yaml").write_text(tiny.read_text().replace(str(features), str(folder / "public.npz")))
+    return folder / "public.yaml"
+
+
+def figures(summary: Any) -> Any:
+    return {key: summary[key] for key in ("model_digest", "metrics", "fairness", "per_silo_mean")}
+
+
+def both(scenario: Scenario, out: Path, patch: pytest.MonkeyPatch) -> None:
+    """A run on the GPU has the CPU's model and figures."""
+    here = in_process_run.run(scenario, out / "cpu").summary
+    with pretended(patch):
+        there = in_process_run.run(scenario.model_copy(update={"device": "cuda:0"}), out / "gpu").summary
+    assert figures(there) == figures(here)
+    assert there["tasks"]["failed"] == 0 < there["tasks"]["merged"]
+
+
+def fitting(name: str) -> list[str]:
+    """What a method asks of a model."""
+    base = OBJECTIVES.get(name)
+    settings = [f"objective={json.dumps(base.model_dump(mode='json', exclude_unset=True))}"] if base else []
+    return settings + (["backbone.adapter=mma"] if name == "pfedmma" else [])
+
+
+@pytest.mark.parametrize("name", protocols.names())
+def test_every_method_computes_on_a_gpu_what_it_does_on_the_cpu(
+    name: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both(resolved(file, "rounds=3", f"protocol={name}", *fitting(name)), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("base", sorted(PLANS))
+def test_every_base_does(base: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = ["rounds=2", "protocol=moon", f"objective={{base: {base}, bits: 8, hidden: 16}}"]
+    both(resolved(file, *settings, "evaluation.gallery=database"), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        "{name: rcsr, warmup: 0, personal: router, personal_onset: 1, anchor: multi, filler: learned}",
+        "{name: fedbridge, warmup: 0, personal: true, personal_onset: 1, bank: all}",
+        "{name: fedavg, single_modality: idle}",
+        "{name: moon, personal: true, buffer: 2}",
+    ],
+)
+def test_what_silos_keep_to_themselves_does(
+    method: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    noise = "privacy={clip_norm: 1.0, noise_multiplier: 0.1}"
+    both(resolved(file, f"protocol={method}", noise, "participation=1"), tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "more", [{"adapter_site": "blocks"}, {"adapter_site": "feature"}, {"adapter_site": "blocks", "adapter": "mma"}]
+)
+def test_an_open_clip_model_does(more: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "tiny.json").write_text(json.dumps(TINY))
+    data = {"name": "flickr8k", "path": str(layouts.flickr(tmp_path / "set"))}
+    backbone = {"name": str(tmp_path / "tiny.json"), "head": "mlp", "bottleneck": 8, **more}
+    (tmp_path / "clip.yaml").write_text(
+        json.dumps(
+            {
+                "name": "clip",
+                "rounds": 1,
+                "data": data,
+                "backbone": backbone,
+                "silos": {"count": 2},
+                "partition": {"kind": "iid"},
+                "protocol": "pfedmma" if "adapter" in more else "rcsr",
+            }
+        )
+    )
+    scenario = resolved(tmp_path / "clip.yaml")
+    # The GPU comes first: it has the CPU, too, take its kind of attention. Each extracts features for itself.
+    monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "there"))
+    with pretended(monkeypatch):
+        there = in_process_run.run(scenario.model_copy(update={"device": "cuda:0"}), tmp_path / "gpu").summary
+    monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "here"))
+    here = in_process_run.run(scenario, tmp_path / "cpu").summary
+    assert figures(there) == figures(here)
+
+
+def test_a_released_model_does(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = tmp_path / "run"
+    in_process_run.run(resolved(file, "rounds=1"), run)
+    here = export(open_release(run, "cpu"))
+    kept = here.array("image").copy()
+    with pretended(monkeypatch):
+        there = export(open_release(run, "cuda:0"))
+        np.testing.assert_array_equal(there.array("image"), kept)
+
+
+def test_a_process_that_computes_on_a_gpu_does_so_repeatably(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    here = in_process_run.run(resolved(file, "rounds=1"), tmp_path / "cpu").summary
+    assert "gpu" not in here["versions_of"]
+    assert not torch.are_deterministic_algorithms_enabled()
+    with pretended(monkeypatch):
+        there = in_process_run.run(resolved(file, "rounds=1", "device=cuda:0"), tmp_path / "gpu").summary
+    assert there["versions_of"]["gpu"] == "pretended"
+    assert torch.are_deterministic_algorithms_enabled()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    assert not torch.backends.cudnn.allow_tf32
+    cuda = torch.backends.cuda
+    assert not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
+
+
+def test_the_pretended_gpu_refuses_what_a_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    near = torch.ones(3, 4)
+    with pretended(monkeypatch):
+        far = near.to("cuda:0")
+        assert isinstance(far, Far) and far.device == torch.device("cuda:0")
+        assert isinstance(torch.zeros(2, device="cuda:0"), Far)
+        weight = torch.zeros(4, 2, device="cuda:0").requires_grad_()
+        (far @ weight).sum().backward()
+        assert isinstance(weight.grad, Far) and weight.grad.cpu().numpy().sum() == 24
+        with pytest.raises(RuntimeError, match="same device"):
+            far + near
+        with pytest.raises(RuntimeError, match="indices"):
+            near[far.long()[:, 0]]
+        with pytest.raises(TypeError, match="numpy"):
+            far.numpy()
+        with pytest.raises(RuntimeError, match="draw"):
+            torch.randn(3, device="cuda:0")
+
+
+def test_a_method_that_leaves_a_tensor_on_the_cpu_fails_there(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("protocols._training.labels_of", lambda local, rows: torch.zeros(len(rows), 5))
+    scenario = resolved(
+        file, "rounds=1", "objective={base: dpsh, bits: 8, hidden: 16}", "device=cuda:0", "protocol=fedavg"
+    )
+    with pretended(monkeypatch), pytest.raises(FedmqError, match="same device"):
+        in_process_run.run(scenario, tmp_path)

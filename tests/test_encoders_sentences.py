@@ -1,0 +1,94 @@
+"""Sentence encoders of a local folder: a tiny BERT, made here, takes the place of the backbone's own text side."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.config.scenario import Backbone, Data
+from fedmq.data.prepare import prepare
+from fedmq.data.prepared import Prepared
+from fedmq.encoders import sentences
+from fedmq.errors import InputError
+from tests import layouts
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("sentence_transformers")
+WIDTH = 32
+WORDS = ("picture", "as", "number", "sees", "it", "0", "1", "2", "3", "4", "5", "k")
+
+
+@pytest.fixture
+def bert(tmp_path: Path) -> Path:
+    """A BERT of one layer and random weights, as transformers saves it; it has no pooling of its own."""
+    folder = tmp_path / "bert"
+    folder.mkdir()
+    vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
+    (folder / "vocab.txt").write_text("\n".join(vocabulary))
+    transformers.BertTokenizerFast(vocab_file=str(folder / "vocab.txt")).save_pretrained(folder)
+    sizes = {"hidden_size": WIDTH, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    config = transformers.BertConfig(vocab_size=len(vocabulary), max_position_embeddings=40, **sizes)
+    with torch.random.fork_rng():
+        transformers.BertModel(config).save_pretrained(folder, safe_serialization=True)
+    return folder
+
+
+def prepared(tmp_path: Path, folder: Path) -> Prepared:
+    layouts.flickr(tmp_path / "set")
+    # The images' side needs no weights here: a file of MatConvNet does.
+    backbone = Backbone(
+        name="matconvnet", pretrained=str(layouts.matconvnet(tmp_path / "f.mat")), text_encoder=folder, head="mlp"
+    )
+    return prepare(Data(name="flickr8k", path=tmp_path / "set"), backbone, tmp_path / "cache")
+
+
+def test_texts_are_the_mean_of_the_folders_own_token_vectors(bert: Path, tmp_path: Path) -> None:
+    found = prepared(tmp_path, bert)
+    assert found.text.shape == (6, 3, WIDTH)
+    tokenizer, model = transformers.AutoTokenizer.from_pretrained(bert), transformers.BertModel.from_pretrained(bert)
+    with torch.no_grad():
+        for row in range(6):
+            tokens = tokenizer(f"picture {row} as number 0 sees it", return_tensors="pt")
+            wanted = model(**tokens).last_hidden_state[0].mean(0)
+            assert np.allclose(found.text[row, 0], wanted.numpy(), atol=1e-5)
+
+
+def test_other_weights_are_other_features(bert: Path) -> None:
+    before = sentences.weights_digest(bert)
+    assert sentences.weights_digest(bert) == before
+    weights = bert / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(bytes(content))
+    assert sentences.weights_digest(bert) != before
+
+
+def test_pickled_weights_and_folders_without_an_encoder_are_one_line(bert: Path, tmp_path: Path) -> None:
+    weights = bert / "model.safetensors"
+    weights.rename(bert / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"text_encoder: .*no model\.safetensors in it"):
+        prepared(tmp_path, bert)
+    weights.write_bytes(b"no tensors")
+    with pytest.raises(
+        InputError, match=r"text_encoder: .*sentence encoder that sentence-transformers loads"
+    ) as caught:
+        prepared(tmp_path, bert)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(InputError, match=r"text_encoder: .*no such folder"):
+        prepared(tmp_path, tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("other", [{"name": "features"}, {"name": "ViT-B-32", "adapter_site": "blocks"}])
+def test_it_is_refused_where_no_text_is_encoded(other: dict[str, str], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"text_encoder is not for backbone\."):
+        Backbone.model_validate({**other, "text_encoder": str(tmp_path)})
+
+
+def test_a_bag_of_words_is_not_encoded(bert: Path, tmp_path: Path) -> None:
+    layouts.mirflickr(tmp_path / "set", 12)
+    data = Data(name="mirflickr", path=tmp_path / "set", queries=2, val=1, train=4)
+    with pytest.raises(InputError, match=r"data\.text: found 'bag with backbone\.text_encoder'"):
+        prepare(data, Backbone(name="lite", text_encoder=bert, head="mlp"), tmp_path / "cache")

@@ -1,0 +1,182 @@
+"""One pass over packed codes or embeddings against the definitions on whole matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fedmq.evaluation import hamming, label_metrics
+from tests import definitions
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+def world(seed: int, queries: int = 40, items: int = 70, bits: int = 12, labels: int = 5) -> tuple[np.ndarray, ...]:
+    """Real-valued codes that know something of their labels; few bits, so that ties abound; some items without any."""
+    generator = np.random.default_rng(seed)
+    directions = generator.normal(size=(labels, bits))
+    own = [(generator.random((n, labels)) < 0.25).astype(np.uint8) for n in (queries, items)]
+    values = [(each @ directions + generator.normal(size=(len(each), bits))).astype(np.float32) for each in own]
+    return values[0], values[1], own[0], own[1]
+
+
+def one_pass(data: tuple[Any, ...], **options: Any) -> label_metrics.RankingMetrics:
+    return label_metrics.hamming_metrics(*data, **options)
+
+
+def assert_equal(one: label_metrics.RankingMetrics, other: label_metrics.RankingMetrics) -> None:
+    np.testing.assert_equal(vars(one), vars(other))
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds)
+def test_all_values_of_one_pass_are_those_of_the_definitions(seed: int) -> None:
+    q, b, ql, bl = data = world(seed)
+    found = one_pass(data, at=(1, 7, 70, 500), ndcg_at=(3, 100), top_n=(5, 100), curves=True)
+    distance, relevant = definitions.hamming(hamming.sign(q), hamming.sign(b)), definitions.relevance(ql, bl)
+    close = {"rtol": 1e-12, "atol": 1e-14}
+    np.testing.assert_allclose(found.map, definitions.mean_ap(distance, relevant), **close)
+    np.testing.assert_allclose(found.map_expected, definitions.mean_expected_ap(distance, relevant), **close)
+    for n in (1, 7, 70, 500):
+        np.testing.assert_allclose(found.map_at[n], definitions.mean_ap(distance, relevant, n), **close)
+    for n in (3, 100):
+        np.testing.assert_allclose(found.ndcg[n], definitions.ndcg(distance, relevant, n), **close)
+        np.testing.assert_allclose(
+            found.ndcg_retrieved[n], definitions.ndcg(distance, relevant, n, ideal="retrieved"), **close
+        )
+    for n in (5, 100):
+        np.testing.assert_allclose(found.top_n[n], definitions.precision_recall_at(distance, relevant, n), **close)
+    assert found.pr_rank is not None
+    assert found.pr_radius is not None
+    np.testing.assert_allclose(
+        (found.pr_rank.precision, found.pr_rank.recall), definitions.pr_by_rank(distance, relevant), **close
+    )
+    np.testing.assert_allclose(
+        (found.pr_radius.precision, found.pr_radius.recall), definitions.pr_by_radius(distance, relevant, 12), **close
+    )
+
+
+@settings(max_examples=25, deadline=None)
+@given(seeds)
+def test_cosine_values_are_those_of_the_definitions(seed: int) -> None:
+    q, b, ql, bl = data = world(seed)
+    found = label_metrics.cosine_metrics(*data, at=(7,), ndcg_at=(9,), top_n=(5,), curves=True)
+    unit = [torch.nn.functional.normalize(torch.from_numpy(each), dim=1) for each in (q, b)]
+    distance, relevant = -(unit[0] @ unit[1].T).numpy(), definitions.relevance(ql, bl)
+    assert found.map == pytest.approx(definitions.mean_ap(distance, relevant), abs=1e-12)
+    assert found.map_expected == pytest.approx(definitions.mean_expected_ap(distance, relevant), abs=1e-12)
+    assert found.map_at[7] == pytest.approx(definitions.mean_ap(distance, relevant, 7), abs=1e-12)
+    assert found.ndcg[9] == pytest.approx(definitions.ndcg(distance, relevant, 9), abs=1e-12)
+    assert found.top_n[5] == pytest.approx(definitions.precision_recall_at(distance, relevant, 5), abs=1e-12)
+    assert found.pr_rank is not None
+    np.testing.assert_allclose(found.pr_rank.precision, definitions.pr_by_rank(distance, relevant)[0], atol=1e-12)
+    assert found.pr_radius is None
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.sampled_from([-np.inf, -2.0, -1e-30, -0.0, 0.0, 1e-40, 0.5, 1.0, np.inf, np.nan]), max_size=20))
+def test_similarities_of_every_sign_are_ranked_as_a_stable_sort_does(values: list[float]) -> None:
+    similarity = np.array(values, np.float32)
+    for item in range(len(values)):
+        relevant = np.arange(len(values)) == item
+        lowest = np.where(np.isnan(similarity), np.float32(-np.inf), similarity)
+        place = int(np.flatnonzero(np.argsort(-lowest, kind="stable") == item)[0])
+        found = label_metrics.similarity_ranked(similarity, relevant)
+        assert found.places.tolist() == [place]
+        assert found.ends.tolist() == np.cumsum(np.unique(-lowest, return_counts=True)[1]).tolist()
+
+
+def test_packed_codes_and_tensors_give_the_same() -> None:
+    q, b, ql, bl = world(0, bits=16)
+    options: dict[str, Any] = {"at": (5,), "ndcg_at": (5,), "top_n": (5,), "curves": True}
+    whole = one_pass((q, b, ql, bl), **options)
+    assert_equal(one_pass((hamming.sign(q), hamming.sign(b), ql, bl), **options), whole)
+    assert_equal(one_pass((hamming.pack(q), hamming.pack(b), ql, bl), **options), whole)
+    assert_equal(one_pass(tuple(map(torch.from_numpy, (q, b, ql, bl))), **options), whole)
+    assert_equal(one_pass((q, torch.from_numpy(hamming.pack(b)), ql, bl), **options), whole)
+
+
+def test_the_bits_of_packed_codes_bound_the_radius() -> None:
+    q, b, ql, bl = world(0)
+    curve = one_pass((hamming.pack(q), hamming.pack(b), ql, bl), curves=True, bits=12).pr_radius
+    assert curve is not None
+    assert len(curve.recall) == 13
+
+
+@pytest.mark.parametrize("bits", [64, 100, 300])
+def test_codes_of_several_words_rank_as_the_definition_says(bits: int) -> None:
+    q, b, ql, bl = data = world(3, bits=bits, labels=70)
+    distance = definitions.hamming(hamming.sign(q), hamming.sign(b))
+    expected = definitions.mean_ap(distance, definitions.relevance(ql, bl))
+    assert one_pass(data).map == pytest.approx(expected, abs=1e-13)
+
+
+def test_the_number_of_threads_changes_nothing() -> None:
+    data = world(1, queries=200)
+    options: dict[str, Any] = {"at": (5,), "ndcg_at": (5,), "top_n": (5,), "curves": True}
+    alone = one_pass(data, **options)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        assert_equal(one_pass(data, **options), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_the_chunks_of_cosine_ranking_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Products of small whole numbers are exact, however they are summed.
+    generator = np.random.default_rng(0)
+    vectors = [np.where(generator.random((n, 4)) < 0.5, -1.0, 1.0) for n in (30, 50)]
+    labels = [(generator.random((n, 5)) < 0.3).astype(np.uint8) for n in (30, 50)]
+    whole = label_metrics.cosine_metrics(*vectors, *labels, at=(5,), ndcg_at=(5,))
+    monkeypatch.setattr(label_metrics, "CHUNK_SCORES", 100)
+    monkeypatch.setattr(label_metrics, "CHUNK_QUERIES", 3)
+    assert_equal(label_metrics.cosine_metrics(*vectors, *labels, at=(5,), ndcg_at=(5,)), whole)
+
+
+def test_shuffling_a_gallery_sorted_by_class_takes_the_labels_out_of_the_ties() -> None:
+    labels = np.eye(2, dtype=np.uint8)
+    gallery = labels.repeat(500, axis=0)
+    data = (np.ones((1, 8)), np.ones((1000, 8)), labels[:1], gallery)
+    assert one_pass(data).map == 1.0  # a code that says nothing, and a perfect score
+    assert one_pass(data, order_seed=0).map == pytest.approx(0.5, abs=0.1)
+    assert one_pass(data).map_expected == pytest.approx(one_pass(data, order_seed=0).map_expected, abs=1e-12)
+
+
+def test_a_broken_model_scores_as_chance_does() -> None:
+    q, b, ql, bl = world(0)
+    found = label_metrics.cosine_metrics(np.full_like(q, np.nan), b, ql, bl)
+    relevant = definitions.relevance(ql, bl)
+    assert found.map_expected == pytest.approx(
+        definitions.mean_expected_ap(np.zeros_like(relevant), relevant), abs=1e-12
+    )
+
+
+def test_no_queries_and_nothing_relevant_give_zeros() -> None:
+    q, b, ql, bl = world(0)
+    options: dict[str, Any] = {"at": (5,), "ndcg_at": (5,), "top_n": (5,), "curves": True}
+    for data in ((q[:0], b, ql[:0], bl), (q, b, ql, 0 * bl), (q, b[:0], ql, bl[:0])):
+        for find in (label_metrics.hamming_metrics, label_metrics.cosine_metrics):
+            found = find(*data, **options)
+            assert (found.map, found.map_expected, found.map_at, found.ndcg) == (0.0, 0.0, {5: 0.0}, {5: 0.0})
+            assert found.top_n == {5: (0.0, 0.0)}
+
+
+def test_what_does_not_belong_together_is_refused() -> None:
+    q, b, ql, bl = world(0)
+    for data in (
+        (q[:, :3], b, ql, bl),
+        (q, b, ql[:3], bl),
+        (q, b, ql[:, :1].repeat(70, 1), bl),
+        (q, b, ql, np.pad(bl, ((0, 0), (0, 2)))),
+        (q, b, ql[:, 0], bl),
+    ):
+        with pytest.raises(ValueError, match=r"bytes|labels"):
+            one_pass(data)
+    with pytest.raises(ValueError, match="counted from 1"):
+        one_pass((q, b, ql, bl), at=(0,))

@@ -1,0 +1,340 @@
+"""The silos' own models measured during a run (``evaluation.personal_every``): the same everywhere, and no change."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator.evaluation import Measuring
+from coordinator.rounds import Phase
+from fedmq.audit import replay
+from fedmq.audit.log_checks import audit_run
+from fedmq.config.run_id import facts_of
+from fedmq.config.scenario import Scenario
+from fedmq.runs import results
+from fedmq.storage.run_folder import RunFolder
+from tests import in_process_run, threaded_run
+from tests.threaded_run import resolved
+
+OWN = "protocol={name: rcsr, warmup: 1, personal: fixed, personal_onset: 0, personal_rate: 1.0}"
+EVERY = "evaluation.personal_every=2"
+MODES = {
+    "sync": (),
+    "stragglers": ("aggregation.deadline=0.3", "aggregation.quorum=0.3", "cost.speed_sigma=1.5"),
+    "buffered": ("aggregation.mode=buffered", "aggregation.buffer=2", "cost.speed_sigma=1.0"),
+    "async": ("aggregation.mode=async", "cost.speed_sigma=1.0"),
+}
+
+
+def scenario_of(tiny: Path, *settings: str) -> Scenario:
+    return resolved(tiny, OWN, "rounds=5", *settings)
+
+
+def counted(summary: dict[str, Any]) -> dict[str, Any]:
+    """What measurements must not change."""
+    return {name: summary[name] for name in ("model_digest", "metrics", "per_silo", "bytes", "tasks", "personal")}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", MODES)
+def test_models_traffic_and_the_last_figures_are_those_of_a_run_that_measures_at_its_end(
+    tiny: Path, tmp_path: Path, mode: str
+) -> None:
+    plain = in_process_run.run(scenario_of(tiny, *MODES[mode]), tmp_path / "plain").summary
+    often = in_process_run.run(scenario_of(tiny, *MODES[mode], EVERY), tmp_path / "often").summary
+    assert counted(dict(often)) == counted(dict(plain))
+    assert in_process_run.lines(tmp_path / "plain", "personal") == []
+    assert in_process_run.lines(tmp_path / "often", "merge") == in_process_run.lines(tmp_path / "plain", "merge")
+    lines = in_process_run.lines(tmp_path / "often", "personal")
+    assert [line["version"] for line in lines] == [2, 4, 5]
+    names = [name for name in often if name.startswith("personal")]
+    assert {name: lines[-1][name] for name in names} == {name: often[name] for name in names}
+    assert lines[0]["personal_whole_split"] != lines[-1]["personal_whole_split"]
+
+
+@pytest.mark.slow
+def test_a_run_that_ends_at_a_version_measured_there_is_what_the_line_says(tiny: Path, tmp_path: Path) -> None:
+    # More rounds do not change what the silos' own models were at the second; schedules of learning rates would.
+    still = ("training.schedule=constant", EVERY)
+    in_process_run.run(scenario_of(tiny, *still), tmp_path / "long")
+    short = in_process_run.run(scenario_of(tiny, *still, "rounds=2"), tmp_path / "short").summary
+    (line, *_) = in_process_run.lines(tmp_path / "long", "personal")
+    assert line["version"] == 2
+    assert line["personal_whole_split"] == short["personal_whole_split"]
+
+
+def test_a_method_without_models_of_the_silos_own_has_no_lines(tiny: Path, tmp_path: Path) -> None:
+    in_process_run.run(resolved(tiny, EVERY), tmp_path)
+    assert in_process_run.lines(tmp_path, "personal") == []
+
+
+def test_a_silo_that_is_away_for_a_task_is_measured_all_the_same(tiny: Path, tmp_path: Path) -> None:
+    left = "faults=[{kind: leave, silos: [silo-00], rounds: [1, 3]}]"
+    in_process_run.run(scenario_of(tiny, EVERY, "participation=1.0", left), tmp_path)
+    merged = {line["version"]: line["replies"] for line in in_process_run.lines(tmp_path, "merge")}
+    assert "silo-00" not in merged[2]
+    assert "silo-00" in in_process_run.lines(tmp_path, "personal")[0]["personal_per_silo"]
+
+
+def test_a_measurement_that_no_silo_can_make_leaves_no_line_and_the_run_goes_on(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from silos.program import Silo
+
+    def fail(*_: object) -> None:
+        raise ValueError("no")
+
+    monkeypatch.setattr(Silo, "measure", fail)
+    outcome = in_process_run.run(scenario_of(tiny, EVERY), tmp_path)
+    assert outcome.phase is Phase.DONE
+    assert "personal" not in outcome.summary
+    assert in_process_run.lines(tmp_path, "personal") == []
+
+
+@pytest.mark.slow
+def test_an_answer_said_again_is_neither_refused_nor_counted(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, measured, again = (
+        in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "whole").summary,
+        Measuring.measured,
+        [],
+    )
+
+    def twice(self: Measuring, message: Any) -> bool:
+        was = measured(self, message)
+        again.extend([measured(self, message)] * was)
+        return was
+
+    monkeypatch.setattr(Measuring, "measured", twice)
+    summary = in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "twice").summary
+    assert again == [True] * 12  # four silos, three times
+    assert counted(dict(summary)) == counted(dict(whole))
+    assert summary["messages"]["refused"] == 0
+
+
+@pytest.mark.slow
+def test_a_measurement_that_comes_before_the_first_evaluation_waits_for_it(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "whole")
+    measured, evaluated, held, waited = Measuring.measured, Measuring.evaluated, [], []
+
+    def slower(self: Measuring, message: Any) -> bool:
+        was = measured(self, message)
+        if was and not self.asked:  # all silos are done
+            waited.append(len(self._early))
+            while held:
+                evaluated(self, held.pop(0))
+        return was
+
+    monkeypatch.setattr(Measuring, "measured", slower)
+    monkeypatch.setattr(Measuring, "evaluated", lambda self, message: held.append(message))
+    in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "slow", stop_wanted=lambda: len(waited) == 2)
+    assert waited[0] == 4
+    assert (
+        in_process_run.lines(tmp_path / "slow", "personal")[0]
+        == in_process_run.lines(tmp_path / "whole", "personal")[0]
+    )
+
+
+# ------------------------------------------------------------------------------------------------- killed and resumed
+@pytest.mark.slow
+def test_a_coordinator_that_dies_at_any_merge_leaves_every_line_once(tiny: Path, tmp_path: Path) -> None:
+    whole = in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "whole").summary
+    for after in (1, 2, 4):
+        crash = f"faults=[{{kind: coordinator_crash, after_round: {after}}}]"
+        out = tmp_path / str(after)
+        summary = in_process_run.run_restarted(scenario_of(tiny, EVERY, crash), out).summary
+        assert counted(dict(summary)) == counted(dict(whole))
+        for kind in ("personal", "merge"):
+            assert in_process_run.lines(out, kind) == in_process_run.lines(tmp_path / "whole", kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [2, 5, 11])
+def test_a_run_stopped_or_killed_while_its_silos_measure_gives_the_same_lines(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    scenario = scenario_of(tiny, EVERY)
+    whole = in_process_run.run(scenario, tmp_path / "whole").summary
+    taken, measured = [0], Measuring.measured
+
+    def counting(self: Measuring, message: Any) -> bool:
+        was = measured(self, message)
+        taken[0] += was
+        if taken[0] == number and kill[0]:
+            kill[0] = False
+            raise in_process_run.Killed
+        return was
+
+    monkeypatch.setattr(Measuring, "measured", counting)
+    kill = [True]
+    with pytest.raises(in_process_run.Killed):
+        in_process_run.run(scenario, tmp_path / "killed")
+    assert counted(dict(in_process_run.run(scenario, tmp_path / "killed", resume=True).summary)) == counted(dict(whole))
+
+    taken[0] = 0
+    monkeypatch.setattr("coordinator.loop._MESSAGES_AT_ONCE", 1)  # so that a stop can come between two answers
+    stopped = in_process_run.run(scenario, tmp_path / "stopped", stop_wanted=lambda: taken[0] == number)
+    assert stopped.phase is Phase.STOPPED
+    taken[0] = number + 1
+    assert counted(dict(in_process_run.run(scenario, tmp_path / "stopped", resume=True).summary)) == counted(
+        dict(whole)
+    )
+    for name in ("killed", "stopped"):
+        for kind in ("personal", "merge"):
+            assert in_process_run.lines(tmp_path / name, kind) == in_process_run.lines(tmp_path / "whole", kind)
+
+
+@pytest.mark.slow
+def test_a_coordinator_killed_between_the_last_line_and_the_summary_writes_that_line_once(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coordinator import program
+
+    def die(*_: object) -> None:
+        raise in_process_run.Killed
+
+    with monkeypatch.context() as patched, pytest.raises(in_process_run.Killed):
+        patched.setattr(program, "_finish", die)
+        in_process_run.run(scenario_of(tiny, EVERY), tmp_path)
+    assert [line["version"] for line in in_process_run.lines(tmp_path, "personal")] == [2, 4, 5]
+    summary = in_process_run.run(scenario_of(tiny, EVERY), tmp_path, resume=True).summary
+    lines = in_process_run.lines(tmp_path, "personal")
+    assert [line["version"] for line in lines] == [2, 4, 5]
+    assert lines[-1]["personal"] == summary["personal"]
+
+
+# --------------------------------------------------------------------------------------------- messages and their logs
+@pytest.fixture(scope="module")
+def sealed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run over sealed messages."""
+    out = tmp_path_factory.mktemp("sealed")
+    assert threaded_run.run(scenario_of(tiny, EVERY), out).phase is Phase.DONE
+    return out
+
+
+@pytest.mark.slow
+def test_messages_and_calls_give_the_same_lines_and_the_audit_agrees(tiny: Path, tmp_path: Path, sealed: Path) -> None:
+    summary = in_process_run.run(scenario_of(tiny, EVERY), tmp_path).summary
+    assert counted(json.loads(RunFolder(sealed).summary.read_text())) == counted(dict(summary))
+    assert in_process_run.lines(sealed, "personal") == in_process_run.lines(tmp_path, "personal")
+    audit = audit_run(sealed)
+    assert not audit.findings
+    # Three times a measurement of each silo, and nothing else that is none of a task's.
+    records = [record for _, record in audit.messages if record["sender"] in scenario_of(tiny).silo_names]
+    measured = [record for record in records if any(kind == "metrics" for kind, _ in record["payloads"])]
+    assert len({(record["sender"], record["base_version"]) for record in measured}) == 3 * 4
+
+
+@pytest.mark.slow
+def test_a_replay_is_the_same_and_names_a_line_that_is_not(tiny: Path, tmp_path: Path, sealed: Path) -> None:
+    threaded_run.run(scenario_of(tiny, EVERY), tmp_path)
+    was, now = (replay.read_record(RunFolder(each)) for each in (sealed, tmp_path))
+    assert replay.first_difference(was, now) is None
+    lines = RunFolder(tmp_path).metrics.read_text().splitlines()
+    wrong = [json.loads(line) for line in lines]
+    line = next(line for line in wrong if line["kind"] == "personal")
+    line["personal"]["mean_r1"] += 0.1
+    RunFolder(tmp_path).metrics.write_text("".join(json.dumps(line) + "\n" for line in wrong))
+    difference = replay.first_difference(was, replay.read_record(RunFolder(tmp_path)))
+    assert difference is not None
+    assert difference.place == "personal of version 2"
+
+
+def changed(sealed: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> list[str]:
+    """What an audit finds of a copy whose lines were changed."""
+    import shutil
+
+    out = tmp_path / "copy"
+    shutil.copytree(sealed, out)
+    lines = [json.loads(line) for line in RunFolder(out).metrics.read_text().splitlines()]
+    for line in lines:
+        change(line)
+    RunFolder(out).metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return [finding.what for finding in audit_run(out).findings]
+
+
+def test_figures_that_a_silo_never_said_are_found(tmp_path: Path, sealed: Path) -> None:
+    def forge(line: dict[str, Any]) -> None:
+        if line["kind"] == "personal" and line["version"] == 4:
+            line["personal_whole_split"]["silo-01"]["mean_r1"] += 0.1
+
+    found = changed(sealed, tmp_path, forge)
+    assert found == [
+        "personal is not that of the figures it is made of",
+        "the figures of silo-01's own model at version 4 are not what it answered",
+    ]
+
+
+def test_a_measurement_is_no_reply_that_can_be_merged(tmp_path: Path, sealed: Path) -> None:
+    asked = {record["version"]: record["replies"] for record in in_process_run.lines(sealed, "merge")}
+    (away,) = {"silo-00", "silo-01", "silo-02", "silo-03"} - set(asked[3])
+
+    def forge(line: dict[str, Any]) -> None:
+        # It measured its own model at version 2, but did no task there.
+        if line["kind"] == "merge" and line["version"] == 3:
+            line["replies"].append(away)
+            line["staleness"].append(0)
+
+    assert f"1 replies of {away} to version 2 merged, but 0 were received" in changed(sealed, tmp_path, forge)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faulty", [False, True], ids=["in peace", "with faults"])
+def test_real_processes_give_the_same_lines(tiny: Path, tmp_path: Path, faulty: bool) -> None:
+    import subprocess
+    import sys
+
+    path, faults = (
+        tmp_path / "scenario.yaml",
+        [
+            "{kind: leave, silos: [silo-00], rounds: [1, 3]}",
+            "{kind: crash, silos: [silo-01], rounds: [1, 2]}",
+            "{kind: coordinator_crash, after_round: 2}",
+        ],
+    )
+    scenario = scenario_of(tiny, EVERY, *(["participation=1.0", f"faults=[{', '.join(faults)}]"] if faulty else []))
+    in_process_run.run_restarted(scenario, tmp_path / "calls")
+    path.write_text(scenario.dump())
+    command = [sys.executable, "-m", "fedmq", "scenario", str(path), "--out", str(tmp_path / "run"), "--quiet"]
+    subprocess.run(command, check=True)
+    lines = in_process_run.lines(tmp_path / "run", "personal")
+    assert lines == in_process_run.lines(tmp_path / "calls", "personal")
+    assert [(line["version"], len(line["personal_per_silo"])) for line in lines] == [(2, 4), (4, 4), (5, 4)]
+    summaries = [json.loads(RunFolder(tmp_path / each).summary.read_text()) for each in ("run", "calls")]
+    real, calls = (counted(summary) for summary in summaries)
+    if faulty:
+        # A process that comes back is sent its task again, as often as it comes back: that is the machine's affair.
+        for each in (real, calls):
+            each["tasks"] = {name: each["tasks"][name] for name in ("merged", "failed")}
+            del each["bytes"]
+    assert real == calls
+    assert not audit_run(tmp_path / "run").findings
+
+
+# ---------------------------------------------------------------------------------------------------- names and curves
+def test_runs_named_before_there_was_the_key_keep_their_names(tiny: Path) -> None:
+    facts = facts_of(scenario_of(tiny).model_dump(mode="json"))
+    assert "personal_every" not in facts["evaluation"]
+    assert facts_of(scenario_of(tiny, EVERY).model_dump(mode="json"))["evaluation"]["personal_every"] == 2
+
+
+def test_own_models_have_a_course_over_merges_and_time_and_a_figure_in_the_report(tiny: Path, tmp_path: Path) -> None:
+    in_process_run.run(scenario_of(tiny, EVERY), tmp_path)
+    outcome = results.read(RunFolder(tmp_path))
+    for metric in ("personal.mean_r1", "personal_fairness.std_r1", "personal_per_silo_mean.i2t_r5"):
+        course = outcome.course(metric)
+        assert [version for version, _, _ in course] == [2, 4, 5]
+        assert course[-1][1] == pytest.approx(outcome.summary["seconds"]["virtual"], abs=1e-6)
+        assert course[-1][2] == outcome.value(metric)
+        assert 0 < course[0][1] < course[1][1]
+    report = RunFolder(tmp_path).report.read_text()
+    assert "own models on the held-out split" in report
+    assert "Standard deviation of R@1 over silos" in report
+    assert report.count('"own models"') == 1

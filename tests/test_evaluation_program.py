@@ -1,0 +1,199 @@
+"""What models are measured on: the whole split, and each silo's own share of queries and gallery."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.config.loader import load
+from fedmq.config.scenario import Evaluation, Scenario
+from fedmq.errors import InputError
+from fedmq.evaluation.program import Embedded, HeldOut, embed, fold_recalls, measure, rank
+from fedmq.federation import population as worlds
+from fedmq.federation.population import build_world, device_of
+from fedmq.federation.protocol import Encoders
+from fedmq.seeds import numpy_generator
+from tests import in_process_run
+
+CLASSES, BITS = 4, 8
+
+
+def features(folder: Path) -> Path:
+    """40 training, 4 validation and 24 test items of four classes, 8-d."""
+    generator = np.random.default_rng(0)
+    count = 68
+    classes = np.arange(count) % CLASSES
+    centres = generator.normal(size=(CLASSES, BITS))
+    image, text = (centres[classes] + 0.3 * generator.normal(size=(count, BITS)) for _ in range(2))
+    split = np.array(["train"] * 40 + ["val"] * 4 + ["test"] * 24)
+    path = folder / "items.npz"
+    labels = np.eye(CLASSES, dtype=np.uint8)[classes]
+    np.savez(path, image=image.astype(np.float32), text=text.astype(np.float32), labels=labels, split=split)
+    return path
+
+
+def scenario(tmp_path: Path, *changes: str) -> Scenario:
+    file = tmp_path / "s.yaml"
+    file.write_text(
+        f"""name: own
+rounds: 1
+protocol: {{name: fedavg}}
+objective: {{base: dcmh, bits: {BITS}}}
+data: {{name: features, path: {features(tmp_path)}}}
+backbone: {{name: features}}
+silos: {{count: 3}}
+partition: {{kind: dir_class, alpha: 0.5}}
+evaluation: {{every: 0, gallery: database, map_at: [5]}}
+launcher: inline
+"""
+    )
+    return load(file, list(changes))
+
+
+@pytest.mark.parametrize("change", [(), ("partition.kind=iid",), ("partition={kind: dir_clusters, clusters: 3}",)])
+def test_the_gallery_is_shared_out_among_the_silos_as_the_data_is(tmp_path: Path, change: Sequence[str]) -> None:
+    world = build_world(scenario(tmp_path, *change), cache=tmp_path / "cache")
+    together = np.concatenate(world.galleries)
+    assert sorted(together.tolist()) == world.database.tolist() == list(range(44))
+    for own, train in zip(world.galleries, world.train, strict=True):
+        assert set(train) <= set(own)
+        assert np.array_equal(own, np.sort(own))
+
+
+def test_a_silos_own_queries_retrieve_from_its_own_share_of_the_gallery(tmp_path: Path) -> None:
+    chosen = scenario(tmp_path)
+    world = build_world(chosen, cache=tmp_path / "cache")
+    heldout = HeldOut.load(chosen, world)
+    project = torch.randn(BITS, BITS, generator=torch.Generator().manual_seed(0))
+    encoders = Encoders(lambda x: x @ project, lambda x: x @ project)
+    found = heldout.measured(encoders, binary=True, names=("silo-01",))
+    assert heldout.gallery is not None
+    queries, gallery = (embed(encoders, share, binary=True) for share in (heldout.share, heldout.gallery))
+    places = [world.database.tolist().index(row) for row in world.galleries[1]]
+    mine = [world.evaluated.tolist().index(row) for row in world.heldout[1]]
+    expected = measure(queries.subset(np.array(mine)), chosen.evaluation, gallery.subset(np.array(places)), chosen.seed)
+    assert dict(found.per_silo["silo-01"]) == expected
+    assert found.values["map"] != expected["map"]
+    among_queries = measure(queries.subset(np.array(mine)), chosen.evaluation, None, chosen.seed)
+    assert among_queries["map"] != expected["map"]
+
+
+def test_folds_are_galleries_of_their_own_and_one_that_is_not_full_is_none(tmp_path: Path) -> None:
+    chosen = scenario(tmp_path, "evaluation.fold_size=10")
+    world = build_world(chosen, cache=tmp_path / "cache")
+    heldout = HeldOut.load(chosen, world)
+    project = torch.randn(BITS, BITS, generator=torch.Generator().manual_seed(0))
+    encoders = Encoders(lambda x: x @ project, lambda x: x @ project)
+    found = heldout.measured(encoders, binary=True, names=()).values
+    items = embed(encoders, heldout.share, binary=True)
+    assert len(items.image) == 24
+    folds = [measure(items.subset(np.arange(start, start + 10)), chosen.evaluation) for start in (0, 10)]
+    for name in ("i2t_r1", "t2i_r5", "mean_r10"):
+        assert found[f"fold_{name}"] == pytest.approx(np.mean([each[name] for each in folds]))
+    assert found["fold_mean_r1"] > found["mean_r1"]
+
+
+def test_a_fold_larger_than_the_split_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"evaluation\.fold_size: found 25, allowed: at most 24"):
+        build_world(scenario(tmp_path, "evaluation.fold_size=25"), cache=tmp_path / "cache")
+
+
+def test_a_summary_has_every_silos_figures_and_their_means(tmp_path: Path) -> None:
+    summary = in_process_run.run(scenario(tmp_path, "protocol.name=local"), tmp_path / "run").summary
+    names = ["silo-00", "silo-01", "silo-02"]
+    for means, each in (
+        ("per_silo_mean", "per_silo"),
+        ("personal_per_silo_mean", "personal_per_silo"),
+        ("personal", "personal_whole_split"),
+    ):
+        assert list(summary[each]) == names
+        mean = np.mean([summary[each][name]["map_at5_i2t"] for name in names])
+        assert summary[means]["map_at5_i2t"] == pytest.approx(mean)
+    assert summary["personal_whole_split"] != summary["personal_per_silo"]
+
+
+def test_recalls_rank_by_cosine_whatever_the_length_of_embeddings() -> None:
+    generator = np.random.default_rng(0)
+    image = generator.normal(size=(40, 6)).astype(np.float32)
+    owner = np.repeat(np.arange(40), 2)
+    text = image[owner] + generator.normal(size=(80, 6)).astype(np.float32)
+    text[3] = 0
+    lengths = [np.linalg.norm(each, axis=1, keepdims=True) for each in (image, text)]
+    unit = Embedded(image / lengths[0], text / np.where(lengths[1] > 0, lengths[1], 1), owner)
+    measured = [measure(each, Evaluation()) for each in (unit, Embedded(image, text, owner))]
+    assert measured[0] == pytest.approx(measured[1], rel=1e-5)
+    folds = [fold_recalls(each, 20) for each in (unit, Embedded(image, text, owner))]
+    assert folds[0] == folds[1]
+
+
+@pytest.mark.parametrize("bits", [12, 24, 32, 48])
+def test_equally_distant_codes_are_tied_in_recalls_too(bits: int) -> None:
+    generator = np.random.default_rng(bits)
+    image, text = generator.normal(size=(2, 60, bits)).astype(np.float32)
+    found = measure(Embedded(image, text, np.arange(60), binary=True), Evaluation())
+    shuffled = numpy_generator(0, "recalls")
+    rows, captions = shuffled.permutation(60), shuffled.permutation(60)
+    distance = ((image[rows] >= 0)[:, None] != (text[captions] >= 0)[None]).sum(2)
+    order = np.argsort(distance, axis=1, kind="stable")
+    ranks = (captions[order] == rows[:, None]).argmax(1)
+    for k in (1, 5, 10):
+        assert found[f"i2t_r{k}"] == np.mean(ranks < k)
+
+
+def test_captions_of_tied_codes_do_not_come_image_by_image() -> None:
+    same = np.ones((200, 8), np.float32)
+    items = Embedded(same, same.repeat(5, axis=0), np.arange(200).repeat(5), binary=True)
+    for found, name in ((measure(items, Evaluation()), "i2t_r5"), (fold_recalls(items, 200), "fold_i2t_r5")):
+        # All queries see one order: found are those whose captions are among its first five, one image or several.
+        assert found[name] > 1 / 200
+
+
+def test_a_damaged_partition_in_the_cache_is_made_again(tmp_path: Path) -> None:
+    first = build_world(scenario(tmp_path), cache=tmp_path / "cache")
+    (kept,) = (tmp_path / "cache" / "partitions").glob("*.npz")
+    whole = kept.read_bytes()
+    for damaged in (b"PK\x03\x04", b"", whole[: len(whole) // 2]):
+        kept.write_bytes(damaged)
+        again = build_world(scenario(tmp_path), cache=tmp_path / "cache")
+        assert all(np.array_equal(*each) for each in zip(first.train, again.train, strict=True))
+        assert kept.read_bytes() == whole
+
+
+def test_a_scenario_says_what_map_divides_by_and_what_becomes_of_queries_without_anything_relevant() -> None:
+    image, text = torch.eye(4).numpy(), torch.eye(4).numpy()
+    labels = np.array([[1, 0], [1, 0], [1, 0], [0, 1]], np.uint8)
+    gallery = Embedded(image, text, np.arange(4), labels)
+    queries = Embedded(image[[0, 3]], text[[0, 3]], np.arange(2), np.array([[1, 0], [0, 0]], np.uint8))
+
+    def found(**keys: Any) -> tuple[float, float]:
+        (way,) = rank(queries, gallery, Evaluation(map_at=(2,), **keys), 0, ("i2t",)).values()
+        return way.map, way.map_at[2]
+
+    # The first query finds itself first and of the two others at least one after it; the second has nothing to find.
+    whole, retrieved = found()
+    assert found(map_empty="skip") == (2 * whole, 2 * retrieved)
+    total, lesser = (found(map_denominator=each)[1] for each in ("total", "min"))
+    assert 3 * total == pytest.approx(2 * lesser)
+    assert total < retrieved
+
+
+def test_auto_deals_the_gpus_of_a_machine_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worlds.torch.cuda, "device_count", lambda: 2)
+    told: list[str] = []
+    monkeypatch.setattr(worlds, "repeatable", lambda: told.append("GPU"))
+    assert device_of("cpu") == "cpu" and not told
+    assert [device_of("auto", index) for index in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
+    assert device_of("cuda:1", 0) == "cuda:1"
+    assert told == ["GPU"] * 5
+    with pytest.raises(InputError, match="cuda:2"):
+        device_of("cuda:2")
+    for name in ("cuda:x", "cuda:-1", "foo", "cuda:", "cpu:1"):
+        with pytest.raises(InputError, match=f"device: found '{name}', allowed: auto, cpu, cuda:0, cuda:1"):
+            device_of(name)
+    monkeypatch.setattr(worlds.torch.cuda, "device_count", lambda: 0)
+    assert device_of("auto", 3) == device_of("cpu", 3) == "cpu"

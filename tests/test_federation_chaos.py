@@ -1,0 +1,213 @@
+"""Random fault scripts, and a coordinator killed after every event: nothing hangs, no reply counts twice, no merge is
+lost, and everything happens again the same. ``make chaos`` runs 200 scripts instead of 20 (FEDMQ_CHAOS).
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from coordinator import loop
+from coordinator.rounds import Phase
+from fedmq.audit.log_checks import audit_run
+from fedmq.audit.replay import first_difference, read_record
+from fedmq.config.scenario import Scenario
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire import channel
+from tests import in_process_run
+from tests.in_process_run import lines, notes, run_restarted
+from tests.threaded_run import resolved, run
+
+SCRIPTS = int(os.environ.get("FEDMQ_CHAOS", "20"))
+#: Virtual seconds of a run: tasks take a fraction of one, absences and delays a few.
+HORIZON = 20.0
+LONGEST = 60.0
+
+seconds = st.floats(0.1, 5.0).map(lambda value: round(value, 2))
+windows = st.tuples(st.floats(0.0, HORIZON), st.floats(0.5, HORIZON)).map(
+    lambda pair: [round(pair[0], 2), round(pair[0] + pair[1], 2)]
+)
+where = st.fixed_dictionaries(
+    {},
+    optional={
+        "silos": st.sampled_from(["all", "paired", "image_only", ["silo-00"], ["silo-01", "silo-03"]]),
+        "share": st.sampled_from([0.3, 0.7]),
+        "rounds": st.sampled_from([[0], [1, 3], "1-", "0-2"]),
+    },
+)
+when = st.fixed_dictionaries({}, optional={"time": windows, "probability": st.sampled_from([0.2, 0.5, 0.9])})
+
+
+def kind(name: str, **options: st.SearchStrategy[object]) -> st.SearchStrategy[dict[str, object]]:
+    return st.fixed_dictionaries({"kind": st.just(name), **options})
+
+
+TASKS = st.one_of(
+    kind("late", seconds=seconds),
+    kind("drop", again=st.one_of(st.none(), seconds)),
+    kind("crash", restart=seconds),
+    kind("freeze", seconds=seconds),
+    *(kind(name) for name in ("duplicate", "reorder", "corrupt")),
+    *(kind(name) for name in ("sign_flip", "scaled", "noise", "nan", "prototype_poisoning")),
+)
+STANDING = st.one_of(
+    kind("drift"),
+    kind("label_noise"),
+    kind("modality_lost", modality=st.just("text"), silos=st.just(["silo-00"])),
+    kind("modality_gained", modality=st.just("image"), silos=st.just(["silo-03"])),
+)
+ONCE = st.one_of(
+    kind("coordinator_crash", after_event=st.integers(1, 12)),
+    kind("coordinator_crash", after_round=st.integers(1, 3)),
+    kind("disk_full", round=st.integers(1, 4), times=st.integers(1, 4)),
+    kind("split", time=windows),
+    kind("leave", time=windows),
+    kind("leave", every=st.just(8.0), away=st.floats(1.0, 6.0)),
+)
+FAULT = st.one_of(
+    st.tuples(TASKS, where, when).map(lambda parts: {**parts[1], **parts[2], **parts[0]}),
+    st.tuples(STANDING, where).map(lambda parts: {**parts[1], **parts[0]}),
+    ONCE,
+)
+SCRIPT = st.lists(FAULT, min_size=1, max_size=5)
+MODES = st.sampled_from(
+    [
+        ("aggregation.mode=sync",),
+        ("aggregation={mode: sync, deadline: 1.0, quorum: 0.5}",),
+        ("aggregation={mode: buffered, buffer: 2, balance: 10}",),
+        ("aggregation={mode: async, max_staleness: 4, balance: 4}",),
+        ("aggregation={mode: sync, robust: {rule: median}}",),
+    ]
+)
+
+
+def sane(out: Path, rounds: int) -> None:
+    """No merge is lost, none is there twice, and no reply is in two of them."""
+    merges = lines(out, "merge")
+    assert [line["version"] for line in merges] == list(range(1, rounds + 1))
+    arrived = Counter(
+        (event["silo"], event["sequence"])
+        for event in read_record(RunFolder(out)).events
+        if event["event"] == "arrived"
+    )
+    assert all(count == 1 for count in arrived.values())
+    assert sum(len(line["replies"]) for line in merges) <= len(arrived)
+    assert not audit_run(out).findings
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@settings(
+    max_examples=SCRIPTS,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(faults=SCRIPT, mode=MODES)
+def test_whatever_happens_a_run_ends_and_happens_again_the_same(
+    faults: list[dict[str, object]], mode: tuple[str, ...], tiny: Path
+) -> None:
+    scenario = resolved(tiny, "participation=1.0", *mode)
+    scenario = Scenario.model_validate({**scenario.model_dump(), "faults": faults})
+    with tempfile.TemporaryDirectory() as name:
+        began = time.monotonic()
+        first, second = Path(name) / "first", Path(name) / "second"
+        assert run_restarted(scenario, first).phase is Phase.DONE
+        sane(first, scenario.rounds)
+        assert run_restarted(scenario, second).phase is Phase.DONE
+        assert first_difference(read_record(RunFolder(first)), read_record(RunFolder(second))) is None
+        assert time.monotonic() - began < LONGEST
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@settings(
+    max_examples=max(3, SCRIPTS // 20),
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+@given(faults=st.lists(st.tuples(TASKS, where, when).map(lambda p: {**p[1], **p[2], **p[0]}), min_size=1, max_size=3))
+def test_real_messages_come_to_what_the_calls_came_to(faults: list[dict[str, object]], tiny: Path) -> None:
+    scenario = resolved(tiny, "participation=1.0")
+    scenario = Scenario.model_validate({**scenario.model_dump(), "faults": faults})
+    with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
+        for module in (channel, loop):
+            patch.setattr(module, "BEAT_SECONDS", 0.2)
+        sent, called = Path(name) / "sent", Path(name) / "called"
+        assert run(scenario, sent).phase is Phase.DONE
+        sane(sent, scenario.rounds)
+        assert run_restarted(scenario, called).phase is Phase.DONE
+        one, other = read_record(RunFolder(sent)), read_record(RunFolder(called))
+        assert one.events == other.events
+        assert one.digest == other.digest
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("aggregation", "faults"),
+    [
+        ("{mode: sync}", ""),
+        ("{mode: buffered}", ""),
+        ("{mode: async}", ""),
+        ("{mode: sync, deadline: 0.9, quorum: 0.5}", ""),
+        ("{mode: sync}", "{kind: drop, silos: [silo-01], rounds: [1]}, "),
+        ("{mode: async}", "{kind: drop, probability: 0.3}, "),
+    ],
+)
+def test_a_coordinator_killed_after_every_single_event_loses_nothing(
+    aggregation: str, faults: str, tiny: Path, tmp_path: Path
+) -> None:
+    settings = ("participation=1.0", f"aggregation={aggregation}", "rounds=3")
+    whole = run_restarted(resolved(tiny, *settings, f"faults=[{faults}]"), tmp_path / "whole").summary["model_digest"]
+    record = read_record(RunFolder(tmp_path / "whole"))
+    for number in range(1, len(record.events) + 1):
+        scenario = resolved(tiny, *settings, f"faults=[{faults}{{kind: coordinator_crash, after_event: {number}}}]")
+        out = tmp_path / str(number)
+        assert run_restarted(scenario, out).summary["model_digest"] == whole, number
+        assert first_difference(record, read_record(RunFolder(out))) is None
+        assert sum(note["kind"] == "coordinator_crash" for note in notes(out, "fault")) == 1
+        sane(out, 3)
+
+
+@pytest.mark.slow
+def test_events_are_counted_over_the_restarts_of_a_run(tiny: Path, tmp_path: Path) -> None:
+    crashes = "{kind: coordinator_crash, after_event: 7}, {kind: coordinator_crash, after_event: 14}"
+    run_restarted(resolved(tiny, "participation=1.0", f"faults=[{crashes}]"), tmp_path)
+    assert [note["place"] for note in notes(tmp_path, "fault")] == [0, 1]
+
+
+@pytest.mark.slow
+def test_a_coordinator_killed_at_each_write_of_a_checkpoint_loses_nothing(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from coordinator import checkpoint, fault_injection
+
+    scenario = resolved(tiny, "rounds=3")
+    whole = in_process_run.run(scenario, tmp_path / "whole").summary["model_digest"]
+    real = checkpoint.to_disk
+    for fatal in range(1, 10):
+        writes = Counter[str]()
+
+        def dying(path: Path, writes: Counter[str] = writes, fatal: int = fatal) -> None:
+            real(path)
+            writes["all"] += 1
+            if writes["all"] == fatal:
+                raise in_process_run.Killed
+
+        monkeypatch.setattr(fault_injection, "to_disk", dying)
+        out = tmp_path / str(fatal)
+        with pytest.raises(in_process_run.Killed):
+            in_process_run.run(scenario, out)
+        outcome = in_process_run.run(scenario, out, resume=(out / "checkpoints").exists())
+        assert outcome.summary["model_digest"] == whole, fatal
+        sane(out, 3)

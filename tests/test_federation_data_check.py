@@ -1,0 +1,370 @@
+"""`fedmq data check` and `fedmq data features` on sets on disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from rich.console import Console
+
+from fedmq.cli import main as cli
+from fedmq.config import loader as scenarios
+from fedmq.config.scenario import Backbone, Data
+from fedmq.data import extract
+from fedmq.data.catalogue import SETS
+from fedmq.federation import data_check
+from fedmq.federation.population import build_world
+from tests import layouts
+from tests.test_data_extract import tiny_clip
+
+pytest.importorskip("PIL")
+
+
+def scenario(folder: Path, data: dict[str, Any]) -> Path:
+    backbone = tiny_clip(folder)
+    content = {
+        "name": "disk", "rounds": 2, "protocol": "fedavg", "data": data, "backbone": {"name": backbone.name},
+        "silos": {"count": 2}, "partition": {"kind": "iid"}, "training": {"warmup_rounds": 0},
+    }  # fmt: skip
+    return layouts.write(folder / "disk.yaml", yaml.safe_dump(content))
+
+
+def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "cache"))
+
+
+def test_a_whole_set_is_counted_and_after_extraction_shared_out(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layouts.coco(tmp_path / "set")
+    path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set")})
+    assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["splits"] == {"train": 2, "val": 1, "test": 2, "public": 0, "database": 0}
+    assert facts["labels"] == {"dog": 2, "person": 2}
+    assert facts["without_labels"] == 2
+    assert "silos" not in facts
+    assert not (tmp_path / "cache" / "features").exists()
+    assert fedmq(monkeypatch, "data", "features", path, "--json") == 0
+    made = json.loads(capfd.readouterr().out)
+    assert (made["n"], made["image_shape"]) == (5, [16])
+    assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert [own["samples"] for own in facts["silos"].values()] == [1, 1]
+    held = [tuple(own["labels"].values()) for own in facts["silos"].values()]
+    assert sorted(held) == [(1, 0), (1, 1)], "one is a dog, one a dog and a person"
+    assert fedmq(monkeypatch, "data", "check", path) == 0
+    shown = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert ["│", "person", "│", str(held[0][1]), "│", str(held[1][1]), "│"] in shown
+    assert fedmq(monkeypatch, "data", "check", path, "--set", "silos.count=1") == 0
+    assert "training items of each label" in capfd.readouterr().out
+    monkeypatch.setattr(data_check, "FEW_LABELS", 1)
+    assert fedmq(monkeypatch, "data", "check", path) == 0
+    assert "training items of each label" not in capfd.readouterr().out
+    assert fedmq(monkeypatch, "data", "features", path) == 0
+    assert made["folder"] in capfd.readouterr().out
+
+
+def test_missing_and_unreadable_files_are_all_named_and_the_exit_code_is_2(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = layouts.flickr(tmp_path / "set", splits=["train"] * 30 + ["test"] * 2)
+    for row in range(25):
+        (folder / "images" / f"{row}.jpg").unlink()
+    layouts.truncate(folder / "images" / "26.jpg")
+    (folder / "images" / "27.jpg").write_bytes(b"")
+    path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
+    assert fedmq(monkeypatch, "data", "check", path, "--json") == 2
+    facts = json.loads(capfd.readouterr().out)
+    assert len(facts["missing"]) == 25
+    assert [Path(name.split(": ")[0]).name for name in facts["unreadable"]] == ["26.jpg", "27.jpg"]
+    assert facts["usable"] is False
+    assert fedmq(monkeypatch, "data", "check", path) == 2
+    shown = capfd.readouterr().out
+    assert "25 missing (the first 20; --json has all)" in shown
+    assert "26.jpg: " in shown
+    assert sum(line.startswith("  ") for line in shown.splitlines()) == 22
+    assert fedmq(monkeypatch, "data", "check", path, "--set", "data.missing=skip") == 2
+    for row in (26, 27):
+        (folder / "images" / f"{row}.jpg").unlink()
+    capfd.readouterr()
+    assert fedmq(monkeypatch, "data", "check", path, "--set", "data.missing=skip", "--json") == 0
+    assert json.loads(capfd.readouterr().out)["items"] == 5
+
+
+def test_flickr8ks_release_is_counted_without_what_no_list_names(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = layouts.flickr8k_release(tmp_path / "set")
+    path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
+    assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert (facts["items"], facts["captions"], facts["missing"], facts["problems"]) == (6, 30, [], [])
+    assert facts["splits"] == {"train": 3, "val": 1, "test": 2, "public": 0, "database": 0}
+    assert fedmq(monkeypatch, "data", "features", path, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["n"] == 6
+    # A photo of a list that is not there, and one of which nothing is said.
+    (folder / "Flicker8k_Dataset" / "101_00000001.jpg").unlink()
+    with (folder / "Flickr8k_text" / "Flickr_8k.trainImages.txt").open("a") as file:
+        file.write("106_00000006.jpg\n107.jpg\n")
+    assert fedmq(monkeypatch, "data", "check", path, "--json") == 2
+    facts = json.loads(capfd.readouterr().out)
+    assert [Path(name).name for name in facts["missing"]] == ["101_00000001.jpg", "107.jpg"]
+    assert facts["without_captions"] == ["107.jpg"]
+
+
+def test_labels_are_counted_over_the_items_that_are_left(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layouts.coco(tmp_path / "set")
+    (tmp_path / "set" / "val2014" / "COCO_1.jpg").unlink()
+    path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set"), "missing": "skip"})
+    assert fedmq(monkeypatch, "data", "check", path, "--set", "silos.count=1", "--json") == 0
+    facts = json.loads(capfd.readouterr().out)
+    assert (facts["items"], facts["labels"], facts["without_labels"]) == (4, {"dog": 1, "person": 1}, 2)
+
+
+def test_other_numbers_of_items_than_a_sets_papers_use_are_told_and_are_no_error(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layouts.coco(tmp_path / "set")
+    path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set")})
+    line = "as its papers use it the set has 123,287 items and 80 labels: a part of its files may be missing"
+    assert fedmq(monkeypatch, "data", "check", path) == 0
+    assert line in capfd.readouterr().out.splitlines()
+    assert fedmq(monkeypatch, "data", "check", path, "--set", "data.labelled=true", "--set", "silos.count=1") == 0
+    assert "papers" not in capfd.readouterr().out
+    for items, labels, told in ((5, 2, {}), (5, 3, {"items": 5, "labels": 3}), (0, 0, {}), (6, 0, {"items": 6})):
+        monkeypatch.setitem(SETS, "coco", replace(SETS["coco"], items=items, labels=labels))
+        assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
+        assert json.loads(capfd.readouterr().out)["published"] == told
+
+
+def test_names_that_no_disk_or_no_encoding_can_hold_are_named_without_a_traceback(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = layouts.flickr(tmp_path / "set")
+    listed = folder / "dataset_flickr8k.json"
+    whole = listed.read_text()
+    listed.write_text(whole.replace("0.jpg", "a" * 300 + ".jpg"))
+    path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
+    assert fedmq(monkeypatch, "data", "check", path, "--json") == 2
+    assert json.loads(capfd.readouterr().out)["missing"] == [str(folder / "images" / ("a" * 300 + ".jpg"))]
+    listed.write_text(whole.replace("0.jpg", "\\ud83d.jpg"))
+    assert fedmq(monkeypatch, "data", "check", path) == 2
+    error = capfd.readouterr().err.strip().splitlines()
+    assert len(error) == 1
+    assert "whole characters of Unicode" in error[0]
+
+
+def test_a_folder_whose_name_is_no_utf_8_is_checked_and_extracted(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    layouts.msrvtt(tmp_path / "set", frames=2)
+    strange = tmp_path / "set" / os.fsdecode(b"vid\xe9os")
+    (tmp_path / "set" / "frames").rename(strange)
+    path = scenario(tmp_path, {"name": "msrvtt", "path": str(tmp_path / "set"), "frames": 2})
+    for arguments in (["check", path], ["features", path], ["check", path, "--json"]):
+        assert fedmq(monkeypatch, "data", *arguments, "--set", "silos.count=1") == 0
+    (strange / "video1" / "000.jpg").write_bytes(b"")
+    capfd.readouterr()
+    assert fedmq(monkeypatch, "data", "check", path) == 2
+    assert f"{tmp_path}/set/vid\\udce9os/video1/000.jpg: " in capfd.readouterr().out
+
+
+def test_a_text_of_wikipedia_that_is_not_there_is_listed_and_may_be_left_out(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (layouts.wikipedia(tmp_path / "set") / "texts" / "txt3-7.xml").unlink()
+    path = scenario(tmp_path, {"name": "wikipedia", "path": str(tmp_path / "set")})
+    for setting, code, items in (("refuse", 2, 5), ("skip", 0, 4)):
+        assert (
+            fedmq(
+                monkeypatch,
+                "data",
+                "check",
+                path,
+                "--set",
+                f"data.missing={setting}",
+                "--set",
+                "silos.count=1",
+                "--json",
+            )
+            == code
+        )
+        facts = json.loads(capfd.readouterr().out)
+        assert (facts["items"], facts["without_captions"]) == (items, ["txt3-7/img3"])
+
+
+def test_the_example_of_a_device_is_a_scenario_that_uses_it(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "data", "features", "--help") == 0
+    named = re.search(r"scenarios/[\w/]+\.yaml(?=\s+--device cuda)", capfd.readouterr().out)
+    assert named is not None
+    chosen = scenarios.load(Path(__file__).parent.parent / named[0]).backbone
+    assert chosen.name not in ("lite", "features")
+    assert chosen.adapter_site == "feature"
+
+
+def test_a_run_extracts_on_its_device_where_the_machine_has_it(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts.flickr(tmp_path / "set")
+    path = scenario(tmp_path, {"name": "flickr8k", "path": str(tmp_path / "set")})
+    seen, plan = [], extract.plan
+
+    def note(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu") -> extract.Plan:
+        seen.append(device)
+        return plan(data, backbone, cache, seed)
+
+    monkeypatch.setattr(extract, "plan", note)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr("fedmq.federation.population.repeatable", lambda: None)
+    for device in ("cpu", "auto", "cuda:1", "cuda:2"):
+        build_world(scenarios.load(path, [f"device={device}"]))
+    assert seen == ["cpu", "cuda:0", "cuda:1", "cpu"]
+
+
+def test_a_set_too_small_for_its_papers_split_says_which_numbers_to_give(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    path = scenario(tmp_path, {"name": "mirflickr", "path": str(layouts.mirflickr(tmp_path / "set"))})
+    assert fedmq(monkeypatch, "data", "check", path) == 2
+    assert "data.queries, data.val, data.train: found 'queries 2000" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("extracted", [False, True])
+def test_widths_that_do_not_go_together_are_told_before_features_are_extracted_and_after(
+    own_cache: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    extracted: bool,
+) -> None:
+    """A bag of words is as wide as its vocabulary."""
+    data = {"name": "mirflickr", "path": str(layouts.mirflickr(tmp_path / "set")), "queries": 2, "train": 3}
+    path = scenario(tmp_path, data)
+    if extracted:
+        assert fedmq(monkeypatch, "data", "features", path) == 0
+    capfd.readouterr()
+    assert fedmq(monkeypatch, "data", "check", path) == 2
+    assert "backbone.head: found 'residual with image dimension 16 and text dimension 3'" in capfd.readouterr().out
+    assert fedmq(monkeypatch, "data", "check", path, "--set", "backbone.head=mlp") == 0
+    as_captions = ("--set", "data.text=sentences", "--set", "backbone.dim=16")
+    assert fedmq(monkeypatch, "data", "check", path, *as_captions) == 0
+
+
+@pytest.mark.parametrize("extracted", [False, True])
+def test_what_the_method_refuses_is_told_before_features_are_extracted_and_after(
+    own_cache: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    extracted: bool,
+) -> None:
+    layouts.coco(tmp_path / "labelled")
+    layouts.flickr(tmp_path / "bare", splits=["train"] * 4 + ["test"] * 2)
+    for name, folder, code in (("coco", "labelled", 0), ("flickr8k", "bare", 2)):
+        path = scenario(tmp_path, {"name": name, "path": str(tmp_path / folder)})
+        if extracted:
+            assert fedmq(monkeypatch, "data", "features", path) == 0
+        capfd.readouterr()
+        assert fedmq(monkeypatch, "data", "check", path, "--set", "protocol=fedproto") == code
+        shown = capfd.readouterr()
+        assert ("protocol.name: found 'fedproto', allowed: a method without labels" in shown.out) == bool(code)
+        assert "items" in shown.out
+        assert not shown.err.count("fedmq:")
+        assert fedmq(monkeypatch, "data", "check", path, "--set", "partition={kind: dir_class}", "--json") == code
+        shown = capfd.readouterr()
+        assert "partition.kind" in shown.out + shown.err if code else json.loads(shown.out)["usable"]
+        assert (tmp_path / "cache" / "features").exists() is extracted
+
+
+def test_text_clusters_and_devices_wait_for_the_run(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts.coco(tmp_path / "set")
+    path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set")})
+    clusters = "partition={kind: dir_clusters, clusters: 2}"
+    assert fedmq(monkeypatch, "data", "check", path, "--set", clusters, "--set", "device=cuda:7") == 0
+
+
+def test_what_the_method_refuses_of_a_file_of_features_is_told_beside_its_counts(
+    own_cache: None, tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "data", "check", tiny, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["problems"] == []
+    assert fedmq(monkeypatch, "data", "check", tiny, "--set", "protocol=creamfl_public", "--json") == 2
+    facts = json.loads(capfd.readouterr().out)
+    assert facts["items"]
+    assert facts["silos"]
+    assert facts["problems"] == [
+        "protocol.name: found 'creamfl_public', allowed: creamfl: the data set marks no public items"
+    ]
+
+
+def test_twins_of_training_items_and_a_label_of_all_are_told(
+    own_cache: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with np.load(yaml.safe_load(tiny.read_text())["data"]["path"]) as stored:
+        arrays = dict(stored)
+    arrays["labels"] = np.stack([arrays["labels"] == label for label in range(5)] + [np.ones(150, bool)], 1)
+    for row in (125, 140, 141):  # of the test split: one with a training item's image alone, two that are its twins
+        arrays["image"][row] = arrays["image"][7]
+        if row > 125:
+            arrays["text"][row] = arrays["text"][7]
+    np.savez(tmp_path / "twins.npz", **arrays)
+    changed = f"data.path={tmp_path / 'twins.npz'}"
+    assert fedmq(monkeypatch, "data", "check", tiny, "--set", changed, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["twins_of_training_items"] == ["000140", "000141"]
+    assert fedmq(monkeypatch, "data", "check", tiny, "--set", changed) == 0
+    said = capfd.readouterr().out
+    assert "2 twins of training items:\n  000140\n  000141\n" in said
+    assert "every item has the label label-005, so that each is relevant" in said
+    assert fedmq(monkeypatch, "data", "check", tiny) == 0
+    said = capfd.readouterr().out
+    assert "twins" not in said and "every item" not in said
+
+
+def test_a_label_of_all_on_the_upper_level_makes_nothing_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    labels = {"coarse:clothes": 4, "fine:shirt": 3, "fine:shoe": 1}
+    facts = {"data": "features", "items": 4, "captions": 4, "splits": {}, "labels": labels, "without_labels": 0}
+    data_check.show({**facts, "usable": True}, Console())
+    assert "every item" not in capsys.readouterr().out
+
+
+def test_a_broken_annotation_file_is_bad_input(
+    own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = layouts.flickr(tmp_path / "set")
+    (folder / "dataset_flickr8k.json").write_text("{")
+    path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
+    for command in ("check", "features"):
+        assert fedmq(monkeypatch, "data", command, path) == 2
+        error = capfd.readouterr().err.strip()
+        assert error.startswith("fedmq: ")
+        assert len(error.splitlines()) == 1
+
+
+def test_every_set_is_listed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    assert fedmq(monkeypatch, "data", "list") == 0
+    shown = capfd.readouterr().out
+    assert all(name in shown for name in ("openmoji", "features", "coco", "nuswide", "manifest"))

@@ -1,0 +1,157 @@
+"""What a stale, lone or rare reply is worth in a merge, by hand: from the message to the state after it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from coordinator.aggregation import as_reply, merged_state
+from coordinator.cost import CostModel
+from coordinator.run_context import Setting
+from fedmq.config.parts import Cost
+from fedmq.federation.protocol import Reply, State
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.messages import Header, Kind, Message, Representations
+from protocols._aggregation import update_of
+from protocols.creamfl_public import GLOBAL
+from tests.small_federation import World, world
+from tests.threaded_run import resolved
+
+PAIRED = ((True, True),) * 4
+POLYNOMIAL = 3**-0.5
+
+
+def setting(tiny: Path, run: World, name: str, *changes: str) -> Setting:
+    scenario = resolved(tiny, f"protocol={name}", *changes)
+    names = tuple(silo.name for silo in run.context.silos)
+    cost = CostModel(Cost(), 0, names, 1, 1, 1)
+    return Setting(scenario, run.protocol, run.context, (11, 9, 7, 5), cost, RunFolder(tiny.parent))
+
+
+def replies(run: World, kept: Setting, bases: tuple[int, ...], merged: Mapping[str, int]) -> list[Reply]:
+    """Each silo's answer to a task of a version, as the method merges it into version 2."""
+    found = []
+    for silo, base in zip(run.context.silos, bases, strict=False):
+        facts = {"run": "run-0", "kind": Kind.REPLY, "sender": silo.name, "receiver": "coordinator", "sent_at": 0.0}
+        header = Header(**facts, sequence=7, reply_to=7, base_version=base)  # type: ignore[arg-type]
+        states = {version: State(run.state.theta + version) for version in range(3)}
+        reply = as_reply(kept, Message(header, run.train(silo).payloads), silo, states, 2, merged)
+        assert reply.base is states[base]
+        found.append(reply)
+    return found
+
+
+HINGE = "aggregation.staleness={kind: hinge, slope: 10, grace: 1}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "worth"),
+    [
+        ("aggregation.staleness.kind=constant", 1.0),
+        ("aggregation.staleness={kind: polynomial, exponent: 0.5}", POLYNOMIAL),
+        ("aggregation.staleness={kind: polynomial, exponent: 2}", 1 / 9),
+        (HINGE, 1 / 11),
+    ],
+)
+def test_a_reply_two_versions_old_is_worth_what_the_scenarios_damping_says(tiny: Path, kind: str, worth: float) -> None:
+    run = world("fedavg", kinds=PAIRED)
+    kept = setting(tiny, run, "fedavg", "aggregation.mode=buffered", kind)
+    stale, fresh = replies(run, kept, (0, 2), Counter())
+    assert (stale.sequence, stale.base_version, stale.staleness) == (7, 0, 2)
+    assert (stale.damping, stale.rarity, stale.factor) == (pytest.approx(worth), 1.0, pytest.approx(worth))
+    assert (fresh.staleness, fresh.damping, fresh.factor) == (0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("silo", "merged", "worth"),
+    [
+        (1, {"silo-00": 6}, 2.5),  # 6 replies of 4 silos: 1.5 on average, of one that was never merged
+        (0, {"silo-00": 6}, 2.5 / 7),
+        (1, {"silo-00": 99}, 8.0),
+        (1, dict.fromkeys(("silo-00", "silo-01", "silo-02", "silo-03"), 5), 1.0),
+    ],
+)
+def test_a_rare_reply_is_measured_against_all_who_are_asked_not_those_merged(
+    tiny: Path, silo: int, merged: dict[str, int], worth: float
+) -> None:
+    run = world("fedavg", kinds=PAIRED)
+    kept = setting(
+        tiny, run, "fedavg", "aggregation={mode: buffered, balance: 8}", "aggregation.staleness.exponent=0.5"
+    )
+    reply = replies(run, kept, (0, 0), Counter(merged))[silo]
+    assert reply.rarity == pytest.approx(worth)
+    assert reply.factor == pytest.approx(worth * POLYNOMIAL)
+
+
+@pytest.mark.parametrize("changes", [("mode: sync, balance: 8"), ("mode: buffered")])
+def test_rarity_counts_only_without_rounds_and_where_it_is_asked_for(tiny: Path, changes: str) -> None:
+    run = world("fedavg", kinds=PAIRED)
+    kept = setting(tiny, run, "fedavg", f"aggregation={{{changes}}}")
+    assert [reply.rarity for reply in replies(run, kept, (2, 2), Counter({"silo-00": 6}))] == [1.0, 1.0]
+
+
+def step_of(run: World, reply: Reply) -> Tensor:
+    return update_of(reply, run.context.layout).delta.double()
+
+
+@pytest.mark.parametrize(
+    ("changes", "merged", "rate"),
+    [
+        ("mode: async", {}, 0.6 * POLYNOMIAL),  # 0.6 is the default mixing
+        ("mode: async, mixing: 0.25, staleness: {kind: constant}", {}, 0.25),
+        ("mode: async, mixing: 0.5, staleness: {kind: hinge, slope: 10, grace: 1}", {}, 0.5 / 11),
+        ("mode: async, mixing: 0.5, balance: 8", {"silo-01": 4}, 0.5 * POLYNOMIAL * 2),
+        ("mode: async, mixing: 0.5, balance: 8", {"silo-01": 90}, 1.0),  # never beyond the whole step
+    ],
+)
+def test_a_lone_stale_reply_moves_the_model_by_mixing_times_its_worth(
+    tiny: Path, changes: str, merged: dict[str, int], rate: float
+) -> None:
+    run = world("fedavg", kinds=PAIRED)
+    kept = setting(tiny, run, "fedavg", f"aggregation={{{changes}}}")
+    (reply,) = replies(run, kept, (0,), Counter(merged))
+    after, left_out = merged_state(kept, run.state, [reply], 2)
+    expected = run.state.theta.double() + rate * step_of(run, reply)
+    torch.testing.assert_close(after.state.theta, expected.float(), rtol=0, atol=1e-7)
+    assert left_out == ()
+
+
+def test_in_a_buffer_worth_decides_between_replies_and_mixing_alone_scales_the_step(tiny: Path) -> None:
+    run = world("fedavg", kinds=PAIRED)
+    kept = setting(tiny, run, "fedavg", "aggregation={mode: buffered, mixing: 0.5, staleness: {exponent: 2}}")
+    given = replies(run, kept, (0, 2), Counter())
+    after, _ = merged_state(kept, run.state, given, 2)
+    stale, fresh = (step_of(run, reply) for reply in given)
+    step = (11 / 9 * stale + 9 * fresh) / (11 / 9 + 9)
+    torch.testing.assert_close(after.state.theta, (run.state.theta + 0.5 * step).float(), rtol=0, atol=1e-7)
+    # All alike stale, nobody counts less than another.
+    after, _ = merged_state(kept, run.state, [replace(each, damping=0.1) for each in given], 2)
+    step = (11 * stale + 9 * fresh) / 20
+    torch.testing.assert_close(after.state.theta, (run.state.theta + 0.5 * step).float(), rtol=0, atol=1e-7)
+
+
+def test_a_stale_silos_public_representations_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = world("creamfl_public", kinds=PAIRED[:2])
+    wanted: list[Mapping[str, Tensor]] = []
+
+    def taught(theta: Tensor, found: Mapping[str, Tensor], round_: int) -> tuple[Tensor, float]:
+        wanted.append(found)
+        return theta, 0.0
+
+    monkeypatch.setattr(run.protocol, "_taught", taught)
+    first, second = run.replies()
+    run.protocol.merge(run.state, [first, replace(second, damping=0.25)], 0)
+    rows = [torch.from_numpy(reply.payloads[0].values.copy()).float() for reply in (first, second)]
+    assert all(isinstance(reply.payloads[0], Representations) for reply in (first, second))
+    image, text = torch.stack(rows).chunk(2, dim=1)
+    for name, own, other in (("image", image, "text"), ("text", text, "image")):
+        score = (own @ run.state.tensors[GLOBAL + other].T).log_softmax(2).diagonal(dim1=1, dim2=2)
+        weights = score.softmax(0) * torch.tensor([1.0, 0.25])[:, None]
+        weights = weights / weights.sum(0)
+        torch.testing.assert_close(wanted[0][name], (weights[..., None] * own).sum(0))

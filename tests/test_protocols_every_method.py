@@ -1,0 +1,432 @@
+"""What holds for every federated method; a new file in protocols/ is covered without a line here."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import json
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+
+import protocols
+from coordinator.reply_validation import check_reply
+from fedmq.config.scenario import Objective
+from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
+from fedmq.federation.protocol import Checking, Reply, Sharing, State
+from fedmq.wire.fields import FieldError
+from fedmq.wire.messages import Delta, Header, Kind, Message, PartialDelta, Payload
+from fedmq.wire.payloads import tensors
+from protocols._aggregation import inserted, places
+from protocols._missing_branch import completed, shortened
+from protocols._personal_model import OWN
+from tests.small_federation import MIXED, World, equal_states, world
+
+NAMES = protocols.names()
+every_protocol = pytest.mark.parametrize("name", NAMES)
+
+
+#: Methods whose silos send no update: their own models move instead of the coordinator's.
+NO_UPDATE = {"creamfl_public", "fedproto", "local"}
+updating_protocol = pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_UPDATE])
+
+
+def delta_of(reply: Reply) -> Delta | PartialDelta:
+    (delta,) = [payload for payload in reply.payloads if isinstance(payload, Delta | PartialDelta)]
+    return delta
+
+
+def change_of(run: World, reply: Reply) -> torch.Tensor:
+    """How a silo's model moved in its last task, as far as others learn of it or, where nobody does, as it keeps it."""
+    if OWN in run.personal[reply.silo.index] and type(run.protocol).__module__.rpartition(".")[2] in NO_UPDATE:
+        return run.personal[reply.silo.index][OWN] - run.model.initial()
+    delta, layout = delta_of(reply), run.model.layout
+    buffer = torch.from_numpy(delta.buffer.copy())
+    names = delta.names if isinstance(delta, PartialDelta) else [entry.name for entry in layout.entries]
+    return inserted(torch.zeros(layout.size), layout, names, buffer)
+
+
+def test_every_file_without_underscore_is_a_method() -> None:
+    folder = Path(protocols.__file__).parent
+    assert set(NAMES) == {path.stem for path in folder.glob("*.py") if not path.stem.startswith("_")}
+    assert {"fedavg", "paired_only", "rcsr"} <= set(NAMES)
+
+
+def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(InputError, match=r"protocol\.name.*'fedsgd'.*fedavg.*rcsr"):
+        protocols.load("fedsgd")
+    with pytest.raises(InputError):
+        protocols.load("_merge")
+
+
+def sends(run: World, reply: Reply, modality: str) -> bool:
+    """Whether a reply says anything about a branch; where some layers are personal, it may not."""
+    names = next((payload.names for payload in reply.payloads if isinstance(payload, PartialDelta)), None)
+    branch = run.model.branch(modality)
+    return names is None or any(branch.start <= part.start < branch.stop for part in places(run.model.layout, names))
+
+
+@every_protocol
+def test_a_method_describes_itself_in_one_line(name: str) -> None:
+    line = protocols.summary(name)
+    assert 10 < len(line) < 150
+    assert "\n" not in line
+
+
+@every_protocol
+def test_default_options_survive_a_round_trip_through_plain_data(name: str) -> None:
+    kind = protocols.load(name)
+    options = protocols.options_of(kind, {})
+    assert protocols.options_of(kind, json.loads(json.dumps(dataclasses.asdict(options)))) == options
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(options, dataclasses.fields(options)[0].name, None)
+
+
+@every_protocol
+def test_an_unknown_option_is_refused_in_one_line(name: str) -> None:
+    with pytest.raises(InputError) as caught:
+        protocols.options_of(protocols.load(name), {"no_such_option": 1}, "x.yaml: protocol")
+    assert "no_such_option" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@every_protocol
+def test_an_option_of_the_wrong_type_is_refused_by_its_name(name: str) -> None:
+    kind = protocols.load(name)
+    for each in dataclasses.fields(kind.Options):
+        with pytest.raises(InputError) as caught:
+            protocols.options_of(kind, {each.name: ["a", "list"]}, "x.yaml: protocol")
+        assert caught.value.place == f"x.yaml: protocol.{each.name}"
+
+
+@every_protocol
+def test_numbers_that_are_not_finite_are_refused(name: str) -> None:
+    kind = protocols.load(name)
+    for each in dataclasses.fields(kind.Options):
+        if each.type in ("float", float):
+            for value in (float("nan"), float("inf"), -1.0):
+                with pytest.raises(InputError, match=each.name):
+                    protocols.options_of(kind, {each.name: value})
+
+
+@every_protocol
+def test_three_rounds_over_mixed_silos_move_the_model_and_stay_finite(name: str) -> None:
+    run = world(name)
+    start = run.state.theta.clone()
+    for _ in range(3):
+        log = run.round()
+        assert all(np.isfinite(value) for value in log.values())
+    moved = run.personal[0][OWN] if name in NO_UPDATE else run.state.theta
+    assert moved.dtype == torch.float32
+    assert torch.isfinite(moved).all()
+    assert not torch.equal(moved, start)
+    for tensor in run.state.tensors.values():
+        assert torch.isfinite(tensor).all()
+
+
+@every_protocol
+def test_the_branch_of_a_missing_modality_is_exactly_zero_in_the_update(name: str) -> None:
+    run = world(name)
+    for _ in range(2):
+        for reply in (replies := run.replies()):
+            change = change_of(run, reply)
+            for modality in ("image", "text"):
+                part = change[run.model.branch(modality)]
+                if not getattr(reply.silo, modality):
+                    assert not part.any()
+                elif reply.silo.paired:
+                    assert part.any() or not sends(run, reply, modality)
+        run.state = run.protocol.merge(run.state, replies, run.version).state
+        run.version += 1
+
+
+def shared_layers(run: World) -> tuple[str, ...] | None:
+    return run.protocol.layers if isinstance(run.protocol, Sharing) else None
+
+
+def on_the_way(run: World, reply: Reply) -> tuple[Payload, ...]:
+    """A reply's payloads as they travel."""
+    return tuple(shortened(payload, run.model.layout, reply.silo) for payload in reply.payloads)
+
+
+@updating_protocol
+def test_the_branch_of_a_missing_modality_does_not_travel_and_the_rest_arrives_to_the_bit(name: str) -> None:
+    run = world(name)
+    run.round()
+    for reply in run.replies():
+        sent = on_the_way(run, reply)
+        (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]
+        if isinstance(update, PartialDelta) and not reply.silo.paired:
+            absent = "visual." if reply.silo.text else "text."
+            assert not [layer for layer in update.names if layer.startswith(absent)]
+            assert update.buffer.size == run.model.layout.part(update.names).size
+        else:
+            assert reply.silo.paired
+        arrived = [completed(payload, run.model.layout, shared_layers(run), reply.silo) for payload in sent]
+        for one, other in zip(reply.payloads, arrived, strict=True):
+            assert type(one) is type(other)
+            assert vars(one).keys() == vars(other).keys()
+            for key, value in vars(one).items():
+                assert np.array_equal(value, vars(other)[key])
+
+
+@updating_protocol
+def test_an_update_of_other_layers_is_refused(name: str) -> None:
+    run = world(name)
+    header = Header(run="run", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, sent_at=0.0,
+                    reply_to=1, base_version=0)  # fmt: skip
+    for reply in run.replies():
+        uploads, layers = run.protocol.uploads(reply.silo), shared_layers(run)
+        sent = on_the_way(run, reply)
+        (update,) = [payload for payload in sent if isinstance(payload, Delta | PartialDelta)]
+        if not isinstance(update, PartialDelta):
+            continue
+        first = run.model.layout.by_name[update.names[0]].size
+        others = [
+            dataclasses.replace(update, names=update.names[1:], buffer=update.buffer[first:].copy()),
+            dataclasses.replace(update, names=update.names[::-1]),
+            dataclasses.replace(update, names=(*update.names[:-1], "no.such.layer")),
+        ]
+        assert len(update.names) > 1
+        for other in others:
+            payloads = tuple(other if payload is update else payload for payload in sent)
+            with pytest.raises(RemoteWireError, match="layers"):
+                check_reply(Message(header, payloads), uploads, run.context, reply.silo, layers)
+
+
+@every_protocol
+def test_what_comes_up_is_what_uploads_says(name: str) -> None:
+    run = world(name)
+    for reply in run.replies():
+        kinds = [type(payload) for payload in reply.payloads]
+        assert len(kinds) == len(set(kinds))
+        assert frozenset(kinds) == run.protocol.uploads(reply.silo)
+
+
+@every_protocol
+def test_the_order_of_replies_does_not_change_the_merge_to_the_bit(name: str) -> None:
+    run = world(name)
+    run.round()
+    replies = run.replies()
+    forward = run.protocol.merge(run.state, replies, 1)
+    backward = run.protocol.merge(run.state, replies[::-1], 1)
+    assert equal_states(forward.state, backward.state)
+    assert forward.log == backward.log
+
+
+@every_protocol
+def test_a_merge_changes_nothing_in_the_state_it_is_given(name: str) -> None:
+    run = world(name)
+    run.round()
+    before = State(
+        run.state.theta.clone(),
+        {key: value.clone() for key, value in run.state.tensors.items()},
+        dict(run.state.values),
+    )
+    run.protocol.merge(run.state, run.replies(), 1)
+    assert equal_states(run.state, before)
+
+
+@every_protocol
+def test_a_merge_of_one_reply_is_possible(name: str) -> None:
+    run = world(name)
+    for silo in run.eligible:
+        merged = run.protocol.merge(run.state, run.replies([silo]), 0)
+        assert torch.isfinite(merged.state.theta).all()
+
+
+@every_protocol
+def test_one_task_of_a_silo_is_never_merged_twice(name: str) -> None:
+    run = world(name)
+    replies = run.replies()
+    with pytest.raises(FedmqError):
+        run.protocol.merge(run.state, [*replies, replies[0]], 0)
+
+
+@updating_protocol
+def test_a_broken_update_is_refused(name: str) -> None:
+    run = world(name)
+    good = run.replies()
+    delta = delta_of(good[0])
+    spoilt = delta.buffer.copy()
+    spoilt[3] = np.nan
+    bad = [
+        dataclasses.replace(delta, buffer=spoilt),
+        dataclasses.replace(delta, buffer=delta.buffer[:-1].copy()),
+        dataclasses.replace(delta, layout_digest="0" * 64),
+        dataclasses.replace(delta, n_samples=0),
+    ]
+    for each in bad:
+        payloads = tuple(each if payload is delta else payload for payload in good[0].payloads)
+        with pytest.raises(FedmqError):
+            run.protocol.merge(run.state, [dataclasses.replace(good[0], payloads=payloads), *good[1:]], 0)
+
+
+@every_protocol
+def test_training_is_the_same_to_the_bit_whoever_used_the_model_before(name: str) -> None:
+    runs = [world(name), world(name)]
+    runs[1].train(runs[1].eligible[-1])
+    runs[1].personal.clear()
+    for one, other in zip(*(run.replies() for run in runs), strict=True):
+        for first, second in zip(one.payloads, other.payloads, strict=True):
+            for a, b in zip(tensors(first), tensors(second), strict=True):
+                assert np.array_equal(a, b)
+        kept = [run.personal[one.silo.index] for run in runs]
+        assert kept[0].keys() == kept[1].keys()
+        assert all(torch.equal(kept[0][key], kept[1][key]) for key in kept[0])
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_UPDATE | {"central"}])
+def test_a_damped_reply_weighs_less(name: str) -> None:
+    run = world(name, kinds=((True, True), (True, True)), sizes=(8, 8))
+    replies = run.replies()
+    first, rest = (change_of(run, reply) for reply in replies)
+
+    def share_of_first(damping: float) -> float:
+        given = [dataclasses.replace(replies[0], damping=damping), replies[1]]
+        step = run.protocol.merge(run.state, given, 0).state.theta - run.state.theta
+        return float((step - rest).dot(first - rest) / (first - rest).square().sum())
+
+    assert share_of_first(0.5) < share_of_first(1.0) - 0.05
+
+
+@every_protocol
+def test_a_state_survives_a_checkpoint_to_the_bit(name: str) -> None:
+    run = world(name)
+    run.round()
+    raw = save_tensors({"theta": run.state.theta, **run.state.tensors})
+    values = json.loads(json.dumps(dict(run.state.values)))
+    tensors = load_tensors(raw)
+    restored = State(tensors.pop("theta"), tensors, values)
+    assert equal_states(run.state, restored)
+    replies = run.replies()
+    assert equal_states(run.protocol.merge(run.state, replies, 1).state, run.protocol.merge(restored, replies, 1).state)
+
+
+@every_protocol
+@pytest.mark.parametrize(
+    "kinds", [MIXED, ((True, True),), ((True, False), (False, True))], ids=["mixed", "one", "none paired"]
+)
+def test_silos_with_a_single_sample_take_part(name: str, kinds: tuple[tuple[bool, bool], ...]) -> None:
+    run = world(name, kinds=kinds, sizes=[1] * len(kinds))
+    for _ in range(2):
+        if run.eligible:
+            run.round()
+    assert torch.isfinite(run.state.theta).all()
+    for tensor in run.state.tensors.values():
+        assert torch.isfinite(tensor).all()
+
+
+@every_protocol
+def test_read_only_buffers_off_the_wire_raise_no_warning(name: str) -> None:
+    run = world(name)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run.round()
+        replies = run.replies()
+        for reply in replies:
+            for payload in reply.payloads:
+                for value in vars(payload).values():
+                    if isinstance(value, np.ndarray):
+                        value.setflags(write=False)
+        run.protocol.merge(run.state, replies, 1)
+
+
+@every_protocol
+def test_no_global_generator_is_used(name: str) -> None:
+    run = world(name)
+    run.round()
+    torch_before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    run.round()
+    assert torch.equal(torch.get_rng_state(), torch_before)
+    assert np.array_equal(np.random.get_state()[1], numpy_before)  # noqa: NPY002
+
+
+@every_protocol
+def test_personal_tensors_can_be_saved(name: str) -> None:
+    run = world(name)
+    for silo in run.eligible:
+        state = run.train(silo).state
+        buffer = io.BytesIO()
+        torch.save(dict(state), buffer)
+
+
+@every_protocol
+def test_training_that_diverges_says_so_instead_of_sending_nan(name: str) -> None:
+    run = world(name)
+    spoilt = torch.full_like(run.state.theta, float("nan"))
+    run.model.load(spoilt)
+    run.state = dataclasses.replace(run.state, theta=spoilt)
+    if name in NO_UPDATE:
+        run.personal[0] = {OWN: spoilt}
+    with pytest.raises(RunError, match=r"silo-00.*learning_rate"):
+        run.train(run.eligible[0])
+
+
+def misshapen(payload: Payload) -> list[Payload]:
+    """The payload with a row more and with a column more, where it has any and that alone does not refuse it."""
+    arrays = {name: value for name, value in vars(payload).items() if isinstance(value, np.ndarray) and value.ndim}
+    longest = max((len(value) for value in arrays.values()), default=0)
+    rows = {k: np.concatenate([v, v[:1]]) for k, v in arrays.items() if len(v) == longest}
+    columns = {k: np.concatenate([v, v[:, :1]], axis=1) for k, v in arrays.items() if v.ndim > 1}
+    found = []
+    for changed in (rows, columns):
+        with contextlib.suppress(FieldError, RemoteWireError, ValueError):
+            found += [dataclasses.replace(payload, **changed)] if changed else []
+    return found
+
+
+@every_protocol
+def test_a_reply_of_another_shape_is_refused_before_the_merge(name: str) -> None:
+    run = world(name)
+    run.round()
+    tried = 0
+    for reply in run.replies():
+        header = Header(
+            run="run",
+            kind=Kind.REPLY,
+            sender=reply.silo.name,
+            receiver="coordinator",
+            sequence=1,
+            sent_at=0.0,
+            reply_to=1,
+            base_version=1,
+        )
+        uploads, layers = run.protocol.uploads(reply.silo), shared_layers(run)
+        sent = on_the_way(run, reply)
+        check_reply(Message(header, sent), uploads, run.context, reply.silo, layers)
+        for place, payload in enumerate(sent):
+            for other in misshapen(payload):
+                payloads = (*sent[:place], other, *sent[place + 1 :])
+                tried += 1
+                with pytest.raises(RemoteWireError):
+                    check_reply(Message(header, payloads), uploads, run.context, reply.silo, layers)
+                    if isinstance(run.protocol, Checking):
+                        run.protocol.check(payloads)
+    assert tried or name == "local"  # which sends a loss, a number
+
+
+def test_an_update_of_more_samples_than_the_silo_has_is_refused() -> None:
+    run = world("fedavg", kinds=[(True, True)] * 2)
+    for reply in run.replies():
+        name = reply.silo.name
+        header = Header(
+            run="run", kind=Kind.REPLY, sender=name, receiver="coordinator", sequence=1, sent_at=0.0, reply_to=1
+        )
+        message, uploads = Message(header, reply.payloads), run.protocol.uploads(reply.silo)
+        held = len(run.shares[reply.silo.index])
+        check_reply(message, uploads, run.context, reply.silo, samples=held)
+        with pytest.raises(RemoteWireError, match=rf"{held} samples, the silo has {held - 1}"):
+            check_reply(message, uploads, run.context, reply.silo, samples=held - 1)
+
+
+@pytest.mark.parametrize("name", ["rcsr", "fedbridge", "creamfl_public"])
+def test_methods_made_of_info_nce_refuse_other_bases(name: str) -> None:
+    with pytest.raises(InputError, match=rf"objective\.base.*dcmh.*info_nce.*{name}"):
+        world(name, objective=Objective(base="dcmh", bits=8, hidden=16))

@@ -1,0 +1,271 @@
+"""What FedBridge does beyond what every method does."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.errors import RemoteWireError
+from fedmq.federation.protocol import Local, Reply, Task, take
+from fedmq.wire.messages import ClassPrototypes, Delta
+from protocols import _centroids, fedbridge
+from tests.small_federation import DIM, world
+
+NOW = {"warmup": 0.0, "support": 2, "centroids": 3}
+
+
+def unit(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.nn.functional.normalize(torch.randn(*shape, generator=torch.Generator().manual_seed(seed)), dim=-1)
+
+
+def delta(reply: Reply) -> np.ndarray:
+    return take(reply.payloads, Delta).buffer
+
+
+def test_silos_that_lack_a_modality_idle_through_the_warm_up() -> None:
+    run = world("fedbridge", {**NOW, "warmup": 0.4})
+    for round_ in range(4):
+        replies = run.replies()
+        for reply in replies:  # the first round after the warm-up brings the first centroids
+            assert delta(reply).any() == (reply.silo.paired or round_ >= 3)
+        run.state = run.protocol.merge(run.state, replies, run.version).state
+        run.version += 1
+
+
+def test_a_centroid_of_fewer_samples_than_the_support_is_never_reported() -> None:
+    z = torch.cat([unit(1, 8).expand(9, 8), -unit(1, 8).expand(2, 8)])
+    found, sizes = _centroids.centroids_of(z, _centroids.members_of(z, 4, 3, np.random.default_rng(1)), 4)
+    assert sizes.tolist().count(9) == 1
+    assert all(size == 0 or size >= 3 for size in sizes.tolist())
+    assert not found[sizes == 0].any()
+    assert _centroids.members_of(unit(2, 8), 4, 3, np.random.default_rng(1)).tolist() == [-1, -1]
+
+
+def test_centroids_are_of_unit_length_and_the_same_for_the_same_seed() -> None:
+    z = unit(40, 8)
+    members = [_centroids.members_of(z, 5, 3, np.random.default_rng(7)) for _ in range(2)]
+    assert torch.equal(*members)
+    found, sizes = _centroids.centroids_of(z, members[0], 5)
+    assert torch.allclose(found[sizes > 0].norm(dim=1), torch.ones(int((sizes > 0).sum())), atol=1e-6)
+    mean = torch.nn.functional.normalize(z[members[0] == 0].mean(0), dim=0)
+    torch.testing.assert_close(found[0], mean)
+
+
+def test_a_centroid_is_of_the_same_items_in_every_report() -> None:
+    run = world("fedbridge", NOW)
+    silo = run.context.silos[0]
+    first = run.train(silo)
+    members = {name: value.clone() for name, value in first.state.items()}
+    kinds = [f"{kind}_{modality}" for kind in (_centroids.MEMBERS, _centroids.ROWS) for modality in ("image", "text")]
+    assert sorted(members) == kinds
+    for _ in range(3):
+        run.round()
+    last = run.train(silo)
+    assert all(torch.equal(last.state[name], members[name]) for name in members)
+    one, other = (take(each.payloads, ClassPrototypes) for each in (first, last))
+    assert np.array_equal(one.counts, other.counts)
+    assert not np.array_equal(one.prototypes, other.prototypes)
+
+
+def test_reports_of_one_model_are_the_same_whatever_captions_are_drawn() -> None:
+    run = world("fedbridge", NOW)
+    silo = next(each for each in run.context.silos if each.text)
+    reports = []
+    for sequence in range(3):
+        local = Local(silo, run.shares[silo.index], run.model, {})
+        local.model.load(run.state.theta)
+        task = Task(sequence, 0, 0, 0.01, run.protocol.task(run.state, silo))
+        reports.append(_centroids.report(local, run.context, task, 3, 2, begun=True)[0])
+    assert reports[0].counts.any()
+    assert all(np.array_equal(reports[0].prototypes, each.prototypes) for each in reports[1:])
+
+
+def test_the_second_caption_is_another_one_where_there_is_another() -> None:
+    local = type("L", (), {"share": type("S", (), {"captions": torch.tensor([1, 2, 5, 1, 5, 3])})})()
+    for seed in range(20):
+        generator = np.random.default_rng(seed)
+        caption = (generator.random(6) * local.share.captions.numpy()).astype(np.int64)
+        other = fedbridge._another(local, caption, generator)
+        assert (other < local.share.captions.numpy()).all()
+        assert ((other != caption) == (local.share.captions.numpy() > 1)).all()
+
+
+def test_items_with_one_caption_have_no_contrast_of_two() -> None:
+    updates = []
+    for weight in (0.0, 1.0):
+        run = world("fedbridge", {**NOW, "lambda_pair": weight})
+        run.shares = {
+            index: share
+            if share.text is None
+            else dataclasses.replace(share, text=share.text[:, :1], captions=torch.ones_like(share.captions))
+            for index, share in run.shares.items()
+        }
+        run.round()
+        silo = next(each for each in run.context.silos if each.text and not each.image)
+        updates.append(delta(run.reply(silo, run.train(silo))))
+    assert updates[0].any()
+    assert np.array_equal(*updates)
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("fedbridge", {"warmup": 0.0, "support": 3, "centroids": 5}),
+        ("rcsr", {"anchor": "multi", "warmup": 0, "anchor_support": 3, "anchor_centroids": 5}),
+    ],
+)
+@pytest.mark.parametrize("rows_kept", [True, False], ids=["", "state of before rows were kept"])
+def test_where_a_silos_items_change_each_is_still_in_one_centroid_at_most(
+    name: str, options: dict[str, Any], rows_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = world(name, options, kinds=((True, True),), sizes=(60,))
+    silo, pool = run.context.silos[0], run.shares[0]
+    image = 3 * torch.eye(DIM)[torch.arange(60) // 8] + 0.1 * unit(60, DIM)  # eight rows alike, then eight others, ...
+    text = image[:, None].repeat(1, 3, 1)
+    reported: list[dict[int, frozenset[int]]] = []
+    means = _centroids.centroids_of
+
+    def watched(z: torch.Tensor, members: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        rows = run.shares[0].rows
+        reported.append({c: frozenset(rows[members == c].tolist()) for c in set(members.tolist()) - {-1}})
+        assert all(len(each) == int((members == c).sum()) for c, each in reported[-1].items()), "an item twice"
+        return means(z, members, count)
+
+    def hold(rows: torch.Tensor) -> None:
+        some = dataclasses.replace(pool, image=image[rows], text=text[rows], captions=pool.captions[rows])
+        run.shares = {0: dataclasses.replace(some, labels=None, rows=rows)}
+        run.train(silo)
+
+    monkeypatch.setattr(_centroids, "centroids_of", watched)
+    before = torch.arange(40)
+    hold(before)
+    if not rows_kept:
+        run.personal[0] = {key: each for key, each in run.personal[0].items() if "_rows_" not in key}
+        hold(before)
+        reported[:2] = []
+    after = before.clone()
+    after[:6] = torch.tensor([50, 51, 52, 53, 54, 39])  # the last is there already
+    hold(after)
+    hold(after)
+    hold(before)
+    hold(torch.cat([before[:30], torch.arange(45, 55)]))
+    for modality in (0, 1):
+        first, second, third, fourth, last = reported[modality::2]
+        assert second == third
+        kept = {each for each in first.values() if not each & set(range(6))}
+        assert kept and kept <= set(second.values())
+        new = set(second.values()) - kept
+        assert new and all(each <= set(range(50, 55)) for each in new)
+        every = {each for found in (first, second, fourth, last) for each in found.values()}
+        assert all(one == other or not one & other for one in every for other in every)
+
+
+def test_no_centroid_is_reported_before_the_warm_up_is_over() -> None:
+    run = world("fedbridge", {**NOW, "warmup": 0.4})  # of 5 rounds, two
+    known = []
+    kept = []
+    for _ in range(4):
+        known.append(run.round()["centroids"])
+        kept.append(any(name.startswith("centroid_members") for name in run.personal[0]))
+    assert known[:2] == [0.0, 0.0]
+    assert known[2] > 0
+    assert kept == [False, False, True, True]
+
+
+def test_centroids_of_long_ago_are_forgotten_where_the_scenario_says_so() -> None:
+    run = world("fedbridge", NOW)
+    run.protocol.context = dataclasses.replace(run.context, max_age=2)  # type: ignore[attr-defined]
+    paired, others = run.context.silos[0], [run.context.silos[3]]
+    run.round([paired])
+    known = [run.round(others)["centroids"] for _ in range(4)]
+    assert known[0] > known[-1] > 0
+
+
+def test_an_older_report_does_not_take_the_place_of_a_newer_one() -> None:
+    run = world("fedbridge", NOW)
+    silo = run.context.silos[0]
+    run.round([silo])
+    run.round([silo])
+    before = run.state.tensors["centroids"][silo.index]
+    late = run.reply(silo, run.train(silo), staleness=2)
+    after = run.protocol.merge(run.state, [late], run.version).state.tensors["centroids"][silo.index]
+    assert torch.equal(before, after)
+
+
+def test_centroids_go_down_only_to_silos_that_lack_the_modality() -> None:
+    run = world("fedbridge", NOW)
+    run.round()
+    for silo in run.eligible:
+        given = [each for each in run.protocol.task(run.state, silo) if isinstance(each, ClassPrototypes)]
+        if silo.paired:
+            assert not given
+        else:
+            assert given[0].modality == ("text" if silo.image else "image")
+            assert (given[0].counts > 0).all()
+
+
+def test_what_a_silo_reports_of_a_modality_it_lacks_is_not_believed() -> None:
+    run = world("fedbridge", NOW)
+    replies = run.replies()
+    image_only = next(reply for reply in replies if reply.silo.image and not reply.silo.text)
+    forged = ClassPrototypes(np.ones((6, DIM), np.float32), np.full(6, 9, np.int64), "both")
+    payloads = tuple(forged if isinstance(each, ClassPrototypes) else each for each in image_only.payloads)
+    merged = run.protocol.merge(run.state, [dataclasses.replace(image_only, payloads=payloads)], 0).state
+    assert merged.tensors["centroid_counts"][image_only.silo.index, 0].all()
+    assert not merged.tensors["centroid_counts"][image_only.silo.index, 1].any()
+
+
+def test_centroids_of_more_samples_than_the_silo_has_are_refused() -> None:
+    run = world("fedbridge", NOW)
+    for reply in run.replies():
+        given = take(reply.payloads, ClassPrototypes)
+        run.protocol.check(reply.payloads)  # type: ignore[attr-defined]
+        for half in (slice(0, 3), slice(3, 6)):
+            counts = given.counts.copy()
+            counts[half] = (1 << 63) - 1 if reply.silo.paired else 4
+            lie = dataclasses.replace(given, counts=counts)
+            payloads = tuple(lie if isinstance(each, ClassPrototypes) else each for each in reply.payloads)
+            with pytest.raises(RemoteWireError, match="samples"):
+                run.protocol.check(payloads)  # type: ignore[attr-defined]
+
+
+def test_the_assignment_loss_is_least_where_the_teacher_is_and_follows_its_sharper_choice() -> None:
+    teacher, centroids = unit(6, 8), unit(5, 8, seed=2)
+    same = fedbridge.assignment_loss(teacher, teacher, centroids, 0.07, 0.07)
+    assert same.item() == pytest.approx(0.0, abs=1e-6)
+    z = teacher.clone().requires_grad_()
+    loss = fedbridge.assignment_loss(z, teacher, centroids, 0.07, 0.05)
+    (gradient,) = torch.autograd.grad(loss, z)
+    stepped = torch.nn.functional.normalize(teacher - 0.05 * gradient, dim=1)
+    chosen = (teacher @ centroids.T).argmax(1)
+    rows = torch.arange(6)
+    before, after = ((x @ centroids.T / 0.07).softmax(1)[rows, chosen] for x in (teacher, stepped))
+    assert loss > 0
+    assert (after > before - 1e-6).all()
+
+
+def test_with_a_single_weight_of_nearly_nothing_it_is_fedavg_of_the_paired_silos() -> None:
+    run = world("fedbridge", {**NOW, "single_weight": 1e-12})
+    plain = world("fedavg", {"single_modality": "idle"})
+    for _ in range(3):
+        run.round()
+        plain.round()
+    torch.testing.assert_close(run.state.theta, plain.state.theta, rtol=1e-4, atol=1e-6)
+
+
+def test_a_heavier_single_weight_gives_single_modality_silos_more_of_the_step() -> None:
+    steps = []
+    for weight in (0.1, 1.0):
+        run = world("fedbridge", {**NOW, "single_weight": weight})
+        run.round()
+        replies = run.replies()
+        after = run.protocol.merge(run.state, replies, 1).state.theta
+        image_only = next(reply for reply in replies if reply.silo.image and not reply.silo.text)
+        part = run.model.branch("image")
+        own = torch.from_numpy(delta(image_only)[part].copy())
+        steps.append(float((after - run.state.theta)[part] @ own / own.norm()))
+    assert steps[1] > steps[0]

@@ -1,0 +1,531 @@
+"""What FedCAFE and its two bases do beyond what every method does."""
+
+from __future__ import annotations
+
+import dataclasses
+import textwrap
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy import io as scipy_io
+
+from coordinator.reply_validation import check_reply
+from fedmq.config.scenario import Objective, Training
+from fedmq.data.label_levels import coarse_columns, fine_columns, trained_columns
+from fedmq.encoders.base import InputSpec
+from fedmq.errors import InputError, RemoteWireError
+from fedmq.evaluation import program
+from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task
+from fedmq.models import hash_networks
+from fedmq.wire.messages import Memory, Model
+from protocols import _memory, _training, fedcafe, objectives
+from protocols.objectives import _alternating, dcmh, shdch
+from tests import definitions, in_process_run
+from tests.small_federation import DIM, LABELS, World, equal_states, share, world
+from tests.threaded_run import resolved
+
+OFF = {"afe": False, "loss_e": False, "loss_c": False, "loss_d": False, "weighted_agg": False}
+LEVELS = ("fine:a", "coarse:x", "fine:b", "coarse:y")
+PAIRED = SiloFacts("silo-00", 0, True, True)
+
+
+def objective(base: Any = "dcmh", **options: Any) -> Objective:
+    return Objective(base=base, bits=8, hidden=16, **options)
+
+
+def memory_of(reply: Reply) -> Memory:
+    return next(payload for payload in reply.payloads if isinstance(payload, Memory))
+
+
+def with_memory(reply: Reply, **changes: Any) -> Reply:
+    memory = dataclasses.replace(memory_of(reply), **changes)
+    payloads = tuple(memory if isinstance(payload, Memory) else payload for payload in reply.payloads)
+    return dataclasses.replace(reply, payloads=payloads)
+
+
+def at_work(base: Any, silo: SiloFacts = PAIRED, names: tuple[str, ...] = LABELS, **options: Any) -> tuple[Any, Local]:
+    """A base at work at a silo of 9 items, before its first step."""
+    chosen = objective(base, **options)
+    model = hash_networks.build(chosen, InputSpec((DIM,), (DIM,)), len(names), 0, torch.device("cpu"))
+    context = Context(0, 5, (silo,), model.layout, model.dim, Training(batch_size=4), chosen, names)
+    local = Local(silo, share(silo, 9), model, {})
+    task = Task(1, 0, 0, 1e-3, ())
+    return objectives.begin(objectives.options_of(chosen), local, context, task), local
+
+
+def epoch(work: Any, local: Local) -> list[float]:
+    """The losses of one local epoch, without training anything."""
+    found = []
+    for step in work.steps(0, np.random.default_rng(0)):
+        found.append(float(step.loss(*_training.outputs(local, step.rows, step.caption, step.runs)).detach()))
+    return found
+
+
+# ------------------------------------------------------------------------- degeneration
+@pytest.mark.parametrize("base", ["dcmh", "shdch"])
+@pytest.mark.parametrize("branch_renorm", [False, True])
+def test_with_every_switch_off_fedcafe_is_fedavg_to_the_bit(base: str, branch_renorm: bool) -> None:
+    plain = world("fedavg", {"branch_renorm": branch_renorm}, objective=objective(base))
+    run = world("fedcafe", {**OFF, "branch_renorm": branch_renorm}, objective=objective(base))
+    for _ in range(4):
+        assert plain.round() == run.round()
+        assert equal_states(run.state, plain.state)
+
+
+def test_in_the_first_round_enhancement_alone_changes_nothing() -> None:
+    plain, run = world("fedcafe", OFF), world("fedcafe", {**OFF, "afe": True})
+    plain.round()
+    run.round()
+    assert torch.equal(run.state.theta, plain.state.theta)
+    plain.round()
+    run.round()
+    assert not torch.equal(run.state.theta, plain.state.theta)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"afe": False},
+        {"loss_e": False},
+        {"loss_c": False},
+        {"loss_d": False},
+        {"weighted_agg": False},
+        {"kl": "code"},
+        {"kl": "printed"},
+        {"le_detach": True},
+        {"memory": "class_mean"},
+        {"memory": "kmeans_random"},
+        {"memory": "kmeans_two_stage"},
+        {"similarity": "cluster"},
+        {"weight": "softmax"},
+    ],
+    ids=str,
+)
+def test_every_switch_runs_and_changes_the_result(changes: dict[str, Any]) -> None:
+    whole, run = world("fedcafe"), world("fedcafe", changes)
+    for _ in range(3):
+        whole.round()
+        run.round()
+    assert torch.isfinite(run.state.theta).all()
+    assert not torch.equal(run.state.theta, whole.state.theta)
+
+
+def test_fedcafe_without_a_classifier_is_refused() -> None:
+    with pytest.raises(InputError, match=r"objective\.base.*info_nce.*dcmh, shdch"):
+        world("fedcafe", objective=Objective())
+
+
+# ------------------------------------------------------------------------- memories
+def test_a_class_that_a_silo_lacks_has_no_support_and_a_zero_row() -> None:
+    run = world("fedcafe", kinds=((True, True),), sizes=(6,))
+    labels = run.shares[0].labels
+    labels[:, 2], labels[:, 3] = 0, 1
+    memory = memory_of(run.replies()[0])
+    assert memory.support[2] == 0
+    assert not memory.centroids[2].any()
+    assert memory.support[3] == 6
+    assert np.allclose(np.linalg.norm(memory.centroids[3]), 1, atol=1e-5)
+
+
+def test_a_memory_changes_its_rows_with_the_classes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features = [torch.randn(20, 6, generator=generator) for _ in range(2)]
+    labels = torch.eye(5)[torch.randint(0, 5, (20,), generator=generator)]
+    order = torch.tensor([3, 0, 4, 1, 2])
+    for kind in ("class_mean", "kmeans_seeded"):
+        rows, support = _memory.local_memory(features, labels, kind, np.random.default_rng(0))
+        again, moved = _memory.local_memory(features, labels[:, order], kind, np.random.default_rng(0))
+        torch.testing.assert_close(again, rows[order])
+        assert torch.equal(moved, support[order])
+
+
+def test_a_single_modality_memory_is_that_of_its_own_features() -> None:
+    generator = torch.Generator().manual_seed(0)
+    features, labels = torch.randn(7, 4, generator=generator), torch.eye(3)[[0, 1, 2, 0, 1, 2, 0]]
+    rows, _ = _memory.local_memory([features], labels, "class_mean", np.random.default_rng(0))
+    torch.testing.assert_close(rows[1], torch.nn.functional.normalize(features)[[1, 4]].mean(0))
+
+
+def test_an_empty_cluster_keeps_its_seed() -> None:
+    points = torch.tensor([[1.0, 0.0], [0.9, 0.1]])
+    seeds = torch.tensor([[1.0, 0.0], [0.0, -1.0]])
+    centroids, assigned = _memory.spherical_kmeans(points, seeds)
+    assert assigned.tolist() == [0, 0]
+    assert torch.equal(centroids[1], seeds[1])
+
+
+@pytest.mark.parametrize("kind", ["kmeans_random", "kmeans_two_stage"])
+def test_a_silo_with_fewer_items_than_classes_fills_fewer_rows(kind: Any) -> None:
+    features = [torch.randn(3, 4, generator=torch.Generator().manual_seed(0))] * 2
+    rows, support = _memory.local_memory(features, torch.zeros(3, 8), kind, np.random.default_rng(0))
+    assert (support > 0).sum() == 3
+    assert not rows[support == 0].any()
+
+
+def test_a_row_that_nobody_supports_any_more_keeps_its_value() -> None:
+    previous = torch.eye(3)
+    rows, support = torch.zeros(2, 3, 3), torch.zeros(2, 3, dtype=torch.int64)
+    rows[0, 0], support[0, 0] = torch.tensor([0.0, 1.0, 0.0]), 4
+    memory, filled = _memory.global_memory(rows, support, previous, "kmeans_seeded", np.random.default_rng(0))
+    assert filled.tolist() == [True, False, False]
+    assert torch.equal(memory[1:], previous[1:])
+    assert torch.equal(memory[0], rows[0, 0])
+
+
+def test_class_by_class_the_global_memory_weighs_by_support() -> None:
+    rows = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    support = torch.tensor([[3], [1]])
+    memory, _ = _memory.global_memory(rows, support, torch.zeros(1, 2), "class_mean", np.random.default_rng(0))
+    torch.testing.assert_close(memory[0], torch.nn.functional.normalize(torch.tensor([3.0, 1.0]), dim=0))
+
+
+def test_the_table_keeps_silent_silos_and_no_older_report() -> None:
+    run = world("fedcafe")
+    run.round()
+    first = run.state.tensors["table_rows"].clone()
+    run.round(run.context.silos[:2])
+    table = run.state.tensors
+    assert torch.equal(table["table_rows"][2:], first[2:])
+    assert table["table_versions"].tolist() == [1, 1, 0, 0]
+    late = dataclasses.replace(run.replies(run.context.silos[:1])[0], base_version=0, staleness=2)
+    after = run.protocol.merge(run.state, [late], 2).state.tensors
+    assert torch.equal(after["table_rows"], table["table_rows"])
+
+
+def test_a_table_entry_older_than_allowed_is_forgotten() -> None:
+    run = world("fedcafe", kinds=((True, True), (True, True)), sizes=(6, 6))
+    run.context = dataclasses.replace(run.context, max_age=0)
+    run.protocol = fedcafe.FedCafe(fedcafe.FedCafeOptions(), run.context)
+    run.round()
+    run.round(run.context.silos[:1])
+    own = run.state.tensors["table_support"][0]
+    assert torch.equal(run.state.tensors["memory_support"], own)
+
+
+# ------------------------------------------------------------------------- weights
+def differences(*rows: torch.Tensor, shared: torch.Tensor, support: list[list[int]] | None = None) -> torch.Tensor:
+    given = support or [[1] * len(shared)] * len(rows)
+    reports = [(each, torch.tensor(counts)) for each, counts in zip(rows, given, strict=True)]
+    return _memory.differences(reports, shared, torch.ones(len(shared), dtype=torch.bool), by_class=True)
+
+
+def test_a_silo_whose_memory_is_the_global_one_weighs_least() -> None:
+    shared = torch.eye(4)
+    weights = _memory.shares(differences(shared, -shared, shared.flip(0), shared=shared), "linear")
+    assert int(weights.argmin()) == 0
+    assert float(weights.sum()) == pytest.approx(1)
+
+
+def test_a_class_that_is_missing_does_not_by_itself_change_the_weight() -> None:
+    shared = torch.eye(4)
+    short = shared.clone()
+    short[3] = 0
+    whole, fewer = differences(shared, short, shared=shared, support=[[1] * 4, [1, 1, 1, 0]])
+    assert float(fewer) == pytest.approx(float(whole))
+
+
+@given(st.lists(st.floats(0.1, 1e3), min_size=1, max_size=8), st.sampled_from(["linear", "softmax"]))
+@settings(max_examples=40, deadline=None)
+def test_weights_are_a_distribution_whatever_the_differences(values: list[float], weight: Any) -> None:
+    weights = _memory.shares(torch.tensor(values, dtype=torch.float64), weight)
+    assert torch.isfinite(weights).all()
+    assert float(weights.sum()) == pytest.approx(1)
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
+@settings(max_examples=60, deadline=None)
+def test_capped_weights_keep_their_sum_and_their_limits(values: list[float], stale: list[bool]) -> None:
+    weights = torch.tensor(values, dtype=torch.float64) + 1e-9
+    limits = torch.where(torch.tensor(stale[: len(values)]), 1.5 / len(values), torch.inf).double()
+    capped = _memory.capped(weights / weights.sum(), limits)
+    assert float(capped.sum()) == pytest.approx(1)
+    assert bool((capped <= limits + 1e-12).all())
+
+
+def test_a_stale_silo_far_from_the_memory_is_held_below_the_cap() -> None:
+    run = world("fedcafe", {"weight": "softmax", "cap": 1.0})
+    replies = run.replies()
+    far = torch.tensor([1e3, 1.0, 1.0, 1.0], dtype=torch.float64)
+    assert float(run.protocol._weights(far, replies)[0]) == 1.0
+    stale = dataclasses.replace(replies[0], staleness=1)
+    held = run.protocol._weights(far, [stale, *replies[1:]])
+    torch.testing.assert_close(held, torch.full((4,), 0.25, dtype=torch.float64))
+
+
+def test_a_silo_cannot_shout_with_long_rows_or_huge_supports() -> None:
+    run = world("fedcafe")
+    replies = run.replies()
+    sent = memory_of(replies[0])
+    loud = with_memory(replies[0], centroids=sent.centroids * np.float32(1e18), support=sent.support * 2**60)
+    merged = run.protocol.merge(run.state, [loud, *replies[1:]], 0)
+    assert merged.log["weight_largest"] < 0.5
+    run.state = merged.state
+    assert float(run.state.tensors["table_rows"].norm(dim=2).max()) == pytest.approx(1)
+    assert int(run.state.tensors["memory_support"].min()) >= 0
+    assert torch.isfinite(run.state.tensors["memory"]).all()
+
+
+def test_a_memory_of_another_shape_is_refused() -> None:
+    run = world("fedcafe")
+    replies = run.replies()
+    wrong = with_memory(replies[0], centroids=memory_of(replies[0]).centroids[:, :-1].copy())
+    with pytest.raises(RemoteWireError, match="memory"):
+        run.protocol.merge(run.state, [wrong, *replies[1:]], 0)
+
+
+# ------------------------------------------------------------------------- at the silo
+def test_the_released_memory_is_what_enhances_the_codes() -> None:
+    run = world("fedcafe")
+    run.round()
+    (memory,) = run.protocol.release(run.state)
+    assert np.array_equal(memory.centroids, run.state.tensors["memory"].numpy())
+    assert world("fedcafe", {"afe": False}).protocol.release(run.state) == ()
+    x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0))
+    plain = run.model.outputs("image", x)
+    with fedcafe.remembering(run.model, run.state.tensors["memory"]):
+        out = run.model.outputs("image", x)
+        torch.testing.assert_close(
+            out.code, hash_networks.enhanced(plain.code, plain.logits, run.state.tensors["memory"])
+        )
+    assert torch.equal(run.model.outputs("image", x).code, plain.code)
+
+
+@pytest.mark.parametrize("image", [True, False])
+def test_a_single_modality_silo_is_drawn_to_its_own_half_alone(image: bool) -> None:
+    run = world("fedcafe", kinds=((image, not image),), sizes=(5,))
+    step = _training.Step(np.arange(3), np.zeros(5, np.int64), lambda image, text: torch.zeros(()))
+    run.round()
+    local = Local(run.context.silos[0], run.shares[0], run.model, {})
+    assert len(fedcafe.references(local).of(step)) == 1
+
+
+def test_references_take_the_caption_of_the_step() -> None:
+    run = world("fedcafe", kinds=((True, True),), sizes=(5,))
+    local = Local(run.context.silos[0], run.shares[0], run.model, {})
+    rows, caption = np.array([4, 0]), np.array([0, 1, 2, 0, 1])
+    step = _training.Step(rows, caption, lambda image, text: torch.zeros(()))
+    found = fedcafe.references(local).of(step)
+    with torch.no_grad():
+        for mine, out in zip(found, _training.outputs(local, rows, caption), strict=True):
+            torch.testing.assert_close(mine, out.code)
+
+
+# ------------------------------------------------------------------------- the bases
+@pytest.mark.parametrize("base", ["dcmh", "shdch"])
+def test_buffers_and_class_codes_go_on_from_one_task_to_the_next(base: str) -> None:
+    run = world("fedavg", kinds=((True, True),), sizes=(6,), objective=objective(base))
+    run.round()
+    kept = {name: tensor.clone() for name, tensor in run.personal[0].items()}
+    forgetful = world("fedavg", kinds=((True, True),), sizes=(6,), objective=objective(base))
+    forgetful.round()
+    forgetful.personal.clear()
+    task = run.replies()
+    assert not np.array_equal(task[0].payloads[0].buffer, forgetful.replies()[0].payloads[0].buffer)
+    assert kept["base.buffer.image"].shape == (6, 8)
+
+
+@pytest.mark.parametrize("base", ["dcmh", "shdch"])
+def test_a_task_handed_out_again_trains_the_same_from_the_same_state(base: str) -> None:
+    run = world("fedavg", kinds=((True, True),), sizes=(6,), objective=objective(base))
+    run.round()
+    before = {name: tensor.clone() for name, tensor in run.personal[0].items()}
+    first = run.train(run.context.silos[0])
+    run.personal[0] = before
+    again = run.train(run.context.silos[0])
+    assert np.array_equal(first.payloads[0].buffer, again.payloads[0].buffer)
+
+
+def test_buffers_start_anew_once_the_silo_holds_other_items() -> None:
+    work, local = at_work("dcmh")
+    state = work.kept()
+    state["base.buffer.image"] += 1
+    taken = _alternating.buffers(dataclasses.replace(local, state=state), dcmh.PREFIX, lambda out: out.plain)
+    assert torch.equal(taken["image"], state["base.buffer.image"])
+    other = dataclasses.replace(local, state={**state, "base.buffer.rows": local.share.rows + 1})
+    assert not torch.equal(_alternating.buffers(other, dcmh.PREFIX, lambda out: out.plain)["image"], taken["image"])
+
+
+def first_loss(work: Any, local: Local) -> float:
+    """Of a work's first batch."""
+    step = next(iter(work.steps(0, np.random.default_rng(0))))
+    return float(step.loss(*_training.outputs(local, step.rows, step.caption, step.runs)).detach())
+
+
+@pytest.mark.parametrize("image", [True, False])
+def test_a_single_modality_silo_learns_from_its_labels_by_shdch(image: bool) -> None:
+    silo = SiloFacts("silo-00", 0, image, not image)
+    losses = []
+    for others in (False, True):
+        work, local = at_work("shdch", silo)
+        assert list(work.buffers) == ["image" if image else "text"]
+        for level in work.levels:
+            level.labels.copy_(1 - level.labels if others else level.labels)
+        losses.append(first_loss(work, local))
+    assert losses[0] != pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("image", [True, False])
+def test_a_single_modality_silo_learns_from_pairs_within_it_by_dcmh(image: bool) -> None:
+    silo = SiloFacts("silo-00", 0, image, not image)
+    losses = []
+    for push in (0.0, 1.0):
+        work, local = at_work("dcmh", silo)
+        (modality,) = work.buffers
+        assert modality == ("image" if image else "text")
+        step = next(iter(work.steps(0, np.random.default_rng(0))))
+        # Two items outside the batch, moved apart: their sum, all that the balance sees of them, stays what it was.
+        first, second = [row for row in range(9) if row not in step.rows][:2]
+        work.buffers[modality][first] += push
+        work.buffers[modality][second] -= push
+        losses.append(first_loss(work, local))
+    assert losses[0] != pytest.approx(losses[1], rel=1e-4)
+
+
+def test_an_epoch_is_an_image_pass_and_then_a_text_pass() -> None:
+    work, _ = at_work("dcmh")
+    steps = list(work.steps(0, np.random.default_rng(0)))
+    assert [step.runs for step in steps] == [("image",)] * 3 + [("text",)] * 3
+    assert all(step.trains == step.runs for step in steps)
+    assert sorted(np.concatenate([step.rows for step in steps[:3]])) == list(range(9))
+
+
+def test_fresh_draws_train_a_silo_smaller_than_a_batch() -> None:
+    drawn = list(_alternating.drawn(3, 128, "fresh", np.random.default_rng(0)))
+    assert [sorted(rows) for rows in drawn] == [[0, 1, 2]]
+    assert len(list(_alternating.drawn(9, 4, "fresh", np.random.default_rng(0)))) == 2
+
+
+def test_the_hash_loss_can_be_divided_by_the_silos() -> None:
+    assert _alternating.factor("silos", world("fedcafe").context) == 1 / 4
+    run, small = (world("fedavg", objective=objective(scale=scale)) for scale in ("one", "silos"))
+    losses = [each.train(each.context.silos[0]).loss for each in (run, small)]
+    assert 0 < losses[1] < losses[0]
+
+
+def test_codes_are_the_sign_of_both_buffers_and_zero_is_positive() -> None:
+    codes = _alternating.common_codes(
+        {"image": torch.tensor([[1.0, -2.0, 1.0]]), "text": torch.tensor([[-1.0, 1.0, 1.0]])}
+    )
+    assert codes.tolist() == [[1.0, -1.0, 1.0]]
+
+
+# ------------------------------------------------------------------------- two levels of labels
+def test_levels_are_told_apart_by_the_names() -> None:
+    assert coarse_columns(LEVELS) == [1, 3]
+    assert fine_columns(LEVELS) == [0, 2]
+    assert (coarse_columns(LABELS), fine_columns(LABELS)) == ([], [0, 1, 2, 3])
+    assert (hash_networks.classes_of(LEVELS), hash_networks.classes_of(LABELS)) == (2, 4)
+    assert trained_columns("shdch", LEVELS) == [0, 1, 2, 3]
+    assert trained_columns("dpsh", LEVELS) == [0, 2]
+    assert trained_columns("dpsh", LABELS) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("base", ["dpsh", "dch", "csq", "greedyhash", "triplet", "dscmr", "dcmh", "shdch"])
+def test_of_two_levels_the_upper_one_is_trained_on_by_shdch_alone(base: str, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    images, tags = (generator.normal(size=(48, 6)).astype(np.float32) for _ in range(2))
+    labels = np.zeros((48, 35))
+    labels[np.arange(48), 8 + np.arange(48) % 6] = 1
+    digests = set()
+    for upper in (0, 1):
+        labels[:, :8] = 0
+        labels[np.arange(48), np.arange(48) % (3 - upper)] = 1
+        folder = tmp_path / str(upper)
+        folder.mkdir()
+        scipy_io.savemat(folder / "vgg.mat", {"images": images, "tags": tags, "labels": labels})
+        text = f"""
+            name: levels
+            rounds: 2
+            protocol: {{name: fedavg}}
+            objective: {{base: {base}, bits: 8, hidden: 8}}
+            data: {{name: fashionvc, path: {folder / "vgg.mat"}, queries: 6}}
+            backbone: {{name: features}}
+            silos: {{count: 2}}
+            partition: {{kind: iid}}
+            training: {{batch_size: 8, warmup_rounds: 0}}
+        """
+        (folder / "a.yaml").write_text(textwrap.dedent(text))
+        digests.add(in_process_run.run(resolved(folder / "a.yaml"), folder / "run").summary["model_digest"])
+    assert len(digests) == (2 if base == "shdch" else 1)
+
+
+def test_relevance_goes_by_the_fine_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = share(PAIRED, 5)
+    monkeypatch.setattr(program, "load_share", lambda *_, **__: whole)
+    held_out: Any = SimpleNamespace(prepared=SimpleNamespace(label_names=LEVELS))
+    assert torch.equal(program._judged(held_out, np.arange(5)).labels, whole.labels[:, [0, 2]])
+    held_out.prepared.label_names = LABELS
+    assert torch.equal(program._judged(held_out, np.arange(5)).labels, whole.labels)
+
+
+def test_shdch_takes_as_many_levels_as_the_names_have_or_fewer() -> None:
+    assert [len(level.codes) for level in at_work("shdch", names=LEVELS)[0].levels] == [2, 2]
+    assert [len(level.codes) for level in at_work("shdch", names=LEVELS, levels=1)[0].levels] == [2]
+    assert [len(level.codes) for level in at_work("shdch", names=LABELS)[0].levels] == [4]
+    with pytest.raises(InputError, match=r"objective\.levels.*coarse"):
+        at_work("shdch", names=LABELS, levels=2)
+
+
+def test_shdchs_own_code_squashes_the_text_tower_alone() -> None:
+    both, text = at_work("shdch")[0].buffers, at_work("shdch", tanh="text")[0].buffers
+    assert torch.equal(text["text"], both["text"])
+    assert torch.equal(text["image"].tanh(), both["image"])
+
+
+@pytest.mark.parametrize("levels", [1, 2])
+def test_an_update_of_the_class_codes_never_raises_the_objective(levels: int) -> None:
+    work, local = at_work("shdch", names=LEVELS, levels=levels)
+    generator = torch.Generator().manual_seed(3)
+    work.buffers = {name: torch.randn(9, 8, generator=generator).tanh() for name in ("image", "text")}
+    labels = local.share.labels.float()
+
+    def objective_now() -> float:
+        outputs = [shdch.output_loss(each, work.codes, work.levels, 10.0) for each in work.buffers.values()]
+        total = torch.stack(outputs).sum()
+        if levels == 2:
+            present = labels[:, [0, 2]].any(0)
+            inclusion = (labels[:, [1, 3]].T @ labels[:, [0, 2]] > 0).float()
+            coarse, fine = (level.codes for level in work.levels)
+            total = total + definitions.tie_loss(coarse, fine[present], inclusion[:, present], 100.0)
+        return float(total)
+
+    work.codes = _alternating.common_codes(work.buffers)
+    before = objective_now()
+    work._update_codes()
+    assert objective_now() < before
+
+
+def test_all_silos_draw_the_same_class_codes_to_begin_with() -> None:
+    first = at_work("shdch")[0]
+    other = at_work("shdch", SiloFacts("silo-00", 0, False, True))[0]
+    for one, two in zip(first.levels, other.levels, strict=True):
+        assert torch.equal(one.codes, two.codes)
+
+
+# ------------------------------------------------------------------------- what the coordinator lets in
+def test_a_memory_that_does_not_fit_the_run_is_refused_on_arrival() -> None:
+    run: World = world("fedcafe")
+    reply = run.replies(run.context.silos[:1])[0]
+    bad = with_memory(reply, centroids=memory_of(reply).centroids[:, :-1].copy())
+
+    class Message:
+        payloads: Any = reply.payloads
+
+    uploads = run.protocol.uploads(reply.silo)
+    check_reply(Message(), uploads, run.context, reply.silo)  # type: ignore[arg-type]
+    Message.payloads = bad.payloads
+    with pytest.raises(RemoteWireError, match="memory"):
+        check_reply(Message(), uploads, run.context, reply.silo)  # type: ignore[arg-type]
+
+
+def test_the_task_brings_the_memory_only_where_it_enhances() -> None:
+    run = world("fedcafe")
+    assert [type(payload) for payload in run.protocol.task(run.state, PAIRED)] == [Model, Memory]
+    off = world("fedcafe", {"afe": False})
+    assert [type(payload) for payload in off.protocol.task(off.state, PAIRED)] == [Model]

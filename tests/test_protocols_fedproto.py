@@ -1,0 +1,122 @@
+"""FedProto, and the tables, means and clusters that methods with class prototypes share."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.config.scenario import Training
+from fedmq.errors import InputError
+from fedmq.wire.messages import ClassPrototypes
+from protocols import _class_prototypes, _clusters, fedproto
+from protocols._personal_model import OWN
+from tests.replies import own_embeddings, payload_of, with_payload
+from tests.small_federation import LABELS, MIXED, world
+
+
+def test_fedproto_refuses_data_without_labels_in_one_line() -> None:
+    with pytest.raises(InputError) as caught:
+        world("fedproto", labels=())
+    assert "fedproto" in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_silos_are_pulled_to_the_prototypes_of_their_classes() -> None:
+    run = world("fedproto", {"weight": 100.0}, training=Training(batch_size=11, local_epochs=30))
+    run.round()
+    shared = run.state.tensors[_class_prototypes.GLOBAL][: len(LABELS)]
+
+    def distance() -> float:
+        valid = torch.ones(len(LABELS), dtype=torch.bool)
+        return float(fedproto.prototype_loss(own_embeddings(run, 0), run.shares[0].labels, shared, valid))
+
+    before = distance()
+    run.train(run.eligible[0], learning_rate=1e-2)
+    assert distance() < 0.5 * before
+
+
+def test_fedproto_without_its_term_is_local_training() -> None:
+    alone, run = world("local"), world("fedproto", {"weight": 0.0})
+    for _ in range(3):
+        alone.round()
+        run.round()
+    assert all(torch.equal(alone.personal[i][OWN], run.personal[i][OWN]) for i in range(len(MIXED)))
+
+
+@pytest.mark.parametrize("name", ["fedproto", "plfedcmh"])
+def test_rows_of_a_modality_that_a_silo_lacks_are_never_used(name: str) -> None:
+    run = world(name)
+    replies = run.replies()
+    honest = run.protocol.merge(run.state, replies, 0).state
+    found = payload_of(replies[1], ClassPrototypes)
+    half = len(LABELS)
+    rows, counts = found.prototypes.copy(), found.counts.copy()
+    rows[half:], counts[half:] = 100.0, 5
+    lie = ClassPrototypes(rows, counts, "both")
+    replies[1] = with_payload(replies[1], lie)
+    spoilt = run.protocol.merge(run.state, replies, 0).state
+    for kept in (_class_prototypes.GLOBAL, _class_prototypes.VALID):
+        assert torch.equal(honest.tensors[kept], spoilt.tensors[kept])
+
+
+def test_fused_prototypes_take_the_modality_that_is_there() -> None:
+    image, text = torch.tensor([[1.0, 3.0], [5.0, 5.0], [2.0, 4.0], [9.0, 9.0]]), torch.full((4, 2), 7.0)
+    there = torch.tensor([True, False, True, False]), torch.tensor([False, True, True, False])
+    found = fedproto.fused(_class_prototypes.Shared(image, text, *there))
+    wanted = torch.tensor([[1.0, 3.0], [7.0, 7.0], [4.5, 5.5], [0.0, 0.0]])
+    for rows, valid in ((found.image, found.image_valid), (found.text, found.text_valid)):
+        assert torch.equal(rows, wanted)
+        assert valid.tolist() == [True, True, True, False]
+
+
+def test_silos_of_one_modality_learn_from_each_others_fused_prototypes() -> None:
+    alone, run = (
+        world(name, options, kinds=((True, False), (False, True)), sizes=(8, 8))
+        for name, options in (("fedproto", {"weight": 0.0}), ("fedproto", {"proto_modal": "fused"}))
+    )
+    for _ in range(2):
+        alone.round()
+        run.round()
+    assert all(not torch.equal(run.personal[i][OWN], alone.personal[i][OWN]) for i in range(2))
+
+
+def test_the_table_forgets_a_silo_after_its_age_and_ignores_older_reports() -> None:
+    run = world("fedproto", kinds=((True, True),) * 2, sizes=(8, 8))
+    tensors = run.state.tensors
+    first, second = [(reply, payload_of(reply, ClassPrototypes)) for reply in run.replies()]
+    tensors = _class_prototypes.updated(tensors, [first, second], 0, max_age=2, weighted=False)
+    both = tensors[_class_prototypes.GLOBAL]
+    later = dataclasses.replace(second[0], base_version=3), second[1]
+    tensors = _class_prototypes.updated(tensors, [later], 3, max_age=2, weighted=False)
+    assert not torch.equal(tensors[_class_prototypes.GLOBAL], both)
+    torch.testing.assert_close(tensors[_class_prototypes.GLOBAL], torch.from_numpy(second[1].prototypes))
+    again = _class_prototypes.updated(tensors, [second], 3, max_age=None, weighted=False)
+    assert int(again[_class_prototypes.VERSIONS][1]) == 3
+
+
+def test_a_sample_with_two_labels_counts_in_both_classes() -> None:
+    features = torch.tensor([[2.0, 0.0], [4.0, 2.0]])
+    means, counts = _class_prototypes.class_means(features, torch.tensor([[1, 1, 0], [0, 1, 0]]))
+    assert means.tolist() == [[2.0, 0.0], [3.0, 1.0], [0.0, 0.0]]
+    assert counts.tolist() == [1, 2, 0]
+
+
+def test_k_means_finds_groups_that_lie_apart_whatever_their_weights() -> None:
+    generator = torch.Generator().manual_seed(0)
+    centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
+    points = (centres[:, None] + 0.1 * torch.randn(3, 7, 2, generator=generator)).flatten(0, 1)
+    weights = torch.arange(1.0, 22.0)
+    found, held = _clusters.k_means(points, weights, 3, np.random.default_rng(1))
+    order = _clusters.nearest(centres, found)
+    assert sorted(order.tolist()) == [0, 1, 2]
+    torch.testing.assert_close(found[order].float(), centres, atol=0.2, rtol=0)
+    assert held[order].tolist() == [28.0, 77.0, 126.0]
+
+
+def test_k_means_leaves_rows_empty_where_points_repeat() -> None:
+    found, held = _clusters.k_means(torch.ones(5, 2), torch.ones(5), 3, np.random.default_rng(0))
+    assert held.tolist() == [5.0, 0.0, 0.0]
+    assert not found[1:].any()

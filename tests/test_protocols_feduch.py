@@ -1,0 +1,474 @@
+"""FedUCH and the unsupervised bases it stands on: DGCPN, DJSRH, JDSH."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.config.scenario import Objective, Training
+from fedmq.errors import InputError
+from fedmq.federation.protocol import Local, Task
+from fedmq.models.hash_networks import dropout_mask, signs
+from fedmq.models.two_tower import Out
+from fedmq.seeds import torch_generator
+from fedmq.wire.messages import Delta
+from protocols import _personal_model, _training, feduch, objectives
+from protocols._losses import unit
+from protocols._similarity import Graph, batch_features, item_features, smallest
+from protocols.objectives import _reconstruction, dgcpn
+from tests.small_federation import World, share, world
+
+BASES = ("dgcpn", "djsrh", "jdsh")
+every_base = pytest.mark.parametrize("base", BASES)
+SGD = Training(optimizer="sgd", batch_size=4, local_epochs=2)
+LONE = ((True, True), (True, False), (False, True))
+
+
+def small(base: str, name: str = "fedavg", options: dict[str, Any] | None = None, **changes: Any) -> World:
+    objective = Objective(base=base, bits=8, hidden=16)
+    return world(name, options, objective=objective, **{"training": SGD, **changes})
+
+
+def local_of(run: World, index: int) -> Local:
+    return Local(run.context.silos[index], run.shares[index], run.model, run.personal.get(index, {}))
+
+
+def deltas(run: World) -> list[np.ndarray]:
+    return [payload.buffer for reply in run.replies() for payload in reply.payloads if isinstance(payload, Delta)]
+
+
+def features(n: int, seed: int = 0, twins: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    image, text = (torch.rand(n, d, generator=generator, dtype=torch.float64) for d in (6, 4))
+    image[n - twins :], text[n - twins :] = image[:twins].clone(), text[:twins].clone()
+    return unit(image), unit(text)
+
+
+def dense(image: torch.Tensor, text: torch.Tensor, a1: float = 0.3, a2: float = 0.3) -> torch.Tensor:
+    """The similarity over all items at once, by sorting whole rows."""
+    n = len(image)
+    scale = round(0.9 * n)
+    pairs = a1 * text @ text.T + (1 - a1) * image @ image.T
+    near = pairs.clone()
+    for i, row in enumerate(near):
+        row[torch.argsort(pairs[i], stable=True)[: round(0.45 * scale)]] = 0
+        row[i] = 0
+    near /= near.sum(1, keepdim=True).clamp_min(1e-12)
+    return 2 * ((1 - a2) * pairs + a2 * scale * near @ near.T) - 1
+
+
+# --------------------------------------------------------------------------------------------------- similarity
+@pytest.mark.parametrize("n", [1, 2, 3, 7, 40])
+def test_similarity_block_by_block_is_the_dense_one(n: int) -> None:
+    image, text = features(n)
+    wanted, graph = dense(image, text), Graph(image, text)
+    for rows in torch.randperm(n, generator=torch.Generator().manual_seed(1)).split(3):
+        torch.testing.assert_close(graph.similarity(rows), wanted[rows][:, rows], rtol=1e-10, atol=1e-12)
+
+
+def test_similarity_is_of_directions_and_makes_no_second_copy_of_the_features() -> None:
+    image, text = features(40)
+    longer = Graph(image * torch.arange(1, 41)[:, None], text * 3), Graph(image, text)
+    rows = torch.arange(0, 40, 3)
+    torch.testing.assert_close(*(graph.similarity(rows) for graph in longer), rtol=1e-10, atol=1e-12)
+    held = share(small("dgcpn").context.silos[1], 9)
+    assert held.image is not None
+    assert item_features(held)[0].data_ptr() == held.image.data_ptr()
+
+
+def test_items_that_are_there_twice_keep_each_other_as_neighbours() -> None:
+    image, text = features(20, twins=4)
+    graph, rows = Graph(image, text), torch.arange(20)
+    near = graph.neighbours(rows, graph.pairs(rows))
+    assert torch.equal(near.diagonal(), torch.zeros(20, dtype=near.dtype))
+    assert (near[torch.arange(4), torch.arange(16, 20)] > 0).all()
+    torch.testing.assert_close(near.sum(1), torch.ones(20, dtype=near.dtype))
+
+
+def test_features_that_point_apart_are_no_neighbours() -> None:
+    generator = torch.Generator().manual_seed(0)
+    image, text = (unit(torch.randn(30, 5, generator=generator)) for _ in range(2))
+    graph, rows = Graph(image, text), torch.arange(30)
+    assert (graph.neighbours(rows, graph.pairs(rows)) >= 0).all()
+    assert torch.isfinite(graph.similarity(rows)).all()
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 6])
+def test_the_smallest_entries_are_those_a_stable_sort_puts_first(count: int) -> None:
+    values = torch.tensor([[3.0, 1.0, 1.0, 2.0, 1.0, 0.0], [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]])
+    wanted = torch.zeros_like(values, dtype=torch.bool).scatter(
+        1, torch.argsort(values, dim=1, stable=True)[:, :count], True
+    )
+    assert torch.equal(smallest(values, count), wanted)
+
+
+def test_a_silo_without_text_has_the_similarity_of_its_images() -> None:
+    lone = share(small("dgcpn").context.silos[1], 9)
+    image, text = item_features(lone)
+    assert lone.text is None
+    torch.testing.assert_close(image, text)
+    pairs = Graph(image, text).pairs(torch.arange(9))
+    torch.testing.assert_close(pairs, unit(image) @ unit(image).T)
+
+
+def test_captions_an_item_does_not_have_do_not_enter_its_features() -> None:
+    paired = share(small("dgcpn").context.silos[0], 6)
+    assert paired.text is not None
+    before = item_features(paired)[1]
+    for row, count in enumerate(paired.captions.tolist()):
+        paired.text[row, count:] = 1e6
+    torch.testing.assert_close(item_features(paired)[1], before)
+
+
+def test_a_batch_takes_the_features_of_the_captions_it_trains_on() -> None:
+    run = small("djsrh")
+    local, rows = local_of(run, 0), np.array([2, 0])
+    caption = np.zeros(len(local.share), np.int64)
+    assert local.share.text is not None
+    _, text = batch_features(local, rows, caption)
+    assert torch.equal(text, local.share.text[[2, 0], 0])
+
+
+# --------------------------------------------------------------------------------------------------- bases
+@every_base
+def test_a_base_trains_every_branch_a_silo_has_and_no_other(base: str) -> None:
+    run = small(base, kinds=LONE)
+    for silo, delta in zip(run.context.silos, deltas(run), strict=True):
+        for modality in ("image", "text"):
+            assert bool(delta[run.model.branch(modality)].any()) == getattr(silo, modality)
+
+
+@every_base
+def test_a_base_trains_a_silo_of_one_item(base: str) -> None:
+    run = small(base, kinds=LONE, sizes=[1, 1, 1])
+    for _ in range(2):
+        run.round()
+    assert torch.isfinite(run.state.theta).all()
+
+
+@every_base
+def test_a_base_needs_no_labels(base: str) -> None:
+    run, blind = small(base), small(base)
+    blind.shares = {index: replace(each, labels=None) for index, each in blind.shares.items()}
+    for one, other in zip(deltas(run), deltas(blind), strict=True):
+        assert np.array_equal(one, other)
+
+
+@every_base
+def test_a_base_learns_to_match_its_pairs(base: str) -> None:
+    run = small(base, kinds=((True, True),), sizes=[40], training=Training(optimizer="adam", batch_size=20))
+    (silo,) = run.context.silos
+    losses = []
+    for _ in range(15):
+        trained = run.train(silo, 3e-3)
+        losses.append(trained.loss)
+        run.state = run.protocol.merge(run.state, [run.reply(silo, trained)], run.version).state
+        run.version += 1
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("option", ["a1", "coexistence", "no_such_option"])
+def test_a_base_refuses_an_option_that_is_not_allowed(option: str) -> None:
+    with pytest.raises(InputError, match=option):
+        objectives.options_of(Objective(base="dgcpn", **{option: -1.0}))
+
+
+def test_dgcpn_takes_two_updates_of_a_paired_batch_and_one_of_the_others() -> None:
+    run = small("dgcpn", kinds=LONE, sizes=[4, 4, 4])
+    found = [list(work_of(run, index).steps(0, np.random.default_rng(0))) for index in range(3)]
+    assert [len(steps) for steps in found] == [2, 1, 1]
+    assert [step.main for step in found[0]] == [True, False]
+
+
+def work_of(run: World, index: int) -> _training.Work:
+    task = Task(1, 0, 0, 1e-3, ())
+    work = objectives.begin(objectives.options_of(run.context.objective), local_of(run, index), run.context, task)
+    assert work is not None
+    return work
+
+
+@pytest.mark.parametrize("form", ["code", "paper"])
+def test_dgcpns_binary_update_is_that_of_each_tower_against_the_other_as_it_was(form: Literal["code", "paper"]) -> None:
+    generator, options = torch.Generator().manual_seed(0), dgcpn.Options(form=form)
+    image, text = (torch.randn(5, 8, generator=generator, requires_grad=True) for _ in range(2))
+    similar = torch.rand(5, 5, generator=generator)
+    both = torch.autograd.grad(dgcpn.binary_loss(image, text, similar, options), [image, text])
+    (alone,) = torch.autograd.grad(dgcpn.loss(image, signs(text.detach()), similar, options), [image])
+    (other,) = torch.autograd.grad(dgcpn.loss(signs(image.detach()), text, similar, options), [text])
+    assert torch.equal(both[0], alone)
+    assert torch.equal(both[1], other)
+
+
+def test_the_printed_similarity_is_that_of_the_batchs_own_codes_and_passes_no_gradient() -> None:
+    generator, options = torch.Generator().manual_seed(0), dgcpn.Options(similarity="codes")
+    image, text = (torch.rand(7, 8, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    found = dgcpn.similarity_of_codes(image, text, options)
+    torch.testing.assert_close(found, dense(unit(image.detach()), unit(text.detach())))
+    assert not found.requires_grad
+    alone = dgcpn.similarity_of_codes(None, text, options)
+    torch.testing.assert_close(alone, dense(unit(text.detach()), unit(text.detach())))
+
+
+@pytest.mark.parametrize("index", range(3))
+def test_with_the_printed_similarity_a_step_looks_at_codes_alone(index: int) -> None:
+    objective = Objective.model_validate({"base": "dgcpn", "bits": 8, "hidden": 16, "similarity": "codes"})
+    run = world("fedavg", objective=objective, training=SGD, kinds=LONE, sizes=[4, 4, 4])
+    for step in work_of(run, index).steps(0, np.random.default_rng(0)):
+        outs = _training.outputs(local_of(run, index), step.rows, step.caption)
+        image, text = (None if out is None else out.code for out in outs)
+        loss = dgcpn.loss if step.main else dgcpn.binary_loss
+        wanted = loss(image, text, dgcpn.similarity_of_codes(image, text, dgcpn.Options()), dgcpn.Options())
+        torch.testing.assert_close(step.loss(*outs), wanted)
+
+
+def test_without_binary_steps_dgcpn_takes_one_update_per_batch() -> None:
+    options = dgcpn.Options(binary_steps=False)
+    run = small("dgcpn", sizes=[4, 4, 4, 4])
+    work = dgcpn.begin(options, local_of(run, 0), run.context, Task(1, 0, 0, 1e-3, ()))
+    assert len(list(work.steps(0, np.random.default_rng(0)))) == 1
+
+
+@pytest.mark.parametrize("base", ["djsrh", "jdsh"])
+def test_sharpness_grows_with_the_silos_own_epochs_over_all_its_tasks(base: str) -> None:
+    run = small(base)
+    seen: list[float] = []
+    for _ in range(2):
+        work = work_of(run, 0)
+        for epoch in range(2):
+            with contextlib.closing(work.steps(epoch, np.random.default_rng(0))) as steps:
+                next(steps)
+                seen.append(run.model.visual.sharpness)
+        run.personal[0] = work.kept()
+    assert seen == pytest.approx([1.0, 2**0.5, 3**0.5, 2.0])
+    assert run.model.visual.sharpness == run.model.text.sharpness == 1.0
+
+
+def test_sharpness_goes_back_to_one_when_training_fails() -> None:
+    run = small("djsrh")
+    with pytest.raises(ZeroDivisionError), _reconstruction.sharpened(local_of(run, 0), 3.0):
+        raise ZeroDivisionError
+    assert run.model.visual.sharpness == 1.0
+
+
+# --------------------------------------------------------------------------------------------------- FedUCH
+@pytest.mark.parametrize("base", [*BASES, "info_nce"])
+def test_with_both_switches_off_feduch_is_fedavg_to_the_bit(base: str) -> None:
+    objective = Objective() if base == "info_nce" else Objective(base=base, bits=8, hidden=16)
+    off = {"contrast": False, "distill": False}
+    runs = [world(name, options, objective=objective) for name, options in (("feduch", off), ("fedavg", {}))]
+    for _ in range(3):
+        for run in runs:
+            run.round()
+    assert torch.equal(runs[0].state.theta, runs[1].state.theta)
+    assert runs[0].personal.keys() == runs[1].personal.keys()
+
+
+@pytest.mark.parametrize("switch", ["contrast", "distill"])
+def test_each_switch_changes_what_is_learned(switch: str) -> None:
+    off = {"contrast": False, "distill": False}
+    runs = [small("dgcpn", "feduch", options) for options in (off, {**off, switch: True})]
+    for _ in range(2):
+        for run in runs:
+            run.round()
+    assert not torch.equal(runs[0].state.theta, runs[1].state.theta)
+
+
+def test_the_first_participation_has_no_contrast() -> None:
+    runs = [small("dgcpn", "feduch", {"distill": False, "contrast": on}) for on in (True, False)]
+    for one, other in zip(*(deltas(run) for run in runs), strict=True):
+        assert np.array_equal(one, other)
+    (later, plain) = (deltas(run) for run in runs)
+    assert not np.array_equal(later[0], plain[0])
+
+
+def test_a_silo_of_one_modality_is_distilled_but_not_contrasted() -> None:
+    def second(**switches: bool) -> list[np.ndarray]:
+        run = small("dgcpn", "feduch", switches, kinds=LONE)
+        run.replies()
+        return deltas(run)
+
+    none, contrast, both = (
+        second(contrast=False, distill=False),
+        second(contrast=True, distill=False),
+        second(contrast=True, distill=True),
+    )
+    for index in (1, 2):
+        assert np.array_equal(none[index], contrast[index])
+        assert not np.array_equal(none[index], both[index])
+    assert not np.array_equal(none[0], contrast[0])
+
+
+def test_only_paired_silos_keep_their_previous_nets() -> None:
+    run = small("dgcpn", "feduch", kinds=LONE)
+    run.replies()
+    kept = [run.personal[index].keys() for index in range(3)]
+    assert [bool(names) for names in kept] == [True, False, False]
+
+
+def test_the_terms_are_added_once_per_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small("dgcpn", "feduch", sizes=[8, 4, 4, 4])
+    batches: list[int] = []
+    real = feduch.terms
+
+    def counted(own: Sequence[Out | None], *rest: Any) -> torch.Tensor | None:
+        batches.append(len(own[0].code))  # type: ignore[union-attr]
+        return real(own, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(feduch, "terms", counted)
+    run.train(run.context.silos[0])
+    assert batches == [4] * 4  # two batches in each of two epochs, three updates each
+
+
+def test_reference_nets_run_without_dropout_and_leave_the_model_as_it_was() -> None:
+    run = small("dgcpn", "feduch")
+    local, step = local_of(run, 0), _training.Step(np.arange(4), np.zeros(11, np.int64), lambda *_: torch.zeros(()))
+    other = run.state.theta * 1.5
+    before = run.model.flat.detach().clone()
+    run.model.visual.noise = run.model.text.noise = torch_generator(0, "dropout")
+    image, text = _personal_model.Reference(local, other, 1)(step)
+    again, _ = _personal_model.Reference(local, other, 1)(step)
+    run.model.visual.noise = run.model.text.noise = None
+    assert image is not None and text is not None and again is not None
+    assert torch.equal(image.code, again.code)
+    assert not image.code.requires_grad
+    assert torch.equal(run.model.flat.detach(), before)
+
+
+def test_a_reference_made_once_for_all_epochs_says_what_one_made_batch_by_batch_says() -> None:
+    run = small("dgcpn", "feduch")
+    local, other = local_of(run, 0), run.state.theta * 1.5
+    captions = np.arange(len(local.share)) % local.share.captions.numpy()
+    once, anew = _personal_model.Reference(local, other, 50), _personal_model.Reference(local, other, 1)
+    for runs in (("image", "text"), ("text",)):
+        step = _training.Step(np.array([3, 0, 2]), captions, lambda *_: torch.zeros(()), runs=runs)
+        for kept, made in zip(once(step), anew(step), strict=True):
+            assert (kept is None) == (made is None)
+            if kept is not None and made is not None:
+                torch.testing.assert_close(kept.code, made.code)
+                torch.testing.assert_close(kept.hidden, made.hidden)
+    assert {"_images", "_texts"} <= set(vars(once))
+    assert not {"_images", "_texts"} & set(vars(anew))
+
+
+def test_a_reference_reuses_images_where_there_are_as_many_captions_as_epochs() -> None:
+    run = small("dgcpn", "feduch")
+    local, other = local_of(run, 0), run.state.theta * 1.5
+    assert local.share.text is not None
+    captions = local.share.text.shape[1]
+    assert captions > 1
+    mixed, anew = _personal_model.Reference(local, other, captions), _personal_model.Reference(local, other, 1)
+    chosen = np.arange(len(local.share)) % local.share.captions.numpy()
+    step = _training.Step(np.array([3, 0, 2]), chosen, lambda *_: torch.zeros(()))
+    for kept, made in zip(mixed(step), anew(step), strict=True):
+        assert kept is not None and made is not None
+        torch.testing.assert_close(kept.code, made.code)
+    assert "_images" in vars(mixed) and "_texts" not in vars(mixed)
+
+
+def test_a_reference_is_as_sharp_as_the_epoch_it_is_asked_in() -> None:
+    run = small("djsrh", "feduch")
+    local, other = local_of(run, 0), run.state.theta * 1.5
+    captions = np.zeros(len(local.share), np.int64)
+    step = _training.Step(np.array([3, 0, 2]), captions, lambda *_: torch.zeros(()))
+    once, anew = _personal_model.Reference(local, other, 50), _personal_model.Reference(local, other, 1)
+    for sharpness in (1.0, 3.0):
+        with _reconstruction.sharpened(local, sharpness):
+            for kept, made in zip(once(step), anew(step), strict=True):
+                assert kept is not None and made is not None
+                torch.testing.assert_close(kept.code, made.code)
+
+
+@pytest.mark.parametrize("base", ["djsrh", "jdsh"])
+@pytest.mark.parametrize(
+    ("method", "options"),
+    [
+        ("creamfl", {"inter": 0.0, "intra": 0.0, "kd": 1.0}),
+        ("fedproto", {}),
+        ("mfcpl", {"cmpc": 0.0, "cma": 0.0}),
+    ],
+)
+def test_what_a_method_compares_with_codes_of_before_training_is_as_sharp_as_they(
+    method: str, options: dict[str, Any], base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The very same model has no distance to itself, however sharp training is by now."""
+    extras: list[_training.Extra] = []
+    epochs = _training.train_epochs
+
+    def watched(*args: Any, extra: _training.Extra, **others: Any) -> _training.Outcome:
+        extras.append(extra)
+        return epochs(*args, extra=extra, **others)
+
+    monkeypatch.setattr(_training, "train_epochs", watched)
+    # Of one item with one caption a class's prototype is that item's code; MFCPL's is of both modalities, here alike.
+    run = small(base, method, options, kinds=((True, True),), sizes=[1])
+    only, flat = run.shares[0], run.model.flat.data
+    assert only.image is not None
+    alike = replace(only, text=only.image[:, None].clone(), captions=torch.ones(1, dtype=torch.int64))
+    run.shares = {0: alike}
+    if method == "mfcpl":
+        flat[run.model.branch("text")] = flat[run.model.branch("image")]
+        run.state = run.protocol.initial(flat.clone())
+    silo = run.context.silos[0]
+    run.state = run.protocol.merge(run.state, [run.reply(silo, run.train(silo, 0.0))], 0).state
+    run.train(silo, 0.0)
+    caption = np.zeros(1, np.int64)
+    step = _training.Step(np.zeros(1, np.int64), caption, lambda *_: torch.zeros(()))
+    for sharpness in (1.0, 2.0, 10.0):
+        with _reconstruction.sharpened(local_of(run, 0), sharpness):
+            image, text = _training.outputs(local_of(run, 0), step.rows, caption)
+            found = extras[-1](step, image, text)
+        assert image is not None and found is not None
+        assert float(found.detach()) == pytest.approx(0.0, abs=1e-10), sharpness
+        assert torch.equal(image.code, torch.tanh(sharpness * image.raw))
+
+
+@pytest.mark.parametrize("base", [None, "dgcpn", "dcmh", "djsrh"])
+def test_outputs_that_are_not_sharpened_are_compared_as_they_are(base: str | None) -> None:
+    run = world("fedavg") if base is None else small(base)
+    local = local_of(run, 0)
+    outs = _training.outputs(local, np.arange(3), np.zeros(len(local.share), np.int64))
+    assert all(one is other for one, other in zip(_personal_model.unsharpened(local, *outs), outs, strict=True))
+
+
+@pytest.mark.parametrize("base", ["dcmh", "shdch"])
+def test_feduch_refuses_towers_whose_projections_differ_in_width(base: Literal["dcmh", "shdch"]) -> None:
+    objective = Objective(base=base, bits=8)
+    with pytest.raises(InputError, match=rf"objective\.base.*{base}"):
+        world("feduch", objective=objective)
+    world("feduch", {"contrast": False}, objective=objective).round()
+
+
+def test_distillation_of_equal_codes_is_nothing_whatever_its_form() -> None:
+    code = torch.tanh(torch.randn(5, 8, generator=torch.Generator().manual_seed(0)))
+    same = Out(code, code, code)
+    for kd in ("kl", "mse"):
+        options = feduch.FedUchOptions(contrast=False, kd=kd)
+        value = feduch.terms((same, None), (same, None), None, options)
+        assert value is not None
+        assert float(value) == pytest.approx(0.0, abs=1e-6)
+
+
+def test_dropout_masks_are_twice_or_nothing_with_equal_chance_and_repeat_by_seed() -> None:
+    masks = [dropout_mask((33, 1001), torch_generator(seed, "dropout")) for seed in (0, 0, 1)]
+    assert masks[0].shape == (33, 1001)
+    assert masks[0].unique().tolist() == [0.0, 2.0]
+    assert float(masks[0].mean()) == pytest.approx(1.0, abs=0.03)  # five standard deviations of 33,033 bits
+    assert torch.equal(masks[0], masks[1])
+    assert not torch.equal(masks[0], masks[2])
+
+
+def test_a_silo_that_loses_a_modality_for_a_while_has_its_last_nets_when_that_is_back() -> None:
+    run = small("dgcpn", "feduch")
+    paired = run.context.silos[0]
+    run.train(paired)
+    before = run.personal[0][_personal_model.OWN]
+    lone = replace(paired, text=False)
+    run.shares = {**run.shares, 0: share(lone, 9)}
+    run.train(lone)
+    assert torch.equal(run.personal[0][_personal_model.OWN], before)

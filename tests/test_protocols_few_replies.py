@@ -1,0 +1,127 @@
+"""What methods whose rules are about all reporters of a round do where merges are of fewer replies than a round has."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import protocols
+from fedmq.config.scenario import Objective
+from fedmq.errors import InputError
+from fedmq.federation.protocol import Reply
+from fedmq.wire.messages import ClassPrototypes, Loss
+from tests import in_process_run
+from tests.small_federation import World, world
+from tests.threaded_run import resolved
+
+PAIRED = ((True, True),) * 3
+HASHING = Objective(base="triplet", bits=8, hidden=16)
+
+
+def told(run: World, name: str, options: dict[str, Any], *, whole: bool) -> World:
+    """The run with its coordinator told whether merges are of whole rounds."""
+    kind = protocols.load(name)
+    run.protocol = kind(protocols.options_of(kind, options), dataclasses.replace(run.context, whole_rounds=whole))
+    return run
+
+
+def with_loss(reply: Reply, value: float) -> Reply:
+    payloads = tuple(Loss(value) if isinstance(each, Loss) else each for each in reply.payloads)
+    return dataclasses.replace(reply, payloads=payloads)
+
+
+@pytest.mark.parametrize("name", ["fedscmr", "fedcmr"])
+@pytest.mark.parametrize(
+    ("given", "whole", "sums"),
+    [
+        (None, True, "reporters"),
+        (None, False, "table"),
+        ("reporters", False, "reporters"),
+        ("table", True, "table"),
+    ],
+)
+def test_sums_run_over_the_table_where_few_reply_unless_told_otherwise(
+    name: str, given: str | None, whole: bool, sums: str
+) -> None:
+    thetas = {}
+    for label, options, rounds in (
+        ("run", {"sums": given}, whole),
+        ("reporters", {"sums": "reporters"}, True),
+        ("table", {"sums": "table"}, True),
+    ):
+        run = told(world(name, kinds=PAIRED), name, options, whole=rounds)
+        replies = [with_loss(reply, 0.1 + reply.silo.index) for reply in run.replies()]
+        state = run.protocol.merge(run.state, replies, 0).state
+        few = [dataclasses.replace(reply, base_version=1) for reply in replies[1:]]
+        thetas[label] = run.protocol.merge(state, few, 1).state.theta
+    other = "reporters" if sums == "table" else "table"
+    assert torch.equal(thetas["run"], thetas[sums])
+    assert not torch.equal(thetas["run"], thetas[other])
+
+
+@pytest.mark.parametrize(
+    ("options", "whole", "flips"),
+    [({}, True, True), ({}, False, False), ({"hysteresis": 0.0}, False, True), ({"hysteresis": 0.05}, True, False)],
+)
+def test_a_bit_near_a_tie_stays_where_few_reply_unless_told_otherwise(
+    options: dict[str, Any], whole: bool, flips: bool
+) -> None:
+    run = told(world("fedhap", kinds=PAIRED, objective=HASHING), "fedhap", options, whole=whole)
+    replies = run.replies()
+
+    def voting(sign: float) -> list[Reply]:
+        """Every silo's class means, each bit of them so close to a tie."""
+        return [
+            dataclasses.replace(
+                reply,
+                payloads=tuple(
+                    ClassPrototypes(
+                        np.full_like(each.prototypes, sign * 0.03), np.ones_like(each.counts), each.modality
+                    )
+                    if isinstance(each, ClassPrototypes)
+                    else each
+                    for each in reply.payloads
+                ),
+            )
+            for reply in replies
+        ]
+
+    state = run.protocol.merge(run.state, voting(1.0), 0).state
+    assert (state.tensors["fedhap.prototypes"] == 1).all()  # the first vote stands however near
+    after = run.protocol.merge(state, voting(-1.0), 0).state.tensors["fedhap.prototypes"]
+    assert (after == (-1 if flips else 1)).all()
+
+
+def test_a_number_that_need_not_be_given_may_be_written_as_yaml_reads_it() -> None:
+    kind = protocols.load("fedhap")
+    assert protocols.options_of(kind, {"hysteresis": "1e-2"}).hysteresis == 0.01
+    assert protocols.options_of(kind, {"hysteresis": None}).hysteresis is None
+    with pytest.raises(InputError, match=r"protocol\.hysteresis"):
+        protocols.options_of(kind, {"hysteresis": -0.1})
+
+
+@pytest.mark.parametrize("name", ["fedhap", "fedscmr", "fedcmr"])
+@pytest.mark.parametrize(("mode", "whole"), [("sync", True), ("async", False)])
+def test_a_coordinator_without_rounds_says_so(
+    name: str, mode: str, whole: bool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    objective = {"fedscmr": "{base: dscmr, enhance: true, bits: 8, hidden: 16}"}.get(
+        name, "{base: dcmh, bits: 8, hidden: 16}"
+    )
+    kind = protocols.load(name)
+    seen: list[bool] = []
+    merge = kind.merge
+
+    def watched(protocol: Any, *given: Any) -> Any:
+        seen.append(getattr(protocol, "sums", None) == "reporters" or getattr(protocol, "hysteresis", None) == 0.0)
+        return merge(protocol, *given)
+
+    monkeypatch.setattr(kind, "merge", watched)
+    settings = (f"protocol={name}", f"objective={objective}", "rounds=1", f"aggregation.mode={mode}")
+    in_process_run.run(resolved(tiny, *settings), tmp_path)
+    assert seen == [whole]

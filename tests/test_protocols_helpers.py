@@ -1,0 +1,232 @@
+"""Small helpers of the methods where a slip would not break a run, only make it worse; by hand."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from fedmq.config.parts import Robust
+from fedmq.config.scenario import Objective, Training
+from fedmq.federation.protocol import Local, Reply, SiloFacts, Task, take
+from fedmq.models.hash_networks import Tower
+from fedmq.wire.messages import ClassPrototypes, Loss
+from protocols import (
+    _centroids,
+    _class_prototypes,
+    _clusters,
+    _prototypes,
+    _robust,
+    _training,
+    fedcmr,
+    fedhap,
+    plfedcmh,
+)
+from protocols.objectives.shdch import Level, swept_codes
+from tests.replies import payload_of, silo_of
+from tests.small_federation import World, world
+
+PAIRED = ((True, True),) * 4
+
+
+def reply_of(silo: SiloFacts, base: int, *payloads: Any) -> Reply:
+    return Reply(silo, 1, base, 0, 1.0, payloads)
+
+
+# ----------------------------------------------------------------------------------------------------------- K-means
+def test_k_means_goes_on_until_every_centre_is_the_mean_of_the_points_nearest_to_it() -> None:
+    generator = torch.Generator().manual_seed(0)
+    points, weights = (
+        torch.rand(80, 2, generator=generator).double(),
+        torch.rand(80, generator=generator).double() + 0.1,
+    )
+    for seed in range(5):
+        centres, held = _clusters.k_means(points, weights, 5, np.random.default_rng(seed))
+        owner = _clusters.nearest(points, centres)
+        for place in range(5):
+            mine = owner == place
+            mean = (points[mine] * weights[mine, None]).sum(0) / weights[mine].sum()
+            torch.testing.assert_close(centres[place], mean)
+            assert float(held[place]) == pytest.approx(float(weights[mine].sum()))
+
+
+def test_no_point_is_a_seed_twice_while_there_are_others() -> None:
+    points = torch.tensor([[0.0], [1.0], [2.0], [3.0]], dtype=torch.float64)
+    for seed in range(30):
+        chosen = _clusters._seeds(points, torch.ones(4).double(), 6, np.random.default_rng(seed))
+        assert sorted(chosen) == [0, 1, 2, 3]
+
+
+# ------------------------------------------------------------------------------------------------------------ tables
+def test_a_tables_entry_counts_up_to_its_age_limit_and_not_one_version_longer() -> None:
+    context = replace(world("fedavg").context, dim=2)
+    for version, known in ((7, True), (8, False)):
+        table = _centroids.initial(context, 1)
+        table[_centroids.COUNTS] += 3
+        table[_centroids.VERSIONS] += 6  # all reported at version 5
+        after = _centroids.updated(table, [], version, 2)
+        assert bool((after[_centroids.COUNTS] > 0).all()) is known
+        tables = _class_prototypes.initial(4, 2, 2)
+        tables[_class_prototypes.COUNTS] += 3
+        tables[_class_prototypes.VERSIONS] += 6
+        later = _class_prototypes.updated(tables, [], version, max_age=2, weighted=True)
+        assert bool(later[_class_prototypes.VALID].all()) is known
+
+
+def test_the_first_prototype_is_the_silos_own_and_the_next_are_averaged_in() -> None:
+    tensors = _prototypes.initial(2)
+    weights, mask = torch.tensor([0.25, 0.75], dtype=torch.float64), torch.ones(2, 2, dtype=torch.bool)
+    one, two = torch.tensor([[[4.0, 0.0]] * 2, [[0.0, 8.0]] * 2]), torch.tensor([[[2.0, 2.0]] * 2] * 2)
+    tensors = _prototypes.updated(tensors, one, mask, weights, 0.9, unit_length=False)
+    assert tensors[_prototypes.PROTOTYPES].tolist() == [[1.0, 6.0]] * 2
+    tensors = _prototypes.updated(tensors, two, mask, weights, 0.9, unit_length=False)
+    torch.testing.assert_close(tensors[_prototypes.PROTOTYPES], torch.tensor([[1.1, 5.6]] * 2))
+
+
+def test_a_modality_of_which_nobody_with_a_say_tells_anything_is_left_as_it_is() -> None:
+    tensors = _prototypes.initial(2)
+    mask = torch.tensor([[True, False], [True, True]])  # text of the second alone, who has no weight
+    weights, local = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.ones(2, 2, 2)
+    for masked in (True, False):
+        after = _prototypes.updated(tensors, local, mask, weights, 0.9, masked=masked)
+        assert after[_prototypes.VALID].tolist() == [True, False]
+        assert torch.equal(after[_prototypes.PROTOTYPES][1], tensors[_prototypes.PROTOTYPES][1])
+
+
+# ---------------------------------------------------------------------------------------------------- local training
+def run_with(run: World, silo: int, loss: _training.LossFunction) -> _training.Outcome:
+    local = silo_of(run, silo)
+    base = run.model.flat.detach().clone()
+    work = _training.EveryBatch(local, 8, loss)
+    return _training.train_epochs(local, run.context, Task(1, 0, 0, 1e-3, ()), base, work)
+
+
+def test_a_reported_loss_is_the_mean_over_samples_however_they_fall_into_batches() -> None:
+    def size(image: Tensor | None, text: Tensor | None) -> Tensor:
+        assert image is not None
+        return torch.tensor(float(len(image)))
+
+    outcome = run_with(world("fedavg"), 0, size)  # 11 samples in batches of 8 and 3
+    assert (outcome.loss, outcome.last_loss) == (pytest.approx(73 / 11), pytest.approx(73 / 11))
+
+
+def test_silos_drop_units_of_their_own() -> None:
+    run = world("fedavg", objective=Objective(base="dgcpn", bits=8, hidden=16), kinds=PAIRED)
+    seeds: dict[int, set[int]] = {0: set(), 3: set()}
+    for silo, seen in seeds.items():
+
+        def looked(image: Tensor | None, text: Tensor | None, seen: set[int] = seen) -> Tensor:
+            assert isinstance(run.model.visual, Tower)
+            assert run.model.visual.noise is not None
+            seen.add(run.model.visual.noise.initial_seed())
+            return torch.zeros(())
+
+        run_with(run, silo, looked)
+    assert len(seeds[0]) == len(seeds[3]) == 1
+    assert seeds[0] != seeds[3]
+
+
+# ----------------------------------------------------------------------------------------------------- robust merges
+def test_shares_of_byzantine_silos_are_rounded_as_their_definitions_say() -> None:
+    # 0.2 of 4 may be one whole silo; 0.29 of 100 is 29, which binary fractions put just below.
+    apart = np.ones((4, 4)) - np.eye(4)
+    apart[3, :3] = apart[:3, 3] = 9.0
+    assert _robust._krum(apart, Robust(rule="krum", byzantine=0.2)) == [0, 1, 2]
+    assert 0.29 * 100 < 29
+    rows = np.arange(100.0)[:, None] ** 3
+    np.testing.assert_allclose(_robust.trimmed_mean(rows, 0.29), rows[29:71].mean(0))
+
+
+# ------------------------------------------------------------------------------------------------------------ methods
+def test_fedcmr_tells_the_last_parts_mean_loss_and_remembers_its_displacement_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = world("fedcmr", {"local_share": 0.5}, kinds=PAIRED, training=Training(batch_size=8, local_epochs=1))
+    starts: list[Tensor] = []
+    real = _training.train_epochs
+
+    def watched(local: Local, context: Any, task: Task, base: Tensor, *rest: Any) -> _training.Outcome:
+        starts.append(base.clone())
+        return real(local, context, task, base, *rest)
+
+    monkeypatch.setattr(fedcmr._training, "train_epochs", watched)
+    silo = run.eligible[0]
+    trained = run.train(silo)
+    assert len(starts) == 2
+    told = payload_of(run.reply(silo, trained), Loss).value
+    assert told == trained.loss > 0
+    protocol: Any = run.protocol
+    layout, shared = run.context.layout, protocol.partial.shared
+    end = fedcmr._aggregation.extract(run.model.flat.detach(), layout, shared)
+    torch.testing.assert_close(
+        trained.state[fedcmr._DISPLACEMENT], end - fedcmr._aggregation.extract(starts[1], layout, shared)
+    )
+    assert not torch.equal(starts[0], starts[1])
+
+
+def test_plfedcmhs_prototype_terms_are_means_over_the_batch_and_over_the_silos_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = world("plfedcmh", kinds=PAIRED)
+    run.round()
+    protocol: Any = run.protocol
+    seen: dict[str, Any] = {}
+    real = protocol.fedavg.trained
+
+    def watched(local: Local, task: Task, **more: Any) -> Any:
+        seen.update(local=local, task=task, **more)
+        return real(local, task, **more)
+
+    monkeypatch.setattr(protocol.fedavg, "trained", watched)
+    run.train(run.eligible[0])
+    local, rows, caption = seen["local"], np.arange(4), np.zeros(11, np.int64)
+    step: Any = _training.Step(rows, caption, run_with)  # type: ignore[arg-type]
+    image, text = _training.outputs(local, rows, caption)
+    assert image is not None
+    assert text is not None
+    shared = _class_prototypes.read_download(take(seen["task"].payloads, ClassPrototypes), image.code.device)
+    assert bool(shared.image_valid.all())
+    labels = _training.labels_of(local, np.arange(11))[:4, protocol.columns]
+    terms = (
+        plfedcmh.prototype_loss(image.code, image.raw, labels, shared.image, shared.image_valid, protocol.options),
+        plfedcmh.prototype_loss(text.code, text.raw, labels, shared.text, shared.text_valid, protocol.options),
+    )
+    torch.testing.assert_close(seen["extra"](step, image, text), (terms[0] + terms[1]) / (4 * 11))
+
+
+def test_hysteresis_keeps_a_bit_whose_mean_is_just_as_large() -> None:
+    means, old = torch.tensor([[0.25, -0.25, 0.5, -0.5]]), torch.tensor([[-1.0, 1.0, -1.0, 1.0]])
+    found = fedhap.binary_prototypes(means, torch.tensor([True]), old, 0.25)
+    assert found.tolist() == [[-1.0, 1.0, 1.0, -1.0]]
+
+
+def test_rcsr_tells_no_silo_a_weight_above_one() -> None:
+    run = world("rcsr", {"personal": "router", "s_norm": "relative"}, kinds=PAIRED)
+    protocol: Any = run.protocol
+    told = protocol._told(run.state.tensors, torch.tensor([0, 2]), torch.tensor([0.9, 0.1]).double(), 2)
+    assert told["personal_weights"].tolist() == pytest.approx([1.0, 1.0, 0.2, 1.0])
+
+
+def test_rcsrs_router_rests_until_there_are_prototypes_of_both_modalities() -> None:
+    run = world("rcsr", {"warmup": 0}, kinds=PAIRED)
+    protocol: Any = run.protocol
+    steps = {}
+    for valid in ((True, False), (False, True), (True, True)):
+        run.state = protocol.initial(run.state.theta)
+        first = normalize(torch.ones(2, run.context.dim), dim=1)
+        tensors = {_prototypes.PROTOTYPES: first, _prototypes.VALID: torch.tensor(valid)}
+        state = replace(run.state, tensors={**run.state.tensors, **tensors})
+        steps[valid] = protocol.merge(state, run.replies(), 0).state.values["router_steps"]
+    assert steps == {(True, False): 0, (False, True): 0, (True, True): 1}
+
+
+def test_a_class_codes_bit_that_nothing_decides_stays_as_it_is() -> None:
+    codes = torch.tensor([[1.0, -1.0, -1.0], [-1.0, 1.0, -1.0]])
+    level = Level(1.0, torch.eye(2), codes)
+    zero = torch.zeros(2, 3)
+    assert torch.equal(swept_codes(level, [zero, zero], codes[:0], torch.zeros(2, 0), torch.zeros(2, 1), 3), codes)

@@ -1,0 +1,149 @@
+"""Options whose switch is off: what is said to have no effect has none, and who sets one is told."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import pytest
+import torch
+
+import protocols
+from fedmq.cli import main as cli
+from fedmq.config.scenario import Objective
+from protocols import _personal
+from protocols._options import without_effect
+from protocols._personal_model import OWN
+from tests.small_federation import OBJECTIVES, world
+from tests.threaded_run import resolved
+
+METHODS = [name for name in protocols.names() if hasattr(protocols.load(name).Options, "OF")]
+
+
+def choices(hint: Any) -> list[Any]:
+    """The values a type lists."""
+    if hint is bool:
+        return [False, True]
+    if get_origin(hint) is Literal:
+        return list(get_args(hint))
+    return [value for each in get_args(hint) for value in choices(each)]
+
+
+def another(kind: type[Any], name: str) -> Any:
+    """A value of an option that is not its default."""
+    default = {field.name: field.default for field in dataclasses.fields(kind)}[name]
+    listed = [value for value in choices(get_type_hints(kind)[name]) if value != default]
+    if listed:
+        return listed[0]
+    if default is None:
+        return 0.1
+    return default + 1 if isinstance(default, int) else default * 0.7 + 0.13
+
+
+def off(kind: type[Any], condition: str) -> dict[str, Any]:
+    """Values of a condition's switches with which it does not hold."""
+    terms = [term.partition("=")[::2] for term in condition.split("|")]
+    found: dict[str, Any] = {}
+    for switch in dict.fromkeys(switch for switch, _ in terms):
+        wanted = {value for each, value in terms if each == switch}
+        listed = ["csq"] if switch == "objective.base" else choices(get_type_hints(kind)[switch]) or [0.0]
+        nothing = [value for value in listed if value in (False, 0.0, "none")]
+        found[switch] = next(value for value in [*nothing, *listed] if str(value).lower() not in wanted)
+    return found
+
+
+def cases() -> Iterator[tuple[str, str, str]]:
+    for name in METHODS:
+        kind = protocols.load(name).Options
+        for condition, patterns in kind.OF.items():
+            if name == "pfedmma" and condition == "objective.base=info_nce":
+                continue  # it refuses every other base
+            fields = [field.name for field in dataclasses.fields(kind)]
+            for pattern in patterns:
+                found = fnmatch.filter(fields, pattern)
+                assert found, f"{name}: no option is called {pattern}"
+                yield from ((name, condition, option) for option in found)
+
+
+def trained(name: str, options: dict[str, Any], base: str | None) -> dict[str, torch.Tensor]:
+    """The model and what silos keep of their own to be measured by, after four rounds."""
+    objective = Objective(base="csq", bits=8, hidden=16) if base else OBJECTIVES.get(name)
+    run = world(name, options, objective=objective)
+    for _ in range(4):
+        run.round()
+    own = {
+        f"{silo} {key}": kept[key]
+        for silo, kept in run.personal.items()
+        for key in (OWN, _personal.STATE)
+        if key in kept
+    }
+    return {"model": run.state.theta, **own}
+
+
+def said(kind: type[Any], settings: dict[str, Any], base: str | None) -> dict[str, str]:
+    around = {"objective.base": base or "info_nce"}
+    return {option: why for option, _, why in without_effect(kind(**settings), around)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "condition", "option"), list(cases()))
+def test_an_option_whose_switch_is_off_has_no_effect_and_says_so(name: str, condition: str, option: str) -> None:
+    kind = protocols.load(name).Options
+    settings = off(kind, condition)
+    base = settings.pop("objective.base", None)
+    assert option not in said(kind, settings, base)
+    changed = {**settings, option: another(kind, option)}
+    why = said(kind, changed, base)[option]
+    assert all(f"{switch}: {str(value).lower()}" in why for switch, value in settings.items())
+    with_it, without = trained(name, changed, base), trained(name, settings, base)
+    assert with_it.keys() == without.keys()
+    assert all(torch.equal(with_it[key], without[key]) for key in with_it)
+
+
+def test_what_has_an_effect_goes_without_a_word(tiny: Path) -> None:
+    assert protocols.without_effect(resolved(tiny, "protocol={name: rcsr, personal: fixed, lambda_p: 0.4}")) == ()
+    assert protocols.without_effect(resolved(tiny, "protocol={name: rcsr, personal: fixed, s_norm: relative}")) == (
+        "protocol.s_norm: relative has no effect with personal: fixed",
+    )
+    assert protocols.without_effect(resolved(tiny, "protocol={name: rcsr, router: uniform, warmup: 3}")) == (
+        "protocol.warmup: 3 has no effect with router: uniform and anchor: true",
+    )
+    csq = "objective={base: csq, bits: 8, hidden: 16}"
+    assert protocols.without_effect(resolved(tiny, csq, "protocol={name: moon, tau: 0.05, mu: 0, buffer: 2}")) == (
+        "protocol.tau: 0.05 has no effect with objective.base: csq",
+        "protocol.buffer: 2 has no effect with mu: 0.0",
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "command", [("scenario", "--set", "launcher=inline"), ("sweep", "--vary", "protocol.lambda_p=0.4", "--seeds", "0")]
+)
+def test_the_command_line_says_it_once_and_runs(
+    command: tuple[str, ...],
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    name, *options = command
+    settings = ["--set", "rounds=1", "--set", "protocol={name: rcsr, minimax: false, lambda_p: 0.4}", "--quiet"]
+    monkeypatch.setattr("sys.argv", ["fedmq", name, str(tiny), "--out", str(tmp_path / "out"), *settings, *options])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    assert not caught.value.code
+    line = "warning protocol.lambda_p: 0.4 has no effect with personal: none"
+    assert capfd.readouterr().err.splitlines().count(line) == 1
+
+
+def test_a_fault_after_the_last_round_is_told_of(tiny: Path) -> None:
+    late = "faults=[{kind: drop, rounds: 4-}, {kind: drop, rounds: [3, 9]}, {kind: late, seconds: 2.0, rounds: [7]}]"
+    said = "has no effect with rounds: 4, whose last one is 3"
+    assert protocols.without_effect(resolved(tiny, "rounds=4", late)) == (
+        f"faults[0].rounds: 4- {said}",
+        f"faults[2].rounds: 7 {said}",
+    )
+    assert protocols.without_effect(resolved(tiny, "rounds=8", late)) == ()

@@ -1,0 +1,301 @@
+"""What PLFedCMH's silos and its hypernetworks do beyond what every method does."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.config.scenario import Objective
+from fedmq.errors import InputError
+from fedmq.federation.protocol import Local, Personalised, State
+from fedmq.wire.messages import ClassPrototypes, Delta, Model
+from protocols import _hypernetwork, plfedcmh
+from tests.replies import payload_of
+from tests.small_federation import DIM, World, equal_states, share, world
+
+TWO = ((True, True), (True, True))
+GENERATOR = 7
+
+
+def trained_world(rounds: int = 2, **arguments: Any) -> World:
+    run = world("plfedcmh", **arguments)
+    for _ in range(rounds):
+        run.round()
+    return run
+
+
+def small_network(silos: int = 3) -> tuple[torch.Tensor, Any, dict[str, slice]]:
+    parts = {"one": slice(0, 2), "two": slice(2, 5)}
+    shape = _hypernetwork.layout(list(parts), silos)
+    return _hypernetwork.initial(shape, torch.Generator().manual_seed(GENERATOR)), shape, parts
+
+
+def mixture(flat: torch.Tensor, shape: Any, parts: dict[str, slice], models: torch.Tensor) -> torch.Tensor:
+    allowed = torch.ones(len(models), dtype=torch.bool)
+    weights = _hypernetwork.shares(_hypernetwork.scores(flat, shape, list(parts)), allowed)
+    return torch.cat(list(_hypernetwork.mixed(weights, models, parts).values()))
+
+
+# ------------------------------------------------------------------------- the hypernetwork
+def test_a_block_is_a_layers_weight_and_bias_and_blocks_cover_their_branch() -> None:
+    run = world("plfedcmh")
+    for name in ("image", "text"):
+        parts = _hypernetwork.blocks(run.context.layout, run.model.branch(name))
+        ordered = sorted(parts.values(), key=lambda part: part.start)
+        branch = run.model.branch(name)
+        assert (ordered[0].start, ordered[-1].stop) == (branch.start, branch.stop)
+        assert all(a.stop == b.start for a, b in pairwise(ordered))
+        by_name = run.context.layout.by_name
+        for owner, part in parts.items():
+            assert part.stop - part.start == by_name[f"{owner}.weight"].size + by_name[f"{owner}.bias"].size
+
+
+def test_mixing_weights_are_a_distribution_over_those_that_may_be_mixed() -> None:
+    flat, shape, parts = small_network()
+    allowed = torch.tensor([True, False, True])
+    weights = _hypernetwork.shares(_hypernetwork.scores(flat, shape, list(parts)), allowed)
+    torch.testing.assert_close(weights.sum(1), torch.ones(2))
+    assert not weights[:, 1].any()
+    assert bool((weights >= 0).all())
+
+
+def test_a_dead_block_mixes_equally() -> None:
+    weights = _hypernetwork.shares(torch.zeros(1, 4), torch.tensor([True, True, False, True]))
+    torch.testing.assert_close(weights, torch.tensor([[1 / 3, 1 / 3, 0, 1 / 3]]))
+
+
+def test_the_step_is_the_gradient_of_the_mixture_along_the_direction() -> None:
+    flat, shape, parts = small_network()
+    models = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+    direction = torch.randn(5, generator=torch.Generator().manual_seed(2))
+    values = flat.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(mixture(values, shape, parts, models) @ direction, values)
+    found = _hypernetwork.gradient(
+        flat, shape, parts, models=models, allowed=torch.ones(3, dtype=torch.bool), direction=direction
+    )
+    torch.testing.assert_close(found, gradient)
+
+
+@pytest.mark.parametrize("sign", ["descent", "code"])
+def test_descent_moves_a_mixture_where_the_update_points_and_the_code_away(sign: str) -> None:
+    run = trained_world(2, options={"hn_sign": sign, "hn_rate": 0.01})
+    silo = run.context.silos[0]
+    reply = run.replies([silo])[0]
+    update = torch.from_numpy(reply.payloads[0].buffer.copy())
+    before = run.protocol.mixture(run.state, silo)
+    merged = run.protocol.merge(run.state, [reply], 2).state
+    kept = {name: each for name, each in run.state.tensors.items() if not name.startswith("hyper_")}
+    only_networks = State(run.state.theta, {**merged.tensors, **kept})
+    moved = float((run.protocol.mixture(only_networks, silo) - before) @ update)
+    assert moved > 0 if sign == "descent" else moved < 0
+
+
+# ------------------------------------------------------------------------- the coordinator
+def test_before_anybody_has_trained_every_silo_gets_the_same_model() -> None:
+    run = world("plfedcmh")
+    for silo in run.context.silos:
+        assert torch.equal(run.protocol.mixture(run.state, silo), run.state.theta)
+
+
+def test_afterwards_every_silo_gets_a_model_of_its_own() -> None:
+    run = trained_world()
+    models = [run.protocol.mixture(run.state, silo) for silo in run.context.silos]
+    assert not torch.equal(models[0], models[3])
+
+
+def test_a_silos_own_model_is_what_it_was_sent_plus_its_update() -> None:
+    run = trained_world(1)
+    silo = run.context.silos[0]
+    sent = run.protocol.mixture(run.state, silo)
+    reply = run.replies([silo])[0]
+    after = run.protocol.merge(run.state, [reply], 1).state.tensors["table_models"][0]
+    torch.testing.assert_close(after, sent + torch.from_numpy(reply.payloads[0].buffer.copy()))
+
+
+def test_only_silos_that_have_a_branch_are_mixed_into_it() -> None:
+    run = trained_world(1)
+    spoilt = dict(run.state.tensors)
+    spoilt["table_models"] = spoilt["table_models"].clone()
+    spoilt["table_models"][2, run.model.branch("image")] = 1e6  # silo 2 has captions only
+    for silo in run.context.silos:
+        image = run.protocol.mixture(State(run.state.theta, spoilt), silo)[run.model.branch("image")]
+        assert float(image.abs().max()) < 1e3
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["", "checkpoint of before owners were kept"])
+def test_a_silo_that_gains_or_loses_a_modality_is_mixed_by_what_it_last_trained(older: bool) -> None:
+    run = trained_world(1)
+    first, second = run.context.silos[:2]
+    lost, gained = dataclasses.replace(first, text=False), dataclasses.replace(second, text=True)
+    run.shares = {**run.shares, 0: share(lost, 11), 1: share(gained, 9)}
+    if older:
+        without = {name: each for name, each in run.state.tensors.items() if name != "table_model_owners"}
+        run.state = State(run.state.theta, without, run.state.values)
+
+    def of_text() -> list[int]:
+        """Silos whose text branch goes into a mixture."""
+        silo, found = run.context.silos[3], []
+        part = run.model.branch("text")
+        for index in range(4):
+            models = run.state.tensors["table_models"].clone()
+            models[index, part] += 1.0
+            changed = State(run.state.theta, {**run.state.tensors, "table_models": models})
+            if not torch.equal(run.protocol.mixture(changed, silo)[part], run.protocol.mixture(run.state, silo)[part]):
+                found.append(index)
+        return found
+
+    assert of_text() == [0, 2, 3]
+    run.round([lost, gained])
+    assert of_text() == [1, 2, 3]
+
+
+def test_the_hypernetwork_of_a_branch_the_silo_lacks_never_moves() -> None:
+    run = world("plfedcmh")
+    before = run.state.tensors["hyper_text"][1].clone()
+    for _ in range(3):
+        run.round()
+    assert torch.equal(run.state.tensors["hyper_text"][1], before)
+    assert not torch.equal(run.state.tensors["hyper_image"][1], world("plfedcmh").state.tensors["hyper_image"][1])
+
+
+def test_a_stale_reply_moves_the_hypernetwork_less() -> None:
+    run = trained_world(2, options={"hn_rate": 0.01})
+    reply = run.replies(run.context.silos[:1])[0]
+    start = run.state.tensors["hyper_image"][0]
+
+    def moved(damping: float) -> float:
+        given = dataclasses.replace(reply, damping=damping)
+        return float((run.protocol.merge(run.state, [given], 2).state.tensors["hyper_image"][0] - start).norm())
+
+    assert moved(0.5) == pytest.approx(0.5 * moved(1.0), rel=1e-2)
+
+
+def test_a_stale_update_is_added_to_what_the_silo_was_sent_and_steps_where_it_was_sent() -> None:
+    run = trained_world(2, options={"hn_rate": 0.01})
+    silo, sent = run.context.silos[0], run.state
+    reply = run.replies([silo])[0]
+    fresh = run.protocol.merge(sent, [reply], 2).state
+    run.round(run.context.silos[1:])
+    stale = dataclasses.replace(reply, base=sent, staleness=1)
+    merged = run.protocol.merge(run.state, [stale], 3).state
+    update = torch.from_numpy(reply.payloads[0].buffer.copy())
+    torch.testing.assert_close(merged.tensors["table_models"][0], run.protocol.mixture(sent, silo) + update)
+    assert not torch.allclose(run.protocol.mixture(run.state, silo), run.protocol.mixture(sent, silo))
+    step = fresh.tensors["hyper_image"][0] - sent.tensors["hyper_image"][0]
+    assert step.any()
+    torch.testing.assert_close(merged.tensors["hyper_image"][0], run.state.tensors["hyper_image"][0] + step)
+
+
+def test_a_silo_that_stays_away_keeps_its_last_model() -> None:
+    run = trained_world(1)
+    kept = run.state.tensors["table_models"][3].clone()
+    run.round(run.context.silos[:2])
+    assert torch.equal(run.state.tensors["table_models"][3], kept)
+
+
+def test_the_global_model_is_fedavgs_with_equal_weights() -> None:
+    objective = Objective(base="shdch", bits=8, hidden=16)
+    run, plain = (
+        world(name, options, objective=objective)
+        for name, options in (("plfedcmh", {}), ("fedavg", {"weighting": "uniform"}))
+    )
+    run.round()
+    plain.round()
+    assert torch.equal(run.state.theta, plain.state.theta)
+
+
+# ------------------------------------------------------------------------- the silo
+def test_without_prototypes_and_mixing_a_silo_trains_as_fedavg_does() -> None:
+    objective = Objective(base="shdch", bits=8, hidden=16)
+    options = {"beta": 0.0, "eta": 0.0}
+    run = world("plfedcmh", options, kinds=((True, True),), sizes=(7,), objective=objective)
+    plain = world("fedavg", kinds=((True, True),), sizes=(7,), objective=objective)
+    for _ in range(3):
+        run.round()
+        plain.round()
+    torch.testing.assert_close(run.state.theta, plain.state.theta)
+
+
+@pytest.mark.parametrize("changes", [{"beta": 0.0}, {"eta": 0.0}, {"hn_rate": 0.0}, {"hn_sign": "code"}], ids=str)
+def test_every_switch_changes_the_result(changes: dict[str, Any]) -> None:
+    options = {"hn_rate": 0.01}
+    runs = [trained_world(4, options=options), trained_world(4, options={**options, **changes})]
+    assert not equal_states(runs[0].state, runs[1].state)
+
+
+def test_a_sample_whose_classes_have_no_prototype_is_drawn_nowhere() -> None:
+    features = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    labels, prototypes = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2, 4)
+    options = plfedcmh.PlFedCmhOptions(beta=0.0)
+    valid = torch.tensor([True, False])
+    loss = plfedcmh.prototype_loss(features, features, labels, prototypes, valid, options)
+    (gradient,) = torch.autograd.grad(loss, features)
+    assert gradient[0].any()
+    assert not gradient[1].any()
+
+
+def test_a_sample_of_two_classes_is_drawn_to_the_mean_of_their_prototypes() -> None:
+    prototypes = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    features, labels = torch.tensor([[0.5, 0.5]]), torch.ones(1, 2)
+    options = plfedcmh.PlFedCmhOptions(beta=0.0)
+    assert float(plfedcmh.prototype_loss(features, features, labels, prototypes, torch.ones(2).bool(), options)) == 0
+
+
+def test_prototypes_are_class_means_of_the_modalities_the_silo_has() -> None:
+    run = world("plfedcmh", kinds=((True, False), (True, True)), sizes=(6, 6))
+    reply = run.replies()[0]
+    (found,) = [payload for payload in reply.payloads if isinstance(payload, ClassPrototypes)]
+    image, text = np.split(found.prototypes, 2)
+    counts = run.shares[0].labels.sum(0).numpy()
+    assert np.array_equal(found.counts, np.concatenate([counts, np.zeros_like(counts)]))
+    assert image[counts > 0].any()
+    assert not text.any()
+
+
+def test_a_silo_is_measured_by_its_own_mixture() -> None:
+    run = trained_world(kinds=TWO, sizes=(8, 8))
+    assert isinstance(run.protocol, Personalised)
+    assert run.protocol.personalised
+    x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0))
+    for silo in run.context.silos:
+        payloads = run.protocol.task(run.state, silo)
+        encoders = run.protocol.encoders(Local(silo, run.shares[silo.index], run.model, {}), payloads)
+        found = encoders.image(x)
+        (model,) = [payload for payload in payloads if isinstance(payload, Model)]
+        assert np.array_equal(model.buffer, run.protocol.mixture(run.state, silo).numpy())
+        run.model.load(torch.from_numpy(model.buffer.copy()))
+        assert torch.equal(found, run.model.image(x))
+
+
+def test_a_silo_may_be_measured_by_its_model_as_its_last_training_left_it() -> None:
+    run = trained_world(options={"measured": "trained"}, kinds=TWO)
+    silo = run.context.silos[0]
+    sent = next(each for each in run.protocol.task(run.state, silo) if isinstance(each, Model)).buffer
+    trained = run.train(silo)
+    left = run.model.flat.detach().clone()
+    delta = payload_of(run.reply(silo, trained), Delta).buffer
+    assert delta.any()
+    torch.testing.assert_close(left, torch.tensor(sent) + torch.tensor(delta))
+    protocol = run.protocol
+    assert isinstance(protocol, Personalised)
+    payloads = protocol.task(run.state, silo)
+    protocol.encoders(Local(silo, run.shares[0], run.model, run.personal[0]), payloads)
+    assert torch.equal(run.model.flat.detach(), left)
+    protocol.encoders(Local(silo, run.shares[0], run.model, {}), payloads)  # nothing of its own yet
+    assert torch.equal(run.model.flat.detach(), torch.tensor(sent))
+
+
+def test_a_base_without_labels_is_refused() -> None:
+    with pytest.raises(InputError, match=r"objective\.base"):
+        world("plfedcmh", objective=Objective())
+
+
+def test_it_runs_on_a_base_with_common_layers_too() -> None:
+    run = trained_world(3, objective=Objective(base="dscmr", bits=8, hidden=16))
+    assert "hyper_shared" in run.state.tensors
+    assert torch.isfinite(run.state.theta).all()

@@ -1,0 +1,484 @@
+"""What RCSR's coordinator and silos do beyond what every method does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from fedmq.config.scenario import Training
+from fedmq.federation.protocol import Merged, Reply, State, take
+from fedmq.wire.messages import ClassPrototypes, Geometry, Loss, ModalityPrototypes, RouterStatistics
+from protocols import _aggregation, _prototypes, _router, rcsr
+from protocols._centroids import MEMBERS
+from protocols._losses import anchor, info_nce, nearest_anchor, unit
+from tests import in_process_run
+from tests.replies import weights_of, with_payload
+from tests.small_federation import DIM, MIXED, equal_states, share, world
+from tests.threaded_run import resolved
+
+OFF = {"router": False, "minimax": False, "client_align": False, "anchor": False, "lambda_s": 0.0}
+
+
+# ------------------------------------------------------------------------- degeneration
+@pytest.mark.parametrize("branch_renorm", [False, True])
+def test_with_every_switch_off_rcsr_is_fedavg_to_the_bit(branch_renorm: bool) -> None:
+    plain = world("fedavg", {"single_modality": "idle", "branch_renorm": branch_renorm})
+    run = world("rcsr", {**OFF, "branch_renorm": branch_renorm})
+    for _ in range(4):
+        plain.round()
+        run.round()
+        assert torch.equal(run.state.theta, plain.state.theta)
+
+
+@pytest.mark.parametrize("proto_unit", [True, False])
+def test_with_anchors_on_and_all_else_off_it_is_anchored_fedavg_to_the_bit(proto_unit: bool) -> None:
+    plain = world("fedavg", {"proto_unit": proto_unit})
+    run = world("rcsr", {**OFF, "anchor": True, "proto_unit": proto_unit})
+    for _ in range(6):
+        plain.round()
+        run.round()
+        assert torch.equal(run.state.tensors["prototypes"], plain.state.tensors["prototypes"])
+        assert torch.equal(run.state.theta, plain.state.theta)
+
+
+def test_the_paired_control_is_fedavg_where_all_silos_are_paired() -> None:
+    kinds = ((True, True),) * 3
+    runs = [world("fedavg", kinds=kinds), world("paired_only", kinds=kinds), world("rcsr", OFF, kinds=kinds)]
+    for _ in range(3):
+        for run in runs:
+            run.round()
+    assert torch.equal(runs[0].state.theta, runs[1].state.theta)
+    assert torch.equal(runs[0].state.theta, runs[2].state.theta)
+
+
+def test_the_router_over_the_table_equals_the_router_over_reporters_when_all_report() -> None:
+    runs = [world("rcsr", {"warmup": 0, "router_over": over}) for over in ("reporters", "table")]
+    for _ in range(3):
+        for run in runs:
+            run.round()
+    assert equal_states(runs[0].state, runs[1].state)
+
+
+def test_where_merges_are_of_few_replies_the_router_looks_at_all_silos_unless_told_otherwise() -> None:
+    for given, whole, over in (
+        (None, True, "reporters"),
+        (None, False, "table"),
+        ("reporters", False, "reporters"),
+        ("table", True, "table"),
+    ):
+        run = world("rcsr", {"warmup": 0, "router_over": given, "minimax": False, "personal": "router"})
+        context = dataclasses.replace(run.context, whole_rounds=whole)
+        run.protocol = rcsr.Rcsr(run.protocol.options, context)  # type: ignore[attr-defined]
+        run.round()
+        run.round(run.eligible[:1])
+        told = take(run.protocol.task(run.state, run.eligible[0]), RouterStatistics).weight
+        assert told is not None
+        # A softmax over one reply gives it all, whatever it says.
+        assert (told == 1.0) is (over == "reporters"), (given, whole)
+
+
+@pytest.mark.parametrize(
+    ("settings", "over"),
+    [
+        ((), "reporters"),
+        (("aggregation.mode=buffered",), "table"),
+        (("aggregation.mode=buffered", "aggregation.buffer=3"), "reporters"),  # a round, to the bit
+        (("aggregation.mode=async",), "table"),
+        (("aggregation.mode=async", "participation=0.25"), "reporters"),  # a round is one reply, too
+        (("aggregation.mode=async", "protocol.router_over=reporters"), "reporters"),
+    ],
+    ids=str,
+)
+def test_a_run_without_rounds_has_its_router_look_at_the_table(
+    settings: tuple[str, ...], over: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    merge = rcsr.Rcsr.merge
+
+    def watched(protocol: rcsr.Rcsr, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+        seen.append(protocol.router_over)
+        return merge(protocol, state, replies, round_)
+
+    monkeypatch.setattr(rcsr.Rcsr, "merge", watched)
+    in_process_run.run(resolved(tiny, "rounds=1", "participation=0.75", *settings), tmp_path)
+    assert seen == [over]
+
+
+def test_the_router_over_the_table_still_weighs_a_buffer_of_two() -> None:
+    run = world("rcsr", {"warmup": 1, "router_over": "table"})
+    run.round()
+    for silos in (run.eligible[:2], run.eligible[2:]):
+        log = run.round(silos)
+        assert math.isfinite(log["router_loss"])
+    assert int((run.state.tensors["table_versions"] >= 0).sum()) == 4
+
+
+@pytest.mark.parametrize("older", [False, True], ids=["", "checkpoint of before the mask was kept"])
+def test_the_table_knows_the_modalities_of_each_silos_last_report(older: bool) -> None:
+    runs = [world("rcsr", {"warmup": 0, "router_over": over}) for over in ("reporters", "table")]
+    for run in runs:
+        run.round()
+        lost, gained = run.context.silos[0], run.context.silos[1]
+        lost, gained = dataclasses.replace(lost, text=False), dataclasses.replace(gained, text=True)
+        run.shares = {**run.shares, 0: share(lost, 11), 1: share(gained, 9)}
+        if older:
+            without = {name: each for name, each in run.state.tensors.items() if name != "table_mask"}
+            run.state = State(run.state.theta, without, run.state.values)
+        for _ in range(2):
+            run.round([lost, gained, *run.context.silos[2:]])
+    assert torch.equal(runs[0].state.theta, runs[1].state.theta)
+    assert torch.equal(runs[0].state.tensors["router"], runs[1].state.tensors["router"])
+    told = [[True, False], [True, True], [False, True], [True, True]]
+    assert runs[1].state.tensors["table_mask"].tolist() == told
+    runs[1].round(runs[1].context.silos[2:])
+    assert runs[1].state.tensors["table_mask"].tolist() == told
+
+
+def test_the_router_over_the_table_takes_a_checkpoint_without_the_mask() -> None:
+    run, older = (world("rcsr", {"warmup": 0, "router_over": "table"}) for _ in range(2))
+    for each in (run, older):
+        each.round()
+    without = {name: each for name, each in older.state.tensors.items() if name != "table_mask"}
+    older.state = State(older.state.theta, without, older.state.values)
+    for each in (run, older):
+        each.round(each.context.silos[:2])
+    assert equal_states(run.state, older.state)
+
+
+def test_an_older_reply_does_not_overwrite_the_table() -> None:
+    run = world("rcsr")
+    for _ in range(2):
+        run.round()
+    stale = [dataclasses.replace(reply, base_version=0, staleness=2) for reply in run.replies()]
+    after = run.protocol.merge(run.state, stale, 2).state
+    assert torch.equal(after.tensors["table_losses"], run.state.tensors["table_losses"])
+
+
+# ------------------------------------------------------------------------- weights
+@pytest.mark.parametrize("warmup", [0, 20])
+@pytest.mark.parametrize("loss", [0.0, 1e-30, 1.0, 1e4, 1e30])
+def test_weights_sum_to_one_and_stay_finite_for_extreme_losses(loss: float, warmup: int) -> None:
+    run = world("rcsr", {"warmup": warmup, "branch_renorm": False}, kinds=((True, True),) * 4)
+    run.round()
+    replies = run.replies()
+    replies[0] = with_payload(replies[0], Loss(value=loss))
+    replies[1] = with_payload(replies[1], Geometry(values=np.full(4, 1e30, np.float32)))
+    weights = weights_of(run, replies)
+    assert torch.isfinite(weights).all()
+    assert (weights >= 0).all()
+    assert float(weights.sum()) == pytest.approx(1, abs=1e-5)
+    for _ in range(3):
+        run.state = run.protocol.merge(run.state, replies, run.version).state
+        run.version += 1
+    for name, tensor in run.state.tensors.items():
+        assert torch.isfinite(tensor).all(), name
+
+
+def test_without_the_router_weights_follow_the_samples_or_are_all_alike() -> None:
+    for router, expected in ((False, [11 / 32, 9 / 32, 7 / 32, 5 / 32]), ("uniform", [0.25] * 4)):
+        options = {"router": router, "minimax": False, "branch_renorm": False, "warmup": 0}
+        run = world("rcsr", options, kinds=((True, True),) * 4)
+        np.testing.assert_allclose(weights_of(run, run.replies()), expected, atol=1e-6)
+        run.round()
+        assert run.state.values["router_steps"] == 0
+
+
+def test_during_warm_up_weights_follow_the_samples_and_the_router_rests() -> None:
+    run = world("rcsr", {"warmup": 2, "minimax": False, "branch_renorm": False}, kinds=((True, True),) * 4)
+    by_samples = torch.tensor([11, 9, 7, 5], dtype=torch.float64) / 32
+    router = run.state.tensors["router"]
+    for _ in range(2):
+        np.testing.assert_allclose(weights_of(run, run.replies()), by_samples, atol=1e-6)
+        run.round()
+    assert run.state.values == {"merges": 2, "router_steps": 0}
+    assert torch.equal(run.state.tensors["router"], router)
+    routed = weights_of(run, run.replies())
+    run.round()
+    assert run.state.values["router_steps"] == 1
+    assert not torch.equal(run.state.tensors["router"], router)
+    assert not np.allclose(routed, by_samples, atol=1e-4)
+    assert float(routed.sum()) == pytest.approx(1, abs=1e-5)
+
+
+# ------------------------------------------------------------------------- prototypes
+def test_the_first_prototype_is_taken_as_it_is_and_later_ones_are_averaged_in() -> None:
+    tensors = _prototypes.initial(2)
+    real = torch.ones(1, 2, dtype=torch.bool)
+    one = torch.ones(1, dtype=torch.float64)
+    first = torch.tensor([[[1.0, 0.0], [0.0, 1.0]]])
+    tensors = _prototypes.updated(tensors, first, real, one, 0.9)
+    assert torch.equal(tensors["prototypes"], first[0])
+    tensors = _prototypes.updated(tensors, first.flip(1), real, one, 0.9)
+    expected = torch.tensor([0.9, 0.1]) / math.hypot(0.9, 0.1)
+    assert torch.allclose(tensors["prototypes"][0], expected)
+    assert torch.allclose(tensors["prototypes"].norm(dim=1), torch.ones(2))
+
+
+def test_a_modality_nobody_reports_keeps_its_prototype() -> None:
+    run = world("rcsr")
+    image_silo = run.eligible[1]
+    run.round([image_silo])
+    assert run.state.tensors["prototypes_valid"].tolist() == [True, False]
+    run.round()
+    before = run.state.tensors["prototypes"]
+    run.round([image_silo])
+    after = run.state.tensors["prototypes"]
+    assert torch.equal(after[1], before[1])
+    assert not torch.equal(after[0], before[0])
+
+
+def test_a_filler_is_never_trusted_whatever_the_silo_sends() -> None:
+    run = world("rcsr", {"warmup": 0})
+    run.round()
+    replies = run.replies()
+    image_only = replies[1]
+    sent = next(payload for payload in image_only.payloads if isinstance(payload, ModalityPrototypes))
+    for mask in (1, 3):
+        lie = dataclasses.replace(sent, text=np.full(DIM, 7, np.float32), mask=mask)
+        changed = [with_payload(reply, lie) if reply is image_only else reply for reply in replies]
+        honest = run.protocol.merge(run.state, replies, 1)
+        assert equal_states(run.protocol.merge(run.state, changed, 1).state, honest.state)
+
+
+def test_an_image_only_silo_is_idle_until_there_is_a_text_prototype_then_moves_towards_it() -> None:
+    run = world("rcsr", training=Training(batch_size=8, local_epochs=20))
+    silo = run.eligible[1]
+    assert run.train(silo).loss == 0.0
+    run.round()
+    target = run.state.tensors["prototypes"][1]
+
+    def distance() -> float:
+        with torch.no_grad():
+            return float(1 - (run.model.image(run.shares[silo.index].image) @ target).mean())
+
+    run.model.load(run.state.theta)
+    before = distance()
+    trained = run.train(silo)
+    assert trained.loss > 0
+    assert distance() < before
+
+
+@pytest.mark.parametrize("filler", ["ema", "zero", "learned"])
+@pytest.mark.parametrize("mask", ["input", "none"])
+def test_every_filler_runs_and_the_learned_one_is_learned(filler: str, mask: str) -> None:
+    run = world("rcsr", {"filler": filler, "router_mask": mask, "warmup": 1, "masked_pc": False, "masked_ema": False})
+    fresh = run.state.tensors["router"].clone()
+    for _ in range(3):
+        run.round()
+    if filler == "learned":
+        name = _router.layout(DIM, True)
+        assert not torch.equal(
+            _router.views(run.state.tensors["router"], name)["filler"], _router.views(fresh, name)["filler"]
+        )
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"router": False},
+        {"minimax": False},
+        {"client_align": False},
+        {"anchor": False},
+        {"eq9_half": True, "router_softplus": True, "beta4": 0.1, "fair_update": "code", "ema": 0.95, "warmup": 0},
+        {"fair_update": "paper", "fair_center": False, "masked_pc": False, "masked_ema": False, "proto_unit": False},
+        {"branch_renorm": False},
+        {"anchor": "multi", "anchor_centroids": 3, "anchor_support": 2},
+    ],
+    ids="+".join,
+)
+def test_every_ablation_runs_and_changes_the_result(changes: dict[str, Any]) -> None:
+    full, other = world("rcsr", {"warmup": 1}), world("rcsr", {"warmup": 1, **changes})
+    for _ in range(4):
+        full.round()
+        other.round()
+    assert torch.isfinite(other.state.theta).all()
+    assert not torch.equal(full.state.theta, other.state.theta)
+
+
+def test_many_anchors_draw_each_sample_to_the_nearest_and_one_is_the_printed_anchor() -> None:
+    z, many = unit(torch.randn(5, DIM)), unit(torch.randn(3, DIM))
+    cosines = z @ many.T
+    assert torch.allclose(nearest_anchor(z, many), 1 - torch.stack([row.max() for row in cosines]).mean())
+    assert torch.allclose(nearest_anchor(z, many[:1]), anchor(z, many[0]))
+
+
+def test_silos_that_lack_a_modality_get_all_centroids_of_it_once_the_warm_up_is_over() -> None:
+    options = {"anchor": "multi", "anchor_centroids": 3, "anchor_support": 2, "warmup": 2}
+    run = world("rcsr", options, kinds=((True, True), (True, False), (False, True)), sizes=(8, 8, 8))
+
+    def down() -> list[ClassPrototypes | None]:
+        tasks = [run.protocol.task(run.state, silo) for silo in run.eligible]
+        return [next((each for each in task if isinstance(each, ClassPrototypes)), None) for task in tasks]
+
+    for _ in range(2):
+        assert down() == [None, None, None]
+        run.round()
+    run.round()
+    paired, image_only, text_only = down()
+    assert paired is None
+    assert image_only is not None
+    assert text_only is not None
+    assert (image_only.modality, text_only.modality) == ("text", "image")
+    assert min(image_only.counts) >= 2
+    assert len(image_only.counts) > 3  # of the paired silo and of the text-only one
+    assert MEMBERS + "_text" not in run.personal[1]
+    assert MEMBERS + "_image" in run.personal[1]
+
+
+# ------------------------------------------------------------------------- the report
+def test_the_geometry_remembers_the_previous_update() -> None:
+    run = world("rcsr")
+    silo = run.eligible[0]
+
+    def turn() -> float:
+        trained = run.train(silo)
+        return next(float(payload.values[2]) for payload in trained.payloads if isinstance(payload, Geometry))
+
+    assert turn() == 0.0
+    assert turn() != 0.0
+
+
+def test_the_norm_ratio_of_a_single_modality_silo_stays_small_in_the_token() -> None:
+    numbers = torch.tensor([[1.0, 1e8, 0.0, 1.0]])
+    prototypes, mask = torch.ones(1, 2, DIM), torch.tensor([[True, False]])
+    token = _router.tokens(prototypes, mask, numbers, torch.zeros(1), hide_filled=True)
+    assert token.shape == (1, 2 * DIM + 8)
+    assert float(token.abs().max()) <= math.log1p(10) + 1e-6
+    assert not token[0, DIM : 2 * DIM].any()
+
+
+def test_prototypes_come_from_at_most_128_samples() -> None:
+    run = world("rcsr", kinds=((True, True),), sizes=(300,))
+    seen: list[int] = []
+
+    def note(_: torch.nn.Module, arguments: tuple[torch.Tensor]) -> None:
+        seen.append(len(arguments[0]))
+
+    run.model.visual.register_forward_pre_hook(note)
+    run.train(run.eligible[0])
+    assert seen[-1] == 128
+    assert sum(seen[:-1]) == 2 * 300  # two epochs, no batch dropped
+
+
+# ------------------------------------------------------------------------- the router
+def test_the_router_does_not_care_about_the_order_of_silos() -> None:
+    shape = _router.layout(DIM, learned_filler=False)
+    parameters = _router.views(_router.initial(shape, torch.Generator().manual_seed(0)), shape)
+    tokens = torch.randn(6, 2 * DIM + 8, generator=torch.Generator().manual_seed(1))
+    order = torch.tensor([3, 1, 5, 0, 2, 4])
+    straight = _router.logits(parameters, tokens)
+    assert torch.allclose(_router.logits(parameters, tokens[order]), straight[order], atol=1e-5)
+
+
+def test_the_routers_network_is_the_encoder_layer_of_torch() -> None:
+    shape = _router.layout(DIM, learned_filler=False)
+    p = _router.views(_router.initial(shape, torch.Generator().manual_seed(0)), shape)
+    layer = torch.nn.TransformerEncoderLayer(128, 4, 512, 0.1, "gelu", batch_first=True).eval()
+    names = {
+        "self_attn.in_proj_weight": "qkv.weight",
+        "self_attn.in_proj_bias": "qkv.bias",
+        "self_attn.out_proj.weight": "out.weight",
+        "self_attn.out_proj.bias": "out.bias",
+        "linear1.weight": "up.weight",
+        "linear1.bias": "up.bias",
+        "linear2.weight": "down.weight",
+        "linear2.bias": "down.bias",
+        "norm1.weight": "norm1.gain",
+        "norm1.bias": "norm1.bias",
+        "norm2.weight": "norm2.gain",
+        "norm2.bias": "norm2.bias",
+    }
+    tokens = torch.randn(5, 2 * DIM + 8, generator=torch.Generator().manual_seed(1))
+    x = torch.nn.functional.linear(tokens, p["input.0.weight"], p["input.0.bias"])
+    x = torch.nn.functional.gelu(torch.nn.functional.layer_norm(x, (128,), p["input.norm.gain"], p["input.norm.bias"]))
+    x = torch.nn.functional.linear(x, p["input.1.weight"], p["input.1.bias"])
+    with torch.no_grad():
+        for block in range(2):
+            layer.load_state_dict({name: p[f"block.{block}.{own}"] for name, own in names.items()})
+            x = layer(x[None])[0]
+    expected = torch.nn.functional.linear(x, p["score.weight"], p["score.bias"]).squeeze(-1)
+    assert torch.allclose(_router.logits(p, tokens), expected, atol=1e-5)
+
+
+def test_our_step_of_adam_is_torchs() -> None:
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(50, generator=generator, dtype=torch.float64)
+    theirs = torch.nn.Parameter(start.clone())
+    optimiser = torch.optim.Adam([theirs], lr=1e-3)
+    ours = _router.Adam(start, torch.zeros_like(start), torch.zeros_like(start), 0)
+    for _ in range(5):
+        theirs.grad = torch.randn(50, generator=generator, dtype=torch.float64)
+        ours = _router.adam_step(ours, theirs.grad, 1e-3)
+        optimiser.step()
+    np.testing.assert_allclose(ours.values, theirs.detach(), rtol=1e-12)
+
+
+def test_the_router_learns_to_prefer_silos_near_the_global_prototypes() -> None:
+    run = world("rcsr", {"warmup": 0, "beta4": 0.0, "router_rate": 1e-2})
+    protocol: Any = run.protocol
+    generator = torch.Generator().manual_seed(3)
+    target = torch.nn.functional.normalize(torch.randn(2, DIM, generator=generator), dim=-1)
+    near = torch.nn.functional.normalize(target + 0.05 * torch.randn(2, DIM, generator=generator), dim=-1)
+    pool = type(protocol._read(run.replies()))(
+        torch.stack([near, -near, near, -near]),
+        torch.ones(4, 2, dtype=torch.bool),
+        torch.zeros(4, 4),
+        torch.ones(4, dtype=torch.float64),
+    )
+    tensors = {**run.state.tensors, "prototypes": target, "prototypes_valid": torch.ones(2, dtype=torch.bool)}
+    adam = _router.Adam(*(tensors[name] for name in ("router", "router_first", "router_second")), 0)
+    for step in range(60):
+        adam, _ = protocol._router_stepped(adam, pool, tensors, step)
+    weights = protocol._routed(adam.values, pool, tensors)
+    assert float(weights[0] + weights[2]) > 0.9
+
+
+def test_the_entropy_has_a_finite_gradient_at_a_weight_of_zero() -> None:
+    weights = torch.tensor([1.0, 0.0], requires_grad=True)
+    (gradient,) = torch.autograd.grad(_router.entropy(weights), weights)
+    assert torch.isfinite(gradient).all()
+
+
+# ------------------------------------------------------------------------- merging branches
+def test_a_branch_is_averaged_over_the_silos_that_trained_it() -> None:
+    run = world("fedavg")
+    branches = {"image": slice(0, 2), "text": slice(2, 4)}
+    silos = run.context.silos
+    updates = [
+        _aggregation.Update(silos[0], torch.tensor([1.0, 1, 1, 1]), 2, 1.0),
+        _aggregation.Update(
+            silos[1], torch.tensor([3.0, 3, 9, 9]), 2, 1.0
+        ),  # image only: what it sends for text is ignored
+    ]
+    theta, half = torch.zeros(4), torch.tensor([0.5, 0.5], dtype=torch.float64)
+    renormalised = _aggregation.merge_updates(theta, updates, half, branches, branch_renorm=True)  # type: ignore[arg-type]
+    assert renormalised.tolist() == [2, 2, 1, 1]
+    printed = _aggregation.merge_updates(theta, updates, half, branches, branch_renorm=False)  # type: ignore[arg-type]
+    assert printed.tolist() == [2, 2, 0.5, 0.5]
+
+
+def test_a_batch_of_one_has_an_info_nce_of_exactly_zero() -> None:
+    z = torch.nn.functional.normalize(torch.randn(1, DIM, generator=torch.Generator().manual_seed(0)), dim=-1)
+    assert float(info_nce(z, -z, 0.07)) == 0.0
+
+
+def test_the_state_before_the_first_round_knows_of_nobody() -> None:
+    state: State = world("rcsr").state
+    assert state.tensors["table_versions"].tolist() == [-1] * len(MIXED)
+    assert float(state.tensors["fair_log_q"].exp().sum()) == pytest.approx(1)
+
+
+def test_a_silo_merged_alone_is_told_its_weight_among_all_that_the_router_knows() -> None:
+    run = world("rcsr", {"personal": "router", "router_over": "table", "warmup": 0})
+    run.round()
+    alone = run.context.silos[0]
+    run.round([alone])
+    told = take(run.protocol.task(run.state, alone), RouterStatistics).weight
+    assert told is not None and 0.0 < told < 0.9

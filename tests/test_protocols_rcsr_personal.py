@@ -1,0 +1,129 @@
+"""RCSR-p: adapters that stay at their silos, and what is measured with them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fedmq.storage.json_files import read_lines
+from fedmq.storage.run_folder import RunFolder
+from protocols import _personal
+from tests import threaded_run
+from tests.small_federation import world
+
+ON = {"personal": "router", "personal_onset": 0, "personal_epochs": 3, "personal_rate": 1.0, "warmup": 1}
+
+
+def test_an_adapter_begins_as_nearly_no_correction() -> None:
+    z = torch.nn.functional.normalize(torch.randn(5, 16, generator=torch.Generator().manual_seed(0)), dim=1)
+    adapter = _personal.initial(16, 8, torch.Generator().manual_seed(1))
+    assert torch.allclose(_personal.embed(z, adapter, 0.5), z, atol=2e-3)
+
+
+def test_adapters_move_and_differ_from_silo_to_silo() -> None:
+    run = world("rcsr", ON)
+    for _ in range(2):
+        run.round()
+    adapters = [run.personal[silo.index][_personal.STATE] for silo in run.eligible]
+    for one, other in itertools.pairwise(adapters):
+        assert not torch.equal(one, other)
+
+
+def test_personalisation_changes_nothing_that_is_shared() -> None:
+    plain, personal = world("rcsr", {"warmup": 1}), world("rcsr", ON)
+    for _ in range(3):
+        plain.round()
+        personal.round()
+        assert torch.equal(plain.state.theta, personal.state.theta)
+
+
+def test_fedbridge_p_fits_adapters_to_pairs_only_and_shares_nothing_of_them() -> None:
+    on = {"personal": True, "personal_onset": 0, "personal_epochs": 3, "personal_rate": 1.0}
+    plain, personal = world("fedbridge"), world("fedbridge", on)
+    for _ in range(3):
+        plain.round()
+        personal.round()
+        assert torch.equal(plain.state.theta, personal.state.theta)
+    has = {silo.index: _personal.STATE in personal.personal[silo.index] for silo in personal.eligible}
+    assert has == {silo.index: silo.paired for silo in personal.eligible}
+    assert set(has.values()) == {True, False}
+    assert not any(_personal.STATE in plain.personal.get(silo.index, {}) for silo in plain.eligible)
+
+
+def test_no_adapter_is_there_before_the_onset_round() -> None:
+    run = world("rcsr", {**ON, "personal_onset": 2})
+    for round_ in range(3):
+        run.round()
+        has = [_personal.STATE in run.personal[silo.index] for silo in run.eligible]
+        assert all(has) if round_ == 2 else not any(has)
+
+
+@pytest.mark.parametrize("off", [{"anchor": False}, {"lambda_anc": 0.0}], ids=["no anchor", "an anchor of weight 0"])
+def test_without_an_anchor_a_silo_that_lacks_a_modality_fits_no_adapter(off: dict[str, Any]) -> None:
+    run, anchored = world("rcsr", {**ON, **off}), world("rcsr", ON)
+    for _ in range(2):
+        run.round()
+        anchored.round()
+    assert [_personal.STATE in run.personal[silo.index] for silo in run.eligible] == [True, False, False, True]
+    # One it has already, as of a time when it had both modalities, stays as it is.
+    for silo in run.context.silos[1:3]:
+        run.personal[silo.index] = {**run.personal[silo.index], **anchored.personal[silo.index]}
+        before = run.personal[silo.index][_personal.STATE].clone()
+        run.train(silo)
+        assert torch.equal(run.personal[silo.index][_personal.STATE], before)
+
+
+def test_an_adapter_goes_on_from_where_it_was() -> None:
+    run = world("rcsr", ON)
+    run.round()
+    before = run.personal[0][_personal.STATE].clone()
+    run.round()
+    change = (run.personal[0][_personal.STATE] - before).norm()
+    fresh = _personal.initial(run.context.dim, 64, torch.Generator().manual_seed(0))
+    assert 0 < change < (run.personal[0][_personal.STATE] - fresh).norm()
+
+
+@pytest.mark.parametrize(
+    ("weight", "expected"), [(0.0, 0.3), (0.25, 0.25), (0.5, 0.2), (0.9, 0.2)], ids=["none", "some", "half", "most"]
+)
+def test_a_silo_with_little_router_weight_adapts_more(weight: float, expected: float) -> None:
+    assert _personal.strength(0.2, weight) == pytest.approx(expected)
+    assert _personal.strength(0.45, weight) <= 0.5
+
+
+@pytest.mark.slow
+def test_adapters_never_leave_their_silos_and_survive_a_stop(tiny: Path, tmp_path: Path) -> None:
+    settings = [f"protocol.{name}={value}" for name, value in ON.items()]
+    scenario = threaded_run.resolved(tiny, *settings)
+    whole = threaded_run.run(scenario, tmp_path / "whole").summary
+    plain = threaded_run.run(threaded_run.resolved(tiny, "protocol.warmup=1"), tmp_path / "plain").summary
+
+    # What goes up is to the byte what goes up without adapters; what goes down has each silo's own weight besides.
+    assert whole["bytes"]["up"] == plain["bytes"]["up"]
+    assert set(whole["bytes"]["down"]) - set(plain["bytes"]["down"]) == {"router_statistics"}
+    kinds = {
+        kind
+        for silo in scenario.silo_names
+        for line in read_lines(RunFolder(tmp_path / "whole").messages(silo))
+        if line.get("event") == "sent"
+        for kind in line.get("payloads", {})
+    }
+    assert not any("adapter" in kind or "personal" in kind for kind in kinds)
+    # The silos' own models are measured at the silos; the figures are theirs.
+    assert 0 < whole["personal"]["mean_r10"] <= 1
+    assert set(whole["personal_per_silo"]) == set(scenario.silo_names)
+    assert whole["model_digest"] == plain["model_digest"]
+    assert any(
+        "personal_adapter" in path.read_bytes()[:4096].decode("utf-8", "ignore")
+        for path in (tmp_path / "whole").rglob("task-*.safetensors")
+    )
+
+    stops = iter([False] * 25 + [True] * 1000)
+    threaded_run.run(scenario, tmp_path / "cut", stop_wanted=lambda: next(stops, True))
+    again = threaded_run.run(scenario, tmp_path / "cut", resume=True).summary
+    assert json.dumps(again["personal"]) == json.dumps(whole["personal"])

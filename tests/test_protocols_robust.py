@@ -1,0 +1,213 @@
+"""Robust merges: known answers, and what a few Byzantine silos can no longer do."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as arrays
+
+from fedmq.config.parts import Robust
+from fedmq.federation.protocol import Reply, SiloFacts
+from fedmq.wire.layout import Layout
+from fedmq.wire.messages import Delta, Loss, PartialDelta
+from protocols._aggregation import branch_slices
+from protocols._robust import (
+    coordinate_median,
+    distances,
+    krum_scores,
+    multi_krum,
+    norm_bound_factors,
+    robust_replies,
+    trimmed_mean,
+)
+from tests import in_process_run
+from tests.in_process_run import notes
+from tests.threaded_run import resolved
+
+LAYOUT = Layout.of([("visual.a", (3, 4), "float32"), ("text.a", (5,), "float32")])
+SIZE = LAYOUT.size
+BRANCHES = branch_slices(LAYOUT)
+
+
+def reply(index: int, update: np.ndarray, *, image: bool = True, text: bool = True) -> Reply:
+    payloads = (Delta(LAYOUT.digest, update.astype(np.float32), 10), Loss(0.5))
+    return Reply(SiloFacts(f"silo-{index:02d}", index, image, text), 1, 0, 0, 1.0, payloads)
+
+
+def updates(replies: list[Reply]) -> np.ndarray:
+    return np.array([each.payloads[0].buffer for each in replies])  # type: ignore[union-attr]
+
+
+def constant(*values: float) -> list[Reply]:
+    return [reply(index, np.full(SIZE, value)) for index, value in enumerate(values)]
+
+
+def test_norms_above_the_bound_are_scaled_down_to_it() -> None:
+    np.testing.assert_allclose(norm_bound_factors(np.array([1.0, 2.0, 8.0]), 4.0), [1, 1, 0.5])
+
+
+def test_without_a_bound_the_median_norm_is_the_bound() -> None:
+    np.testing.assert_allclose(norm_bound_factors(np.array([1.0, 2.0, 8.0]), None), [1, 1, 0.25])
+
+
+@pytest.mark.parametrize("rule", ["norm_bound", "krum", "median", "trimmed_mean"])
+def test_silos_that_idle_neither_outvote_those_that_train_nor_are_changed(rule: str) -> None:
+    """A median length of all would be 0 and stop all training, and Krum would keep the idle, who agree."""
+    replies = constant(0, 0, 0, 0, 8)
+    changed = robust_replies(replies, Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
+    assert all(a is b for a, b in zip(changed[:4], replies[:4], strict=True))
+    np.testing.assert_array_equal(updates(changed), updates(replies))
+
+
+def test_the_median_norm_is_of_silos_that_trained() -> None:
+    changed = robust_replies(constant(0, 1, 0, 2, 0, 8), Robust(rule="norm_bound"), LAYOUT)
+    np.testing.assert_allclose(updates(changed)[:, 0], [0, 1, 0, 2, 0, 2], rtol=1e-6)
+
+
+def test_krum_finds_the_outlier_among_those_that_trained_and_leaves_no_idle_silo_out() -> None:
+    rule = Robust(rule="krum", byzantine=0.25)
+    kept = robust_replies(constant(0, 1.0, 0, 50, 1.1, 0, 0.9, 0), rule, LAYOUT)
+    assert [each.silo.index for each in kept] == [0, 1, 2, 4, 5, 6, 7]
+
+
+def test_nothing_happens_to_replies_that_are_all_idle() -> None:
+    replies = constant(0, 0)
+    for rule in ("norm_bound", "krum", "median", "trimmed_mean"):
+        changed = robust_replies(replies, Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
+        assert all(a is b for a, b in zip(changed, replies, strict=True))
+
+
+def test_the_median_of_each_coordinate() -> None:
+    rows = np.array([[1.0, 9.0], [2.0, -5.0], [99.0, 0.0]])
+    np.testing.assert_array_equal(coordinate_median(rows), [2, 0])
+    np.testing.assert_array_equal(coordinate_median(rows[:2]), [1.5, 2])
+
+
+def test_the_trimmed_mean_leaves_out_both_ends() -> None:
+    rows = np.array([[0.0], [1.0], [2.0], [3.0], [1000.0]])
+    np.testing.assert_array_equal(trimmed_mean(rows, 0.2), [2])
+    np.testing.assert_array_equal(trimmed_mean(rows, 0.19), rows.mean(axis=0))
+
+
+def test_krum_scores_sum_the_nearest_distances() -> None:
+    """Five points on a line, f = 1: M - f - 2 = 2 nearest others each."""
+    points = np.array([0.0, 1.0, 2.0, 3.0, 100.0])
+    scores = krum_scores((points[:, None] - points) ** 2, 1)
+    np.testing.assert_allclose(scores, [(1 + 4) / 2, 1, 1, (1 + 4) / 2, (97**2 + 98**2) / 2])
+    assert multi_krum(scores, 1) == [1]
+    assert multi_krum(scores, 4) == [0, 1, 2, 3]
+
+
+def test_krum_cannot_vouch_for_an_update_it_can_compare_with_none() -> None:
+    scores = krum_scores(np.array([[0.0, 1.0, math.nan], [1.0, 0.0, math.nan], [math.nan, math.nan, 0.0]]), 0)
+    assert scores.tolist() == [1.0, 1.0, math.inf]
+
+
+def test_distances_look_only_at_branches_both_trained() -> None:
+    image, text = BRANCHES["image"], BRANCHES["text"]
+    rows = [np.zeros(SIZE, np.float32) for _ in range(3)]
+    rows[0][image], rows[0][text], rows[1][image], rows[2][text] = 1.0, 2.0, 3.0, 4.0
+    active = {"image": np.array([True, True, False]), "text": np.array([True, False, True])}
+    np.testing.assert_allclose(distances(rows, active, BRANCHES), [[0, 4, 4], [4, 0, math.nan], [4, math.nan, 0]])
+
+
+def test_no_rule_changes_nothing() -> None:
+    replies = constant(1, 2, 3)
+    assert all(a is b for a, b in zip(robust_replies(replies, Robust(), LAYOUT), replies, strict=True))
+
+
+@pytest.mark.parametrize(("rule", "value"), [("median", 2.0), ("trimmed_mean", 2.0)])
+def test_one_robust_update_stands_in_everybodys_place(rule: str, value: float) -> None:
+    changed = robust_replies(constant(1, 2, 3, -1000, 1000), Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
+    np.testing.assert_array_equal(updates(changed), np.full((5, SIZE), value))
+    assert all(isinstance(each.payloads[1], Loss) for each in changed)
+
+
+def test_the_median_of_a_branch_is_taken_over_those_that_trained_it() -> None:
+    image, text = BRANCHES["image"], BRANCHES["text"]
+    only_image = np.zeros(SIZE)
+    only_image[image] = 9.0
+    replies = [*constant(1, 2), reply(2, only_image, text=False), reply(3, only_image, text=False)]
+    changed = updates(robust_replies(replies, Robust(rule="median"), LAYOUT))
+    np.testing.assert_array_equal(changed[:, image], np.full_like(changed[:, image], 5.5))
+    np.testing.assert_array_equal(changed[:2, text], np.full_like(changed[:2, text], 1.5))
+    assert not changed[2:, text].any()
+
+
+def test_what_a_silo_sends_for_a_modality_it_lacks_moves_nobody() -> None:
+    replies = [*constant(1, 2, 3), *(reply(k, np.full(SIZE, 1000.0), image=False) for k in (3, 4, 5, 6))]
+    changed = updates(robust_replies(replies, Robust(rule="median"), LAYOUT))
+    assert (changed[:3, BRANCHES["image"]] == 2.0).all()
+
+
+def test_krum_leaves_the_outlier_out_with_all_it_sent() -> None:
+    kept = robust_replies(constant(1.0, 1.1, 0.9, 1.05, 50), Robust(rule="krum", byzantine=0.2), LAYOUT)
+    assert [each.silo.name for each in kept] == ["silo-00", "silo-01", "silo-02", "silo-03"]
+    (one,) = robust_replies(constant(1.0, 1.1, 0.9, 1.05, 50), Robust(rule="krum", keep=1), LAYOUT)
+    assert one.silo.index in (0, 3)
+
+
+def test_updates_of_some_layers_are_judged_like_whole_ones() -> None:
+    replies = [
+        replace(each, payloads=(PartialDelta(LAYOUT.digest, ("text.a",), np.full(5, value, np.float32), 10),))
+        for value, each in zip((1.0, 2.0, 3.0, 99.0, 98.0), constant(1, 2, 3, 4, 5), strict=True)
+    ]
+    assert (updates(robust_replies(replies, Robust(rule="median"), LAYOUT)) == 3.0).all()
+
+
+def test_the_order_of_arrival_does_not_matter() -> None:
+    replies = constant(3, 1, 2, 50)
+    for rule in ("norm_bound", "median", "trimmed_mean", "krum"):
+        forward = robust_replies(replies, Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
+        backward = robust_replies(replies[::-1], Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
+        np.testing.assert_array_equal(updates(forward), updates(backward))
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=arrays.arrays(np.float64, (7, 3), elements=st.floats(-10, 10)),
+    bad=arrays.arrays(np.float64, (3, 3), elements=st.floats(-1e9, 1e9)),
+)
+def test_a_minority_cannot_move_median_or_trimmed_mean_beyond_the_honest(rows: np.ndarray, bad: np.ndarray) -> None:
+    everybody = np.concatenate([rows, bad])
+    for value in (coordinate_median(everybody), trimmed_mean(everybody, 0.3)):
+        assert (value >= rows.min(axis=0) - 1e-9).all()
+        assert (value <= rows.max(axis=0) + 1e-9).all()
+
+
+def test_a_lone_reply_is_itself() -> None:
+    for rule in ("norm_bound", "median", "trimmed_mean", "krum"):
+        (one,) = robust_replies(constant(3.0), Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
+        assert (updates([one]) == 3.0).all()
+
+
+@pytest.mark.slow
+def test_a_run_with_krum_says_whom_it_left_out(tiny: Path, tmp_path: Path) -> None:
+    faults = "faults=[{kind: scaled, factor: 1000, silos: [silo-01]}]"
+    rule = "aggregation.robust={rule: krum, byzantine: 0.1}"
+    paired = ("participation=1.0", "silos.count=8", "missing_modality.silos={}")
+    in_process_run.run(resolved(tiny, faults, rule, *paired), tmp_path)
+    assert {note["silo"] for note in notes(tmp_path, "reply left out by krum")} == {"silo-01"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "norm_bound"])
+def test_byzantine_silos_do_less_harm_to_a_robust_run(rule: str, tiny: Path, tmp_path: Path) -> None:
+    from safetensors.numpy import load_file
+
+    def model(name: str, *more: str) -> np.ndarray:
+        everybody = ("participation=1.0", "protocol=fedavg", "silos.count=8", "missing_modality.silos={}")
+        in_process_run.run(resolved(tiny, *everybody, *more), tmp_path / name)
+        tensors = load_file(tmp_path / name / "model" / "model.safetensors")
+        return np.concatenate([tensors[key].ravel() for key in sorted(tensors)])
+
+    faults = "faults=[{kind: scaled, factor: -30, silos: [silo-01]}]"
+    honest = model("honest")
+    harm = np.linalg.norm(model("plain", faults) - honest)
+    assert np.linalg.norm(model("robust", faults, f"aggregation.robust.rule={rule}") - honest) < harm / 3

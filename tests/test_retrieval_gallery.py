@@ -1,0 +1,462 @@
+"""What a released model makes of a gallery, and what is found in it. Releases here are written by hand, untrained."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import save_file as save_arrays
+from safetensors.torch import load_file, save_file
+
+from fedmq.cli import main as cli
+from fedmq.config import loader as scenarios
+from fedmq.config.scenario import Backbone, Data, Scenario
+from fedmq.data.prepare import prepare
+from fedmq.errors import InputError, RunError
+from fedmq.evaluation import hamming
+from fedmq.federation.population import World
+from fedmq.models.two_tower import TwoTower
+from fedmq.retrieval import gallery, search
+from fedmq.retrieval.gallery import Gallery, export
+from fedmq.retrieval.released_model import Release, open_release
+from fedmq.storage.cache import cache_folder
+from fedmq.storage.run_folder import write_json
+from fedmq.wire.messages import Memory, digest
+from tests import definitions, layouts
+from tests.threaded_run import resolved, run
+
+faiss = pytest.importorskip("faiss")
+
+DCMH = "objective={base: dcmh, bits: 12, hidden: 16}"
+
+
+def model_of(scenario: Scenario) -> TwoTower:
+    prepared = prepare(scenario.data, scenario.backbone, seed=scenario.seed)
+    nothing = np.zeros(0, np.int64)
+    world = World(prepared, (), (), (), evaluated=nothing, database=nothing, galleries=(), cache=cache_folder())
+    return world.build_model(scenario, "cpu", ("image", "text"))
+
+
+def released(root: Path, scenario: Scenario, memory: np.ndarray | None = None, scale: float = 1.0) -> Path:
+    """The folder of a run that ended with its initial parameters, or with a multiple of them."""
+    model = model_of(scenario)
+    theta = scale * model.flat.detach()
+    (root / "model").mkdir(parents=True)
+    (root / "scenario.yaml").write_text(scenario.dump())
+    views = model.layout.views(theta.numpy())
+    save_file({name: torch.tensor(view) for name, view in views.items()}, root / "model" / "model.safetensors")
+    beside = {}
+    if memory is not None:
+        beside["memory"] = digest(remember(root, memory))
+    config = {"layout_digest": model.layout.digest, "model_digest": model.layout.model_digest(theta.numpy())}
+    write_json(root / "model" / "config.json", {**config, "released_with": beside})
+    return root
+
+
+def remember(root: Path, centroids: np.ndarray) -> Memory:
+    """Lay a memory beside a released model."""
+    memory = Memory(centroids, np.ones(len(centroids), np.int64))
+    save_arrays(vars(memory), root / "model" / "memory.safetensors")
+    return memory
+
+
+@pytest.fixture
+def embeddings(tiny: Path, tmp_path: Path) -> Release:
+    return open_release(released(tmp_path / "run", scenarios.load(tiny)))
+
+
+@pytest.fixture
+def hashing(tiny: Path, tmp_path: Path) -> Release:
+    return open_release(released(tmp_path / "run", scenarios.load(tiny, [DCMH])))
+
+
+def outputs(release: Release) -> tuple[np.ndarray, np.ndarray]:
+    """What the model itself makes of all images and captions, one after the other."""
+    prepared = prepare(release.scenario.data, release.scenario.backbone)
+    model = release.model(prepared)
+    with torch.no_grad():
+        image = model.image(torch.tensor(np.array(prepared.image)))
+        text = model.caption(torch.tensor(np.array(prepared.text).reshape(-1, prepared.text.shape[-1])))
+    return image.numpy(), text.numpy()
+
+
+def by_item(release: Release, key: str, **options: Any) -> search.Found:
+    return search.find(release, search.Query(item=key), **options)
+
+
+def test_embeddings_are_exported_with_their_names_and_an_exact_index(embeddings: Release) -> None:
+    made = export(embeddings)
+    image, text = outputs(embeddings)
+    np.testing.assert_allclose(made.array("image"), image, atol=1e-6)
+    np.testing.assert_allclose(made.array("text"), text, atol=1e-6)
+    assert made.array("owner").tolist() == np.repeat(np.arange(150), 2).tolist()
+    assert made.array("keys")[:2].tolist() == ["000000", "000001"]
+    index = faiss.read_index(str(made.folder / "captions.faiss"))
+    assert (index.ntotal, index.d, type(index).__name__) == (300, 24, "IndexFlatIP")
+
+
+def test_codes_are_exported_packed(hashing: Release) -> None:
+    made = export(hashing)
+    image, text = outputs(hashing)
+    assert made.vectors.name == "codes.npz"
+    assert (made.array("image").dtype, made.array("image").shape) == (np.uint8, (150, 2))
+    assert np.array_equal(definitions.unpacked(made.array("image"), 12), hamming.sign(image))
+    assert np.array_equal(definitions.unpacked(made.array("text"), 12), hamming.sign(text))
+    index = faiss.read_index_binary(str(made.folder / "images.faiss"))
+    assert (index.ntotal, index.d, type(index).__name__) == (150, 16, "IndexBinaryFlat")
+
+
+def test_images_are_ranked_by_their_cosine(embeddings: Release) -> None:
+    image, text = outputs(embeddings)
+    scores = image @ text[2 * 7]
+    order = np.argsort(-scores, kind="stable")[:5]
+    found = search.find(embeddings, search.Query(item="000007", side="text"), top=5)
+    assert found.among == "images"
+    assert [hit.item for hit in found.hits] == [f"{place:06d}" for place in order]
+    assert [hit.score for hit in found.hits] == pytest.approx(scores[order].tolist(), abs=1e-6)
+    assert [hit.rank for hit in found.hits] == [1, 2, 3, 4, 5]
+
+
+def test_equally_distant_codes_are_ranked_in_the_gallerys_order(hashing: Release) -> None:
+    image, _ = outputs(hashing)
+    distance = hamming.hamming(image[7:8], image)[0]
+    order = np.argsort(distance, kind="stable")
+    for top in (1, 9, 40, 150, 1000):  # twelve bits: hardly any cut falls between two distances
+        found = by_item(hashing, "000007", among="images", top=top)
+        assert [hit.item for hit in found.hits] == [f"{place:06d}" for place in order[:top]]
+        assert [hit.score for hit in found.hits] == distance[order[:top]].tolist()
+
+
+def test_equal_images_are_ranked_in_the_gallerys_order(embeddings: Release) -> None:
+    made = export(embeddings)
+    rows = np.repeat(made.array("image")[:1], 150, axis=0)
+    rows[30] = made.array("text")[2 * 7]  # one nearer than all others, which are equal
+    arrays = {name: made.array(name) for name in ("owner", "keys", "text")}
+    np.savez(made.vectors, image=rows, **arrays, allow_pickle=False)
+    gallery._index(rows, made.folder / "images.faiss")
+    for top in (1, 4, 40, 150):
+        found = search.find(embeddings, search.Query(item="000007", side="text"), top=top)
+        wanted = [30, *(place for place in range(150) if place != 30)][:top]
+        assert [hit.item for hit in found.hits] == [f"{place:06d}" for place in wanted]
+
+
+def test_an_item_is_found_once_by_its_nearest_caption(embeddings: Release) -> None:
+    image, text = outputs(embeddings)
+    scores = (text @ image[3]).reshape(150, 2).max(axis=1)
+    found = by_item(embeddings, "000003", top=150)
+    assert found.among == "captions"
+    assert [hit.item for hit in found.hits] == [f"{place:06d}" for place in np.argsort(-scores, kind="stable")]
+
+
+def test_a_second_search_needs_neither_the_data_nor_the_model(
+    hashing: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = by_item(hashing, "000007")
+    monkeypatch.setattr(gallery, "prepare", lambda *_: pytest.fail("the data was looked for"))
+    (hashing.run.model / "model.safetensors").unlink()
+    assert by_item(open_release(hashing.run.root), "000007").hits == before.hits
+
+
+def test_another_model_gets_a_gallery_of_its_own(embeddings: Release, tmp_path: Path) -> None:
+    other = open_release(released(tmp_path / "other", embeddings.scenario, scale=2.0))
+    assert export(other).folder.name != export(embeddings).folder.name
+
+
+def test_an_export_that_dies_leaves_nothing_half_written(embeddings: Release, monkeypatch: pytest.MonkeyPatch) -> None:
+    def die(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(gallery, "_index", die)
+        export(embeddings)
+    assert not [path for path in (embeddings.run.model / "gallery").iterdir() if path.is_dir()]
+    assert isinstance(export(embeddings), Gallery)
+
+
+def test_the_memory_released_with_a_model_shapes_its_codes(hashing: Release, tmp_path: Path) -> None:
+    memory = 50 * np.random.default_rng(0).normal(size=(5, 12)).astype(np.float32)
+    other = open_release(released(tmp_path / "other", hashing.scenario, memory))
+    assert not np.array_equal(export(hashing).array("image"), export(other).array("image"))
+    assert np.array_equal(definitions.unpacked(export(other).array("image"), 12), hamming.sign(outputs(other)[0]))
+
+
+def test_another_runs_memory_beside_the_model_is_refused(hashing: Release, tmp_path: Path) -> None:
+    memory = np.random.default_rng(0).normal(size=(5, 12)).astype(np.float32)
+    root = released(tmp_path / "other", hashing.scenario, memory)
+    own, found = digest(Memory(memory, np.ones(5, np.int64))), digest(remember(root, -memory))
+    message = f"^{root}/model/memory.safetensors: found 'a memory with digest {found}', .*{own}$"
+    with pytest.raises(InputError, match=message):
+        export(open_release(root))
+
+
+def test_a_gallery_that_is_not_there_is_told_of_with_what_may_be_one(embeddings: Release, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"--gallery .*nowhere: found 'nothing', allowed: a folder of pictures, or"):
+        export(embeddings, tmp_path / "nowhere")
+
+
+def test_another_scenarios_data_can_be_the_gallery(embeddings: Release, features: Path, tmp_path: Path) -> None:
+    with np.load(features) as whole:
+        part = {name: whole[name][:20] for name in ("image", "text")}
+    np.savez(tmp_path / "part.npz", **part, keys=np.array([f"part-{i}" for i in range(20)]))
+    scenario = embeddings.scenario.model_dump(mode="json") | {
+        "data": {"name": "features", "path": str(tmp_path / "part.npz")}
+    }
+    (tmp_path / "part.yaml").write_text(json.dumps(scenario))
+    found = by_item(embeddings, "part-7", chosen=tmp_path / "part.yaml", among="images", top=1)
+    assert [hit.item for hit in found.hits] == ["part-7"]
+    assert found.gallery.folder.name.startswith("part-")
+
+
+def test_vectors_of_another_width_are_no_gallery(embeddings: Release, tmp_path: Path) -> None:
+    np.savez(tmp_path / "wide.npz", image=np.ones((9, 30), np.float32), text=np.ones((9, 30), np.float32))
+    scenario = embeddings.scenario.model_dump(mode="json") | {
+        "data": {"name": "features", "path": str(tmp_path / "wide.npz")}
+    }
+    (tmp_path / "wide.yaml").write_text(json.dumps(scenario))
+    with pytest.raises(InputError, match="24"):
+        export(embeddings, tmp_path / "wide.yaml")
+
+
+def test_free_queries_of_bare_vectors_are_refused_before_anything_is_encoded(embeddings: Release) -> None:
+    with pytest.raises(InputError, match="encoder"):
+        search.find(embeddings, search.Query(text="a dog"))
+    with pytest.raises(InputError, match="encoder"):
+        search.find(embeddings, search.Query(image=Path("dog.png")))
+    assert not (embeddings.run.model / "gallery").exists()
+
+
+def test_what_cannot_be_searched_is_refused_by_name(embeddings: Release, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="one of the gallery's 150 items"):
+        by_item(embeddings, "0007")
+    with pytest.raises(InputError, match="one of TEXT"):
+        search.Query(text="a dog", item="000007")
+    with pytest.raises(InputError, match=r"--side.*for --item alone"):
+        search.Query(text="a dog", side="image")
+    with pytest.raises(InputError, match="a run folder"):
+        open_release(tmp_path)
+    (embeddings.run.model / "config.json").unlink()
+    with pytest.raises(InputError, match="finished run"):
+        open_release(embeddings.run.root)
+
+
+def test_a_damaged_release_is_one_line(hashing: Release) -> None:
+    (hashing.run.model / "model.safetensors").write_bytes(b"broken")
+    with pytest.raises(InputError, match=r"model\.safetensors"):
+        export(hashing)
+
+
+def test_a_damaged_gallery_is_one_line(embeddings: Release) -> None:
+    made = export(embeddings)
+    for path in made.folder.glob("*.faiss"):
+        path.write_bytes(b"cut")
+    with pytest.raises(InputError, match=r"\.faiss: found 'a damaged index"):
+        by_item(embeddings, made.items.keys[0])
+    made.vectors.write_bytes(b"PK\x03\x04cut short")
+    with pytest.raises(InputError, match="a damaged file"):
+        made.array("image")
+
+
+@pytest.mark.parametrize("settings", [[], [DCMH]], ids=["embeddings", "codes"])
+def test_an_index_of_other_vectors_is_refused(tiny: Path, tmp_path: Path, settings: list[str]) -> None:
+    release = open_release(released(tmp_path / "run", scenarios.load(tiny, settings)))
+    made = export(release)
+    vectors = made.array("image")
+    others = (vectors[:, : vectors.shape[1] // 2], vectors[:-1], vectors[:0], vectors[::-1])
+    for other in others:
+        gallery._index(np.ascontiguousarray(other), made.folder / "images.faiss")
+        with pytest.raises(InputError, match=r"images\.faiss: found 'an index of other vectors"):
+            by_item(release, "000003", among="images")
+    gallery._index(vectors, made.folder / "images.faiss")
+    assert by_item(release, "000003", among="images").hits
+
+
+def test_another_models_gallery_in_the_place_of_the_runs_is_refused(embeddings: Release, tmp_path: Path) -> None:
+    other = export(open_release(released(tmp_path / "other", embeddings.scenario, scale=2.0)))
+    made = export(embeddings)
+    shutil.rmtree(made.folder)
+    shutil.copytree(other.folder, made.folder)
+    with pytest.raises(InputError, match=r"gallery\.json: found 'a gallery of model"):
+        by_item(embeddings, "000003")
+
+
+def test_a_gallery_with_fewer_names_than_vectors_is_refused(embeddings: Release) -> None:
+    made = export(embeddings)
+    path = made.folder / "items.json"
+    stored = json.loads(path.read_text())
+    path.write_text(json.dumps({name: values[:50] for name, values in stored.items()}))
+    with pytest.raises(InputError, match="50 items in a gallery of 150"):
+        by_item(embeddings, "000003", top=60)
+
+
+def test_an_index_that_does_not_fit_on_the_disk_is_an_error_and_no_gallery(
+    embeddings: Release, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = Path.write_bytes
+
+    def full(path: Path, data: Any) -> int:
+        if path.suffix == ".faiss":
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(path, data)
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(RunError, match="No space left"):
+        export(embeddings)
+    assert not [path for path in (embeddings.run.model / "gallery").iterdir() if path.is_dir()]
+
+
+def test_a_pipe_among_the_pictures_is_refused_and_never_opened(embeddings: Release, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.png")
+    with pytest.raises(InputError, match=r"pipe\.png: found 'no regular file'"):
+        gallery.of_folder(embeddings, tmp_path)
+
+
+@pytest.mark.parametrize("settings", [[], [DCMH]], ids=["embeddings", "codes"])
+def test_parameters_that_are_not_the_runs_are_refused(tiny: Path, tmp_path: Path, settings: list[str]) -> None:
+    scenario = scenarios.load(tiny, settings)
+    own, other = (open_release(released(tmp_path / f"x{scale}", scenario, scale=scale)) for scale in (1.0, 2.0))
+    path = own.run.model / "model.safetensors"
+    path.write_bytes((other.run.model / "model.safetensors").read_bytes())
+    with pytest.raises(InputError, match=f"^{path}: found 'a model with digest {other.digest}', .*{own.digest}$"):
+        export(own)
+    save_file({name: tensor.bfloat16() for name, tensor in load_file(path).items()}, path)
+    with pytest.raises(InputError, match="found 'bfloat16', allowed: float32"):
+        export(own)
+    assert not [path for path in (own.run.model / "gallery").iterdir() if path.is_dir()]
+
+
+def test_parameters_of_another_model_are_refused(embeddings: Release) -> None:
+    write_json(embeddings.run.model / "config.json", {**embeddings.config, "layout_digest": "0" * 64})
+    with pytest.raises(InputError, match="another model"):
+        export(open_release(embeddings.run.root))
+
+
+def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+def test_the_command_prints_what_was_found(
+    hashing: Release, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root = hashing.run.root
+    assert fedmq(monkeypatch, "export", root, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["bits"] == 12
+    assert fedmq(monkeypatch, "search", root, "--item", "000007", "--among", "images", "--top", 3, "--json") == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["among"], found["measure"]) == ("images", "distance")
+    assert found["results"][0]["score"] == 0
+    assert [hit["rank"] for hit in found["results"]] == [1, 2, 3]
+    assert fedmq(monkeypatch, "search", root, "--item", "000007") == 0
+    assert "distance" in capfd.readouterr().out
+    assert fedmq(monkeypatch, "search", root, "a dog") == 2
+    assert "encoder" in capfd.readouterr().err
+    assert fedmq(monkeypatch, "search", root, "--help") == 0
+    assert "Example: fedmq search" in capfd.readouterr().out
+
+
+def test_captions_are_shown_as_they_were_written() -> None:
+    texts = gallery.caption_texts(Data(name="openmoji"), Backbone(), ["1F3BB", "no such drawing"])
+    assert texts[0][0] == "violin"
+    assert texts[1] == ()
+
+
+@pytest.mark.parametrize("name", ["wikipedia", "mirflickr"])
+def test_a_set_of_array_features_is_searched_by_the_numbers_of_its_items(
+    name: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    generator = np.random.default_rng(0)
+    arrays = {key: generator.normal(size=(20, 24)).astype(np.float32) for key in ("IAll", "TAll")}
+    np.savez(tmp_path / "arrays.npz", **arrays, LAll=np.arange(20) % 3)
+    data = {"name": name, "path": str(tmp_path / "arrays.npz"), "queries": 4, "val": 2, "train": 10}
+    scenario = scenarios.load(tiny).model_copy(update={"data": Data.model_validate(data)})
+    release = open_release(released(tmp_path / "run", scenario))
+    found = by_item(release, "000007", among="images", top=2)
+    assert found.hits[0].item == "000007"
+    assert found.hits[0].caption == ""
+    assert fedmq(monkeypatch, "export", release.run.root) == 0
+    assert "20 images, 20 captions" in capfd.readouterr().out.replace("\n", " ")
+
+
+def test_a_query_of_bytes_that_are_no_text_is_one_line(
+    hashing: Release, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    broken = os.fsdecode(b"caf\xe9")
+    for arguments, expected in ((["--", broken], "search: TEXT"), (["--item", broken], "search: --item")):
+        assert fedmq(monkeypatch, "search", hashing.run.root, *arguments) == 2
+        error = capfd.readouterr().err.strip()
+        assert expected in error
+        assert "whole characters of Unicode" in error
+        assert len(error.splitlines()) == 1
+
+
+def test_a_folder_of_pictures_is_read_through_its_links_under_names_that_can_be_printed(
+    embeddings: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layouts.photo(tmp_path / "elsewhere" / "a.png", 1)
+    layouts.photo(tmp_path / "pictures" / "b.png", 2)
+    (tmp_path / "pictures" / "b.png").rename(tmp_path / "pictures" / os.fsdecode(b"caf\xe9.png"))
+    (tmp_path / "pictures" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "pictures")
+    monkeypatch.setattr(Release, "encoder", lambda *_: None)
+    assert gallery.of_folder(embeddings, tmp_path / "pictures").items().keys == ("caf\\xe9.png", "linked/a.png")
+
+
+def drawings(folder: Path) -> Path:
+    """A scenario of two silos on two dozen of OpenMoji's drawings, as a manifest of picture files."""
+    from PIL import Image
+
+    from fedmq.data.readers import openmoji
+
+    items = {item.key: item for item in openmoji.load_items()}
+    keys = ["1F3BB", "1F697", "1F436", *list(items)[:: len(items) // 21]]
+    lines = []
+    for number, key in enumerate(dict.fromkeys(keys)):
+        Image.fromarray(openmoji.render(key, 160)).save(folder / f"{key}.png")
+        split = "test" if number % 4 == 0 else "train"
+        line = {"image": f"{key}.png", "key": key, "captions": list(items[key].captions), "split": split}
+        lines.append(json.dumps(line))
+    (folder / "items.jsonl").write_text("\n".join(lines) + "\n")
+    scenario = {
+        "name": "drawings",
+        "rounds": 1,
+        "protocol": "fedavg",
+        "data": {"name": "manifest", "path": str(folder / "items.jsonl")},
+        "silos": {"count": 2},
+        "partition": {"kind": "iid"},
+        "evaluation": {"every": 0},
+    }
+    (folder / "drawings.yaml").write_text(json.dumps(scenario))
+    return folder / "drawings.yaml"
+
+
+@pytest.mark.slow
+def test_a_fresh_process_finds_drawings_by_a_text_and_captions_by_a_picture(tmp_path: Path) -> None:
+    pictures, root = tmp_path / "pictures", tmp_path / "run"
+    pictures.mkdir()
+    scenario = resolved(drawings(pictures))
+    run(scenario, root)
+    (root / "scenario.yaml").write_text(scenario.dump())
+
+    def results(*arguments: object) -> list[dict[str, Any]]:
+        command = [sys.executable, "-m", "fedmq", "search", str(root), *map(str, arguments), "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+        return list(json.loads(done.stdout)["results"])
+
+    first = results("playing the violin", "--top", 3)[0]
+    assert (first["rank"], first["item"], first["caption"]) == (1, "1F3BB", "violin")
+    assert "1F697" in [hit["item"] for hit in results("--image", pictures / "1F697.png", "--top", 3)]
+    assert results("a car", "--gallery", pictures, "--top", 1)[0]["item"] == "1F697.png"
+    kept = [path for path in (root / "model" / "gallery").glob("pictures-*") if path.is_dir()]
+    assert json.loads((kept[0] / "gallery.json").read_text())["captions"] == 0

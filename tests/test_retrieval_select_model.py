@@ -1,0 +1,285 @@
+"""Which model of a finished run is searched: the shared one, or a silo's own, which must be what the silo measured."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import protocols
+from coordinator.final_request import asked_last
+from fedmq.cli import main as cli
+from fedmq.data.prepare import prepare
+from fedmq.errors import InputError
+from fedmq.evaluation import recall
+from fedmq.evaluation.program import HeldOut
+from fedmq.federation.population import build_world
+from fedmq.federation.protocol import OwnOnly, Personalised, Sharing
+from fedmq.retrieval import pr_curves, search, select_model
+from fedmq.retrieval.gallery import export
+from fedmq.retrieval.released_model import OtherModelError, Release, open_release
+from fedmq.wire.layout import Layout
+from fedmq.wire.messages import Delta, PartialDelta
+from protocols import fedscmr
+from silos.personal_model import own_of
+from tests import in_process_run
+from tests.small_federation import OBJECTIVES, world
+from tests.threaded_run import resolved
+
+PROGRAMS = select_model.Programs(protocols.own_only, asked_last, own_of)
+
+DSCMR = "objective={base: dscmr, bits: 12, hidden: 16, leaky: true}"
+#: Methods whose shared model is none to retrieve by, with what they run on.
+ONLY = {
+    "local": ("protocol=local",),
+    "fedproto": ("protocol=fedproto",),
+    "fedper": ("protocol=fedper",),
+    "pfedmma": ("protocol=pfedmma", "backbone.adapter=mma"),
+    "fedcmr": ("protocol=fedcmr", DSCMR),
+    "fedscmr": ("protocol=fedscmr", "objective={base: dscmr, bits: 12, hidden: 16, enhance: true}"),
+}
+#: Methods whose silos have models of their own beside a shared one of use.
+BESIDE = {
+    "rcsr": ("protocol={name: rcsr, personal: router, personal_onset: 1, personal_rate: 1.0, warmup: 1}",),
+    "fedbridge": ("protocol={name: fedbridge, personal: true, personal_onset: 1, warmup: 0, bank: all}",),
+    "moon": ("protocol={name: moon, personal: true}",),
+    "plfedcmh": ("protocol=plfedcmh", "objective={base: shdch, bits: 12, hidden: 16}"),
+}
+PAIRED = "silo-01"
+
+
+def finished(tiny: Path, out: Path, *settings: str) -> Path:
+    scenario = resolved(tiny, "evaluation.within=true", "evaluation.gallery=database", *settings)
+    in_process_run.run(scenario, out)
+    return out
+
+
+@pytest.fixture(scope="module")
+def local(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose shared model is as it was drawn; nobody changes it."""
+    return finished(tiny, tmp_path_factory.mktemp("serving") / "local", "protocol=local", "participation=1")
+
+
+@pytest.fixture(scope="module")
+def adapted(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run of RCSR-p; nobody changes it."""
+    return finished(tiny, tmp_path_factory.mktemp("serving") / "rcsr", *BESIDE["rcsr"], "participation=1")
+
+
+def opened(root: Path, silo: str | None = None) -> Release:
+    return select_model.opened(root, "cpu", silo, PROGRAMS)
+
+
+def summary_of(root: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((root / "summary.json").read_text())
+    return found
+
+
+def state_of(root: Path, silo: str) -> Path:
+    return max((root / "checkpoints" / "silos" / silo).glob("task-*.safetensors"))
+
+
+def as_the_silo_measured(root: Path, silo: str) -> Release:
+    """A silo's own model, whose figures are to the bit what the run's summary says of it."""
+    release = opened(root, silo)
+    assert release.own is not None
+    model, told = release.own.retriever, summary_of(root)
+    heldout = HeldOut.load(release.scenario, build_world(release.scenario))
+    found = heldout.measured(model.encoders, binary=model.binary, names=(silo,))
+    assert dict(found.values) == told["personal_whole_split"][silo]
+    assert dict(found.per_silo[silo]) == told["personal_per_silo"][silo]
+    return release
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", [*ONLY, *BESIDE])
+def test_the_own_model_is_the_one_that_the_silo_measured(method: str, tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("faiss")
+    settings = {**ONLY, **BESIDE}[method]
+    root = finished(tiny, tmp_path / "run", "participation=1", *settings)
+    told = summary_of(root)["personal_whole_split"][PAIRED]
+    release = as_the_silo_measured(root, PAIRED)
+    for way, each in pr_curves.measured(release, (1,)).items():
+        assert each.map == pytest.approx(told[f"map_{way}"], abs=1e-12)
+
+    made = export(release)
+    assert made.folder.name.startswith(f"data-{PAIRED}-")
+    if not made.binary:
+        rows = prepare(release.scenario.data, release.scenario.backbone).rows("test")
+        owner = made.array("owner")
+        captions = np.isin(owner, rows)
+        own = recall.recalls(
+            made.array("image")[rows], made.array("text")[captions], np.searchsorted(rows, owner[captions])
+        )
+        assert own == {name: pytest.approx(told[name], abs=1e-12) for name in own}
+
+    if method in ONLY:
+        with pytest.raises(InputError, match=f"a shared model that {method} trains in part.*--silo NAME"):
+            opened(root)
+    else:
+        assert export(opened(root)).folder != made.folder
+        for silo in ("silo-02", "silo-03"):  # which lack a modality, and retrieve by the shared tower of it
+            as_the_silo_measured(root, silo)
+
+
+@pytest.mark.slow
+def test_an_own_model_stands_on_the_last_merged_task_alone(tiny: Path, tmp_path: Path) -> None:
+    """Of asynchronous runs tasks are under way at the end, whose states lie there too."""
+    modes = ("aggregation.mode=async", "rounds=7", "participation=0.5", "cost.preset=edge")
+    for name in ("fedper", "moon"):
+        root = finished(tiny, tmp_path / name, *{**ONLY, **BESIDE}[name], *modes)
+        told = summary_of(root)
+        both = [silo for silo in ("silo-00", "silo-01") if told["per_silo"][silo]["participations"]]
+        assert both
+        for silo in both:
+            as_the_silo_measured(root, silo)
+
+
+def test_a_shared_model_that_nobody_trains_is_refused_and_an_own_one_is_not(local: Path) -> None:
+    with pytest.raises(InputError) as refused:
+        opened(local)
+    assert str(refused.value) == (
+        f"{local}: found 'a shared model that local trains in part or not at all', "
+        "allowed: --silo NAME (silo-00 to silo-03): silos of local keep models of their own"
+    )
+    as_the_silo_measured(local, PAIRED)
+
+
+def test_a_shared_model_of_use_is_taken_without_a_silo(adapted: Path) -> None:
+    release = opened(adapted)
+    assert release.own is None and release.used == open_release(adapted).digest
+    assert as_the_silo_measured(adapted, PAIRED).used != release.used
+
+
+def test_a_silo_that_is_none_is_refused_with_the_names(local: Path) -> None:
+    with pytest.raises(InputError, match=r"^--silo: found 'silo-9', allowed: silo-00, silo-01, silo-02, silo-03$"):
+        opened(local, "silo-9")
+
+
+def test_a_silo_without_one_modality_never_trained_that_tower(local: Path) -> None:
+    for silo, lacked in (("silo-02", "captions"), ("silo-03", "images")):
+        allowed = "a silo that trained both towers: silo-00, silo-01"
+        with pytest.raises(InputError, match=f"found '{silo}, which has no {lacked}', allowed: {allowed}$"):
+            opened(local, silo)
+
+
+def test_a_silo_that_took_part_in_no_round_trained_nothing(local: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(local, tmp_path / "run")
+    told = summary_of(root)
+    told["per_silo"][PAIRED]["participations"] = 0
+    (root / "summary.json").write_text(json.dumps(told))
+    with pytest.raises(InputError, match=r"silo-01, which took part in no round', allowed: .*: silo-00$"):
+        opened(root, PAIRED)
+
+
+@pytest.mark.parametrize("settings", [("protocol=fedavg",), ("protocol=moon",)], ids=["fedavg", "moon"])
+def test_a_method_without_own_models_is_told_so(tiny: Path, tmp_path: Path, settings: tuple[str, ...]) -> None:
+    root = finished(tiny, tmp_path / "run", "rounds=2", "training.warmup_rounds=0", *settings)
+    with pytest.raises(InputError, match="found 'silo-01', allowed: no --silo: with this run's options silos of "):
+        opened(root, PAIRED)
+    assert opened(root).own is None
+
+
+@pytest.mark.parametrize("run", ["local", "adapted"])
+def test_a_state_that_is_not_there_is_named(run: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    root = shutil.copytree(request.getfixturevalue(run), tmp_path / "run")
+    path = state_of(root, PAIRED)
+    path.write_bytes(path.read_bytes()[:50])
+    with pytest.raises(InputError, match=f"^{path}: found 'a damaged personal state"):
+        opened(root, PAIRED)
+    shutil.rmtree(path.parent)
+    with pytest.raises(InputError, match=f"^{path}: found 'no such file', allowed: the personal state"):
+        opened(root, PAIRED)
+
+
+@pytest.mark.parametrize(
+    "protocol", ["{name: rcsr, personal: router, ", "{name: fedbridge, bank: all, personal: true, "]
+)
+def test_a_silo_without_an_adapter_yet_has_the_shared_model(protocol: str, tiny: Path, tmp_path: Path) -> None:
+    settings = ("rounds=2", "training.warmup_rounds=0", "participation=1")
+    root = finished(tiny, tmp_path / "run", f"protocol={protocol} personal_onset: 9, warmup: 0}}", *settings)
+    # Nothing that is kept is needed yet. FedBridge's shared model has a bank besides, which own ones lack.
+    shutil.rmtree(root / "checkpoints" / "silos")
+    as_the_silo_measured(root, PAIRED)
+
+
+def test_a_checkpoint_that_is_not_there_or_another_runs_is_named(local: Path, adapted: Path, tmp_path: Path) -> None:
+    root = shutil.copytree(local, tmp_path / "run")
+    for name in ("summary.json", "model/config.json"):
+        told = json.loads((root / name).read_text())
+        (root / name).write_text(json.dumps({**told, "model_digest": "0" * 64}))
+    with pytest.raises(OtherModelError, match="version-000004: found 'a model with digest"):
+        opened(root, PAIRED)
+    for path in (root / "checkpoints").glob("version-*"):
+        shutil.rmtree(path)
+    with pytest.raises(InputError, match=f"^{root}/checkpoints: found 'no checkpoint'"):
+        opened(root, PAIRED)
+
+
+def test_silos_have_galleries_of_their_own(local: Path) -> None:
+    pytest.importorskip("faiss")
+    one, other = (export(opened(local, silo)) for silo in ("silo-00", "silo-01"))
+    assert one.folder != other.folder
+    assert (one.meta["silo"], other.meta["silo"]) == ("silo-00", "silo-01")
+    assert not np.array_equal(one.array("image"), other.array("image"))
+    assert export(opened(local, "silo-00")).folder == one.folder
+    found = search.find(opened(local, "silo-00"), search.Query(item="000007"), among="images", top=1)
+    assert found.gallery.folder == one.folder and found.hits[0].item == "000007"
+
+
+def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+def test_the_commands_take_a_silo(
+    local: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("faiss")
+    told = summary_of(local)["personal_whole_split"][PAIRED]
+    for command in (("search", local, "--item", "000007"), ("export", local), ("curves", local)):
+        assert fedmq(monkeypatch, *command) == 2
+        assert "--silo NAME (silo-00 to silo-03)" in capfd.readouterr().err
+        assert fedmq(monkeypatch, command[0], "--help") == 0
+        shown = " ".join(capfd.readouterr().out.replace("│", " ").split())
+        assert "--silo silo-03" in shown and "this silo's own model" in shown
+    assert fedmq(monkeypatch, "search", local, "--item", "000007", "--silo", PAIRED, "--json") == 0
+    assert f"data-{PAIRED}-" in json.loads(capfd.readouterr().out)["gallery"]
+    assert fedmq(monkeypatch, "export", local, "--silo", PAIRED, "--json") == 0
+    assert json.loads(capfd.readouterr().out)["silo"] == PAIRED
+    assert fedmq(monkeypatch, "curves", local, "--silo", PAIRED, "--out", tmp_path, "--json") == 0
+    maps = json.loads(capfd.readouterr().out)["runs"][f"local {PAIRED}"]
+    assert maps == {f"map_{way}": pytest.approx(told[f"map_{way}"], abs=1e-12) for way in ("i2t", "t2i", "i2i", "t2t")}
+    assert {row["run"] for row in csv.DictReader((tmp_path / "curves.csv").open())} == {f"local {PAIRED}"}
+
+
+@pytest.mark.parametrize("name", protocols.names())
+def test_a_method_says_that_its_shared_model_is_none_if_and_only_if_it_is_none(name: str) -> None:
+    """By what its silos send: no update at all, or one of some layers."""
+    for options in ({}, {"shared_layers": "all"}) if name == "fedscmr" else ({},):
+        run = world(name, options, objective=OBJECTIVES.get(name))
+        protocol: object = run.protocol
+        kinds = {kind for silo in run.eligible for kind in run.protocol.uploads(silo)}
+        everything = not isinstance(protocol, Sharing) or protocol.layers == names_of(run.context.layout)
+        none = isinstance(protocol, Personalised) and protocol.personalised
+        none = none and not (kinds & {Delta, PartialDelta} and everything)
+        kind: Any = type(run.protocol)
+        said = isinstance(kind, OwnOnly) and kind.own_only(protocols.options_of(kind, options))
+        assert said == none, options
+
+
+def names_of(layout: Layout) -> tuple[str, ...]:
+    return tuple(entry.name for entry in layout.entries)
+
+
+def test_fedscmr_that_shares_everything_has_a_model_to_retrieve_by() -> None:
+    assert fedscmr.PROTOCOL.own_only(fedscmr.FedScmrOptions())
+    assert not fedscmr.PROTOCOL.own_only(fedscmr.FedScmrOptions(shared_layers="all"))

@@ -1,0 +1,359 @@
+"""Checkpoints, personal state, slots: what survives a crash and what a crash frees."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from coordinator import checkpoint
+from coordinator.checkpoint import Checkpoint
+from coordinator.counters import Tally
+from coordinator.fault_injection import Trouble
+from fedmq.clock import VirtualClock, WallClock
+from fedmq.errors import InputError, RunError
+from fedmq.federation.fault_schedule import Script
+from fedmq.federation.protocol import State
+from fedmq.storage import run_folder
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.message_log import MessageLog
+from silos.personal_state import StateStore
+from silos.slots import Slots, slots_folder
+
+
+def made(version: int, *older: int) -> Checkpoint:
+    states = {
+        number: State(
+            torch.full((3,), float(number)), {"x": torch.tensor([number], dtype=torch.float64)}, {"merges": number}
+        )
+        for number in (version, *older)
+    }
+    rounds = {"version": version, "gone": [], "flights": {}, "sequences": {}, "losses": {}}
+    return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, Tally(up=Counter(delta=5)).to_plain())
+
+
+def _log(folder: Path) -> None:
+    MessageLog(folder / "messages" / "silo-00.jsonl", "silo-00", WallClock()).close()
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        run_folder.make_folder,
+        lambda folder: run_folder.write_text(folder / "report.html", "x"),
+        lambda folder: run_folder.write_json(folder / "summary.json", {}),
+        lambda folder: run_folder.append_line(folder / "metrics.jsonl", {}),
+        _log,
+    ],
+    ids=["folder", "text", "json", "line", "log"],
+)
+@pytest.mark.parametrize("kind", ["a file", "below a file", "proc", "read-only"])
+def test_a_place_that_cannot_be_written_is_one_line_that_names_it(
+    tmp_path: Path, write: Callable[[Path], object], kind: str
+) -> None:
+    file = tmp_path / "file"
+    file.write_text("somebody's own")
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o555)
+    places = {"a file": file, "below a file": file / "run", "proc": Path("/proc/x"), "read-only": closed}
+    folder = places[kind]
+    if kind == "read-only" and os.access(folder, os.W_OK):
+        pytest.skip("nothing is read-only to root")
+    with pytest.raises(InputError, match=f"^{folder}.*allowed: a folder that can be written$") as caught:
+        write(folder)
+    assert "\n" not in str(caught.value)
+    assert file.read_text() == "somebody's own"
+
+
+def test_a_folder_without_leave_to_write_is_refused_before_anything_is_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(InputError, match="Permission denied"):
+        run_folder.make_folder(tmp_path)
+
+
+def test_a_full_disk_is_nobodys_input(tmp_path: Path) -> None:
+    def full(_: Path) -> None:
+        raise OSError(28, "No space left on device")
+
+    with pytest.raises(RunError, match=r"x\.json: could not be written: No space left"):
+        run_folder.write_atomically(tmp_path / "x.json", full)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("half", [b'{"fault": "0 sil', b"", b'{"fault": "1 silo-00 2"'])
+def test_a_line_that_a_crash_left_unfinished_is_cut_off_before_the_next_is_written(tmp_path: Path, half: bytes) -> None:
+    folder = RunFolder(tmp_path)
+    folder.faults.write_bytes(b'{"fault": "0 silo-00 1"}\n' + half)
+    for again in range(2):
+        with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", WallClock()) as log:
+            script = Script((), 0, ())
+            trouble = Trouble(script, folder, log, VirtualClock(), order=None, wired=False, handed={})
+        assert not trouble._first("0 silo-00 1")
+        assert trouble._first("2 silo-00 3") is not bool(again)
+    whole = [line["fault"] for line in map(json.loads, folder.faults.read_text().splitlines())]
+    assert whole == ["0 silo-00 1", "2 silo-00 3"]
+
+
+@pytest.mark.slow
+def test_of_a_line_that_finds_no_room_nothing_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    run_folder.append_line(path, {"a": 1})
+    program = (
+        "import resource, sys; from pathlib import Path; from fedmq import runfolder\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))\n"
+        "try: runfolder.append_line(Path(sys.argv[1]), {'b': 'x' * 100})\n"
+        "except runfolder.DiskError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
+    assert "could not be written: File too large" in done.stdout
+    assert path.read_text() == '{"a": 1}\n'
+
+
+def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, made(7, 5))
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    assert (loaded.rounds["version"], loaded.now, loaded.due, loaded.tally) == (
+        7,
+        7.1,
+        {"silo-00": 1 / 3},
+        made(7).tally,
+    )
+    assert set(loaded.states) == {7, 5}
+    assert torch.equal(loaded.states[5].theta, torch.full((3,), 5.0))
+    assert loaded.states[7].tensors["x"].dtype == torch.float64
+    assert loaded.states[7].values == {"merges": 7}
+
+
+def test_the_last_two_are_kept_and_older_states_are_carried_on_without_copying(tmp_path: Path) -> None:
+    checkpoint.save(tmp_path, made(1))
+    checkpoint.save(tmp_path, made(2, 1))
+    checkpoint.save(tmp_path, made(3, 1))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["version-000002", "version-000003"]
+    shared = [tmp_path / f"version-00000{number}" / "state-000001.safetensors" for number in (2, 3)]
+    assert shared[0].stat().st_ino == shared[1].stat().st_ino
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    assert torch.equal(loaded.states[1].theta, torch.ones(3))
+
+
+def test_the_last_two_are_kept_by_number_however_many_digits_it_has(tmp_path: Path) -> None:
+    for number in range(999_998, 1_000_002):
+        checkpoint.save(tmp_path, made(number))
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    assert loaded.rounds["version"] == 1_000_001
+    assert {path.name for path in tmp_path.iterdir()} == {"version-1000000", "version-1000001"}
+
+
+def test_a_crash_while_writing_leaves_the_checkpoint_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint.save(tmp_path, made(1))
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "_write_state", full)
+    with pytest.raises(RunError, match="No space left"):
+        checkpoint.save(tmp_path, made(2))
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    assert loaded.rounds["version"] == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["version-000001"]
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
+    folder = checkpoint.save(tmp_path, made(1))
+    (folder / "state-000001.safetensors").write_bytes(b"no")
+    with pytest.raises(InputError, match="version-000001"):
+        checkpoint.load(tmp_path)
+
+
+@pytest.mark.parametrize("carried", [False, True])
+def test_a_state_that_is_not_the_one_that_was_written_is_a_damaged_checkpoint(tmp_path: Path, *, carried: bool) -> None:
+    folder = checkpoint.save(tmp_path, made(1))
+    other = tmp_path / "other"
+    checkpoint.save(other, Checkpoint(made(1).rounds, {1: made(5).states[5]}, 1.0, {}, made(1).tally))
+    # Under a killed run, in place: as sound a file as the one before, and linked to by the checkpoint after it.
+    changed = folder / "state-000001.safetensors"
+    changed.write_bytes((other / "version-000001" / changed.name).read_bytes())
+    if carried:
+        folder = checkpoint.save(tmp_path, made(2, 1))
+    with pytest.raises(InputError, match=rf"{folder.name}: found 'a damaged state .*{changed.name}.*the one before"):
+        checkpoint.load(tmp_path)
+
+
+def test_a_checkpoint_from_before_states_had_digests_is_read_and_its_states_are_carried_on(tmp_path: Path) -> None:
+    path = checkpoint.save(tmp_path, made(1)) / "checkpoint.json"
+    content = json.loads(path.read_text())
+    del content["digests"]
+    path.write_text(json.dumps(content))
+    assert checkpoint.load(tmp_path) is not None
+    checkpoint.save(tmp_path, made(2, 1))
+    loaded = checkpoint.load(tmp_path)
+    assert loaded is not None
+    assert set(loaded.states) == {1, 2}
+
+
+@pytest.mark.parametrize("name", sorted(Tally().to_plain().keys() - {"events", "errors"}))
+def test_a_checkpoint_without_one_of_the_counters_is_refused(tmp_path: Path, name: str) -> None:
+    checkpoint.save(tmp_path, made(1))
+    path = tmp_path / "version-000001" / "checkpoint.json"
+    content = json.loads(path.read_text())
+    del content["tally"][name]
+    path.write_text(json.dumps(content))
+    with pytest.raises(InputError, match=rf"checkpoint\.json: tally\.{name}: found 'nothing'"):
+        checkpoint.load(tmp_path)
+
+
+def test_no_checkpoint_is_none(tmp_path: Path) -> None:
+    assert checkpoint.load(tmp_path / "nowhere") is None
+
+
+def test_a_task_done_again_starts_from_the_state_before_it(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    assert store.before(1) == {}
+    store.keep(1, {"a": torch.tensor([1.0])}, settled=0)
+    store.keep(2, {"a": torch.tensor([2.0])}, settled=1)
+    for again in (store, StateStore(tmp_path)):
+        assert again.before(2)["a"].item() == 1.0
+        assert again.before(3)["a"].item() == 2.0
+
+
+def test_states_that_no_task_can_start_from_any_more_are_dropped(tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    for number in range(1, 6):
+        store.keep(number, {"a": torch.tensor([float(number)])}, settled=number - 1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "task-000000004.safetensors",
+        "task-000000005.safetensors",
+    ]
+
+
+def test_a_damaged_personal_state_is_named_and_others_files_are_left_alone(tmp_path: Path) -> None:
+    StateStore(tmp_path).keep(1, {"x": torch.ones(2)}, settled=0)
+    StateStore(tmp_path).keep(2, {"x": torch.ones(2)}, settled=0)
+    (tmp_path / "task-2 (copy).safetensors").write_text("somebody's own")
+    assert torch.equal(StateStore(tmp_path).before(3)["x"], torch.ones(2))
+    newest = tmp_path / "task-000000002.safetensors"
+    newest.write_bytes(newest.read_bytes()[:40])
+    with pytest.raises(InputError, match=r"task-000000002\.safetensors: found 'a damaged personal state"):
+        StateStore(tmp_path).before(3)
+    newest.unlink()
+    assert torch.equal(StateStore(tmp_path).before(3)["x"], torch.ones(2))
+
+
+def test_a_silo_without_personal_state_writes_nothing(tmp_path: Path) -> None:
+    StateStore(tmp_path / "none").keep(1, {}, settled=0)
+    assert not (tmp_path / "none").exists()
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from silos.slots import Slots
+with Slots(Path(sys.argv[1]), 1).one():
+    print('held', flush=True)
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_killed_silo_frees_its_slot(tmp_path: Path) -> None:
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == b"held\n"
+    os.kill(holder.pid, signal.SIGKILL)
+    began = time.monotonic()
+    with Slots(tmp_path, 1).one():
+        assert time.monotonic() - began < 5
+    holder.wait()
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """XDG_RUNTIME_DIR names the folder ``user``, which is not there; TMPDIR the folder ``shared``, which is."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "user"))
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "shared"))
+    (tmp_path / "shared").mkdir()
+    return tmp_path
+
+
+def test_slots_lie_in_the_first_place_that_can_be_written(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = f"fedmq-slots-{os.getuid()}"
+    assert slots_folder("r") == places / "shared" / own / "r"
+    assert not (places / "user").exists()
+    (places / "user").mkdir()
+    assert slots_folder("r") == places / "user" / own / "r"
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: path != places / "user" and access(path, mode))
+    assert slots_folder("r") == places / "shared" / own / "r"
+
+
+@pytest.mark.parametrize("before", [None, 0o755])
+def test_the_folder_of_a_users_slots_is_that_users_alone(places: Path, before: int | None) -> None:
+    own = places / "shared" / f"fedmq-slots-{os.getuid()}"
+    if before:
+        own.mkdir()
+        own.chmod(before)
+    Slots(slots_folder("r"), 1).close()
+    assert own.stat().st_mode & 0o777 == 0o700
+
+
+def test_slots_in_a_folder_of_somebody_else_are_refused_in_one_line(
+    places: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = places / "shared" / f"fedmq-slots-{os.getuid()}"
+    own.symlink_to(places)
+    with pytest.raises(InputError, match=rf"^{own}: found 'a link or a folder of somebody else', allowed: .*TMPDIR"):
+        slots_folder("r")
+    own.unlink()
+    own.mkdir(mode=0o755)
+    user = os.getuid()
+    own.rename(places / "shared" / f"fedmq-slots-{user + 1}")
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with pytest.raises(InputError, match="of somebody else"):
+        slots_folder("r")
+    assert (places / "shared" / f"fedmq-slots-{user + 1}").stat().st_mode & 0o777 == 0o755
+
+
+@pytest.mark.parametrize("blocked", ["own", "run", "slot"])
+def test_slots_that_cannot_be_made_are_one_line(places: Path, blocked: str) -> None:
+    own = places / "shared" / f"fedmq-slots-{os.getuid()}"
+    if blocked == "slot":
+        (own / "r" / "slot-0").mkdir(parents=True)
+    elif blocked == "run":
+        own.mkdir()
+        (own / "r").write_text("")
+    else:
+        own.write_text("")
+    with pytest.raises(InputError, match=f"^{own}.*allowed: a folder that can be written$"):
+        Slots(slots_folder("r"), 1)
+
+
+def test_no_more_than_so_many_hold_a_slot_at_once(tmp_path: Path) -> None:
+    first, second, third = (Slots(tmp_path, 2) for _ in range(3))
+    with first.one(), second.one():
+        import threading
+
+        done = threading.Event()
+
+        def wait() -> None:
+            with third.one():
+                done.set()
+
+        thread = threading.Thread(target=wait)
+        thread.start()
+        assert not done.wait(0.2)
+    assert done.wait(5)
+    thread.join()

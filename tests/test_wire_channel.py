@@ -1,0 +1,191 @@
+"""A line to the coordinator, at its end: the last word is heard, nothing is said after it, nothing is left open."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from coordinator.roster import Roster
+from fedmq.audit.log_checks import read_log
+from fedmq.clock import WallClock
+from fedmq.errors import InputError
+from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
+from fedmq.wire.channel import BEAT_SECONDS, Link
+from fedmq.wire.keys import init_keys, load_accepted, load_identity
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import COORDINATOR, Error, Kind, Message
+from fedmq.wire.transports.zeromq import QUEUE, Listener, listen
+from silos.program import SiloArguments, run_silo
+from tests.threaded_run import resolved
+
+SILO, RUN = "silo-00", "link-0-0123456789ab"
+#: Fewer messages than fill the queue: the handshake's two count until ZeroMQ next tells that they were read.
+FULL = QUEUE - 2
+
+
+class Jumping(WallClock):
+    """A clock that can be set forward, as it is for a process that stood still."""
+
+    ahead = 0.0
+
+    def stopwatch(self) -> float:
+        return super().stopwatch() + self.ahead
+
+
+@contextmanager
+def both_ends(folder: Path, queue: int, own_clock: WallClock | None = None) -> Iterator[tuple[Listener, Roster, Link]]:
+    """A silo's link with a session, and the coordinator's end of it; the caller closes the link."""
+    keys, uri = folder / "keys", f"memory://{folder.name.replace('_', '-')}"
+    init_keys(keys, (COORDINATOR, SILO))
+    clock = WallClock()
+    listener = listen(uri, queue=queue)
+    with MessageLog(folder / f"{COORDINATOR}.jsonl", COORDINATOR, clock) as log:
+        identity = load_identity(keys, COORDINATOR)
+        roster = Roster(listener, identity, load_accepted(keys), RUN, log, clock, max_body=1 << 20)
+        own = MessageLog(folder / f"{SILO}.jsonl", SILO, clock)
+        link = Link(uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, own_clock or clock, now=lambda: 0.0)
+        link.start()
+        until = time.monotonic() + 10
+        while not roster.online(SILO) and time.monotonic() < until:
+            got = listener.receive(0.1)
+            if got is not None:
+                roster.take(*got)
+        try:
+            yield listener, roster, link
+        finally:
+            listener.close()
+
+
+def records(folder: Path, action: str) -> list[str]:
+    """Kinds of a silo's records, or their texts where they are notes."""
+    found = (record for _, record in read_log(folder / f"{SILO}.jsonl") if record)
+    return [str(record.get("kind", record.get("text"))) for record in found if record["action"] == action]
+
+
+def report(link: Link, count: int) -> None:
+    for number in range(1, count + 1):
+        error = Error("training_failed", "x")
+        link.send(Kind.ERROR, (error,), sequence=number, reply_to=number, base_version=0)
+
+
+def test_a_task_that_cannot_be_read_is_answered_with_an_error(tmp_path: Path) -> None:
+    with both_ends(tmp_path, queue=8) as (listener, roster, link):
+        header = roster.header(SILO, Kind.TASK, sequence=7, base_version=3)
+        peer = roster._by_name[SILO]
+        listener.send(peer.address, peer.session.seal(header, [b"\x01\x00\x00\x00\xc0"]).frames)
+        until, message = time.monotonic() + 10, None
+        while not isinstance(message, Message) and time.monotonic() < until:
+            got = listener.receive(0.1)
+            message = None if got is None else roster.take(*got)
+        assert isinstance(message, Message)
+        assert (message.header.kind, message.header.reply_to, message.header.base_version) == (Kind.ERROR, 7, 3)
+        (said,) = message.payloads
+        assert isinstance(said, Error)
+        assert said.code == "unreadable"
+        assert link.receive(timeout=0.1) is None
+        link.close(0.5)
+
+
+@pytest.mark.slow
+def test_the_coordinator_may_be_at_work_for_longer_than_a_silo_may(tmp_path: Path) -> None:
+    with both_ends(tmp_path, queue=64) as (_, roster, link):
+        time.sleep(2.2 * BEAT_SECONDS)
+        assert "the coordinator went silent" not in records(tmp_path, "note")
+        roster.send(SILO, roster.header(SILO, Kind.STOP))
+        link.close()
+
+
+def test_a_silo_that_stood_still_shakes_hands_again_at_once(tmp_path: Path) -> None:
+    clock = Jumping()
+    with both_ends(tmp_path, queue=64, own_clock=clock) as (listener, roster, link):
+        roster.drop(SILO)
+        clock.ahead = 3 * BEAT_SECONDS
+        until = time.monotonic() + 10
+        while not roster.online(SILO) and time.monotonic() < until:
+            got = listener.receive(0.1)
+            if got is not None:
+                roster.take(*got)
+        assert roster.online(SILO)
+        assert records(tmp_path, "note") == ["this process stood still: to the coordinator it was lost"]
+        roster.send(SILO, roster.header(SILO, Kind.STOP))
+        link.close()
+
+
+def test_a_stop_is_heard_by_one_who_waits_to_be_heard(tmp_path: Path) -> None:
+    with both_ends(tmp_path, queue=1) as (listener, roster, link):
+        report(link, 200)
+        until = time.monotonic() + 10
+        while records(tmp_path, "sent").count("error") < FULL and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        assert FULL <= records(tmp_path, "sent").count("error") < 200
+        roster.send(SILO, roster.header(SILO, Kind.STOP))
+        listener.close()
+        message = link.receive(timeout=5)
+        assert message is not None
+        assert message.header.kind is Kind.STOP
+        link.close()
+    assert records(tmp_path, "received")[-1] == "stop"
+    assert records(tmp_path, "note") == records(tmp_path, "refused") == []
+
+
+def test_after_its_stop_nothing_is_said_to_the_coordinator(tmp_path: Path) -> None:
+    with both_ends(tmp_path, queue=64) as (_, roster, link):
+        roster.send(SILO, roster.header(SILO, Kind.STOP))
+        message = link.receive(timeout=5)
+        assert message is not None
+        assert message.header.kind is Kind.STOP
+        report(link, 3)
+        link.close()
+    assert records(tmp_path, "sent") == ["hello", "ready"]
+
+
+class Hurried(WallClock):
+    """Ten seconds of waiting in half a second."""
+
+    def stopwatch(self) -> float:
+        """Twenty times what has passed."""
+        return 20 * super().stopwatch()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("theirs", [None, "link-0-anotherrun000"])
+def test_a_silo_that_nobody_answers_says_so_once(tmp_path: Path, theirs: str | None) -> None:
+    keys, uri, told, clock = tmp_path / "keys", f"memory://{tmp_path.name}", list[str](), Hurried()
+    init_keys(keys, (COORDINATOR, SILO))
+    listener, own = listen(uri), MessageLog(tmp_path / f"{SILO}.jsonl", SILO, clock)
+    link = Link(uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, clock, lambda: 0.0, told.append)
+    with MessageLog(tmp_path / f"{COORDINATOR}.jsonl", COORDINATOR, clock) as log:
+        identity = load_identity(keys, COORDINATOR)
+        roster = Roster(listener, identity, load_accepted(keys), theirs or RUN, log, clock, max_body=1 << 20)
+        link.start()
+        until = time.monotonic() + 10
+        while len(records(tmp_path, "sent")) < 9 and time.monotonic() < until:
+            got = listener.receive(0.1)
+            if got is not None and theirs is not None:
+                roster.take(*got)
+    link.close()
+    listener.close()
+    (line,) = told
+    assert line.startswith(f"silo-00: no answer from {uri} for 10 s: ")
+    assert RUN in line
+    assert bool(roster.refused) == (theirs is not None)
+
+
+@pytest.mark.parametrize("program", ["silo", "evaluator"])
+def test_who_cannot_read_its_data_says_so_and_nothing_else(tiny: Path, tmp_path: Path, program: str) -> None:
+    scenario, keys = resolved(tiny, f"data.path={tmp_path}/nothing.npz"), tmp_path / "keys"
+    init_keys(keys, (COORDINATOR, "evaluator", *scenario.silo_names))
+    descriptors = len(list(Path("/proc/self/fd").iterdir()))
+    uri = "memory://nobody"
+    with pytest.raises(InputError, match=r"nothing\.npz"):
+        if program == "silo":
+            run_silo(SiloArguments(scenario, SILO, uri, keys, tmp_path))
+        else:
+            run_evaluator(EvaluatorArguments(scenario, uri, keys, tmp_path))
+    # Sockets of tests before may be closed meanwhile.
+    assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors

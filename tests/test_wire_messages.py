@@ -1,0 +1,295 @@
+"""Payloads, headers and layouts refuse what their declarations do not allow."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedmq.errors import InputError, LocalWireError, RemoteWireError
+from fedmq.wire.fields import FieldError, all_finite
+from fedmq.wire.layout import Layout, LayoutEntry, agree, require_layout
+from fedmq.wire.messages import (
+    CARRIES,
+    PAYLOADS,
+    ClassPrototypes,
+    Delta,
+    Error,
+    Geometry,
+    Header,
+    Kind,
+    LabelCount,
+    Loss,
+    MeanAveragePrecision,
+    Memory,
+    Message,
+    Metrics,
+    ModalityPrototypes,
+    Model,
+    PartialDelta,
+    Representations,
+    RouterStatistics,
+    Share,
+    TaskInfo,
+    tensor_bytes,
+    tensors,
+)
+
+DIGEST = "0" * 64
+LAYOUT = Layout.of([("a.weight", (2, 3), "float32"), ("a.bias", (2,), "float32"), ("scale", (), "float32")])
+
+
+def header(**changes: Any) -> Header:
+    values: dict[str, Any] = {
+        "run": "run-1",
+        "kind": Kind.HEARTBEAT,
+        "sender": "silo-00",
+        "receiver": "coordinator",
+        "sequence": 3,
+        "sent_at": 1.5,
+    }
+    return Header(**{**values, **changes})
+
+
+def floats(*shape: int) -> np.ndarray:
+    return np.ones(shape, np.float32)
+
+
+def test_the_payload_kinds_are_the_sixteen_of_the_design() -> None:
+    assert set(PAYLOADS) == {
+        "model", "delta", "partial_delta", "modality_prototypes", "class_prototypes", "memory", "router_statistics",
+        "geometry", "loss", "map", "label_count", "representations", "discriminator_delta", "share", "metrics", "error",
+    }  # fmt: skip
+
+
+def test_every_payload_declares_exactly_its_fields() -> None:
+    for cls in PAYLOADS.values():
+        assert list(cls.FIELDS) == [field.name for field in dataclasses.fields(cls)]
+
+
+def test_every_message_kind_says_what_it_carries() -> None:
+    assert set(CARRIES) == set(Kind)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"run": ""},
+        {"run": "Run"},
+        {"run": "a" * 65},
+        {"run": "a\n"},
+        {"run": b"run"},
+        {"sender": "../x"},
+        {"receiver": None},
+        {"kind": "heartbeat"},
+        {"sequence": -1},
+        {"sequence": 1 << 64},
+        {"sequence": True},
+        {"sequence": 1.0},
+        {"reply_to": -1},
+        {"base_version": -1},
+        {"sent_at": float("nan")},
+        {"sent_at": -1.0},
+        {"sent_at": "now"},
+        {"sent_at": 10**400},
+        {"session": b"short"},
+        {"counter": 1 << 64},
+        {"wire_version": 0},
+        {"kind": Kind.REPLY},
+    ],
+)
+def test_a_header_out_of_bounds_is_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(LocalWireError):
+        header(**changes)
+
+
+def bad_payloads() -> dict[str, Any]:
+    counts = np.ones(2, np.int64)
+    return {
+        "digest": lambda: Model("xyz", floats(3)),
+        "float64": lambda: Model(DIGEST, np.ones(3)),
+        "two dimensions": lambda: Model(DIGEST, floats(3, 1)),
+        "empty": lambda: Model(DIGEST, floats(0)),
+        "strided": lambda: Model(DIGEST, floats(6)[::2]),
+        "big endian": lambda: Model(DIGEST, np.ones(3, ">f4")),
+        "a list": lambda: Model(DIGEST, [1.0]),  # type: ignore[arg-type]
+        "negative samples": lambda: Delta(DIGEST, floats(3), -1),
+        "numpy integer": lambda: Delta(DIGEST, floats(3), np.int64(3)),  # type: ignore[arg-type]
+        "a name twice": lambda: PartialDelta(DIGEST, ("a", "a"), floats(3), 1),
+        "names in a list": lambda: PartialDelta(DIGEST, ["a"], floats(3), 1),  # type: ignore[arg-type]
+        "d differs": lambda: ModalityPrototypes(floats(3), floats(4), 3),
+        "mask": lambda: ModalityPrototypes(floats(3), floats(3), 4),
+        "prototype nan": lambda: ModalityPrototypes(floats(3) * np.nan, floats(3), 3),
+        "C differs": lambda: ClassPrototypes(floats(3, 2), counts, "image"),
+        "modality": lambda: ClassPrototypes(floats(2, 2), counts, "sound"),
+        "negative count": lambda: ClassPrototypes(floats(2, 2), -counts, "image"),
+        "negative support": lambda: Memory(floats(2, 2), -counts),
+        "support dtype": lambda: Memory(floats(2, 2), counts.astype(np.int32)),
+        "weight": lambda: RouterStatistics(weight=1.5),
+        "five": lambda: Geometry(floats(5)),
+        "loss nan": lambda: Loss(float("nan")),
+        "loss bool": lambda: Loss(True),
+        "map": lambda: MeanAveragePrecision(1.01),
+        "labels": lambda: LabelCount(1 << 31),
+        "representations inf": lambda: Representations(floats(2, 2) * np.inf, "text"),
+        "share dtype": lambda: Share(floats(2), 0, 32),
+        "share bits": lambda: Share(np.ones(2, np.uint32), 0, 33),
+        "share value": lambda: Share(np.array([1, 16], np.uint32), 0, 4),
+        "metric name": lambda: Metrics({"a b": 1.0}),
+        "metric nan": lambda: Metrics({"a": float("nan")}),
+        "metric text": lambda: Metrics({"a": "1"}),  # type: ignore[dict-item]
+        "too many metrics": lambda: Metrics({f"m{i}": 1.0 for i in range(257)}),
+        "nested twice": lambda: Metrics({}, {"silo-00": {"a": {"b": 1.0}}}),  # type: ignore[dict-item]
+        "error text": lambda: Error("code", "é" * 513),
+        "surrogate": lambda: Error("code", "\ud800"),
+        "error code": lambda: Error("Not A Code", ""),
+    }
+
+
+@pytest.mark.parametrize("name", bad_payloads())
+def test_a_payload_out_of_bounds_is_refused_at_construction(name: str) -> None:
+    with pytest.raises(FieldError):
+        bad_payloads()[name]()
+
+
+def test_a_share_may_fill_its_modulus() -> None:
+    assert Share(np.array([15], np.uint32), 0, 4).modulus_bits == 4
+    assert Share(np.array([2**64 - 1], np.uint64), 0, 64).round == 0
+
+
+def test_construction_leaves_the_values_of_a_delta_to_the_decoder() -> None:
+    assert np.isnan(Delta(DIGEST, floats(2) * np.nan, 1).buffer).all()
+
+
+def test_messages_hold_what_their_kind_asks_for() -> None:
+    info = TaskInfo(round=0, rounds=5, settled=0, learning_rate=0.1)
+    model = Model(DIGEST, floats(3))
+    assert Message(header(kind=Kind.TASK), (model,), info).task is info
+    assert Message(header(kind=Kind.EVALUATE), (model,)).task is None
+    assert Message(header(kind=Kind.LAYOUT), layout=LAYOUT).layout is LAYOUT
+    assert Message(header(kind=Kind.ERROR), (Error("failed", "x"),)).payloads
+    wrong: list[Any] = [
+        lambda: Message(header(kind=Kind.TASK), (model,)),
+        lambda: Message(header(), (model,)),
+        lambda: Message(header(), (), info),
+        lambda: Message(header(kind=Kind.LAYOUT)),
+        lambda: Message(header(), layout=LAYOUT),
+        lambda: Message(header(kind=Kind.ERROR)),
+        lambda: Message(header(kind=Kind.REPLY, reply_to=1), (Error("failed", "x"),)),
+        lambda: Message(header(kind=Kind.REPLY, reply_to=1), (Loss(1.0),) * 65),
+        lambda: Message(header(kind=Kind.REPLY, reply_to=1), [Loss(1.0)]),
+    ]
+    for make in wrong:
+        with pytest.raises(LocalWireError):
+            make()
+
+
+@pytest.mark.parametrize("changes", [{"round": -1}, {"rounds": 0}, {"settled": -1}, {"learning_rate": 0.0}])
+def test_task_info_is_bounded(changes: dict[str, Any]) -> None:
+    with pytest.raises(FieldError):
+        TaskInfo(**{"round": 0, "rounds": 5, "settled": 0, "learning_rate": 0.1, **changes})
+
+
+def test_tensor_bytes_counts_tensors_alone() -> None:
+    payload = ClassPrototypes(floats(2, 3), np.ones(2, np.int64), "text")
+    assert [array.shape for array in tensors(payload)] == [(2, 3), (2,)]
+    assert tensor_bytes(payload) == 2 * 3 * 4 + 2 * 8
+    assert tensor_bytes(Loss(1.0)) == 0
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32, np.float64])
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_one_bad_value_anywhere_is_found(dtype: type, bad: float) -> None:
+    for place in (0, 300_000, 599_999):
+        array = np.zeros(600_000, dtype)
+        assert all_finite(array)
+        array[place] = bad
+        assert not all_finite(array)
+
+
+def test_large_finite_values_are_finite_though_their_sum_is_not() -> None:
+    assert all_finite(np.full(1000, np.finfo(np.float32).max, np.float32))
+
+
+def test_a_layout_places_its_entries_one_after_the_other() -> None:
+    assert [entry.offset for entry in LAYOUT.entries] == [0, 24, 32]
+    assert (LAYOUT.size, LAYOUT.nbytes) == (9, 36)
+    assert Layout.from_plain(LAYOUT.to_plain()) == LAYOUT
+
+
+def test_a_layouts_digest_is_fixed_for_ever() -> None:
+    assert LAYOUT.canonical() == (
+        b"fedmq layout 1\na.weight\tfloat32\t2,3\t0\na.bias\tfloat32\t2\t24\nscale\tfloat32\t\t32\n"
+    )
+    assert LAYOUT.digest == "e90e4728896f7134cc244ba89f445788dfe91593ca8c93c5aa900f95592e37b3"
+
+
+def test_views_share_memory_with_the_buffer() -> None:
+    buffer = np.arange(9, dtype=np.float32)
+    views = LAYOUT.views(buffer)
+    views["a.bias"][:] = -1
+    assert buffer[6:8].tolist() == [-1, -1]
+    assert views["scale"].shape == ()
+    with pytest.raises(LocalWireError):
+        LAYOUT.views(buffer[:8])
+
+
+def test_views_of_mixed_dtypes() -> None:
+    layout = Layout.of([("flag", (3,), "bool"), ("w", (2,), "float32"), ("n", (), "int64")])
+    buffer = np.zeros(layout.nbytes, np.uint8)
+    layout.views(buffer)["w"][:] = 2.5
+    layout.views(buffer)["n"][...] = 7
+    assert layout.views(buffer)["w"].tolist() == [2.5, 2.5]
+    assert int(layout.views(buffer)["n"]) == 7
+
+
+@pytest.mark.parametrize(
+    "plain",
+    [
+        None,
+        [],
+        {},
+        [["a", "float32", [1]]],
+        [["a", "float32", 1, 0]],
+        [["a", "float32", [1], 4]],
+        [["a", "float32", [1], 0], ["b", "float32", [1], 0]],
+        [["a", "float32", [1], 0], ["b", "float32", [1], 8]],
+        [["a", "float32", [1], 0], ["a", "float32", [1], 4]],
+        [["a", "object", [1], 0]],
+        [["a", ["float32"], [1], 0]],
+        [["a b", "float32", [1], 0]],
+        [["a", "float32", [-1], 0]],
+        [["a", "float32", [1.0], 0]],
+        [["a", "float32", [1 << 29], 0]],
+        [["a", "float32", [1 << 20, 1 << 20, 1 << 20], 0]],
+        [["a", "float32", [1] * 9, 0]],
+        [["a", "float32", [1], True]],
+    ],
+)
+def test_a_peers_bad_layout_is_refused(plain: Any) -> None:
+    with pytest.raises(FieldError):
+        Layout.from_plain(plain)
+
+
+def test_a_layout_entry_takes_a_tuple() -> None:
+    with pytest.raises(FieldError):
+        LayoutEntry("a", [1], "float32", 0)  # type: ignore[arg-type]
+
+
+def test_a_buffer_must_fit_the_layout_it_names() -> None:
+    layouts = {LAYOUT.digest: LAYOUT}
+    assert require_layout(layouts, LAYOUT.digest, floats(9)) is LAYOUT
+    for digest, buffer in [(DIGEST, floats(9)), (LAYOUT.digest, floats(8))]:
+        with pytest.raises(RemoteWireError) as caught:
+            require_layout(layouts, digest, buffer)
+        assert caught.value.reason == "layout"
+
+
+def test_both_sides_have_one_layout_or_say_how_they_differ() -> None:
+    agree(LAYOUT, LAYOUT)
+    other = LAYOUT.part([LAYOUT.entries[0].name])
+    for told, found in ((other, f"1 tensors, {other.size} parameters"), (None, "none")):
+        with pytest.raises(InputError, match=f"model layout: found '{found}', allowed: {len(LAYOUT.entries)} tensors"):
+            agree(told, LAYOUT)

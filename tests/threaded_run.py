@@ -1,0 +1,101 @@
+"""A whole run in one process: coordinator, evaluator and silos as threads over memory://, with real sealed messages."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import protocols
+from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
+from fedmq.config import loader as scenarios
+from fedmq.config.scenario import Scenario
+from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
+from fedmq.federation.population import run_name
+from fedmq.wire.handshake import complete, initiate
+from fedmq.wire.keys import init_keys, load_accepted, load_identity
+from fedmq.wire.messages import Header, Kind
+from fedmq.wire.sessions import Session
+from fedmq.wire.transports import zeromq
+from fedmq.wire.transports.zeromq import Connection
+from silos.program import SiloArguments, run_silo
+
+_NUMBERS = itertools.count()
+_LIVES = 3
+
+
+def resolved(path: Path, *settings: str) -> Scenario:
+    return protocols.resolved(scenarios.load(path, settings))
+
+
+def watched(over: threading.Event, function: Callable[..., Any], *arguments: object) -> Callable[[], None]:
+    """A process that is started again when it dies, as the supervisor of real processes does; it says what of."""
+
+    def call() -> None:
+        for _ in range(_LIVES):
+            try:
+                function(*arguments)
+                break
+            except Exception:
+                traceback.print_exc(file=sys.stderr)
+            if over.is_set():
+                break
+
+    return call
+
+
+def joined(scenario: Scenario, uri: str, keys: Path) -> tuple[Connection, Session, Header]:
+    """A silo-00 written by hand: its connection, its session and the header of its heartbeats."""
+    connection, name = zeromq.connect(uri), run_name(scenario)
+    hello, initiated = initiate(load_identity(keys, "silo-00"), "coordinator", name, 0.0)
+    connection.send(hello)
+    frames = connection.receive(20.0)
+    assert frames is not None
+    ready, session = complete(initiated, load_accepted(keys), frames, 0.0)
+    connection.send(ready)
+    beat = Header(run=name, kind=Kind.HEARTBEAT, sender="silo-00", receiver="coordinator", sequence=0, sent_at=0.0)
+    return connection, session, beat
+
+
+def run(
+    scenario: Scenario,
+    out: Path,
+    *,
+    resume: bool = False,
+    stop_wanted: Callable[[], bool] = lambda: False,
+    silos: Iterable[str] | None = None,
+    others: Iterable[Callable[[str, Path], None]] = (),
+) -> Outcome:
+    """Run a scenario to its end; ``others`` are started as threads with the URI and the keys' folder."""
+    uri = f"memory://run-{next(_NUMBERS)}"
+    keys = out / "keys"
+    if not keys.exists():
+        init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
+    over = threading.Event()
+    named = silos or scenario.silo_names
+
+    def unanswered(line: str) -> None:
+        if over.is_set():  # it came when all was over, so that nobody told it: a real process is ended by a signal
+            raise RuntimeError(line)
+
+    targets = [watched(over, run_silo, SiloArguments(scenario, name, uri, keys, out), unanswered) for name in named]
+    targets.append(watched(over, run_evaluator, EvaluatorArguments(scenario, uri, keys, out), unanswered))
+    targets += [lambda other=other: other(uri, keys) for other in others]  # type: ignore[misc]
+    threads = [threading.Thread(target=target, daemon=True) for target in targets]
+    try:
+        return run_coordinator(
+            CoordinatorArguments(scenario, uri, keys, out, resume),
+            listening=lambda _: [thread.start() for thread in threads] and None,
+            stop_wanted=stop_wanted,
+        )
+    finally:
+        over.set()
+        for thread in threads:
+            if thread.is_alive():
+                thread.join(60)  # who heard nothing gives its session up after 30 s, and knocks for 12 s
+        # Whoever is left would go on writing its log beside the next one of its name.
+        assert not [target for target, thread in zip(targets, threads, strict=True) if thread.is_alive()]

@@ -55,7 +55,7 @@ class FedCafeOptions:
         alpha: weight of eq 5, of ``loss_e`` alone.
         eta: weight of eq 6, of ``loss_c`` alone.
         gamma: weight of eq 7, of ``loss_d`` alone; the released code calls it mu. With ``normalised`` the paper's 1
-            weighs C times what it does with ``code``; docs/results/hashing.md has both.
+            weighs C times what it does with ``code``; docs/results/fedcafe_scale.md has both.
         kl: eq 7 as KL(L / |L| || L') per sample, ``normalised``; as the released ``code``, on raw labels and averaged
             over classes too, which is about C times smaller; or in the order ``printed``, on smoothed labels.
         le_detach: no gradient through the enhanced features of eq 5.

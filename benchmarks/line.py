@@ -11,7 +11,7 @@ from pathlib import Path
 
 from coordinator.roster import Ready, Roster
 from fedmq.clock import WallClock
-from fedmq.wire.channel import Link
+from fedmq.wire.channel import Channel
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.layout import Layout
 from fedmq.wire.message_log import MessageLog
@@ -35,11 +35,11 @@ def two_branches(parameters: int = PARAMETERS) -> Layout:
     return Layout.of([("text.weight", (half,), "float32"), ("visual.weight", (parameters - half,), "float32")])
 
 
-def link_of(uri: str, keys: Path, out: Path, name: str) -> Link:
+def link_of(uri: str, keys: Path, out: Path, name: str) -> Channel:
     """A silo's link; what it sends is stamped with the machine's monotonic clock, which all processes share."""
     clock = WallClock()
     log = MessageLog(out / f"{name}.jsonl", name, clock)
-    return Link(uri, load_identity(keys, name), load_accepted(keys), RUN, log, clock, now=time.monotonic)
+    return Channel(uri, load_identity(keys, name), load_accepted(keys), RUN, log, clock, now=time.monotonic)
 
 
 @contextmanager

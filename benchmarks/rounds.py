@@ -17,15 +17,15 @@ from benchmarks.line import MEGABYTES, PARAMETERS, coordinator_end, link_of, sta
 from benchmarks.measure import Number, Result, Stopwatch, spread
 from coordinator import checkpoint, reply_validation, roster
 from coordinator.cost import CostModel
-from coordinator.counters import Tally
-from coordinator.evaluation import Measuring
-from coordinator.fault_injection import Trouble
+from coordinator.counters import Counters
+from coordinator.evaluation import EvaluationRequests
+from coordinator.fault_injection import FaultInjector
 from coordinator.loop import Loop
 from coordinator.rounds import Rounds
-from coordinator.run_context import Setting
+from coordinator.run_context import RunContext
 from fedmq.clock import VirtualClock
 from fedmq.config.scenario import Backbone, Data, ProtocolChoice, Scenario, Silos
-from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Delta, Kind, Model, Payload
 from fedmq.wire.transports.zeromq import Listener
@@ -72,21 +72,21 @@ class Constant:
         """The constant."""
         return Delta(self.context.layout.digest, self.update, n_samples=1)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """FedAvg's merge."""
         self.merged_at.append(time.perf_counter())
         updates = [_aggregation.update_of(reply, self.context.layout) for reply in _aggregation.ordered(replies)]
         weights = _aggregation.sample_weights([update.samples for update in updates])
-        return Merged(State(_aggregation.merge_updates(state.theta, updates, weights, self.branches, True)))
+        return MergeResult(State(_aggregation.merge_updates(state.theta, updates, weights, self.branches, True)))
 
 
-def _setting(scenario: Scenario, folder: Path) -> Setting:
+def _setting(scenario: Scenario, folder: Path) -> RunContext:
     silos = tuple(SiloFacts(name, index, True, True) for index, name in enumerate(scenario.silo_names))
     context = Context(0, scenario.rounds, silos, two_branches(), 512, scenario.training)
     size = context.layout.nbytes
     cost = CostModel(scenario.cost, 0, scenario.silo_names, 1, size, size)
     method = Constant(_NoOptions(), context)
-    return Setting(scenario, method, context, (1,) * len(silos), cost, RunFolder(folder))
+    return RunContext(scenario, method, context, (1,) * len(silos), cost, RunFolder(folder))
 
 
 def _silo(uri: str, folder: Path, name: str, scenario: Scenario) -> None:
@@ -141,10 +141,10 @@ def run(silos: int = 10, rounds: int = 20) -> Result:
                     listener,
                     peers,
                     log,
-                    Tally(),
-                    Trouble(setting.script, setting.folder, log, clock, order=None, wired=True, handed={}),
+                    Counters(),
+                    FaultInjector(setting.script, setting.folder, log, clock, order=None, wired=True, handed={}),
                     {},
-                    Measuring(setting, peers, log, range(rounds + 1)),  # nobody evaluates
+                    EvaluationRequests(setting, peers, log, range(rounds + 1)),  # nobody evaluates
                     report=lambda _: None,
                     stop_wanted=lambda: False,
                 )

@@ -88,7 +88,7 @@ def run() -> Result:
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         root = Path(name)
         made = scenario(root / "soak.npz")
-        data = supervisor.prepare_world(made, None)
+        data = supervisor.prepare_population(made, None)
         done = supervisor.simulate(made, RunFolder(root / "run"), resume=False, status=memory.look, data=data)
     messages, seconds = done.outcome.summary["messages"], done.outcome.summary["seconds"]
     numbers = [

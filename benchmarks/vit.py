@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import protocols
 from benchmarks.measure import Number, Result, spread
 from fedmq.config.scenario import Backbone, Training
-from fedmq.data.silo_dataset import Share
+from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders import clip
 from fedmq.encoders.base import InputSpec
 from fedmq.encoders.gpu import repeatable
@@ -31,11 +31,11 @@ MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 Rows = npt.NDArray[np.int64]
 
 
-def _share(n: int) -> Share:
+def _share(n: int) -> SiloDataset:
     """Made pictures, each with one made caption."""
     generator = np.random.default_rng(0)
     texts = [" ".join(f"word{number}" for number in generator.integers(0, 500, 8)) for _ in range(n)]
-    return Share(
+    return SiloDataset(
         image=torch.from_numpy(generator.integers(0, 256, (n, 3, EDGE, EDGE), dtype=np.uint8)),
         text=torch.from_numpy(clip.tokenise(NAME, texts))[:, None],
         captions=torch.ones(n, dtype=torch.int64),
@@ -54,7 +54,7 @@ class _Bottleneck(nn.Module):
         return x + changed
 
 
-def _bare(share: Share, batch: int, device: str) -> tuple[Callable[[Rows], float], int]:
+def _bare(share: SiloDataset, batch: int, device: str) -> tuple[Callable[[Rows], float], int]:
     """One epoch as anybody would write it; returns its seconds. Beside it the number of trained parameters."""
     assert share.image is not None and share.text is not None
     images, texts = share.image, share.text[:, 0]
@@ -88,7 +88,7 @@ def _bare(share: Share, batch: int, device: str) -> tuple[Callable[[Rows], float
     return epoch, sum(each.numel() for each in trained.parameters())
 
 
-def _silo(share: Share, batch: int, device: str, cache: Path) -> tuple[Callable[[Rows], float], int]:
+def _silo(share: SiloDataset, batch: int, device: str, cache: Path) -> tuple[Callable[[Rows], float], int]:
     """One task of a paired silo under FedAvg, from the downloaded model to its update; the order it draws itself."""
     inputs = InputSpec((3, EDGE, EDGE), (77,), "uint8", "int32", MEAN, STD)
     backbone = Backbone(name=NAME, adapter_site="blocks", bottleneck=WIDTH, head="mlp")

@@ -14,11 +14,11 @@ import torch
 import protocols
 from benchmarks.measure import Number, Result
 from benchmarks.startup import scenario_file, simulated
-from coordinator.rounds import Plan
+from coordinator.rounds import RoundsPlan
 from fedmq.config import loader as scenarios
 from fedmq.config.scenario import Scenario
-from fedmq.data.silo_dataset import load_share
-from fedmq.federation.population import World, build_world
+from fedmq.data.silo_dataset import load_silo_dataset
+from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import Local, Reply, Task
 
 METHODS = ("rcsr", "fedavg")
@@ -32,21 +32,23 @@ class Bare:
     digest: str
 
 
-def bare(scenario: Scenario, world: World, threads: int) -> Bare:
+def bare(scenario: Scenario, population: Population, threads: int) -> Bare:
     """The same rounds, silos, shares, batches, losses, steps and merges as a run of the scenario, one by one."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        model = world.build_model(scenario, "cpu", ("image", "text"))
-        context = world.context(scenario, model)
+        model = population.build_model(scenario, "cpu", ("image", "text"))
+        context = population.context(scenario, model)
         method_class = protocols.load(scenario.protocol.name)
         method = method_class(protocols.options_of(method_class, scenario.protocol.options), context)
-        names = tuple(silo.name for silo in world.silos)
-        eligible = tuple(silo.name for silo in world.silos if method.eligible(silo))
-        plan = Plan(scenario.seed, scenario.rounds, names, eligible, scenario.participation.rate)
+        names = tuple(silo.name for silo in population.silos)
+        eligible = tuple(silo.name for silo in population.silos if method.eligible(silo))
+        plan = RoundsPlan(scenario.seed, scenario.rounds, names, eligible, scenario.participation.rate)
         shares = {
-            silo.name: load_share(world.prepared, world.train[silo.index], image=silo.image, text=silo.text)
-            for silo in world.silos
+            silo.name: load_silo_dataset(
+                population.prepared, population.train[silo.index], image=silo.image, text=silo.text
+            )
+            for silo in population.silos
         }
         state = method.initial(model.flat.detach().clone())
         kept: dict[str, dict[str, torch.Tensor]] = {name: {} for name in names}
@@ -56,7 +58,7 @@ def bare(scenario: Scenario, world: World, threads: int) -> Bare:
             rate = scenario.training.rate_at(round_, scenario.rounds)
             replies = []
             for name in plan.sampling.choose(plan.seed, round_, eligible, plan.cohort_size(round_), {}):
-                silo = world.facts(name)
+                silo = population.facts(name)
                 sequences[name] += 1
                 task = Task(sequences[name], round_, round_, rate, method.task(state, silo))
                 trained = method.train(Local(silo, shares[name], model, kept[name]), task)
@@ -92,9 +94,9 @@ def run(rounds: int = 40) -> Result:
             summary = simulated(folder, method, *settings)
             seconds = _loop_seconds(folder / method / "messages" / "coordinator.jsonl")
             scenario = scenarios.load(scenario_file(folder), settings)
-            world = build_world(scenario)
-            bare(scenarios.load(scenario_file(folder), (*settings, "rounds=6")), world, 1)  # warm
-            alone = {threads: bare(scenario, world, threads) for threads in sorted({1, torch.get_num_threads()})}
+            population = build_population(scenario)
+            bare(scenarios.load(scenario_file(folder), (*settings, "rounds=6")), population, 1)  # warm
+            alone = {threads: bare(scenario, population, threads) for threads in sorted({1, torch.get_num_threads()})}
             best = min(each.seconds for each in alone.values())
             numbers += [
                 Number(f"{method}: {rounds} rounds as processes", seconds, "s"),

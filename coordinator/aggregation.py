@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from coordinator.run_context import Setting
+from coordinator.run_context import RunContext
 from fedmq.errors import RunError
-from fedmq.federation.protocol import Following, Merged, Reply, SiloFacts, State
+from fedmq.federation.protocol import Following, MergeResult, Reply, SiloFacts, State
 from fedmq.federation.staleness import damping, mixed, rarity
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Loss, Message
@@ -20,7 +20,7 @@ from protocols._robust import robust_replies
 
 
 def as_reply(
-    setting: Setting,
+    run_context: RunContext,
     message: Message,
     silo: SiloFacts,
     states: Mapping[int, State],
@@ -30,7 +30,7 @@ def as_reply(
     """A checked reply as the method merges it.
 
     Args:
-        setting: of the run.
+        run_context: of the run.
         message: the reply.
         silo: who sent it, as it was when it was asked.
         states: by version; the reply's base version is among them.
@@ -39,16 +39,18 @@ def as_reply(
     """
     sequence, base = message.header.reply_to, message.header.base_version
     assert sequence is not None  # noqa: S101 - a reply that answers no task is refused where it arrives
-    aggregation, age = setting.scenario.aggregation, version - base
+    aggregation, age = run_context.scenario.aggregation, version - base
     factor = damping(aggregation.staleness, age)
     # As the method made them: branches that the silo lacks are filled in again.
-    payloads = tuple(completed(payload, setting.context.layout, setting.layers, silo) for payload in message.payloads)
-    return Reply(silo, sequence, base, age, factor, payloads, _rarity(setting, silo.name, merged), states[base])
+    payloads = tuple(
+        completed(payload, run_context.context.layout, run_context.layers, silo) for payload in message.payloads
+    )
+    return Reply(silo, sequence, base, age, factor, payloads, _rarity(run_context, silo.name, merged), states[base])
 
 
-def _rarity(setting: Setting, silo: str, merged: Mapping[str, int]) -> float:
+def _rarity(run_context: RunContext, silo: str, merged: Mapping[str, int]) -> float:
     """How much more a silo counts that is merged rarely; 1 where the scenario does not ask for it."""
-    aggregation, asked = setting.scenario.aggregation, setting.plan.eligible
+    aggregation, asked = run_context.scenario.aggregation, run_context.plan.eligible
     if aggregation.mode == "sync" or aggregation.balance is None:
         return 1.0
     return rarity(merged[silo], sum(merged[name] for name in asked) / len(asked), aggregation.balance)
@@ -62,26 +64,26 @@ def losses_of(replies: Sequence[Reply]) -> dict[str, float]:
 
 
 def merged_state(
-    setting: Setting, state: State, replies: Sequence[Reply], round_: int
-) -> tuple[Merged, tuple[str, ...]]:
+    run_context: RunContext, state: State, replies: Sequence[Reply], round_: int
+) -> tuple[MergeResult, tuple[str, ...]]:
     """The method's state after a merge, and the silos that the scenario's robust rule left out.
 
     Raises:
         RunError: the merged model is not finite.
     """
-    kept = robust_replies(replies, setting.scenario.aggregation.robust, setting.context.layout)
+    kept = robust_replies(replies, run_context.scenario.aggregation.robust, run_context.context.layout)
     left_out = tuple(sorted({reply.silo.name for reply in replies} - {reply.silo.name for reply in kept}))
-    merged = setting.protocol.merge(state, kept, round_)
-    aggregation = setting.scenario.aggregation
+    merged = run_context.protocol.merge(state, kept, round_)
+    aggregation = run_context.scenario.aggregation
     # A lone reply's factor has no other reply to weigh against; it, too, can only act on the step.
     rate = aggregation.rate * (replies[0].factor if aggregation.mode == "async" else 1.0)
     rate = min(rate, 1.0)
     after = replace(merged.state, theta=mixed(state.theta, merged.state.theta, rate))
-    if rate < 1.0 and isinstance(setting.protocol, Following):
-        after = setting.protocol.followed(state, after, rate)
+    if rate < 1.0 and isinstance(run_context.protocol, Following):
+        after = run_context.protocol.followed(state, after, rate)
     if not all(all_finite(each.numpy()) for each in (after.theta, *after.tensors.values())):
         raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")
-    return Merged(after, merged.log), left_out
+    return MergeResult(after, merged.log), left_out
 
 
 def merge_line(

@@ -70,7 +70,7 @@ class Checkpoint:
             evaluation still stands on.
         now: the run's time [s].
         due: arrival time [s] of each task in flight, by silo.
-        tally: counters for the summary.
+        counters: for the summary.
         handed: number and time of handing out [s] of each task in flight, by silo.
         data: digest of the prepared data that the run is of.
         trace: digest of the file that says when silos are on; empty where there is none.
@@ -80,7 +80,7 @@ class Checkpoint:
     states: Mapping[int, State]
     now: float
     due: Mapping[str, float]
-    tally: Mapping[str, Any]
+    counters: Mapping[str, Any]
     handed: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     data: str = ""
     trace: str = ""
@@ -138,7 +138,7 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
             "rounds": checkpoint.rounds,
             "now": checkpoint.now,
             "due": dict(checkpoint.due),
-            "tally": checkpoint.tally,
+            "tally": checkpoint.counters,
             "handed": dict(checkpoint.handed),
             "data": checkpoint.data,
             "trace": checkpoint.trace,

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 
 from coordinator import checkpoint as checkpoints
-from coordinator.counters import Tally
-from coordinator.fault_injection import Trouble
-from coordinator.in_process_peers import Inline
+from coordinator.counters import Counters
+from coordinator.fault_injection import FaultInjector
+from coordinator.in_process_peers import InProcessPeers
 from coordinator.roster import Roster
 from coordinator.rounds import Rounds
-from coordinator.run_context import Setting
+from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.errors import RunError
 from fedmq.federation.protocol import State
@@ -23,16 +23,16 @@ _TRIES = 3
 _PAUSE_SECONDS = 0.2
 
 
-class Saving:
+class Checkpointing:
     """Writes the run's checkpoints.
 
     Args:
-        setting: of the run.
+        run_context: of the run.
         clock: the run's.
         log: the coordinator's message log.
-        tally: counters, those of earlier processes of this run included.
+        counters: those of earlier processes of this run included.
         roster: counts the messages of this one.
-        trouble: knows when tasks were handed out, and may refuse the disk.
+        fault_injector: knows when tasks were handed out, and may refuse the disk.
         settled: number of each silo's last merged task, as the checkpoint that was resumed has it.
 
     Attributes:
@@ -41,18 +41,18 @@ class Saving:
 
     def __init__(
         self,
-        setting: Setting,
+        run_context: RunContext,
         clock: Clock,
         log: MessageLog,
-        tally: Tally,
-        roster: Roster | Inline,
-        trouble: Trouble,
+        counters: Counters,
+        roster: Roster | InProcessPeers,
+        fault_injector: FaultInjector,
         settled: Mapping[str, int],
     ) -> None:
-        self._setting, self._clock, self._log = setting, clock, log
-        self._tally, self._roster, self._trouble = tally, roster, trouble
-        self._earlier = (tally.sent, tally.received, tally.refused)
-        self._earlier_seconds, self._began = tally.seconds.get("total", 0.0), clock.stopwatch()
+        self._run_context, self._clock, self._log = run_context, clock, log
+        self._counters, self._roster, self._fault_injector = counters, roster, fault_injector
+        self._earlier = (counters.sent, counters.received, counters.refused)
+        self._earlier_seconds, self._began = counters.seconds.get("total", 0.0), clock.stopwatch()
         self.settled = settled
         self._settled_before: Mapping[str, int] = {}
 
@@ -76,14 +76,16 @@ class Saving:
         """
         self.settled, self._settled_before = after.settled, self.settled
         self.bring_up_to_now()
-        handed = {silo: self._trouble.handed[silo] for silo in after.flights}
-        plain, now, tallied = after.to_plain(), self._clock.now(), self._tally.to_plain()
-        setting = self._setting
-        record = checkpoints.Checkpoint(plain, states, now, due, tallied, handed, setting.data, setting.trace_file)
+        handed = {silo: self._fault_injector.handed[silo] for silo in after.pending}
+        plain, now, tallied = after.to_plain(), self._clock.now(), self._counters.to_plain()
+        run_context = self._run_context
+        record = checkpoints.Checkpoint(
+            plain, states, now, due, tallied, handed, run_context.data, run_context.trace_file
+        )
         for left in reversed(range(_TRIES)):
             try:
                 checkpoints.save(
-                    self._setting.folder.checkpoints, record, partial(self._trouble.to_disk, after.version)
+                    self._run_context.folder.checkpoints, record, partial(self._fault_injector.to_disk, after.version)
                 )
                 return
             except RunError as error:
@@ -94,7 +96,7 @@ class Saving:
 
     def bring_up_to_now(self) -> None:
         """Bring the tally's messages and seconds up to now; a resumed run adds to what it had."""
-        self._tally.seconds["total"] = self._earlier_seconds + self._clock.stopwatch() - self._began
+        self._counters.seconds["total"] = self._earlier_seconds + self._clock.stopwatch() - self._began
         sent, received, refused = self._earlier
-        self._tally.sent, self._tally.received = sent + self._roster.sent, received + self._roster.received
-        self._tally.refused = refused + self._roster.refused
+        self._counters.sent, self._counters.received = sent + self._roster.sent, received + self._roster.received
+        self._counters.refused = refused + self._roster.refused

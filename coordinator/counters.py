@@ -11,7 +11,7 @@ from fedmq.wire.messages import Payload, tensor_bytes
 
 
 @dataclass
-class Tally:
+class Counters:
     """What is counted.
 
     Args:
@@ -56,7 +56,7 @@ class Tally:
         return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Tally:
+    def from_plain(cls, plain: Mapping[str, Any]) -> Counters:
         """The inverse of :meth:`to_plain`."""
         result = cls()
         for name, value in plain.items():

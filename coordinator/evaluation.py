@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any
 
-from coordinator.in_process_peers import Inline
+from coordinator.in_process_peers import InProcessPeers
 from coordinator.roster import Roster
-from coordinator.run_context import Setting
+from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.fairness import fairness_of, means
@@ -63,11 +63,11 @@ def _wrong(said: Payload | None, name: str, like: Metrics) -> str | None:
     return None
 
 
-class Measuring:
+class EvaluationRequests:
     """What has been asked, and what came back.
 
     Args:
-        setting: of the run.
+        run_context: of the run.
         roster: whom to ask.
         log: the coordinator's message log.
         evaluated: versions whose evaluation is on file already.
@@ -80,8 +80,10 @@ class Measuring:
         personal: what they answered when they were asked last.
     """
 
-    def __init__(self, setting: Setting, roster: Roster | Inline, log: MessageLog, evaluated: Iterable[int]) -> None:
-        self._setting, self._roster, self._log = setting, roster, log
+    def __init__(
+        self, run_context: RunContext, roster: Roster | InProcessPeers, log: MessageLog, evaluated: Iterable[int]
+    ) -> None:
+        self._run_context, self._roster, self._log = run_context, roster, log
         self._evaluated = set(evaluated)
         self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
         self._over: dict[tuple[str, int, int], bool] = {}  # and whether it was answered, or given up
@@ -104,7 +106,7 @@ class Measuring:
 
     def evaluate_if_due(self, version: int, state: State) -> None:
         """Ask the evaluator about a version, if the scenario wants it measured and it was not before."""
-        every, last = self._setting.scenario.evaluation.every, self._setting.scenario.rounds
+        every, last = self._run_context.scenario.evaluation.every, self._run_context.scenario.rounds
         if version in self.pending or version in self._evaluated:
             return
         if version in (0, last) or (every and version % every == 0):
@@ -113,10 +115,10 @@ class Measuring:
 
     def evaluate(self, version: int, state: State) -> None:
         """Ask the evaluator, or ask it again."""
-        protocol = self._setting.protocol
+        protocol = self._run_context.protocol
         more = protocol.release(state) if isinstance(protocol, Releasing) else ()
         header = self._roster.header(EVALUATOR, Kind.EVALUATE, sequence=version, base_version=version)
-        model = state.model(self._setting.context.layout)
+        model = state.model(self._run_context.context.layout)
         self._roster.send(EVALUATOR, Message(header, (model, *more)))
 
     def evaluated(self, message: Message) -> None:
@@ -124,7 +126,9 @@ class Measuring:
         version, payload = message.header.base_version, message.payloads[0] if message.payloads else None
         if version not in self.pending:
             return
-        if not isinstance(payload, Metrics) or not _complete(payload, [s.name for s in self._setting.context.silos]):
+        if not isinstance(payload, Metrics) or not _complete(
+            payload, [s.name for s in self._run_context.context.silos]
+        ):
             detail = f"version {version}: an evaluation without {_NEEDED} of the whole and of every silo"
             self._roster.refuse(EVALUATOR, RemoteWireError("unexpected", detail), 0)
             self.unusable.add(version)
@@ -135,7 +139,7 @@ class Measuring:
         self.metrics = dict(payload.values)
         per_silo = {name: dict(own) for name, own in payload.per_silo.items()}
         line = {"kind": "evaluation", "version": version, "metrics": self.metrics, "per_silo": per_silo}
-        append_line(self._setting.folder.metrics, line)
+        append_line(self._run_context.folder.metrics, line)
         self._like = payload
         for name in list(self._early):
             self._judge(name, self._early.pop(name), payload)
@@ -149,28 +153,28 @@ class Measuring:
             state: of that version.
             settled: number of each silo's last task whose outcome is known; the state after that is what it measures.
         """
-        protocol = self._setting.protocol
+        protocol = self._run_context.protocol
         self.personal = {}
         if isinstance(protocol, Personalised) and protocol.personalised:
-            before = [line for line in read_metrics(self._setting.folder) if line["kind"] == "evaluation"]
+            before = [line for line in read_metrics(self._run_context.folder) if line["kind"] == "evaluation"]
             if before:
                 self._like = Metrics(before[-1]["metrics"], before[-1]["per_silo"])
-            for name in sorted(name for name in self._setting.plan.eligible if name not in gone):
-                payloads = protocol.task(state, self._setting.facts_at(name, version))
+            for name in sorted(name for name in self._run_context.plan.eligible if name not in gone):
+                payloads = protocol.task(state, self._run_context.facts_at(name, version))
                 self._requests[name] = settled.get(name, 0), version, payloads
 
     def own_due(self, version: int) -> bool:
         """Whether the silos measure their own models at a version before the last, where they do so in any case."""
-        every, protocol = self._setting.scenario.evaluation.personal_every, self._setting.protocol
-        if not every or version % every or version >= self._setting.scenario.rounds:
+        every, protocol = self._run_context.scenario.evaluation.personal_every, self._run_context.protocol
+        if not every or version % every or version >= self._run_context.scenario.rounds:
             return False
         return isinstance(protocol, Personalised) and protocol.personalised
 
     def put_on_file(self, version: int) -> None:
         """Write the line of the silos' own models at a version, if the scenario wants lines of them."""
-        if self._setting.scenario.evaluation.personal_every and self.personal:
+        if self._run_context.scenario.evaluation.personal_every and self.personal:
             line = {"kind": "personal", "version": version, **personal_figures(self.personal)}
-            append_line(self._setting.folder.metrics, line)
+            append_line(self._run_context.folder.metrics, line)
 
     def wait(self, look: Callable[[], None], stop_wanted: Callable[[], bool], clock: Clock, *, final: bool) -> bool:
         """Wait until the silos asked have answered or are given up; where :attr:`crowded` and in the end, for the

@@ -20,7 +20,7 @@ from fedmq.clock import Clock
 from fedmq.config.faults import Corrupt, Crash, Drop, Duplicate, Freeze, Late, Leave, Reorder, Split, Standing
 from fedmq.errors import RemoteWireError
 from fedmq.federation.fault_effects import TaskOutcome
-from fedmq.federation.fault_schedule import Script, Strike
+from fedmq.federation.fault_schedule import FaultSchedule, Strike
 from fedmq.storage.json_files import Stored, read_lines
 from fedmq.storage.run_folder import RunFolder, append_line, cut_unfinished
 from fedmq.wire.channel import BEAT_SECONDS
@@ -53,7 +53,7 @@ class Order:
     seconds: float = 0.0
 
 
-class Trouble:
+class FaultInjector:
     """The faults of a run as its coordinator meets them.
 
     Args:
@@ -68,7 +68,7 @@ class Trouble:
 
     def __init__(
         self,
-        script: Script,
+        script: FaultSchedule,
         folder: RunFolder,
         log: MessageLog,
         clock: Clock,

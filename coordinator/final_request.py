@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from coordinator import checkpoint as checkpoints
-from coordinator.program import setting_of
+from coordinator.program import run_context_of
 from coordinator.rounds import Rounds
 from fedmq.errors import InputError
-from fedmq.federation.population import World, run_name
+from fedmq.federation.population import Population, run_name
 from fedmq.federation.protocol import Personalised
 from fedmq.retrieval.released_model import OtherModelError, Release
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 
 
-def asked_last(release: Release, world: World, silo: str) -> Message:
+def asked_last(release: Release, population: Population, silo: str) -> Message:
     """The question how a silo's own model does: the number of its last merged task, and what a task of now would bring.
 
     Args:
         release: the run.
-        world: of its scenario.
+        population: of its scenario.
         silo: one of its silos.
 
     Raises:
@@ -25,8 +25,8 @@ def asked_last(release: Release, world: World, silo: str) -> Message:
         OtherModelError: the checkpoint is of another model than the released one.
     """
     scenario, folder = release.scenario, release.run
-    setting, _ = setting_of(scenario, world, folder)
-    protocol = setting.protocol
+    run_context, _ = run_context_of(scenario, population, folder)
+    protocol = run_context.protocol
     if not (isinstance(protocol, Personalised) and protocol.personalised):
         method = scenario.protocol.name
         allowed = f"no --silo: with this run's options silos of {method} have no models of their own"
@@ -35,12 +35,12 @@ def asked_last(release: Release, world: World, silo: str) -> Message:
     if saved is None:
         allowed = "the last checkpoint of the run: --silo is for where its coordinator and the silo ran"
         raise InputError(str(folder.checkpoints), "no checkpoint", allowed)
-    if saved.data not in ("", setting.data):
-        found = f"data of other content than the run was made with ({setting.data[:12]})"
+    if saved.data not in ("", run_context.data):
+        found = f"data of other content than the run was made with ({run_context.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"what was there then ({saved.data[:12]})")
-    rounds = Rounds.from_plain(setting.plan, saved.rounds)
+    rounds = Rounds.from_plain(run_context.plan, saved.rounds)
     state = saved.states[rounds.version]
-    digest = setting.context.layout.model_digest(state.theta.numpy())
+    digest = run_context.context.layout.model_digest(state.theta.numpy())
     if digest != release.digest:
         raise OtherModelError(folder.checkpoints / f"version-{rounds.version:06d}", digest, release.digest)
     sequence, version = rounds.settled.get(silo, 0), rounds.version
@@ -53,4 +53,4 @@ def asked_last(release: Release, world: World, silo: str) -> Message:
         sent_at=0.0,
         base_version=version,
     )
-    return Message(header, protocol.task(state, setting.facts_at(silo, version)))
+    return Message(header, protocol.task(state, run_context.facts_at(silo, version)))

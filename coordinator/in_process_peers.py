@@ -24,7 +24,7 @@ from fedmq.wire.messages import COORDINATOR, Error, Header, Kind, Message, Paylo
 Answer = Callable[[Message], tuple[Payload, ...]]
 
 
-class Inline:
+class InProcessPeers:
     """All peers of a run as functions; offers what the loop asks of a listener and of a roster.
 
     Args:

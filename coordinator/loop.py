@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from typing import assert_never
 
 from coordinator.aggregation import as_reply, losses_of, merge_line, merged_state
-from coordinator.checkpointing import Saving
-from coordinator.counters import Tally
-from coordinator.evaluation import Measuring
+from coordinator.checkpointing import Checkpointing
+from coordinator.counters import Counters
+from coordinator.evaluation import EvaluationRequests
 from coordinator.failures import Failures, text_of
-from coordinator.fault_injection import Trouble
-from coordinator.in_process_peers import Inline
-from coordinator.reply_validation import accept
+from coordinator.fault_injection import FaultInjector
+from coordinator.in_process_peers import InProcessPeers
+from coordinator.reply_validation import validate_reply
 from coordinator.roster import Ready, Returns, Roster, Unusable
 from coordinator.rounds import (
     Action,
@@ -40,7 +40,7 @@ from coordinator.rounds import (
     Stop,
     Switched,
 )
-from coordinator.run_context import Setting
+from coordinator.run_context import RunContext
 from coordinator.timeline import Due, Entry, Timeline
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
@@ -63,14 +63,14 @@ class Loop:
     """One run of a coordinator.
 
     Args:
-        setting: what it works with.
+        run_context: what it works with.
         rounds: the machine, new or from a checkpoint.
         states: the method's state by version: the present one and older ones still needed.
         clock: the run's clock.
         listener: where peers connect.
         roster: of peers.
         log: the message log.
-        tally: counters.
+        counters: of the run.
         trouble: the scenario's faults.
         due: arrival times of tasks in flight, from a checkpoint.
         measuring: what is asked of the evaluator and of silos with models of their own.
@@ -81,36 +81,36 @@ class Loop:
         saving: writes the checkpoints, and knows what the last one has.
     """
 
-    setting: Setting
+    run_context: RunContext
     rounds: Rounds
     states: dict[int, State]
     clock: Clock
-    listener: Listener | Inline
-    roster: Roster | Inline
+    listener: Listener | InProcessPeers
+    roster: Roster | InProcessPeers
     log: MessageLog
-    tally: Tally
-    trouble: Trouble
+    counters: Counters
+    fault_injector: FaultInjector
     due: dict[str, float]
-    measuring: Measuring
+    evaluation: EvaluationRequests
     report: Callable[[Status], None]
     stop_wanted: Callable[[], bool]
 
     def __post_init__(self) -> None:
         self._timeline = Timeline()
         self._inbox: dict[tuple[str, int], Message | Failed] = {}
-        self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.setting.context.silos}
+        self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
         self._seen: set[str] = set()
         self._away: dict[str, float] = {}
         self._loss: float | None = None
-        self._failures, self._returns = Failures(self.tally.errors), Returns()
+        self._failures, self._returns = Failures(self.counters.errors), Returns()
         self._began = self._reported = self._looked = self._caught_up = self.clock.stopwatch()
-        self.saving = Saving(
-            self.setting, self.clock, self.log, self.tally, self.roster, self.trouble, self.rounds.settled
+        self.saving = Checkpointing(
+            self.run_context, self.clock, self.log, self.counters, self.roster, self.fault_injector, self.rounds.settled
         )
         for silo, at in self.due.items():
             if at < math.inf:  # a wall clock knows no due times
-                self._timeline.arrival(at, self._facts[silo].index, silo, self.rounds.flights[silo].sequence)
-        now, trace = self.clock.now(), self.setting.trace
+                self._timeline.arrival(at, self._facts[silo].index, silo, self.rounds.pending[silo].sequence)
+        now, trace = self.clock.now(), self.run_context.trace
         self.rounds = replace(self.rounds, off=frozenset(name for name in self._facts if not trace.on(name, now)))
         for name in self._facts:
             self._schedule_switch(name)
@@ -123,16 +123,16 @@ class Loop:
             RunError: no silo can train, or the evaluator stays away.
         """
         for version in sorted(self.states):
-            self.measuring.evaluate_if_due(version, self.states[version])
+            self.evaluation.evaluate_if_due(version, self.states[version])
         while self.rounds.phase not in (Phase.DONE, Phase.STOPPED):
             self._step()
         waiting = self.clock.stopwatch()
         if self.rounds.phase is Phase.DONE:
-            if (error := self._failures.first) is not None and not self.tally.participations.total():
+            if (error := self._failures.first) is not None and not self.counters.participations.total():
                 raise RunError(f"no silo could train in any round; the first error was {error}")
             if not self._measured(self.rounds.version, self.saving.settled, final=True):
                 self.rounds = replace(self.rounds, phase=Phase.STOPPED)
-        self.tally.spend("evaluation", self.clock.stopwatch() - waiting)
+        self.counters.spend("evaluation", self.clock.stopwatch() - waiting)
         for name in (*self._facts, EVALUATOR):
             self.roster.send(name, self.roster.header(name, Kind.STOP))
         self.roster.note_unlogged()
@@ -142,14 +142,14 @@ class Loop:
     def _measured(self, version: int, settled: Mapping[str, int], *, final: bool) -> bool:
         """Have the silos measure their own models, where they have such; false if a stop is wanted before they did."""
         # Whoever left comes back for it: a measurement is no task, and does not depend on who is away at the time.
-        self.trouble.bring_back()
-        self.measuring.ask_silos(self.rounds.gone, version, self.states[version], settled)
-        for name in self.measuring.asked:
-            if name in self._returns.waiting or not self.measuring.ask(name):
+        self.fault_injector.bring_back()
+        self.evaluation.ask_silos(self.rounds.gone, version, self.states[version], settled)
+        for name in self.evaluation.asked:
+            if name in self._returns.waiting or not self.evaluation.ask(name):
                 self._away.setdefault(name, self.clock.stopwatch())
-        if not self.measuring.wait(self._look, self.stop_wanted, self.clock, final=final):
+        if not self.evaluation.wait(self._look, self.stop_wanted, self.clock, final=final):
             return False
-        self.measuring.put_on_file(version)
+        self.evaluation.put_on_file(version)
         return True
 
     def _look(self) -> None:
@@ -170,9 +170,9 @@ class Loop:
             self.clock.advance_to(max(entry.at, self.clock.now()))
             event = self._event(entry)
             self._note_event(entry, event)
-            self.tally.events += 1
+            self.counters.events += 1
             self._handle(event)
-            self.trouble.after_event(self.rounds.version, self.tally.events)
+            self.fault_injector.after_event(self.rounds.version, self.counters.events)
         else:
             wait = _POLL_SECONDS
             if entry is not None and not gathering and not self.clock.virtual:
@@ -191,7 +191,7 @@ class Loop:
                 return Deadline(entry.index)
             case Due.SWITCH:
                 self._schedule_switch(entry.silo)
-                return Switched(entry.silo, self.setting.trace.on(entry.silo, entry.at))
+                return Switched(entry.silo, self.run_context.trace.on(entry.silo, entry.at))
             case Due.ARRIVAL:
                 outcome = self._inbox[entry.silo, entry.sequence]
                 if isinstance(outcome, Failed):
@@ -206,7 +206,7 @@ class Loop:
 
     def _schedule_switch(self, silo: str) -> None:
         """Put a silo's next going on or off on the timeline."""
-        at = self.setting.trace.next_change(silo, self.clock.now())
+        at = self.run_context.trace.next_change(silo, self.clock.now())
         if at < math.inf:
             self._timeline.switch(at, self._facts[silo].index, silo)
 
@@ -215,12 +215,12 @@ class Loop:
         if isinstance(event, Failed):
             self._inbox.pop((event.silo, event.sequence), None)
             self.due.pop(event.silo, None)
-            self.tally.failed += 1
+            self.counters.failed += 1
             if event.reason == "error":
                 self._failures.due(event.silo)
             self.log.note("task failed", silo=event.silo, sequence=event.sequence, reason=event.reason)
         self.rounds, actions = self.rounds.handle(event)
-        for action in self.setting.longest_first(actions):
+        for action in self.run_context.longest_first(actions):
             self._perform(action)
 
     def _perform(self, action: Action) -> None:
@@ -235,7 +235,7 @@ class Loop:
                 self._inbox.pop((silo, sequence), None)
                 if reason != "duplicate":
                     self.due.pop(silo, None)
-                self.tally.discarded[reason] += 1
+                self.counters.discarded[reason] += 1
                 self.log.note("reply discarded", silo=silo, sequence=sequence, reason=reason)
             case Finish():
                 self.log.note("all rounds merged", version=self.rounds.version)
@@ -255,7 +255,7 @@ class Loop:
                 self._caught_up = self.clock.stopwatch()
                 return
             wait = 0.0
-            arrived, lost = self.trouble.incoming(*got)
+            arrived, lost = self.fault_injector.incoming(*got)
             for failed in lost:
                 self._deliver(failed.silo, failed.sequence, failed)
             for address, frames in arrived:
@@ -270,7 +270,7 @@ class Loop:
     def _give_up(self, unusable: Unusable) -> None:
         """A reply that cannot be read is this task's outcome; asking for it again would bring the same."""
         header = unusable.header
-        if self.measuring.unreadable(header):
+        if self.evaluation.unreadable(header):
             return
         if header.kind is Kind.REPLY and header.reply_to is not None and header.sender in self._facts:
             self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, unusable.reason))
@@ -289,32 +289,32 @@ class Loop:
         self._away.pop(name, None)
         if name == EVALUATOR:
             self._send_layout(name)
-            for version in self.measuring.pending:
-                self.measuring.evaluate(version, self.states[version])
+            for version in self.evaluation.pending:
+                self.evaluation.evaluate(version, self.states[version])
             return
         self._send_layout(name)
-        if name in self.measuring.asked:
-            self.measuring.ask(name)
+        if name in self.evaluation.asked:
+            self.evaluation.ask(name)
         self._seen.add(name)
-        if len(self._seen) == len(self._facts) and "startup" not in self.tally.seconds:
-            self.tally.spend("startup", self.clock.stopwatch() - self._began)
+        if len(self._seen) == len(self._facts) and "startup" not in self.counters.seconds:
+            self.counters.spend("startup", self.clock.stopwatch() - self._began)
         self._handle(Joined(name))
 
     def _send_layout(self, name: str) -> None:
-        self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.setting.context.layout))
+        self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.run_context.context.layout))
 
     def _take(self, message: Message) -> None:
         header = message.header
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
-            self.measuring.evaluated(message)
-        elif self.measuring.measured(message):
+            self.evaluation.evaluated(message)
+        elif self.evaluation.measured(message):
             pass
         elif header.kind is Kind.REPLY and header.reply_to is not None:
-            self.tally.traffic("up", message.payloads)
+            self.counters.traffic("up", message.payloads)
             try:
-                silo = self.setting.facts_at(header.sender, header.base_version)
+                silo = self.run_context.facts_at(header.sender, header.base_version)
                 base = self.states.get(header.base_version)
-                accept(message, self.setting, silo, self.rounds.flights.get(header.sender), base)
+                validate_reply(message, self.run_context, silo, self.rounds.pending.get(header.sender), base)
                 self._deliver(header.sender, header.reply_to, message)
             except RemoteWireError as error:
                 self.roster.refuse(header.sender, error, 0)
@@ -346,18 +346,18 @@ class Loop:
         """
         if not self._is_open(silo, sequence):
             # Said before: it is merged, given up, or waits for its time already. The first answer stands.
-            self.tally.discarded["duplicate"] += 1
+            self.counters.discarded["duplicate"] += 1
             self.log.note("reply discarded", silo=silo, sequence=sequence, reason="duplicate")
             return
         self._inbox[silo, sequence] = outcome
         if not self.clock.virtual:
-            at = self.clock.now() + (self.trouble.delay(silo) if after is None else after)
+            at = self.clock.now() + (self.fault_injector.delay(silo) if after is None else after)
             self._timeline.arrival(at, self._facts[silo].index, silo, sequence)
 
     def _is_open(self, silo: str, sequence: int) -> bool:
         """Whether a task is out whose outcome is not known."""
-        flight = self.rounds.flights.get(silo)
-        return flight is not None and flight.sequence == sequence and (silo, sequence) not in self._inbox
+        pending_task = self.rounds.pending.get(silo)
+        return pending_task is not None and pending_task.sequence == sequence and (silo, sequence) not in self._inbox
 
     def _look_around(self) -> None:
         """Who went silent, who stayed away too long, and is it time to tell how things stand."""
@@ -374,14 +374,16 @@ class Loop:
         # After a long merge or a slow disk there may be much that was said and is not read yet.
         for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS, self._caught_up):
             self._lose(name)
-        patience = self.setting.scenario.aggregation.lost_after
-        for name in [name for name in self.measuring.asked if now - self._away.get(name, now) > patience]:
-            self.measuring.give_up(name)
+        patience = self.run_context.scenario.aggregation.lost_after
+        for name in [name for name in self.evaluation.asked if now - self._away.get(name, now) > patience]:
+            self.evaluation.give_up(name)
         for name, since in list(self._away.items()):
-            flight = self.rounds.flights.get(name)
-            if self.setting.gives_up and now - since > patience and flight is not None:
+            pending_task = self.rounds.pending.get(name)
+            if self.run_context.gives_up and now - since > patience and pending_task is not None:
                 del self._away[name]
-                self._deliver(name, flight.sequence, Failed(name, flight.sequence, "stayed away", gone=True))
+                self._deliver(
+                    name, pending_task.sequence, Failed(name, pending_task.sequence, "stayed away", gone=True)
+                )
         self._report()
 
     def _lose(self, name: str) -> None:
@@ -394,48 +396,48 @@ class Loop:
 
     # -------------------------------------------------------------------------------------------------- to outside
     def _send(self, action: Send) -> None:
-        silo = self.setting.facts_at(action.silo, action.base_version)
-        work = self.setting.cost.duration(silo.name, action.sequence, self.setting.samples[silo.index])
-        outcome = self.trouble.outcome(silo.name, action.sequence, action.base_version, work)
-        if not self.setting.protocol.eligible(silo):
+        silo = self.run_context.facts_at(action.silo, action.base_version)
+        work = self.run_context.cost.duration(silo.name, action.sequence, self.run_context.samples[silo.index])
+        outcome = self.fault_injector.outcome(silo.name, action.sequence, action.base_version, work)
+        if not self.run_context.protocol.eligible(silo):
             outcome = replace(outcome, due=outcome.handed, fails="not eligible", sent=False)
         if silo.name not in self.due:
             self.due[silo.name] = math.inf
             if self.clock.virtual:
-                at = self.setting.outcome_at(silo.name, outcome)
+                at = self.run_context.outcome_at(silo.name, outcome)
                 self.due[silo.name] = at
                 self._timeline.arrival(at, silo.index, silo.name, action.sequence)
-        off = self.clock.virtual and not self.setting.trace.on(silo.name, self.due[silo.name])
+        off = self.clock.virtual and not self.run_context.trace.on(silo.name, self.due[silo.name])
         if off or not outcome.sent:
             # Known to fail, so it need not train for nothing; while silos gather or measure all are waited for.
             if self.rounds.phase is Phase.COLLECTING:
-                self.trouble.kept_from(silo.name, outcome)
+                self.fault_injector.kept_from(silo.name, outcome)
             if (silo.name, action.sequence) not in self._inbox:
                 failed = Failed(silo.name, action.sequence, outcome.fails or "went off")
                 self._deliver(silo.name, action.sequence, failed, max(0.0, outcome.due - self.clock.now()))
             return
-        self.trouble.before_sending(silo.name)
+        self.fault_injector.before_sending(silo.name)
         if not self.roster.online(silo.name) or silo.name in self._returns.waiting:
             self._away.setdefault(silo.name, self.clock.stopwatch())
             return
-        payloads = self.setting.protocol.task(self.states[action.base_version], silo)
-        info = self.setting.task_info(action.round, self.saving.forgettable(silo.name))
+        payloads = self.run_context.protocol.task(self.states[action.base_version], silo)
+        info = self.run_context.task_info(action.round, self.saving.forgettable(silo.name))
         header = self.roster.header(silo.name, Kind.TASK, sequence=action.sequence, base_version=action.base_version)
         # Stamped with its first handing out, so that a silo that is sent it again does the same again.
         message = Message(replace(header, sent_at=outcome.handed), payloads, info)
         if self.roster.send(silo.name, message):
-            self.tally.traffic("down", payloads)
-            self.trouble.after_sending(silo.name, action.sequence)
+            self.counters.traffic("down", payloads)
+            self.fault_injector.after_sending(silo.name, action.sequence)
 
     def _merge(self, round_: int, arrived: tuple[Arrived, ...]) -> None:
         """Merge, checkpoint, and tell the machine: one step, of which either all or nothing survives."""
         began = self.clock.stopwatch()
         replies = [self._reply(item) for item in arrived]
-        if not replies and (error := self._failures.of_all(self.setting.plan.eligible)) is not None:
+        if not replies and (error := self._failures.of_all(self.run_context.plan.eligible)) is not None:
             raise RunError(f"no silo could train by round {round_}; the first error was {error}")
         state, log = self.states[self.rounds.version], {}
         if replies:
-            merged, left_out = merged_state(self.setting, state, replies, round_)
+            merged, left_out = merged_state(self.run_context, state, replies, round_)
             state, log = merged.state, dict(merged.log)
             for name in left_out:
                 self.log.note("reply left out by krum", silo=name, version=self.rounds.version)
@@ -443,42 +445,48 @@ class Loop:
         for item in arrived:
             self._inbox.pop((item.silo, item.sequence))
             self.due.pop(item.silo, None)
-            self.tally.participations[item.silo] += 1
+            self.counters.participations[item.silo] += 1
         version = self.rounds.version + 1
         self.states[version] = state
-        self.measuring.evaluate_if_due(version, state)
+        self.evaluation.evaluate_if_due(version, state)
         waiting = self.clock.stopwatch()
         if not self._measured_meanwhile(version):
             self._handle(Stop())  # without a checkpoint: a resume merges again, and measures
             return
         waited = self.clock.stopwatch() - waiting
-        self.tally.spend("evaluation", waited)
+        self.counters.spend("evaluation", waited)
         after = self.rounds.after_merge()
         self._forget_states(version)
         line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
         self._loss = line["loss"]
         # Before the checkpoint: a resume from the one before drops the line again. After it, the line could be lost.
-        append_line(self.setting.folder.metrics, line, durable=True)
+        append_line(self.run_context.folder.metrics, line, durable=True)
         self.saving.save(after, self.states, self.due)
-        self.tally.spend("merge", self.clock.stopwatch() - began - waited)
+        self.counters.spend("merge", self.clock.stopwatch() - began - waited)
         self._handle(Merged(version))
 
     def _measured_meanwhile(self, version: int) -> bool:
         """Have measured what a merge waits for; false if a stop is wanted before it was."""
-        if self.measuring.own_due(version):
+        if self.evaluation.own_due(version):
             return self._measured(version, self.rounds.settled, final=False)
-        return not self.measuring.crowded or self.measuring.wait(self._look, self.stop_wanted, self.clock, final=False)
+        return not self.evaluation.crowded or self.evaluation.wait(
+            self._look, self.stop_wanted, self.clock, final=False
+        )
 
     def _reply(self, item: Arrived) -> Reply:
         message = self._inbox[item.silo, item.sequence]
         assert isinstance(message, Message)  # noqa: S101 - the machine merges what arrived, and failures never arrive
-        silo = self.setting.facts_at(item.silo, message.header.base_version)
-        merged = self.tally.participations
-        return as_reply(self.setting, message, silo, self.states, self.rounds.version, merged)
+        silo = self.run_context.facts_at(item.silo, message.header.base_version)
+        merged = self.counters.participations
+        return as_reply(self.run_context, message, silo, self.states, self.rounds.version, merged)
 
     def _forget_states(self, version: int) -> None:
         """Keep the states that a task in flight or an evaluation still stands on."""
-        needed = {version, *self.measuring.pending, *(flight.base_version for flight in self.rounds.flights.values())}
+        needed = {
+            version,
+            *self.evaluation.pending,
+            *(pending_task.base_version for pending_task in self.rounds.pending.values()),
+        }
         self.states = {number: state for number, state in self.states.items() if number in needed}
 
     # ------------------------------------------------------------------------------------------------------ display
@@ -491,15 +499,15 @@ class Loop:
             Status(
                 phase=machine.phase.value,
                 round=machine.version,
-                rounds=self.setting.scenario.rounds,
-                training=len(machine.flights),
+                rounds=self.run_context.scenario.rounds,
+                training=len(machine.pending),
                 missing=tuple(name for name in (*self._facts, EVALUATOR) if not self.roster.online(name)),
                 refused=(dict(self.roster.refused), self.roster.refusal),
                 online=sum(self.roster.online(name) for name in self._facts),
                 lost=sum(not self.roster.online(name) for name in self._seen),
                 loss=self._loss,
-                metrics=self.measuring.metrics,
-                bytes=self.tally.up.total() + self.tally.down.total(),
+                metrics=self.evaluation.metrics,
+                bytes=self.counters.up.total() + self.counters.down.total(),
                 now=self.clock.now(),
                 elapsed=now - self._began,
             )

@@ -20,22 +20,22 @@ import fedmq
 import protocols
 from coordinator import checkpoint as checkpoints
 from coordinator.cost import CostModel
-from coordinator.counters import Tally
-from coordinator.evaluation import Measuring, personal_figures
-from coordinator.fault_injection import Order, Trouble
-from coordinator.in_process_peers import Answer, Inline
+from coordinator.counters import Counters
+from coordinator.evaluation import EvaluationRequests, personal_figures
+from coordinator.fault_injection import FaultInjector, Order
+from coordinator.in_process_peers import Answer, InProcessPeers
 from coordinator.loop import Loop
 from coordinator.participation import cohort_size, trace_of
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
-from coordinator.run_context import Setting
+from coordinator.run_context import RunContext
 from fedmq.clock import Clock, clock_for
 from fedmq.config.scenario import Scenario
 from fedmq.encoders.gpu import kind_of
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.federation import update_transforms
-from fedmq.federation.population import World, build_world, device_here, device_of, run_name
+from fedmq.federation.population import Population, build_population, device_here, device_of, run_name
 from fedmq.federation.protocol import Bulky, Interpreting, Public, Releasing
 from fedmq.malloc import keep_buffers
 from fedmq.models import hash_networks
@@ -78,7 +78,7 @@ class CoordinatorArguments:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CoordinatorResult:
     """How a run ended.
 
     Args:
@@ -90,14 +90,14 @@ class Outcome:
     summary: Mapping[str, Any]
 
 
-def check(scenario: Scenario, world: World) -> None:
+def check(scenario: Scenario, population: Population) -> None:
     """Put together all that a run's programs will, to find out whether they can.
 
     Raises:
         InputError: the backbone does not fit the data, weights are missing or of other shapes, or no silo may be asked.
     """
-    setting_of(scenario, world, RunFolder(Path()))
-    world.build_model(scenario, device_of(scenario.device), ("image", "text"))
+    run_context_of(scenario, population, RunFolder(Path()))
+    population.build_model(scenario, device_of(scenario.device), ("image", "text"))
 
 
 def run_coordinator(
@@ -106,9 +106,9 @@ def run_coordinator(
     listening: Callable[[str], None] = lambda _: None,
     status: Callable[[Status], None] = lambda _: None,
     stop_wanted: Callable[[], bool] = lambda: False,
-    peers: Callable[[World], Mapping[str, Answer]] | None = None,
+    peers: Callable[[Population], Mapping[str, Answer]] | None = None,
     order: Callable[[Order], None] | None = None,
-) -> Outcome:
+) -> CoordinatorResult:
     """Run a coordinator from the first round, or from a checkpoint, to the end.
 
     Args:
@@ -130,22 +130,24 @@ def run_coordinator(
         _allow_descriptors()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, {}, frozenset[str]())
-    world = build_world(scenario, folder=arguments.data, pooled=protocols.pooled(scenario.protocol.name))
-    setting, theta = setting_of(scenario, world, folder)
-    if revoked.issuperset(setting.plan.eligible):
+    population = build_population(scenario, folder=arguments.data, pooled=protocols.pooled(scenario.protocol.name))
+    run_context, theta = run_context_of(scenario, population, folder)
+    if revoked.issuperset(run_context.plan.eligible):
         found = f"no key of any silo that {scenario.protocol.name} may ask"
-        raise InputError(f"{arguments.keys}: accepted", found, f"that of {setting.plan.eligible[0]} or another of them")
+        raise InputError(
+            f"{arguments.keys}: accepted", found, f"that of {run_context.plan.eligible[0]} or another of them"
+        )
     saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
-    if saved and saved.data not in ("", setting.data):
-        found = f"data of other content than the run began with ({setting.data[:12]})"
+    if saved and saved.data not in ("", run_context.data):
+        found = f"data of other content than the run began with ({run_context.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"what was there then ({saved.data[:12]})")
-    if saved and saved.trace not in ("", setting.trace_file):
-        found = f"another trace than the run began with ({setting.trace_file[:12]})"
+    if saved and saved.trace not in ("", run_context.trace_file):
+        found = f"another trace than the run began with ({run_context.trace_file[:12]})"
         raise InputError(f"participation.trace: {scenario.participation.trace}", found, f"that ({saved.trace[:12]})")
     run = run_name(scenario)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:
-        max_body, wire = largest_body(setting), None
+        max_body, wire = largest_body(run_context), None
         if peers is None:
             # Before anything is written, so that an address that cannot be had leaves no folder behind. Frames up to
             # twice the largest body are read, so as to be refused by name and logged; ZeroMQ hangs up on larger ones.
@@ -154,25 +156,27 @@ def run_coordinator(
             write_atomically(folder.scenario, lambda path: _write_text(path, scenario.dump()))
         log = closing.enter_context(contextlib.closing(MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)))
         log.note("resumed" if saved else "started", run=run, version=saved.rounds["version"] if saved else 0)
-        listener: Listener | Inline
-        roster: Roster | Inline
+        listener: Listener | InProcessPeers
+        roster: Roster | InProcessPeers
         if peers is not None:
             log.note(INLINE)
-            listener = roster = Inline(peers(world), run, log, clock)
+            listener = roster = InProcessPeers(peers(population), run, log, clock)
         else:
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
             listener, roster = wire, Roster(wire, identity, accepted, run, log, clock, max_body)
         wired, handed = isinstance(roster, Roster), saved.handed if saved else {}
-        trouble = Trouble(setting.script, folder, log, clock, order=order, wired=wired, handed=handed)
+        fault_injector = FaultInjector(run_context.script, folder, log, clock, order=order, wired=wired, handed=handed)
         for silo in sorted(revoked):
             log.note("expelled", peer=silo)
-        loop = _loop(setting, theta, saved, revoked, clock, listener, roster, log, trouble, status, stop_wanted)
+        loop = _loop(
+            run_context, theta, saved, revoked, clock, listener, roster, log, fault_injector, status, stop_wanted
+        )
         listening(listener.uri)
         phase = loop.run()
         loop.saving.bring_up_to_now()
-        summary = _finish(loop, world, clock, theta) if phase is Phase.DONE else {}
+        summary = _finish(loop, population, clock, theta) if phase is Phase.DONE else {}
         log.note("ended", phase=phase.value)
-        return Outcome(phase, summary)
+        return CoordinatorResult(phase, summary)
 
 
 def _allow_descriptors() -> None:
@@ -181,13 +185,13 @@ def _allow_descriptors() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def largest_body(setting: Setting) -> int:
+def largest_body(run_context: RunContext) -> int:
     """Largest body accepted of a peer [bytes]: four times the model, and whatever the method says its replies may have.
 
     One whose replies grow with something else than the model, as representations do with the public set, is ``Bulky``.
     """
-    tensors = setting.protocol.reply_bytes if isinstance(setting.protocol, Bulky) else 0
-    return max(_LEAST_BODY, 4 * setting.context.layout.nbytes, tensors + MAX_BODY_HEADER)
+    tensors = run_context.protocol.reply_bytes if isinstance(run_context.protocol, Bulky) else 0
+    return max(_LEAST_BODY, 4 * run_context.context.layout.nbytes, tensors + MAX_BODY_HEADER)
 
 
 def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted, frozenset[str]]:
@@ -207,18 +211,18 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted, frozense
     return identity, accepted, frozenset()
 
 
-def setting_of(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Setting, torch.Tensor]:
+def run_context_of(scenario: Scenario, population: Population, folder: RunFolder) -> tuple[RunContext, torch.Tensor]:
     """The loop's fixed part, and the initial parameters."""
-    _check_labels(scenario, world)
+    _check_labels(scenario, population)
     try:
-        model = world.build_model(scenario, "cpu", ())
+        model = population.build_model(scenario, "cpu", ())
     except FieldError as error:
         found = f"bits {scenario.objective.bits}, hidden {scenario.objective.hidden}"
         raise InputError("objective", found, f"a network that can be sent: {error}") from None
-    context = world.context(scenario, model)
+    context = population.context(scenario, model)
     protocol_class = protocols.load(scenario.protocol.name)
     options = protocols.options_of(protocol_class, scenario.protocol.options)
-    asked = sum(map(protocol_class(options, context).eligible, world.silos))
+    asked = sum(map(protocol_class(options, context).eligible, population.silos))
     if not asked:
         allowed = f"at least one silo that {scenario.protocol.name} may ask"
         raise InputError("missing_modality", "no such silo is left", allowed)
@@ -227,83 +231,85 @@ def setting_of(scenario: Scenario, world: World, folder: RunFolder) -> tuple[Set
     cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
     path = scenario.participation.trace
-    digests = world.prepared.digest, "" if path is None else file_digest(path)
-    samples = tuple(len(rows) for rows in world.train)
-    setting = Setting(scenario, protocol_class(options, context), context, samples, cost, folder, trace, *digests)
-    if setting.plan.wanted(1) < setting.plan.cohort_size(1):  # the first round's cohort may be everybody
+    digests = population.prepared.digest, "" if path is None else file_digest(path)
+    samples = tuple(len(rows) for rows in population.train)
+    run_context = RunContext(
+        scenario, protocol_class(options, context), context, samples, cost, folder, trace, *digests
+    )
+    if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round's cohort may be everybody
         context = replace(context, whole_rounds=False)
-        setting = replace(setting, protocol=protocol_class(options, context), context=context)
-    sent = _sent(setting, world)
+        run_context = replace(run_context, protocol=protocol_class(options, context), context=context)
+    sent = _sent(run_context, population)
     if scenario.privacy.clip_norm is not None and not any(set(update_transforms.TRANSFORMED) & kinds for kinds in sent):
         allowed = f"null: silos of {scenario.protocol.name} send no update that could be clipped"
         raise InputError("privacy.clip_norm", scenario.privacy.clip_norm, allowed)
     if scenario.participation.kind == "power_of_choice" and not all(Loss in kinds for kinds in sent):
         allowed = f"uniform, by_data or availability: {scenario.protocol.name} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)
-    return setting, model.flat.detach().clone()
+    return run_context, model.flat.detach().clone()
 
 
-def _check_labels(scenario: Scenario, world: World) -> None:
+def _check_labels(scenario: Scenario, population: Population) -> None:
     """Refuse a base of labels where no training item has one: it would learn of nothing that belongs together."""
-    labels, base = world.prepared.labels, scenario.objective.base
+    labels, base = population.prepared.labels, scenario.objective.base
     if labels is None or base in hash_networks.WITHOUT_LABELS:
         return
-    if not labels[np.concatenate(world.train)].any():
+    if not labels[np.concatenate(population.train)].any():
         raise InputError("data", "training items of which none has a label", f"labels, for objective.base {base}")
 
 
-def _sent(setting: Setting, world: World) -> list[frozenset[type[Payload]]]:
+def _sent(run_context: RunContext, population: Population) -> list[frozenset[type[Payload]]]:
     """What the silos that the method may ask send."""
-    return [setting.protocol.uploads(silo) for silo in world.silos if setting.protocol.eligible(silo)]
+    return [run_context.protocol.uploads(silo) for silo in population.silos if run_context.protocol.eligible(silo)]
 
 
 def _loop(
-    setting: Setting,
+    run_context: RunContext,
     theta: torch.Tensor,
     saved: checkpoints.Checkpoint | None,
     revoked: frozenset[str],
     clock: Clock,
-    listener: Listener | Inline,
-    roster: Roster | Inline,
+    listener: Listener | InProcessPeers,
+    roster: Roster | InProcessPeers,
     log: MessageLog,
-    trouble: Trouble,
+    fault_injector: FaultInjector,
     status: Callable[[Status], None],
     stop_wanted: Callable[[], bool],
 ) -> Loop:
-    plan = setting.plan
+    plan = run_context.plan
     if saved is None:
-        rounds, states, due, tally = Rounds(plan), {0: setting.protocol.initial(theta)}, {}, Tally()
+        rounds, states, due, counters = Rounds(plan), {0: run_context.protocol.initial(theta)}, {}, Counters()
     else:
         rounds, states = Rounds.from_plain(plan, saved.rounds), dict(saved.states)
-        due, tally = dict(saved.due), Tally.from_plain(saved.tally)
+        due, counters = dict(saved.due), Counters.from_plain(saved.counters)
     # They can never come back: nothing is asked of them, and what was has failed.
-    flights = {silo: flight for silo, flight in rounds.flights.items() if silo not in revoked}
-    rounds = replace(rounds, gone=rounds.gone | revoked, flights=flights)
+    pending = {silo: pending_task for silo, pending_task in rounds.pending.items() if silo not in revoked}
+    rounds = replace(rounds, gone=rounds.gone | revoked, pending=pending)
     due = {silo: at for silo, at in due.items() if silo not in revoked}
-    measuring = Measuring(setting, roster, log, _cut_metrics(setting, rounds.version))
+    evaluation = EvaluationRequests(run_context, roster, log, _cut_metrics(run_context, rounds.version))
     return Loop(
-        setting,
+        run_context,
         rounds,
         states,
         clock,
         listener,
         roster,
         log,
-        tally,
-        trouble,
+        counters,
+        fault_injector,
         due,
-        measuring,
+        evaluation,
         report=status,
         stop_wanted=stop_wanted,
     )
 
 
-def _cut_metrics(setting: Setting, version: int) -> set[int]:
+def _cut_metrics(run_context: RunContext, version: int) -> set[int]:
     """Drop the lines of ``metrics.jsonl`` that a resume will write again; returns the versions evaluated before."""
-    folder = setting.folder
+    folder = run_context.folder
     kept = [line for line in read_metrics(folder) if line["version"] <= version]
     # The summary needs the last measurement of the silos' own models, which is therefore always made again.
-    kept = [line for line in kept if line["kind"] != "personal" or line["version"] < setting.scenario.rounds]
+    kept = [line for line in kept if line["kind"] != "personal" or line["version"] < run_context.scenario.rounds]
     write_atomically(folder.metrics, lambda path: _write_text(path, "".join(json.dumps(line) + "\n" for line in kept)))
     return {line["version"] for line in kept if line["kind"] == "evaluation"}
 
@@ -312,47 +318,49 @@ def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _finish(loop: Loop, world: World, clock: Clock, initial: torch.Tensor) -> dict[str, Any]:
+def _finish(loop: Loop, population: Population, clock: Clock, initial: torch.Tensor) -> dict[str, Any]:
     """Write the released model, the summary and the report.
 
     Args:
         loop: at its end.
-        world: the silos and their data.
+        population: the silos and their data.
         clock: of the run.
         initial: parameters [P] that the run began with.
     """
-    setting, folder = loop.setting, loop.setting.folder
-    state, protocol = loop.states[loop.rounds.version], setting.protocol
-    model = setting.context.layout.model_digest(state.theta.numpy())
+    run_context, folder = loop.run_context, loop.run_context.folder
+    state, protocol = loop.states[loop.rounds.version], run_context.protocol
+    model = run_context.context.layout.model_digest(state.theta.numpy())
     more = protocol.release(state) if isinstance(protocol, Releasing) else ()
     with_it = {payload.KIND: digest(payload) for payload in more}
-    made_of = {"model_digest": model, "data_digest": world.prepared.content}
-    _release(setting, state.theta, more, {**made_of, "released_with": with_it})
+    made_of = {"model_digest": model, "data_digest": population.prepared.content}
+    _release(run_context, state.theta, more, {**made_of, "released_with": with_it})
     # Before the summary: where that is, the log says what was released, whenever the process was killed.
     loop.log.note("released", **made_of, **with_it)
     told: dict[str, Any] = {**made_of, **({"released_with": with_it} if with_it else {})}
-    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(setting, world))
+    shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context, population))
     if shared and torch.equal(state.theta, initial):
         told["unchanged"] = True
-    summary = _summary(loop, world, clock, told)
+    summary = _summary(loop, population, clock, told)
     write_json(folder.summary, summary)
     html_report.write(folder)
     return summary
 
 
-def _release(setting: Setting, theta: torch.Tensor, more: tuple[Payload, ...], digests: Mapping[str, Any]) -> None:
+def _release(
+    run_context: RunContext, theta: torch.Tensor, more: tuple[Payload, ...], digests: Mapping[str, Any]
+) -> None:
     """The model by the layout's names, and in files of their own what else inference needs."""
-    layout, folder = setting.context.layout, setting.folder.model
+    layout, folder = run_context.context.layout, run_context.folder.model
     tensors = {name: torch.from_numpy(view.copy()) for name, view in layout.views(theta.numpy()).items()}
     write_atomically(folder / "model.safetensors", partial(_write_released, tensors=tensors))
     for payload in more:
         arrays = {name: torch.tensor(value) for name, value in vars(payload).items() if isinstance(value, np.ndarray)}
         write_atomically(folder / f"{payload.KIND}.safetensors", partial(_write_released, tensors=arrays))
     config = {
-        "backbone": setting.scenario.backbone.model_dump(mode="json"),
-        "objective": setting.scenario.objective.model_dump(mode="json"),
-        "protocol": setting.scenario.protocol.name,
-        "dim": setting.context.dim,
+        "backbone": run_context.scenario.backbone.model_dump(mode="json"),
+        "objective": run_context.scenario.objective.model_dump(mode="json"),
+        "protocol": run_context.scenario.protocol.name,
+        "dim": run_context.context.dim,
         "layout_digest": layout.digest,
         # The order of the parameters, which the file does not keep: with it anybody can take the digests again.
         "layout": [entry.name for entry in layout.entries],
@@ -369,11 +377,13 @@ def _write_released(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     path.chmod(usual)
 
 
-def _summary(loop: Loop, world: World, clock: Clock, told: Mapping[str, Any]) -> dict[str, Any]:
-    scenario, tally = loop.setting.scenario, loop.tally
-    evaluations = {line["version"]: line for line in read_metrics(loop.setting.folder) if line["kind"] == "evaluation"}
+def _summary(loop: Loop, population: Population, clock: Clock, told: Mapping[str, Any]) -> dict[str, Any]:
+    scenario, counters = loop.run_context.scenario, loop.counters
+    evaluations = {
+        line["version"]: line for line in read_metrics(loop.run_context.folder) if line["kind"] == "evaluation"
+    }
     last = evaluations[max(evaluations)]
-    seconds = dict(tally.seconds)
+    seconds = dict(counters.seconds)
     seconds["training"] = max(
         0.0, seconds["total"] - sum(seconds.get(k, 0.0) for k in ("startup", "merge", "evaluation"))
     )
@@ -388,29 +398,29 @@ def _summary(loop: Loop, world: World, clock: Clock, told: Mapping[str, Any]) ->
         "per_silo": {
             silo.name: {
                 "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
-                "samples": len(world.train[silo.index]),
-                "participations": tally.participations[silo.name],
+                "samples": len(population.train[silo.index]),
+                "participations": counters.participations[silo.name],
                 **last["per_silo"][silo.name],
             }
-            for silo in world.silos
+            for silo in population.silos
         },
         "per_silo_mean": means(last["per_silo"]),
         "fairness": fairness_of(last["per_silo"]),
-        **(personal_figures(loop.measuring.personal) if loop.measuring.personal else {}),
-        **_reading_summary(loop.setting),
+        **(personal_figures(loop.evaluation.personal) if loop.evaluation.personal else {}),
+        **_reading_summary(loop.run_context),
         **({"own_only": True} if protocols.own_only(scenario) else {}),
-        **_public_summary(loop.setting),
-        "bytes": {"up": dict(sorted(tally.up.items())), "down": dict(sorted(tally.down.items()))},
+        **_public_summary(loop.run_context),
+        "bytes": {"up": dict(sorted(counters.up.items())), "down": dict(sorted(counters.down.items()))},
         "messages": {
-            "sent": tally.sent,
-            "received": tally.received,
-            "refused": tally.refused.total(),
-            "logged": not isinstance(loop.listener, Inline),
+            "sent": counters.sent,
+            "received": counters.received,
+            "refused": counters.refused.total(),
+            "logged": not isinstance(loop.listener, InProcessPeers),
         },
         "tasks": {
-            "merged": tally.participations.total(),
-            "failed": tally.failed,
-            "discarded": tally.discarded.total(),
+            "merged": counters.participations.total(),
+            "failed": counters.failed,
+            "discarded": counters.discarded.total(),
         },
         "seconds": {
             **{
@@ -420,7 +430,7 @@ def _summary(loop: Loop, world: World, clock: Clock, told: Mapping[str, Any]) ->
             "virtual": round(clock.now(), 6) if clock.virtual else None,
         },
         "processes": {
-            "silos": len(world.silos),
+            "silos": len(population.silos),
             "peak_pss_mb": round(psutil.Process().memory_full_info().pss / 2**20, 1),
         },
         # What rounds alike: the same scenario gives the same bits where these are the same.
@@ -434,12 +444,12 @@ def _summary(loop: Loop, world: World, clock: Clock, told: Mapping[str, Any]) ->
     }
 
 
-def _public_summary(setting: Setting) -> dict[str, int]:
+def _public_summary(run_context: RunContext) -> dict[str, int]:
     """How many items beside the silos' own a method had that needs a public set: others had none."""
-    return {"public_items": setting.protocol.public_items} if isinstance(setting.protocol, Public) else {}
+    return {"public_items": run_context.protocol.public_items} if isinstance(run_context.protocol, Public) else {}
 
 
-def _reading_summary(setting: Setting) -> dict[str, bool]:
+def _reading_summary(run_context: RunContext) -> dict[str, bool]:
     """That the method is this project's reading, where it is."""
-    protocol = setting.protocol
+    protocol = run_context.protocol
     return {"our_reading": True} if isinstance(protocol, Interpreting) and protocol.our_reading else {}

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from coordinator.rounds import Flight
-from coordinator.run_context import Setting
+from coordinator.rounds import PendingTask
+from coordinator.run_context import RunContext
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Checking, Context, Counting, SiloFacts, State
@@ -38,16 +38,20 @@ LONGEST = 1e4
 LARGEST_LOSS = 1e6
 
 
-def accept(
-    message: Message, setting: Setting, silo: SiloFacts, flight: Flight | None, base: State | None = None
+def validate_reply(
+    message: Message,
+    run_context: RunContext,
+    silo: SiloFacts,
+    pending_task: PendingTask | None,
+    base: State | None = None,
 ) -> None:
     """Check a silo's reply against its task, the run and the method.
 
     Args:
         message: the reply.
-        setting: of the run.
+        run_context: of the run.
         silo: who sent it, as it was when it was asked.
-        flight: the task that it is at; None if nothing is asked of it.
+        pending_task: the task that it is at; None if nothing is asked of it.
         base: the state that the reply stands on; None if that is kept no more.
 
     Raises:
@@ -55,16 +59,16 @@ def accept(
             than it is; what :func:`check_reply` and the method's own check raise.
     """
     header = message.header
-    if flight and flight.sequence == header.reply_to and flight.base_version != header.base_version:
-        detail = f"base version {header.base_version}, the task had {flight.base_version}"
+    if pending_task and pending_task.sequence == header.reply_to and pending_task.base_version != header.base_version:
+        detail = f"base version {header.base_version}, the task had {pending_task.base_version}"
         raise RemoteWireError("unexpected", detail)
-    uploads, samples = setting.protocol.uploads(silo), setting.samples[silo.index]
+    uploads, samples = run_context.protocol.uploads(silo), run_context.samples[silo.index]
     # Methods that count an item of both modalities twice in a row of class prototypes or of a memory say so.
-    twice = silo.paired and isinstance(setting.protocol, Counting) and setting.protocol.counts_both
-    layers, context, theta = setting.layers, setting.context, None if base is None else base.theta
+    twice = silo.paired and isinstance(run_context.protocol, Counting) and run_context.protocol.counts_both
+    layers, context, theta = run_context.layers, run_context.context, None if base is None else base.theta
     check_reply(message, uploads, context, silo, layers, samples=samples, theta=theta, counted=2 if twice else 1)
-    if isinstance(setting.protocol, Checking):
-        setting.protocol.check(message.payloads)
+    if isinstance(run_context.protocol, Checking):
+        run_context.protocol.check(message.payloads)
 
 
 def check_reply(

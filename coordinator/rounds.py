@@ -187,7 +187,7 @@ class IllegalEventError(FedmqError):
 
 
 @dataclass(frozen=True)
-class Plan:
+class RoundsPlan:
     """What the machine needs to know of the scenario.
 
     Args:
@@ -249,7 +249,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Flight:
+class PendingTask:
     """A task that is out."""
 
     sequence: int
@@ -280,13 +280,13 @@ class Rounds:
         overdue: whether it is over.
     """
 
-    plan: Plan
+    plan: RoundsPlan
     phase: Phase = Phase.GATHERING
     version: int = 0
     online: frozenset[str] = frozenset()
     off: frozenset[str] = frozenset()
     gone: frozenset[str] = frozenset()
-    flights: Mapping[str, Flight] = field(default_factory=dict)
+    pending: Mapping[str, PendingTask] = field(default_factory=dict)
     cohort: tuple[str, ...] = ()
     arrived: Mapping[str, int] = field(default_factory=dict)
     failed: frozenset[str] = frozenset()
@@ -338,8 +338,12 @@ class Rounds:
         if here.phase in (Phase.DONE, Phase.STOPPED):
             return here, ()
         # The same task under the same number: a silo that already did it answers from memory or does the same again.
-        flight = here.flights.get(silo)
-        again = () if flight is None else (Send(silo, flight.sequence, flight.base_version, flight.round),)
+        pending_task = here.pending.get(silo)
+        again = (
+            ()
+            if pending_task is None
+            else (Send(silo, pending_task.sequence, pending_task.base_version, pending_task.round),)
+        )
         complete = here.phase is Phase.GATHERING and set(here.plan.silos) <= here.online | here.gone
         begun, actions = here._begin() if complete else here._refilled()
         return begun, again + actions
@@ -361,56 +365,56 @@ class Rounds:
         begun = plan.mode == "sync" and (self.cohort or self.failed)
         if self.phase is not Phase.COLLECTING or begun or self._enough:
             return self, ()
-        busy = {*self.gone, *self.off, *self.flights, *self.arrived, *self.cohort, *self.failed}
+        busy = {*self.gone, *self.off, *self.pending, *self.arrived, *self.cohort, *self.failed}
         free = tuple(silo for silo in plan.eligible if silo not in busy)
         # Stragglers of rounds merged before are no part of a synchronous round; elsewhere every task out counts. A silo
         # whose reply waits makes room for another, but not for a full buffer: that is to be a round.
         out, wanted = plan.out(self.version), plan.wanted(self.version)
         waiting = len(self.arrived) if wanted == out else 0
-        count = out if plan.mode == "sync" else out - len(self.flights) - waiting
+        count = out if plan.mode == "sync" else out - len(self.pending) - waiting
         chosen = plan.sampling.choose(plan.seed, self.version, free, count, self.losses)
-        sequences, flights = dict(self.sequences), dict(self.flights)
+        sequences, pending = dict(self.sequences), dict(self.pending)
         actions: list[Action] = []
         for silo in chosen:
             sequences[silo] = sequences.get(silo, 0) + 1
-            flights[silo] = Flight(sequences[silo], self.version, self.version)
+            pending[silo] = PendingTask(sequences[silo], self.version, self.version)
             actions.append(Send(silo, sequences[silo], self.version, self.version))
         cohort = self.cohort + chosen
-        asked = replace(self, cohort=cohort, sequences=sequences, flights=flights)
-        if plan.patience is None or self.timed or not (cohort or (plan.mode != "sync" and flights)):
+        asked = replace(self, cohort=cohort, sequences=sequences, pending=pending)
+        if plan.patience is None or self.timed or not (cohort or (plan.mode != "sync" and pending)):
             return asked, tuple(actions)
         return replace(asked, timed=True), (*actions, SetDeadline(self.version, plan.patience))
 
     def _arrived(self, silo: str, sequence: int, loss: float | None) -> tuple[Rounds, tuple[Action, ...]]:
-        flight = self.flights.get(silo)
-        if flight is None or flight.sequence != sequence:
+        pending_task = self.pending.get(silo)
+        if pending_task is None or pending_task.sequence != sequence:
             return self, (Discard(silo, sequence, "duplicate"),)
-        flights = {name: each for name, each in self.flights.items() if name != silo}
-        landed = replace(self, flights=flights, losses=self.losses if loss is None else {**self.losses, silo: loss})
-        reason = self._refusal(flight)
+        pending = {name: each for name, each in self.pending.items() if name != silo}
+        landed = replace(self, pending=pending, losses=self.losses if loss is None else {**self.losses, silo: loss})
+        reason = self._refusal(pending_task)
         if reason is None:
             return replace(landed, arrived={**self.arrived, silo: sequence})._onward()
         after, actions = landed._onward()
         return after, (Discard(silo, sequence, reason), *actions)
 
-    def _refusal(self, flight: Flight) -> str | None:
+    def _refusal(self, pending_task: PendingTask) -> str | None:
         """Why a reply will not be merged; None if it will."""
         if self.phase is not Phase.COLLECTING:
             return "late"
-        age = self.version - flight.base_version
+        age = self.version - pending_task.base_version
         if self.plan.mode == "sync":
             return None if age == 0 else "surplus" if self.plan.over_select > 1 else "late"
         return None if self.plan.max_staleness is None or age <= self.plan.max_staleness else "stale"
 
     def _failed(self, silo: str, sequence: int, gone: bool) -> tuple[Rounds, tuple[Action, ...]]:
-        flight = self.flights.get(silo)
-        if flight is None or flight.sequence != sequence:
+        pending_task = self.pending.get(silo)
+        if pending_task is None or pending_task.sequence != sequence:
             return self, ()
-        flights = {name: each for name, each in self.flights.items() if name != silo}
+        pending = {name: each for name, each in self.pending.items() if name != silo}
         # Its time came when it was given up; one that is back by then has failed a task, and can be asked the next.
         gone = gone and silo not in self.online
-        after = replace(self, flights=flights, gone=self.gone | {silo} if gone else self.gone)
-        if self.phase is Phase.COLLECTING and flight.base_version == self.version:
+        after = replace(self, pending=pending, gone=self.gone | {silo} if gone else self.gone)
+        if self.phase is Phase.COLLECTING and pending_task.base_version == self.version:
             cohort = tuple(name for name in self.cohort if name != silo)
             after = replace(after, cohort=cohort, failed=self.failed | {silo})
         return after._onward()
@@ -430,7 +434,7 @@ class Rounds:
         """Merge once enough replies are there, or as many as patience demands, or no more will come."""
         if self.phase is not Phase.COLLECTING:
             return self, ()
-        over = not (self.cohort if self.plan.mode == "sync" else self.flights)
+        over = not (self.cohort if self.plan.mode == "sync" else self.pending)
         # A version at which everybody asked failed still counts: it merges nothing, and the run goes on.
         asked = bool(self.arrived or self.cohort or self.failed)
         if self._enough or (asked and over):
@@ -455,13 +459,13 @@ class Rounds:
     @property
     def stranded(self) -> bool:
         """Whether nothing is out, nobody can be asked, and no silo given up could change that by coming back."""
-        return self.phase is Phase.COLLECTING and not self.flights and not self.gone
+        return self.phase is Phase.COLLECTING and not self.pending and not self.gone
 
     @property
     def settled(self) -> dict[str, int]:
         """The last task of each silo whose outcome is known."""
-        flights = self.flights
-        return {s: flights[s].sequence - 1 if s in flights else last for s, last in self.sequences.items()}
+        pending = self.pending
+        return {s: pending[s].sequence - 1 if s in pending else last for s, last in self.sequences.items()}
 
     # ------------------------------------------------------------------------------------------- checkpoints
     def after_merge(self) -> Rounds:
@@ -473,19 +477,19 @@ class Rounds:
         return {
             "version": self.version,
             "gone": sorted(self.gone),
-            "flights": {silo: [f.sequence, f.base_version, f.round] for silo, f in sorted(self.flights.items())},
+            "flights": {silo: [f.sequence, f.base_version, f.round] for silo, f in sorted(self.pending.items())},
             "sequences": dict(sorted(self.sequences.items())),
             "losses": dict(sorted(self.losses.items())),
         }
 
     @classmethod
-    def from_plain(cls, plan: Plan, plain: Mapping[str, Any]) -> Rounds:
+    def from_plain(cls, plan: RoundsPlan, plain: Mapping[str, Any]) -> Rounds:
         """The machine a checkpoint recorded, waiting for its silos to join."""
         return cls(
             plan,
             version=plain["version"],
             gone=frozenset(plain["gone"]),
-            flights={silo: Flight(*f) for silo, f in plain["flights"].items()},
+            pending={silo: PendingTask(*f) for silo, f in plain["flights"].items()},
             sequences=dict(plain["sequences"]),
             losses=dict(plain["losses"]),
         )

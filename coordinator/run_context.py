@@ -8,17 +8,17 @@ from functools import cached_property
 
 from coordinator.cost import CostModel
 from coordinator.participation import Trace, sampling_of
-from coordinator.rounds import Action, Plan, Send
+from coordinator.rounds import Action, RoundsPlan, Send
 from fedmq.config.scenario import Scenario
 from fedmq.federation.fault_effects import TaskOutcome
-from fedmq.federation.fault_schedule import Script
+from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.protocol import Context, FederatedProtocol, Opening, Sharing, SiloFacts
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import TaskInfo
 
 
 @dataclass(frozen=True)
-class Setting:
+class RunContext:
     """What the loop works with; fixed for the run.
 
     Args:
@@ -45,9 +45,9 @@ class Setting:
     trace_file: str = ""
 
     @cached_property
-    def script(self) -> Script:
+    def script(self) -> FaultSchedule:
         """The scenario's faults."""
-        return Script(self.scenario.faults, self.scenario.seed, self.context.silos)
+        return FaultSchedule(self.scenario.faults, self.scenario.seed, self.context.silos)
 
     @cached_property
     def _silos(self) -> dict[str, SiloFacts]:
@@ -58,7 +58,7 @@ class Setting:
         return self.script.facts(self._silos[name], version)
 
     @cached_property
-    def plan(self) -> Plan:
+    def plan(self) -> RoundsPlan:
         """The rounds machine's share of the scenario."""
         silos, participation, aggregation = self.context.silos, self.scenario.participation, self.scenario.aggregation
         eligible = tuple(
@@ -68,7 +68,7 @@ class Setting:
         )
         samples = {silo.name: self.samples[silo.index] for silo in silos}
         patience = {"sync": aggregation.deadline, "buffered": aggregation.timeout, "async": None}
-        return Plan(
+        return RoundsPlan(
             seed=self.scenario.seed,
             rounds=self.scenario.rounds,
             silos=tuple(silo.name for silo in silos),

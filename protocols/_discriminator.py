@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.config.scenario import Training
-from fedmq.models.hash_networks import Plan, initial_parameters
+from fedmq.models.hash_networks import TowerPlan, initial_parameters
 from fedmq.models.optimiser import FusedOptimiser
 from fedmq.wire.layout import Layout
 
@@ -34,7 +34,7 @@ def layout_of(bits: int, classes: int, hidden: int) -> Layout:
 
 def initial(layout: Layout, seed: int) -> Tensor:
     """Its initial parameters float32 [Q], as torch draws a linear layer's."""
-    return initial_parameters(layout, Plan(), seed)
+    return initial_parameters(layout, TowerPlan(), seed)
 
 
 def logits(theta: Tensor, layout: Layout, codes: Tensor, labels: Tensor) -> Tensor:

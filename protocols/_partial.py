@@ -7,7 +7,18 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import (
+    Context,
+    Encoders,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    take,
+)
 from fedmq.wire.messages import Delta, Loss, Model, PartialDelta, Payload
 from protocols import _aggregation, _personal_model, _prototypes, _training, fedavg
 
@@ -72,7 +83,7 @@ class PartialFedAvg:
             state[_personal_model.OWN] = _aggregation.extract(model.flat.detach().cpu(), layout, self.personal)
         return Trained(up, state, outcome.loss)
 
-    def merge(self, state: State, replies: Sequence[Reply], weights: Tensor | None = None) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], weights: Tensor | None = None) -> MergeResult:
         """The weighted average of the shared layers' updates, stale ones damped.
 
         Args:
@@ -91,7 +102,7 @@ class PartialFedAvg:
         before = _aggregation.extract(state.theta, layout, self.shared)
         after = _aggregation.merge_updates(before, updates, weights, self.branches, self.fedavg.options.branch_renorm)
         theta = _aggregation.inserted(state.theta, layout, self.shared, after)
-        return Merged(State(theta, self.fedavg.averaged(state.tensors, replies, weights), state.values))
+        return MergeResult(State(theta, self.fedavg.averaged(state.tensors, replies, weights), state.values))
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's own model: downloaded layers and its own."""

@@ -12,7 +12,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from fedmq.data.silo_dataset import Share
+from fedmq.data.silo_dataset import SiloDataset
 from fedmq.federation.protocol import Local
 from fedmq.models.two_tower import Out
 from protocols import _training
@@ -59,7 +59,7 @@ def batch_features(local: Local, step_rows: _training.I64, caption: _training.I6
     return _both(image, text)
 
 
-def item_features(share: Share) -> tuple[Tensor, Tensor]:
+def item_features(share: SiloDataset) -> tuple[Tensor, Tensor]:
     """Features of all items [n, d_i] and [n, d_t]; of several captions the mean, each at unit length.
 
     What a silo lacks is stood in for by what it has. Nothing is copied where an item has one caption.

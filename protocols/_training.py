@@ -44,7 +44,7 @@ _ITEMS = 1024
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """What local epochs give.
 
     Args:
@@ -289,7 +289,7 @@ def train_epochs(
     *,
     extra: Extra | None = None,
     lambda_s: float = 0.0,
-) -> Outcome:
+) -> TrainingResult:
     """Local epochs from ``base``, which the model already holds.
 
     Args:
@@ -306,7 +306,7 @@ def train_epochs(
         RunError: the loss or the update is no longer finite.
     """
     if work is None:
-        return Outcome(torch.zeros(base.shape), 0.0, 0.0)
+        return TrainingResult(torch.zeros(base.shape), 0.0, 0.0)
     model, training = local.model, context.training
     generator = generator_of(context, local, task, "train")
     optimisers = {
@@ -338,7 +338,7 @@ def train_epochs(
     least, greatest = torch.aminmax(delta)
     if not (math.isfinite(mean) and math.isfinite(float(least)) and math.isfinite(float(greatest))):
         raise RunError(f"training diverged at {local.silo.name}: loss {mean}; lower training.learning_rate")
-    return Outcome(delta, mean, last)
+    return TrainingResult(delta, mean, last)
 
 
 def _backward(local: Local, step: Step, extra: Extra | None) -> Tensor:
@@ -383,6 +383,6 @@ def own_prototypes(local: Local, context: Context, task: Task) -> tuple[Tensor |
         )
 
 
-def delta_payload(context: Context, outcome: Outcome, samples: int) -> Delta:
+def delta_payload(context: Context, outcome: TrainingResult, samples: int) -> Delta:
     """The update as it goes up."""
     return Delta(layout_digest=context.layout.digest, buffer=outcome.delta.numpy(), n_samples=samples)

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained
 from fedmq.wire.messages import Payload
 from protocols import fedavg
 from protocols._options import check
@@ -68,7 +68,7 @@ class Central:
         """Local epochs over all the data."""
         return self.fedavg.train(local, task)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Take the update as it is."""
         return self.fedavg.merge(state, replies, round_)
 

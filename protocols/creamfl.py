@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
-from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.messages import Model, Payload
 from protocols import _personal_model, _training, fedavg
@@ -197,7 +197,7 @@ class CreamFl:
         found = _training.embed_all(local, caption, self.context.training.batch_size)
         return {name: z for name, z in zip(MODALITIES, found, strict=True) if z is not None}
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """As FedAvg."""
         return self.fedavg.merge(state, replies, round_)
 

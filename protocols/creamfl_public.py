@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.wire.messages import Loss, Payload, Representations
 from protocols import _aggregation, _personal_model, _prototypes, _training, fedavg
@@ -196,7 +196,7 @@ class CreamFlPublic:
             allowed = f"1 within {_prototypes.TOLERANCE}"
             raise RemoteWireError("malformed", f"a representation of length {wrong.max():.4g}, here {allowed}")
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average representations item by item, distil them, train on the public pairs, represent them anew."""
         replies = _aggregation.ordered(replies)
         wanted: dict[str, Tensor] = {}
@@ -209,7 +209,7 @@ class CreamFlPublic:
                 weights = item_weights(stacked, state.tensors[GLOBAL + other]) * factors
                 wanted[name] = ensemble(stacked, weights / weights.sum(0))
         theta, loss = self._taught(state.theta, wanted, round_)
-        return Merged(
+        return MergeResult(
             replace(state, theta=theta, tensors={**state.tensors, **self._represented(theta)}), {"server_loss": loss}
         )
 

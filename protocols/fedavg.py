@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.wire.messages import Delta, Loss, ModalityPrototypes, Model, Payload
 from protocols import _aggregation, _prototypes, _training, objectives
 from protocols._losses import anchor, info_nce
@@ -142,13 +142,13 @@ class FedAvg:
             return None
         return partial(anchored_loss, missing=missing.to(local.model.flat.device), weight=self.options.lambda_anc)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Add the damped, sample-weighted updates; average the prototypes in."""
         replies = _aggregation.ordered(replies)
         updates = [_aggregation.update_of(reply, self.context.layout) for reply in replies]
         weights = self.weights(updates)
         theta = _aggregation.merge_updates(state.theta, updates, weights, self.branches, self.options.branch_renorm)
-        return Merged(State(theta, self.averaged(state.tensors, replies, weights), state.values))
+        return MergeResult(State(theta, self.averaged(state.tensors, replies, weights), state.values))
 
     def weights(self, updates: Sequence[_aggregation.Update]) -> Tensor:
         """Damped weights float64 [M] of the updates, by samples or uniform."""

@@ -22,7 +22,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import (
+    Context,
+    Encoders,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    take,
+)
 from fedmq.models.two_tower import Out
 from fedmq.wire.messages import ClassPrototypes, Delta, Loss, Model, Payload
 from protocols import _aggregation, _centroids, _personal, _training, fedavg
@@ -266,7 +277,7 @@ class FedBridge:
             z = torch.cat([model.caption(x.to(model.flat.device)) for x in torch.split(flat, 256)])
             return z.view(*share.text.shape[:2], -1)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average each branch over the silos that trained it; remember everybody's last centroids."""
         options = self.options
         replies = _aggregation.ordered(replies)
@@ -276,7 +287,7 @@ class FedBridge:
         weights = _aggregation.damped(weights, torch.tensor(factors, dtype=torch.float64))
         theta = _aggregation.merge_updates(state.theta, updates, weights, self.fedavg.branches, options.branch_renorm)
         tensors = _centroids.updated(state.tensors, replies, round_, self.context.max_age)
-        return Merged(State(theta, tensors, state.values), {"centroids": _centroids.known(tensors)})
+        return MergeResult(State(theta, tensors, state.values), {"centroids": _centroids.known(tensors)})
 
 
 PROTOCOL = FedBridge

@@ -25,7 +25,7 @@ from torch import Tensor
 from fedmq.config.parts import Modality
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.models.hash_networks import PLANS, Tower
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import numpy_generator
@@ -302,7 +302,7 @@ class FedCafe:
             return ()
         return (Memory(centroids=state.tensors["memory"].numpy(), support=state.tensors["memory_support"].numpy()),)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """The global memory from the table, weights from it, then the updates (algorithm 1)."""
         if not self.remembers:
             return self.fedavg.merge(state, replies, round_)
@@ -315,7 +315,7 @@ class FedCafe:
         tensors = {"memory": memory, "memory_support": support, **{_TABLE + name: each for name, each in table.items()}}
         if not self.options.weighted_agg:
             merged = self.fedavg.merge(State(state.theta), replies, round_)
-            return Merged(State(merged.state.theta, tensors, state.values), merged.log)
+            return MergeResult(State(merged.state.theta, tensors, state.values), merged.log)
         by_class = self.options.similarity == "identity" and _memory.has_classes(self.options.memory)
         differences = _memory.differences(reports, memory, filled, by_class=by_class)
         weights = self._weights(differences, replies)
@@ -324,7 +324,7 @@ class FedCafe:
             state.theta, updates, weights, self.fedavg.branches, self.options.branch_renorm
         )
         log = {"weight_largest": float(weights.max()), "difference_mean": float(differences.mean())}
-        return Merged(State(theta, tensors, state.values), log)
+        return MergeResult(State(theta, tensors, state.values), log)
 
     def _report(self, reply: Reply) -> _memory.Rows:
         """A reply's memory, checked, and bounded: no row is longer than 1, as none of an honest silo is.

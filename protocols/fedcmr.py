@@ -15,7 +15,18 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import (
+    Context,
+    Encoders,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    take,
+)
 from fedmq.wire.messages import LabelCount, Loss, PartialDelta, Payload
 from protocols import _aggregation, _personal_model, _training, fedavg
 from protocols._options import check
@@ -181,7 +192,7 @@ class FedCmr:
         """The common layer as it came, without what a next task would take off, and the silo's own around it."""
         return self.partial.encoders(local, payloads)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """The weighted, damped updates of the common layer."""
         replies = _aggregation.ordered(replies)
         samples = [take(reply.payloads, PartialDelta).n_samples for reply in replies]
@@ -199,7 +210,7 @@ class FedCmr:
         weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)
         merged = self.partial.merge(state, replies, weights)
         tensors = {**merged.state.tensors, _LOSSES: table, _VERSIONS: versions}
-        return Merged(State(merged.state.theta, tensors, state.values))
+        return MergeResult(State(merged.state.theta, tensors, state.values))
 
 
 PROTOCOL = FedCmr

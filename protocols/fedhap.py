@@ -22,7 +22,7 @@ from torch import Tensor
 
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.federation.staleness import mixed
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
@@ -240,7 +240,7 @@ class FedHap:
         modality = "both" if local.silo.paired else "image" if local.silo.image else "text"
         return _class_prototypes.payload(means, counts if self.options.proto_counts else counts.clamp(max=1), modality)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average networks and discriminators; the table of votes gives the next prototypes."""
         merged = self.fedavg.merge(state, replies, round_)
         replies = _aggregation.ordered(replies)

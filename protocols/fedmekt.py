@@ -14,7 +14,18 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import (
+    Context,
+    Encoders,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    take,
+)
 from fedmq.models.two_tower import Out
 from fedmq.wire.messages import Model, Payload
 from protocols import _personal_model, _training, fedavg
@@ -110,7 +121,7 @@ class FedMekt:
 
         return distillation
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """As FedAvg."""
         return self.fedavg.merge(state, replies, round_)
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.federation.protocol import Context, Encoders, Local, MergeResult, Reply, SiloFacts, State, Task, Trained
 from fedmq.wire.layout import Layout
 from fedmq.wire.messages import Payload
 from protocols import fedavg
@@ -81,7 +81,7 @@ class FedPer:
         """Local epochs over all layers."""
         return self.partial.train(local, task)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """FedAvg of the shared layers."""
         return self.partial.merge(state, replies)
 

@@ -19,7 +19,18 @@ from torch import Tensor
 
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import (
+    Context,
+    Encoders,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    take,
+)
 from fedmq.models.two_tower import Out
 from fedmq.wire.messages import ClassPrototypes, Loss, Payload
 from protocols import _aggregation, _class_prototypes, _personal_model, _training, fedavg
@@ -153,14 +164,16 @@ class FedProto:
         """The global prototypes."""
         return (_class_prototypes.download(state.tensors),)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average the last reports of all silos, class by class."""
         found = [(reply, _class_prototypes.own_rows(reply)) for reply in _aggregation.ordered(replies)]
         weighted = self.options.weighting == "samples"
         tensors = _class_prototypes.updated(
             state.tensors, found, round_, max_age=self.context.max_age, weighted=weighted
         )
-        return Merged(replace(state, tensors=tensors), {"classes_known": float(tensors[_class_prototypes.VALID].sum())})
+        return MergeResult(
+            replace(state, tensors=tensors), {"classes_known": float(tensors[_class_prototypes.VALID].sum())}
+        )
 
     def check(self, payloads: Sequence[Payload]) -> None:
         """Check the prototypes' shape, and that they can be means of embeddings.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained
 from fedmq.wire.messages import Payload
 from protocols import fedavg
 from protocols._options import check
@@ -62,7 +62,7 @@ class FedProx:
         # The shared proximal term is RCSR's, lambda_s ||.||^2 without a half.
         return self.fedavg.trained(local, task, lambda_s=self.options.mu / 2)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """As FedAvg."""
         return self.fedavg.merge(state, replies, round_)
 

@@ -20,7 +20,18 @@ from fedmq import seeds
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError
 from fedmq.evaluation.label_metrics import cosine_metrics
-from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import (
+    Context,
+    Encoders,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    take,
+)
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.messages import LabelCount, Loss, MeanAveragePrecision, PartialDelta, Payload
@@ -228,7 +239,7 @@ class FedScmr:
         )
 
     # ----------------------------------------------------------------------- the coordinator's half
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Eq 9: the shared layers' updates weighed by eq 13, times the damping of stale replies."""
         replies = _aggregation.ordered(replies)
         table = self._updated(state.tensors[_TABLE], replies)
@@ -239,7 +250,7 @@ class FedScmr:
         merged = self.partial.merge(state, replies, weights)
         log = {f"weight_{reply.silo.name}": float(weight) for reply, weight in zip(replies, weights, strict=True)}
         tensors = {**merged.state.tensors, _TABLE: table, _VERSIONS: versions}
-        return Merged(State(merged.state.theta, tensors, state.values), log)
+        return MergeResult(State(merged.state.theta, tensors, state.values), log)
 
     def _updated(self, table: Tensor, replies: Sequence[Reply]) -> Tensor:
         table = table.clone()

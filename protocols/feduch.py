@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.models.two_tower import Out
 from fedmq.wire.messages import Model, Payload
 from protocols import _personal_model, _training, fedavg
@@ -175,7 +175,7 @@ class FedUch:
 
         return extra
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """As FedAvg: the nets averaged by samples (eq 3)."""
         return self.fedavg.merge(state, replies, round_)
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.federation.protocol import Context, Encoders, Local, MergeResult, Reply, SiloFacts, State, Task, Trained
 from fedmq.wire.messages import Loss, Payload
 from protocols import _aggregation, _personal_model, _training, fedavg
 from protocols._options import check
@@ -70,10 +70,10 @@ class Alone:
         state = {**({} if work is None else work.kept()), **_personal_model.kept(local)}
         return Trained((Loss(outcome.loss),), state, outcome.loss)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Nothing to merge."""
         _aggregation.ordered(replies)
-        return Merged(state)
+        return MergeResult(state)
 
     @staticmethod
     def own_only(options: AloneOptions) -> bool:

@@ -28,7 +28,7 @@ from torch import Tensor
 
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.messages import ClassPrototypes, Delta, Model, PartialDelta, Payload
@@ -253,7 +253,7 @@ class Mfcpl:
             return payloads
         return (*payloads, _class_prototypes.payload(state.tensors[CENTRES], state.tensors[SIZES], "text"))
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """As FedAvg; then the class prototypes, or the pseudo-classes once enough silos sent centroids."""
         merged, replies = self.fedavg.merge(state, replies, round_), _aggregation.ordered(replies)
         found = [(reply, take(reply.payloads, ClassPrototypes)) for reply in replies if reply.silo.paired]
@@ -265,7 +265,7 @@ class Mfcpl:
             tensors |= self._pseudo_classes(tensors)
         reported = [each for each in found if each[1].modality == "both"]
         tensors |= _class_prototypes.updated(tensors, reported, round_, max_age=self.context.max_age, weighted=False)
-        return Merged(replace(merged.state, tensors=tensors), merged.log)
+        return MergeResult(replace(merged.state, tensors=tensors), merged.log)
 
     def check(self, payloads: Sequence[Payload]) -> None:
         """Check class prototypes or centroids, where a reply has them: their shape, and that they can be means.

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedmq.federation.protocol import Context, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained
 from fedmq.wire.messages import Payload
 from protocols import fedavg
 from protocols._options import check
@@ -61,7 +61,7 @@ class PairedOnly:
         """Local epochs on InfoNCE."""
         return self.fedavg.train(local, task)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Add the sample-weighted updates."""
         return self.fedavg.merge(state, replies, round_)
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained
+from fedmq.federation.protocol import Context, Encoders, Local, MergeResult, Reply, SiloFacts, State, Task, Trained
 from fedmq.wire.messages import Payload
 from protocols import fedavg
 from protocols._partial import PartialFedAvg
@@ -62,7 +62,7 @@ class PFedMma:
         """Local epochs over all layers."""
         return self.partial.train(local, task)
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """FedAvg of the middle layers."""
         return self.partial.merge(state, replies)
 

@@ -20,7 +20,18 @@ from torch import Tensor
 
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import (
+    Context,
+    Encoders,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    take,
+)
 from fedmq.models.two_tower import Out
 from fedmq.seeds import torch_generator
 from fedmq.wire.messages import ClassPrototypes, Delta, Loss, Model, Payload
@@ -209,7 +220,7 @@ class PlFedCmh:
         # A checkpoint from before the table kept it: as the run began.
         return torch.tensor([[_aggregation.owns(silo, name) for name in self.parts] for silo in self.context.silos])
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Each reporter's model and hypernetworks move by its update; prototypes and the global model are averaged."""
         replies = _aggregation.ordered(replies)
         merged = self.fedavg.merge(State(state.theta), replies, round_)
@@ -234,7 +245,7 @@ class PlFedCmh:
         )
         hyper = {f"hyper_{name}": each for name, each in networks.items()}
         tensors = {_MODELS: models, _VERSIONS: versions, _OWNERS: owners, **hyper, **prototypes}
-        return Merged(State(merged.state.theta, tensors, state.values), merged.log)
+        return MergeResult(State(merged.state.theta, tensors, state.values), merged.log)
 
     def _step(self, sent: State, reply: Reply, name: str, update: Tensor) -> Tensor:
         """What a reporter's update takes off a branch's hypernetwork [H], seen with the state its mixture is of."""

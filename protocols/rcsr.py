@@ -19,7 +19,18 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from fedmq.federation.protocol import Context, Encoders, Local, Merged, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import (
+    Context,
+    Encoders,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    take,
+)
 from fedmq.seeds import torch_generator
 from fedmq.wire.messages import (
     ClassPrototypes,
@@ -363,7 +374,7 @@ class Rcsr:
             return down
         return (*down, RouterStatistics(weight=float(state.tensors["personal_weights"][silo.index])))
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Weigh, step the router, move q, add the updates, average the prototypes: algorithm 1, in its order."""
         # A checkpoint from before the table had a mask: what silos have did not change but by a scenario's faults.
         mask = torch.tensor([_prototypes.has(silo) for silo in self.context.silos])
@@ -431,7 +442,7 @@ class Rcsr:
             log["centroids"] = _centroids.known(many)
         values = {**state.values, "merges": state.values["merges"] + 1, "router_steps": adam.steps}
         kept = {**tensors, **table, **prototypes, **fairness, **router, **personal, **many}
-        return Merged(State(theta, kept, values), log)
+        return MergeResult(State(theta, kept, values), log)
 
     def _told(self, tensors: Mapping[str, Tensor], rows: Tensor, weights: Tensor, among: int) -> dict[str, Tensor]:
         """The router weights that silos will be told, each its own (eq 13); relative to equal ones of ``among``."""

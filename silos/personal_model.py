@@ -13,7 +13,7 @@ from safetensors.torch import save
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError
 from fedmq.evaluation.program import HeldOut
-from fedmq.federation.population import World
+from fedmq.federation.population import Population
 from fedmq.retrieval.released_model import Own, Release, Retriever
 from fedmq.runs.results import read_summary
 from fedmq.storage.cache import key_of
@@ -43,12 +43,12 @@ class _Watched(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
 
-def own_of(release: Release, world: World, message: Message) -> Own:
+def own_of(release: Release, population: Population, message: Message) -> Own:
     """A silo's own model, as the silo measured it.
 
     Args:
         release: the run, its folder that of the silo, too.
-        world: of its scenario.
+        population: of its scenario.
         message: what the coordinator asked at the end.
 
     Raises:
@@ -57,8 +57,8 @@ def own_of(release: Release, world: World, message: Message) -> Own:
     scenario, root, header = release.scenario, release.run.root, message.header
     # Nothing is sent, so nobody is connected to, no key is needed and no noise is drawn.
     arguments = SiloArguments(scenario, header.receiver, "", root, root, release.device)
-    model = world.build_model(scenario, release.device, MODALITIES)
-    silo = Silo(arguments, world, model, noise=scenario.seed)
+    model = population.build_model(scenario, release.device, MODALITIES)
+    silo = Silo(arguments, population, model, noise=scenario.seed)
     kept, stored = silo.store.before(header.sequence + 1), silo.store.newest(header.sequence)
     state = _Watched(kept)
     encoders, towers = silo.own_model(message, state)
@@ -85,7 +85,7 @@ def _lost(release: Release, silo: Silo, found: Retriever) -> bool:
         return True
     if _alike(told, shared):
         return False
-    heldout = HeldOut.load(release.scenario, silo.world)
+    heldout = HeldOut.load(release.scenario, silo.population)
     return not _alike(told, heldout.measured(found.encoders, binary=found.binary, names=(name,)).per_silo[name])
 
 

@@ -18,20 +18,20 @@ from fedmq.clock import WallClock
 from fedmq.config.faults import Drift, LabelNoise
 from fedmq.config.scenario import Scenario
 from fedmq.data.label_levels import trained_columns
-from fedmq.data.silo_dataset import load_share
+from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.encoders.gpu import give_back
 from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError
 from fedmq.evaluation.program import HeldOut
 from fedmq.federation import update_transforms
 from fedmq.federation.fault_effects import drifted_rows, tampered, with_noisy_labels
-from fedmq.federation.fault_schedule import Script, Strike
-from fedmq.federation.population import World, build_world, device_of, run_name
+from fedmq.federation.fault_schedule import FaultSchedule, Strike
+from fedmq.federation.population import Population, build_population, device_of, run_name
 from fedmq.federation.protocol import Encoders, FederatedProtocol, Local, Personalised, Sharing, Task
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
-from fedmq.wire.channel import Link
+from fedmq.wire.channel import Channel
 from fedmq.wire.keys import load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
 from fedmq.wire.log_records import read_log
@@ -81,24 +81,24 @@ class Silo:
 
     Args:
         arguments: how it was started.
-        world: the data and who holds what of it.
+        population: the data and who holds what of it.
         model: the two towers, where silos of one process take turns with one; None builds its own.
         noise: where the noise on its updates comes from: the scenario's seed, or a secret of the silo's.
     """
 
     def __init__(
-        self, arguments: SiloArguments, world: World, model: TwoTower | None = None, *, noise: int | bytes
+        self, arguments: SiloArguments, population: Population, model: TwoTower | None = None, *, noise: int | bytes
     ) -> None:
         scenario = arguments.scenario
         self.scenario = scenario
-        self.world = world
-        self.script = Script(scenario.faults, scenario.seed, world.silos)
-        self._device = device_of(arguments.device or scenario.device, world.facts(arguments.name).index)
+        self.population = population
+        self.script = FaultSchedule(scenario.faults, scenario.seed, population.silos)
+        self._device = device_of(arguments.device or scenario.device, population.facts(arguments.name).index)
         self._shared, self._noise = model, noise
         self._standing: tuple[Strike, ...] | None = None
         self._equip(arguments.name, 0)
         protocol_class = protocols.load(scenario.protocol.name)
-        self.context = world.context(scenario, self.model)
+        self.context = population.context(scenario, self.model)
         self.protocol: FederatedProtocol = protocol_class(
             protocols.options_of(protocol_class, scenario.protocol.options), self.context
         )
@@ -112,19 +112,19 @@ class Silo:
         standing = self.script.standing(name, version)
         if standing == self._standing:
             return
-        self._standing, world = standing, self.world
-        self.facts = self.script.facts(world.facts(name), version)
+        self._standing, population = standing, self.population
+        self.facts = self.script.facts(population.facts(name), version)
         held: tuple[Literal["image", "text"], ...] = (
             ("image", "text") if self.facts.paired else ("image",) if self.facts.image else ("text",)
         )
-        self.model = self._shared or world.build_model(self.scenario, self._device, held)
-        rows = world.train[self.facts.index]
+        self.model = self._shared or population.build_model(self.scenario, self._device, held)
+        rows = population.train[self.facts.index]
         for place, fault in standing:
             if isinstance(fault, Drift):
-                everybody = np.sort(np.concatenate(world.train))
+                everybody = np.sort(np.concatenate(population.train))
                 rows = drifted_rows(fault, rows, everybody, self.script.generator(place, name))
-        share = load_share(world.prepared, rows, image=self.facts.image, text=self.facts.text)
-        columns = trained_columns(self.scenario.objective.base, world.prepared.label_names)
+        share = load_silo_dataset(population.prepared, rows, image=self.facts.image, text=self.facts.text)
+        columns = trained_columns(self.scenario.objective.base, population.prepared.label_names)
         if share.labels is not None and len(columns) < share.labels.shape[1]:
             share = replace(share, labels=share.labels[:, columns].contiguous())
         self.share = share
@@ -181,7 +181,7 @@ class Silo:
         """
         # The state after its last merged task: a task still under way must not make a difference.
         encoders, model = self.own_model(message, self.store.before(message.header.sequence + 1))
-        heldout = HeldOut.load(self.scenario, self.world)
+        heldout = HeldOut.load(self.scenario, self.population)
         return heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
 
     def own_model(self, message: Message, state: Mapping[str, torch.Tensor]) -> tuple[Encoders, TwoTower]:
@@ -201,7 +201,7 @@ class Silo:
         model = self.model
         if self._shared is None and not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
             # The tower of the modality it lacks was never loaded; it is needed now, and only now.
-            model = self.world.build_model(self.scenario, str(model.flat.device), ("image", "text"))
+            model = self.population.build_model(self.scenario, str(model.flat.device), ("image", "text"))
         return protocol.encoders(Local(self.facts, self.share, model, state), message.payloads), model
 
     def _transform(self, payload: Payload, task: Task) -> Payload:
@@ -236,13 +236,13 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
     log.note("started", run=run)
     slots = Slots(slots_folder(run), scenario.slots)
     # The run's time, as far as a silo knows it, is the time stamped on its last task.
-    link = Link(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
+    link = Channel(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
     try:
         # Data first: a silo that shakes hands is ready for tasks.
         pooled = protocols.pooled(scenario.protocol.name)
         noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
-        silo = Silo(arguments, build_world(here, folder=arguments.data, pooled=pooled), noise=noise)
+        silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=pooled), noise=noise)
         keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
         kept = any(record is not None and record.get("text") == _KEPT for _, record in read_log(log.path))
         if kept and silo.store.empty:
@@ -295,7 +295,7 @@ def told_of(error: Exception) -> str:
             return name
 
 
-def _reply(link: Link, silo: Silo, slots: Slots, message: Message, progress: Callable[[str], None]) -> None:
+def _reply(link: Channel, silo: Silo, slots: Slots, message: Message, progress: Callable[[str], None]) -> None:
     header = message.header
     try:
         with slots.one():

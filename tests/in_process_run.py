@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from coordinator.fault_injection import Order
-from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
+from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
 from fedmq.audit.log_checks import read_log
 from fedmq.config.scenario import Scenario
 from fedmq.launch.supervisor import inline_peers
@@ -27,7 +27,7 @@ def run(
     resume: bool = False,
     stop_wanted: Callable[[], bool] = lambda: False,
     order: Callable[[Order], None] | None = None,
-) -> Outcome:
+) -> CoordinatorResult:
     """Run a scenario to its end, or until something raises."""
     return run_coordinator(
         CoordinatorArguments(scenario, "inline", out, out, resume),
@@ -43,7 +43,7 @@ def die(order: Order) -> None:
         raise Killed
 
 
-def run_restarted(scenario: Scenario, out: Path) -> Outcome:
+def run_restarted(scenario: Scenario, out: Path) -> CoordinatorResult:
     """Run a scenario, and start the coordinator again whenever a fault kills it or its disk stays full."""
     from fedmq.errors import RunError
 

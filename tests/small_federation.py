@@ -11,7 +11,7 @@ from torch.nn.functional import one_hot
 
 import protocols
 from fedmq.config.scenario import Backbone, Objective, Training
-from fedmq.data.silo_dataset import Share
+from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.base import InputSpec
 from fedmq.federation.protocol import Context, FederatedProtocol, Local, Reply, SiloFacts, State, Task, Trained
 from fedmq.models import hash_networks
@@ -31,11 +31,11 @@ OBJECTIVES = {
 MIXED = ((True, True), (True, False), (False, True), (True, True))
 
 
-def share(silo: SiloFacts, size: int, captions: int = 3) -> Share:
+def share(silo: SiloFacts, size: int, captions: int = 3) -> SiloDataset:
     generator = torch.Generator().manual_seed(100 + silo.index)
     latent = torch.randn(size, DIM, generator=generator)
     text = latent[:, None] + 0.3 * torch.randn(size, captions, DIM, generator=generator)
-    return Share(
+    return SiloDataset(
         image=latent + 0.3 * torch.randn(size, DIM, generator=generator) if silo.image else None,
         text=text if silo.text else None,
         captions=torch.randint(1, captions + 1, (size,), generator=generator),
@@ -51,7 +51,7 @@ class World:
     protocol: FederatedProtocol
     context: Context
     model: TwoTower
-    shares: Mapping[int, Share]
+    shares: Mapping[int, SiloDataset]
     state: State
     personal: dict[int, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     version: int = 0
@@ -79,7 +79,7 @@ class World:
         return merged.log
 
 
-def world(
+def population(
     name: str,
     options: Mapping[str, Any] | None = None,
     *,

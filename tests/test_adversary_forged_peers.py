@@ -11,9 +11,9 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from coordinator.cost import CostModel
-from coordinator.reply_validation import accept
-from coordinator.rounds import Flight
-from coordinator.run_context import Setting
+from coordinator.reply_validation import validate_reply
+from coordinator.rounds import PendingTask
+from coordinator.run_context import RunContext
 from fedmq.config.parts import Cost
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.storage.run_folder import RunFolder
@@ -22,10 +22,10 @@ from fedmq.wire.codec import decode_header, unpack
 from fedmq.wire.handshake import WELCOME_LABEL, complete, initiate, respond
 from fedmq.wire.keys import Identity, init_keys, load_identity
 from fedmq.wire.messages import Delta, Header, Kind, Message
-from tests.small_federation import World, world
+from tests.small_federation import World, population
 from tests.threaded_run import resolved
 
-TASK = Flight(sequence=4, base_version=3, round=3)
+TASK = PendingTask(sequence=4, base_version=3, round=3)
 Change = Callable[[Message], Message]
 
 
@@ -43,17 +43,17 @@ def update(**facts: object) -> Change:
 
 @pytest.fixture(scope="module")
 def run() -> World:
-    return world("fedavg", kinds=((True, True),) * 2)
+    return population("fedavg", kinds=((True, True),) * 2)
 
 
-def accepted(tiny: Path, run: World, change: Change, flight: Flight | None = TASK) -> None:
+def accepted(tiny: Path, run: World, change: Change, pending_task: PendingTask | None = TASK) -> None:
     (reply,) = run.replies(run.eligible[:1])
     cost = CostModel(Cost(), 0, ("silo-00", "silo-01"), 1, 1, 1)
     scenario = resolved(tiny, "protocol=fedavg")
-    setting = Setting(scenario, run.protocol, run.context, (11, 9), cost, RunFolder(tiny.parent))
+    setting = RunContext(scenario, run.protocol, run.context, (11, 9), cost, RunFolder(tiny.parent))
     facts = {"run": "run-0", "kind": Kind.REPLY, "sender": "silo-00", "receiver": "coordinator", "sent_at": 0.0}
     honest = Header(**facts, sequence=4, reply_to=4, base_version=3)  # type: ignore[arg-type]
-    accept(change(Message(honest, reply.payloads)), setting, reply.silo, flight)
+    validate_reply(change(Message(honest, reply.payloads)), setting, reply.silo, pending_task)
 
 
 FORGED = {
@@ -76,11 +76,11 @@ def test_a_forged_reply_is_refused(tiny: Path, run: World, change: Change, reaso
     assert refused.value.reason == reason
 
 
-@pytest.mark.parametrize("flight", [None, replace(TASK, sequence=5)])
+@pytest.mark.parametrize("pending_task", [None, replace(TASK, sequence=5)])
 def test_the_version_of_a_reply_to_a_task_that_is_over_says_nothing(
-    tiny: Path, run: World, flight: Flight | None
+    tiny: Path, run: World, pending_task: PendingTask | None
 ) -> None:
-    accepted(tiny, run, header(base_version=9), flight)  # the rounds machine discards it as a duplicate
+    accepted(tiny, run, header(base_version=9), pending_task)  # the rounds machine discards it as a duplicate
 
 
 # ---------------------------------------------------------------------------------------------------------- handshake

@@ -16,7 +16,7 @@ import pytest
 import torch
 import yaml
 
-from coordinator.evaluation import Measuring
+from coordinator.evaluation import EvaluationRequests
 from coordinator.loop import Loop
 from coordinator.reply_validation import LARGEST, check_reply
 from coordinator.roster import Roster
@@ -27,7 +27,7 @@ from fedmq.config.scenario import Objective, Scenario
 from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.evaluation.program import Evaluator, load_inference
 from fedmq.federation.population import run_name
-from fedmq.federation.protocol import Merged, Reply
+from fedmq.federation.protocol import MergeResult, Reply
 from fedmq.storage.json_files import read_lines
 from fedmq.wire.codec import decode
 from fedmq.wire.handshake import complete, initiate
@@ -39,7 +39,7 @@ from fedmq.wire.transports import zeromq
 from fedmq.wire.transports.zeromq import listen
 from silos.program import Silo
 from tests import in_process_run, threaded_run
-from tests.small_federation import World, world
+from tests.small_federation import World, population
 from tests.threaded_run import resolved
 
 HEADER = Header(
@@ -75,7 +75,7 @@ def checked(run: World, reply: Reply) -> None:
 
 
 def test_a_discriminators_change_is_held_to_what_updates_are_held_to() -> None:
-    run = world("fedhap", objective=Objective(base="dcmh", bits=8, hidden=16))
+    run = population("fedhap", objective=Objective(base="dcmh", bits=8, hidden=16))
     run.round()
     reply = run.replies()[0]
     checked(run, reply)
@@ -97,10 +97,10 @@ def test_a_merge_that_leaves_no_finite_state_ends_the_run_by_name(tiny: Path, tm
         def __init__(self, protocol: Any) -> None:
             self.protocol = protocol
 
-        def merge(self, *arguments: Any) -> Merged:
+        def merge(self, *arguments: Any) -> MergeResult:
             merged = self.protocol.merge(*arguments)
             tensors = {**merged.state.tensors, "spoiled": torch.tensor([0.0, torch.inf])}
-            return Merged(replace(merged.state, tensors=tensors), merged.log)
+            return MergeResult(replace(merged.state, tensors=tensors), merged.log)
 
         def __getattr__(self, name: str) -> Any:
             return getattr(self.protocol, name)
@@ -108,7 +108,7 @@ def test_a_merge_that_leaves_no_finite_state_ends_the_run_by_name(tiny: Path, tm
     old = Loop.__post_init__
 
     def begun(loop: Loop) -> None:
-        loop.setting = replace(loop.setting, protocol=Spoiling(loop.setting.protocol))  # type: ignore[arg-type]
+        loop.run_context = replace(loop.run_context, protocol=Spoiling(loop.run_context.protocol))  # type: ignore[arg-type]
         old(loop)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -212,15 +212,15 @@ def test_a_silo_that_measures_nothing_is_left_out_of_the_personal_figures(
 def test_a_measurement_that_comes_after_its_silo_was_given_up_is_refused_and_the_audit_agrees(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    measured, early = Measuring.measured, list[bool]()
+    measured, early = EvaluationRequests.measured, list[bool]()
 
-    def late(self: Measuring, message: Message) -> bool:
+    def late(self: EvaluationRequests, message: Message) -> bool:
         if message.header.sender == "silo-00" and "silo-00" in self.asked and not early:
             early.append(True)
             self.give_up("silo-00")
         return measured(self, message)
 
-    monkeypatch.setattr(Measuring, "measured", late)
+    monkeypatch.setattr(EvaluationRequests, "measured", late)
     outcome = threaded_run.run(resolved(tiny, "protocol={name: fedper}", "rounds=2"), tmp_path)
     assert early
     assert "silo-00" not in outcome.summary["personal_whole_split"]
@@ -256,7 +256,7 @@ def test_ctrl_c_while_the_last_evaluation_is_awaited_stops_the_run_which_a_resum
 
 
 def test_a_model_of_another_layout_is_refused_by_silo_and_evaluator(tiny: Path, tmp_path: Path) -> None:
-    run = world("fedavg")
+    run = population("fedavg")
     with pytest.raises(RemoteWireError, match="no layout 000000000000 was agreed"):
         load_inference(run.model, (Model("0" * 64, run.state.theta.numpy()),))
     seen: list[RemoteWireError] = []

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from coordinator.evaluation import Measuring
+from coordinator.evaluation import EvaluationRequests
 from coordinator.roster import Returns, Roster
 from coordinator.rounds import Phase
 from fedmq.cli.terminal import print_summary
@@ -47,7 +47,7 @@ def test_what_a_silo_says_of_its_own_model_spoils_nobody_elses_figures(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str, *, late: bool
 ) -> None:
     """And the evaluator's first evaluation may come after all the silos'."""
-    measure, measured, evaluated = Silo.measure, Measuring.measured, Measuring.evaluated
+    measure, measured, evaluated = Silo.measure, EvaluationRequests.measured, EvaluationRequests.evaluated
 
     def answer(silo: Silo, message: Message) -> Metrics:
         found = measure(silo, message)
@@ -55,10 +55,10 @@ def test_what_a_silo_says_of_its_own_model_spoils_nobody_elses_figures(
 
     held, ended = list[Message](), set[str]()
 
-    def hold(measuring: Measuring, message: Message) -> None:
+    def hold(measuring: EvaluationRequests, message: Message) -> None:
         held.append(message)
 
-    def let_go(measuring: Measuring, message: Message) -> bool:
+    def let_go(measuring: EvaluationRequests, message: Message) -> bool:
         taken = measured(measuring, message)
         if taken:
             ended.add(message.header.sender)
@@ -69,8 +69,8 @@ def test_what_a_silo_says_of_its_own_model_spoils_nobody_elses_figures(
 
     monkeypatch.setattr(Silo, "measure", answer)
     if late:
-        monkeypatch.setattr(Measuring, "evaluated", hold)
-        monkeypatch.setattr(Measuring, "measured", let_go)
+        monkeypatch.setattr(EvaluationRequests, "evaluated", hold)
+        monkeypatch.setattr(EvaluationRequests, "measured", let_go)
     scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2", "participation=1")
     summary = in_process_run.run(scenario, tmp_path, stop_wanted=within(60)).summary
     assert sorted(summary["personal_whole_split"]) == ["silo-01", "silo-02", "silo-03"]
@@ -86,9 +86,9 @@ def test_a_resumed_run_knows_the_evaluations_figures_from_its_file(tiny: Path, t
     def stop() -> bool:
         return bool(asked)
 
-    ask = Measuring.ask
+    ask = EvaluationRequests.ask
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Measuring, "ask", lambda self, name: asked.append(name) or ask(self, name))
+        patch.setattr(EvaluationRequests, "ask", lambda self, name: asked.append(name) or ask(self, name))
         assert in_process_run.run(scenario, tmp_path, stop_wanted=stop).phase is Phase.STOPPED
     assert asked
     assert len(in_process_run.run(scenario, tmp_path, resume=True).summary["personal_whole_split"]) == 4

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from fedmq.cli import terminal
 from fedmq.cli.compare import _display
-from fedmq.experiments.process_pool import Progress
+from fedmq.experiments.process_pool import JobProgress
 from fedmq.runs.status import Status
 from tests.threaded_run import resolved
 
@@ -32,7 +32,7 @@ def test_a_run_shows_lines(tiny: Path, dumb: tuple[Console, io.StringIO]) -> Non
 def test_a_comparison_shows_lines(dumb: tuple[Console, io.StringIO]) -> None:
     console, screen = dumb
     with _display(console, quiet=False) as show:
-        show("runs", Progress(5, 12, (), None))
+        show("runs", JobProgress(5, 12, (), None))
     assert "runs: 5 of 12 done" in screen.getvalue()
 
 

@@ -20,14 +20,14 @@ from coordinator.participation import trace_of
 from coordinator.rounds import Phase
 from fedmq.config.parts import Staleness
 from fedmq.errors import InputError, RunError
-from fedmq.federation.protocol import Merged, Reply, State
+from fedmq.federation.protocol import MergeResult, Reply, State
 from fedmq.federation.staleness import damping, hinge, mixed, polynomial, rarity
 from fedmq.launch.supervisor import simulate_inline
 from fedmq.storage.json_files import read_lines
 from fedmq.storage.run_folder import RunFolder
 from protocols import _aggregation, rcsr
 from tests import in_process_run as calls
-from tests.small_federation import equal_states, world
+from tests.small_federation import equal_states, population
 from tests.threaded_run import resolved, run
 from tests.virtual_time_federation import federation
 
@@ -39,8 +39,8 @@ every_protocol = pytest.mark.parametrize("name", protocols.names())
 @every_protocol
 @pytest.mark.parametrize("participation", [1.0, 0.5])
 def test_a_buffer_as_large_as_the_cohort_is_the_synchronous_run_to_the_bit(name: str, participation: float) -> None:
-    rounds = federation(world(name), 3, {"participation": participation}).run()
-    buffered = federation(world(name), 3, {"participation": participation, "mode": "buffered", "buffer": 99})
+    rounds = federation(population(name), 3, {"participation": participation}).run()
+    buffered = federation(population(name), 3, {"participation": participation, "mode": "buffered", "buffer": 99})
     assert equal_states(buffered.run(), rounds)
     assert set(buffered.staleness) == {0}
 
@@ -49,7 +49,7 @@ def test_a_buffer_as_large_as_the_cohort_is_the_synchronous_run_to_the_bit(name:
 @every_protocol
 def test_a_method_survives_stale_replies_in_small_buffers_and_alone(name: str) -> None:
     for settings in ({"mode": "buffered", "buffer": 2}, {"mode": "async"}):
-        run_ = federation(world(name), 12, settings, mixing=0.6)
+        run_ = federation(population(name), 12, settings, mixing=0.6)
         state = run_.run()
         assert torch.isfinite(state.theta).all()
         assert all(torch.isfinite(tensor).all() for tensor in state.tensors.values() if tensor.is_floating_point())
@@ -58,7 +58,7 @@ def test_a_method_survives_stale_replies_in_small_buffers_and_alone(name: str) -
 
 
 def test_a_straggler_holds_up_rounds_and_nobody_else_holds_up_a_buffer() -> None:
-    rounds, buffered = (federation(world("fedavg"), 6, {"mode": mode}) for mode in ("sync", "buffered"))
+    rounds, buffered = (federation(population("fedavg"), 6, {"mode": mode}) for mode in ("sync", "buffered"))
     rounds.run()
     buffered.run()
     assert rounds.now == pytest.approx(6 * 9.0)
@@ -67,8 +67,8 @@ def test_a_straggler_holds_up_rounds_and_nobody_else_holds_up_a_buffer() -> None
 
 
 def test_a_lone_reply_moves_the_model_by_mixing_times_damping_of_its_update() -> None:
-    whole, part = (federation(world("fedavg"), 1, {"mode": "async"}, mixing=rate) for rate in (1.0, 0.25))
-    start = whole.world.state.theta
+    whole, part = (federation(population("fedavg"), 1, {"mode": "async"}, mixing=rate) for rate in (1.0, 0.25))
+    start = whole.population.state.theta
     assert torch.allclose(part.run().theta - start, 0.25 * (whole.run().theta - start), atol=1e-7)
 
 
@@ -107,7 +107,7 @@ def test_a_moving_average_forgets_as_much_per_full_round_however_it_is_split() -
 # ------------------------------------------------------------------------------------------------------------ methods
 @pytest.mark.parametrize(("name", "averages"), [("fedavg", ("ema",)), ("rcsr", ("ema", "fair_ema"))])
 def test_half_a_cohort_moves_averages_at_the_root_of_the_rate(name: str, averages: tuple[str, ...]) -> None:
-    part, root = (world(name, dict.fromkeys(averages, rate)) for rate in (0.81, 0.9))
+    part, root = (population(name, dict.fromkeys(averages, rate)) for rate in (0.81, 0.9))
     for each in (part, root):
         each.round()
     part.protocol.context = replace(part.context, cohort=4)  # type: ignore[attr-defined]
@@ -118,7 +118,7 @@ def test_half_a_cohort_moves_averages_at_the_root_of_the_rate(name: str, average
 
 
 def test_a_reply_of_rarity_three_weighs_three_times_its_samples() -> None:
-    run_ = world("fedavg")
+    run_ = population("fedavg")
     first, second, *_ = (reply for reply in run_.replies() if reply.silo.paired)
     deltas = [_aggregation.update_of(reply, run_.context.layout) for reply in (first, second)]
     weights = torch.tensor([float(deltas[0].samples), 3.0 * deltas[1].samples])
@@ -129,7 +129,7 @@ def test_a_reply_of_rarity_three_weighs_three_times_its_samples() -> None:
 
 @every_protocol
 def test_rarity_changes_who_counts_in_every_method_that_weighs_replies(name: str) -> None:
-    run_ = world(name)
+    run_ = population(name)
     replies = run_.replies()
     tilted = [replace(replies[0], rarity=4.0), *replies[1:]]
     plain, rare = (run_.protocol.merge(run_.state, each, 0).state for each in (replies, tilted))
@@ -139,7 +139,7 @@ def test_rarity_changes_who_counts_in_every_method_that_weighs_replies(name: str
 
 @pytest.mark.parametrize(("max_age", "forgotten"), [(0, True), (1, False), (None, False)])
 def test_rcsrs_router_over_the_table_forgets_silos_past_the_age_limit(max_age: int | None, forgotten: bool) -> None:
-    table, reporters = (world("rcsr", {"warmup": 0, "router_over": over}) for over in ("table", "reporters"))
+    table, reporters = (population("rcsr", {"warmup": 0, "router_over": over}) for over in ("table", "reporters"))
     table.protocol.context = replace(table.context, max_age=max_age)  # type: ignore[attr-defined]
     for each in (table, reporters):
         each.round()
@@ -206,7 +206,7 @@ def test_a_stale_reply_comes_with_the_state_its_task_was_made_from(
     known: list[State] = []  # by version
     merge, seen = rcsr.Rcsr.merge, Counter[int]()
 
-    def watched(protocol: rcsr.Rcsr, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def watched(protocol: rcsr.Rcsr, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         known.append(state)
         for reply in replies:
             assert reply.base is not None

@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 
 from coordinator import checkpoint as checkpoints
 from coordinator.failures import Failures
-from coordinator.fault_injection import Order, Trouble
-from coordinator.in_process_peers import Inline
+from coordinator.fault_injection import FaultInjector, Order
+from coordinator.in_process_peers import InProcessPeers
 from coordinator.loop import Loop
 from coordinator.participation import Sampling, Trace
 from coordinator.rounds import Failed, Phase, Send
@@ -29,8 +29,8 @@ from fedmq.data import partition
 from fedmq.evaluation import recall
 from fedmq.evaluation.program import Embedded, fold_recalls
 from fedmq.federation.fault_effects import TaskOutcome, outcome_after
-from fedmq.federation.fault_schedule import Script
-from fedmq.federation.population import build_world
+from fedmq.federation.fault_schedule import FaultSchedule
+from fedmq.federation.population import build_population
 from fedmq.federation.protocol import SiloFacts, State
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.message_log import MessageLog
@@ -61,11 +61,13 @@ def test_public_items_are_in_no_database(features: Path, tiny: Path, tmp_path: P
     arrays["split"] = arrays["split"].astype("U8")
     arrays["split"][:20] = "public"
     np.savez(tmp_path / "public.npz", **arrays)
-    world = build_world(resolved(tiny, f"data.path={tmp_path / 'public.npz'}", *IID), cache=tmp_path / "cache")
-    apart = {*world.prepared.rows("public").tolist(), *world.evaluated.tolist()}
-    assert len(world.prepared.rows("public")) == 20
-    assert not apart & {*world.database.tolist()}
-    assert len(world.database) + len(apart) == 150
+    population = build_population(
+        resolved(tiny, f"data.path={tmp_path / 'public.npz'}", *IID), cache=tmp_path / "cache"
+    )
+    apart = {*population.prepared.rows("public").tolist(), *population.evaluated.tolist()}
+    assert len(population.prepared.rows("public")) == 20
+    assert not apart & {*population.database.tolist()}
+    assert len(population.database) + len(apart) == 150
 
 
 def test_a_balanced_partition_is_drawn_until_its_own_way_of_dealing_leaves_no_silo_short() -> None:
@@ -124,13 +126,13 @@ def test_a_silo_may_forget_only_what_the_checkpoint_before_the_last_has_settled(
 def test_states_under_evaluation_are_kept_though_no_task_stands_on_them(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept, forget, receive = dict[int, set[int]](), Loop._forget_states, Inline.receive
+    kept, forget, receive = dict[int, set[int]](), Loop._forget_states, InProcessPeers.receive
 
     def watched(loop: Loop, version: int) -> None:
         forget(loop, version)
         kept[version] = {*loop.states}
 
-    def slow(peers: Inline, timeout_s: float | None = None) -> object:
+    def slow(peers: InProcessPeers, timeout_s: float | None = None) -> object:
         """An evaluator that answers nothing before the last merge."""
         waits = [item for item in peers._waiting if isinstance(item, Message) and item.header.kind is Kind.EVALUATE]
         if 4 in kept or not waits:
@@ -141,7 +143,7 @@ def test_states_under_evaluation_are_kept_though_no_task_stands_on_them(
         return taken
 
     monkeypatch.setattr(Loop, "_forget_states", watched)
-    monkeypatch.setattr(Inline, "receive", slow)
+    monkeypatch.setattr(InProcessPeers, "receive", slow)
     in_process_run.run(resolved(tiny, "protocol=fedavg", "participation=1.0", "evaluation.every=1", *IID), tmp_path)
     assert kept == {1: {0, 1}, 2: {0, 1, 2}, 3: {0, 1, 2, 3}, 4: {0, 1, 2, 3, 4}}
     assert [line["version"] for line in in_process_run.lines(tmp_path, "evaluation")] == [0, 1, 2, 3, 4]
@@ -214,8 +216,8 @@ def test_nobody_is_sent_away_while_silos_gather_or_measure(tmp_path: Path, phase
     clock = VirtualClock(1.0)
     away = script({"kind": "leave", "silos": ["silo-00"], "time": [0, 99]})
     loop: Any = types.SimpleNamespace(
-        trouble=Trouble(away, RunFolder(tmp_path), log, clock, order=orders.append, wired=True, handed={}),
-        setting=types.SimpleNamespace(
+        fault_injector=FaultInjector(away, RunFolder(tmp_path), log, clock, order=orders.append, wired=True, handed={}),
+        run_context=types.SimpleNamespace(
             facts_at=lambda name, version: FOUR[0],
             cost=types.SimpleNamespace(duration=lambda *_: 1.0),
             samples=(1,),
@@ -233,8 +235,8 @@ def test_nobody_is_sent_away_while_silos_gather_or_measure(tmp_path: Path, phase
     assert [order.what for order in orders] == (["stop"] if phase is Phase.COLLECTING else [])
 
 
-def script(*faults: dict[str, object]) -> Script:
-    return Script(tuple(TypeAdapter(AnyFault).validate_python(each) for each in faults), 0, FOUR)
+def script(*faults: dict[str, object]) -> FaultSchedule:
+    return FaultSchedule(tuple(TypeAdapter(AnyFault).validate_python(each) for each in faults), 0, FOUR)
 
 
 def test_a_share_of_a_group_too_small_for_one_silo_is_one() -> None:

@@ -16,7 +16,7 @@ import torch
 from safetensors.numpy import load_file
 
 from coordinator import checkpoint
-from coordinator.evaluation import UNDER_WAY, Measuring
+from coordinator.evaluation import UNDER_WAY, EvaluationRequests
 from coordinator.rounds import Phase
 from fedmq.audit.log_checks import audit_run
 from fedmq.config.scenario import Scenario
@@ -344,9 +344,9 @@ class Slow:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: set[int] = set()
         self.enough, self.stood = threading.Event(), 0
-        ask, answer = Measuring.evaluate, Evaluator.evaluate
+        ask, answer = EvaluationRequests.evaluate, Evaluator.evaluate
 
-        def asking(measuring: Measuring, version: int, state: State) -> None:
+        def asking(measuring: EvaluationRequests, version: int, state: State) -> None:
             ask(measuring, version, state)
             self.asked.add(version)  # version 0 twice where the evaluator comes later than it
             if len(self.asked) > UNDER_WAY:
@@ -359,7 +359,7 @@ class Slow:
                 self.stood = len(self.asked)
             return answer(evaluator, payloads)
 
-        monkeypatch.setattr(Measuring, "evaluate", asking)
+        monkeypatch.setattr(EvaluationRequests, "evaluate", asking)
         monkeypatch.setattr(Evaluator, "evaluate", answering)
 
 

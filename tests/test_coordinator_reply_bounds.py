@@ -45,7 +45,7 @@ from silos.program import Silo
 from tests import in_process_run
 from tests.in_process_run import lines, notes
 from tests.replies import with_payload
-from tests.small_federation import DIM, World, world
+from tests.small_federation import DIM, World, population
 from tests.threaded_run import resolved
 
 BITS = 8
@@ -77,7 +77,7 @@ every_bound = pytest.mark.parametrize(("name", "base", "longest"), BOUNDS, ids=[
 
 
 def made(name: str, base: str, **more: Any) -> World:
-    return world(name, objective=Objective() if base == "info_nce" else hashing(base), **more)
+    return population(name, objective=Objective() if base == "info_nce" else hashing(base), **more)
 
 
 def check(run: World, *payloads: Payload) -> None:
@@ -163,7 +163,7 @@ def test_a_lie_as_long_as_is_let_through_leaves_the_others_training(name: str, b
 
 
 def test_more_samples_of_a_class_than_int64_can_add_up_are_refused() -> None:
-    run = world("mfcpl", {"classes": 3}, labels=())
+    run = population("mfcpl", {"classes": 3}, labels=())
     replies = run.replies()
     lie = dataclasses.replace(of(replies[0], ClassPrototypes), counts=np.full(3, (1 << 63) - 1))
     with pytest.raises(FieldError):  # what became of it: classes of less than no samples, which cannot go down
@@ -181,7 +181,7 @@ ANCHORED = ["fedavg", "fedprox", "moon", "fedmekt", "creamfl", "mfcpl", "fedper"
 @pytest.mark.parametrize("name", ANCHORED)
 @pytest.mark.parametrize("length", [1e6, 3e37, 1e-6])
 def test_a_modality_prototype_counts_by_its_direction_alone(name: str, length: float) -> None:
-    run = world(name)
+    run = population(name)
     run.round()
     replies = run.replies()
 
@@ -198,7 +198,7 @@ def test_a_modality_prototype_counts_by_its_direction_alone(name: str, length: f
 
 
 def test_an_honest_prototype_is_merged_as_it_came_to_the_bit() -> None:
-    run = world("fedavg")
+    run = population("fedavg")
     replies = run.replies()
     rows, mask = _prototypes.read_uploads(replies, DIM)
     for index, reply in enumerate(replies):
@@ -212,7 +212,7 @@ def test_an_honest_prototype_is_merged_as_it_came_to_the_bit() -> None:
 @pytest.mark.parametrize(("length", "dtype"), [(1e20, np.float32), (3e38, np.float32), (6e4, np.float16),
                                                (1.01, np.float16), (0.98, np.float32)])  # fmt: skip
 def test_a_public_representation_that_is_not_of_unit_length_is_refused(length: float, dtype: Any) -> None:
-    run = world("creamfl_public")
+    run = population("creamfl_public")
     for reply in run.replies():
         found = of(reply, Representations)
         lie = dataclasses.replace(found, values=stretched(found.values.astype(np.float32), length).astype(dtype))
@@ -226,7 +226,7 @@ def test_unit_vectors_pass_as_float16_or_float32_and_so_does_an_item_of_which_a_
     length: float,
 ) -> None:
     generator = np.random.default_rng(0)
-    run = world("creamfl_public")
+    run = population("creamfl_public")
     for reply in run.replies():
         check(run, *reply.payloads)
         found = of(reply, Representations)
@@ -336,7 +336,7 @@ def test_no_more_scores_are_held_than_said(most: int) -> None:
 
 
 def test_a_reply_about_many_public_items_is_not_oversized(monkeypatch: pytest.MonkeyPatch) -> None:
-    run, items = world("creamfl_public"), 200_000
+    run, items = population("creamfl_public"), 200_000
     monkeypatch.setattr(program, "_LEAST_BODY", 0)
     layout = types.SimpleNamespace(nbytes=0)
     public = run.protocol.public  # type: ignore[attr-defined]
@@ -352,7 +352,7 @@ def test_a_reply_about_many_public_items_is_not_oversized(monkeypatch: pytest.Mo
 
 def test_other_methods_keep_their_limit() -> None:
     layout = types.SimpleNamespace(nbytes=1 << 26)
-    protocol = world("fedavg").protocol
+    protocol = population("fedavg").protocol
     for size, limit in ((1000, 1 << 26), (1 << 26, 1 << 28)):
         layout.nbytes = size
         setting: Any = types.SimpleNamespace(protocol=protocol, context=types.SimpleNamespace(layout=layout))
@@ -447,7 +447,7 @@ def test_a_loss_that_no_training_makes_is_refused_and_a_run_with_two_such_liars_
 @pytest.mark.parametrize("name", ["fedscmr", "fedcmr"])
 def test_a_silo_has_no_more_categories_than_there_are(name: str) -> None:
     objective = Objective.model_validate({"base": "dscmr", "bits": BITS, "enhance": True})
-    run = world(name, objective=objective)
+    run = population(name, objective=objective)
     run.round()
     classes = len(run.context.label_names)
     for reply in run.replies():

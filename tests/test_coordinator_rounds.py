@@ -28,8 +28,8 @@ from coordinator.rounds import (
     Merge,
     Merged,
     Phase,
-    Plan,
     Rounds,
+    RoundsPlan,
     Send,
     SetDeadline,
     Stop,
@@ -39,11 +39,11 @@ from coordinator.rounds import (
 SILOS = ("silo-00", "silo-01", "silo-02", "silo-03")
 
 
-def plan(**changes: object) -> Plan:
-    return replace(Plan(seed=1, rounds=3, silos=SILOS, eligible=SILOS), **changes)  # type: ignore[arg-type]
+def plan(**changes: object) -> RoundsPlan:
+    return replace(RoundsPlan(seed=1, rounds=3, silos=SILOS, eligible=SILOS), **changes)  # type: ignore[arg-type]
 
 
-def gathered(plan_: Plan) -> tuple[Rounds, list[Send]]:
+def gathered(plan_: RoundsPlan) -> tuple[Rounds, list[Send]]:
     rounds, actions = Rounds(plan_), ()
     for silo in plan_.silos:
         rounds, actions = rounds.handle(Joined(silo))
@@ -190,7 +190,10 @@ def test_participation_takes_the_floor_and_at_least_one() -> None:
     assert plan(participation=0.5).cohort_size(0) == 2
     assert plan(participation=0.74).cohort_size(0) == 2
     assert plan(participation=0.01).cohort_size(0) == 1
-    assert Plan(0, 1, tuple(map(str, range(100))), tuple(map(str, range(100))), participation=0.29).cohort_size(0) == 29
+    assert (
+        RoundsPlan(0, 1, tuple(map(str, range(100))), tuple(map(str, range(100))), participation=0.29).cohort_size(0)
+        == 29
+    )
 
 
 def test_an_opening_round_asks_everybody_once_and_waits_for_all_of_them() -> None:
@@ -245,9 +248,9 @@ def happening(rounds: Rounds, what: str, number: int) -> Event:
     """An event for the machine as it stands; a merge that is under way is done first, but for now and then."""
     if rounds.phase is Phase.MERGING and what in {"reply", "fail"}:
         return Merged(rounds.version + 1)
-    out = sorted(rounds.flights)
+    out = sorted(rounds.pending)
     silo = out[number % len(out)] if out else SILOS[number % 4]
-    sequence = rounds.flights[silo].sequence if out else 1
+    sequence = rounds.pending[silo].sequence if out else 1
     match what:
         case "reply":
             return Arrived(silo, sequence, number / 10 if number % 3 else None)
@@ -283,13 +286,13 @@ PLANS = st.builds(
 def stalled(rounds: Rounds) -> bool:
     """Whether nothing is out though somebody could be asked."""
     askable = set(rounds.plan.eligible) - rounds.gone - rounds.off
-    return rounds.phase is Phase.COLLECTING and not rounds.flights and bool(askable)
+    return rounds.phase is Phase.COLLECTING and not rounds.pending and bool(askable)
 
 
 class Book:
     """What has happened to a machine so far, and what may never happen; an event is taken or was illegal."""
 
-    def __init__(self, plan_: Plan) -> None:
+    def __init__(self, plan_: RoundsPlan) -> None:
         self.rounds = Rounds(plan_)
         self.merged: set[tuple[str, int]] = set()
         self.bases: dict[tuple[str, int], int] = {}
@@ -312,7 +315,7 @@ class Book:
         if plan_.mode != "sync":
             cohort = plan_.cohort_size(rounds.version)
             waiting = len(rounds.arrived) if plan_.wanted(rounds.version) == cohort else 0
-            assert len(rounds.flights) + waiting <= cohort
+            assert len(rounds.pending) + waiting <= cohort
 
     def note(self, action: Action, event: Event) -> None:
         rounds, allowed = self.rounds, allowed_age(self.rounds.plan)
@@ -324,7 +327,7 @@ class Book:
             assert all(rounds.version - self.bases[key] <= allowed for key in keys)
             self.merged |= keys
         if isinstance(action, Send):
-            assert rounds.flights[action.silo].sequence == action.sequence
+            assert rounds.pending[action.silo].sequence == action.sequence
             key = action.silo, action.sequence
             assert self.bases.setdefault(key, action.base_version) == action.base_version
             assert action.silo not in rounds.off or isinstance(event, Joined)
@@ -335,7 +338,7 @@ class Book:
 @settings(max_examples=150, deadline=None)
 @given(PLANS, st.lists(HAPPENINGS, min_size=20, max_size=60))
 def test_whatever_happens_nothing_is_merged_twice_too_stale_or_never_and_versions_rise_by_one(
-    plan_: Plan, happenings: list[tuple[str, int]]
+    plan_: RoundsPlan, happenings: list[tuple[str, int]]
 ) -> None:
     book = Book(plan_)
     for what, number in happenings:
@@ -348,7 +351,7 @@ def test_the_machine_of_the_property_merges_several_times_in_most_examples() -> 
 
     @settings(max_examples=40, deadline=None, database=None, derandomize=True)
     @given(PLANS.map(lambda each: replace(each, rounds=6)), st.lists(HAPPENINGS, min_size=20, max_size=60))
-    def play(plan_: Plan, happenings: list[tuple[str, int]]) -> None:
+    def play(plan_: RoundsPlan, happenings: list[tuple[str, int]]) -> None:
         book = Book(plan_)
         for what, number in happenings:
             book.take(happening(book.rounds, what, number))
@@ -358,7 +361,7 @@ def test_the_machine_of_the_property_merges_several_times_in_most_examples() -> 
     assert sum(version >= 2 for version in reached) > len(reached) / 2
 
 
-def allowed_age(plan_: Plan) -> float:
+def allowed_age(plan_: RoundsPlan) -> float:
     if plan_.mode == "sync":
         return 0
     return float("inf") if plan_.max_staleness is None else plan_.max_staleness
@@ -366,7 +369,7 @@ def allowed_age(plan_: Plan) -> float:
 
 @settings(max_examples=80, deadline=None)
 @given(PLANS, st.randoms(use_true_random=False))
-def test_replies_in_any_order_and_a_failure_now_and_then_lead_to_the_end(plan_: Plan, chance: Random) -> None:
+def test_replies_in_any_order_and_a_failure_now_and_then_lead_to_the_end(plan_: RoundsPlan, chance: Random) -> None:
     rounds, _ = gathered(plan_)
     failures, events = 6, 0
     while rounds.phase is not Phase.DONE:
@@ -376,8 +379,8 @@ def test_replies_in_any_order_and_a_failure_now_and_then_lead_to_the_end(plan_: 
         if rounds.phase is Phase.MERGING:
             event = Merged(rounds.version + 1)
         else:
-            silo = chance.choice(sorted(rounds.flights))
-            sequence = rounds.flights[silo].sequence
+            silo = chance.choice(sorted(rounds.pending))
+            sequence = rounds.pending[silo].sequence
             if failures and chance.random() < 0.3:
                 failures -= 1
                 event = Failed(silo, sequence, "x")
@@ -389,22 +392,22 @@ def test_replies_in_any_order_and_a_failure_now_and_then_lead_to_the_end(plan_: 
 
 @settings(max_examples=60, deadline=None)
 @given(PLANS, st.randoms(use_true_random=False))
-def test_a_machine_restored_from_any_checkpoint_sends_and_merges_the_same(plan_: Plan, chance: Random) -> None:
+def test_a_machine_restored_from_any_checkpoint_sends_and_merges_the_same(plan_: RoundsPlan, chance: Random) -> None:
     """Killed after a merge and restored, it hands out the open tasks again and then goes on as it would have."""
     rounds, _ = gathered(plan_)
     for _ in range(chance.randrange(30)):
         if rounds.phase is Phase.COLLECTING:
-            silo = chance.choice(sorted(rounds.flights))
-            rounds, _ = rounds.handle(Arrived(silo, rounds.flights[silo].sequence, chance.random()))
+            silo = chance.choice(sorted(rounds.pending))
+            rounds, _ = rounds.handle(Arrived(silo, rounds.pending[silo].sequence, chance.random()))
         elif rounds.phase is Phase.MERGING:
             rounds, _ = rounds.handle(Merged(rounds.version + 1))
     while rounds.phase is Phase.COLLECTING:
-        silo = min(rounds.flights)
-        rounds, _ = rounds.handle(Arrived(silo, rounds.flights[silo].sequence, 0.5))
+        silo = min(rounds.pending)
+        rounds, _ = rounds.handle(Arrived(silo, rounds.pending[silo].sequence, 0.5))
     if rounds.phase is not Phase.MERGING:
         return
     restored = Rounds.from_plain(plan_, json.loads(json.dumps(rounds.after_merge().to_plain())))
-    open_tasks = dict(restored.flights)
+    open_tasks = dict(restored.pending)
     again: list[Action] = []
     for name in SILOS:
         restored, some = restored.handle(Joined(name))
@@ -427,9 +430,9 @@ TEN = tuple(f"silo-{index:02d}" for index in range(10))
 def test_shares_of_a_cohort_are_not_rounded_up_for_the_error_of_a_binary_fraction() -> None:
     names = tuple(f"silo-{index:02d}" for index in range(25))
     assert 1.12 * 25 > 28
-    assert Plan(1, 1, names, names, over_select=1.12).out(0) == 28
+    assert RoundsPlan(1, 1, names, names, over_select=1.12).out(0) == 28
     assert 0.28 * 25 > 7
-    rounds, sends = gathered(Plan(1, 1, names, names, patience=5.0, quorum=0.28))
+    rounds, sends = gathered(RoundsPlan(1, 1, names, names, patience=5.0, quorum=0.28))
     rounds, _ = answer(rounds, sends[:6])
     rounds, actions = rounds.handle(Deadline(0))
     assert actions == ()
@@ -472,13 +475,13 @@ def test_a_reply_of_just_the_age_allowed_is_merged_and_one_older_is_not(limit: i
             assert actions[-1] == Merge(age, (Arrived("silo-00", 1),))
         else:
             assert actions[0] == Discard("silo-00", 1, "stale")
-        rounds, _ = rounds.handle(Arrived("silo-01", rounds.flights["silo-01"].sequence))
+        rounds, _ = rounds.handle(Arrived("silo-01", rounds.pending["silo-01"].sequence))
         rounds, _ = rounds.handle(Merged(age + 1))
     assert after.phase is Phase.COLLECTING
 
 
 def test_every_round_draws_a_cohort_of_its_own() -> None:
-    rounds, sends = gathered(Plan(1, 6, TEN, TEN, participation=0.3))
+    rounds, sends = gathered(RoundsPlan(1, 6, TEN, TEN, participation=0.3))
     cohorts = []
     for version in range(6):
         cohorts.append(tuple(send.silo for send in sends))

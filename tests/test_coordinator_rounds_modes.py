@@ -17,8 +17,8 @@ from coordinator.rounds import (
     Merge,
     Merged,
     Phase,
-    Plan,
     Rounds,
+    RoundsPlan,
     Send,
     SetDeadline,
     Switched,
@@ -27,11 +27,11 @@ from coordinator.rounds import (
 SILOS = tuple(f"silo-{index:02d}" for index in range(6))
 
 
-def plan(**changes: object) -> Plan:
-    return replace(Plan(seed=1, rounds=9, silos=SILOS, eligible=SILOS), **changes)  # type: ignore[arg-type]
+def plan(**changes: object) -> RoundsPlan:
+    return replace(RoundsPlan(seed=1, rounds=9, silos=SILOS, eligible=SILOS), **changes)  # type: ignore[arg-type]
 
 
-def begun(plan_: Plan, off: frozenset[str] = frozenset()) -> tuple[Rounds, tuple[Action, ...]]:
+def begun(plan_: RoundsPlan, off: frozenset[str] = frozenset()) -> tuple[Rounds, tuple[Action, ...]]:
     rounds, actions = Rounds(plan_, off=off), ()
     for silo in plan_.silos:
         rounds, actions = rounds.handle(Joined(silo))
@@ -45,7 +45,7 @@ def sent(actions: tuple[Action, ...]) -> list[str]:
 def arrive(rounds: Rounds, *silos: str) -> tuple[Rounds, tuple[Action, ...]]:
     actions: tuple[Action, ...] = ()
     for silo in silos:
-        rounds, actions = rounds.handle(Arrived(silo, rounds.flights[silo].sequence))
+        rounds, actions = rounds.handle(Arrived(silo, rounds.pending[silo].sequence))
     return rounds, actions
 
 
@@ -72,11 +72,11 @@ def test_a_cohorts_number_of_tasks_is_always_out_and_a_silo_is_asked_once_per_ve
     rounds, actions = arrive(rounds, first[3])
     (other,) = sent(actions)
     assert other not in first
-    assert len(rounds.flights) == 4
+    assert len(rounds.pending) == 4
     rounds, actions = arrive(rounds, first[1])
     assert actions == (Merge(0, (Arrived(first[1], 1), Arrived(first[3], 1))),)
     rounds, actions = rounds.handle(Merged(1))
-    assert len(rounds.flights) == 4
+    assert len(rounds.pending) == 4
     assert [send.base_version for send in actions if isinstance(send, Send)] == [1]
 
 
@@ -94,7 +94,7 @@ def test_a_reply_two_versions_old_is_merged_with_the_fresh_ones() -> None:
     for version in (1, 2):
         rounds, _ = arrive(rounds, *SILOS[1:3])
         rounds, _ = rounds.handle(Merged(version))
-    assert rounds.flights["silo-00"].base_version == 0
+    assert rounds.pending["silo-00"].base_version == 0
     _, actions = arrive(rounds, "silo-00", "silo-01")
     assert actions == (Merge(2, (Arrived("silo-00", 1), Arrived("silo-01", 3))),)
 
@@ -170,7 +170,7 @@ def test_silos_that_are_off_are_not_asked(mode: str) -> None:
     assert sent(actions) == ([] if mode == "sync" else ["silo-00"])
     rounds, actions = rounds.handle(Switched("silo-00", False))
     assert actions == ()
-    assert "silo-00" not in rounds.flights or mode != "sync"
+    assert "silo-00" not in rounds.pending or mode != "sync"
 
 
 @pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
@@ -188,7 +188,7 @@ def test_power_of_choice_asks_those_with_the_highest_last_known_loss() -> None:
     rounds, _ = begun(plan(participation=0.34, sampling=sampling))
     heard = []
     for version in (1, 2, 3):  # whoever was never heard of comes first
-        for silo in sorted(rounds.flights):
+        for silo in sorted(rounds.pending):
             heard.append(silo)
             rounds, _ = rounds.handle(Arrived(silo, 1, loss=float(silo[-2:])))
         rounds, actions = rounds.handle(Merged(version))

@@ -17,11 +17,11 @@ from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared import Prepared, open_prepared
 from fedmq.data.readers import openmoji
-from fedmq.data.silo_dataset import load_share
+from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.encoders import lite
 from fedmq.errors import InputError, RunError
 from fedmq.federation import population
-from fedmq.federation.population import build_world
+from fedmq.federation.population import build_population
 from fedmq.models.build import build
 from fedmq.storage.cache import FORMAT, build_once, cache_folder
 
@@ -111,7 +111,7 @@ def test_a_damaged_array_in_the_cache_is_one_line(made: Prepared, name: str, con
         print(again.image, again.captions, again.keys, again.text)
     if name in ("image.npy", "text.npy"):
         with pytest.raises(InputError, match=re.escape(name)):
-            load_share(again, [0], image=True, text=True)
+            load_silo_dataset(again, [0], image=True, text=True)
 
 
 def test_features_need_the_features_backbone_and_the_other_way_round(tmp_path: Path) -> None:
@@ -174,12 +174,12 @@ def test_a_partition_in_a_cache_that_cannot_be_written_is_read_and_a_new_one_is_
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path))
-    first = build_world(scenarios.load(tiny))
+    first = build_population(scenarios.load(tiny))
     monkeypatch.setattr(population, "locked", lambda path: (tmp_path / "no folder" / path.name).open("x"))
-    again = build_world(scenarios.load(tiny))
+    again = build_population(scenarios.load(tiny))
     assert all(map(np.array_equal, first.train, again.train))
     with pytest.raises(RunError, match=r"partitions cannot be written: No such file"):
-        build_world(scenarios.load(tiny, ["partition.alpha=0.4"]))
+        build_population(scenarios.load(tiny, ["partition.alpha=0.4"]))
 
 
 def test_a_damaged_folder_is_named(made: Prepared) -> None:
@@ -211,7 +211,7 @@ def test_text_features_are_the_mean_of_an_items_captions(made: Prepared) -> None
 
 
 def test_a_share_holds_its_rows_in_the_order_asked_for(made: Prepared) -> None:
-    share = load_share(made, [5, 2, 11], image=True, text=True)
+    share = load_silo_dataset(made, [5, 2, 11], image=True, text=True)
     assert len(share) == 3
     assert share.image is not None
     assert share.text is not None
@@ -230,14 +230,14 @@ def test_files_of_a_modality_that_a_silo_lacks_are_never_opened(
 ) -> None:
     for name in never:
         (made.folder / f"{name}.npy").unlink()
-    share = load_share(made, [1, 2], image=image, text=text)
+    share = load_silo_dataset(made, [1, 2], image=image, text=text)
     assert (share.image is not None, share.text is not None) == (image, text)
     assert share.captions.min() >= 1
 
 
 def test_changing_a_share_changes_neither_the_cache_nor_the_callers_rows(made: Prepared) -> None:
     rows = np.array([0, 1], dtype=np.int64)
-    share = load_share(made, rows, image=True, text=False)
+    share = load_silo_dataset(made, rows, image=True, text=False)
     assert share.image is not None
     share.image.zero_()
     share.rows.zero_()
@@ -246,12 +246,12 @@ def test_changing_a_share_changes_neither_the_cache_nor_the_callers_rows(made: P
 
 
 def test_an_empty_share_is_allowed_and_a_wrong_row_is_not(made: Prepared) -> None:
-    assert len(load_share(made, [], image=True, text=True)) == 0
+    assert len(load_silo_dataset(made, [], image=True, text=True)) == 0
     for rows in ([20], [-1]):
         with pytest.raises(ValueError, match="data set of 20 items"):
-            load_share(made, rows, image=True, text=True)
+            load_silo_dataset(made, rows, image=True, text=True)
     with pytest.raises(ValueError, match="images, captions or both"):
-        load_share(made, [1], image=False, text=False)
+        load_silo_dataset(made, [1], image=False, text=False)
 
 
 # --- openmoji: a handful of real drawings --------------------------------------------------------------------------
@@ -303,7 +303,7 @@ def test_openmoji_with_adapters_in_the_blocks_is_pixels_and_token_ids(few: list[
     assert np.array_equal(found.image[0], openmoji.render(few[0].key, 32).transpose(2, 0, 1))
     assert len(found.inputs.mean) == len(found.inputs.std) == 3
     model = build(backbone, found.inputs, 0, cache=tmp_path / "cache")
-    share = load_share(found, [0, 1], image=True, text=True)
+    share = load_silo_dataset(found, [0, 1], image=True, text=True)
     assert share.image is not None
     assert share.text is not None
     assert model.image(share.image).shape == model.caption(share.text[:, 0]).shape == (2, 16)

@@ -16,7 +16,7 @@ from fedmq.data.readers.array_files import PARTS, meaning
 from fedmq.data.readers.arrays import read_arrays, read_pixels
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError
-from fedmq.federation.population import build_world
+from fedmq.federation.population import build_population
 from tests import layouts
 
 scipy_io = pytest.importorskip("scipy.io")
@@ -480,9 +480,9 @@ def test_wikipedias_validation_items_are_not_retrieved_from(tmp_path: Path) -> N
         "silos": {"count": 1},
         "partition": {"kind": "iid"},
     }
-    world = build_world(Scenario.model_validate(facts), cache=tmp_path / "cache")
-    assert world.prepared.split.tolist() == [0, 0, 1, 2, 2]
-    assert world.database.tolist() == [0, 1]
+    population = build_population(Scenario.model_validate(facts), cache=tmp_path / "cache")
+    assert population.prepared.split.tolist() == [0, 0, 1, 2, 2]
+    assert population.database.tolist() == [0, 1]
 
 
 def test_two_label_levels_are_told_apart_by_name(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from tests import definitions
 seeds = st.integers(0, 2**32 - 1)
 
 
-def world(seed: int, queries: int = 40, items: int = 70, bits: int = 12, labels: int = 5) -> tuple[np.ndarray, ...]:
+def example(seed: int, queries: int = 40, items: int = 70, bits: int = 12, labels: int = 5) -> tuple[np.ndarray, ...]:
     """Real-valued codes that know something of their labels; few bits, so that ties abound; some items without any."""
     generator = np.random.default_rng(seed)
     directions = generator.normal(size=(labels, bits))
@@ -36,7 +36,7 @@ def assert_equal(one: label_metrics.RankingMetrics, other: label_metrics.Ranking
 @settings(max_examples=25, deadline=None)
 @given(seeds)
 def test_all_values_of_one_pass_are_those_of_the_definitions(seed: int) -> None:
-    q, b, ql, bl = data = world(seed)
+    q, b, ql, bl = data = example(seed)
     found = one_pass(data, at=(1, 7, 70, 500), ndcg_at=(3, 100), top_n=(5, 100), curves=True)
     distance, relevant = definitions.hamming(hamming.sign(q), hamming.sign(b)), definitions.relevance(ql, bl)
     close = {"rtol": 1e-12, "atol": 1e-14}
@@ -64,7 +64,7 @@ def test_all_values_of_one_pass_are_those_of_the_definitions(seed: int) -> None:
 @settings(max_examples=25, deadline=None)
 @given(seeds)
 def test_cosine_values_are_those_of_the_definitions(seed: int) -> None:
-    q, b, ql, bl = data = world(seed)
+    q, b, ql, bl = data = example(seed)
     found = label_metrics.cosine_metrics(*data, at=(7,), ndcg_at=(9,), top_n=(5,), curves=True)
     unit = [torch.nn.functional.normalize(torch.from_numpy(each), dim=1) for each in (q, b)]
     distance, relevant = -(unit[0] @ unit[1].T).numpy(), definitions.relevance(ql, bl)
@@ -92,7 +92,7 @@ def test_similarities_of_every_sign_are_ranked_as_a_stable_sort_does(values: lis
 
 
 def test_packed_codes_and_tensors_give_the_same() -> None:
-    q, b, ql, bl = world(0, bits=16)
+    q, b, ql, bl = example(0, bits=16)
     options: dict[str, Any] = {"at": (5,), "ndcg_at": (5,), "top_n": (5,), "curves": True}
     whole = one_pass((q, b, ql, bl), **options)
     assert_equal(one_pass((hamming.sign(q), hamming.sign(b), ql, bl), **options), whole)
@@ -102,7 +102,7 @@ def test_packed_codes_and_tensors_give_the_same() -> None:
 
 
 def test_the_bits_of_packed_codes_bound_the_radius() -> None:
-    q, b, ql, bl = world(0)
+    q, b, ql, bl = example(0)
     curve = one_pass((hamming.pack(q), hamming.pack(b), ql, bl), curves=True, bits=12).pr_radius
     assert curve is not None
     assert len(curve.recall) == 13
@@ -110,14 +110,14 @@ def test_the_bits_of_packed_codes_bound_the_radius() -> None:
 
 @pytest.mark.parametrize("bits", [64, 100, 300])
 def test_codes_of_several_words_rank_as_the_definition_says(bits: int) -> None:
-    q, b, ql, bl = data = world(3, bits=bits, labels=70)
+    q, b, ql, bl = data = example(3, bits=bits, labels=70)
     distance = definitions.hamming(hamming.sign(q), hamming.sign(b))
     expected = definitions.mean_ap(distance, definitions.relevance(ql, bl))
     assert one_pass(data).map == pytest.approx(expected, abs=1e-13)
 
 
 def test_the_number_of_threads_changes_nothing() -> None:
-    data = world(1, queries=200)
+    data = example(1, queries=200)
     options: dict[str, Any] = {"at": (5,), "ndcg_at": (5,), "top_n": (5,), "curves": True}
     alone = one_pass(data, **options)
     before = torch.get_num_threads()
@@ -149,7 +149,7 @@ def test_shuffling_a_gallery_sorted_by_class_takes_the_labels_out_of_the_ties() 
 
 
 def test_a_broken_model_scores_as_chance_does() -> None:
-    q, b, ql, bl = world(0)
+    q, b, ql, bl = example(0)
     found = label_metrics.cosine_metrics(np.full_like(q, np.nan), b, ql, bl)
     relevant = definitions.relevance(ql, bl)
     assert found.map_expected == pytest.approx(
@@ -158,7 +158,7 @@ def test_a_broken_model_scores_as_chance_does() -> None:
 
 
 def test_no_queries_and_nothing_relevant_give_zeros() -> None:
-    q, b, ql, bl = world(0)
+    q, b, ql, bl = example(0)
     options: dict[str, Any] = {"at": (5,), "ndcg_at": (5,), "top_n": (5,), "curves": True}
     for data in ((q[:0], b, ql[:0], bl), (q, b, ql, 0 * bl), (q, b[:0], ql, bl[:0])):
         for find in (label_metrics.hamming_metrics, label_metrics.cosine_metrics):
@@ -168,7 +168,7 @@ def test_no_queries_and_nothing_relevant_give_zeros() -> None:
 
 
 def test_what_does_not_belong_together_is_refused() -> None:
-    q, b, ql, bl = world(0)
+    q, b, ql, bl = example(0)
     for data in (
         (q[:, :3], b, ql, bl),
         (q, b, ql[:3], bl),

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from coordinator.evaluation import Measuring
+from coordinator.evaluation import EvaluationRequests
 from coordinator.rounds import Phase
 from fedmq.audit import replay
 from fedmq.audit.log_checks import audit_run
@@ -101,16 +101,16 @@ def test_an_answer_said_again_is_neither_refused_nor_counted(
 ) -> None:
     whole, measured, again = (
         in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "whole").summary,
-        Measuring.measured,
+        EvaluationRequests.measured,
         [],
     )
 
-    def twice(self: Measuring, message: Any) -> bool:
+    def twice(self: EvaluationRequests, message: Any) -> bool:
         was = measured(self, message)
         again.extend([measured(self, message)] * was)
         return was
 
-    monkeypatch.setattr(Measuring, "measured", twice)
+    monkeypatch.setattr(EvaluationRequests, "measured", twice)
     summary = in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "twice").summary
     assert again == [True] * 12  # four silos, three times
     assert counted(dict(summary)) == counted(dict(whole))
@@ -122,9 +122,9 @@ def test_a_measurement_that_comes_before_the_first_evaluation_waits_for_it(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "whole")
-    measured, evaluated, held, waited = Measuring.measured, Measuring.evaluated, [], []
+    measured, evaluated, held, waited = EvaluationRequests.measured, EvaluationRequests.evaluated, [], []
 
-    def slower(self: Measuring, message: Any) -> bool:
+    def slower(self: EvaluationRequests, message: Any) -> bool:
         was = measured(self, message)
         if was and not self.asked:  # all silos are done
             waited.append(len(self._early))
@@ -132,8 +132,8 @@ def test_a_measurement_that_comes_before_the_first_evaluation_waits_for_it(
                 evaluated(self, held.pop(0))
         return was
 
-    monkeypatch.setattr(Measuring, "measured", slower)
-    monkeypatch.setattr(Measuring, "evaluated", lambda self, message: held.append(message))
+    monkeypatch.setattr(EvaluationRequests, "measured", slower)
+    monkeypatch.setattr(EvaluationRequests, "evaluated", lambda self, message: held.append(message))
     in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "slow", stop_wanted=lambda: len(waited) == 2)
     assert waited[0] == 4
     assert (
@@ -162,9 +162,9 @@ def test_a_run_stopped_or_killed_while_its_silos_measure_gives_the_same_lines(
 ) -> None:
     scenario = scenario_of(tiny, EVERY)
     whole = in_process_run.run(scenario, tmp_path / "whole").summary
-    taken, measured = [0], Measuring.measured
+    taken, measured = [0], EvaluationRequests.measured
 
-    def counting(self: Measuring, message: Any) -> bool:
+    def counting(self: EvaluationRequests, message: Any) -> bool:
         was = measured(self, message)
         taken[0] += was
         if taken[0] == number and kill[0]:
@@ -172,7 +172,7 @@ def test_a_run_stopped_or_killed_while_its_silos_measure_gives_the_same_lines(
             raise in_process_run.Killed
         return was
 
-    monkeypatch.setattr(Measuring, "measured", counting)
+    monkeypatch.setattr(EvaluationRequests, "measured", counting)
     kill = [True]
     with pytest.raises(in_process_run.Killed):
         in_process_run.run(scenario, tmp_path / "killed")

@@ -14,8 +14,8 @@ from fedmq.config.loader import load
 from fedmq.config.scenario import Evaluation, Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.program import Embedded, HeldOut, embed, fold_recalls, measure, rank
-from fedmq.federation import population as worlds
-from fedmq.federation.population import build_world, device_of
+from fedmq.federation import population as populations
+from fedmq.federation.population import build_population, device_of
 from fedmq.federation.protocol import Encoders
 from fedmq.seeds import numpy_generator
 from tests import in_process_run
@@ -57,25 +57,25 @@ launcher: inline
 
 @pytest.mark.parametrize("change", [(), ("partition.kind=iid",), ("partition={kind: dir_clusters, clusters: 3}",)])
 def test_the_gallery_is_shared_out_among_the_silos_as_the_data_is(tmp_path: Path, change: Sequence[str]) -> None:
-    world = build_world(scenario(tmp_path, *change), cache=tmp_path / "cache")
-    together = np.concatenate(world.galleries)
-    assert sorted(together.tolist()) == world.database.tolist() == list(range(44))
-    for own, train in zip(world.galleries, world.train, strict=True):
+    population = build_population(scenario(tmp_path, *change), cache=tmp_path / "cache")
+    together = np.concatenate(population.galleries)
+    assert sorted(together.tolist()) == population.database.tolist() == list(range(44))
+    for own, train in zip(population.galleries, population.train, strict=True):
         assert set(train) <= set(own)
         assert np.array_equal(own, np.sort(own))
 
 
 def test_a_silos_own_queries_retrieve_from_its_own_share_of_the_gallery(tmp_path: Path) -> None:
     chosen = scenario(tmp_path)
-    world = build_world(chosen, cache=tmp_path / "cache")
-    heldout = HeldOut.load(chosen, world)
+    population = build_population(chosen, cache=tmp_path / "cache")
+    heldout = HeldOut.load(chosen, population)
     project = torch.randn(BITS, BITS, generator=torch.Generator().manual_seed(0))
     encoders = Encoders(lambda x: x @ project, lambda x: x @ project)
     found = heldout.measured(encoders, binary=True, names=("silo-01",))
     assert heldout.gallery is not None
     queries, gallery = (embed(encoders, share, binary=True) for share in (heldout.share, heldout.gallery))
-    places = [world.database.tolist().index(row) for row in world.galleries[1]]
-    mine = [world.evaluated.tolist().index(row) for row in world.heldout[1]]
+    places = [population.database.tolist().index(row) for row in population.galleries[1]]
+    mine = [population.evaluated.tolist().index(row) for row in population.heldout[1]]
     expected = measure(queries.subset(np.array(mine)), chosen.evaluation, gallery.subset(np.array(places)), chosen.seed)
     assert dict(found.per_silo["silo-01"]) == expected
     assert found.values["map"] != expected["map"]
@@ -85,8 +85,8 @@ def test_a_silos_own_queries_retrieve_from_its_own_share_of_the_gallery(tmp_path
 
 def test_folds_are_galleries_of_their_own_and_one_that_is_not_full_is_none(tmp_path: Path) -> None:
     chosen = scenario(tmp_path, "evaluation.fold_size=10")
-    world = build_world(chosen, cache=tmp_path / "cache")
-    heldout = HeldOut.load(chosen, world)
+    population = build_population(chosen, cache=tmp_path / "cache")
+    heldout = HeldOut.load(chosen, population)
     project = torch.randn(BITS, BITS, generator=torch.Generator().manual_seed(0))
     encoders = Encoders(lambda x: x @ project, lambda x: x @ project)
     found = heldout.measured(encoders, binary=True, names=()).values
@@ -100,7 +100,7 @@ def test_folds_are_galleries_of_their_own_and_one_that_is_not_full_is_none(tmp_p
 
 def test_a_fold_larger_than_the_split_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"evaluation\.fold_size: found 25, allowed: at most 24"):
-        build_world(scenario(tmp_path, "evaluation.fold_size=25"), cache=tmp_path / "cache")
+        build_population(scenario(tmp_path, "evaluation.fold_size=25"), cache=tmp_path / "cache")
 
 
 def test_a_summary_has_every_silos_figures_and_their_means(tmp_path: Path) -> None:
@@ -154,12 +154,12 @@ def test_captions_of_tied_codes_do_not_come_image_by_image() -> None:
 
 
 def test_a_damaged_partition_in_the_cache_is_made_again(tmp_path: Path) -> None:
-    first = build_world(scenario(tmp_path), cache=tmp_path / "cache")
+    first = build_population(scenario(tmp_path), cache=tmp_path / "cache")
     (kept,) = (tmp_path / "cache" / "partitions").glob("*.npz")
     whole = kept.read_bytes()
     for damaged in (b"PK\x03\x04", b"", whole[: len(whole) // 2]):
         kept.write_bytes(damaged)
-        again = build_world(scenario(tmp_path), cache=tmp_path / "cache")
+        again = build_population(scenario(tmp_path), cache=tmp_path / "cache")
         assert all(np.array_equal(*each) for each in zip(first.train, again.train, strict=True))
         assert kept.read_bytes() == whole
 
@@ -183,9 +183,9 @@ def test_a_scenario_says_what_map_divides_by_and_what_becomes_of_queries_without
 
 
 def test_auto_deals_the_gpus_of_a_machine_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worlds.torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(populations.torch.cuda, "device_count", lambda: 2)
     told: list[str] = []
-    monkeypatch.setattr(worlds, "repeatable", lambda: told.append("GPU"))
+    monkeypatch.setattr(populations, "repeatable", lambda: told.append("GPU"))
     assert device_of("cpu") == "cpu" and not told
     assert [device_of("auto", index) for index in range(4)] == ["cuda:0", "cuda:1", "cuda:0", "cuda:1"]
     assert device_of("cuda:1", 0) == "cuda:1"
@@ -195,5 +195,5 @@ def test_auto_deals_the_gpus_of_a_machine_out_in_turn(monkeypatch: pytest.Monkey
     for name in ("cuda:x", "cuda:-1", "foo", "cuda:", "cpu:1"):
         with pytest.raises(InputError, match=f"device: found '{name}', allowed: auto, cpu, cuda:0, cuda:1"):
             device_of(name)
-    monkeypatch.setattr(worlds.torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(populations.torch.cuda, "device_count", lambda: 0)
     assert device_of("auto", 3) == device_of("cpu", 3) == "cpu"

@@ -35,8 +35,8 @@ from fedmq.evaluation.program import Embedded, fold_recalls, measure
 from fedmq.experiments import grid as planning
 from fedmq.experiments import plots, process_pool, runner, spec_file, tables
 from fedmq.experiments import summary as made_rows
-from fedmq.experiments.grid import Entry, Plan
-from fedmq.federation.population import build_world
+from fedmq.experiments.grid import ComparisonPlan, Entry
+from fedmq.federation.population import build_population
 from fedmq.runs import results
 from fedmq.runs.results import Target
 from fedmq.runs.tables import as_csv
@@ -216,7 +216,7 @@ def test_candidates_for_nobody_are_refused_with_who_there_is(tiny: Path) -> None
 
 def test_the_same_rows_find_the_same_folder_whatever_is_measured(tiny: Path) -> None:
     def folder(vary: str, **more: Any) -> Path:
-        return planning.default_folder(Plan(entries(tiny, [vary]), (0,), **more), "compare", resolve)
+        return planning.default_folder(ComparisonPlan(entries(tiny, [vary]), (0,), **more), "compare", resolve)
 
     assert folder("silos.count=4,5") == folder("silos.count=4,5", metrics=("map",), baseline="silos.count=5")
     assert folder("silos.count=4,5") != folder("silos.count=4,6")
@@ -295,7 +295,7 @@ def test_every_way_to_share_the_data_out_is_checked_beforehand(
     tiny: Path, tmp_path: Path, key: str, good: object, bad: object
 ) -> None:
     place = runner.Workplace(
-        tmp_path, resolve, runner.digest_once(lambda each: build_world(each).prepared.folder, cli._share), True, 1
+        tmp_path, resolve, runner.digest_once(lambda each: build_population(each).prepared.folder, cli._share), True, 1
     )
     rows = entries(tiny, [f"{key}={good},{bad}"])
     runner.run_of(rows[0], (), 0, place)
@@ -318,7 +318,7 @@ def test_one_that_fails_is_told_by_its_last_word_and_the_others_go_on(tmp_path: 
         job(tmp_path, "killed", "import os; os.kill(os.getpid(), 9)"),
         job(tmp_path, "last", f"open({str(tmp_path / 'done')!r}, 'w')"),
     ]
-    told: list[process_pool.Progress] = []
+    told: list[process_pool.JobProgress] = []
     ended = process_pool.run_all(todo, 2, told.append, lambda: False)
     assert ended == process_pool.Ended(
         {"bad": "no such thing", "mute": "ended with exit code 7", "killed": "killed by SIGKILL"}, stopped=False
@@ -360,7 +360,7 @@ def test_a_stop_is_passed_on_and_nothing_is_started_after_it(tmp_path: Path) -> 
 @pytest.mark.slow
 def test_the_time_left_follows_from_the_merges_on_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"kind": "merge"}\n{"kind": "evaluation"}\n')
-    told: list[process_pool.Progress] = []
+    told: list[process_pool.JobProgress] = []
     program = (
         "import time; f = open({path!r}, 'a'); f.write('{{\"kind\": \"merge\"}}\\n'); f.close(); time.sleep(1.6)"
     ).format(path=str(tmp_path / "a.jsonl"))
@@ -389,7 +389,7 @@ def test_a_run_with_a_scenario_on_file_is_resumed_and_another_begun(tiny: Path, 
 
 
 def test_two_comparisons_never_work_on_the_same_runs_at_once(tmp_path: Path) -> None:
-    plan = Plan((), (0,))
+    plan = ComparisonPlan((), (0,))
     here = place(tmp_path)
     with runner._alone(tmp_path), pytest.raises(InputError, match="one at a time"):
         runner.carry_out(plan, here, lambda what, how: None, lambda: lambda: False)
@@ -510,11 +510,11 @@ def test_the_best_is_the_least_where_less_is_better_and_an_incomplete_row_is_lef
 
 
 @pytest.fixture
-def study(tiny: Path, tmp_path: Path) -> tuple[Plan, tuple[made_rows.Row, ...]]:
+def study(tiny: Path, tmp_path: Path) -> tuple[ComparisonPlan, tuple[made_rows.Row, ...]]:
     """Two methods at two points, three seeds each; rcsr is .1 better and slower."""
     rows = entries(tiny, ["silos.count=4,50", "protocol=fedavg,rcsr"])
-    plan = Plan(rows, (0, 1, 2), ("mean_r1", "fairness.worst_r1"), (Target("mean_r1", 0.55),), zero_shot=True)
-    finished: dict[str, dict[int, results.Outcome]] = {}
+    plan = ComparisonPlan(rows, (0, 1, 2), ("mean_r1", "fairness.worst_r1"), (Target("mean_r1", 0.55),), zero_shot=True)
+    finished: dict[str, dict[int, results.FinishedRun]] = {}
     for place_, row in enumerate(rows):
         for seed in plan.seeds:
             folder = RunFolder(tmp_path / f"{place_}-{seed}")
@@ -524,7 +524,7 @@ def study(tiny: Path, tmp_path: Path) -> tuple[Plan, tuple[made_rows.Row, ...]]:
     return plan, made_rows.rows(plan, {row.name: () for row in rows}, finished)
 
 
-def test_methods_are_compared_at_the_same_point(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
+def test_methods_are_compared_at_the_same_point(study: tuple[ComparisonPlan, tuple[made_rows.Row, ...]]) -> None:
     _, rows = study
     assert {row.entry.name: row.against for row in rows} == {
         "zero-shot": "fedavg, silos.count=4",
@@ -540,15 +540,17 @@ def test_methods_are_compared_at_the_same_point(study: tuple[Plan, tuple[made_ro
 
 def test_the_baseline_is_a_method_or_a_row_by_name(tiny: Path) -> None:
     rows = entries(tiny, ["silos.count=4,5", "protocol=fedavg,rcsr"])
-    by_method = made_rows.baselines(Plan(rows, (0,), baseline="rcsr"))
+    by_method = made_rows.baselines(ComparisonPlan(rows, (0,), baseline="rcsr"))
     assert by_method["fedavg, silos.count=5"] == "rcsr, silos.count=5"
-    by_row = made_rows.baselines(Plan(rows, (0,), baseline="rcsr, silos.count=4"))
+    by_row = made_rows.baselines(ComparisonPlan(rows, (0,), baseline="rcsr, silos.count=4"))
     assert by_row["fedavg, silos.count=5"] == "rcsr, silos.count=4"
     with pytest.raises(InputError, match=r"--baseline.*'moon'.*fedavg, silos\.count=4.*nobody"):
-        made_rows.baselines(Plan(rows, (0,), baseline="moon"))
+        made_rows.baselines(ComparisonPlan(rows, (0,), baseline="moon"))
 
 
-def test_rows_that_are_no_rivals_are_compared_with_nobody(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
+def test_rows_that_are_no_rivals_are_compared_with_nobody(
+    study: tuple[ComparisonPlan, tuple[made_rows.Row, ...]],
+) -> None:
     plan, rows = study
     finished = {row.entry.name: row.outcomes for row in rows[1:]}
     plan = replace(plan, baseline="nobody")
@@ -558,7 +560,9 @@ def test_rows_that_are_no_rivals_are_compared_with_nobody(study: tuple[Plan, tup
     assert not any("difference" in note or "bold" in note for note in grid.notes)
 
 
-def test_a_varied_keys_values_stand_side_by_side_where_asked(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
+def test_a_varied_keys_values_stand_side_by_side_where_asked(
+    study: tuple[ComparisonPlan, tuple[made_rows.Row, ...]],
+) -> None:
     plan, rows = study
     long = {line[0].text: line for line in tables.grid(rows, plan).body}
     grid = tables.grid(rows, replace(plan, across="silos.count"))
@@ -578,7 +582,7 @@ def test_a_varied_keys_values_stand_side_by_side_where_asked(study: tuple[Plan, 
 
 def test_what_was_chosen_at_each_point_stands_side_by_side_and_a_sweeps_lines_are_its_other_keys(tiny: Path) -> None:
     made = entries(tiny, ["silos.count=4,5", "rounds=3,4"], ["training.learning_rate=0.1,0.2"])
-    plan = Plan(made, (0,), ("mean_r1",), across="silos.count")
+    plan = ComparisonPlan(made, (0,), ("mean_r1",), across="silos.count")
     chosen = {row.name: ("training.learning_rate=0.2",) for row in made}
     rows = made_rows.rows(plan, chosen, {row.name: {} for row in made})
     grid = tables.grid(rows, plan)
@@ -593,7 +597,7 @@ def test_a_metric_that_no_run_has_is_a_column_of_dashes_and_a_warning_with_the_n
     (entry,) = entries(tiny, [])
     finish(RunFolder(tmp_path), 0.5)
     unreached, unknown = Target("fairness.worst_r1", 0.9), Target("fairness.worst", 0.5)
-    plan = Plan((entry,), (0,), ("mean_r1", "fairness.wurst_r1", "bytes.upp"), (unreached, unknown))
+    plan = ComparisonPlan((entry,), (0,), ("mean_r1", "fairness.wurst_r1", "bytes.upp"), (unreached, unknown))
     rows = made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: results.read(RunFolder(tmp_path))}})
     (row,) = tables.grid(rows, plan).body
     assert [cell.text for cell in row[1:]] == ["0.5000", "-", "-", "-", "-"]
@@ -611,20 +615,20 @@ def test_a_metric_that_no_run_has_is_a_column_of_dashes_and_a_warning_with_the_n
     assert told_of_labels.endswith("no run has personal.map_at50, which needs labels, and the data has none")
 
 
-def with_metric(entry: Entry, folder: Path, metric: str) -> tuple[Plan, Any]:
-    plan = Plan((entry,), (0,), (metric,))
+def with_metric(entry: Entry, folder: Path, metric: str) -> tuple[ComparisonPlan, Any]:
+    plan = ComparisonPlan((entry,), (0,), (metric,))
     return plan, made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: results.read(RunFolder(folder))}})
 
 
 def test_metrics_no_run_can_have_are_refused_and_cut_offs_are_those_of_the_rows(tiny: Path) -> None:
     rows = entries(tiny, ["evaluation.map_at=[50],[100]"])
     named = ("mean_r1", "t2i_r10", "spread_text", "map", "map_expected", "map_at50", "map_at100_i2t", "personal.any")
-    planning.check_metrics(Plan(rows, (0,), named, (Target("map_at100", 0.5),)), resolve)
+    planning.check_metrics(ComparisonPlan(rows, (0,), named, (Target("map_at100", 0.5),)), resolve)
     for name in ("map_at5", "map_i2i", "ndcg_at50", "mean_r2", "foo"):
         with pytest.raises(InputError, match=f"--metric: found '{name}'"):
-            planning.check_metrics(Plan(rows, (0,), ("mean_r1", name)), resolve)
+            planning.check_metrics(ComparisonPlan(rows, (0,), ("mean_r1", name)), resolve)
     with pytest.raises(InputError, match=r"--target: found 'mean_r2', allowed: a metric, e\.g\. mean_r"):
-        planning.check_metrics(Plan(rows, (0,), targets=(Target("mean_r2", 0.5),)), resolve)
+        planning.check_metrics(ComparisonPlan(rows, (0,), targets=(Target("mean_r2", 0.5),)), resolve)
 
 
 def test_what_an_evaluation_measures_is_known_before(tmp_path: Path) -> None:
@@ -638,7 +642,7 @@ def test_what_an_evaluation_measures_is_known_before(tmp_path: Path) -> None:
 
 
 def test_runs_that_were_not_made_alike_are_named_under_the_table(
-    study: tuple[Plan, tuple[made_rows.Row, ...]],
+    study: tuple[ComparisonPlan, tuple[made_rows.Row, ...]],
 ) -> None:
     plan, rows = study
     assert not any("alike" in note for note in tables.grid(rows, plan).notes)
@@ -648,7 +652,7 @@ def test_runs_that_were_not_made_alike_are_named_under_the_table(
     assert tables.grid(rows, plan).notes[-1].endswith("processor not said and x86_64 AVX2")
 
 
-def test_the_tables_say_the_same_in_every_form(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
+def test_the_tables_say_the_same_in_every_form(study: tuple[ComparisonPlan, tuple[made_rows.Row, ...]]) -> None:
     plan, rows = study
     grid = tables.grid(rows, plan)
     console = Console(width=160, record=True, file=io.StringIO())
@@ -696,14 +700,16 @@ def test_a_terminal_too_narrow_for_all_columns_shows_them_in_several_tables() ->
         assert (text.count("title"), text.count("a note")) == (1, 1)
 
 
-def test_a_target_that_not_all_seeds_reach_is_counted(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
+def test_a_target_that_not_all_seeds_reach_is_counted(study: tuple[ComparisonPlan, tuple[made_rows.Row, ...]]) -> None:
     _, rows = study
     column = "seconds to mean_r1 0.55"
     assert [row.columns[column].n for row in rows] == [0, 0, 3, 0, 2]
     assert rows[2].columns[column].mean == pytest.approx(5.0)
 
 
-def test_the_page_of_plots_draws_every_column_in_every_way(study: tuple[Plan, tuple[made_rows.Row, ...]]) -> None:
+def test_the_page_of_plots_draws_every_column_in_every_way(
+    study: tuple[ComparisonPlan, tuple[made_rows.Row, ...]],
+) -> None:
     _, rows = study
     page = plots.page(rows, "title & more", ["note"])
     assert "title &amp; more" in page
@@ -728,7 +734,7 @@ def test_the_spread_over_silos_has_a_course_and_what_is_measured_once_has_no_cur
     assert outcome.course("per_silo_mean.mean_r1") == ((0, 0.0, 0.375), (2, 3.0, 0.375))
     assert outcome.untrained().value("per_silo_mean.mean_r1") == 0.375
     assert outcome.course("fairness.none") == outcome.course("seconds to mean_r1 0.5") == ()
-    plan = Plan((entry,), (0,), ("fairness.std_r1", "personal.mean_r1", "bytes.up"))
+    plan = ComparisonPlan((entry,), (0,), ("fairness.std_r1", "personal.mean_r1", "bytes.up"))
     page = plots.page(made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: outcome}}), "title", [])
     assert set(re.findall(r"([\w.]+) over (?:merges|virtual time)", page)) == {"fairness.std_r1"}
 
@@ -747,8 +753,8 @@ def test_plots_are_drawn_against_a_key_that_all_methods_vary(
     other = tmp_path / "other.yaml"
     other.write_text(tiny.read_text().replace("name: tiny", "name: other"))
     varied = [planning.parse_variation(text, "--vary") for text in vary]
-    plan = Plan(planning.entries([tiny, other], [], varied, [], resolve), (0,), ("mean_r1",))
-    finished: dict[str, dict[int, results.Outcome]] = {}
+    plan = ComparisonPlan(planning.entries([tiny, other], [], varied, [], resolve), (0,), ("mean_r1",))
+    finished: dict[str, dict[int, results.FinishedRun]] = {}
     for number, row in enumerate(plan.entries):
         finish(RunFolder(tmp_path / str(number)), 0.5)
         finished[row.name] = {0: results.read(RunFolder(tmp_path / str(number)))}
@@ -777,7 +783,7 @@ def test_no_curve_is_drawn_out_to_the_left_of_its_first_value() -> None:
 # ------------------------------------------------------------------------------------------------------ choosing
 def test_the_candidate_that_is_best_on_validation_is_chosen(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2,0.3,0.4"])
-    trials = runner.trials_of(Plan((entry,), (0, 1)), place(tmp_path))
+    trials = runner.trials_of(ComparisonPlan((entry,), (0, 1)), place(tmp_path))
     assert {trial.scenario.evaluation.split for trial in trials.values()} == {"val"}
     for trial, recall in zip(trials.values(), (0.3, 0.5, 0.5), strict=False):
         finish(trial.folder, recall)
@@ -789,7 +795,7 @@ def test_the_candidate_that_is_best_on_validation_is_chosen(tiny: Path, tmp_path
 
 def test_where_nobody_trains_the_shared_model_silos_own_ones_are_chosen_by(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2,0.3"])
-    trials = runner.trials_of(Plan((entry,), (0,)), place(tmp_path))
+    trials = runner.trials_of(ComparisonPlan((entry,), (0,)), place(tmp_path))
     for trial, own in zip(trials.values(), (0.3, 0.5, 0.4), strict=True):
         finish(trial.folder, 0.25)
         summary = json.loads(trial.folder.summary.read_text())
@@ -805,12 +811,12 @@ def test_where_nobody_trains_the_shared_model_silos_own_ones_are_chosen_by(tiny:
 
 def test_without_a_finished_trial_nothing_is_chosen(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2"])
-    assert runner.choose(entry, runner.trials_of(Plan((entry,), (0,)), place(tmp_path)), "mean_r1") is None
+    assert runner.choose(entry, runner.trials_of(ComparisonPlan((entry,), (0,)), place(tmp_path)), "mean_r1") is None
 
 
 def test_finished_runs_are_read_and_not_done_again(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = entries(tiny, ["protocol=fedavg,rcsr"], ["rcsr:training.learning_rate=0.1,0.2"])
-    here, plan = place(tmp_path), Plan(rows, (0, 1), ("mean_r1",))
+    here, plan = place(tmp_path), ComparisonPlan(rows, (0, 1), ("mean_r1",))
     started: list[str] = []
 
     def pretend(todo: list[process_pool.Job], *_: object) -> process_pool.Ended:
@@ -831,7 +837,9 @@ def test_finished_runs_are_read_and_not_done_again(tiny: Path, tmp_path: Path, m
     ]
     assert first.rows[1].chosen == ("training.learning_rate=0.2",)
     assert "not the same budget for all" in "; ".join(tables.grid(first.rows, plan).notes)
-    again = runner.carry_out(Plan(rows, (0, 1, 2), ("mean_r1",)), here, lambda what, how: None, lambda: lambda: False)
+    again = runner.carry_out(
+        ComparisonPlan(rows, (0, 1, 2), ("mean_r1",)), here, lambda what, how: None, lambda: lambda: False
+    )
     assert started[6:] == ["fedavg, seed 2", "rcsr, seed 2"]
     assert [len(row.outcomes) for row in again.rows] == [3, 3]
 

@@ -22,7 +22,7 @@ from fedmq.config.scenario import Backbone, Data
 from fedmq.data import extract
 from fedmq.data.catalogue import SETS
 from fedmq.federation import data_check
-from fedmq.federation.population import build_world
+from fedmq.federation.population import build_population
 from tests import layouts
 from tests.test_data_extract import tiny_clip
 
@@ -231,7 +231,7 @@ def test_a_run_extracts_on_its_device_where_the_machine_has_it(
     path = scenario(tmp_path, {"name": "flickr8k", "path": str(tmp_path / "set")})
     seen, plan = [], extract.plan
 
-    def note(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu") -> extract.Plan:
+    def note(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu") -> extract.ExtractionPlan:
         seen.append(device)
         return plan(data, backbone, cache, seed)
 
@@ -239,7 +239,7 @@ def test_a_run_extracts_on_its_device_where_the_machine_has_it(
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr("fedmq.federation.population.repeatable", lambda: None)
     for device in ("cpu", "auto", "cuda:1", "cuda:2"):
-        build_world(scenarios.load(path, [f"device={device}"]))
+        build_population(scenarios.load(path, [f"device={device}"]))
     assert seen == ["cpu", "cuda:0", "cuda:1", "cpu"]
 
 

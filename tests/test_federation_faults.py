@@ -16,10 +16,10 @@ from pydantic import TypeAdapter, ValidationError
 from coordinator.fault_injection import _damaged
 from coordinator.rounds import Phase
 from fedmq.config.faults import FAULTS, AnyFault, Drift, LabelNoise
-from fedmq.data.silo_dataset import Share
+from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import InputError, RunError
 from fedmq.federation.fault_effects import TaskOutcome, drifted_rows, tampered, with_noisy_labels
-from fedmq.federation.fault_schedule import Script
+from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.protocol import SiloFacts
 from fedmq.wire.messages import ClassPrototypes, Delta, Loss, Memory, ModalityPrototypes
 from tests import in_process_run
@@ -40,8 +40,8 @@ def fault(**facts: object) -> Any:
     return ADAPTER.validate_python(facts)
 
 
-def script(*faults: dict[str, object], seed: int = 0) -> Script:
-    return Script(tuple(fault(**each) for each in faults), seed, SILOS)
+def script(*faults: dict[str, object], seed: int = 0) -> FaultSchedule:
+    return FaultSchedule(tuple(fault(**each) for each in faults), seed, SILOS)
 
 
 def fate(*faults: dict[str, object], handed: float = 100.0, work: float = 10.0, round_: int = 0) -> TaskOutcome:
@@ -161,7 +161,7 @@ def test_absences_come_again_and_take_their_share_of_time() -> None:
 
 def test_silos_that_come_and_go_are_not_all_away_when_the_run_begins() -> None:
     silos = tuple(SiloFacts(f"silo-{index:02d}", index, True, True) for index in range(40))
-    made = Script((fault(kind="leave", every=600, away=180),), 0, silos)
+    made = FaultSchedule((fault(kind="leave", every=600, away=180),), 0, silos)
     away = [
         sum(made.outcome(silo.name, 1, 0, at, 1e-9)[0].fails == "away" for silo in silos) for at in (0.0, 90.0, 179.0)
     ]
@@ -211,7 +211,9 @@ def test_drift_exchanges_a_share_of_the_samples() -> None:
 
 
 def test_label_noise_moves_exactly_the_captions_of_its_share() -> None:
-    share = Share(torch.arange(10), torch.arange(10) * 10, torch.arange(1, 11), torch.arange(10), torch.arange(10))
+    share = SiloDataset(
+        torch.arange(10), torch.arange(10) * 10, torch.arange(1, 11), torch.arange(10), torch.arange(10)
+    )
     spoilt = with_noisy_labels(LabelNoise(amount=0.5), share, np.random.default_rng(0))
     assert spoilt.text is not None
     assert spoilt.labels is not None
@@ -222,7 +224,7 @@ def test_label_noise_moves_exactly_the_captions_of_its_share() -> None:
 
 
 def test_one_modality_alone_has_no_pairs_to_mix() -> None:
-    share = Share(None, torch.arange(10), torch.ones(10, dtype=torch.int64), None, torch.arange(10))
+    share = SiloDataset(None, torch.arange(10), torch.ones(10, dtype=torch.int64), None, torch.arange(10))
     spoilt = with_noisy_labels(LabelNoise(amount=1.0), share, np.random.default_rng(0))
     assert torch.equal(spoilt.text, share.text)  # type: ignore[arg-type]
 

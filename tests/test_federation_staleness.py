@@ -13,28 +13,28 @@ from torch import Tensor
 
 from coordinator.aggregation import as_reply, merged_state
 from coordinator.cost import CostModel
-from coordinator.run_context import Setting
+from coordinator.run_context import RunContext
 from fedmq.config.parts import Cost
 from fedmq.federation.protocol import Reply, State
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Header, Kind, Message, Representations
 from protocols._aggregation import update_of
 from protocols.creamfl_public import GLOBAL
-from tests.small_federation import World, world
+from tests.small_federation import World, population
 from tests.threaded_run import resolved
 
 PAIRED = ((True, True),) * 4
 POLYNOMIAL = 3**-0.5
 
 
-def setting(tiny: Path, run: World, name: str, *changes: str) -> Setting:
+def setting(tiny: Path, run: World, name: str, *changes: str) -> RunContext:
     scenario = resolved(tiny, f"protocol={name}", *changes)
     names = tuple(silo.name for silo in run.context.silos)
     cost = CostModel(Cost(), 0, names, 1, 1, 1)
-    return Setting(scenario, run.protocol, run.context, (11, 9, 7, 5), cost, RunFolder(tiny.parent))
+    return RunContext(scenario, run.protocol, run.context, (11, 9, 7, 5), cost, RunFolder(tiny.parent))
 
 
-def replies(run: World, kept: Setting, bases: tuple[int, ...], merged: Mapping[str, int]) -> list[Reply]:
+def replies(run: World, kept: RunContext, bases: tuple[int, ...], merged: Mapping[str, int]) -> list[Reply]:
     """Each silo's answer to a task of a version, as the method merges it into version 2."""
     found = []
     for silo, base in zip(run.context.silos, bases, strict=False):
@@ -60,7 +60,7 @@ HINGE = "aggregation.staleness={kind: hinge, slope: 10, grace: 1}"
     ],
 )
 def test_a_reply_two_versions_old_is_worth_what_the_scenarios_damping_says(tiny: Path, kind: str, worth: float) -> None:
-    run = world("fedavg", kinds=PAIRED)
+    run = population("fedavg", kinds=PAIRED)
     kept = setting(tiny, run, "fedavg", "aggregation.mode=buffered", kind)
     stale, fresh = replies(run, kept, (0, 2), Counter())
     assert (stale.sequence, stale.base_version, stale.staleness) == (7, 0, 2)
@@ -80,7 +80,7 @@ def test_a_reply_two_versions_old_is_worth_what_the_scenarios_damping_says(tiny:
 def test_a_rare_reply_is_measured_against_all_who_are_asked_not_those_merged(
     tiny: Path, silo: int, merged: dict[str, int], worth: float
 ) -> None:
-    run = world("fedavg", kinds=PAIRED)
+    run = population("fedavg", kinds=PAIRED)
     kept = setting(
         tiny, run, "fedavg", "aggregation={mode: buffered, balance: 8}", "aggregation.staleness.exponent=0.5"
     )
@@ -91,7 +91,7 @@ def test_a_rare_reply_is_measured_against_all_who_are_asked_not_those_merged(
 
 @pytest.mark.parametrize("changes", [("mode: sync, balance: 8"), ("mode: buffered")])
 def test_rarity_counts_only_without_rounds_and_where_it_is_asked_for(tiny: Path, changes: str) -> None:
-    run = world("fedavg", kinds=PAIRED)
+    run = population("fedavg", kinds=PAIRED)
     kept = setting(tiny, run, "fedavg", f"aggregation={{{changes}}}")
     assert [reply.rarity for reply in replies(run, kept, (2, 2), Counter({"silo-00": 6}))] == [1.0, 1.0]
 
@@ -113,7 +113,7 @@ def step_of(run: World, reply: Reply) -> Tensor:
 def test_a_lone_stale_reply_moves_the_model_by_mixing_times_its_worth(
     tiny: Path, changes: str, merged: dict[str, int], rate: float
 ) -> None:
-    run = world("fedavg", kinds=PAIRED)
+    run = population("fedavg", kinds=PAIRED)
     kept = setting(tiny, run, "fedavg", f"aggregation={{{changes}}}")
     (reply,) = replies(run, kept, (0,), Counter(merged))
     after, left_out = merged_state(kept, run.state, [reply], 2)
@@ -123,7 +123,7 @@ def test_a_lone_stale_reply_moves_the_model_by_mixing_times_its_worth(
 
 
 def test_in_a_buffer_worth_decides_between_replies_and_mixing_alone_scales_the_step(tiny: Path) -> None:
-    run = world("fedavg", kinds=PAIRED)
+    run = population("fedavg", kinds=PAIRED)
     kept = setting(tiny, run, "fedavg", "aggregation={mode: buffered, mixing: 0.5, staleness: {exponent: 2}}")
     given = replies(run, kept, (0, 2), Counter())
     after, _ = merged_state(kept, run.state, given, 2)
@@ -137,7 +137,7 @@ def test_in_a_buffer_worth_decides_between_replies_and_mixing_alone_scales_the_s
 
 
 def test_a_stale_silos_public_representations_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = world("creamfl_public", kinds=PAIRED[:2])
+    run = population("creamfl_public", kinds=PAIRED[:2])
     wanted: list[Mapping[str, Tensor]] = []
 
     def taught(theta: Tensor, found: Mapping[str, Tensor], round_: int) -> tuple[Tensor, float]:

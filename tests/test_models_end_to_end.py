@@ -14,7 +14,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.data.prepare import prepare
 from fedmq.encoders import matconvnet
 from fedmq.errors import InputError
-from fedmq.federation.population import build_world
+from fedmq.federation.population import build_population
 from fedmq.models.hash_networks import PLANS
 from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval.gallery import export
@@ -52,7 +52,7 @@ launcher: inline
 
 
 def model_of(scenario: Scenario) -> TwoTower:
-    return build_world(scenario).build_model(scenario, "cpu", ("image", "text"))
+    return build_population(scenario).build_model(scenario, "cpu", ("image", "text"))
 
 
 def pictures(scenario: Scenario) -> torch.Tensor:
@@ -134,4 +134,4 @@ def test_features_in_place_of_pictures_are_refused(file: Path, tmp_path: Path) -
     np.savez(tmp_path / "f.npz", image=rows, text=rows, labels=np.arange(12) % 2)
     setting = f"data={{name: features, path: {tmp_path / 'f.npz'}}}"
     with pytest.raises(InputError, match=r"backbone\.name"):
-        build_world(scenarios.load(file, [setting]), cache=cache_folder())
+        build_population(scenarios.load(file, [setting]), cache=cache_folder())

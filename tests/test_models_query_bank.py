@@ -15,7 +15,7 @@ from fedmq.config.scenario import Objective
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.program import HeldOut, embed, load_inference, measure
-from fedmq.federation.population import build_world
+from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Releasing, encoders_of
 from fedmq.models.query_bank import MORE, STRENGTH, TEMPERATURE, Bank, hubness
 from fedmq.retrieval.gallery import export
@@ -24,7 +24,7 @@ from fedmq.runs.results import read_metrics
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import ClassPrototypes
 from tests import in_process_run
-from tests.small_federation import DIM, World, world
+from tests.small_federation import DIM, World, population
 from tests.threaded_run import resolved
 
 NOW = {"warmup": 0.0, "support": 2, "centroids": 3}
@@ -70,7 +70,7 @@ def test_an_image_that_every_caption_of_the_bank_is_near_to_is_found_less_often(
 
 
 def released(bank: str) -> tuple[World, ClassPrototypes]:
-    run = world("fedbridge", {**NOW, "bank": bank})
+    run = population("fedbridge", {**NOW, "bank": bank})
     assert isinstance(run.protocol, Releasing)
     assert run.protocol.release(run.state) == ()
     run.round()
@@ -92,11 +92,11 @@ def test_a_bank_holds_all_silos_centroids_or_those_of_paired_ones() -> None:
 
 
 def test_no_bank_is_released_unless_asked_for_or_while_a_modality_has_no_centroid() -> None:
-    run = world("fedbridge", NOW)
+    run = population("fedbridge", NOW)
     run.round()
     assert isinstance(run.protocol, Releasing)
     assert run.protocol.release(run.state) == ()
-    run = world("fedbridge", {**NOW, "bank": "all"})
+    run = population("fedbridge", {**NOW, "bank": "all"})
     run.round([run.context.silos[1]])  # which has images only
     assert isinstance(run.protocol, Releasing)
     assert run.protocol.release(run.state) == ()
@@ -125,7 +125,7 @@ def test_a_bank_that_does_not_fit_is_refused() -> None:
         with pytest.raises(RemoteWireError, match="a query bank of shape"):
             load_inference(run.model, (model, bad))
         assert run.model.bank is None, name
-    hashing = world("fedhap", objective=Objective(base="csq", bits=DIM))
+    hashing = population("fedhap", objective=Objective(base="csq", bits=DIM))
     with pytest.raises(RemoteWireError, match="a query bank of shape"):
         load_inference(hashing.model, (hashing.state.model(hashing.context.layout), payload))
 
@@ -143,7 +143,7 @@ def test_the_release_finds_what_the_evaluator_measured_and_trains_no_other_model
     assert measured[0] != measured[1]
     release = open_release(tmp_path / "all")
     prepared = prepare(release.scenario.data, release.scenario.backbone)
-    share = HeldOut.load(release.scenario, build_world(release.scenario)).share
+    share = HeldOut.load(release.scenario, build_population(release.scenario)).share
     again = measure(embed(encoders_of(release.model(prepared)), share, binary=False), release.scenario.evaluation)
     assert {name: again[name] for name in ("mean_r1", "mean_r10")} == {
         name: measured[1][name] for name in ("mean_r1", "mean_r10")

@@ -25,7 +25,7 @@ from silos.program import Silo
 from tests import in_process_run
 from tests.gradients import gradient_of
 from tests.replies import own_embeddings, payload_of
-from tests.small_federation import DIM, equal_states, world
+from tests.small_federation import DIM, equal_states, population
 from tests.threaded_run import resolved
 
 DSCMR = Objective(base="dscmr", bits=8, hidden=16)
@@ -43,7 +43,7 @@ PERSONALISED = ("fedper", "fedproto", "local", "pfedmma")
 # --------------------------------------------------------------------------- degeneration
 @pytest.mark.parametrize("name", list(OFF))
 def test_with_its_terms_weighted_zero_a_method_is_fedavg_to_the_bit(name: str) -> None:
-    plain, run = world("fedavg"), world(name, OFF[name])
+    plain, run = population("fedavg"), population(name, OFF[name])
     for _ in range(4):
         plain.round()
         run.round()
@@ -52,7 +52,7 @@ def test_with_its_terms_weighted_zero_a_method_is_fedavg_to_the_bit(name: str) -
 
 @pytest.mark.parametrize("name", list(OFF))
 def test_with_its_default_weights_it_is_not(name: str) -> None:
-    plain, run = world("fedavg"), world(name)
+    plain, run = population("fedavg"), population(name)
     for _ in range(4):
         plain.round()
         run.round()
@@ -61,8 +61,8 @@ def test_with_its_default_weights_it_is_not(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(OFF))
 def test_so_it_is_on_a_supervised_base(name: str) -> None:
-    plain = world("fedavg", objective=DSCMR)
-    off, on = world(name, OFF[name], objective=DSCMR), world(name, objective=DSCMR)
+    plain = population("fedavg", objective=DSCMR)
+    off, on = population(name, OFF[name], objective=DSCMR), population(name, objective=DSCMR)
     for _ in range(3):
         for run in (plain, off, on):
             run.round()
@@ -73,7 +73,7 @@ def test_so_it_is_on_a_supervised_base(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["central", "local", "fedper", "fedproto"])
 def test_other_baselines_run_on_a_supervised_base(name: str) -> None:
-    run = world(name, objective=DSCMR)
+    run = population(name, objective=DSCMR)
     for _ in range(2):
         run.round()
     moved = run.state.theta if name in ("central", "fedper") else run.personal[1][OWN]
@@ -85,7 +85,7 @@ def test_other_baselines_run_on_a_supervised_base(name: str) -> None:
 @pytest.mark.parametrize("base", [base for base in get_args(Base) if base != "info_nce"])
 @pytest.mark.parametrize("name", ["central", "fedprox", "local", "moon"])
 def test_general_baselines_run_on_every_base(name: str, base: str) -> None:
-    run = world(name, objective=Objective.model_validate({"base": base, "bits": 8, "hidden": 16}))
+    run = population(name, objective=Objective.model_validate({"base": base, "bits": 8, "hidden": 16}))
     for _ in range(2):
         run.round()
     moved = run.personal[0][OWN] if name == "local" else run.state.theta
@@ -97,14 +97,14 @@ def test_general_baselines_run_on_every_base(name: str, base: str) -> None:
 def test_a_larger_mu_keeps_silos_nearer_to_the_downloaded_model() -> None:
     steps = []
     for mu in (0.0, 10.0, 1000.0):
-        run = world("fedprox", {"mu": mu}, training=Training(batch_size=2, local_epochs=3, optimizer="sgd"))
+        run = population("fedprox", {"mu": mu}, training=Training(batch_size=2, local_epochs=3, optimizer="sgd"))
         (reply,) = run.replies(run.eligible[:1])
         steps.append(np.linalg.norm(payload_of(reply, Delta).buffer))
     assert steps[0] > steps[1] > steps[2]
 
 
 def test_moon_skips_the_contrast_where_a_silo_has_no_previous_model() -> None:
-    plain, run = world("fedavg"), world("moon")
+    plain, run = population("fedavg"), population("moon")
     for each in (plain, run):
         each.round()
     assert torch.equal(run.state.theta, plain.state.theta)
@@ -114,7 +114,7 @@ def test_moon_skips_the_contrast_where_a_silo_has_no_previous_model() -> None:
 
 
 def test_moon_keeps_the_model_its_training_ended_with() -> None:
-    run = world("moon")
+    run = population("moon")
     (reply,) = run.replies(run.eligible[:1])
     ended = run.state.theta + torch.from_numpy(payload_of(reply, Delta).buffer)
     torch.testing.assert_close(run.personal[0][OWN], ended)
@@ -122,7 +122,7 @@ def test_moon_keeps_the_model_its_training_ended_with() -> None:
 
 @pytest.mark.parametrize(("name", "options"), [("moon", {"buffer": 2}), ("fedmekt", {"personal": True})])
 def test_a_silo_that_idles_has_no_last_training_to_keep(name: str, options: dict[str, Any]) -> None:
-    run = world(name, options)
+    run = population(name, options)
     image_only = run.context.silos[1]
     (reply,) = run.replies([image_only])  # nobody told of captions yet, so it has nothing to be anchored to
     assert not payload_of(reply, Delta).buffer.any()
@@ -142,14 +142,14 @@ def test_a_silo_that_idles_has_no_last_training_to_keep(name: str, options: dict
 def test_a_silo_whose_training_moved_nothing_has_trained(name: str, weight: str) -> None:
     """One pair has an InfoNCE of zero; without weight decay its silo ends where it began, which is its own end."""
     still = Training(optimizer="sgd", weight_decay=0.0)
-    run = world(name, {"personal": True, weight: 0.0}, kinds=((True, True),), sizes=(1,), training=still)
+    run = population(name, {"personal": True, weight: 0.0}, kinds=((True, True),), sizes=(1,), training=still)
     (reply,) = run.replies()
     assert not payload_of(reply, Delta).buffer.any()
     assert torch.equal(run.personal[0][OWN], run.state.theta)
 
 
 def test_moon_contrasts_with_as_many_last_models_as_its_buffer_holds() -> None:
-    one, two = world("moon"), world("moon", {"buffer": 2})
+    one, two = population("moon"), population("moon", {"buffer": 2})
     ends: list[torch.Tensor] = []
     for _ in range(3):
         for run in (one, two):
@@ -165,7 +165,9 @@ def test_moon_contrasts_with_as_many_last_models_as_its_buffer_holds() -> None:
 def test_a_strong_distillation_keeps_embeddings_near_the_global_ones() -> None:
     moved = []
     for weight in (0.0, 1e6):
-        run = world("fedmekt", {"weight": weight, "temperature": 0.1}, training=Training(batch_size=4, local_epochs=4))
+        run = population(
+            "fedmekt", {"weight": weight, "temperature": 0.1}, training=Training(batch_size=4, local_epochs=4)
+        )
         before = run.model.image(run.shares[0].image).detach()
         run.train(run.eligible[0])
         moved.append(float((run.model.image(run.shares[0].image).detach() - before).norm()))
@@ -174,7 +176,7 @@ def test_a_strong_distillation_keeps_embeddings_near_the_global_ones() -> None:
 
 @pytest.mark.parametrize("name", ["fedmekt", "moon"])
 def test_silos_are_measured_by_their_last_local_model_if_asked(name: str) -> None:
-    shared, own = world(name), world(name, {"personal": True})
+    shared, own = population(name), population(name, {"personal": True})
     assert not shared.protocol.personalised  # type: ignore[attr-defined]
     assert own.protocol.personalised  # type: ignore[attr-defined]
     before = own_embeddings(own, 0)
@@ -186,7 +188,7 @@ def test_silos_are_measured_by_their_last_local_model_if_asked(name: str) -> Non
 
 # --------------------------------------------------------------------------- local and central
 def test_local_training_sends_nothing_down_and_the_loss_up() -> None:
-    run = world("local")
+    run = population("local")
     for silo in run.eligible:
         assert run.protocol.task(run.state, silo) == ()
         assert [type(payload) for payload in run.train(silo).payloads] == [Loss]
@@ -196,7 +198,7 @@ def test_local_training_sends_nothing_down_and_the_loss_up() -> None:
 
 
 def test_a_local_model_goes_on_from_its_own_and_others_make_no_difference() -> None:
-    alone, among = world("local"), world("local")
+    alone, among = population("local"), population("local")
     for _ in range(3):
         alone.round(alone.eligible[:1])
         among.round()
@@ -208,7 +210,7 @@ def test_a_local_model_goes_on_from_its_own_and_others_make_no_difference() -> N
 
 
 def test_central_training_asks_the_silo_that_holds_everything_and_takes_its_model() -> None:
-    run = world("central")
+    run = population("central")
     assert protocols.pooled("central")
     assert [silo.index for silo in run.eligible] == [0]
     (reply,) = run.replies()
@@ -219,7 +221,7 @@ def test_central_training_asks_the_silo_that_holds_everything_and_takes_its_mode
 # --------------------------------------------------------------------------- personal layers
 @pytest.mark.parametrize("name", ["fedper", "pfedmma"])
 def test_personal_layers_never_leave_the_silo(name: str) -> None:
-    run = world(name)
+    run = population(name)
     for _ in range(2):
         for reply in (replies := run.replies()):
             update = payload_of(reply, PartialDelta)
@@ -245,7 +247,7 @@ def test_personal_layers_never_leave_the_silo(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedavg", "fedper"])
 def test_an_update_is_clipped_whether_it_is_of_all_layers_or_of_some(name: str) -> None:
-    run = world(name)
+    run = population(name)
     (reply,) = run.replies(run.eligible[:1])
     scenario = types.SimpleNamespace(privacy=Privacy(clip_norm=1e-3))
     silo = types.SimpleNamespace(facts=reply.silo, scenario=scenario, _noise=0)
@@ -257,7 +259,7 @@ def test_an_update_is_clipped_whether_it_is_of_all_layers_or_of_some(name: str) 
 
 @pytest.mark.parametrize("name", PERSONALISED)
 def test_each_silo_ends_up_with_a_model_of_its_own(name: str) -> None:
-    run = world(name)
+    run = population(name)
     assert isinstance(run.protocol, Personalised)
     assert run.protocol.personalised
     before = own_embeddings(run, 0)
@@ -269,10 +271,10 @@ def test_each_silo_ends_up_with_a_model_of_its_own(name: str) -> None:
 
 
 def test_fedper_shares_what_lies_below_the_head_or_what_it_is_told() -> None:
-    layers = payload_of(world("fedper").replies()[0], PartialDelta).names
+    layers = payload_of(population("fedper").replies()[0], PartialDelta).names
     assert all(".adapters." in name for name in layers)
     assert len(layers) == 8
-    told = world("fedper", {"personal_layers": "text., visual.head.1"})
+    told = population("fedper", {"personal_layers": "text., visual.head.1"})
     layers = payload_of(told.replies()[0], PartialDelta).names
     assert {name.rpartition(".")[0] for name in layers} == {
         "visual.adapters.00.down",
@@ -282,18 +284,18 @@ def test_fedper_shares_what_lies_below_the_head_or_what_it_is_told() -> None:
 
 
 def test_fedper_keeps_the_common_space_of_a_supervised_network() -> None:
-    run = world("fedper", objective=DSCMR)
+    run = population("fedper", objective=DSCMR)
     assert all(name.startswith(("visual.first.", "text.first.")) for name in run.protocol.partial.shared)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("layers", ["audio.", "visual.,text."])
 def test_fedper_refuses_layers_that_are_not_there_and_a_model_all_personal(layers: str) -> None:
     with pytest.raises(InputError, match=r"protocol\.personal_layers"):
-        world("fedper", {"personal_layers": layers})
+        population("fedper", {"personal_layers": layers})
 
 
 def test_pfedmma_needs_a_backbone_with_shared_adapters() -> None:
-    context = world("fedavg").context
+    context = population("fedavg").context
     kind = protocols.load("pfedmma")
     with pytest.raises(InputError, match=r"backbone\.adapter.*mma"):
         kind(protocols.options_of(kind, {}), context)
@@ -307,7 +309,7 @@ def test_pfedmma_asks_every_silo_in_its_first_round_and_a_share_of_them_later(ti
 
 
 def test_the_middle_layer_of_a_multi_modal_adapter_belongs_to_both_towers() -> None:
-    model = world("pfedmma").model
+    model = population("pfedmma").model
     assert [entry.name for entry in model.layout.entries if entry.name.startswith("shared.")] == [
         "shared.adapters.00.bias",
         "shared.adapters.00.weight",
@@ -321,7 +323,7 @@ def test_the_middle_layer_of_a_multi_modal_adapter_belongs_to_both_towers() -> N
 
 
 def test_fedper_keeps_a_hash_layer_and_the_classifier_above_it() -> None:
-    run = world("fedper", objective=Objective(base="greedyhash", bits=8, hidden=16))
+    run = population("fedper", objective=Objective(base="greedyhash", bits=8, hidden=16))
     shared = {name.rpartition(".")[0] for name in run.protocol.layers}  # type: ignore[attr-defined]
     assert not {name for name in shared if "last" in name or "head" in name}, shared
 
@@ -343,7 +345,7 @@ def test_noise_does_not_make_an_idle_silo_one_that_trained() -> None:
         ((True, True), (True, True), (True, False), (False, True)),
         Privacy(clip_norm=10, noise_multiplier=1e-7),
     )
-    run = world("fedavg", {"single_modality": "idle"}, kinds=kinds)
+    run = population("fedavg", {"single_modality": "idle"}, kinds=kinds)
 
     def sent(reply: Reply) -> Reply:
         path = (reply.silo.name, 0, 1)
@@ -363,7 +365,7 @@ def test_noise_does_not_make_an_idle_silo_one_that_trained() -> None:
 
 @pytest.mark.parametrize("name", ["creamfl_public", "fedproto", "mfcpl"])
 def test_payloads_of_another_shape_are_refused_before_the_merge(name: str) -> None:
-    run = world(name)
+    run = population(name)
     assert isinstance(run.protocol, Checking)
     (reply,) = run.replies(run.eligible[:1])
     run.protocol.check(reply.payloads)
@@ -373,14 +375,14 @@ def test_payloads_of_another_shape_are_refused_before_the_merge(name: str) -> No
 
 @pytest.mark.parametrize("name", ["creamfl", "fedmekt", "mfcpl"])
 def test_a_method_we_had_to_interpret_says_so(name: str) -> None:
-    protocol = world(name).protocol
+    protocol = population(name).protocol
     assert isinstance(protocol, Interpreting) and protocol.our_reading
     assert "our reading" in protocols.summary(name)
 
 
 @pytest.mark.parametrize("name", ["creamfl", "fedper", "fedproto", "local", "mfcpl", "moon"])
 def test_runs_repeat_to_the_bit(name: str) -> None:
-    runs = [world(name), world(name)]
+    runs = [population(name), population(name)]
     for _ in range(2):
         for run in runs:
             run.round()
@@ -392,7 +394,9 @@ def test_runs_repeat_to_the_bit(name: str) -> None:
 @pytest.mark.parametrize("base", ["dcmh", "shdch", "dgcpn"])
 def test_moon_contrasts_both_towers_of_a_hash_network(base: Any) -> None:
     objective = Objective(base=base, bits=8, hidden=16)
-    runs = [world(name, objective=objective, kinds=[(True, True)] * 2, sizes=[9, 7]) for name in ("moon", "fedavg")]
+    runs = [
+        population(name, objective=objective, kinds=[(True, True)] * 2, sizes=[9, 7]) for name in ("moon", "fedavg")
+    ]
     for run in runs:
         for _ in range(3):
             run.round()

@@ -24,7 +24,7 @@ from protocols import _class_prototypes, _personal, _prototypes, creamfl_public
 from protocols._losses import info_nce
 from protocols._personal_model import OWN
 from tests.replies import payload_of, weights_of, with_payload
-from tests.small_federation import DIM, World, world
+from tests.small_federation import DIM, World, population
 
 PAIRED = ((True, True),) * 4
 SAMPLES = torch.tensor([11, 9, 7, 5], dtype=torch.float64)
@@ -36,7 +36,7 @@ def steps(count: int) -> Training:
 
 
 def plain(name: str, options: Mapping[str, Any] | None = None, count: int = 1, **more: Any) -> World:
-    run = world(name, options, training=steps(count), **more)
+    run = population(name, options, training=steps(count), **more)
     run.shares = {
         index: dataclasses.replace(
             share, text=None if share.text is None else share.text[:, :1], captions=torch.ones_like(share.captions)

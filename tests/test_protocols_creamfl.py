@@ -19,12 +19,12 @@ from fedmq.models.two_tower import Out
 from fedmq.wire.messages import Loss, Representations
 from protocols import creamfl, creamfl_public
 from tests.replies import payload_of
-from tests.small_federation import DIM, world
+from tests.small_federation import DIM, population
 
 
 def test_the_bank_is_a_moving_average_of_what_downloaded_models_say_and_stays_in_the_silo() -> None:
-    run = world("creamfl", {"bank_ema": 0.75}, kinds=((True, True),), sizes=(6,))
-    assert run.protocol.uploads(run.eligible[0]) == world("fedavg").protocol.uploads(run.eligible[0])
+    run = population("creamfl", {"bank_ema": 0.75}, kinds=((True, True),), sizes=(6,))
+    assert run.protocol.uploads(run.eligible[0]) == population("fedavg").protocol.uploads(run.eligible[0])
     said = []
     for _ in range(2):
         run.model.load(run.state.theta)
@@ -50,13 +50,13 @@ def test_creamfl_contrasts_directions_where_codes_have_any_length() -> None:
     assert terms(1.0, True) < 20
     assert terms(10.0, False) > 100
     objective = Objective(base="dcmh", bits=8, hidden=16)
-    runs = [world(name, objective=objective) for name in ("creamfl", "fedavg")]
+    runs = [population(name, objective=objective) for name in ("creamfl", "fedavg")]
     hashing = [run.train(run.context.silos[0]).loss for run in runs]
     assert hashing[0] - hashing[1] < 20  # the two contrasts of unit vectors at .07 are at most 2 / .07 + log n each
 
 
 def test_a_silo_whose_data_changed_starts_a_new_bank() -> None:
-    run = world("creamfl", kinds=((True, True),), sizes=(6,))
+    run = population("creamfl", kinds=((True, True),), sizes=(6,))
     run.round()
     run.shares = {0: dataclasses.replace(run.shares[0], rows=run.shares[0].rows + 1)}
     run.model.load(run.state.theta)
@@ -66,7 +66,7 @@ def test_a_silo_whose_data_changed_starts_a_new_bank() -> None:
 
 
 def test_with_a_public_set_representations_travel_and_parameters_do_not() -> None:
-    run = world("creamfl_public")
+    run = population("creamfl_public")
     items = len(run.protocol.public)  # type: ignore[attr-defined]
     for _ in range(2):
         for reply in run.replies():
@@ -81,7 +81,7 @@ def test_with_a_public_set_representations_travel_and_parameters_do_not() -> Non
 
 
 def test_of_a_model_that_goes_part_of_the_way_its_own_representations_go_down() -> None:
-    run = world("creamfl_public", {"server_rate": 1e-2})
+    run = population("creamfl_public", {"server_rate": 1e-2})
     aggregation = Aggregation(mode="async", mixing=0.3)
     setting: Any = types.SimpleNamespace(
         protocol=run.protocol, context=run.context, scenario=types.SimpleNamespace(aggregation=aggregation)
@@ -95,7 +95,7 @@ def test_of_a_model_that_goes_part_of_the_way_its_own_representations_go_down() 
 
 
 def test_public_training_alone_teaches_the_coordinator_where_nobody_replies_with_a_modality() -> None:
-    run = world("creamfl_public", kinds=((True, False),), sizes=(5,))
+    run = population("creamfl_public", kinds=((True, False),), sizes=(5,))
     log = run.round()
     assert log["server_loss"] > 0
     assert not torch.equal(run.state.theta, run.model.initial())
@@ -110,7 +110,7 @@ def test_the_silo_whose_representation_finds_its_pair_weighs_more() -> None:
 
 
 def test_creamfl_with_a_public_set_refuses_data_without_one() -> None:
-    context = dataclasses.replace(world("fedavg").context, public=lambda: None)
+    context = dataclasses.replace(population("fedavg").context, public=lambda: None)
     kind = protocols.load("creamfl_public")
     with pytest.raises(InputError, match="public"):
         kind(protocols.options_of(kind, {}), context)

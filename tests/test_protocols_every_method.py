@@ -26,7 +26,7 @@ from fedmq.wire.payloads import tensors
 from protocols._aggregation import inserted, places
 from protocols._missing_branch import completed, shortened
 from protocols._personal_model import OWN
-from tests.small_federation import MIXED, World, equal_states, world
+from tests.small_federation import MIXED, World, equal_states, population
 
 NAMES = protocols.names()
 every_protocol = pytest.mark.parametrize("name", NAMES)
@@ -117,7 +117,7 @@ def test_numbers_that_are_not_finite_are_refused(name: str) -> None:
 
 @every_protocol
 def test_three_rounds_over_mixed_silos_move_the_model_and_stay_finite(name: str) -> None:
-    run = world(name)
+    run = population(name)
     start = run.state.theta.clone()
     for _ in range(3):
         log = run.round()
@@ -132,7 +132,7 @@ def test_three_rounds_over_mixed_silos_move_the_model_and_stay_finite(name: str)
 
 @every_protocol
 def test_the_branch_of_a_missing_modality_is_exactly_zero_in_the_update(name: str) -> None:
-    run = world(name)
+    run = population(name)
     for _ in range(2):
         for reply in (replies := run.replies()):
             change = change_of(run, reply)
@@ -157,7 +157,7 @@ def on_the_way(run: World, reply: Reply) -> tuple[Payload, ...]:
 
 @updating_protocol
 def test_the_branch_of_a_missing_modality_does_not_travel_and_the_rest_arrives_to_the_bit(name: str) -> None:
-    run = world(name)
+    run = population(name)
     run.round()
     for reply in run.replies():
         sent = on_the_way(run, reply)
@@ -178,7 +178,7 @@ def test_the_branch_of_a_missing_modality_does_not_travel_and_the_rest_arrives_t
 
 @updating_protocol
 def test_an_update_of_other_layers_is_refused(name: str) -> None:
-    run = world(name)
+    run = population(name)
     header = Header(run="run", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, sent_at=0.0,
                     reply_to=1, base_version=0)  # fmt: skip
     for reply in run.replies():
@@ -202,7 +202,7 @@ def test_an_update_of_other_layers_is_refused(name: str) -> None:
 
 @every_protocol
 def test_what_comes_up_is_what_uploads_says(name: str) -> None:
-    run = world(name)
+    run = population(name)
     for reply in run.replies():
         kinds = [type(payload) for payload in reply.payloads]
         assert len(kinds) == len(set(kinds))
@@ -211,7 +211,7 @@ def test_what_comes_up_is_what_uploads_says(name: str) -> None:
 
 @every_protocol
 def test_the_order_of_replies_does_not_change_the_merge_to_the_bit(name: str) -> None:
-    run = world(name)
+    run = population(name)
     run.round()
     replies = run.replies()
     forward = run.protocol.merge(run.state, replies, 1)
@@ -222,7 +222,7 @@ def test_the_order_of_replies_does_not_change_the_merge_to_the_bit(name: str) ->
 
 @every_protocol
 def test_a_merge_changes_nothing_in_the_state_it_is_given(name: str) -> None:
-    run = world(name)
+    run = population(name)
     run.round()
     before = State(
         run.state.theta.clone(),
@@ -235,7 +235,7 @@ def test_a_merge_changes_nothing_in_the_state_it_is_given(name: str) -> None:
 
 @every_protocol
 def test_a_merge_of_one_reply_is_possible(name: str) -> None:
-    run = world(name)
+    run = population(name)
     for silo in run.eligible:
         merged = run.protocol.merge(run.state, run.replies([silo]), 0)
         assert torch.isfinite(merged.state.theta).all()
@@ -243,7 +243,7 @@ def test_a_merge_of_one_reply_is_possible(name: str) -> None:
 
 @every_protocol
 def test_one_task_of_a_silo_is_never_merged_twice(name: str) -> None:
-    run = world(name)
+    run = population(name)
     replies = run.replies()
     with pytest.raises(FedmqError):
         run.protocol.merge(run.state, [*replies, replies[0]], 0)
@@ -251,7 +251,7 @@ def test_one_task_of_a_silo_is_never_merged_twice(name: str) -> None:
 
 @updating_protocol
 def test_a_broken_update_is_refused(name: str) -> None:
-    run = world(name)
+    run = population(name)
     good = run.replies()
     delta = delta_of(good[0])
     spoilt = delta.buffer.copy()
@@ -270,7 +270,7 @@ def test_a_broken_update_is_refused(name: str) -> None:
 
 @every_protocol
 def test_training_is_the_same_to_the_bit_whoever_used_the_model_before(name: str) -> None:
-    runs = [world(name), world(name)]
+    runs = [population(name), population(name)]
     runs[1].train(runs[1].eligible[-1])
     runs[1].personal.clear()
     for one, other in zip(*(run.replies() for run in runs), strict=True):
@@ -284,7 +284,7 @@ def test_training_is_the_same_to_the_bit_whoever_used_the_model_before(name: str
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_UPDATE | {"central"}])
 def test_a_damped_reply_weighs_less(name: str) -> None:
-    run = world(name, kinds=((True, True), (True, True)), sizes=(8, 8))
+    run = population(name, kinds=((True, True), (True, True)), sizes=(8, 8))
     replies = run.replies()
     first, rest = (change_of(run, reply) for reply in replies)
 
@@ -298,7 +298,7 @@ def test_a_damped_reply_weighs_less(name: str) -> None:
 
 @every_protocol
 def test_a_state_survives_a_checkpoint_to_the_bit(name: str) -> None:
-    run = world(name)
+    run = population(name)
     run.round()
     raw = save_tensors({"theta": run.state.theta, **run.state.tensors})
     values = json.loads(json.dumps(dict(run.state.values)))
@@ -314,7 +314,7 @@ def test_a_state_survives_a_checkpoint_to_the_bit(name: str) -> None:
     "kinds", [MIXED, ((True, True),), ((True, False), (False, True))], ids=["mixed", "one", "none paired"]
 )
 def test_silos_with_a_single_sample_take_part(name: str, kinds: tuple[tuple[bool, bool], ...]) -> None:
-    run = world(name, kinds=kinds, sizes=[1] * len(kinds))
+    run = population(name, kinds=kinds, sizes=[1] * len(kinds))
     for _ in range(2):
         if run.eligible:
             run.round()
@@ -325,7 +325,7 @@ def test_silos_with_a_single_sample_take_part(name: str, kinds: tuple[tuple[bool
 
 @every_protocol
 def test_read_only_buffers_off_the_wire_raise_no_warning(name: str) -> None:
-    run = world(name)
+    run = population(name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run.round()
@@ -340,7 +340,7 @@ def test_read_only_buffers_off_the_wire_raise_no_warning(name: str) -> None:
 
 @every_protocol
 def test_no_global_generator_is_used(name: str) -> None:
-    run = world(name)
+    run = population(name)
     run.round()
     torch_before, numpy_before = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
     run.round()
@@ -350,7 +350,7 @@ def test_no_global_generator_is_used(name: str) -> None:
 
 @every_protocol
 def test_personal_tensors_can_be_saved(name: str) -> None:
-    run = world(name)
+    run = population(name)
     for silo in run.eligible:
         state = run.train(silo).state
         buffer = io.BytesIO()
@@ -359,7 +359,7 @@ def test_personal_tensors_can_be_saved(name: str) -> None:
 
 @every_protocol
 def test_training_that_diverges_says_so_instead_of_sending_nan(name: str) -> None:
-    run = world(name)
+    run = population(name)
     spoilt = torch.full_like(run.state.theta, float("nan"))
     run.model.load(spoilt)
     run.state = dataclasses.replace(run.state, theta=spoilt)
@@ -384,7 +384,7 @@ def misshapen(payload: Payload) -> list[Payload]:
 
 @every_protocol
 def test_a_reply_of_another_shape_is_refused_before_the_merge(name: str) -> None:
-    run = world(name)
+    run = population(name)
     run.round()
     tried = 0
     for reply in run.replies():
@@ -413,7 +413,7 @@ def test_a_reply_of_another_shape_is_refused_before_the_merge(name: str) -> None
 
 
 def test_an_update_of_more_samples_than_the_silo_has_is_refused() -> None:
-    run = world("fedavg", kinds=[(True, True)] * 2)
+    run = population("fedavg", kinds=[(True, True)] * 2)
     for reply in run.replies():
         name = reply.silo.name
         header = Header(
@@ -429,4 +429,4 @@ def test_an_update_of_more_samples_than_the_silo_has_is_refused() -> None:
 @pytest.mark.parametrize("name", ["rcsr", "fedbridge", "creamfl_public"])
 def test_methods_made_of_info_nce_refuse_other_bases(name: str) -> None:
     with pytest.raises(InputError, match=rf"objective\.base.*dcmh.*info_nce.*{name}"):
-        world(name, objective=Objective(base="dcmh", bits=8, hidden=16))
+        population(name, objective=Objective(base="dcmh", bits=8, hidden=16))

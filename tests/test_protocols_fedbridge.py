@@ -13,7 +13,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Local, Reply, Task, take
 from fedmq.wire.messages import ClassPrototypes, Delta
 from protocols import _centroids, fedbridge
-from tests.small_federation import DIM, world
+from tests.small_federation import DIM, population
 
 NOW = {"warmup": 0.0, "support": 2, "centroids": 3}
 
@@ -27,7 +27,7 @@ def delta(reply: Reply) -> np.ndarray:
 
 
 def test_silos_that_lack_a_modality_idle_through_the_warm_up() -> None:
-    run = world("fedbridge", {**NOW, "warmup": 0.4})
+    run = population("fedbridge", {**NOW, "warmup": 0.4})
     for round_ in range(4):
         replies = run.replies()
         for reply in replies:  # the first round after the warm-up brings the first centroids
@@ -56,7 +56,7 @@ def test_centroids_are_of_unit_length_and_the_same_for_the_same_seed() -> None:
 
 
 def test_a_centroid_is_of_the_same_items_in_every_report() -> None:
-    run = world("fedbridge", NOW)
+    run = population("fedbridge", NOW)
     silo = run.context.silos[0]
     first = run.train(silo)
     members = {name: value.clone() for name, value in first.state.items()}
@@ -72,7 +72,7 @@ def test_a_centroid_is_of_the_same_items_in_every_report() -> None:
 
 
 def test_reports_of_one_model_are_the_same_whatever_captions_are_drawn() -> None:
-    run = world("fedbridge", NOW)
+    run = population("fedbridge", NOW)
     silo = next(each for each in run.context.silos if each.text)
     reports = []
     for sequence in range(3):
@@ -97,7 +97,7 @@ def test_the_second_caption_is_another_one_where_there_is_another() -> None:
 def test_items_with_one_caption_have_no_contrast_of_two() -> None:
     updates = []
     for weight in (0.0, 1.0):
-        run = world("fedbridge", {**NOW, "lambda_pair": weight})
+        run = population("fedbridge", {**NOW, "lambda_pair": weight})
         run.shares = {
             index: share
             if share.text is None
@@ -122,7 +122,7 @@ def test_items_with_one_caption_have_no_contrast_of_two() -> None:
 def test_where_a_silos_items_change_each_is_still_in_one_centroid_at_most(
     name: str, options: dict[str, Any], rows_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = world(name, options, kinds=((True, True),), sizes=(60,))
+    run = population(name, options, kinds=((True, True),), sizes=(60,))
     silo, pool = run.context.silos[0], run.shares[0]
     image = 3 * torch.eye(DIM)[torch.arange(60) // 8] + 0.1 * unit(60, DIM)  # eight rows alike, then eight others, ...
     text = image[:, None].repeat(1, 3, 1)
@@ -165,7 +165,7 @@ def test_where_a_silos_items_change_each_is_still_in_one_centroid_at_most(
 
 
 def test_no_centroid_is_reported_before_the_warm_up_is_over() -> None:
-    run = world("fedbridge", {**NOW, "warmup": 0.4})  # of 5 rounds, two
+    run = population("fedbridge", {**NOW, "warmup": 0.4})  # of 5 rounds, two
     known = []
     kept = []
     for _ in range(4):
@@ -177,7 +177,7 @@ def test_no_centroid_is_reported_before_the_warm_up_is_over() -> None:
 
 
 def test_centroids_of_long_ago_are_forgotten_where_the_scenario_says_so() -> None:
-    run = world("fedbridge", NOW)
+    run = population("fedbridge", NOW)
     run.protocol.context = dataclasses.replace(run.context, max_age=2)  # type: ignore[attr-defined]
     paired, others = run.context.silos[0], [run.context.silos[3]]
     run.round([paired])
@@ -186,7 +186,7 @@ def test_centroids_of_long_ago_are_forgotten_where_the_scenario_says_so() -> Non
 
 
 def test_an_older_report_does_not_take_the_place_of_a_newer_one() -> None:
-    run = world("fedbridge", NOW)
+    run = population("fedbridge", NOW)
     silo = run.context.silos[0]
     run.round([silo])
     run.round([silo])
@@ -197,7 +197,7 @@ def test_an_older_report_does_not_take_the_place_of_a_newer_one() -> None:
 
 
 def test_centroids_go_down_only_to_silos_that_lack_the_modality() -> None:
-    run = world("fedbridge", NOW)
+    run = population("fedbridge", NOW)
     run.round()
     for silo in run.eligible:
         given = [each for each in run.protocol.task(run.state, silo) if isinstance(each, ClassPrototypes)]
@@ -209,7 +209,7 @@ def test_centroids_go_down_only_to_silos_that_lack_the_modality() -> None:
 
 
 def test_what_a_silo_reports_of_a_modality_it_lacks_is_not_believed() -> None:
-    run = world("fedbridge", NOW)
+    run = population("fedbridge", NOW)
     replies = run.replies()
     image_only = next(reply for reply in replies if reply.silo.image and not reply.silo.text)
     forged = ClassPrototypes(np.ones((6, DIM), np.float32), np.full(6, 9, np.int64), "both")
@@ -220,7 +220,7 @@ def test_what_a_silo_reports_of_a_modality_it_lacks_is_not_believed() -> None:
 
 
 def test_centroids_of_more_samples_than_the_silo_has_are_refused() -> None:
-    run = world("fedbridge", NOW)
+    run = population("fedbridge", NOW)
     for reply in run.replies():
         given = take(reply.payloads, ClassPrototypes)
         run.protocol.check(reply.payloads)  # type: ignore[attr-defined]
@@ -249,8 +249,8 @@ def test_the_assignment_loss_is_least_where_the_teacher_is_and_follows_its_sharp
 
 
 def test_with_a_single_weight_of_nearly_nothing_it_is_fedavg_of_the_paired_silos() -> None:
-    run = world("fedbridge", {**NOW, "single_weight": 1e-12})
-    plain = world("fedavg", {"single_modality": "idle"})
+    run = population("fedbridge", {**NOW, "single_weight": 1e-12})
+    plain = population("fedavg", {"single_modality": "idle"})
     for _ in range(3):
         run.round()
         plain.round()
@@ -260,7 +260,7 @@ def test_with_a_single_weight_of_nearly_nothing_it_is_fedavg_of_the_paired_silos
 def test_a_heavier_single_weight_gives_single_modality_silos_more_of_the_step() -> None:
     steps = []
     for weight in (0.1, 1.0):
-        run = world("fedbridge", {**NOW, "single_weight": weight})
+        run = population("fedbridge", {**NOW, "single_weight": weight})
         run.round()
         replies = run.replies()
         after = run.protocol.merge(run.state, replies, 1).state.theta

@@ -27,7 +27,7 @@ from fedmq.wire.messages import Memory, Model
 from protocols import _memory, _training, fedcafe, objectives
 from protocols.objectives import _alternating, dcmh, shdch
 from tests import definitions, in_process_run
-from tests.small_federation import DIM, LABELS, World, equal_states, share, world
+from tests.small_federation import DIM, LABELS, World, equal_states, population, share
 from tests.threaded_run import resolved
 
 OFF = {"afe": False, "loss_e": False, "loss_c": False, "loss_d": False, "weighted_agg": False}
@@ -71,15 +71,15 @@ def epoch(work: Any, local: Local) -> list[float]:
 @pytest.mark.parametrize("base", ["dcmh", "shdch"])
 @pytest.mark.parametrize("branch_renorm", [False, True])
 def test_with_every_switch_off_fedcafe_is_fedavg_to_the_bit(base: str, branch_renorm: bool) -> None:
-    plain = world("fedavg", {"branch_renorm": branch_renorm}, objective=objective(base))
-    run = world("fedcafe", {**OFF, "branch_renorm": branch_renorm}, objective=objective(base))
+    plain = population("fedavg", {"branch_renorm": branch_renorm}, objective=objective(base))
+    run = population("fedcafe", {**OFF, "branch_renorm": branch_renorm}, objective=objective(base))
     for _ in range(4):
         assert plain.round() == run.round()
         assert equal_states(run.state, plain.state)
 
 
 def test_in_the_first_round_enhancement_alone_changes_nothing() -> None:
-    plain, run = world("fedcafe", OFF), world("fedcafe", {**OFF, "afe": True})
+    plain, run = population("fedcafe", OFF), population("fedcafe", {**OFF, "afe": True})
     plain.round()
     run.round()
     assert torch.equal(run.state.theta, plain.state.theta)
@@ -108,7 +108,7 @@ def test_in_the_first_round_enhancement_alone_changes_nothing() -> None:
     ids=str,
 )
 def test_every_switch_runs_and_changes_the_result(changes: dict[str, Any]) -> None:
-    whole, run = world("fedcafe"), world("fedcafe", changes)
+    whole, run = population("fedcafe"), population("fedcafe", changes)
     for _ in range(3):
         whole.round()
         run.round()
@@ -118,12 +118,12 @@ def test_every_switch_runs_and_changes_the_result(changes: dict[str, Any]) -> No
 
 def test_fedcafe_without_a_classifier_is_refused() -> None:
     with pytest.raises(InputError, match=r"objective\.base.*info_nce.*dcmh, shdch"):
-        world("fedcafe", objective=Objective())
+        population("fedcafe", objective=Objective())
 
 
 # ------------------------------------------------------------------------- memories
 def test_a_class_that_a_silo_lacks_has_no_support_and_a_zero_row() -> None:
-    run = world("fedcafe", kinds=((True, True),), sizes=(6,))
+    run = population("fedcafe", kinds=((True, True),), sizes=(6,))
     labels = run.shares[0].labels
     labels[:, 2], labels[:, 3] = 0, 1
     memory = memory_of(run.replies()[0])
@@ -186,7 +186,7 @@ def test_class_by_class_the_global_memory_weighs_by_support() -> None:
 
 
 def test_the_table_keeps_silent_silos_and_no_older_report() -> None:
-    run = world("fedcafe")
+    run = population("fedcafe")
     run.round()
     first = run.state.tensors["table_rows"].clone()
     run.round(run.context.silos[:2])
@@ -199,7 +199,7 @@ def test_the_table_keeps_silent_silos_and_no_older_report() -> None:
 
 
 def test_a_table_entry_older_than_allowed_is_forgotten() -> None:
-    run = world("fedcafe", kinds=((True, True), (True, True)), sizes=(6, 6))
+    run = population("fedcafe", kinds=((True, True), (True, True)), sizes=(6, 6))
     run.context = dataclasses.replace(run.context, max_age=0)
     run.protocol = fedcafe.FedCafe(fedcafe.FedCafeOptions(), run.context)
     run.round()
@@ -249,7 +249,7 @@ def test_capped_weights_keep_their_sum_and_their_limits(values: list[float], sta
 
 
 def test_a_stale_silo_far_from_the_memory_is_held_below_the_cap() -> None:
-    run = world("fedcafe", {"weight": "softmax", "cap": 1.0})
+    run = population("fedcafe", {"weight": "softmax", "cap": 1.0})
     replies = run.replies()
     far = torch.tensor([1e3, 1.0, 1.0, 1.0], dtype=torch.float64)
     assert float(run.protocol._weights(far, replies)[0]) == 1.0
@@ -259,7 +259,7 @@ def test_a_stale_silo_far_from_the_memory_is_held_below_the_cap() -> None:
 
 
 def test_a_silo_cannot_shout_with_long_rows_or_huge_supports() -> None:
-    run = world("fedcafe")
+    run = population("fedcafe")
     replies = run.replies()
     sent = memory_of(replies[0])
     loud = with_memory(replies[0], centroids=sent.centroids * np.float32(1e18), support=sent.support * 2**60)
@@ -272,7 +272,7 @@ def test_a_silo_cannot_shout_with_long_rows_or_huge_supports() -> None:
 
 
 def test_a_memory_of_another_shape_is_refused() -> None:
-    run = world("fedcafe")
+    run = population("fedcafe")
     replies = run.replies()
     wrong = with_memory(replies[0], centroids=memory_of(replies[0]).centroids[:, :-1].copy())
     with pytest.raises(RemoteWireError, match="memory"):
@@ -281,11 +281,11 @@ def test_a_memory_of_another_shape_is_refused() -> None:
 
 # ------------------------------------------------------------------------- at the silo
 def test_the_released_memory_is_what_enhances_the_codes() -> None:
-    run = world("fedcafe")
+    run = population("fedcafe")
     run.round()
     (memory,) = run.protocol.release(run.state)
     assert np.array_equal(memory.centroids, run.state.tensors["memory"].numpy())
-    assert world("fedcafe", {"afe": False}).protocol.release(run.state) == ()
+    assert population("fedcafe", {"afe": False}).protocol.release(run.state) == ()
     x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0))
     plain = run.model.outputs("image", x)
     with fedcafe.remembering(run.model, run.state.tensors["memory"]):
@@ -298,7 +298,7 @@ def test_the_released_memory_is_what_enhances_the_codes() -> None:
 
 @pytest.mark.parametrize("image", [True, False])
 def test_a_single_modality_silo_is_drawn_to_its_own_half_alone(image: bool) -> None:
-    run = world("fedcafe", kinds=((image, not image),), sizes=(5,))
+    run = population("fedcafe", kinds=((image, not image),), sizes=(5,))
     step = _training.Step(np.arange(3), np.zeros(5, np.int64), lambda image, text: torch.zeros(()))
     run.round()
     local = Local(run.context.silos[0], run.shares[0], run.model, {})
@@ -306,7 +306,7 @@ def test_a_single_modality_silo_is_drawn_to_its_own_half_alone(image: bool) -> N
 
 
 def test_references_take_the_caption_of_the_step() -> None:
-    run = world("fedcafe", kinds=((True, True),), sizes=(5,))
+    run = population("fedcafe", kinds=((True, True),), sizes=(5,))
     local = Local(run.context.silos[0], run.shares[0], run.model, {})
     rows, caption = np.array([4, 0]), np.array([0, 1, 2, 0, 1])
     step = _training.Step(rows, caption, lambda image, text: torch.zeros(()))
@@ -319,10 +319,10 @@ def test_references_take_the_caption_of_the_step() -> None:
 # ------------------------------------------------------------------------- the bases
 @pytest.mark.parametrize("base", ["dcmh", "shdch"])
 def test_buffers_and_class_codes_go_on_from_one_task_to_the_next(base: str) -> None:
-    run = world("fedavg", kinds=((True, True),), sizes=(6,), objective=objective(base))
+    run = population("fedavg", kinds=((True, True),), sizes=(6,), objective=objective(base))
     run.round()
     kept = {name: tensor.clone() for name, tensor in run.personal[0].items()}
-    forgetful = world("fedavg", kinds=((True, True),), sizes=(6,), objective=objective(base))
+    forgetful = population("fedavg", kinds=((True, True),), sizes=(6,), objective=objective(base))
     forgetful.round()
     forgetful.personal.clear()
     task = run.replies()
@@ -332,7 +332,7 @@ def test_buffers_and_class_codes_go_on_from_one_task_to_the_next(base: str) -> N
 
 @pytest.mark.parametrize("base", ["dcmh", "shdch"])
 def test_a_task_handed_out_again_trains_the_same_from_the_same_state(base: str) -> None:
-    run = world("fedavg", kinds=((True, True),), sizes=(6,), objective=objective(base))
+    run = population("fedavg", kinds=((True, True),), sizes=(6,), objective=objective(base))
     run.round()
     before = {name: tensor.clone() for name, tensor in run.personal[0].items()}
     first = run.train(run.context.silos[0])
@@ -402,8 +402,8 @@ def test_fresh_draws_train_a_silo_smaller_than_a_batch() -> None:
 
 
 def test_the_hash_loss_can_be_divided_by_the_silos() -> None:
-    assert _alternating.factor("silos", world("fedcafe").context) == 1 / 4
-    run, small = (world("fedavg", objective=objective(scale=scale)) for scale in ("one", "silos"))
+    assert _alternating.factor("silos", population("fedcafe").context) == 1 / 4
+    run, small = (population("fedavg", objective=objective(scale=scale)) for scale in ("one", "silos"))
     losses = [each.train(each.context.silos[0]).loss for each in (run, small)]
     assert 0 < losses[1] < losses[0]
 
@@ -457,7 +457,7 @@ def test_of_two_levels_the_upper_one_is_trained_on_by_shdch_alone(base: str, tmp
 
 def test_relevance_goes_by_the_fine_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = share(PAIRED, 5)
-    monkeypatch.setattr(program, "load_share", lambda *_, **__: whole)
+    monkeypatch.setattr(program, "load_silo_dataset", lambda *_, **__: whole)
     held_out: Any = SimpleNamespace(prepared=SimpleNamespace(label_names=LEVELS))
     assert torch.equal(program._judged(held_out, np.arange(5)).labels, whole.labels[:, [0, 2]])
     held_out.prepared.label_names = LABELS
@@ -510,7 +510,7 @@ def test_all_silos_draw_the_same_class_codes_to_begin_with() -> None:
 
 # ------------------------------------------------------------------------- what the coordinator lets in
 def test_a_memory_that_does_not_fit_the_run_is_refused_on_arrival() -> None:
-    run: World = world("fedcafe")
+    run: World = population("fedcafe")
     reply = run.replies(run.context.silos[:1])[0]
     bad = with_memory(reply, centroids=memory_of(reply).centroids[:, :-1].copy())
 
@@ -525,7 +525,7 @@ def test_a_memory_that_does_not_fit_the_run_is_refused_on_arrival() -> None:
 
 
 def test_the_task_brings_the_memory_only_where_it_enhances() -> None:
-    run = world("fedcafe")
+    run = population("fedcafe")
     assert [type(payload) for payload in run.protocol.task(run.state, PAIRED)] == [Model, Memory]
-    off = world("fedcafe", {"afe": False})
+    off = population("fedcafe", {"afe": False})
     assert [type(payload) for payload in off.protocol.task(off.state, PAIRED)] == [Model]

@@ -18,7 +18,7 @@ from fedmq.data.label_levels import COARSE
 from fedmq.data.partition import modalities
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.program import Embedded, measure
-from fedmq.federation.population import build_world
+from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Checking, Reply
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
@@ -27,7 +27,7 @@ from protocols import _class_prototypes, fedhap, objectives
 from protocols import _discriminator as adversary
 from protocols.objectives import csq, dch, dpsh, greedyhash, triplet
 from protocols.objectives._labelled import samples_of
-from tests.small_federation import LABELS, World, world
+from tests.small_federation import LABELS, World, population
 from tests.threaded_run import resolved
 
 BASES = ("triplet", "dpsh", "dch", "greedyhash", "csq")
@@ -40,7 +40,7 @@ OFF = {"proto_triplet": False, "discriminator": False}
 
 def small(base: str = "triplet", name: str = "fedavg", options: dict[str, Any] | None = None, **changes: Any) -> World:
     objective = Objective(base=base, bits=changes.pop("bits", 8), hidden=16, **changes.pop("base_options", {}))
-    return world(name, options, objective=objective, **{"training": ADAM, **changes})
+    return population(name, options, objective=objective, **{"training": ADAM, **changes})
 
 
 def payload(reply: Reply, kind: type[Any]) -> Any:
@@ -554,4 +554,4 @@ def test_training_items_of_which_none_has_a_label_and_codes_too_long_to_send_are
     ):
         scenario = resolved(tiny, "objective={base: csq, bits: 8, hidden: 16}", "protocol=fedavg", setting)
         with pytest.raises(InputError, match=told):
-            program.check(scenario, build_world(scenario))
+            program.check(scenario, build_population(scenario))

@@ -14,18 +14,18 @@ from fedmq.wire.messages import ClassPrototypes
 from protocols import _class_prototypes, _clusters, fedproto
 from protocols._personal_model import OWN
 from tests.replies import own_embeddings, payload_of, with_payload
-from tests.small_federation import LABELS, MIXED, world
+from tests.small_federation import LABELS, MIXED, population
 
 
 def test_fedproto_refuses_data_without_labels_in_one_line() -> None:
     with pytest.raises(InputError) as caught:
-        world("fedproto", labels=())
+        population("fedproto", labels=())
     assert "fedproto" in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_silos_are_pulled_to_the_prototypes_of_their_classes() -> None:
-    run = world("fedproto", {"weight": 100.0}, training=Training(batch_size=11, local_epochs=30))
+    run = population("fedproto", {"weight": 100.0}, training=Training(batch_size=11, local_epochs=30))
     run.round()
     shared = run.state.tensors[_class_prototypes.GLOBAL][: len(LABELS)]
 
@@ -39,7 +39,7 @@ def test_silos_are_pulled_to_the_prototypes_of_their_classes() -> None:
 
 
 def test_fedproto_without_its_term_is_local_training() -> None:
-    alone, run = world("local"), world("fedproto", {"weight": 0.0})
+    alone, run = population("local"), population("fedproto", {"weight": 0.0})
     for _ in range(3):
         alone.round()
         run.round()
@@ -48,7 +48,7 @@ def test_fedproto_without_its_term_is_local_training() -> None:
 
 @pytest.mark.parametrize("name", ["fedproto", "plfedcmh"])
 def test_rows_of_a_modality_that_a_silo_lacks_are_never_used(name: str) -> None:
-    run = world(name)
+    run = population(name)
     replies = run.replies()
     honest = run.protocol.merge(run.state, replies, 0).state
     found = payload_of(replies[1], ClassPrototypes)
@@ -74,7 +74,7 @@ def test_fused_prototypes_take_the_modality_that_is_there() -> None:
 
 def test_silos_of_one_modality_learn_from_each_others_fused_prototypes() -> None:
     alone, run = (
-        world(name, options, kinds=((True, False), (False, True)), sizes=(8, 8))
+        population(name, options, kinds=((True, False), (False, True)), sizes=(8, 8))
         for name, options in (("fedproto", {"weight": 0.0}), ("fedproto", {"proto_modal": "fused"}))
     )
     for _ in range(2):
@@ -84,7 +84,7 @@ def test_silos_of_one_modality_learn_from_each_others_fused_prototypes() -> None
 
 
 def test_the_table_forgets_a_silo_after_its_age_and_ignores_older_reports() -> None:
-    run = world("fedproto", kinds=((True, True),) * 2, sizes=(8, 8))
+    run = population("fedproto", kinds=((True, True),) * 2, sizes=(8, 8))
     tensors = run.state.tensors
     first, second = [(reply, payload_of(reply, ClassPrototypes)) for reply in run.replies()]
     tensors = _class_prototypes.updated(tensors, [first, second], 0, max_age=2, weighted=False)

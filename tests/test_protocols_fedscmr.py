@@ -24,7 +24,7 @@ from protocols._personal_model import OWN
 from protocols._robust import robust_replies
 from protocols.objectives.dscmr import pair_likelihood
 from tests.replies import payload_of
-from tests.small_federation import world
+from tests.small_federation import population
 
 PAIRED = ((True, True),) * 3
 
@@ -39,7 +39,7 @@ def with_map(reply: Reply, value: float) -> Reply:
 def test_with_every_switch_off_fedscmr_is_fedavg_on_its_base_to_the_bit() -> None:
     objective = Objective(base="dscmr", bits=8, hidden=16, enhance=True, alpha=0.0, beta=0.0)
     off = {"loss_cs": False, "loss_ccs": False, "agg": "samples", "shared_layers": "all", "validation": 0.0}
-    plain, run = world("fedavg", objective=objective), world("fedscmr", off, objective=objective)
+    plain, run = population("fedavg", objective=objective), population("fedscmr", off, objective=objective)
     for _ in range(3):
         plain.round()
         run.round()
@@ -47,7 +47,7 @@ def test_with_every_switch_off_fedscmr_is_fedavg_on_its_base_to_the_bit() -> Non
 
 
 def test_only_the_shared_linear_layers_leave_a_silo() -> None:
-    run = world("fedscmr")
+    run = population("fedscmr")
     for reply in run.replies():
         (update,) = [payload for payload in reply.payloads if isinstance(payload, PartialDelta)]
         assert {name.rpartition(".")[0] for name in update.names} == {"shared.base", "shared.enhance"}
@@ -56,7 +56,7 @@ def test_only_the_shared_linear_layers_leave_a_silo() -> None:
 
 
 def test_a_silo_with_a_better_validation_map_weighs_more() -> None:
-    run = world("fedscmr", kinds=PAIRED)
+    run = population("fedscmr", kinds=PAIRED)
     replies = run.replies()
     weights = [
         run.protocol.merge(run.state, [with_map(reply, value) for reply, value in zip(replies, values, strict=True)], 0)
@@ -67,7 +67,7 @@ def test_a_silo_with_a_better_validation_map_weighs_more() -> None:
 
 
 def test_without_phi_the_map_makes_no_difference() -> None:
-    run = world("fedscmr", {"use_phi": False}, kinds=PAIRED)
+    run = population("fedscmr", {"use_phi": False}, kinds=PAIRED)
     replies = run.replies()
     thetas = [
         run.protocol.merge(run.state, [with_map(replies[0], value), *replies[1:]], 0).state.theta
@@ -77,7 +77,7 @@ def test_without_phi_the_map_makes_no_difference() -> None:
 
 
 def test_maps_of_zero_everywhere_weigh_nobody_out() -> None:
-    run = world("fedscmr", kinds=PAIRED)
+    run = population("fedscmr", kinds=PAIRED)
     merged = run.protocol.merge(run.state, [with_map(reply, 0.0) for reply in run.replies()], 0)
     weights = [merged.log[f"weight_silo-0{index}"] for index in range(3)]
     assert sum(weights) == pytest.approx(1.0)
@@ -85,7 +85,7 @@ def test_maps_of_zero_everywhere_weigh_nobody_out() -> None:
 
 
 def test_a_silo_without_captions_measures_no_map_and_still_counts() -> None:
-    run = world("fedscmr")
+    run = population("fedscmr")
     replies = run.replies()
     single = [reply for reply in replies if not reply.silo.paired]
     assert single
@@ -96,7 +96,7 @@ def test_a_silo_without_captions_measures_no_map_and_still_counts() -> None:
 
 
 def test_validation_items_are_never_trained_on() -> None:
-    run = world("fedscmr", kinds=PAIRED, sizes=(10, 10, 10))
+    run = population("fedscmr", kinds=PAIRED, sizes=(10, 10, 10))
     first = run.context.silos[0]
     rows, validation = run.protocol._split(Local(first, run.shares[0], run.model, {}))
     assert len(rows) == 8
@@ -113,16 +113,16 @@ def test_validation_items_are_never_trained_on() -> None:
 
 def test_fedscmr_refuses_a_network_without_an_enhancenet() -> None:
     with pytest.raises(InputError, match=r"objective.*enhance"):
-        world("fedscmr", objective=Objective(base="dscmr", bits=8, hidden=16))
+        population("fedscmr", objective=Objective(base="dscmr", bits=8, hidden=16))
 
 
 def test_fedscmr_refuses_the_common_space_where_all_share_one_model_whose_codes_are_enhanced() -> None:
     with pytest.raises(InputError, match=r"protocol\.eval_space: found 'common with shared_layers all'"):
-        world("fedscmr", {"shared_layers": "all", "eval_space": "common"})
+        population("fedscmr", {"shared_layers": "all", "eval_space": "common"})
 
 
 def test_fedcmr_goes_on_from_the_merged_layer_minus_half_its_own_displacement() -> None:
-    run = world("fedcmr", {"local_share": 0.0}, kinds=PAIRED[:1], sizes=(8,))
+    run = population("fedcmr", {"local_share": 0.0}, kinds=PAIRED[:1], sizes=(8,))
     layout, shared = run.model.layout, run.protocol.partial.shared  # type: ignore[attr-defined]
     run.round()
     displacement = run.personal[0]["common_displacement"]
@@ -134,7 +134,7 @@ def test_fedcmr_goes_on_from_the_merged_layer_minus_half_its_own_displacement() 
 
 
 def test_fedcmr_weighs_by_summed_losses_and_sends_means_as_every_method_does() -> None:
-    run = world("fedcmr", kinds=PAIRED[:2], sizes=(8, 32))
+    run = population("fedcmr", kinds=PAIRED[:2], sizes=(8, 32))
     trained = {silo: run.train(silo) for silo in run.eligible}
     replies = [run.reply(silo, found) for silo, found in trained.items()]
     assert [payload_of(reply, Loss).value for reply in replies] == [found.loss for found in trained.values()]
@@ -144,7 +144,7 @@ def test_fedcmr_weighs_by_summed_losses_and_sends_means_as_every_method_does() -
 
 
 def test_fedcmr_favours_silos_with_a_small_loss() -> None:
-    run = world("fedcmr", kinds=PAIRED, sizes=(8, 8, 8))
+    run = population("fedcmr", kinds=PAIRED, sizes=(8, 8, 8))
     replies = run.replies()
 
     def step(losses: tuple[float, ...]) -> np.ndarray:
@@ -165,7 +165,7 @@ def test_fedcmr_favours_silos_with_a_small_loss() -> None:
 def test_without_batches_before_the_displacement_fedcmrs_silo_trains_as_fedavgs(base: Any) -> None:
     objective = Objective(base=base, bits=8, hidden=16)
     run, plain = (
-        world(name, options, kinds=PAIRED[:1], sizes=(11,), objective=objective)
+        population(name, options, kinds=PAIRED[:1], sizes=(11,), objective=objective)
         for name, options in (("fedcmr", {"local_share": 0.0}), ("fedavg", {}))
     )
     for each in (run, plain):
@@ -176,7 +176,7 @@ def test_without_batches_before_the_displacement_fedcmrs_silo_trains_as_fedavgs(
 @pytest.mark.parametrize("base", ["dpsh", "triplet"])
 def test_fedcmr_trains_every_item_once_an_epoch_before_or_after(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     hashing = Objective(base=base, bits=8, hidden=16)
-    run = world("fedcmr", {"local_share": 0.4}, kinds=PAIRED[:1], sizes=(40,), objective=hashing)
+    run = population("fedcmr", {"local_share": 0.4}, kinds=PAIRED[:1], sizes=(40,), objective=hashing)
     seen = Counter[tuple[int, int]]()
     real = fedcmr.SomeBatches.steps
 
@@ -194,7 +194,7 @@ def test_fedcmr_trains_every_item_once_an_epoch_before_or_after(base: Any, monke
 @pytest.mark.parametrize("share", [0.6, 1.0])
 def test_where_fedcmr_trains_every_batch_before_it_nothing_is_displaced(share: float) -> None:
     hashing = Objective(base="dpsh", bits=8, hidden=16)
-    run = world("fedcmr", {"local_share": share}, kinds=PAIRED[:1], sizes=(8,), objective=hashing)
+    run = population("fedcmr", {"local_share": share}, kinds=PAIRED[:1], sizes=(8,), objective=hashing)
     run.train(run.context.silos[0])
     assert not run.personal[0]["common_displacement"].any()
 
@@ -204,7 +204,7 @@ def test_fedcmr_trains_every_batch_of_both_towers_before_or_after(
     share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashing = Objective(base="dcmh", bits=8, hidden=16)
-    run = world("fedcmr", {"local_share": share}, kinds=PAIRED[:1], sizes=(32,), objective=hashing)
+    run = population("fedcmr", {"local_share": share}, kinds=PAIRED[:1], sizes=(32,), objective=hashing)
     seen = Counter[tuple[str, ...]]()
     real = fedcmr.SomeBatches.steps
 
@@ -223,7 +223,7 @@ def test_fedcmr_trains_every_batch_of_both_towers_before_or_after(
 def test_fedcmr_splits_passes_of_fresh_batches_where_they_end(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = Objective(base=base, bits=8, hidden=16, draws="fresh")  # type: ignore[arg-type]
     # 39 items make four whole batches of 8 and, only where every item comes once, a fifth of 7.
-    run = world("fedcmr", {"local_share": 0.75}, kinds=PAIRED[:1], sizes=(39,), objective=fresh)
+    run = population("fedcmr", {"local_share": 0.75}, kinds=PAIRED[:1], sizes=(39,), objective=fresh)
     parts: list[list[tuple[str, ...]]] = []
     real = fedcmr.SomeBatches.steps
 
@@ -256,16 +256,16 @@ def test_of_items_with_several_labels_three_pairs_are_alike_or_not_as_four_are(n
 
 
 def test_fedcmr_runs_on_hash_layers_too() -> None:
-    run = world("fedcmr", objective=Objective(base="dcmh", bits=8, hidden=16))
+    run = population("fedcmr", objective=Objective(base="dcmh", bits=8, hidden=16))
     run.round()
     assert torch.isfinite(run.state.theta).all()
     with pytest.raises(InputError, match=r"objective\.base"):
-        world("fedcmr", objective=Objective())
+        population("fedcmr", objective=Objective())
 
 
 @pytest.mark.parametrize("shared_layers", ["base_enhance", "all"])
 def test_the_step_of_the_enhancenets_is_the_paired_silos_alone(shared_layers: str) -> None:
-    run = world("fedscmr", {"agg": "samples", "shared_layers": shared_layers})
+    run = population("fedscmr", {"agg": "samples", "shared_layers": shared_layers})
     layout = run.model.layout
     names = run.protocol.layers  # type: ignore[attr-defined]
     part = layout.part(names)
@@ -290,7 +290,7 @@ def test_the_step_of_the_enhancenets_is_the_paired_silos_alone(shared_layers: st
 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
 def test_silos_that_cannot_train_the_enhancenet_do_not_outvote_those_that_can(rule: Literal["median"]) -> None:
-    run = world("fedscmr", {"agg": "samples"}, kinds=[(True, True), *[(True, False)] * 3])
+    run = population("fedscmr", {"agg": "samples"}, kinds=[(True, True), *[(True, False)] * 3])
     layout = run.model.layout
     enhance = [name for name in run.protocol.layers if ".enhance." in name]  # type: ignore[attr-defined]
     paired, *others = run.replies()
@@ -306,7 +306,7 @@ def test_silos_that_cannot_train_the_enhancenet_do_not_outvote_those_that_can(ru
 
 
 def test_a_silo_that_cannot_measure_counts_as_the_median_of_all_that_ever_did() -> None:
-    run = world("fedscmr", {"sums": "reporters"})
+    run = population("fedscmr", {"sums": "reporters"})
     quality = torch.tensor([0.2, -1.0, -1.0, 0.8], dtype=torch.float64)
     alone = fedscmr._filled(quality[1:3], quality)
     assert alone.tolist() == [0.5, 0.5]
@@ -322,7 +322,7 @@ def with_loss(reply: Reply, value: float) -> Reply:
 
 @pytest.mark.parametrize("name", ["fedscmr", "fedcmr"])
 def test_losses_below_zero_leave_every_weight_finite(name: str) -> None:
-    run = world(name, kinds=PAIRED)
+    run = population(name, kinds=PAIRED)
     replies = [with_loss(reply, loss) for reply, loss in zip(run.replies(), (-10.0, 5.0, 5.01), strict=True)]
     assert bool(torch.isfinite(run.protocol.merge(run.state, replies, 0).state.theta).all())
 
@@ -332,7 +332,7 @@ def test_losses_below_zero_leave_every_weight_finite(name: str) -> None:
 def test_tables_of_last_scalars_forget_silos_past_the_age_limit(
     name: str, max_age: int | None, forgotten: bool
 ) -> None:
-    table, reporters = (world(name, {"sums": sums}, kinds=PAIRED) for sums in ("table", "reporters"))
+    table, reporters = (population(name, {"sums": sums}, kinds=PAIRED) for sums in ("table", "reporters"))
     table.protocol.context = dataclasses.replace(table.context, max_age=max_age)  # type: ignore[attr-defined]
     thetas = []
     for run in (table, reporters):
@@ -344,7 +344,7 @@ def test_tables_of_last_scalars_forget_silos_past_the_age_limit(
 
 
 def test_a_silo_that_went_silent_long_ago_is_no_part_of_the_median() -> None:
-    run = world("fedscmr")
+    run = population("fedscmr")
     replies = [with_map(reply, 0.1 if reply.silo.index == 0 else 0.9) for reply in run.replies()]
     state = run.protocol.merge(run.state, replies, 0).state
     fresh = [dataclasses.replace(reply, base_version=5) for reply in replies[1:]]
@@ -355,7 +355,7 @@ def test_a_silo_that_went_silent_long_ago_is_no_part_of_the_median() -> None:
 
 
 def test_a_silo_validates_on_the_lower_label_level_in_a_seeded_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    run = world("fedscmr", kinds=PAIRED[:1], sizes=(40,))
+    run = population("fedscmr", kinds=PAIRED[:1], sizes=(40,))
     names = (f"{COARSE}a", f"{COARSE}b", "c", "d")
     run.protocol.context = dataclasses.replace(run.context, label_names=names)  # type: ignore[attr-defined]
     seen = []
@@ -375,7 +375,7 @@ def test_the_loss_that_is_reported_is_that_of_the_last_epoch() -> None:
     means = {}
     for epochs in (1, 4):
         training = Training(batch_size=8, local_epochs=epochs, learning_rate=1e-2)
-        run = world("fedscmr", kinds=PAIRED[:1], sizes=(16,), training=training)
+        run = population("fedscmr", kinds=PAIRED[:1], sizes=(16,), training=training)
         trained = run.train(run.context.silos[0], learning_rate=1e-2)
         means[epochs] = (trained.loss, take(trained.payloads, Loss).value)
     assert means[1][0] == means[1][1]

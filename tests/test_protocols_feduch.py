@@ -22,7 +22,7 @@ from protocols import _personal_model, _training, feduch, objectives
 from protocols._losses import unit
 from protocols._similarity import Graph, batch_features, item_features, smallest
 from protocols.objectives import _reconstruction, dgcpn
-from tests.small_federation import World, share, world
+from tests.small_federation import World, population, share
 
 BASES = ("dgcpn", "djsrh", "jdsh")
 every_base = pytest.mark.parametrize("base", BASES)
@@ -32,7 +32,7 @@ LONE = ((True, True), (True, False), (False, True))
 
 def small(base: str, name: str = "fedavg", options: dict[str, Any] | None = None, **changes: Any) -> World:
     objective = Objective(base=base, bits=8, hidden=16)
-    return world(name, options, objective=objective, **{"training": SGD, **changes})
+    return population(name, options, objective=objective, **{"training": SGD, **changes})
 
 
 def local_of(run: World, index: int) -> Local:
@@ -218,7 +218,7 @@ def test_the_printed_similarity_is_that_of_the_batchs_own_codes_and_passes_no_gr
 @pytest.mark.parametrize("index", range(3))
 def test_with_the_printed_similarity_a_step_looks_at_codes_alone(index: int) -> None:
     objective = Objective.model_validate({"base": "dgcpn", "bits": 8, "hidden": 16, "similarity": "codes"})
-    run = world("fedavg", objective=objective, training=SGD, kinds=LONE, sizes=[4, 4, 4])
+    run = population("fedavg", objective=objective, training=SGD, kinds=LONE, sizes=[4, 4, 4])
     for step in work_of(run, index).steps(0, np.random.default_rng(0)):
         outs = _training.outputs(local_of(run, index), step.rows, step.caption)
         image, text = (None if out is None else out.code for out in outs)
@@ -261,7 +261,7 @@ def test_sharpness_goes_back_to_one_when_training_fails() -> None:
 def test_with_both_switches_off_feduch_is_fedavg_to_the_bit(base: str) -> None:
     objective = Objective() if base == "info_nce" else Objective(base=base, bits=8, hidden=16)
     off = {"contrast": False, "distill": False}
-    runs = [world(name, options, objective=objective) for name, options in (("feduch", off), ("fedavg", {}))]
+    runs = [population(name, options, objective=objective) for name, options in (("feduch", off), ("fedavg", {}))]
     for _ in range(3):
         for run in runs:
             run.round()
@@ -400,7 +400,7 @@ def test_what_a_method_compares_with_codes_of_before_training_is_as_sharp_as_the
     extras: list[_training.Extra] = []
     epochs = _training.train_epochs
 
-    def watched(*args: Any, extra: _training.Extra, **others: Any) -> _training.Outcome:
+    def watched(*args: Any, extra: _training.Extra, **others: Any) -> _training.TrainingResult:
         extras.append(extra)
         return epochs(*args, extra=extra, **others)
 
@@ -430,7 +430,7 @@ def test_what_a_method_compares_with_codes_of_before_training_is_as_sharp_as_the
 
 @pytest.mark.parametrize("base", [None, "dgcpn", "dcmh", "djsrh"])
 def test_outputs_that_are_not_sharpened_are_compared_as_they_are(base: str | None) -> None:
-    run = world("fedavg") if base is None else small(base)
+    run = population("fedavg") if base is None else small(base)
     local = local_of(run, 0)
     outs = _training.outputs(local, np.arange(3), np.zeros(len(local.share), np.int64))
     assert all(one is other for one, other in zip(_personal_model.unsharpened(local, *outs), outs, strict=True))
@@ -440,8 +440,8 @@ def test_outputs_that_are_not_sharpened_are_compared_as_they_are(base: str | Non
 def test_feduch_refuses_towers_whose_projections_differ_in_width(base: Literal["dcmh", "shdch"]) -> None:
     objective = Objective(base=base, bits=8)
     with pytest.raises(InputError, match=rf"objective\.base.*{base}"):
-        world("feduch", objective=objective)
-    world("feduch", {"contrast": False}, objective=objective).round()
+        population("feduch", objective=objective)
+    population("feduch", {"contrast": False}, objective=objective).round()
 
 
 def test_distillation_of_equal_codes_is_nothing_whatever_its_form() -> None:

@@ -16,7 +16,7 @@ from fedmq.errors import InputError
 from fedmq.federation.protocol import Reply
 from fedmq.wire.messages import ClassPrototypes, Loss
 from tests import in_process_run
-from tests.small_federation import World, world
+from tests.small_federation import World, population
 from tests.threaded_run import resolved
 
 PAIRED = ((True, True),) * 3
@@ -54,7 +54,7 @@ def test_sums_run_over_the_table_where_few_reply_unless_told_otherwise(
         ("reporters", {"sums": "reporters"}, True),
         ("table", {"sums": "table"}, True),
     ):
-        run = told(world(name, kinds=PAIRED), name, options, whole=rounds)
+        run = told(population(name, kinds=PAIRED), name, options, whole=rounds)
         replies = [with_loss(reply, 0.1 + reply.silo.index) for reply in run.replies()]
         state = run.protocol.merge(run.state, replies, 0).state
         few = [dataclasses.replace(reply, base_version=1) for reply in replies[1:]]
@@ -71,7 +71,7 @@ def test_sums_run_over_the_table_where_few_reply_unless_told_otherwise(
 def test_a_bit_near_a_tie_stays_where_few_reply_unless_told_otherwise(
     options: dict[str, Any], whole: bool, flips: bool
 ) -> None:
-    run = told(world("fedhap", kinds=PAIRED, objective=HASHING), "fedhap", options, whole=whole)
+    run = told(population("fedhap", kinds=PAIRED, objective=HASHING), "fedhap", options, whole=whole)
     replies = run.replies()
 
     def voting(sign: float) -> list[Reply]:

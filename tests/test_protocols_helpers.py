@@ -29,7 +29,7 @@ from protocols import (
 )
 from protocols.objectives.shdch import Level, swept_codes
 from tests.replies import payload_of, silo_of
-from tests.small_federation import World, world
+from tests.small_federation import World, population
 
 PAIRED = ((True, True),) * 4
 
@@ -64,7 +64,7 @@ def test_no_point_is_a_seed_twice_while_there_are_others() -> None:
 
 # ------------------------------------------------------------------------------------------------------------ tables
 def test_a_tables_entry_counts_up_to_its_age_limit_and_not_one_version_longer() -> None:
-    context = replace(world("fedavg").context, dim=2)
+    context = replace(population("fedavg").context, dim=2)
     for version, known in ((7, True), (8, False)):
         table = _centroids.initial(context, 1)
         table[_centroids.COUNTS] += 3
@@ -99,7 +99,7 @@ def test_a_modality_of_which_nobody_with_a_say_tells_anything_is_left_as_it_is()
 
 
 # ---------------------------------------------------------------------------------------------------- local training
-def run_with(run: World, silo: int, loss: _training.LossFunction) -> _training.Outcome:
+def run_with(run: World, silo: int, loss: _training.LossFunction) -> _training.TrainingResult:
     local = silo_of(run, silo)
     base = run.model.flat.detach().clone()
     work = _training.EveryBatch(local, 8, loss)
@@ -111,12 +111,12 @@ def test_a_reported_loss_is_the_mean_over_samples_however_they_fall_into_batches
         assert image is not None
         return torch.tensor(float(len(image)))
 
-    outcome = run_with(world("fedavg"), 0, size)  # 11 samples in batches of 8 and 3
+    outcome = run_with(population("fedavg"), 0, size)  # 11 samples in batches of 8 and 3
     assert (outcome.loss, outcome.last_loss) == (pytest.approx(73 / 11), pytest.approx(73 / 11))
 
 
 def test_silos_drop_units_of_their_own() -> None:
-    run = world("fedavg", objective=Objective(base="dgcpn", bits=8, hidden=16), kinds=PAIRED)
+    run = population("fedavg", objective=Objective(base="dgcpn", bits=8, hidden=16), kinds=PAIRED)
     seeds: dict[int, set[int]] = {0: set(), 3: set()}
     for silo, seen in seeds.items():
 
@@ -146,11 +146,11 @@ def test_shares_of_byzantine_silos_are_rounded_as_their_definitions_say() -> Non
 def test_fedcmr_tells_the_last_parts_mean_loss_and_remembers_its_displacement_alone(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = world("fedcmr", {"local_share": 0.5}, kinds=PAIRED, training=Training(batch_size=8, local_epochs=1))
+    run = population("fedcmr", {"local_share": 0.5}, kinds=PAIRED, training=Training(batch_size=8, local_epochs=1))
     starts: list[Tensor] = []
     real = _training.train_epochs
 
-    def watched(local: Local, context: Any, task: Task, base: Tensor, *rest: Any) -> _training.Outcome:
+    def watched(local: Local, context: Any, task: Task, base: Tensor, *rest: Any) -> _training.TrainingResult:
         starts.append(base.clone())
         return real(local, context, task, base, *rest)
 
@@ -172,7 +172,7 @@ def test_fedcmr_tells_the_last_parts_mean_loss_and_remembers_its_displacement_al
 def test_plfedcmhs_prototype_terms_are_means_over_the_batch_and_over_the_silos_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    run = world("plfedcmh", kinds=PAIRED)
+    run = population("plfedcmh", kinds=PAIRED)
     run.round()
     protocol: Any = run.protocol
     seen: dict[str, Any] = {}
@@ -206,14 +206,14 @@ def test_hysteresis_keeps_a_bit_whose_mean_is_just_as_large() -> None:
 
 
 def test_rcsr_tells_no_silo_a_weight_above_one() -> None:
-    run = world("rcsr", {"personal": "router", "s_norm": "relative"}, kinds=PAIRED)
+    run = population("rcsr", {"personal": "router", "s_norm": "relative"}, kinds=PAIRED)
     protocol: Any = run.protocol
     told = protocol._told(run.state.tensors, torch.tensor([0, 2]), torch.tensor([0.9, 0.1]).double(), 2)
     assert told["personal_weights"].tolist() == pytest.approx([1.0, 1.0, 0.2, 1.0])
 
 
 def test_rcsrs_router_rests_until_there_are_prototypes_of_both_modalities() -> None:
-    run = world("rcsr", {"warmup": 0}, kinds=PAIRED)
+    run = population("rcsr", {"warmup": 0}, kinds=PAIRED)
     protocol: Any = run.protocol
     steps = {}
     for valid in ((True, False), (False, True), (True, True)):

@@ -9,13 +9,13 @@ import torch
 
 from fedmq.config.scenario import Objective
 from fedmq.federation.protocol import SiloFacts, Trained
-from tests.small_federation import World, world
+from tests.small_federation import World, population
 
 PAIRED = ((True, True),)
 
 
 def made(base: str) -> tuple[World, SiloFacts]:
-    run = world("fedavg", kinds=PAIRED, sizes=[9], objective=Objective(base=base, bits=8, hidden=16))  # type: ignore[arg-type]
+    run = population("fedavg", kinds=PAIRED, sizes=[9], objective=Objective(base=base, bits=8, hidden=16))  # type: ignore[arg-type]
     (silo,) = run.context.silos
     return run, silo
 

@@ -13,7 +13,7 @@ from fedmq.seeds import numpy_generator
 from fedmq.wire.messages import ClassPrototypes, Delta
 from protocols import _class_prototypes, _clusters
 from tests.replies import payload_of, with_payload
-from tests.small_federation import DIM, LABELS, World, world
+from tests.small_federation import DIM, LABELS, World, population
 
 
 def prototype_kinds(run: World) -> dict[int, str]:
@@ -27,7 +27,7 @@ def prototype_kinds(run: World) -> dict[int, str]:
 
 
 def test_with_labels_paired_silos_report_class_prototypes_from_the_first_round() -> None:
-    run = world("mfcpl")
+    run = population("mfcpl")
     assert prototype_kinds(run) == {0: "both", 3: "both"}
     run.round()
     valid = run.state.tensors[_class_prototypes.VALID]
@@ -36,7 +36,7 @@ def test_with_labels_paired_silos_report_class_prototypes_from_the_first_round()
 
 
 def test_without_labels_the_first_centroids_become_classes_that_stay() -> None:
-    run = world("mfcpl", {"classes": 3}, labels=())
+    run = population("mfcpl", {"classes": 3}, labels=())
     assert prototype_kinds(run) == {0: "text", 3: "text"}
     run.round()
     classes = run.state.tensors["pseudo_classes"]
@@ -55,7 +55,7 @@ def test_prototypes_teach_silos_that_lack_a_modality(labels: tuple[str, ...], in
     training = Training(batch_size=8, local_epochs=2, weight_decay=0.0)
     updates = []
     for name in ("fedavg", "mfcpl"):
-        run = world(name, {"lambda_anc": 0.0}, labels=labels, training=training)
+        run = population(name, {"lambda_anc": 0.0}, labels=labels, training=training)
         for _ in range(3):
             run.round()
         (reply,) = run.replies([run.context.silos[index]])
@@ -75,7 +75,7 @@ def made(run: World) -> bool:
 
 @pytest.mark.parametrize("cohort", [None, 4])
 def test_a_full_first_cohort_makes_the_classes_at_once_of_its_centroids(cohort: int | None) -> None:
-    run = world("mfcpl", {"classes": 3}, labels=())
+    run = population("mfcpl", {"classes": 3}, labels=())
     if cohort is not None:
         in_cohorts_of(run, cohort)
     replies = run.replies()
@@ -91,7 +91,7 @@ def test_a_full_first_cohort_makes_the_classes_at_once_of_its_centroids(cohort: 
 
 def test_no_silos_captions_alone_make_the_classes_of_all() -> None:
     kinds = [(True, True)] * 5 + [(True, False)]
-    run = in_cohorts_of(world("mfcpl", {"classes": 3}, labels=(), kinds=kinds, sizes=[6, 5, 7, 8, 9, 4]), 4)
+    run = in_cohorts_of(population("mfcpl", {"classes": 3}, labels=(), kinds=kinds, sizes=[6, 5, 7, 8, 9, 4]), 4)
     for index in (0, 0, 0, 3, 5):
         run.round([run.context.silos[index]])
         assert not made(run)
@@ -107,7 +107,7 @@ def test_half_of_the_paired_silos_or_as_many_silos_as_a_round_has_are_enough(
     order: tuple[int, ...], cohort: int
 ) -> None:
     kinds = [(True, True)] * 5 + [(True, False)] * 2
-    run = in_cohorts_of(world("mfcpl", {"classes": 3}, labels=(), kinds=kinds, sizes=[5] * 7), cohort)
+    run = in_cohorts_of(population("mfcpl", {"classes": 3}, labels=(), kinds=kinds, sizes=[5] * 7), cohort)
     seen = []
     for index in order:
         run.round([run.context.silos[index]])
@@ -116,7 +116,7 @@ def test_half_of_the_paired_silos_or_as_many_silos_as_a_round_has_are_enough(
 
 
 def test_a_checkpoint_from_before_centroids_were_kept_goes_on() -> None:
-    run = in_cohorts_of(world("mfcpl", {"classes": 3}, labels=()), 4)
+    run = in_cohorts_of(population("mfcpl", {"classes": 3}, labels=()), 4)
     without = {name: each for name, each in run.state.tensors.items() if not name.startswith("given_")}
     run.state = dataclasses.replace(run.state, tensors=without)
     run.round()
@@ -124,14 +124,14 @@ def test_a_checkpoint_from_before_centroids_were_kept_goes_on() -> None:
 
 
 def test_no_pseudo_class_is_made_of_what_nobody_sent() -> None:
-    run = world("mfcpl", {"classes": 3}, labels=(), kinds=((True, False), (False, True)), sizes=(6, 6))
+    run = population("mfcpl", {"classes": 3}, labels=(), kinds=((True, False), (False, True)), sizes=(6, 6))
     for _ in range(3):
         run.round()
     assert not run.state.tensors["pseudo_classes_sizes"].any()
 
 
 def test_centroids_of_more_samples_than_the_update_are_refused() -> None:
-    run = world("mfcpl", {"classes": 3}, labels=())
+    run = population("mfcpl", {"classes": 3}, labels=())
     reply = next(each for each in run.replies() if each.silo.paired)
     run.protocol.check(reply.payloads)  # type: ignore[attr-defined]
     centroids = payload_of(reply, ClassPrototypes)

@@ -13,7 +13,7 @@ from fedmq.config.scenario import Objective
 from fedmq.wire.messages import PartialDelta
 from protocols._missing_branch import completed, layers_of, shortened, trainable
 from tests import in_process_run, threaded_run
-from tests.small_federation import world
+from tests.small_federation import population
 from tests.threaded_run import resolved
 
 #: FedPer keeps the last layers to the silos, and the image net of these bases has no other.
@@ -23,7 +23,7 @@ LONE = "missing_modality.silos={silo-01: image}"
 
 @pytest.mark.parametrize("base", ["dcmh", "shdch"])
 def test_its_update_holds_no_layer_of_the_branch_it_lacks(base: str) -> None:
-    run = world("fedper", objective=Objective(base=base, bits=8, hidden=16))  # type: ignore[arg-type]
+    run = population("fedper", objective=Objective(base=base, bits=8, hidden=16))  # type: ignore[arg-type]
     image_only = next(silo for silo in run.context.silos if not silo.text)
     layout, shared = run.context.layout, layers_of(run.context.layout, run.protocol.layers)  # type: ignore[attr-defined]
     assert trainable(shared, image_only) == ()

@@ -17,7 +17,7 @@ from fedmq.config.scenario import Objective
 from protocols import _personal
 from protocols._options import without_effect
 from protocols._personal_model import OWN
-from tests.small_federation import OBJECTIVES, world
+from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved
 
 METHODS = [name for name in protocols.names() if hasattr(protocols.load(name).Options, "OF")]
@@ -71,7 +71,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
 def trained(name: str, options: dict[str, Any], base: str | None) -> dict[str, torch.Tensor]:
     """The model and what silos keep of their own to be measured by, after four rounds."""
     objective = Objective(base="csq", bits=8, hidden=16) if base else OBJECTIVES.get(name)
-    run = world(name, options, objective=objective)
+    run = population(name, options, objective=objective)
     for _ in range(4):
         run.round()
     own = {

@@ -16,14 +16,14 @@ from fedmq.federation.protocol import Local, Personalised, State
 from fedmq.wire.messages import ClassPrototypes, Delta, Model
 from protocols import _hypernetwork, plfedcmh
 from tests.replies import payload_of
-from tests.small_federation import DIM, World, equal_states, share, world
+from tests.small_federation import DIM, World, equal_states, population, share
 
 TWO = ((True, True), (True, True))
 GENERATOR = 7
 
 
 def trained_world(rounds: int = 2, **arguments: Any) -> World:
-    run = world("plfedcmh", **arguments)
+    run = population("plfedcmh", **arguments)
     for _ in range(rounds):
         run.round()
     return run
@@ -43,7 +43,7 @@ def mixture(flat: torch.Tensor, shape: Any, parts: dict[str, slice], models: tor
 
 # ------------------------------------------------------------------------- the hypernetwork
 def test_a_block_is_a_layers_weight_and_bias_and_blocks_cover_their_branch() -> None:
-    run = world("plfedcmh")
+    run = population("plfedcmh")
     for name in ("image", "text"):
         parts = _hypernetwork.blocks(run.context.layout, run.model.branch(name))
         ordered = sorted(parts.values(), key=lambda part: part.start)
@@ -97,7 +97,7 @@ def test_descent_moves_a_mixture_where_the_update_points_and_the_code_away(sign:
 
 # ------------------------------------------------------------------------- the coordinator
 def test_before_anybody_has_trained_every_silo_gets_the_same_model() -> None:
-    run = world("plfedcmh")
+    run = population("plfedcmh")
     for silo in run.context.silos:
         assert torch.equal(run.protocol.mixture(run.state, silo), run.state.theta)
 
@@ -155,12 +155,12 @@ def test_a_silo_that_gains_or_loses_a_modality_is_mixed_by_what_it_last_trained(
 
 
 def test_the_hypernetwork_of_a_branch_the_silo_lacks_never_moves() -> None:
-    run = world("plfedcmh")
+    run = population("plfedcmh")
     before = run.state.tensors["hyper_text"][1].clone()
     for _ in range(3):
         run.round()
     assert torch.equal(run.state.tensors["hyper_text"][1], before)
-    assert not torch.equal(run.state.tensors["hyper_image"][1], world("plfedcmh").state.tensors["hyper_image"][1])
+    assert not torch.equal(run.state.tensors["hyper_image"][1], population("plfedcmh").state.tensors["hyper_image"][1])
 
 
 def test_a_stale_reply_moves_the_hypernetwork_less() -> None:
@@ -201,7 +201,7 @@ def test_a_silo_that_stays_away_keeps_its_last_model() -> None:
 def test_the_global_model_is_fedavgs_with_equal_weights() -> None:
     objective = Objective(base="shdch", bits=8, hidden=16)
     run, plain = (
-        world(name, options, objective=objective)
+        population(name, options, objective=objective)
         for name, options in (("plfedcmh", {}), ("fedavg", {"weighting": "uniform"}))
     )
     run.round()
@@ -213,8 +213,8 @@ def test_the_global_model_is_fedavgs_with_equal_weights() -> None:
 def test_without_prototypes_and_mixing_a_silo_trains_as_fedavg_does() -> None:
     objective = Objective(base="shdch", bits=8, hidden=16)
     options = {"beta": 0.0, "eta": 0.0}
-    run = world("plfedcmh", options, kinds=((True, True),), sizes=(7,), objective=objective)
-    plain = world("fedavg", kinds=((True, True),), sizes=(7,), objective=objective)
+    run = population("plfedcmh", options, kinds=((True, True),), sizes=(7,), objective=objective)
+    plain = population("fedavg", kinds=((True, True),), sizes=(7,), objective=objective)
     for _ in range(3):
         run.round()
         plain.round()
@@ -247,7 +247,7 @@ def test_a_sample_of_two_classes_is_drawn_to_the_mean_of_their_prototypes() -> N
 
 
 def test_prototypes_are_class_means_of_the_modalities_the_silo_has() -> None:
-    run = world("plfedcmh", kinds=((True, False), (True, True)), sizes=(6, 6))
+    run = population("plfedcmh", kinds=((True, False), (True, True)), sizes=(6, 6))
     reply = run.replies()[0]
     (found,) = [payload for payload in reply.payloads if isinstance(payload, ClassPrototypes)]
     image, text = np.split(found.prototypes, 2)
@@ -292,7 +292,7 @@ def test_a_silo_may_be_measured_by_its_model_as_its_last_training_left_it() -> N
 
 def test_a_base_without_labels_is_refused() -> None:
     with pytest.raises(InputError, match=r"objective\.base"):
-        world("plfedcmh", objective=Objective())
+        population("plfedcmh", objective=Objective())
 
 
 def test_it_runs_on_a_base_with_common_layers_too() -> None:

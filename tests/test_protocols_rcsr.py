@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from fedmq.config.scenario import Training
-from fedmq.federation.protocol import Merged, Reply, State, take
+from fedmq.federation.protocol import MergeResult, Reply, State, take
 from fedmq.wire.messages import ClassPrototypes, Geometry, Loss, ModalityPrototypes, RouterStatistics
 from protocols import _aggregation, _prototypes, _router, rcsr
 from protocols._centroids import MEMBERS
 from protocols._losses import anchor, info_nce, nearest_anchor, unit
 from tests import in_process_run
 from tests.replies import weights_of, with_payload
-from tests.small_federation import DIM, MIXED, equal_states, share, world
+from tests.small_federation import DIM, MIXED, equal_states, population, share
 from tests.threaded_run import resolved
 
 OFF = {"router": False, "minimax": False, "client_align": False, "anchor": False, "lambda_s": 0.0}
@@ -29,8 +29,8 @@ OFF = {"router": False, "minimax": False, "client_align": False, "anchor": False
 # ------------------------------------------------------------------------- degeneration
 @pytest.mark.parametrize("branch_renorm", [False, True])
 def test_with_every_switch_off_rcsr_is_fedavg_to_the_bit(branch_renorm: bool) -> None:
-    plain = world("fedavg", {"single_modality": "idle", "branch_renorm": branch_renorm})
-    run = world("rcsr", {**OFF, "branch_renorm": branch_renorm})
+    plain = population("fedavg", {"single_modality": "idle", "branch_renorm": branch_renorm})
+    run = population("rcsr", {**OFF, "branch_renorm": branch_renorm})
     for _ in range(4):
         plain.round()
         run.round()
@@ -39,8 +39,8 @@ def test_with_every_switch_off_rcsr_is_fedavg_to_the_bit(branch_renorm: bool) ->
 
 @pytest.mark.parametrize("proto_unit", [True, False])
 def test_with_anchors_on_and_all_else_off_it_is_anchored_fedavg_to_the_bit(proto_unit: bool) -> None:
-    plain = world("fedavg", {"proto_unit": proto_unit})
-    run = world("rcsr", {**OFF, "anchor": True, "proto_unit": proto_unit})
+    plain = population("fedavg", {"proto_unit": proto_unit})
+    run = population("rcsr", {**OFF, "anchor": True, "proto_unit": proto_unit})
     for _ in range(6):
         plain.round()
         run.round()
@@ -50,7 +50,11 @@ def test_with_anchors_on_and_all_else_off_it_is_anchored_fedavg_to_the_bit(proto
 
 def test_the_paired_control_is_fedavg_where_all_silos_are_paired() -> None:
     kinds = ((True, True),) * 3
-    runs = [world("fedavg", kinds=kinds), world("paired_only", kinds=kinds), world("rcsr", OFF, kinds=kinds)]
+    runs = [
+        population("fedavg", kinds=kinds),
+        population("paired_only", kinds=kinds),
+        population("rcsr", OFF, kinds=kinds),
+    ]
     for _ in range(3):
         for run in runs:
             run.round()
@@ -59,7 +63,7 @@ def test_the_paired_control_is_fedavg_where_all_silos_are_paired() -> None:
 
 
 def test_the_router_over_the_table_equals_the_router_over_reporters_when_all_report() -> None:
-    runs = [world("rcsr", {"warmup": 0, "router_over": over}) for over in ("reporters", "table")]
+    runs = [population("rcsr", {"warmup": 0, "router_over": over}) for over in ("reporters", "table")]
     for _ in range(3):
         for run in runs:
             run.round()
@@ -73,7 +77,7 @@ def test_where_merges_are_of_few_replies_the_router_looks_at_all_silos_unless_to
         ("reporters", False, "reporters"),
         ("table", True, "table"),
     ):
-        run = world("rcsr", {"warmup": 0, "router_over": given, "minimax": False, "personal": "router"})
+        run = population("rcsr", {"warmup": 0, "router_over": given, "minimax": False, "personal": "router"})
         context = dataclasses.replace(run.context, whole_rounds=whole)
         run.protocol = rcsr.Rcsr(run.protocol.options, context)  # type: ignore[attr-defined]
         run.round()
@@ -102,7 +106,7 @@ def test_a_run_without_rounds_has_its_router_look_at_the_table(
     seen: list[str] = []
     merge = rcsr.Rcsr.merge
 
-    def watched(protocol: rcsr.Rcsr, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def watched(protocol: rcsr.Rcsr, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         seen.append(protocol.router_over)
         return merge(protocol, state, replies, round_)
 
@@ -112,7 +116,7 @@ def test_a_run_without_rounds_has_its_router_look_at_the_table(
 
 
 def test_the_router_over_the_table_still_weighs_a_buffer_of_two() -> None:
-    run = world("rcsr", {"warmup": 1, "router_over": "table"})
+    run = population("rcsr", {"warmup": 1, "router_over": "table"})
     run.round()
     for silos in (run.eligible[:2], run.eligible[2:]):
         log = run.round(silos)
@@ -122,7 +126,7 @@ def test_the_router_over_the_table_still_weighs_a_buffer_of_two() -> None:
 
 @pytest.mark.parametrize("older", [False, True], ids=["", "checkpoint of before the mask was kept"])
 def test_the_table_knows_the_modalities_of_each_silos_last_report(older: bool) -> None:
-    runs = [world("rcsr", {"warmup": 0, "router_over": over}) for over in ("reporters", "table")]
+    runs = [population("rcsr", {"warmup": 0, "router_over": over}) for over in ("reporters", "table")]
     for run in runs:
         run.round()
         lost, gained = run.context.silos[0], run.context.silos[1]
@@ -142,7 +146,7 @@ def test_the_table_knows_the_modalities_of_each_silos_last_report(older: bool) -
 
 
 def test_the_router_over_the_table_takes_a_checkpoint_without_the_mask() -> None:
-    run, older = (world("rcsr", {"warmup": 0, "router_over": "table"}) for _ in range(2))
+    run, older = (population("rcsr", {"warmup": 0, "router_over": "table"}) for _ in range(2))
     for each in (run, older):
         each.round()
     without = {name: each for name, each in older.state.tensors.items() if name != "table_mask"}
@@ -153,7 +157,7 @@ def test_the_router_over_the_table_takes_a_checkpoint_without_the_mask() -> None
 
 
 def test_an_older_reply_does_not_overwrite_the_table() -> None:
-    run = world("rcsr")
+    run = population("rcsr")
     for _ in range(2):
         run.round()
     stale = [dataclasses.replace(reply, base_version=0, staleness=2) for reply in run.replies()]
@@ -165,7 +169,7 @@ def test_an_older_reply_does_not_overwrite_the_table() -> None:
 @pytest.mark.parametrize("warmup", [0, 20])
 @pytest.mark.parametrize("loss", [0.0, 1e-30, 1.0, 1e4, 1e30])
 def test_weights_sum_to_one_and_stay_finite_for_extreme_losses(loss: float, warmup: int) -> None:
-    run = world("rcsr", {"warmup": warmup, "branch_renorm": False}, kinds=((True, True),) * 4)
+    run = population("rcsr", {"warmup": warmup, "branch_renorm": False}, kinds=((True, True),) * 4)
     run.round()
     replies = run.replies()
     replies[0] = with_payload(replies[0], Loss(value=loss))
@@ -184,14 +188,14 @@ def test_weights_sum_to_one_and_stay_finite_for_extreme_losses(loss: float, warm
 def test_without_the_router_weights_follow_the_samples_or_are_all_alike() -> None:
     for router, expected in ((False, [11 / 32, 9 / 32, 7 / 32, 5 / 32]), ("uniform", [0.25] * 4)):
         options = {"router": router, "minimax": False, "branch_renorm": False, "warmup": 0}
-        run = world("rcsr", options, kinds=((True, True),) * 4)
+        run = population("rcsr", options, kinds=((True, True),) * 4)
         np.testing.assert_allclose(weights_of(run, run.replies()), expected, atol=1e-6)
         run.round()
         assert run.state.values["router_steps"] == 0
 
 
 def test_during_warm_up_weights_follow_the_samples_and_the_router_rests() -> None:
-    run = world("rcsr", {"warmup": 2, "minimax": False, "branch_renorm": False}, kinds=((True, True),) * 4)
+    run = population("rcsr", {"warmup": 2, "minimax": False, "branch_renorm": False}, kinds=((True, True),) * 4)
     by_samples = torch.tensor([11, 9, 7, 5], dtype=torch.float64) / 32
     router = run.state.tensors["router"]
     for _ in range(2):
@@ -222,7 +226,7 @@ def test_the_first_prototype_is_taken_as_it_is_and_later_ones_are_averaged_in() 
 
 
 def test_a_modality_nobody_reports_keeps_its_prototype() -> None:
-    run = world("rcsr")
+    run = population("rcsr")
     image_silo = run.eligible[1]
     run.round([image_silo])
     assert run.state.tensors["prototypes_valid"].tolist() == [True, False]
@@ -235,7 +239,7 @@ def test_a_modality_nobody_reports_keeps_its_prototype() -> None:
 
 
 def test_a_filler_is_never_trusted_whatever_the_silo_sends() -> None:
-    run = world("rcsr", {"warmup": 0})
+    run = population("rcsr", {"warmup": 0})
     run.round()
     replies = run.replies()
     image_only = replies[1]
@@ -248,7 +252,7 @@ def test_a_filler_is_never_trusted_whatever_the_silo_sends() -> None:
 
 
 def test_an_image_only_silo_is_idle_until_there_is_a_text_prototype_then_moves_towards_it() -> None:
-    run = world("rcsr", training=Training(batch_size=8, local_epochs=20))
+    run = population("rcsr", training=Training(batch_size=8, local_epochs=20))
     silo = run.eligible[1]
     assert run.train(silo).loss == 0.0
     run.round()
@@ -268,7 +272,9 @@ def test_an_image_only_silo_is_idle_until_there_is_a_text_prototype_then_moves_t
 @pytest.mark.parametrize("filler", ["ema", "zero", "learned"])
 @pytest.mark.parametrize("mask", ["input", "none"])
 def test_every_filler_runs_and_the_learned_one_is_learned(filler: str, mask: str) -> None:
-    run = world("rcsr", {"filler": filler, "router_mask": mask, "warmup": 1, "masked_pc": False, "masked_ema": False})
+    run = population(
+        "rcsr", {"filler": filler, "router_mask": mask, "warmup": 1, "masked_pc": False, "masked_ema": False}
+    )
     fresh = run.state.tensors["router"].clone()
     for _ in range(3):
         run.round()
@@ -294,7 +300,7 @@ def test_every_filler_runs_and_the_learned_one_is_learned(filler: str, mask: str
     ids="+".join,
 )
 def test_every_ablation_runs_and_changes_the_result(changes: dict[str, Any]) -> None:
-    full, other = world("rcsr", {"warmup": 1}), world("rcsr", {"warmup": 1, **changes})
+    full, other = population("rcsr", {"warmup": 1}), population("rcsr", {"warmup": 1, **changes})
     for _ in range(4):
         full.round()
         other.round()
@@ -311,7 +317,7 @@ def test_many_anchors_draw_each_sample_to_the_nearest_and_one_is_the_printed_anc
 
 def test_silos_that_lack_a_modality_get_all_centroids_of_it_once_the_warm_up_is_over() -> None:
     options = {"anchor": "multi", "anchor_centroids": 3, "anchor_support": 2, "warmup": 2}
-    run = world("rcsr", options, kinds=((True, True), (True, False), (False, True)), sizes=(8, 8, 8))
+    run = population("rcsr", options, kinds=((True, True), (True, False), (False, True)), sizes=(8, 8, 8))
 
     def down() -> list[ClassPrototypes | None]:
         tasks = [run.protocol.task(run.state, silo) for silo in run.eligible]
@@ -334,7 +340,7 @@ def test_silos_that_lack_a_modality_get_all_centroids_of_it_once_the_warm_up_is_
 
 # ------------------------------------------------------------------------- the report
 def test_the_geometry_remembers_the_previous_update() -> None:
-    run = world("rcsr")
+    run = population("rcsr")
     silo = run.eligible[0]
 
     def turn() -> float:
@@ -355,7 +361,7 @@ def test_the_norm_ratio_of_a_single_modality_silo_stays_small_in_the_token() -> 
 
 
 def test_prototypes_come_from_at_most_128_samples() -> None:
-    run = world("rcsr", kinds=((True, True),), sizes=(300,))
+    run = population("rcsr", kinds=((True, True),), sizes=(300,))
     seen: list[int] = []
 
     def note(_: torch.nn.Module, arguments: tuple[torch.Tensor]) -> None:
@@ -421,7 +427,7 @@ def test_our_step_of_adam_is_torchs() -> None:
 
 
 def test_the_router_learns_to_prefer_silos_near_the_global_prototypes() -> None:
-    run = world("rcsr", {"warmup": 0, "beta4": 0.0, "router_rate": 1e-2})
+    run = population("rcsr", {"warmup": 0, "beta4": 0.0, "router_rate": 1e-2})
     protocol: Any = run.protocol
     generator = torch.Generator().manual_seed(3)
     target = torch.nn.functional.normalize(torch.randn(2, DIM, generator=generator), dim=-1)
@@ -448,7 +454,7 @@ def test_the_entropy_has_a_finite_gradient_at_a_weight_of_zero() -> None:
 
 # ------------------------------------------------------------------------- merging branches
 def test_a_branch_is_averaged_over_the_silos_that_trained_it() -> None:
-    run = world("fedavg")
+    run = population("fedavg")
     branches = {"image": slice(0, 2), "text": slice(2, 4)}
     silos = run.context.silos
     updates = [
@@ -470,13 +476,13 @@ def test_a_batch_of_one_has_an_info_nce_of_exactly_zero() -> None:
 
 
 def test_the_state_before_the_first_round_knows_of_nobody() -> None:
-    state: State = world("rcsr").state
+    state: State = population("rcsr").state
     assert state.tensors["table_versions"].tolist() == [-1] * len(MIXED)
     assert float(state.tensors["fair_log_q"].exp().sum()) == pytest.approx(1)
 
 
 def test_a_silo_merged_alone_is_told_its_weight_among_all_that_the_router_knows() -> None:
-    run = world("rcsr", {"personal": "router", "router_over": "table", "warmup": 0})
+    run = population("rcsr", {"personal": "router", "router_over": "table", "warmup": 0})
     run.round()
     alone = run.context.silos[0]
     run.round([alone])

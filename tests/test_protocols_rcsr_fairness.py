@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from fedmq.wire.messages import Loss
 from protocols import _aggregation, _fairness, rcsr
 from tests.replies import weights_of, with_payload
-from tests.small_federation import world
+from tests.small_federation import population
 
 
 def test_fairness_multiplies_the_weights_in_warm_up_too() -> None:
-    run = world("rcsr", {"branch_renorm": False, "fair_eta": 1.0}, kinds=((True, True),) * 2, sizes=(8, 8))
+    run = population("rcsr", {"branch_renorm": False, "fair_eta": 1.0}, kinds=((True, True),) * 2, sizes=(8, 8))
     low, high = (with_payload(reply, Loss(value=value)) for reply, value in zip(run.replies(), (1.0, 3.0), strict=True))
     weights = weights_of(run, [low, high])
     assert weights[1] > 0.6
@@ -28,7 +28,7 @@ def test_fairness_multiplies_the_weights_in_warm_up_too() -> None:
 @pytest.mark.parametrize(("rule", "share"), [("code", 1 / (1 + math.exp(2 / 1.5))), ("entropic", 0.5)])
 def test_the_log_tells_the_weight_of_silos_that_lack_a_modality(rule: str, share: float) -> None:
     options = {"router": False, "fair_update": rule, "fair_eta": 1.0, "fair_tau": 0.5}
-    run = world("rcsr", options, kinds=((True, True), (False, True)), sizes=(8, 8))
+    run = population("rcsr", options, kinds=((True, True), (False, True)), sizes=(8, 8))
     replies = [with_payload(reply, Loss(value=value)) for reply, value in zip(run.replies(), (3.0, 1.0), strict=True)]
     log = run.protocol.merge(run.state, replies, run.version).log
     assert log["weight_single"] == pytest.approx(share), "losses of different kinds are compared by one rule alone"
@@ -170,7 +170,7 @@ def test_a_running_mean_that_was_blinded_sees_again_reply_by_reply(first: float)
 
 
 def test_a_lone_reply_is_measured_by_what_all_silos_last_reported() -> None:
-    run = world("rcsr", kinds=((True, True),) * 4)
+    run = population("rcsr", kinds=((True, True),) * 4)
     run.round()
     blinded = {**run.state.tensors, "fair_running": torch.tensor([1e26, 0.0, 0.0], dtype=torch.float64)}
     run.state = dataclasses.replace(run.state, tensors=blinded)
@@ -182,7 +182,7 @@ def test_the_printed_formula_has_no_caps() -> None:
     losses, start = [1.0, 1e-9, 500.0], torch.full((3,), 1 / 3, dtype=torch.float64).log()
     for rule in ("paper", "entropic"):
         options = {"fair_update": rule, "fair_center": False, "fair_tau": 0.0}
-        run = world("rcsr", options, kinds=((True, True),) * 3)
+        run = population("rcsr", options, kinds=((True, True),) * 3)
         seen = {"fair_running": torch.tensor([2.0, 0, 0]).double(), "fair_seen": torch.tensor([True, False, False])}
         run.state = dataclasses.replace(run.state, tensors={**run.state.tensors, **seen})
         replies = [with_payload(reply, Loss(value)) for reply, value in zip(run.replies(), losses, strict=True)]
@@ -194,7 +194,7 @@ def test_the_printed_formula_has_no_caps() -> None:
 
 
 def test_a_stale_loss_moves_q_less() -> None:
-    run = world("rcsr", {"fair_eta": 0.4, "fair_tau": 0.5}, kinds=((True, True),) * 2, sizes=(8, 8))
+    run = population("rcsr", {"fair_eta": 0.4, "fair_tau": 0.5}, kinds=((True, True),) * 2, sizes=(8, 8))
     fresh, stale = (with_payload(reply, Loss(value)) for reply, value in zip(run.replies(), (1.0, 3.0), strict=True))
     stale = dataclasses.replace(stale, staleness=3, damping=0.5)
     after = run.protocol.merge(run.state, [fresh, stale], 0).state.tensors["fair_log_q"]
@@ -204,7 +204,7 @@ def test_a_stale_loss_moves_q_less() -> None:
 
 
 def test_a_silo_that_lost_a_modality_counts_in_its_new_group_also_where_it_does_not_report() -> None:
-    run = world("rcsr", {"warmup": 0}, kinds=((True, True),) * 5, sizes=(9,) * 5)
+    run = population("rcsr", {"warmup": 0}, kinds=((True, True),) * 5, sizes=(9,) * 5)
     for version in range(6):
         replies = []
         for silo in run.context.silos if version < 2 else run.context.silos[:2]:

@@ -14,7 +14,7 @@ from fedmq.storage.json_files import read_lines
 from fedmq.storage.run_folder import RunFolder
 from protocols import _personal
 from tests import threaded_run
-from tests.small_federation import world
+from tests.small_federation import population
 
 ON = {"personal": "router", "personal_onset": 0, "personal_epochs": 3, "personal_rate": 1.0, "warmup": 1}
 
@@ -26,7 +26,7 @@ def test_an_adapter_begins_as_nearly_no_correction() -> None:
 
 
 def test_adapters_move_and_differ_from_silo_to_silo() -> None:
-    run = world("rcsr", ON)
+    run = population("rcsr", ON)
     for _ in range(2):
         run.round()
     adapters = [run.personal[silo.index][_personal.STATE] for silo in run.eligible]
@@ -35,7 +35,7 @@ def test_adapters_move_and_differ_from_silo_to_silo() -> None:
 
 
 def test_personalisation_changes_nothing_that_is_shared() -> None:
-    plain, personal = world("rcsr", {"warmup": 1}), world("rcsr", ON)
+    plain, personal = population("rcsr", {"warmup": 1}), population("rcsr", ON)
     for _ in range(3):
         plain.round()
         personal.round()
@@ -44,7 +44,7 @@ def test_personalisation_changes_nothing_that_is_shared() -> None:
 
 def test_fedbridge_p_fits_adapters_to_pairs_only_and_shares_nothing_of_them() -> None:
     on = {"personal": True, "personal_onset": 0, "personal_epochs": 3, "personal_rate": 1.0}
-    plain, personal = world("fedbridge"), world("fedbridge", on)
+    plain, personal = population("fedbridge"), population("fedbridge", on)
     for _ in range(3):
         plain.round()
         personal.round()
@@ -56,7 +56,7 @@ def test_fedbridge_p_fits_adapters_to_pairs_only_and_shares_nothing_of_them() ->
 
 
 def test_no_adapter_is_there_before_the_onset_round() -> None:
-    run = world("rcsr", {**ON, "personal_onset": 2})
+    run = population("rcsr", {**ON, "personal_onset": 2})
     for round_ in range(3):
         run.round()
         has = [_personal.STATE in run.personal[silo.index] for silo in run.eligible]
@@ -65,7 +65,7 @@ def test_no_adapter_is_there_before_the_onset_round() -> None:
 
 @pytest.mark.parametrize("off", [{"anchor": False}, {"lambda_anc": 0.0}], ids=["no anchor", "an anchor of weight 0"])
 def test_without_an_anchor_a_silo_that_lacks_a_modality_fits_no_adapter(off: dict[str, Any]) -> None:
-    run, anchored = world("rcsr", {**ON, **off}), world("rcsr", ON)
+    run, anchored = population("rcsr", {**ON, **off}), population("rcsr", ON)
     for _ in range(2):
         run.round()
         anchored.round()
@@ -79,7 +79,7 @@ def test_without_an_anchor_a_silo_that_lacks_a_modality_fits_no_adapter(off: dic
 
 
 def test_an_adapter_goes_on_from_where_it_was() -> None:
-    run = world("rcsr", ON)
+    run = population("rcsr", ON)
     run.round()
     before = run.personal[0][_personal.STATE].clone()
     run.round()

@@ -28,7 +28,7 @@ from protocols._personal_model import OWN
 from protocols.creamfl import LAST
 from tests.gradients import gradient_of
 from tests.replies import payload_of
-from tests.small_federation import World, share, world
+from tests.small_federation import World, population, share
 
 BITS = 8
 SIZES = (11, 9)
@@ -40,7 +40,7 @@ def started(name: str, options: Mapping[str, Any] | None = None, *, epochs: int 
     training = Training(
         optimizer="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=64, local_epochs=epochs
     )
-    run = world(name, options, kinds=((True, True),) * 2, sizes=SIZES, training=training, **changes)
+    run = population(name, options, kinds=((True, True),) * 2, sizes=SIZES, training=training, **changes)
     run.shares = {silo.index: share(silo, size, 1) for silo, size in zip(run.context.silos, SIZES, strict=True)}
     return run
 
@@ -350,7 +350,7 @@ def test_a_silo_of_one_modality_steps_on_fedbridges_assignment_keeping_and_pairs
     }
     # Keeping near the downloaded model has a gradient from the second step on.
     training = PLAIN.model_copy(update={"local_epochs": 2})
-    run = world("fedbridge", options, kinds=((True, True), kind), sizes=SIZES, training=training)
+    run = population("fedbridge", options, kinds=((True, True), kind), sizes=SIZES, training=training)
     run.round()
     silo, rate = run.context.silos[1], 0.1
     task = Task(run.version + 1, run.version, run.version, rate, run.protocol.task(run.state, silo))
@@ -392,7 +392,7 @@ def test_a_silo_of_one_modality_steps_on_fedbridges_assignment_keeping_and_pairs
 
 @pytest.mark.parametrize("image", [True, False])
 def test_a_silo_steps_on_creamfls_contrasts_with_the_global_representations(image: bool) -> None:
-    run = world("creamfl_public", kinds=((image, not image), (True, True)), sizes=SIZES, training=PLAIN)
+    run = population("creamfl_public", kinds=((image, not image), (True, True)), sizes=SIZES, training=PLAIN)
     run.round()
     silo, held, lacked = run.context.silos[0], *(("image", "text") if image else ("text", "image"))
     before, rate = run.personal[0], 0.1
@@ -419,7 +419,7 @@ def test_a_silo_steps_on_creamfls_contrasts_with_the_global_representations(imag
 
 def test_creamfls_coordinator_steps_on_the_public_pairs_and_the_distillation() -> None:
     rate = 0.1
-    run = world(
+    run = population(
         "creamfl_public", {"kd": 2.0, "server_rate": rate}, kinds=((True, True),), sizes=SIZES[:1], training=PLAIN
     )
     replies, before = run.replies(), run.state.theta

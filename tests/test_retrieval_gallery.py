@@ -23,7 +23,7 @@ from fedmq.config.scenario import Backbone, Data, Scenario
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation import hamming
-from fedmq.federation.population import World
+from fedmq.federation.population import Population
 from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval import gallery, search
 from fedmq.retrieval.gallery import Gallery, export
@@ -42,8 +42,10 @@ DCMH = "objective={base: dcmh, bits: 12, hidden: 16}"
 def model_of(scenario: Scenario) -> TwoTower:
     prepared = prepare(scenario.data, scenario.backbone, seed=scenario.seed)
     nothing = np.zeros(0, np.int64)
-    world = World(prepared, (), (), (), evaluated=nothing, database=nothing, galleries=(), cache=cache_folder())
-    return world.build_model(scenario, "cpu", ("image", "text"))
+    population = Population(
+        prepared, (), (), (), evaluated=nothing, database=nothing, galleries=(), cache=cache_folder()
+    )
+    return population.build_model(scenario, "cpu", ("image", "text"))
 
 
 def released(root: Path, scenario: Scenario, memory: np.ndarray | None = None, scale: float = 1.0) -> Path:
@@ -89,7 +91,7 @@ def outputs(release: Release) -> tuple[np.ndarray, np.ndarray]:
     return image.numpy(), text.numpy()
 
 
-def by_item(release: Release, key: str, **options: Any) -> search.Found:
+def by_item(release: Release, key: str, **options: Any) -> search.SearchHits:
     return search.find(release, search.Query(item=key), **options)
 
 

@@ -19,7 +19,7 @@ from fedmq.data.prepare import prepare
 from fedmq.errors import InputError
 from fedmq.evaluation import recall
 from fedmq.evaluation.program import HeldOut
-from fedmq.federation.population import build_world
+from fedmq.federation.population import build_population
 from fedmq.federation.protocol import OwnOnly, Personalised, Sharing
 from fedmq.retrieval import pr_curves, search, select_model
 from fedmq.retrieval.gallery import export
@@ -29,7 +29,7 @@ from fedmq.wire.messages import Delta, PartialDelta
 from protocols import fedscmr
 from silos.personal_model import own_of
 from tests import in_process_run
-from tests.small_federation import OBJECTIVES, world
+from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved
 
 PROGRAMS = select_model.Programs(protocols.own_only, asked_last, own_of)
@@ -90,7 +90,7 @@ def as_the_silo_measured(root: Path, silo: str) -> Release:
     release = opened(root, silo)
     assert release.own is not None
     model, told = release.own.retriever, summary_of(root)
-    heldout = HeldOut.load(release.scenario, build_world(release.scenario))
+    heldout = HeldOut.load(release.scenario, build_population(release.scenario))
     found = heldout.measured(model.encoders, binary=model.binary, names=(silo,))
     assert dict(found.values) == told["personal_whole_split"][silo]
     assert dict(found.per_silo[silo]) == told["personal_per_silo"][silo]
@@ -265,7 +265,7 @@ def test_the_commands_take_a_silo(
 def test_a_method_says_that_its_shared_model_is_none_if_and_only_if_it_is_none(name: str) -> None:
     """By what its silos send: no update at all, or one of some layers."""
     for options in ({}, {"shared_layers": "all"}) if name == "fedscmr" else ({},):
-        run = world(name, options, objective=OBJECTIVES.get(name))
+        run = population(name, options, objective=OBJECTIVES.get(name))
         protocol: object = run.protocol
         kinds = {kind for silo in run.eligible for kind in run.protocol.uploads(silo)}
         everything = not isinstance(protocol, Sharing) or protocol.layers == names_of(run.context.layout)

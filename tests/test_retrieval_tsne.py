@@ -31,8 +31,8 @@ def test_points_are_the_evaluated_items_of_the_commonest_classes(release: Releas
     assert found.places.shape == (2 * half, 2) and np.isfinite(found.places).all()
     assert found.sides == ("image",) * half + ("text",) * half
     assert found.items[:half] == found.items[half:] and len(set(found.items)) == half
-    world = tsne.labelled_world(release)
-    prepared, rows = world.prepared, world.evaluated.tolist()
+    population = tsne.labelled_world(release)
+    prepared, rows = population.prepared, population.evaluated.tolist()
     labels = np.asarray(prepared.labels)[rows]
     counts = labels.sum(0, dtype=np.int64)
     common = sorted(np.argsort(-counts, kind="stable")[:2])

@@ -17,11 +17,11 @@ import torch
 
 from coordinator import checkpoint
 from coordinator.checkpoint import Checkpoint
-from coordinator.counters import Tally
-from coordinator.fault_injection import Trouble
+from coordinator.counters import Counters
+from coordinator.fault_injection import FaultInjector
 from fedmq.clock import VirtualClock, WallClock
 from fedmq.errors import InputError, RunError
-from fedmq.federation.fault_schedule import Script
+from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.protocol import State
 from fedmq.storage import run_folder
 from fedmq.storage.run_folder import RunFolder
@@ -38,7 +38,7 @@ def made(version: int, *older: int) -> Checkpoint:
         for number in (version, *older)
     }
     rounds = {"version": version, "gone": [], "flights": {}, "sequences": {}, "losses": {}}
-    return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, Tally(up=Counter(delta=5)).to_plain())
+    return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, Counters(up=Counter(delta=5)).to_plain())
 
 
 def _log(folder: Path) -> None:
@@ -97,10 +97,10 @@ def test_a_line_that_a_crash_left_unfinished_is_cut_off_before_the_next_is_writt
     folder.faults.write_bytes(b'{"fault": "0 silo-00 1"}\n' + half)
     for again in range(2):
         with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", WallClock()) as log:
-            script = Script((), 0, ())
-            trouble = Trouble(script, folder, log, VirtualClock(), order=None, wired=False, handed={})
-        assert not trouble._first("0 silo-00 1")
-        assert trouble._first("2 silo-00 3") is not bool(again)
+            script = FaultSchedule((), 0, ())
+            fault_injector = FaultInjector(script, folder, log, VirtualClock(), order=None, wired=False, handed={})
+        assert not fault_injector._first("0 silo-00 1")
+        assert fault_injector._first("2 silo-00 3") is not bool(again)
     whole = [line["fault"] for line in map(json.loads, folder.faults.read_text().splitlines())]
     assert whole == ["0 silo-00 1", "2 silo-00 3"]
 
@@ -124,11 +124,11 @@ def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, made(7, 5))
     loaded = checkpoint.load(tmp_path)
     assert loaded is not None
-    assert (loaded.rounds["version"], loaded.now, loaded.due, loaded.tally) == (
+    assert (loaded.rounds["version"], loaded.now, loaded.due, loaded.counters) == (
         7,
         7.1,
         {"silo-00": 1 / 3},
-        made(7).tally,
+        made(7).counters,
     )
     assert set(loaded.states) == {7, 5}
     assert torch.equal(loaded.states[5].theta, torch.full((3,), 5.0))
@@ -183,7 +183,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
 def test_a_state_that_is_not_the_one_that_was_written_is_a_damaged_checkpoint(tmp_path: Path, *, carried: bool) -> None:
     folder = checkpoint.save(tmp_path, made(1))
     other = tmp_path / "other"
-    checkpoint.save(other, Checkpoint(made(1).rounds, {1: made(5).states[5]}, 1.0, {}, made(1).tally))
+    checkpoint.save(other, Checkpoint(made(1).rounds, {1: made(5).states[5]}, 1.0, {}, made(1).counters))
     # Under a killed run, in place: as sound a file as the one before, and linked to by the checkpoint after it.
     changed = folder / "state-000001.safetensors"
     changed.write_bytes((other / "version-000001" / changed.name).read_bytes())
@@ -205,7 +205,7 @@ def test_a_checkpoint_from_before_states_had_digests_is_read_and_its_states_are_
     assert set(loaded.states) == {1, 2}
 
 
-@pytest.mark.parametrize("name", sorted(Tally().to_plain().keys() - {"events", "errors"}))
+@pytest.mark.parametrize("name", sorted(Counters().to_plain().keys() - {"events", "errors"}))
 def test_a_checkpoint_without_one_of_the_counters_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint.save(tmp_path, made(1))
     path = tmp_path / "version-000001" / "checkpoint.json"

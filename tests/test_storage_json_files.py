@@ -151,12 +151,12 @@ def test_a_release_whose_tensors_are_others_is_refused_by_name(finished: Path, t
     from safetensors.torch import load_file, save_file
 
     from fedmq.data.prepared import open_prepared
-    from fedmq.launch.processes import world_here
+    from fedmq.launch.processes import population_here
 
     root = tmp_path / "run"
     shutil.copytree(finished, root)
     opened = released_model.open_release(root)
-    prepared = open_prepared(world_here(opened.scenario, None))
+    prepared = open_prepared(population_here(opened.scenario, None))
     path = root / "model" / "model.safetensors"
     tensors = load_file(path)
     name = sorted(tensors)[0]

@@ -14,7 +14,7 @@ from fedmq.audit.log_checks import read_log
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
-from fedmq.wire.channel import BEAT_SECONDS, Link
+from fedmq.wire.channel import BEAT_SECONDS, Channel
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Error, Kind, Message
@@ -37,7 +37,9 @@ class Jumping(WallClock):
 
 
 @contextmanager
-def both_ends(folder: Path, queue: int, own_clock: WallClock | None = None) -> Iterator[tuple[Listener, Roster, Link]]:
+def both_ends(
+    folder: Path, queue: int, own_clock: WallClock | None = None
+) -> Iterator[tuple[Listener, Roster, Channel]]:
     """A silo's link with a session, and the coordinator's end of it; the caller closes the link."""
     keys, uri = folder / "keys", f"memory://{folder.name.replace('_', '-')}"
     init_keys(keys, (COORDINATOR, SILO))
@@ -47,7 +49,9 @@ def both_ends(folder: Path, queue: int, own_clock: WallClock | None = None) -> I
         identity = load_identity(keys, COORDINATOR)
         roster = Roster(listener, identity, load_accepted(keys), RUN, log, clock, max_body=1 << 20)
         own = MessageLog(folder / f"{SILO}.jsonl", SILO, clock)
-        link = Link(uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, own_clock or clock, now=lambda: 0.0)
+        link = Channel(
+            uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, own_clock or clock, now=lambda: 0.0
+        )
         link.start()
         until = time.monotonic() + 10
         while not roster.online(SILO) and time.monotonic() < until:
@@ -66,7 +70,7 @@ def records(folder: Path, action: str) -> list[str]:
     return [str(record.get("kind", record.get("text"))) for record in found if record["action"] == action]
 
 
-def report(link: Link, count: int) -> None:
+def report(link: Channel, count: int) -> None:
     for number in range(1, count + 1):
         error = Error("training_failed", "x")
         link.send(Kind.ERROR, (error,), sequence=number, reply_to=number, base_version=0)
@@ -158,7 +162,7 @@ def test_a_silo_that_nobody_answers_says_so_once(tmp_path: Path, theirs: str | N
     keys, uri, told, clock = tmp_path / "keys", f"memory://{tmp_path.name}", list[str](), Hurried()
     init_keys(keys, (COORDINATOR, SILO))
     listener, own = listen(uri), MessageLog(tmp_path / f"{SILO}.jsonl", SILO, clock)
-    link = Link(uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, clock, lambda: 0.0, told.append)
+    link = Channel(uri, load_identity(keys, SILO), load_accepted(keys), RUN, own, clock, lambda: 0.0, told.append)
     with MessageLog(tmp_path / f"{COORDINATOR}.jsonl", COORDINATOR, clock) as log:
         identity = load_identity(keys, COORDINATOR)
         roster = Roster(listener, identity, load_accepted(keys), theirs or RUN, log, clock, max_body=1 << 20)

@@ -32,7 +32,7 @@ from fedmq.wire.messages import (
     Metrics,
     Model,
     Payload,
-    Share,
+    SecretShare,
     TaskInfo,
 )
 
@@ -100,7 +100,7 @@ def payloads(draw: st.DrawFn, kind: str) -> Payload:
     cls = PAYLOADS[kind]
     sizes = {name: draw(st.integers(1, 5)) for name in "nNCdr"}
     values = {name: draw(field_values(spec, sizes)) for name, spec in cls.FIELDS.items()}
-    if cls is Share:
+    if cls is SecretShare:
         values["modulus_bits"] = values["values"].dtype.itemsize * 8
     return cls(**values)
 

@@ -31,7 +31,7 @@ from fedmq.wire.messages import (
     PartialDelta,
     Representations,
     RouterStatistics,
-    Share,
+    SecretShare,
     TaskInfo,
     tensor_bytes,
     tensors,
@@ -134,9 +134,9 @@ def bad_payloads() -> dict[str, Any]:
         "map": lambda: MeanAveragePrecision(1.01),
         "labels": lambda: LabelCount(1 << 31),
         "representations inf": lambda: Representations(floats(2, 2) * np.inf, "text"),
-        "share dtype": lambda: Share(floats(2), 0, 32),
-        "share bits": lambda: Share(np.ones(2, np.uint32), 0, 33),
-        "share value": lambda: Share(np.array([1, 16], np.uint32), 0, 4),
+        "share dtype": lambda: SecretShare(floats(2), 0, 32),
+        "share bits": lambda: SecretShare(np.ones(2, np.uint32), 0, 33),
+        "share value": lambda: SecretShare(np.array([1, 16], np.uint32), 0, 4),
         "metric name": lambda: Metrics({"a b": 1.0}),
         "metric nan": lambda: Metrics({"a": float("nan")}),
         "metric text": lambda: Metrics({"a": "1"}),  # type: ignore[dict-item]
@@ -155,8 +155,8 @@ def test_a_payload_out_of_bounds_is_refused_at_construction(name: str) -> None:
 
 
 def test_a_share_may_fill_its_modulus() -> None:
-    assert Share(np.array([15], np.uint32), 0, 4).modulus_bits == 4
-    assert Share(np.array([2**64 - 1], np.uint64), 0, 64).round == 0
+    assert SecretShare(np.array([15], np.uint32), 0, 4).modulus_bits == 4
+    assert SecretShare(np.array([2**64 - 1], np.uint64), 0, 64).round == 0
 
 
 def test_construction_leaves_the_values_of_a_delta_to_the_decoder() -> None:

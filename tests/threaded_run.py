@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import protocols
-from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
+from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
 from fedmq.config import loader as scenarios
 from fedmq.config.scenario import Scenario
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
@@ -69,7 +69,7 @@ def run(
     stop_wanted: Callable[[], bool] = lambda: False,
     silos: Iterable[str] | None = None,
     others: Iterable[Callable[[str, Path], None]] = (),
-) -> Outcome:
+) -> CoordinatorResult:
     """Run a scenario to its end; ``others`` are started as threads with the URI and the keys' folder."""
     uri = f"memory://run-{next(_NUMBERS)}"
     keys = out / "keys"

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from coordinator.rounds import Action, Arrived, Joined, Merge, Merged, Plan, Rounds, Send
+from coordinator.rounds import Action, Arrived, Joined, Merge, Merged, Rounds, RoundsPlan, Send
 from fedmq.config.parts import Staleness
 from fedmq.federation.protocol import Following, Local, Reply, SiloFacts, State, Task
 from fedmq.federation.staleness import damping, mixed
@@ -20,8 +20,8 @@ DURATIONS = (1.0, 1.1, 9.0, 1.3)
 class Federation:
     """A method run to its end; ``staleness`` of every reply merged, and the virtual time of the last merge."""
 
-    world: World
-    plan: Plan
+    population: World
+    plan: RoundsPlan
     mixing: float = 1.0
     states: dict[int, State] = field(default_factory=dict)
     staleness: list[int] = field(default_factory=list)
@@ -32,7 +32,7 @@ class Federation:
         self.rounds = Rounds(self.plan)
         self.due: list[tuple[float, int, int, Reply]] = []
         self.replies: dict[tuple[str, int], Reply] = {}
-        self.states[0] = self.world.state
+        self.states[0] = self.population.state
         for silo in self.plan.silos:
             self._handle(Joined(silo))
         while self.rounds.version < self.plan.rounds:
@@ -48,18 +48,18 @@ class Federation:
 
     def _perform(self, action: Action) -> None:
         if isinstance(action, Send):
-            silo = next(each for each in self.world.context.silos if each.name == action.silo)
+            silo = next(each for each in self.population.context.silos if each.name == action.silo)
             reply = Reply(silo, action.sequence, action.base_version, 0, 1.0, self._train(silo, action))
             heapq.heappush(self.due, (self.now + DURATIONS[silo.index], silo.index, action.sequence, reply))
         elif isinstance(action, Merge):
             replies = [self._aged(self.replies[each.silo, each.sequence]) for each in action.replies]
             before, version = self.states[self.rounds.version], self.rounds.version
-            after = self.world.protocol.merge(before, replies, version).state
+            after = self.population.protocol.merge(before, replies, version).state
             if self.plan.mode == "async":
                 rate = self.mixing * replies[0].damping
                 after = replace(after, theta=mixed(before.theta, after.theta, rate))
-                if rate < 1.0 and isinstance(self.world.protocol, Following):
-                    after = self.world.protocol.followed(before, after, rate)
+                if rate < 1.0 and isinstance(self.population.protocol, Following):
+                    after = self.population.protocol.followed(before, after, rate)
             self.states[version + 1] = after
             self.staleness += [reply.staleness for reply in replies]
             self.merges.append(len(replies))
@@ -70,16 +70,16 @@ class Federation:
         return replace(reply, staleness=age, damping=damping(Staleness(), age))
 
     def _train(self, silo: SiloFacts, send: Send) -> tuple[object, ...]:
-        world = self.world
-        payloads = world.protocol.task(self.states[send.base_version], silo)
+        population = self.population
+        payloads = population.protocol.task(self.states[send.base_version], silo)
         task = Task(send.sequence, send.base_version, send.round, 1e-3, payloads)
-        local = Local(silo, world.shares[silo.index], world.model, world.personal.get(silo.index, {}))
-        trained = world.protocol.train(local, task)
-        world.personal[silo.index] = trained.state
+        local = Local(silo, population.shares[silo.index], population.model, population.personal.get(silo.index, {}))
+        trained = population.protocol.train(local, task)
+        population.personal[silo.index] = trained.state
         return trained.payloads
 
 
-def federation(world: World, rounds: int, settings: Mapping[str, object], mixing: float = 1.0) -> Federation:
-    silos = tuple(silo.name for silo in world.context.silos)
-    eligible = tuple(silo.name for silo in world.eligible)
-    return Federation(world, replace(Plan(0, rounds, silos, eligible), **settings), mixing)  # type: ignore[arg-type]
+def federation(population: World, rounds: int, settings: Mapping[str, object], mixing: float = 1.0) -> Federation:
+    silos = tuple(silo.name for silo in population.context.silos)
+    eligible = tuple(silo.name for silo in population.eligible)
+    return Federation(population, replace(RoundsPlan(0, rounds, silos, eligible), **settings), mixing)  # type: ignore[arg-type]

@@ -41,7 +41,7 @@ from fedmq.wire.messages import (
     Payload,
     Representations,
     RouterStatistics,
-    Share,
+    SecretShare,
     TaskInfo,
 )
 from fedmq.wire.sessions import Session, seal_message
@@ -76,8 +76,8 @@ def golden_messages() -> dict[str, Message]:
         "representations": Representations(rows.astype(np.float16), "text"),
         "representations_float32": Representations(rows, "both"),
         "discriminator_delta": DiscriminatorDelta(LAYOUT.digest, -floats, 1),
-        "share": Share(np.array([0, 1, 2**24 - 1], np.uint32), 7, 24),
-        "share_uint64": Share(np.array([2**64 - 1], np.uint64), 7, 64),
+        "share": SecretShare(np.array([0, 1, 2**24 - 1], np.uint32), 7, 24),
+        "share_uint64": SecretShare(np.array([2**64 - 1], np.uint64), 7, 64),
         "metrics": Metrics({"mean_r1": 0.5, "i2t_r1": 0.25}, {"silo-00": {"mean_r1": 0.125}, "silo-01": {}}),
     }
     info = TaskInfo(round=2, rounds=200, settled=1, learning_rate=0.001)

@@ -130,7 +130,7 @@ def audit_run(folder: Path) -> Audit:
     result, found = Audit(finished=told.finished, written=tuple(path.stem for path in logs if _written(path))), _Logs()
     for path in logs:
         for place, record in _of_its_own(path, result):
-            _tally(path.stem, place, record, result, found)
+            _counters(path.stem, place, record, result, found)
     # Whoever has messages to hide could write that note; the coordinator's holds unless any log speaks against it.
     result.inline = not found.exchanged and any(process == COORDINATOR for process, _ in found.inline)
     if not result.inline:
@@ -251,7 +251,7 @@ def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, dict[str, A
         yield place, record
 
 
-def _tally(process: str, place: str, record: dict[str, Any], result: Audit, found: _Logs) -> None:
+def _counters(process: str, place: str, record: dict[str, Any], result: Audit, found: _Logs) -> None:
     """Take a record of a process's log into account."""
     for name in _others(record):
         found.named.setdefault(name, place)

@@ -24,11 +24,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from fedmq.data.silo_dataset import load_share
+from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError
 from fedmq.evaluation.program import embed
-from fedmq.federation.population import World, build_world
+from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import encoders_of
 from fedmq.models.two_tower import TwoTower
 from fedmq.progress import Progress
@@ -65,7 +65,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Found:
+class ProbeResult:
     """How well a score tells items that were trained on from items that were not.
 
     Args:
@@ -106,8 +106,8 @@ class Probe:
     digest: str
     personal: bool
     split: str
-    overall: Found
-    per_silo: Mapping[str, Found]
+    overall: ProbeResult
+    per_silo: Mapping[str, ProbeResult]
 
     def to_plain(self) -> dict[str, Any]:
         """As JSON-serialisable data."""
@@ -196,7 +196,7 @@ def estimate(value: float, parts: tuple[F64, F64], least: float) -> Estimate:
 
 def compared(
     released: tuple[F64, F64], untrained: tuple[F64, F64], modalities: tuple[str, ...], *, trained: bool
-) -> Found:
+) -> ProbeResult:
     """Compare members with others.
 
     Args:
@@ -207,7 +207,7 @@ def compared(
     """
     auc, before = area(*released), area(*untrained)
     parts, parts_before = components(*released), components(*untrained)
-    return Found(
+    return ProbeResult(
         modalities,
         trained,
         len(released[0]),
@@ -233,35 +233,35 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
     """
     scenario, summary = release.scenario, read_summary(release.run)
     try:
-        world = build_world(scenario, progress, release.cache, pooled=pooled)
+        population = build_population(scenario, progress, release.cache, pooled=pooled)
     except InputError as error:
         place = f"--probe {release.run.root}: {error.place}"
         raise InputError(place, error.found, f"the run's data on this machine ({error.allowed})") from None
-    release.check_data(world.prepared)
+    release.check_data(population.prepared)
     took_part = {name for name, own in summary["per_silo"].items() if own["participations"]}
-    trained = [rows for silo, rows in zip(world.silos, world.train, strict=True) if silo.name in took_part]
+    trained = [rows for silo, rows in zip(population.silos, population.train, strict=True) if silo.name in took_part]
     if not sum(map(len, trained)):
         found = "a model that no silo's reply is in"
         raise InputError(f"--probe {release.run.root}", found, "a model that was trained")
-    every = np.sort(np.concatenate([*world.train, world.evaluated]))
-    models = release.model(world.prepared), world.build_model(scenario, release.device, MODALITIES)
+    every = np.sort(np.concatenate([*population.train, population.evaluated]))
+    models = release.model(population.prepared), population.build_model(scenario, release.device, MODALITIES)
     by_model = [
-        _scored(model, world, every, _step(progress, number, len(every))) for number, model in enumerate(models)
+        _scored(model, population, every, _step(progress, number, len(every))) for number, model in enumerate(models)
     ]
 
-    def of(members: Rows, others: Rows, modalities: tuple[str, ...], part: bool) -> Found:
+    def of(members: Rows, others: Rows, modalities: tuple[str, ...], part: bool) -> ProbeResult:
         # Rows are in ascending order: where one stands among all is its place.
         inside, outside = np.searchsorted(every, members), np.searchsorted(every, others)
         released, untrained = ((values[inside], values[outside]) for values in by_model)
         return compared(released, untrained, modalities, trained=part)
 
     per_silo = {}
-    for silo, rows, heldout in zip(world.silos, world.train, world.heldout, strict=True):
+    for silo, rows, heldout in zip(population.silos, population.train, population.heldout, strict=True):
         # Pooled data were not dealt out: no held-out share is like them.
         if len(rows) and len(heldout) and not pooled:
             modalities = tuple(name for name, has in (("image", silo.image), ("text", silo.text)) if has)
             per_silo[silo.name] = of(rows, heldout, modalities, silo.name in took_part)
-    overall = of(np.concatenate(trained), world.evaluated, MODALITIES, True)
+    overall = of(np.concatenate(trained), population.evaluated, MODALITIES, True)
     return Probe(release.digest, "personal" in summary, scenario.evaluation.split, overall, per_silo)
 
 
@@ -273,12 +273,12 @@ def _step(progress: Progress | None, number: int, items: int) -> Callable[[int],
     return tell
 
 
-def _scored(model: TwoTower, world: World, rows: Rows, tell: Callable[[int], None]) -> F64:
+def _scored(model: TwoTower, population: Population, rows: Rows, tell: Callable[[int], None]) -> F64:
     """Scores [n] of some rows of the data set among each other."""
     images, texts = [], []
     for start in range(0, len(rows), _CHUNK):
         tell(start)
-        share = load_share(world.prepared, rows[start : start + _CHUNK], image=True, text=True)
+        share = load_silo_dataset(population.prepared, rows[start : start + _CHUNK], image=True, text=True)
         first = replace(share, captions=torch.ones_like(share.captions))
         embedded = embed(encoders_of(model), first, binary=model.binary)
         images.append(embedded.image)
@@ -292,7 +292,7 @@ def _above(estimate_: Estimate, bound: float) -> bool:
     return (estimate_.value if estimate_.low is None else estimate_.low) > bound
 
 
-def _verdict(overall: Found) -> str:
+def _verdict(overall: ProbeResult) -> str:
     if min(overall.members, overall.others) < 2:
         return "too few items to say"
     if not _above(overall.auc, 0.5):

@@ -30,7 +30,7 @@ _OF_ANY_RECORD = {"n", "process", "wall", "previous", "hash", "action", "text", 
 #: Of a silo in a summary what is no figure of the evaluator's.
 _OF_A_SILO = {"modalities", "samples", "participations"}
 #: A finding's place, and what it says.
-Found = tuple[str, str]
+Discrepancy = tuple[str, str]
 
 
 class _Silo(Stored):
@@ -135,7 +135,7 @@ class Told:
     lines: list[dict[str, Any]] | None
     summary: dict[str, Any] | None
     finished: bool
-    found: list[Found]
+    found: list[Discrepancy]
 
 
 def told_by(folder: RunFolder) -> Told:
@@ -152,7 +152,7 @@ def told_by(folder: RunFolder) -> Told:
 
 def against_the_run(
     folder: RunFolder, told: Told, course: Course, named: dict[str, str], *, inline: bool
-) -> Iterator[Found]:
+) -> Iterator[Discrepancy]:
     """Hold logs against the run folder they lie in.
 
     Logs that were taken out of their folder owe nothing of this, and a run that is not finished no release.
@@ -164,7 +164,7 @@ def against_the_run(
         named: processes of which there must be a log, with what tells of them; those of the summary are added.
         inline: the run had no messages.
     """
-    found, summary, finished = list[Found](), told.summary, told.finished
+    found, summary, finished = list[Discrepancy](), told.summary, told.finished
     yield from told.found
     yield from _same_run(folder, course)
     config = _read(folder.model / "config.json", _Config, "the configuration of a released model", found)
@@ -195,7 +195,7 @@ def _told_of(folder: RunFolder) -> tuple[Path, ...]:
     return folder.scenario, folder.metrics, folder.model
 
 
-def _read(path: Path, schema: type[BaseModel], what: str, found: list[Found]) -> dict[str, Any] | None:
+def _read(path: Path, schema: type[BaseModel], what: str, found: list[Discrepancy]) -> dict[str, Any] | None:
     """A file of the folder; None if it is not there, or is none, which is a finding."""
     if not path.exists():
         return None
@@ -206,7 +206,7 @@ def _read(path: Path, schema: type[BaseModel], what: str, found: list[Found]) ->
         return None
 
 
-def _same_run(folder: RunFolder, course: Course) -> Iterator[Found]:
+def _same_run(folder: RunFolder, course: Course) -> Iterator[Discrepancy]:
     """Every record is of one run, and that is the scenario's."""
     if folder.scenario.exists():
         try:
@@ -227,7 +227,7 @@ def _same_run(folder: RunFolder, course: Course) -> Iterator[Found]:
 
 def _of_the_scenario(
     folder: RunFolder, config: Mapping[str, Any] | None, summary: Mapping[str, Any] | None
-) -> Iterator[Found]:
+) -> Iterator[Discrepancy]:
     """What the release and the summary say of the run's scenario is what the scenario says."""
     try:
         scenario = read_yaml(folder.scenario) if folder.scenario.exists() else {}
@@ -255,7 +255,7 @@ def _release(
     summary: Mapping[str, Any] | None,
     *,
     inline: bool,
-) -> Iterator[Found]:
+) -> Iterator[Discrepancy]:
     """What was released is what the coordinator noted, and what the evaluator was sent."""
     assert course.released is not None  # noqa: S101 - the caller has seen to it
     note = course.released[1]
@@ -297,13 +297,13 @@ def _release(
             yield place, f"the evaluator was sent another {kind} than is released"
 
 
-def _other(path: Path, what: str, found: str, told: object) -> Iterator[Found]:
+def _other(path: Path, what: str, found: str, told: object) -> Iterator[Discrepancy]:
     # The words of fedmq.retrieval.released_model.OtherModelError: a probe finds the same.
     if found != told:
         yield str(path), f"{what} with digest {found} instead of the run's own, with digest {told}"
 
 
-def _course(folder: RunFolder, course: Course, lines: list[dict[str, Any]], *, inline: bool) -> Iterator[Found]:
+def _course(folder: RunFolder, course: Course, lines: list[dict[str, Any]], *, inline: bool) -> Iterator[Discrepancy]:
     """Every reply that was merged was received, and the figures are what the evaluator and the silos answered."""
     place = str(folder.metrics)
     merges, evaluations = _of_kind(lines, "merge"), _of_kind(lines, "evaluation")
@@ -322,7 +322,7 @@ def _course(folder: RunFolder, course: Course, lines: list[dict[str, Any]], *, i
 
 def _figures(
     folder: RunFolder, course: Course, lines: list[dict[str, Any]], summary: Mapping[str, Any], *, inline: bool
-) -> Iterator[Found]:
+) -> Iterator[Discrepancy]:
     """The summary is of those merges, and of the last of those evaluations."""
     place, metrics = str(folder.summary), folder.metrics.name
     merges, evaluations = _of_kind(lines, "merge"), _of_kind(lines, "evaluation")
@@ -364,14 +364,14 @@ def own_means(line: Mapping[str, Any]) -> dict[str, dict[str, float] | None]:
     }
 
 
-def _made(place: str, told: Mapping[str, Any], made: Mapping[str, dict[str, float] | None]) -> Iterator[Found]:
+def _made(place: str, told: Mapping[str, Any], made: Mapping[str, dict[str, float] | None]) -> Iterator[Discrepancy]:
     """Means and spreads that are not those of the figures beside them."""
     for name, value in made.items():
         if not (name not in told if value is None else _close(told.get(name), value)):
             yield place, f"{name} is not that of the figures it is made of"
 
 
-def _not_told_of_silos(folder: RunFolder, lines: list[dict[str, Any]], course: Course) -> Iterator[Found]:
+def _not_told_of_silos(folder: RunFolder, lines: list[dict[str, Any]], course: Course) -> Iterator[Discrepancy]:
     """Silos that answered how their own models do, and are in no figures; their answers may have been refused."""
     told = {(silo, line["version"]) for line in lines for silo in line.get("personal_whole_split", {})}
     for silo, version in sorted(course.personal.keys() - told):
@@ -393,7 +393,7 @@ def _close(told: object, made: Mapping[str, float]) -> bool:
     )
 
 
-def _not_said_by_silos(place: str, lines: list[dict[str, Any]], course: Course) -> Iterator[Found]:
+def _not_said_by_silos(place: str, lines: list[dict[str, Any]], course: Course) -> Iterator[Discrepancy]:
     """Figures of silos' own models, measured during the run, that those silos did not answer."""
     for line in lines:
         version, shares = line["version"], line.get("personal_per_silo", {})
@@ -403,7 +403,7 @@ def _not_said_by_silos(place: str, lines: list[dict[str, Any]], course: Course) 
                 yield place, f"the figures of {silo}'s own model at version {version} are not what it answered"
 
 
-def _merged_unheard(place: str, merges: list[dict[str, Any]], course: Course) -> Iterator[Found]:
+def _merged_unheard(place: str, merges: list[dict[str, Any]], course: Course) -> Iterator[Discrepancy]:
     """Replies that were merged more often than the coordinator's log says that they came."""
     taken = Counter[tuple[str, int]]()
     for line in merges:

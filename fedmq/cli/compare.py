@@ -22,9 +22,9 @@ from fedmq.clock import WallClock
 from fedmq.errors import InputError
 
 if TYPE_CHECKING:
-    from fedmq.experiments.grid import Plan, Resolve
-    from fedmq.experiments.process_pool import Progress
-    from fedmq.experiments.runner import Comparison, Prepare, Share
+    from fedmq.experiments.grid import ComparisonPlan, Resolve
+    from fedmq.experiments.process_pool import JobProgress
+    from fedmq.experiments.runner import CheckPartition, Comparison, Prepare
     from fedmq.experiments.spec_file import ComparisonFile
     from fedmq.experiments.tables import Grid
 
@@ -164,7 +164,7 @@ class Roots:
 
     resolve: Resolve
     prepare: Callable[[bool], Prepare]
-    share: Share
+    share: CheckPartition
     until_stopped: Callable[[], Callable[[], bool]]
     warn: Callable[[Iterable[Any]], None]
 
@@ -353,7 +353,7 @@ def _in_place(own: Sequence[str], given: Sequence[str]) -> list[str]:
     return [*kept, *(each for more in later.values() for each in more)]
 
 
-def _plan(options: Options, resolve: Resolve) -> Plan:
+def _plan(options: Options, resolve: Resolve) -> ComparisonPlan:
     from fedmq.experiments import grid as plan  # noqa: PLC0415 - brings torch, which --help does without
     from fedmq.experiments import summary  # noqa: PLC0415 - brings torch, which --help does without
 
@@ -363,7 +363,7 @@ def _plan(options: Options, resolve: Resolve) -> Plan:
     metrics = plan.parse_metrics(_METRIC if options.metric is None else options.metric)
     targets = tuple(plan.parse_target(text) for text in options.target or [])
     try:
-        made = plan.Plan(
+        made = plan.ComparisonPlan(
             entries=plan.entries(options.files, options.settings or [], varied, select, resolve),
             seeds=seeds,
             metrics=metrics,
@@ -446,7 +446,7 @@ def _carry_out(options: Options, roots: Roots) -> None:
         sys.exit(FAILED)
 
 
-def _write_tables(comparison: Comparison, plan: Plan, table: Grid, folder: Path, command: str) -> None:
+def _write_tables(comparison: Comparison, plan: ComparisonPlan, table: Grid, folder: Path, command: str) -> None:
     from fedmq.experiments import tables  # noqa: PLC0415
     from fedmq.runs.tables import as_csv  # noqa: PLC0415
     from fedmq.storage.run_folder import write_text  # noqa: PLC0415
@@ -461,7 +461,7 @@ def _write_tables(comparison: Comparison, plan: Plan, table: Grid, folder: Path,
         write_text(folder / name, text)
 
 
-def _progress_line(what: str, how: Progress) -> str:
+def _progress_line(what: str, how: JobProgress) -> str:
     """One line: ``runs: 5 of 12 done, fedavg-seed1 40 %, 3.1 min left``."""
     running = [f"{name} {share:.0%}" for name, share in how.running]
     left = [] if how.left is None else [f"{how.left:.0f} s left" if how.left < 120 else f"{how.left / 60:.1f} min left"]
@@ -469,7 +469,7 @@ def _progress_line(what: str, how: Progress) -> str:
 
 
 @contextmanager
-def _display(console: Console, *, quiet: bool) -> Iterator[Callable[[str, Progress], None]]:
+def _display(console: Console, *, quiet: bool) -> Iterator[Callable[[str, JobProgress], None]]:
     """One line that is kept up to date; if nobody watches, a line at each run's end and every half minute."""
     if quiet:
         yield lambda what, how: None
@@ -479,7 +479,7 @@ def _display(console: Console, *, quiet: bool) -> Iterator[Callable[[str, Progre
     else:
         clock, told = WallClock(), {"done": -1, "at": 0.0}
 
-        def plain(what: str, how: Progress) -> None:
+        def plain(what: str, how: JobProgress) -> None:
             if how.done != told["done"] or clock.now() - told["at"] >= _PLAIN_SECONDS:
                 told.update(done=how.done, at=clock.now())
                 console.print(escape(_progress_line(what, how)), highlight=False, soft_wrap=True)

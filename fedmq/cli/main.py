@@ -179,7 +179,7 @@ def scenario_command(
     _warn([scenario])
     ours = out_dir is None or not out_dir.expanduser().exists()
     folder = _folder_for(scenario, out_dir, resume)
-    prepare = processes.world_here if inline else supervisor.prepare_world
+    prepare = processes.population_here if inline else supervisor.prepare_population
     try:
         data = prepare(scenario, None if quiet else bar())
     except BaseException:
@@ -312,7 +312,7 @@ def coordinator_command(
     from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415
     from coordinator.rounds import Phase  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
-    from fedmq.federation.population import build_world  # noqa: PLC0415
+    from fedmq.federation.population import build_population  # noqa: PLC0415
     from fedmq.runs import resume_check as resuming  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder, open_run  # noqa: PLC0415
     from fedmq.wire.transports.zeromq import check_uri  # noqa: PLC0415
@@ -330,7 +330,7 @@ def coordinator_command(
     if not resume and any(folder.checkpoints.glob("version-*")):
         raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume")
     _warn([scenario])
-    data = build_world(scenario, bar()).prepared.folder
+    data = build_population(scenario, bar()).prepared.folder
     stop = _until_stopped()
     with terminal.display(scenario, err, quiet=False) as status:
         outcome = run_coordinator(
@@ -430,7 +430,7 @@ def _fits(scenario: Any, folder: Path) -> None:
     """Refuse what a run on the prepared data of a folder would, wherever it runs."""
     from fedmq.launch import processes  # noqa: PLC0415
 
-    processes.world_here(scenario.model_copy(update={"device": "cpu"}), None, folder)
+    processes.population_here(scenario.model_copy(update={"device": "cpu"}), None, folder)
 
 
 audit.add_audit(app, bar, _pooled)
@@ -445,17 +445,17 @@ replay.add_report(app)
 def _prepare(quiet: bool) -> Callable[[Any], Path]:
     from fedmq.launch import supervisor  # noqa: PLC0415
 
-    return lambda scenario: supervisor.prepare_world(scenario, None if quiet else bar())
+    return lambda scenario: supervisor.prepare_population(scenario, None if quiet else bar())
 
 
 def _share(scenario: Any, folder: Path) -> None:
     """Refuse what the data in a folder cannot be shared out by, without making clusters, which takes a second each."""
-    from fedmq.federation.population import build_world  # noqa: PLC0415
+    from fedmq.federation.population import build_population  # noqa: PLC0415
 
     partition = scenario.partition
     clustered = partition.kind == "dir_clusters"
     alike = partition.model_copy(update={"kind": "iid"}) if clustered else partition
-    samples = sum(map(len, build_world(scenario.model_copy(update={"partition": alike}), folder=folder).train))
+    samples = sum(map(len, build_population(scenario.model_copy(update={"partition": alike}), folder=folder).train))
     if clustered and partition.clusters > samples:
         raise InputError("partition.clusters", partition.clusters, f"at most {samples}, the training samples")
 

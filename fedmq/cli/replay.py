@@ -85,7 +85,7 @@ def _done_again(scenario: Scenario, name: str, resumed: int, *, quiet: bool) -> 
     from fedmq.storage.run_folder import RunFolder, write_json, write_text  # noqa: PLC0415
 
     inline = scenario.launcher == "inline"
-    data = (processes.world_here if inline else supervisor.prepare_world)(scenario, None if quiet else bar())
+    data = (processes.population_here if inline else supervisor.prepare_population)(scenario, None if quiet else bar())
     launch = supervisor.simulate_inline if inline else supervisor.simulate
     with tempfile.TemporaryDirectory(prefix="fedmq-replay-") as place:
         again: RunFolder = RunFolder(Path(place) / name)

@@ -170,7 +170,7 @@ def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class ExtractionPlan:
     """What a raw set becomes, before anything is computed.
 
     Args:
@@ -194,7 +194,7 @@ class Plan:
     digest: str
 
 
-def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu") -> Plan:
+def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu") -> ExtractionPlan:
     """Read a set's annotations and name everything that would be made of it.
 
     Raises:
@@ -223,7 +223,7 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
     apart = ("val apart",) if entry.val_apart else ()
     facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site, *later, *apart)
     digest = key_of(data.name, image_key, text_key, *facts)
-    return Plan(raw, kind, split, image, text, image_key, text_key, digest)
+    return ExtractionPlan(raw, kind, split, image, text, image_key, text_key, digest)
 
 
 def prepare_raw(

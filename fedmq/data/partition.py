@@ -1,9 +1,9 @@
 """How samples are shared out among silos, and which silos lack a modality.
 
-Every sample belongs to a group: its label, its text cluster, or one group for all. A :class:`Plan` fixes, from the
-training split and the seed, how much of each group each silo gets; :func:`deal` then shares out any split by that plan,
-so that a silo's held-out share follows the proportions of its training share. Shares of one split are disjoint and no
-share is empty.
+Every sample belongs to a group: its label, its text cluster, or one group for all. A :class:`PartitionPlan` fixes,
+from the training split and the seed, how much of each group each silo gets; :func:`deal` then shares out any split by
+it, so that a silo's held-out share follows the proportions of its training share. Shares of one split are disjoint
+and no share is empty.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOST_DRAWS = 100
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
+class PartitionPlan:
     """How a partition shares out any split.
 
     Args:
@@ -262,7 +262,7 @@ def _check(partition: Partition, silos: int, samples: int, split: str) -> None:
         raise InputError("silos.count", silos, f"at most {samples}, the samples of the {split} split")
 
 
-def plan(partition: Partition, silos: int, groups: I64, seed: int) -> Plan:
+def plan(partition: Partition, silos: int, groups: I64, seed: int) -> PartitionPlan:
     """Fix the proportions from the training split.
 
     Args:
@@ -298,7 +298,7 @@ def plan(partition: Partition, silos: int, groups: I64, seed: int) -> Plan:
             if partition.balanced:
                 sizes = np.bincount(groups, minlength=count)
                 proportions = _until_balanced(sizes, proportions, partition.alpha, generator)
-    return Plan(partition, silos, proportions, seed)
+    return PartitionPlan(partition, silos, proportions, seed)
 
 
 def _until_balanced(sizes: I64, proportions: F64, alpha: float, generator: np.random.Generator) -> F64:
@@ -316,7 +316,7 @@ def _until_balanced(sizes: I64, proportions: F64, alpha: float, generator: np.ra
     return best
 
 
-def deal(plan_: Plan, groups: I64, split: str = "train", *, sparse: bool = False) -> list[I64]:
+def deal(plan_: PartitionPlan, groups: I64, split: str = "train", *, sparse: bool = False) -> list[I64]:
     """Share out one split by a plan.
 
     Args:

@@ -16,7 +16,7 @@ from fedmq.data.prepared import Prepared, mapped
 
 
 @dataclass(frozen=True)
-class Share:
+class SiloDataset:
     """One silo's data.
 
     Args:
@@ -42,9 +42,9 @@ def _rows_of(path: Path, rows: npt.NDArray[np.int64]) -> Tensor:
     return torch.from_numpy(np.ascontiguousarray(np.asarray(mapped(path))[rows]))
 
 
-def load_share(
+def load_silo_dataset(
     prepared: Prepared, rows: Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor, image: bool, text: bool
-) -> Share:
+) -> SiloDataset:
     """Load one silo's rows; a modality's file is opened only where the silo has that modality.
 
     Args:
@@ -62,7 +62,7 @@ def load_share(
     if len(chosen) and not (chosen.min() >= 0 and chosen.max() < prepared.n):
         raise ValueError(f"rows {chosen.min()} to {chosen.max()} of a data set of {prepared.n} items")
     counts = _rows_of(prepared.folder / "captions.npy", chosen) if text else torch.ones(len(chosen), dtype=torch.int64)
-    return Share(
+    return SiloDataset(
         image=_rows_of(prepared.folder / "image.npy", chosen) if image else None,
         text=_rows_of(prepared.folder / "text.npy", chosen) if text else None,
         captions=counts,

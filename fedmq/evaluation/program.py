@@ -15,17 +15,17 @@ from fedmq import seeds
 from fedmq.clock import WallClock
 from fedmq.config.scenario import Evaluation, Scenario
 from fedmq.data.label_levels import fine_columns
-from fedmq.data.silo_dataset import Share, load_share
+from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import give_back
 from fedmq.errors import RemoteWireError
 from fedmq.evaluation import hamming, label_metrics, recall
-from fedmq.federation.population import World, build_world, device_of, run_name
+from fedmq.federation.population import Population, build_population, device_of, run_name
 from fedmq.federation.protocol import Encoders, encoders_of, take
 from fedmq.models.hash_networks import Tower
 from fedmq.models.query_bank import Bank
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.channel import Link
+from fedmq.wire.channel import Channel
 from fedmq.wire.keys import load_accepted, load_identity
 from fedmq.wire.layout import agree, require_layout
 from fedmq.wire.message_log import MessageLog
@@ -94,7 +94,7 @@ class Embedded:
         return self.text[np.searchsorted(self.owner, np.arange(len(self.image)))]
 
 
-def embed(encoders: Encoders, share: Share, *, binary: bool) -> Embedded:
+def embed(encoders: Encoders, share: SiloDataset, *, binary: bool) -> Embedded:
     """Embed every image and every caption of a share that has both."""
     if share.image is None or share.text is None:
         raise ValueError("evaluation needs both modalities")
@@ -250,12 +250,12 @@ def rank(
     }
 
 
-def _judged(world: World, rows: np.ndarray) -> Share:
+def _judged(population: Population, rows: np.ndarray) -> SiloDataset:
     """Some rows in both modalities, with the labels that relevance goes by: the lower ones of two levels."""
-    share = load_share(world.prepared, rows, image=True, text=True)
+    share = load_silo_dataset(population.prepared, rows, image=True, text=True)
     if share.labels is None:
         return share
-    return replace(share, labels=share.labels[:, fine_columns(world.prepared.label_names)].contiguous())
+    return replace(share, labels=share.labels[:, fine_columns(population.prepared.label_names)].contiguous())
 
 
 @dataclass(frozen=True)
@@ -271,26 +271,26 @@ class HeldOut:
     """
 
     scenario: Scenario
-    share: Share
+    share: SiloDataset
     items: Mapping[str, np.ndarray]
-    gallery: Share | None
+    gallery: SiloDataset | None
     own: Mapping[str, np.ndarray]
 
     @classmethod
-    def load(cls, scenario: Scenario, world: World) -> HeldOut:
+    def load(cls, scenario: Scenario, population: Population) -> HeldOut:
         """Load the evaluated split of a world."""
         # Rows are sorted everywhere: where a row stands among others is its place.
         items = {
-            silo.name: np.searchsorted(world.evaluated, rows)
-            for silo, rows in zip(world.silos, world.heldout, strict=True)
+            silo.name: np.searchsorted(population.evaluated, rows)
+            for silo, rows in zip(population.silos, population.heldout, strict=True)
         }
         own = {
-            silo.name: np.searchsorted(world.database, rows)
-            for silo, rows in zip(world.silos, world.galleries, strict=True)
+            silo.name: np.searchsorted(population.database, rows)
+            for silo, rows in zip(population.silos, population.galleries, strict=True)
         }
-        wanted = scenario.evaluation.gallery == "database" and bool(world.prepared.label_names)
-        gallery = _judged(world, world.database) if wanted else None
-        return cls(scenario, _judged(world, world.evaluated), items, gallery, own)
+        wanted = scenario.evaluation.gallery == "database" and bool(population.prepared.label_names)
+        gallery = _judged(population, population.database) if wanted else None
+        return cls(scenario, _judged(population, population.evaluated), items, gallery, own)
 
     def measured(self, encoders: Encoders, *, binary: bool, names: Collection[str]) -> Metrics:
         """Measure a model over the whole split, and for some silos on their own share of it.
@@ -319,13 +319,13 @@ class Evaluator:
 
     Args:
         scenario: as resolved.
-        world: the data and who holds what of it.
+        population: the data and who holds what of it.
         device: ``cpu`` or ``cuda:N``.
     """
 
-    def __init__(self, scenario: Scenario, world: World, device: str) -> None:
-        self.model = world.build_model(scenario, device, ("image", "text"))
-        self.heldout = HeldOut.load(scenario, world)
+    def __init__(self, scenario: Scenario, population: Population, device: str) -> None:
+        self.model = population.build_model(scenario, device, ("image", "text"))
+        self.heldout = HeldOut.load(scenario, population)
 
     def evaluate(self, payloads: Sequence[Payload]) -> Metrics:
         """Measure a model.
@@ -390,11 +390,11 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
     run = run_name(scenario)
     log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock)
     log.note("started", run=run)
-    link = Link(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
+    link = Channel(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
     try:
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
-        world = build_world(here, folder=arguments.data)
-        evaluator = Evaluator(scenario, world, device_of(here.device))
+        population = build_population(here, folder=arguments.data)
+        evaluator = Evaluator(scenario, population, device_of(here.device))
         link.start()
         progress(f"{EVALUATOR}: {len(evaluator.heldout.share)} held-out items, connecting to {arguments.connect}")
         while True:

@@ -91,7 +91,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ComparisonPlan:
     """What a comparison is made of.
 
     Args:
@@ -217,7 +217,7 @@ def known_metrics(evaluation: Evaluation) -> tuple[str, ...]:
     )
 
 
-def scenarios(plan: Plan, resolve: Resolve) -> Iterator[Scenario]:
+def scenarios(plan: ComparisonPlan, resolve: Resolve) -> Iterator[Scenario]:
     """Every scenario of the plan, its candidates for a choice included, but for the seeds."""
     variants = dict.fromkeys(
         (entry.file, (*entry.settings, *candidate)) for entry in plan.entries for candidate in entry.candidates
@@ -225,7 +225,7 @@ def scenarios(plan: Plan, resolve: Resolve) -> Iterator[Scenario]:
     return (resolve(file, list(settings), None) for file, settings in variants)
 
 
-def check_across(plan: Plan) -> None:
+def check_across(plan: ComparisonPlan) -> None:
     """Refuse to put side by side what is not varied.
 
     Raises:
@@ -237,7 +237,7 @@ def check_across(plan: Plan) -> None:
         raise InputError("--across", plan.across, allowed)
 
 
-def check_metrics(plan: Plan, resolve: Resolve) -> None:
+def check_metrics(plan: ComparisonPlan, resolve: Resolve) -> None:
     """Refuse columns and targets that no run of the plan can have, before hours are spent on it.
 
     A name with a dot is a place in the summary, where methods put what they like: only the runs can tell.
@@ -408,7 +408,7 @@ def shown(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
-def default_folder(plan: Plan, kind: str, resolve: Resolve) -> Path:
+def default_folder(plan: ComparisonPlan, kind: str, resolve: Resolve) -> Path:
     """``runs/<kind>-<names>-<digest>``: the same for the same rows, so that a second call goes on in it.
 
     Seeds and columns do not count: more of them can be asked for later.

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from fedmq.experiments.summary import Row
 from fedmq.runs.html_figures import Figure, colour, document
-from fedmq.runs.results import Outcome
+from fedmq.runs.results import FinishedRun
 
 F64 = npt.NDArray[np.float64]
 #: Values further apart than this are easier to tell on a logarithmic axis.
@@ -84,7 +84,7 @@ def _curves(rows: Sequence[Row], metric: str, *, over_time: bool) -> Figure:
     return figure
 
 
-def _curve(outcome: Outcome, metric: str, *, over_time: bool) -> tuple[F64, F64]:
+def _curve(outcome: FinishedRun, metric: str, *, over_time: bool) -> tuple[F64, F64]:
     course = outcome.course(metric)
     return (
         np.array([now if over_time else version for version, now, _ in course], float),

@@ -42,7 +42,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Progress:
+class JobProgress:
     """How the runs stand.
 
     Args:
@@ -74,7 +74,7 @@ class Ended:
 def run_all(
     jobs: Sequence[Job],
     at_once: int,
-    told: Callable[[Progress], None],
+    told: Callable[[JobProgress], None],
     stop_wanted: Callable[[], bool],
 ) -> Ended:
     """Run jobs in order, so many at once; one that fails does not hold up the others.
@@ -113,7 +113,7 @@ def run_all(
                     if done_here > 0 and ended < len(jobs)
                     else None
                 )
-                told(Progress(ended, len(jobs), tuple((job.name, share) for job, share in shares.items()), left))
+                told(JobProgress(ended, len(jobs), tuple((job.name, share) for job, share in shares.items()), left))
             if not over:
                 time.sleep(_POLL_SECONDS)
     finally:

@@ -19,10 +19,10 @@ from typing import IO, Any
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.experiments import process_pool as jobs
-from fedmq.experiments.grid import Entry, Plan, Resolve, digest, named_by
+from fedmq.experiments.grid import ComparisonPlan, Entry, Resolve, digest, named_by
 from fedmq.experiments.summary import Row, empty_columns, rows
 from fedmq.runs import results
-from fedmq.runs.results import Outcome
+from fedmq.runs.results import FinishedRun
 from fedmq.storage.cache import file_digest
 from fedmq.storage.run_folder import RunFolder, folder_if_used, write_text, writing
 
@@ -31,7 +31,7 @@ Settings = tuple[str, ...]
 Prepare = Callable[[Scenario], Path]
 """Makes a scenario's data in the cache and shares them out; gives the folder, named by the digest of what is in it."""
 
-Share = Callable[[Scenario, Path], object]
+CheckPartition = Callable[[Scenario, Path], object]
 """Finds out whether the data in such a folder can be shared out as a scenario asks for; raises InputError if not."""
 #: What a scenario's data are shared out by, beside their own digest.
 _SHARED: dict[str, Any] = {
@@ -101,7 +101,7 @@ class Workplace:
     jobs: int
 
 
-def digest_once(prepare: Prepare, share: Share) -> Callable[[Scenario], str]:
+def digest_once(prepare: Prepare, share: CheckPartition) -> Callable[[Scenario], str]:
     """A digest of a scenario's data that prepares each data set once: finding it again takes half a second.
 
     Whether it can be shared out in each of the ways asked for is found out, too.
@@ -201,9 +201,9 @@ def _opened(lock: Path) -> IO[str]:
 
 # --------------------------------------------------------------------------------------------------- carrying it out
 def carry_out(
-    plan: Plan,
+    plan: ComparisonPlan,
     place: Workplace,
-    told: Callable[[str, jobs.Progress], None],
+    told: Callable[[str, jobs.JobProgress], None],
     until_stopped: Callable[[], Callable[[], bool]],
 ) -> Comparison:
     """Choose on the validation split, do what is not done, and read off the rows.
@@ -237,7 +237,7 @@ def carry_out(
         errors = {**first.errors, **second.errors}
         if second.stopped:
             return Comparison((), errors, True)
-        finished: dict[str, dict[int, Outcome]] = {entry.name: {} for entry in plan.entries}
+        finished: dict[str, dict[int, FinishedRun]] = {entry.name: {} for entry in plan.entries}
         for (name, seed), run in runs.items():
             if run.done:
                 finished[name][seed] = results.read(run.folder)
@@ -245,7 +245,7 @@ def carry_out(
     return Comparison(made, errors, False, empty_columns(plan, made))
 
 
-def trials_of(plan: Plan, place: Workplace) -> dict[tuple[str, Settings], Run]:
+def trials_of(plan: ComparisonPlan, place: Workplace) -> dict[tuple[str, Settings], Run]:
     """The runs on the validation split, by row and candidate; rows with one candidate need none."""
     return {
         (entry.name, candidate): run_of(
@@ -260,7 +260,7 @@ def trials_of(plan: Plan, place: Workplace) -> dict[tuple[str, Settings], Run]:
 def _do(
     runs: Iterable[Run],
     at_once: int,
-    told: Callable[[jobs.Progress], None],
+    told: Callable[[jobs.JobProgress], None],
     stop_wanted: Callable[[], bool],
 ) -> jobs.Ended:
     """Do the runs that are not done; equal ones once."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from fedmq.config.loader import nearest
 from fedmq.errors import InputError
-from fedmq.experiments.grid import NO_BASELINE, Entry, Plan
+from fedmq.experiments.grid import NO_BASELINE, ComparisonPlan, Entry
 from fedmq.runs import results as outcomes
-from fedmq.runs.results import Outcome, Statistic
+from fedmq.runs.results import FinishedRun, Statistic
 
 ZERO_SHOT = "zero-shot"
 
@@ -29,13 +29,13 @@ class Row:
 
     entry: Entry
     chosen: tuple[str, ...]
-    outcomes: Mapping[int, Outcome]
+    outcomes: Mapping[int, FinishedRun]
     columns: Mapping[str, Statistic]
     best: frozenset[str]
     against: str | None
 
 
-def entries_of(plan: Plan) -> tuple[Entry, ...]:
+def entries_of(plan: ComparisonPlan) -> tuple[Entry, ...]:
     """All rows: those that are run, and version 0 before them where it is asked for."""
     if not plan.zero_shot:
         return plan.entries
@@ -43,7 +43,7 @@ def entries_of(plan: Plan) -> tuple[Entry, ...]:
     return (Entry(ZERO_SHOT, ZERO_SHOT, first.point, first.file, first.settings), *plan.entries)
 
 
-def _peers(entry: Entry, plan: Plan) -> list[Entry]:
+def _peers(entry: Entry, plan: ComparisonPlan) -> list[Entry]:
     """The rows an entry is compared with: other methods at its point, or all rows if there is but one method."""
     everything = entries_of(plan)
     if len({each.method for each in plan.entries}) == 1:
@@ -51,7 +51,7 @@ def _peers(entry: Entry, plan: Plan) -> list[Entry]:
     return [each for each in everything if each.point == entry.point]
 
 
-def baselines(plan: Plan) -> dict[str, str | None]:
+def baselines(plan: ComparisonPlan) -> dict[str, str | None]:
     """The row that each row is compared to, by name; None for one that others are compared to, or nobody is.
 
     Raises:
@@ -75,9 +75,9 @@ def baselines(plan: Plan) -> dict[str, str | None]:
 
 
 def rows(
-    plan: Plan,
+    plan: ComparisonPlan,
     chosen: Mapping[str, tuple[str, ...] | None],
-    finished: Mapping[str, Mapping[int, Outcome]],
+    finished: Mapping[str, Mapping[int, FinishedRun]],
 ) -> tuple[Row, ...]:
     """Statistics of every row against its baseline.
 
@@ -114,7 +114,7 @@ def rows(
     )
 
 
-def _columns(results: Mapping[int, Outcome], plan: Plan) -> dict[str, dict[int, float]]:
+def _columns(results: Mapping[int, FinishedRun], plan: ComparisonPlan) -> dict[str, dict[int, float]]:
     """Values by column and seed; a run without a value is left out."""
     metrics = {metric: {seed: own.value(metric) for seed, own in results.items()} for metric in plan.metrics}
     times = {target.title: {seed: own.time_to(target) for seed, own in results.items()} for target in plan.targets}
@@ -128,7 +128,7 @@ def _columns(results: Mapping[int, Outcome], plan: Plan) -> dict[str, dict[int, 
 _OF_LABELS = ("map", "ndcg")
 
 
-def empty_columns(plan: Plan, made: Sequence[Row]) -> tuple[str, ...]:
+def empty_columns(plan: ComparisonPlan, made: Sequence[Row]) -> tuple[str, ...]:
     """A warning, one line, for each column that no finished run has a value for: what was asked for is no name there.
 
     The table is there all the same, with dashes in that column: what the runs cost is not to be lost by a wrong name.
@@ -155,8 +155,8 @@ def _instead(metric: str, known: Sequence[str]) -> str:
     return f"; nearest: {', '.join(nearest(metric, known)[:8])}"
 
 
-def _names(own: Outcome) -> list[str]:
-    """What :meth:`Outcome.value` finds; no silo by its name, of which there may be hundreds."""
+def _names(own: FinishedRun) -> list[str]:
+    """What :meth:`FinishedRun.value` finds; no silo by its name, of which there may be hundreds."""
     below = [
         f"{key}.{name}"
         for key, value in own.summary.items()
@@ -166,7 +166,9 @@ def _names(own: Outcome) -> list[str]:
     return [name for name in (*own.summary["metrics"], *below) if own.value(name) is not None]
 
 
-def _best_columns(entry: Entry, plan: Plan, statistics: Mapping[str, Mapping[str, Statistic]]) -> frozenset[str]:
+def _best_columns(
+    entry: Entry, plan: ComparisonPlan, statistics: Mapping[str, Mapping[str, Statistic]]
+) -> frozenset[str]:
     if plan.baseline == NO_BASELINE:
         return frozenset()
     peers = [each.name for each in _peers(entry, plan)]

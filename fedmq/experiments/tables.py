@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from fedmq.experiments.grid import Plan, shown
+from fedmq.experiments.grid import ComparisonPlan, shown
 from fedmq.experiments.summary import Row
 from fedmq.runs.results import Statistic, made_otherwise
 
@@ -81,7 +81,7 @@ def _setting(text: str, *, short: bool) -> str:
     return f"{key.rpartition('.')[2] if short else key}={shown(json.loads(value))}"
 
 
-def grid(rows: Sequence[Row], plan: Plan) -> Grid:
+def grid(rows: Sequence[Row], plan: ComparisonPlan) -> Grid:
     """Mean and spread of every column, the difference to the baseline, and what was chosen.
 
     A line for each row, or with ``plan.across`` one for all rows that differ in that key alone, whose values are
@@ -138,7 +138,7 @@ def _chosen(row: Row | None) -> list[Cell]:
     return [Cell(settings or "-"), Cell(str(of) if of > 1 else "-")]
 
 
-def _notes(rows: Sequence[Row], plan: Plan, selected: bool, compared: bool) -> tuple[str, ...]:
+def _notes(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared: bool) -> tuple[str, ...]:
     several = len(plan.seeds) > 1
     seeds = ", ".join(map(str, plan.seeds))
     notes = [f"side by side: the values of {plan.across}"] if plan.across else []
@@ -287,7 +287,7 @@ def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def runs(rows: Sequence[Row], plan: Plan) -> list[dict[str, Any]]:
+def runs(rows: Sequence[Row], plan: ComparisonPlan) -> list[dict[str, Any]]:
     """Every run as plain data: its row, seed, values, model and folder; what is not known is None."""
     return [
         {

@@ -23,7 +23,7 @@ from fedmq.data.prepared import finish, save_arrays
 from fedmq.data.raw_set import RawSet
 from fedmq.data.splits import SPLITS, split_of
 from fedmq.errors import InputError
-from fedmq.federation.population import World, build_world
+from fedmq.federation.population import Population, build_population
 from fedmq.progress import Progress, tell
 from fedmq.storage.cache import cache_folder
 
@@ -135,23 +135,23 @@ def _label_facts(labels: npt.NDArray[np.uint8] | None, names: Sequence[str], n: 
     }
 
 
-def _held(world: World, silo: int) -> dict[str, int]:
+def _held(population: Population, silo: int) -> dict[str, int]:
     """How many of a silo's training items have each label."""
-    labels = world.prepared.labels
-    own = None if labels is None else labels[world.train[silo]]
-    return dict(_label_facts(own, world.prepared.label_names, 0)["labels"])
+    labels = population.prepared.labels
+    own = None if labels is None else labels[population.train[silo]]
+    return dict(_label_facts(own, population.prepared.label_names, 0)["labels"])
 
 
-def _twins(world: World, progress: Progress | None) -> list[str]:
+def _twins(population: Population, progress: Progress | None) -> list[str]:
     """Keys of the evaluated items that have both the vectors and the captions of an item that is trained on.
 
     Pictures kept as pixels are not looked at: tens of gigabytes for a large set.
     """
-    prepared = world.prepared
+    prepared = population.prepared
     if prepared.image.ndim > 2:
         return []
-    trained = np.unique(np.concatenate([*world.train, np.zeros(0, np.int64)]))
-    told = tell(progress, "items compared", len(trained) + len(world.evaluated))
+    trained = np.unique(np.concatenate([*population.train, np.zeros(0, np.int64)]))
+    told = tell(progress, "items compared", len(trained) + len(population.evaluated))
 
     def content(row: int) -> bytes:
         own = prepared.text[row][: int(prepared.captions[row])]
@@ -162,30 +162,30 @@ def _twins(world: World, progress: Progress | None) -> list[str]:
         seen.add(content(row))
         told(done)
     found = []
-    for done, row in enumerate(world.evaluated, len(trained) + 1):
+    for done, row in enumerate(population.evaluated, len(trained) + 1):
         if content(row) in seen:
             found.append(prepared.keys[row])
         told(done)
     return found
 
 
-def _world_facts(world: World, progress: Progress | None) -> dict[str, Any]:
-    split = np.asarray(world.prepared.split)
+def _world_facts(population: Population, progress: Progress | None) -> dict[str, Any]:
+    split = np.asarray(population.prepared.split)
     return {
-        **_label_facts(world.prepared.labels, world.prepared.label_names, world.prepared.n),
-        "items": int(world.prepared.n),
-        "captions": int(np.asarray(world.prepared.captions).sum()),
+        **_label_facts(population.prepared.labels, population.prepared.label_names, population.prepared.n),
+        "items": int(population.prepared.n),
+        "captions": int(np.asarray(population.prepared.captions).sum()),
         "splits": {name: int((split == code).sum()) for code, name in enumerate(SPLITS)},
         "silos": {
             silo.name: {
                 "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
-                "samples": len(world.train[silo.index]),
-                "labels": _held(world, silo.index),
-                "heldout": len(world.heldout[silo.index]),
+                "samples": len(population.train[silo.index]),
+                "labels": _held(population, silo.index),
+                "heldout": len(population.heldout[silo.index]),
             }
-            for silo in world.silos
+            for silo in population.silos
         },
-        "twins_of_training_items": _twins(world, progress),
+        "twins_of_training_items": _twins(population, progress),
     }
 
 
@@ -207,18 +207,18 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> d
     """
     data, backbone = scenario.data, scenario.backbone
     if data.name in ("openmoji", "features") or backbone.name == "features":
-        world = build_world(scenario, progress)
-        facts = {"data": data.name, **_world_facts(world, progress), "problems": [], "usable": True}
+        population = build_population(scenario, progress)
+        facts = {"data": data.name, **_world_facts(population, progress), "problems": [], "usable": True}
         facts["published"] = _published(data, facts["items"], len(facts["labels"]))
-        return _with_refusal(facts, scenario, fits, world.prepared.folder)
+        return _with_refusal(facts, scenario, fits, population.prepared.folder)
     facts = check_raw(data, progress)
     if not facts["usable"]:
         return facts
     made = extract.plan(data, backbone, cache_folder(), scenario.seed)
     folder = cache_folder() / "data" / made.digest
     if folder.is_dir():
-        world = build_world(scenario, progress)
-        return _with_refusal(facts | _world_facts(world, progress), scenario, fits, folder)
+        population = build_population(scenario, progress)
+        return _with_refusal(facts | _world_facts(population, progress), scenario, fits, folder)
     if backbone.adapter_site == "blocks" or backbone.end_to_end:
         return facts  # networks for pixels, which no vectors can stand for
     with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
@@ -235,7 +235,7 @@ def _with_refusal(facts: dict[str, Any], scenario: Scenario, fits: Fits, folder:
     return facts
 
 
-def _stand_in(made: extract.Plan, usual: int, folder: Path) -> None:
+def _stand_in(made: extract.ExtractionPlan, usual: int, folder: Path) -> None:
     """A prepared set with the labels and the split of one whose features are not extracted yet, and zeros for those.
 
     They are as wide as the features will be, or, where that is not known, as the other side's, or ``usual``.

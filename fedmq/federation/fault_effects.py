@@ -36,7 +36,7 @@ from fedmq.config.faults import (
     Timed,
     Window,
 )
-from fedmq.data.silo_dataset import Share
+from fedmq.data.silo_dataset import SiloDataset
 from fedmq.wire.payloads import (
     ClassPrototypes,
     Delta,
@@ -201,7 +201,7 @@ def drifted_rows(fault: Drift, own: I64, everybody: I64, generator: np.random.Ge
     return changed
 
 
-def with_noisy_labels(fault: LabelNoise, dataset: Share, generator: np.random.Generator) -> Share:
+def with_noisy_labels(fault: LabelNoise, dataset: SiloDataset, generator: np.random.Generator) -> SiloDataset:
     """A silo's data with captions and labels exchanged among a share of its samples.
 
     A silo with one modality and no labels has nothing to exchange.

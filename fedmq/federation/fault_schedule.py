@@ -42,7 +42,7 @@ class Strike(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Script:
+class FaultSchedule:
     """The faults of a run.
 
     Args:

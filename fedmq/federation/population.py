@@ -26,7 +26,7 @@ from fedmq.data.label_levels import trained_columns
 from fedmq.data.prepare import prepare, text_features
 from fedmq.data.prepared import Prepared, open_prepared
 from fedmq.data.readers.features import BROKEN_NPZ
-from fedmq.data.silo_dataset import Share, load_share
+from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import repeatable
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import Context, SiloFacts
@@ -43,7 +43,7 @@ _FORMAT = 2
 
 
 @dataclass(frozen=True)
-class World:
+class Population:
     """The data of a run and its owners.
 
     Args:
@@ -110,14 +110,14 @@ class World:
             scenario.objective,
             tuple(names[column] for column in trained_columns(scenario.objective.base, names)),
             max_age=scenario.aggregation.max_age,
-            public=self.public_share,
+            public=self.public_dataset,
             build=partial(self.build_model, scenario, "cpu", ("image", "text")),
         )
 
-    def public_share(self) -> Share | None:
+    def public_dataset(self) -> SiloDataset | None:
         """The items of the split ``public``, which belong to no silo; None where there are none."""
         rows = self.prepared.rows("public")
-        return load_share(self.prepared, rows, image=True, text=True) if len(rows) else None
+        return load_silo_dataset(self.prepared, rows, image=True, text=True) if len(rows) else None
 
 
 def run_facts(scenario: Scenario) -> dict[str, Any]:
@@ -164,14 +164,14 @@ def device_here(name: str) -> str:
         return "cpu"
 
 
-def build_world(
+def build_population(
     scenario: Scenario,
     progress: Progress | None = None,
     cache: Path | None = None,
     *,
     folder: Path | None = None,
     pooled: bool = False,
-) -> World:
+) -> Population:
     """Prepare the data and share it out, or find both in the cache.
 
     Args:
@@ -207,7 +207,7 @@ def build_world(
         nothing = np.zeros(0, np.int64)
         train = (np.sort(np.concatenate(train)), *(nothing for _ in silos[1:]))
         silos = (replace(silos[0], image=True, text=True), *silos[1:])
-    return World(prepared, silos, train, heldout, evaluated, _database(scenario, prepared), galleries, cache)
+    return Population(prepared, silos, train, heldout, evaluated, _database(scenario, prepared), galleries, cache)
 
 
 def _database(scenario: Scenario, prepared: Prepared) -> I64:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
 import torch
 
 from fedmq.config.scenario import Objective, Training
-from fedmq.data.silo_dataset import Share
+from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import RemoteWireError
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.layout import Layout
@@ -77,7 +77,7 @@ class Context:
     cohort: int | None = None
     whole_rounds: bool = True
     max_age: int | None = None
-    public: Callable[[], Share | None] = field(default=lambda: None, compare=False)
+    public: Callable[[], SiloDataset | None] = field(default=lambda: None, compare=False)
     build: Callable[[], TwoTower] | None = field(default=None, compare=False)
 
 
@@ -137,7 +137,7 @@ class Local:
     """
 
     silo: SiloFacts
-    share: Share
+    share: SiloDataset
     model: TwoTower
     state: Mapping[str, torch.Tensor]
 
@@ -202,7 +202,7 @@ class Reply:
 
 
 @dataclass(frozen=True)
-class Merged:
+class MergeResult:
     """What a merge gives: the next state and numbers worth a line in ``metrics.jsonl``."""
 
     state: State
@@ -258,7 +258,7 @@ class FederatedProtocol(Protocol):
         """Local training at the silo."""
         ...
 
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> Merged:
+    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Merge replies, given in the fixed silo order; never depends on the order of their arrival."""
         ...
 

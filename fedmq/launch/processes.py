@@ -22,7 +22,7 @@ from coordinator.program import CoordinatorArguments, check, run_coordinator
 from fedmq.config.scenario import Scenario
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
-from fedmq.federation.population import build_world
+from fedmq.federation.population import build_population
 from silos.program import SiloArguments, run_silo
 
 _PR_SET_PDEATHSIG = 1
@@ -131,7 +131,7 @@ def world_process(scenario: Scenario, line: Connection) -> None:
     """Prepares the data; the line tells progress, and at last the folder or what went wrong."""
     _settle_in()
     try:
-        folder = world_here(scenario, lambda what, done, total: _tell(line, (what, done, total)))
+        folder = population_here(scenario, lambda what, done, total: _tell(line, (what, done, total)))
     except InputError as error:
         _tell(line, ("input", error.place, str(error.found), error.allowed))
     except FedmqError as error:
@@ -140,7 +140,7 @@ def world_process(scenario: Scenario, line: Connection) -> None:
         _tell(line, folder)
 
 
-def world_here(
+def population_here(
     scenario: Scenario, progress: Callable[[str, int, int], None] | None, folder: Path | None = None
 ) -> Path:
     """Make the run's world in the cache, in this process; as ``fedmq.launch.supervisor.prepare_world`` otherwise.
@@ -153,6 +153,6 @@ def world_here(
     Raises:
         InputError: the data, or the scenario with these data, would be refused by a run's programs.
     """
-    world = build_world(scenario, progress, folder=folder, pooled=protocols.pooled(scenario.protocol.name))
-    check(scenario, world)
-    return world.prepared.folder
+    population = build_population(scenario, progress, folder=folder, pooled=protocols.pooled(scenario.protocol.name))
+    check(scenario, population)
+    return population.prepared.folder

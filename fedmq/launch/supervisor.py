@@ -25,13 +25,13 @@ from typing import Any
 import psutil
 
 from coordinator.fault_injection import Order
-from coordinator.in_process_peers import Answer, Inline
-from coordinator.program import CoordinatorArguments, Outcome, run_coordinator
+from coordinator.in_process_peers import Answer, InProcessPeers
+from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
 from coordinator.rounds import Phase
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.program import Evaluator, EvaluatorArguments
-from fedmq.federation.population import World, device_of
+from fedmq.federation.population import Population, device_of
 from fedmq.launch import processes as children
 from fedmq.launch.forkserver import CONTEXT, warm_up
 from fedmq.launch.interrupts import say_stopping
@@ -55,7 +55,7 @@ _PRIVATE = "fedmq-run-"
 _LOCK = "lock"
 
 
-def prepare_world(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> Path:
+def prepare_population(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> Path:
     """Make the run's world in the cache, in a process of its own: extracting features loads what nobody else needs.
 
     Args:
@@ -284,7 +284,7 @@ class Simulated:
         peak_pss_mb: of all processes together.
     """
 
-    outcome: Outcome
+    outcome: CoordinatorResult
     seconds: float
     ready_seconds: float | None
     peak_pss_mb: float
@@ -330,7 +330,7 @@ def simulate(
         resume: go on from its last checkpoint.
         status: told how things stand, a few times a second.
         began: ``time.monotonic()`` of the command's start, for the start-up time.
-        data: folder of the prepared data, as :func:`prepare_world` gave it; None lets every process find it.
+        data: folder of the prepared data, as :func:`prepare_population` gave it; None lets every process find it.
 
     Raises:
         RunError: the run cannot go on.
@@ -354,15 +354,15 @@ def simulate(
     return Simulated(outcome, time.monotonic() - began, ready, supervisor.peak_pss / 2**20)
 
 
-def inline_peers(scenario: Scenario, folder: RunFolder, data: Path | None, world: World) -> dict[str, Answer]:
+def inline_peers(scenario: Scenario, folder: RunFolder, data: Path | None, population: Population) -> dict[str, Answer]:
     """The evaluator and every silo of a run as functions, by name; they take turns with one model."""
     device = device_of(scenario.device)
-    model = world.build_model(scenario, device, ("image", "text"))
-    evaluator = Evaluator(scenario, world, device)
+    model = population.build_model(scenario, device, ("image", "text"))
+    evaluator = Evaluator(scenario, population, device)
     answers: dict[str, Answer] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
     for name in scenario.silo_names:
-        arguments = SiloArguments(scenario, name, Inline.uri, folder.root, folder.root, data=data)
-        answers[name] = Silo(arguments, world, model, noise=scenario.seed).respond
+        arguments = SiloArguments(scenario, name, InProcessPeers.uri, folder.root, folder.root, data=data)
+        answers[name] = Silo(arguments, population, model, noise=scenario.seed).respond
     return answers
 
 
@@ -378,7 +378,7 @@ def simulate_inline(
 
     with _signals() as caught:
         outcome = run_coordinator(
-            CoordinatorArguments(scenario, Inline.uri, folder.root, folder.root, resume, data),
+            CoordinatorArguments(scenario, InProcessPeers.uri, folder.root, folder.root, resume, data),
             status=status,
             stop_wanted=lambda: bool(caught),
             peers=partial(inline_peers, scenario, folder, data),
@@ -389,7 +389,7 @@ def simulate_inline(
 
 def _watch(
     supervisor: _Supervisor, status: Callable[[Status], None], caught: list[int], began: float
-) -> tuple[Outcome, float | None]:
+) -> tuple[CoordinatorResult, float | None]:
     """Start everybody and wait for the outcome."""
     line = supervisor.start_coordinator()
     asked_to_stop, weighed, ready = False, time.monotonic(), None
@@ -413,7 +413,7 @@ def _watch(
                     ready = time.monotonic() - began
                     supervisor.weigh()
                 status(item)
-            case Outcome():
+            case CoordinatorResult():
                 supervisor.weigh()
                 return item, ready
             case (str(place), str(found), str(allowed)):
@@ -463,6 +463,6 @@ def finish_summary(summary: Mapping[str, Any], simulated: Simulated) -> dict[str
     }
 
 
-def stopped(outcome: Outcome) -> bool:
+def stopped(outcome: CoordinatorResult) -> bool:
     """Whether the run was stopped before its end."""
     return outcome.phase is Phase.STOPPED

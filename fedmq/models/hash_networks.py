@@ -32,7 +32,7 @@ WITHOUT_LABELS = ("info_nce", "dgcpn", "djsrh", "jdsh")
 
 
 @dataclass(frozen=True)
-class Plan:
+class TowerPlan:
     """What a base's towers look like.
 
     Args:
@@ -58,22 +58,22 @@ class Plan:
 
 # Name prefix of an encoder's parameters where it is trained.
 _ENCODER = "visual.encoder."
-_HASH = Plan()
-_UNSUPERVISED = Plan((4096,), (4096,), tanh=True, dropout=True, last_std=0.3)
-PLANS: Mapping[Base, Plan] = {
-    "dcmh": Plan((), (8192,), classifier=True, std=0.01),
-    "shdch": Plan((), (8192,), tanh=True, classifier=True, std=0.01),
+_HASH = TowerPlan()
+_UNSUPERVISED = TowerPlan((4096,), (4096,), tanh=True, dropout=True, last_std=0.3)
+PLANS: Mapping[Base, TowerPlan] = {
+    "dcmh": TowerPlan((), (8192,), classifier=True, std=0.01),
+    "shdch": TowerPlan((), (8192,), tanh=True, classifier=True, std=0.01),
     "dpsh": _HASH,
     "dch": _HASH,
     "greedyhash": _HASH,
     "csq": _HASH,
-    "triplet": Plan(bits=48),
+    "triplet": TowerPlan(bits=48),
     "dgcpn": _UNSUPERVISED,
     "djsrh": _UNSUPERVISED,
     "jdsh": _UNSUPERVISED,
 }
 # DSCMR's first layers, which it has beside a network of its own, and its common space.
-_DSCMR = Plan((2048,), (2048,), bits=1024)
+_DSCMR = TowerPlan((2048,), (2048,), bits=1024)
 
 
 def widths_of(base: Base) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
@@ -82,7 +82,7 @@ def widths_of(base: Base) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     return plan.bits, plan.image, plan.text
 
 
-def plans_of(objective: Objective) -> tuple[Plan, Plan] | None:
+def plans_of(objective: Objective) -> tuple[TowerPlan, TowerPlan] | None:
     """Plans of the image and the text tower of a scenario's base; None for those that have a network of their own.
 
     SHDCH's own code squashes the text tower's outputs alone: its option ``tanh: text``.
@@ -117,7 +117,7 @@ class Tower(nn.Module):
         hidden: tuple[int, ...],
         bits: int,
         classes: int,
-        plan: Plan,
+        plan: TowerPlan,
         *,
         encoder: nn.Module | None = None,
     ) -> None:
@@ -270,7 +270,7 @@ def classes_of(label_names: Sequence[str]) -> int:
     return len(fine_columns(label_names))
 
 
-def initial_parameters(layout: Layout, plan: Plan, seed: int, trained: Backbone | None = None) -> Tensor:
+def initial_parameters(layout: Layout, plan: TowerPlan, seed: int, trained: Backbone | None = None) -> Tensor:
     """The initial parameters float32 [P]; each has a generator of its own.
 
     Args:
@@ -371,7 +371,7 @@ def _dscmr(objective: Objective, widths: tuple[int, int], classes: int, seed: in
     towers = [FirstLayer(width, hidden, dim, enhance) for width in widths]
     shared = CommonSpace(hidden, dim, classes, enhance=enhance, leaky=leaky)
     model = TwoTower(towers[0], towers[1], dim, device, shared=shared)
-    return _drawn(model, partial(initial_parameters, model.layout, Plan(), seed))
+    return _drawn(model, partial(initial_parameters, model.layout, TowerPlan(), seed))
 
 
 def _drawn(model: TwoTower, initial: Callable[[], Tensor]) -> TwoTower:

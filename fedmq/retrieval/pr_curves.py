@@ -17,7 +17,7 @@ import numpy as np
 from fedmq.errors import InputError
 from fedmq.evaluation.label_metrics import Curve, RankingMetrics
 from fedmq.evaluation.program import HeldOut, Way, embed, rank
-from fedmq.federation.population import World, build_world
+from fedmq.federation.population import Population, build_population
 from fedmq.progress import Progress
 from fedmq.retrieval.released_model import Release
 from fedmq.runs import html_figures
@@ -55,7 +55,7 @@ def parse_cutoffs(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def labelled_world(release: Release, progress: Progress | None = None) -> World:
+def labelled_world(release: Release, progress: Progress | None = None) -> Population:
     """A run's data, which have labels.
 
     Args:
@@ -66,11 +66,11 @@ def labelled_world(release: Release, progress: Progress | None = None) -> World:
         InputError: the data are not those of the run, or have no labels.
     """
     scenario = release.scenario
-    world = build_world(scenario, progress, release.cache)
-    release.check_data(world.prepared)
-    if not world.prepared.label_names:
+    population = build_population(scenario, progress, release.cache)
+    release.check_data(population.prepared)
+    if not population.prepared.label_names:
         raise InputError(f"data.name of {release.run.root}", scenario.data.name, "a data set with labels")
-    return world
+    return population
 
 
 def measured(release: Release, top_n: Sequence[int], progress: Progress | None = None) -> dict[Way, RankingMetrics]:
@@ -85,8 +85,8 @@ def measured(release: Release, top_n: Sequence[int], progress: Progress | None =
         InputError: the data are not those of the run, or have no labels, by which items would be relevant.
     """
     scenario = release.scenario
-    world = labelled_world(release, progress)
-    heldout, model = HeldOut.load(scenario, world), release.retriever(world.prepared)
+    population = labelled_world(release, progress)
+    heldout, model = HeldOut.load(scenario, population), release.retriever(population.prepared)
     queries = embed(model.encoders, heldout.share, binary=model.binary)
     gallery = queries if heldout.gallery is None else embed(model.encoders, heldout.gallery, binary=model.binary)
     asked = tuple(n for n in top_n if n <= len(gallery.image))

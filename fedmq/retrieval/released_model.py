@@ -20,7 +20,7 @@ from fedmq.encoders.base import MODALITIES, Encoder
 from fedmq.encoders.select import image_encoder, text_encoder
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.program import load_inference
-from fedmq.federation.population import World, device_of
+from fedmq.federation.population import Population, device_of
 from fedmq.federation.protocol import Encoders, encoders_of
 from fedmq.models.two_tower import TwoTower
 from fedmq.runs.model_files import BESIDE, beside, digests_of
@@ -131,8 +131,10 @@ class Release:
             InputError: the release is damaged, or of another model.
         """
         nothing = np.zeros(0, np.int64)
-        world = World(prepared, (), (), (), evaluated=nothing, database=nothing, galleries=(), cache=self.cache)
-        model = world.build_model(self.scenario, self.device, modalities)
+        population = Population(
+            prepared, (), (), (), evaluated=nothing, database=nothing, galleries=(), cache=self.cache
+        )
+        model = population.build_model(self.scenario, self.device, modalities)
         if model.layout.digest != self.config["layout_digest"]:
             raise InputError(str(self.run.model), "parameters of another model", "the release of this very scenario")
         tensors = self._tensors("model")

@@ -70,7 +70,7 @@ class Query:
 
 
 @dataclass(frozen=True)
-class Found:
+class SearchHits:
     """An answer.
 
     Args:
@@ -92,7 +92,7 @@ def find(
     among: Among | None = None,
     top: int = 10,
     progress: Progress | None = None,
-) -> Found:
+) -> SearchHits:
     """Search a gallery, which is exported first where it was not yet.
 
     Args:
@@ -116,7 +116,7 @@ def find(
         vector = embed(model, query.modality, [encoded], lambda _: None)
     other: Among = "images" if query.modality == "text" or not gallery.meta["captions"] else "captions"
     place = among or other
-    return Found(gallery, place, tuple(nearest_items(gallery, vector, place, top)))
+    return SearchHits(gallery, place, tuple(nearest_items(gallery, vector, place, top)))
 
 
 def _encoded(release: Release, query: Query) -> Array:

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.federation.fault_schedule import Script
-from fedmq.federation.population import World, build_world
+from fedmq.federation.fault_schedule import FaultSchedule
+from fedmq.federation.population import Population, build_population
 from fedmq.progress import Progress
 from fedmq.retrieval.released_model import Own, Release, open_release
 from fedmq.runs.results import read_summary
@@ -27,8 +27,8 @@ class Programs:
     """
 
     own_only: Callable[[Scenario], bool]
-    asked: Callable[[Release, World, str], Message]
-    own: Callable[[Release, World, Message], Own]
+    asked: Callable[[Release, Population, str], Message]
+    own: Callable[[Release, Population, Message], Own]
 
 
 def opened(
@@ -57,24 +57,24 @@ def opened(
         return release
     if silo not in names:
         raise InputError("--silo", silo, ", ".join(names))
-    world = build_world(scenario, progress, release.cache)
-    message = programs.asked(release, world, silo)
+    population = build_population(scenario, progress, release.cache)
+    message = programs.asked(release, population, silo)
     if bare:
-        _check_trained(release, world, silo)
-    return replace(release, own=programs.own(release, world, message))
+        _check_trained(release, population, silo)
+    return replace(release, own=programs.own(release, population, message))
 
 
-def _check_trained(release: Release, world: World, silo: str) -> None:
+def _check_trained(release: Release, population: Population, silo: str) -> None:
     """Refuse a silo whose own model has layers, or a whole tower, that nobody trained."""
     scenario = release.scenario
-    script = Script(scenario.faults, scenario.seed, world.silos)
+    script = FaultSchedule(scenario.faults, scenario.seed, population.silos)
     both = []
-    for each in world.silos:
+    for each in population.silos:
         phases = script.phases(each, scenario.rounds)
         if any(phase.image for phase in phases) and any(phase.text for phase in phases):
             both.append(each.name)
     if silo not in both:
-        lacked = "captions" if world.facts(silo).image else "images"
+        lacked = "captions" if population.facts(silo).image else "images"
         allowed = f"a silo that trained both towers: {', '.join(both) or 'this run has none'}"
         raise InputError("--silo", f"{silo}, which has no {lacked}", allowed)
     per_silo = read_summary(release.run)["per_silo"]

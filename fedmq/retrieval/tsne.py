@@ -15,7 +15,7 @@ import numpy.typing as npt
 from fedmq import seeds
 from fedmq.config.parts import Modality
 from fedmq.data.label_levels import fine_columns
-from fedmq.data.silo_dataset import load_share
+from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
 from fedmq.evaluation.program import embed
@@ -72,16 +72,16 @@ def placed(
     Raises:
         InputError: the data are not those of the run, have no labels, or leave fewer than four points.
     """
-    world = labelled_world(release, progress)
-    prepared, model = world.prepared, release.retriever(world.prepared)
+    population = labelled_world(release, progress)
+    prepared, model = population.prepared, release.retriever(population.prepared)
     fine = fine_columns(prepared.label_names)
-    labels = np.asarray(prepared.labels)[world.evaluated][:, fine]
+    labels = np.asarray(prepared.labels)[population.evaluated][:, fine]
     common = np.sort(np.argsort(-labels.sum(axis=0, dtype=np.int64), kind="stable")[:classes])
     shown = labels[:, common] > 0
     rows = np.flatnonzero(shown.any(axis=1))
     if len(rows) > items:
         rows = np.sort(seeds.numpy_generator(release.scenario.seed, "tsne", "items").choice(rows, items, replace=False))
-    share = load_share(prepared, world.evaluated[rows], image=True, text=True)
+    share = load_silo_dataset(prepared, population.evaluated[rows], image=True, text=True)
     found = embed(model.encoders, share, binary=model.binary)
     vectors = {"image": found.image, "text": found.first_captions}
     points = np.concatenate([vectors[side] for side in sides])

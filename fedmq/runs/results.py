@@ -126,7 +126,7 @@ def made_otherwise(made: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ..
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationResult:
     """One evaluation of a run.
 
     Args:
@@ -160,7 +160,7 @@ class Personal:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class FinishedRun:
     """A finished run.
 
     Args:
@@ -172,7 +172,7 @@ class Outcome:
 
     folder: RunFolder
     summary: Mapping[str, Any]
-    evaluations: tuple[Evaluation, ...]
+    evaluations: tuple[EvaluationResult, ...]
     personal: tuple[Personal, ...] = ()
 
     def value(self, metric: str) -> float | None:
@@ -198,11 +198,11 @@ class Outcome:
             found = [(each.version, each.now, each.metrics.get(metric)) for each in self.evaluations]
         return tuple((version, now, value) for version, now, value in found if value is not None)
 
-    def untrained(self) -> Outcome:
+    def untrained(self) -> FinishedRun:
         """The same run as of version 0: what the frozen encoders and the initial parameters do by themselves."""
         first = self.evaluations[0]
         figures = {"metrics": first.metrics, "fairness": first.fairness, "per_silo_mean": first.per_silo_mean}
-        return Outcome(self.folder, figures, (first,))
+        return FinishedRun(self.folder, figures, (first,))
 
     def time_to(self, target: Target) -> float | None:
         """The run's time [s] of the first evaluation that reaches a target; None if none does."""
@@ -234,7 +234,7 @@ class Target:
         return f"seconds to {self.metric} {self.value:g}"
 
 
-def read(folder: RunFolder) -> Outcome:
+def read(folder: RunFolder) -> FinishedRun:
     """Read a finished run.
 
     Raises:
@@ -242,7 +242,7 @@ def read(folder: RunFolder) -> Outcome:
     """
     summary, lines = read_summary(folder), read_metrics(folder)
     times = {0: 0.0, **{line["version"]: line["now"] for line in lines if line["kind"] == "merge"}}
-    evaluations, personal = dict[int, Evaluation](), dict[int, Personal]()
+    evaluations, personal = dict[int, EvaluationResult](), dict[int, Personal]()
     for line in lines:
         version = line["version"]
         if version not in times:
@@ -251,16 +251,16 @@ def read(folder: RunFolder) -> Outcome:
         if line["kind"] == "evaluation":
             shares = line["per_silo"]
             mean = means(shares) if shares else {}
-            evaluations[version] = Evaluation(version, times[version], line["metrics"], fairness_of(shares), mean)
+            evaluations[version] = EvaluationResult(version, times[version], line["metrics"], fairness_of(shares), mean)
         elif line["kind"] == "personal":
             personal[version] = Personal(version, times[version], line)
     if not evaluations:
         raise InputError(str(folder.metrics), "no evaluation", _FINISHED)
     ordered = tuple(evaluations[version] for version in sorted(evaluations))
-    return Outcome(folder, summary, ordered, tuple(personal[version] for version in sorted(personal)))
+    return FinishedRun(folder, summary, ordered, tuple(personal[version] for version in sorted(personal)))
 
 
-def unknown_metric(metric: str, outcome: Outcome) -> InputError:
+def unknown_metric(metric: str, outcome: FinishedRun) -> InputError:
     """That no run has a metric, with those that an outcome has."""
     known = ", ".join((*outcome.summary["metrics"], *(f"fairness.{name}" for name in outcome.summary["fairness"])))
     return InputError("--metric", metric, f"{known}, bytes.up, bytes.down, seconds.virtual and the like")

@@ -40,7 +40,7 @@ _MESSAGES_AT_ONCE = 256
 _PATIENT_TURNS = int(1000 * BEAT_SECONDS) // _TURN_MILLISECONDS
 
 
-class Link:
+class Channel:
     """One authenticated line to the coordinator that mends itself.
 
     Args:

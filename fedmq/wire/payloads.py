@@ -302,7 +302,7 @@ class DiscriminatorDelta:
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class SecretShare:
     """Masked integers of secure aggregation.
 
     Args:
@@ -385,7 +385,7 @@ Payload: TypeAlias = (
     | LabelCount
     | Representations
     | DiscriminatorDelta
-    | Share
+    | SecretShare
     | Metrics
     | Error
 )

@@ -294,10 +294,10 @@ def _name(array: Stored, *, alone: bool) -> str:
     return f"{array.path.stem}_{array.key}" if alone and array.key.lower() in _BARE else array.key
 
 
-Found = dict[tuple[str, What], Stored]
+StoredByRole = dict[tuple[str, What], Stored]
 
 
-def recognise(path: Path, pixels: bool) -> Found:
+def recognise(path: Path, pixels: bool) -> StoredByRole:
     """Which array is what.
 
     Args:
@@ -322,7 +322,7 @@ def recognise(path: Path, pixels: bool) -> Found:
     known = [(named, array) for named, array in zip(meanings, stored, strict=True) if named is not None]
     known = [(named, array) for named, array in known if named[1] != "image" or (len(array.shape) == 4) == pixels]
     _all_or_parts(known, str(path))
-    found: Found = {}
+    found: StoredByRole = {}
     for named, array in known:
         before = found.setdefault(named, array)
         # Labels are often there once for each modality, and agree.
@@ -358,7 +358,7 @@ def _rows_of(what: What, shape: tuple[int, ...]) -> set[int]:
     return {shape[0]}
 
 
-def _consistent(found: Found, split: Stored | None) -> bool:
+def _consistent(found: StoredByRole, split: Stored | None) -> bool:
     """Whether the arrays of each part have equally many items, and those of one meaning are equally wide."""
     for part in {part for part, _ in found}:
         counts = [_rows_of(what, array.shape) for (other, what), array in found.items() if other == part]
@@ -372,7 +372,7 @@ def _consistent(found: Found, split: Stored | None) -> bool:
     return all(len(each) < 2 for each in widths.values())
 
 
-def _upright(found: Found, place: str, split: Stored | None) -> Found:
+def _upright(found: StoredByRole, place: str, split: Stored | None) -> StoredByRole:
     """The arrays with items in rows.
 
     MATLAB marks what it writes to HDF5, and there all axes are the other way round. Other programs that write HDF5 do
@@ -382,7 +382,7 @@ def _upright(found: Found, place: str, split: Stored | None) -> Found:
         InputError: both ways fit, or only columns do in a file whose axes are as it says.
     """
 
-    def turn(which: Callable[[Stored], bool]) -> Found:
+    def turn(which: Callable[[Stored], bool]) -> StoredByRole:
         return {
             known: _turned(array) if len(array.shape) in (2, 3) and which(array) else array
             for known, array in found.items()

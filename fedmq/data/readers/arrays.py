@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, labelled_rows, refuse_keys
-from fedmq.data.readers.array_files import ENDINGS, Found, Stored, What, files_of, listed, parts_of, recognise
+from fedmq.data.readers.array_files import ENDINGS, Stored, StoredByRole, What, files_of, listed, parts_of, recognise
 from fedmq.data.readers.folders import (
     WIKIPEDIA_CLASSES,
     WIKIPEDIA_LISTS,
@@ -84,7 +84,7 @@ def _flat_labels(stored: Stored, n: int) -> Array:
     return (value > 0).astype(np.uint8)
 
 
-def _labels(found: Found, sizes: Mapping[str, int], data: Data) -> dict[str, Array]:
+def _labels(found: StoredByRole, sizes: Mapping[str, int], data: Data) -> dict[str, Array]:
     """``labels`` and ``label_names`` of all parts; empty where there are none.
 
     Raises:
@@ -183,7 +183,7 @@ def _only(arrays: Mapping[str, Array], rows: npt.NDArray[np.int64]) -> dict[str,
     return {name: value if name == "label_names" else value[rows] for name, value in arrays.items()}
 
 
-def _features(found: Found, what: What, sizes: Mapping[str, int]) -> list[Array]:
+def _features(found: StoredByRole, what: What, sizes: Mapping[str, int]) -> list[Array]:
     """Images or texts of each part, as floats.
 
     Raises:

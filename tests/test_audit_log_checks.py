@@ -100,7 +100,7 @@ def test_two_processes_cannot_write_one_log(run: Path, monkeypatch: pytest.Monke
 FILLED = """
 import resource, sys
 from pathlib import Path
-from fedmq.audit.log_checks import MessageLog
+from fedmq.wire.message_log import MessageLog
 from fedmq.clock import WallClock
 from fedmq.wire.codec import decode, encode_body
 from fedmq.errors import RunError

@@ -472,7 +472,7 @@ def test_what_a_log_says_never_steers_the_auditors_terminal(run: Path) -> None:
     assert not {"\x1b", "\x07"} & set(shown)
 
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "audit.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "reference" / "message_logs.md"
 
 
 @pytest.mark.slow

@@ -164,6 +164,6 @@ def test_a_comparison_file_says_first_what_of_its_paper_it_prints(path: Path) ->
 
 def test_the_help_of_a_run_says_where_every_key_is_explained() -> None:
     shown = CliRunner().invoke(cli.app, ["scenario", "--help"], env={"COLUMNS": "200"}).output
-    for page in re.findall(r"docs/[a-z]+\.md", shown):
+    for page in re.findall(r"docs/[a-z/_]+\.md", shown):
         assert (ROOT / page).is_file()
-    assert {"docs/scenario.md", "docs/methods.md"} <= set(re.findall(r"docs/[a-z]+\.md", shown))
+    assert {"docs/reference/scenario.md", "docs/reference/methods.md"} <= set(re.findall(r"docs/[a-z/_]+\.md", shown))

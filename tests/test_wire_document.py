@@ -1,4 +1,4 @@
-"""docs/wire.md and the code say the same."""
+"""docs/reference/wire.md and the code say the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedmq.wire.fields import Field, Names, Numbers, NumbersByName, Real, Tensor
 from fedmq.wire.messages import CARRIES, PAYLOADS, WIRE_VERSION, Kind, Reason
 from fedmq.wire.transports import zeromq
 
-DOCUMENT = (Path(__file__).parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "reference" / "wire.md").read_text(encoding="utf-8")
 
 
 def section(title: str, level: int = 2) -> str:

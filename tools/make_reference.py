@@ -1,4 +1,4 @@
-"""Write docs/scenario.md and docs/methods.md: every key of a scenario and every option, out of the code.
+"""Write the generated pages of docs/reference: every key of a scenario, every option, every command.
 
     python tools/make_reference.py
 
@@ -55,7 +55,7 @@ _OPTIONS = {
 
 
 def scenario_page() -> str:
-    """docs/scenario.md."""
+    """docs/reference/scenario.md."""
     page = [_SCENARIO]
     for title, (purpose, keys) in scenario_keys.parts().items():
         page.append(f"\n## {title}\n\n{purpose}\n" if title else f"\n{purpose}\n")
@@ -76,7 +76,7 @@ def scenario_page() -> str:
 
 
 def methods_page() -> str:
-    """docs/methods.md."""
+    """docs/reference/methods.md."""
     page = [_METHODS]
     for name in protocols.names():
         page.append(_section(name, protocols.summary(name), scenario_keys.options(protocols.load(name).Options)))

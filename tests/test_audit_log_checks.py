@@ -477,7 +477,7 @@ DOCUMENT = Path(__file__).parent.parent / "docs" / "reference" / "message_logs.m
 
 @pytest.mark.slow
 def test_the_script_of_the_document_finds_what_the_audit_finds(run: Path, tmp_path: Path) -> None:
-    block = DOCUMENT.read_text().partition("    import hashlib")[2].partition("\n\nWhoever")[0]
+    block = DOCUMENT.read_text().partition("    import hashlib")[2].partition("\n\nAnyone")[0]
     script = tmp_path / "check.py"
     script.write_text(textwrap.dedent("    import hashlib" + block))
     log = run / "messages" / "silo-00.jsonl"

@@ -152,7 +152,7 @@ def test_names_patterns_and_limits_are_described() -> None:
     told = " ".join(section("Messages").split())
     assert f"sent every {beat:.0f} s by silos" in told
     assert f"silent for {lost * beat:.0f} s counts as lost" in told
-    assert f"silent for {patience * beat:.0f} s its peers take leave" in told
+    assert f"silent for {patience * beat:.0f} s its peers disconnect" in told
     assert zeromq.MAX_FRAME == codec.MAX_BODY + sessions.TAG_BYTES
     assert f"at most {messages.MAX_PAYLOADS} `[kind, fields]`" in section("The body")
     assert f"multiple of {codec.ALIGNMENT}" in section("The body")

@@ -21,10 +21,12 @@ from fedmq.models import hash_networks
 from tools import make_reference
 
 ROOT = Path(__file__).parent.parent
-PAGES = sorted(path for pattern in ("*.md", "docs/**/*.md", "scenarios/**/*.md") for path in ROOT.glob(pattern))
+PAGES = sorted(
+    path for pattern in ("*.md", "docs/**/*.md", "scenarios/**/*.md", "fedmq/**/*.md") for path in ROOT.glob(pattern)
+)
 PRINTED = re.compile(r"^ {4}(?:\$ )?(?:\.venv/bin/)?fedmq ((?:.*\\\n)*.*)$", flags=re.MULTILINE)
-#: Pages for people who type what they read; the reference also shows patterns, with words in place of values.
-TYPED = [ROOT / "README.md", *(page for page in PAGES if {"tutorial", "howto"} & set(page.parts))]
+#: Pages whose commands are typed as they stand; the reference also prints patterns, with words in place of values.
+TYPED = [page for page in PAGES if page.parent.name != "reference" and PRINTED.search(page.read_text())]
 COMPARISONS = sorted((ROOT / "scenarios").glob("*/tables/*.yaml"))
 
 

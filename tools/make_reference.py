@@ -120,8 +120,9 @@ def commands_page() -> str:
 
 def commands() -> dict[str, Any]:
     """Every command that can be called, by its name: `scenario`, `data check`, ..."""
+    program: Any = typer.main.get_command(cli.app)
     found: dict[str, Any] = {}
-    for name, command in typer.main.get_command(cli.app).commands.items():  # type: ignore[attr-defined]
+    for name, command in program.commands.items():
         below = getattr(command, "commands", None)
         found |= {f"{name} {each}": child for each, child in below.items()} if below else {name: command}
     return found

@@ -84,6 +84,17 @@ def test_no_line_of_a_document_is_long() -> None:
     assert not long
 
 
+def test_no_cell_of_a_table_is_a_paragraph() -> None:
+    cells = [
+        cell.strip()
+        for page in PAGES
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+        for cell in line.strip("|").split(" | ")
+    ]
+    assert not [cell for cell in cells if len(cell) > 100 or re.search(r"\. [A-Z]", cell)]
+
+
 def test_every_scenario_is_in_the_list_of_scenarios_and_the_other_way_round() -> None:
     named = set(re.findall(r"`(\w+\.yaml)`", (ROOT / "scenarios" / "README.md").read_text()))
     assert {path.name for path in (ROOT / "scenarios").glob("*.yaml")} == named

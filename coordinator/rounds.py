@@ -2,7 +2,7 @@
 
 ``rounds.handle(event)`` returns the next machine and the actions to carry out. It is a pure function of frozen
 values: an event that is illegal in the present phase raises :class:`IllegalEventError` and changes nothing.
-``TABLE`` is the truth about which events are legal in which phase; ``docs/rounds.md`` is generated from it.
+``TABLE`` is the truth about which events are legal in which phase; ``docs/explanation/rounds.md`` is generated from it.
 """
 
 from __future__ import annotations

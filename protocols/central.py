@@ -1,4 +1,4 @@
-"""Central: one silo holds everybody's data in both modalities and trains alone; the upper bound, no federated method.
+"""Central: one silo trains on all training data in both modalities; a reference point, no federated method.
 
 Those data are in one place before the run begins; no message carries them.
 """

@@ -9,7 +9,8 @@ sharpen, the soft assignment the downloaded model makes of it:
         + lambda_pair NCE(z_i, z_i') + lambda_keep (1 - z_i . t_i)
 
 with t_i the downloaded model's embedding of sample i, z_i the trained one, and z_i' that of another caption of the same
-item (text silos only). docs/fedbridge.md derives it, states its traffic and what it reveals, and shows the ablations.
+item (text silos only). docs/explanation/fedbridge.md derives it and states its traffic
+and what it reveals; docs/results has the ablations.
 """
 
 from __future__ import annotations

@@ -472,12 +472,13 @@ def test_what_a_log_says_never_steers_the_auditors_terminal(run: Path) -> None:
     assert not {"\x1b", "\x07"} & set(shown)
 
 
-DOCUMENT = Path(__file__).parent.parent / "docs" / "audit.md"
+DOCUMENT = Path(__file__).parent.parent / "docs" / "reference" / "message_logs.md"
+GUIDE = Path(__file__).parent.parent / "docs" / "howto" / "audit.md"
 
 
 @pytest.mark.slow
 def test_the_script_of_the_document_finds_what_the_audit_finds(run: Path, tmp_path: Path) -> None:
-    block = DOCUMENT.read_text().partition("    import hashlib")[2].partition("\n\nWhoever")[0]
+    block = DOCUMENT.read_text().partition("    import hashlib")[2].partition("\n\nAnyone")[0]
     script = tmp_path / "check.py"
     script.write_text(textwrap.dedent("    import hashlib" + block))
     log = run / "messages" / "silo-00.jsonl"
@@ -786,7 +787,7 @@ def test_the_sizes_of_the_shipped_policy_are_those_of_the_lite_backbone() -> Non
 
 
 def test_the_policies_of_the_document_can_be_read(tmp_path: Path) -> None:
-    text = DOCUMENT.read_text()
+    text = GUIDE.read_text()
     blocks = re.findall(r"((?:^    (?:up|down|evaluator|silos|peers):.*\n(?:^     .*\n)*)+)", text, flags=re.MULTILINE)
     assert blocks
     for block in blocks:

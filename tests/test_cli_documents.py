@@ -21,20 +21,42 @@ from fedmq.models import hash_networks
 from tools import make_reference
 
 ROOT = Path(__file__).parent.parent
-COMMAND = re.compile(r"^ {4}fedmq ((?:compare|sweep) .*)$", flags=re.MULTILINE)
-DOCUMENTS = sorted(
-    path.relative_to(ROOT).as_posix()
-    for pattern in ("*.md", "docs/**/*.md", "scenarios/**/*.md")
-    for path in ROOT.glob(pattern)
-    if COMMAND.search(path.read_text())
+PAGES = sorted(
+    path for pattern in ("*.md", "docs/**/*.md", "scenarios/**/*.md", "fedmq/**/*.md") for path in ROOT.glob(pattern)
 )
+PRINTED = re.compile(r"^ {4}(?:\$ )?(?:\.venv/bin/)?fedmq ((?:.*\\\n)*.*)$", flags=re.MULTILINE)
+#: Pages whose commands are typed as they stand; the reference also prints patterns, with words in place of values.
+TYPED = [page for page in PAGES if page.parent.name != "reference" and PRINTED.search(page.read_text())]
 COMPARISONS = sorted((ROOT / "scenarios").glob("*/tables/*.yaml"))
+
+
+def printed(page: Path) -> list[str]:
+    """The commands that a page prints, without `fedmq`, each on one line."""
+    return [command.replace("\\\n", " ") for command in PRINTED.findall(page.read_text())]
+
+
+def comparisons(page: Path) -> list[str]:
+    """The commands of a page that compare; a word in capitals stands for a file in the reference."""
+    return [
+        command
+        for command in printed(page)
+        if command.startswith(("compare ", "sweep ")) and not re.match(r"\w+ [A-Z]", command)
+    ]
 
 
 def named_comparisons() -> list[str]:
     """The commands with a comparison file that the READMEs of the papers print."""
-    texts = [path.read_text() for path in sorted((ROOT / "scenarios").glob("*/README.md"))]
-    return [command for text in texts for command in COMMAND.findall(text) if "/tables/" in command]
+    pages = sorted((ROOT / "scenarios").glob("*/README.md"))
+    return [command for page in pages for command in comparisons(page) if "/tables/" in command]
+
+
+def anchors(page: Path) -> set[str]:
+    """What a link may name behind `#`: the headings, as GitHub makes names of them."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), flags=re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+DOCUMENTS = sorted(page.relative_to(ROOT).as_posix() for page in PAGES if comparisons(page))
 
 
 def test_the_readme_opens_with_the_two_commands() -> None:
@@ -42,30 +64,97 @@ def test_the_readme_opens_with_the_two_commands() -> None:
     assert commands[:2] == ["run", "test"]
 
 
-def test_every_scenario_is_in_the_readme_and_the_other_way_round() -> None:
-    text = (ROOT / "README.md").read_text()
-    named = set(re.findall(r"`(\w+\.yaml)`", text))
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 90
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parts[-2] == "results"], ids=lambda page: page.stem)
+def test_a_page_of_results_is_short(page: Path) -> None:
+    assert len(page.read_text().splitlines()) <= 120
+
+
+def test_no_line_of_a_document_is_long() -> None:
+    pages = [page for page in PAGES if page.name != "CONTRIBUTING.md"]
+    long = [
+        f"{page.relative_to(ROOT)}:{number}"
+        for page in pages
+        for number, line in enumerate(page.read_text(encoding="utf-8").splitlines(), 1)
+        if len(line) > 120
+    ]
+    assert not long
+
+
+def test_no_cell_of_a_table_is_a_paragraph() -> None:
+    cells = [
+        cell.strip()
+        for page in PAGES
+        for line in page.read_text(encoding="utf-8").splitlines()
+        if line.startswith("|")
+        for cell in line.strip("|").split(" | ")
+    ]
+    assert not [cell for cell in cells if len(cell) > 100 or re.search(r"\. [A-Z]", cell)]
+
+
+def test_every_scenario_is_in_the_list_of_scenarios_and_the_other_way_round() -> None:
+    named = set(re.findall(r"`(\w+\.yaml)`", (ROOT / "scenarios" / "README.md").read_text()))
     assert {path.name for path in (ROOT / "scenarios").glob("*.yaml")} == named
 
 
-def test_files_the_documents_name_exist() -> None:
-    for document in ("README.md", "CONTRIBUTING.md"):
-        for name in re.findall(
-            r"`((?:fedmq|protocols|tests|docs|coordinator|silos|scenarios)/[\w/.]+\.\w+)`",
-            (ROOT / document).read_text(),
-        ):
-            if "mine" not in name:
-                assert (ROOT / name).exists(), name
-        for link in re.findall(r"\]\((?!http)([^)]+)\)", (ROOT / document).read_text()):
-            name, _, anchor = link.partition("#")
-            assert (ROOT / name).exists(), link
-            headings = re.findall(r"^#+ (.+)$", (ROOT / name).read_text(), flags=re.MULTILINE) if anchor else []
-            assert not anchor or anchor in {re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings}
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_files_the_documents_name_exist(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for name in re.findall(r"`((?:fedmq|protocols|tests|tools|docs|coordinator|silos|scenarios)/[\w/.]+\.\w+)`", text):
+        if "mine" not in name:
+            assert (ROOT / name).exists(), name
+    for link in re.findall(r"\]\((?!http)([^)]+)\)", text):
+        name, _, anchor = link.partition("#")
+        target = page.parent / name if name else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_document_is_linked_from_the_index() -> None:
+    index = ROOT / "docs" / "README.md"
+    linked = {
+        (index.parent / link.partition("#")[0]).resolve() for link in re.findall(r"\]\(([^)]+)\)", index.read_text())
+    }
+    pages = [page for page in PAGES if page.parent.name in ("tutorial", "howto", "reference", "explanation")]
+    assert not [page.name for page in pages if page.resolve() not in linked]
 
 
 def test_the_reference_pages_are_what_the_code_says() -> None:
-    for page, made in (("scenario.md", make_reference.scenario_page()), ("methods.md", make_reference.methods_page())):
-        assert (ROOT / "docs" / page).read_text(encoding="utf-8") == made, "python tools/make_reference.py writes it"
+    for name, made in make_reference.pages().items():
+        page = ROOT / "docs" / "reference" / name
+        assert page.read_text(encoding="utf-8") == made, "python tools/make_reference.py writes it"
+
+
+@pytest.mark.parametrize("page", TYPED, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_every_command_a_document_prints_is_one_of_the_program_with_these_options(page: Path) -> None:
+    known = make_reference.commands()
+    for command in printed(page):
+        words = shlex.split(command, comments=True)
+        words = [word for word in words if word != "&"]
+        size = 2 if " ".join(words[:2]) in known else 1
+        assert " ".join(words[:size]) in known, command
+        parameters = known[" ".join(words[:size])].params
+        options = {name: each for each in parameters for name in each.opts if name.startswith("-")}
+        values, given = [], set()
+        rest = iter(words[size:])
+        for word in rest:
+            if word.startswith("--"):
+                assert word in options, f"{word} of {command}"
+                given.add(word)
+                if not options[word].is_flag:
+                    assert next(rest, "--").startswith("--") is False, f"{word} of {command} needs a value"
+            else:
+                values.append(word)
+        arguments = [each for each in parameters if not each.opts[0].startswith("-")]
+        least, most = sum(each.required for each in arguments), sum(1 if each.nargs == 1 else 99 for each in arguments)
+        assert least <= len(values) <= most, command
+        assert {name for name, each in options.items() if each.required} <= given, command
+        for value in values:
+            if value.startswith(("scenarios/", "docs/")):
+                assert (ROOT / value).exists(), value
 
 
 def test_every_key_and_option_has_a_meaning() -> None:
@@ -108,7 +197,7 @@ def planned(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[Entry,
 
     monkeypatch.setattr(compare, "_carry_out", only_resolve)
     monkeypatch.chdir(ROOT)
-    CliRunner().invoke(cli.app, shlex.split(command), catch_exceptions=False, standalone_mode=False)
+    CliRunner().invoke(cli.app, shlex.split(command, comments=True), catch_exceptions=False, standalone_mode=False)
     return found[0]
 
 
@@ -127,7 +216,7 @@ def measures(scenario: Scenario, metric: str) -> bool:
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_every_comparison_a_document_prints_can_be_planned(document: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every row and candidate is a scenario its method takes, the baseline is a row, and all rows have one budget."""
-    for command in set(COMMAND.findall((ROOT / document).read_text())) - set(named_comparisons()):
+    for command in set(comparisons(ROOT / document)) - set(named_comparisons()):
         entries, _ = planned(command, monkeypatch)
         assert len({len(entry.candidates) for entry in entries}) == 1, command
 
@@ -164,6 +253,6 @@ def test_a_comparison_file_says_first_what_of_its_paper_it_prints(path: Path) ->
 
 def test_the_help_of_a_run_says_where_every_key_is_explained() -> None:
     shown = CliRunner().invoke(cli.app, ["scenario", "--help"], env={"COLUMNS": "200"}).output
-    for page in re.findall(r"docs/[a-z]+\.md", shown):
+    for page in re.findall(r"docs/[a-z/_]+\.md", shown):
         assert (ROOT / page).is_file()
-    assert {"docs/scenario.md", "docs/methods.md"} <= set(re.findall(r"docs/[a-z]+\.md", shown))
+    assert {"docs/reference/scenario.md", "docs/reference/methods.md"} <= set(re.findall(r"docs/[a-z/_]+\.md", shown))

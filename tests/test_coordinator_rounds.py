@@ -419,7 +419,7 @@ def test_a_machine_restored_from_any_checkpoint_sends_and_merges_the_same(plan_:
 
 
 def test_the_documented_diagram_is_the_table() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "rounds.md").read_text()
+    text = (Path(__file__).parent.parent / "docs" / "explanation" / "rounds.md").read_text()
     assert machine.diagram() in text
 
 

@@ -89,7 +89,7 @@ def test_tr_beside_tra_is_what_is_retrieved_from(tmp_path: Path) -> None:
 
 
 def test_the_document_has_every_word_of_a_part() -> None:
-    text = (Path(__file__).parent.parent / "docs" / "data.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parent.parent / "docs" / "reference" / "data_sets.md").read_text(encoding="utf-8")
     for part, words in PARTS.items():
         line = next(line for line in text.splitlines() if line.startswith(f"| `{part}` | `"))
         assert {word.strip("` ") for word in line.split("|")[2].split(";")[0].split(",")} == words

@@ -686,9 +686,9 @@ ROOT = Path(__file__).parent.parent
 
 
 def test_the_document_has_a_layout_and_a_snippet_for_every_set() -> None:
-    text = (ROOT / "docs" / "data.md").read_text()
+    text = (ROOT / "docs" / "reference" / "data_sets.md").read_text()
     for name in SETS:
-        assert f"| `{name}` |" in text, name
+        assert f"\n### {name}\n" in text, name
         path = "}" if name == "openmoji" else ", path:"
         assert f"data: {{name: {name}{path}" in text, name
 

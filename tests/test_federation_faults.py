@@ -401,7 +401,7 @@ def test_with_a_wall_clock_the_run_ends_and_says_that_it_cannot_be_replayed(tiny
 
 # -------------------------------------------------------------------------------------------------------- documents
 def test_the_document_lists_every_fault_with_a_line_that_the_code_accepts() -> None:
-    text = (ROOT / "docs" / "faults.md").read_text()
+    text = (ROOT / "docs" / "reference" / "faults.md").read_text()
     listed = [yaml.safe_load(line) for line in re.findall(r"^    - (\{.*\})$", text, flags=re.MULTILINE)]
     assert {line["kind"] for line in listed} == set(FAULTS)
     for line in listed:
@@ -409,7 +409,7 @@ def test_the_document_lists_every_fault_with_a_line_that_the_code_accepts() -> N
 
 
 def test_the_document_names_every_option_of_every_fault() -> None:
-    text = (ROOT / "docs" / "faults.md").read_text()
+    text = (ROOT / "docs" / "reference" / "faults.md").read_text()
     shared = {"kind", "silos", "share", "rounds", "time", "probability"}
     for name, each in FAULTS.items():
         for option in set(each.model_fields) - shared:

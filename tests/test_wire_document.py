@@ -1,4 +1,4 @@
-"""docs/wire.md and the code say the same."""
+"""docs/reference/wire.md and the code say the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedmq.wire.fields import Field, Names, Numbers, NumbersByName, Real, Tensor
 from fedmq.wire.messages import CARRIES, PAYLOADS, WIRE_VERSION, Kind, Reason
 from fedmq.wire.transports import zeromq
 
-DOCUMENT = (Path(__file__).parent.parent / "docs" / "wire.md").read_text(encoding="utf-8")
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "reference" / "wire.md").read_text(encoding="utf-8")
 
 
 def section(title: str, level: int = 2) -> str:
@@ -152,7 +152,7 @@ def test_names_patterns_and_limits_are_described() -> None:
     told = " ".join(section("Messages").split())
     assert f"sent every {beat:.0f} s by silos" in told
     assert f"silent for {lost * beat:.0f} s counts as lost" in told
-    assert f"silent for {patience * beat:.0f} s its peers take leave" in told
+    assert f"silent for {patience * beat:.0f} s its peers disconnect" in told
     assert zeromq.MAX_FRAME == codec.MAX_BODY + sessions.TAG_BYTES
     assert f"at most {messages.MAX_PAYLOADS} `[kind, fields]`" in section("The body")
     assert f"multiple of {codec.ALIGNMENT}" in section("The body")

@@ -1,4 +1,4 @@
-"""Write docs/scenario.md and docs/methods.md: every key of a scenario and every option, out of the code.
+"""Write the generated pages of docs/reference: every key of a scenario, every option, every command.
 
     python tools/make_reference.py
 
@@ -7,33 +7,43 @@ A test holds the committed pages to what this makes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
+
+import typer
 
 import protocols
+from fedmq.cli import main as cli
 from fedmq.cli import scenario_keys
 
-DOCS = Path(__file__).parent.parent / "docs"
+DOCS = Path(__file__).parent.parent / "docs" / "reference"
+#: Longest line of a page, in characters.
+WIDTH = 116
 
 _SCENARIO = """# Scenario keys
 
 A scenario is one YAML file; `fedmq scenario FILE --set KEY=VALUE` changes a key for one run, with a dot between a part
 and its key, as `--set training.learning_rate=1e-3`. A key that is not given has its default, and `scenario.yaml` in a
-run's folder has every default written out. What is not listed is refused. A page made by `tools/make_reference.py` from
-the code.
+run's folder has every default written out. Keys that are not listed here are refused.
+
+Each entry gives the key, its values and default, and its meaning. `tools/make_reference.py` writes this page from the
+code.
 """
 _FAULTS = """
 ## faults
 
-A list; each entry has a `kind` and the keys below. [faults.md](faults.md) shows a line of YAML for each and says what
-happens. All that strike silos take:
+A list; each entry has a `kind` and the keys below. [Faults](faults.md) shows a line of YAML for each and says what
+happens. All faults that strike silos take:
 
 """
 _METHODS = """# Methods and base losses
 
 What `protocol:` and `objective:` of a scenario may name, with all their options; `fedmq protocols NAME` and
-`fedmq losses NAME` print the same. How the baselines were read is in [baselines.md](baselines.md), what was measured in
-[results/](results). A page made by `tools/make_reference.py` from the code.
+`fedmq losses NAME` print the same. [Baselines](../explanation/baselines.md) says how each paper was read,
+[results](../results/README.md) what was measured. `tools/make_reference.py` writes this page from the code.
 
 ## Methods
 
@@ -47,36 +57,43 @@ _LOSSES = """
 heads over a frozen encoder and has no options of its own: its temperature `tau` is the method's. `bits` and `hidden`
 are sizes of the network.
 """
+_COMMANDS = """# Command line
+
+Every command with its arguments and options, as `fedmq COMMAND --help` prints them. [Exit codes](exit_codes.md) has
+what a command returns. `tools/make_reference.py` writes this page from the code.
+"""
 #: What `objective` and `protocol` hold besides.
 _OPTIONS = {
-    "protocol": "[methods.md](methods.md) has the options of each method. `protocol: fedavg` is short for its name.",
-    "objective": "[methods.md](methods.md) has the options of each base loss. `objective: dcmh` is short for its base.",
+    "protocol": "[Methods](methods.md) has the options of each method. `protocol: fedavg` is short for its name.",
+    "objective": "[Methods](methods.md) has the options of each base loss. `objective: dcmh` is short for its base.",
 }
 
 
 def scenario_page() -> str:
-    """docs/scenario.md."""
+    """docs/reference/scenario.md."""
     page = [_SCENARIO]
     for title, (purpose, keys) in scenario_keys.parts().items():
-        page.append(f"\n## {title}\n\n{purpose}\n" if title else f"\n{purpose}\n")
+        page.append(f"\n## {title}\n" if title else "")
+        page.append(f"\n{_wrapped(purpose)}\n")
         page.append(f"\n{_OPTIONS[title]}\n" if title in _OPTIONS else "")
-        page.append(f"\n{scenario_keys.as_table(keys)}")
-    of_kinds = scenario_keys.faults()
+        page.append(f"\n{_list(keys)}")
+    return "".join(page) + _faults(scenario_keys.faults())
+
+
+def _faults(of_kinds: Mapping[str, tuple[str, tuple[scenario_keys.Key, ...]]]) -> str:
     common = next(iter(of_kinds.values()))[1][:5]
-    page.append(_FAULTS + scenario_keys.as_table(common))
-    page.append("\n")
-    rows = ["| kind | what happens | keys of its own |", "|---|---|---|"]
+    page = [_FAULTS, _list(common)]
     for kind, (purpose, keys) in of_kinds.items():
         own = [key for key in keys if key not in common]
-        without = [key.name for key in common if key not in keys]
-        told = [f"`{key.name}` ({key.values}; {key.default}): {key.meaning}" for key in own]
-        told += [f"without {', '.join(f'`{name}`' for name in without)}"] if without else []
-        rows.append(f"| `{kind}` | {purpose} | {'<br>'.join(told) or '-'} |")
-    return "".join(page) + "\n".join(rows) + "\n"
+        without = ", ".join(f"`{key.name}`" for key in common if key not in keys)
+        page.append(f"\n### {kind}\n\n{_wrapped(purpose)}\n")
+        page.append(f"\nIt takes no {without}.\n" if without else "")
+        page.append(f"\n{_list(own)}" if own else "")
+    return "".join(page)
 
 
 def methods_page() -> str:
-    """docs/methods.md."""
+    """docs/reference/methods.md."""
     page = [_METHODS]
     for name in protocols.names():
         page.append(_section(name, protocols.summary(name), scenario_keys.options(protocols.load(name).Options)))
@@ -88,14 +105,107 @@ def methods_page() -> str:
     return "".join(page)
 
 
+def commands_page() -> str:
+    """docs/reference/command_line.md."""
+    page = [_COMMANDS]
+    for name, command in commands().items():
+        usage = " ".join([f"fedmq {name}", *(_argument(each) for each in command.params if not _is_option(each))])
+        page.append(f"\n## fedmq {name}\n\n    {usage} [OPTIONS]\n")
+        told = "\n\n".join(_paragraph(each) for each in (command.help or "").split("\n\n"))
+        page += ["\n", re.sub(r"^(    .+)\n\n(?=    )", r"\1\n", told, flags=re.MULTILINE), "\n"]
+        page.append("\n" if command.params else "")
+        page += [_parameter(each) for each in command.params]
+    return "".join(page)
+
+
+def commands() -> dict[str, Any]:
+    """Every command that can be called, by its name: `scenario`, `data check`, ..."""
+    program: Any = typer.main.get_command(cli.app)
+    found: dict[str, Any] = {}
+    for name, command in program.commands.items():
+        below = getattr(command, "commands", None)
+        found |= {f"{name} {each}": child for each, child in below.items()} if below else {name: command}
+    return found
+
+
+def pages() -> dict[str, str]:
+    """The generated pages by their names in docs/reference."""
+    return {"scenario.md": scenario_page(), "methods.md": methods_page(), "command_line.md": commands_page()}
+
+
 def _section(name: str, summary: str, keys: Sequence[scenario_keys.Key]) -> str:
-    return f"\n### {name}\n\n{summary}\n\n{scenario_keys.as_table(keys)}"
+    return f"\n### {name}\n\n{_wrapped(summary)}\n\n{_list(keys)}"
+
+
+def _list(keys: Iterable[scenario_keys.Key]) -> str:
+    """Keys as a list in Markdown: name, values and default, meaning."""
+    return "".join(
+        _entry(f"- `{key.name}` ({key.values}; {_default(key.default)}): {_sentence(key.meaning)}") for key in keys
+    )
+
+
+def _default(default: str) -> str:
+    if default == scenario_keys.REQUIRED:
+        return default
+    return f"default `{default}`" if default else "empty by default"
+
+
+def _entry(text: str) -> str:
+    """An entry of a list, which begins with a hyphen."""
+    return _wrapped(text.removeprefix("- "), "- ") + "\n"
+
+
+def _sentence(text: str) -> str:
+    """A meaning with a full stop; its first letter stays, as it may be a word of the YAML."""
+    return text if text.endswith((".", ":")) else text + "."
+
+
+def _wrapped(text: str, first: str = "") -> str:
+    """A paragraph in lines of at most :data:`WIDTH` characters; names in backticks are kept whole."""
+    whole = re.sub(r"`[^`]{1,60}`", lambda found: found.group().replace(" ", "\0"), text)
+    wrap = textwrap.TextWrapper(WIDTH, first, " " * len(first), break_long_words=False, break_on_hyphens=False)
+    return "\n".join(wrap.wrap(whole)).replace("\0", " ")
+
+
+def _is_option(parameter: Any) -> bool:
+    return str(parameter.opts[0]).startswith("-")
+
+
+def _argument(parameter: Any) -> str:
+    return str(parameter.metavar or parameter.name.upper())
+
+
+def _parameter(parameter: Any) -> str:
+    """An argument or option of a command as an entry of a list."""
+    told = [] if not parameter.required else ["required"]
+    if not _is_option(parameter):
+        head = f"`{_argument(parameter)}`"
+    else:
+        value = "" if parameter.is_flag else f" {parameter.metavar or parameter.name.upper()}"
+        head = f"`{' '.join(parameter.opts)}{value}`"
+        told += ["may be repeated"] if parameter.multiple else []
+        shown = None if parameter.is_flag or callable(parameter.default) else parameter.default
+        told += [f"default `{shown}`"] if shown not in (None, (), []) else []
+    text = _sentence(_plain(parameter.help)) if parameter.help else ""
+    bounds = f" ({', '.join(told)})" if told else ""
+    return _entry(f"- {head}{bounds}{': ' if text else ''}{text}")
+
+
+def _paragraph(text: str) -> str:
+    """A paragraph of a command's help; an example stands in a block of its own."""
+    example = re.fullmatch(r"Example: \[bold\](.+)\[/bold\]", " ".join(text.split()))
+    return f"    {example.group(1)}" if example else _wrapped(_plain(text))
+
+
+def _plain(text: str) -> str:
+    """Help without the markup of the terminal; a placeholder such as <name> is no tag of HTML."""
+    return " ".join(re.sub(r"\[/?bold\]", "`", text).replace("\\[", "[").replace("<", "\\<").split())
 
 
 def main() -> None:
-    """Write both pages."""
-    (DOCS / "scenario.md").write_text(scenario_page(), encoding="utf-8")
-    (DOCS / "methods.md").write_text(methods_page(), encoding="utf-8")
+    """Write the pages."""
+    for name, page in pages().items():
+        (DOCS / name).write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

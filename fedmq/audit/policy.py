@@ -26,7 +26,7 @@ from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.payloads import PAYLOADS
 
 Way = Literal["up", "down"]
-_ALLOWED = "a policy (YAML) with up, down, evaluator, silos or peers; docs/audit.md describes it"
+_ALLOWED = "a policy (YAML) with up, down, evaluator, silos or peers; docs/howto/audit.md describes it"
 _SHOWN = 20  # broken rules printed; JSON has all
 
 

@@ -46,7 +46,7 @@ def add_data(
         }.items():
             table.add_row(name, summary)
         out.print(table)
-        out.print("docs/data.md shows the layout that each is read from", highlight=False)
+        out.print("docs/reference/data_sets.md shows the layout that each is read from", highlight=False)
 
     @app.command("check")
     def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json: AsJson = False) -> None:

@@ -156,7 +156,7 @@ def scenario_command(
 ) -> None:
     """Run a scenario: a coordinator, an evaluator and all silos as real processes on this machine.
 
-    docs/scenario.md has every key of a scenario, docs/methods.md every option of a method or loss.
+    docs/reference/scenario.md has every key of a scenario, docs/reference/methods.md every option of a method or loss.
 
     Example: [bold]fedmq scenario scenarios/rcsr_mr50.yaml --set rounds=50 --seed 1[/bold]
     """

@@ -6,7 +6,7 @@ import dataclasses
 import inspect
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
@@ -98,17 +98,6 @@ def faults() -> dict[str, tuple[str, tuple[Key, ...]]]:
         kind: (_purpose(each), tuple(_key(each, name, "") for name in each.model_fields if name != "kind"))
         for kind, each in FAULTS.items()
     }
-
-
-def as_table(keys: Sequence[Key]) -> str:
-    """Keys as a table in Markdown."""
-    rows = [(f"`{key.name}`", key.values, _code(key.default), key.meaning) for key in keys]
-    lines = [("key", "values", "default", "meaning"), ("---",) * 4, *rows]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in lines)
-
-
-def _code(default: str) -> str:
-    return default if default == REQUIRED else f"`{default}`"
 
 
 def _purpose(kind: type[Any]) -> str:

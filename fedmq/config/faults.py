@@ -1,7 +1,7 @@
-"""Scripted faults: one class per fault. ``faults:`` in a scenario is a list of them; docs/faults.md shows each.
+"""Scripted faults: one class per fault. ``faults:`` in a scenario is a list of them.
 
-A fault says where (``silos``, ``share``), when (``rounds``, ``time``, ``probability``) and what. What it does is in
-:mod:`fedmq.federation.fault_effects`.
+docs/reference/faults.md shows each. A fault says where (``silos``, ``share``), when (``rounds``, ``time``,
+``probability``) and what. What it does is in :mod:`fedmq.federation.fault_effects`.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class ProtocolChoice(BaseModel):
 
 
 class Data(Part):
-    """Which data set the silos share out among themselves, and where it lies. Layouts: docs/data.md."""
+    """Which data set the silos share out among themselves, and where it lies. Layouts: docs/reference/data_sets.md."""
 
     name: str = Field(description="data set, of fedmq data list")
     path: Path | None = Field(None, description="folder or file of the data set")
@@ -324,7 +324,7 @@ class Scenario(Part):
     evaluation: Evaluation = Evaluation()
     cost: Cost = Cost()
     privacy: Privacy = Privacy()
-    faults: tuple[AnyFault, ...] = Field((), description="scripted faults; docs/faults.md lists them")
+    faults: tuple[AnyFault, ...] = Field((), description="scripted faults; docs/reference/faults.md lists them")
     clock: Literal["virtual", "wall"] = Field(
         "virtual", description="virtual: time is made up from `cost`, and a run repeats to the bit; wall: real time"
     )

@@ -1,7 +1,8 @@
 """The data sets a scenario can name: one line for each.
 
-Queries are the ``test`` split, and what a paper retrieves from without training on it is ``database``. ``docs/data.md``
-gives layouts, sizes and sources. Importing this module brings no loader and no torch: scenarios are read before both.
+Queries are the ``test`` split, and what a paper retrieves from without training on it is ``database``.
+``docs/reference/data_sets.md`` gives layouts, sizes and sources. Importing this module brings no loader and no torch:
+scenarios are read before both.
 """
 
 from __future__ import annotations
@@ -142,7 +143,8 @@ def check(data: Data) -> None:
         near = difflib.get_close_matches(name, names(), n=1)
         raise InputError("data.name", name, f"{f'did you mean {near[0]}? ' if near else ''}one of {', '.join(names())}")
     if data.path is None and name != "openmoji":
-        what = "a .npz or .safetensors file" if name == "features" else "a path; docs/data.md shows its layout"
+        layout = "a path; docs/reference/data_sets.md shows its layout"
+        what = "a .npz or .safetensors file" if name == "features" else layout
         raise InputError("data.path", "nothing", f"{what}, needed when data.name is {name}")
     if name == "openmoji" and data.path is not None:
         raise InputError("data.path", str(data.path), "no path with data.name openmoji, which comes from a package")

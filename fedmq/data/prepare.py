@@ -96,7 +96,7 @@ def prepare(
     """
     cache = cache_folder() if cache is None else cache
     if data.path is not None and not data.path.exists():
-        allowed = f"a file or folder that is there; docs/data.md shows the layout of {data.name}"
+        allowed = f"a file or folder that is there; docs/reference/data_sets.md shows the layout of {data.name}"
         raise InputError("data.path", str(data.path), allowed)
     if data.name == "features" and backbone.name != "features":
         raise InputError(

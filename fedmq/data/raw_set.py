@@ -208,7 +208,8 @@ def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
     try:
         return path.read_text(encoding=encoding)
     except FileNotFoundError:
-        raise InputError(str(path), "no such file", "a file of the data set; see docs/data.md for its layout") from None
+        allowed = "a file of the data set; see docs/reference/data_sets.md for its layout"
+        raise InputError(str(path), "no such file", allowed) from None
     except UnicodeDecodeError as error:
         raise InputError(
             f"{path}: line {line_of(error)}", error.reason, f"{encoding.removesuffix('-sig')} text"
@@ -237,7 +238,8 @@ def folder_of(data: Data) -> Path:
         InputError: it is none.
     """
     if data.path is None or not data.path.is_dir():
-        raise InputError("data.path", str(data.path), f"the folder of {data.name}; see docs/data.md for its layout")
+        allowed = f"the folder of {data.name}; see docs/reference/data_sets.md for its layout"
+        raise InputError("data.path", str(data.path), allowed)
     return data.path
 
 

@@ -82,7 +82,7 @@ def decode(header: Header | BytesLike, body: BytesLike, *, max_body: int = MAX_B
 
 
 def encode_header(header: Header) -> bytes:
-    """Encode a header: a msgpack map with the keys in the order of docs/wire.md."""
+    """Encode a header: a msgpack map with the keys in the order of docs/reference/wire.md."""
     plain = {key: getattr(header, key) for key in _HEADER_KEYS}
     plain["kind"] = header.kind.value
     plain["sent_at"] = float(header.sent_at)

@@ -1,4 +1,4 @@
-"""The handshake: a signed ephemeral X25519 exchange joined with ML-KEM-768. No I/O; docs/wire.md is its description.
+"""The handshake: a signed ephemeral X25519 exchange joined with ML-KEM-768. See docs/reference/wire.md.
 
     initiator (silo, evaluator)                       responder (coordinator)
     initiate()                      -- hello -->      respond()

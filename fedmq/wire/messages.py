@@ -1,4 +1,4 @@
-"""What travels: messages, their headers, and the closed set of payloads; docs/wire.md describes them byte by byte.
+"""What travels: messages, their headers, and the closed set of payloads; see docs/reference/wire.md.
 
 A ``Message`` is a ``Header`` plus a tuple of payloads, plus a ``TaskInfo`` in a task, plus a ``Layout`` in a layout.
 """

@@ -1,4 +1,4 @@
-"""The closed set of payloads: what a message can carry. docs/wire.md describes each.
+"""The closed set of payloads: what a message can carry. docs/reference/wire.md describes each.
 
 A payload declares its fields once, in ``FIELDS``; construction and decoding both go through that declaration.
 """

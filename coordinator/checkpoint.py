@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import Field, JsonValue
 from safetensors import SafetensorError
 
 from fedmq.errors import InputError, RunError
@@ -57,7 +57,7 @@ class _Checkpoint(Stored):
     data: str = ""
     trace: str = ""
     digests: dict[str, Digest] | None = None  # checkpoints from before states had any lack it
-    values: dict[Annotated[str, Field(pattern=r"^\d+$")], dict[str, Any]]
+    values: dict[Annotated[str, Field(pattern=r"^\d+$")], dict[str, JsonValue]]
 
 
 @dataclass(frozen=True)
@@ -174,7 +174,7 @@ def _digest(path: Path) -> str:
 def _digests(folder: Path) -> dict[str, str]:
     """What a checkpoint says its states' digests are; nothing if it is damaged, or from before there were any."""
     try:
-        return read_json(folder / "checkpoint.json", _Checkpoint, _AGAIN).get("digests") or {}
+        return read_json(folder / "checkpoint.json", _Checkpoint, _AGAIN).digests or {}
     except InputError:
         return {}
 
@@ -191,23 +191,15 @@ def load(folder: Path) -> Checkpoint | None:
     newest = existing[-1]
     meta = read_json(newest / "checkpoint.json", _Checkpoint, _AGAIN)
     try:
-        digests = meta.get("digests")
         states = {
-            int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values, digests)
-            for version, values in meta["values"].items()
+            int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values, meta.digests)
+            for version, values in meta.values.items()
         }
     except (OSError, KeyError, SafetensorError) as error:
         raise InputError(str(newest), f"a damaged state ({error})", _AGAIN) from None
-    handed = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta["handed"].items()}
+    handed = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta.handed.items()}
     return Checkpoint(
-        meta["rounds"],
-        states,
-        meta["now"],
-        meta["due"],
-        meta["tally"],
-        handed,
-        meta.get("data", ""),
-        meta.get("trace", ""),
+        meta.rounds.plain(), states, meta.now, meta.due, meta.tally.plain(), handed, meta.data, meta.trace
     )
 
 

@@ -238,7 +238,7 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
         place = f"--probe {release.run.root}: {error.place}"
         raise InputError(place, error.found, f"the run's data on this machine ({error.allowed})") from None
     release.check_data(population.prepared)
-    took_part = {name for name, own in summary["per_silo"].items() if own["participations"]}
+    took_part = {name for name, own in summary.per_silo.items() if own.participations}
     trained = [rows for silo, rows in zip(population.silos, population.train, strict=True) if silo.name in took_part]
     if not sum(map(len, trained)):
         found = "a model that no silo's reply is in"
@@ -262,7 +262,7 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
             modalities = tuple(name for name, has in (("image", silo.image), ("text", silo.text)) if has)
             per_silo[silo.name] = of(rows, heldout, modalities, silo.name in took_part)
     overall = of(np.concatenate(trained), population.evaluated, MODALITIES, True)
-    return Probe(release.digest, "personal" in summary, scenario.evaluation.split, overall, per_silo)
+    return Probe(release.digest, bool(summary.personal), scenario.evaluation.split, overall, per_silo)
 
 
 def _step(progress: Progress | None, number: int, items: int) -> Callable[[int], None]:

@@ -287,7 +287,7 @@ def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str
         return entry.candidates[0]
     runs = {candidate: trials[entry.name, candidate] for candidate in entry.candidates}
     done = {candidate: results.read(run.folder) for candidate, run in runs.items() if run.done}
-    alone = any(own.summary.get("own_only") for own in done.values())
+    alone = any(own.summary is not None and own.summary.own_only for own in done.values())
     if alone and all(own.value(f"personal.{metric}") is not None for own in done.values()):
         metric = f"personal.{metric}"
     values = {candidate: value for candidate, own in done.items() if (value := own.value(metric)) is not None}

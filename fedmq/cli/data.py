@@ -61,10 +61,10 @@ def add_data(
 
         facts = data_check.check(scenario_of(file, settings, seed), fits, bar())
         if as_json:
-            print(json.dumps(facts, indent=2))
+            print(json.dumps(facts.to_plain(), indent=2))
         else:
             data_check.show(facts, out)
-        if not facts["usable"]:
+        if not facts.usable:
             sys.exit(bad_input)
 
     @app.command("features")

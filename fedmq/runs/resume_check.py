@@ -6,7 +6,6 @@ import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
@@ -58,9 +57,9 @@ def _began_inline(path: Path) -> bool | None:
         return None
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Nested mappings as one, keys joined by dots as ``--set`` takes them."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in tree.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return found

@@ -151,7 +151,7 @@ def run_coordinator(
         if not folder.scenario.exists():
             write_atomically(folder.scenario, lambda path: _write_text(path, scenario.dump()))
         log = closing.enter_context(contextlib.closing(MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)))
-        log.note("resumed" if saved else "started", run=run, version=saved.rounds["version"] if saved else 0)
+        log.note("resumed" if saved else "started", run=run, version=saved.rounds.version if saved else 0)
         listener: Listener | InProcessPeers
         roster: Roster | InProcessPeers
         if peers is not None:
@@ -276,8 +276,8 @@ def _loop(
     if saved is None:
         rounds, states, due, counters = Rounds(plan), {0: run_context.protocol.initial(theta)}, {}, Counters()
     else:
-        rounds, states = Rounds.from_plain(plan, saved.rounds), dict(saved.states)
-        due, counters = dict(saved.due), Counters.from_plain(saved.counters)
+        rounds, states = Rounds.from_record(plan, saved.rounds), dict(saved.states)
+        due, counters = dict(saved.due), Counters.from_record(saved.counters)
     # They can never come back: nothing is asked of them, and what was has failed.
     pending = {silo: pending_task for silo, pending_task in rounds.pending.items() if silo not in revoked}
     rounds = replace(rounds, gone=rounds.gone | revoked, pending=pending)

@@ -48,7 +48,7 @@ for write in (
         write()
     except RunError as error:
         print(type(error).__name__, error)
-print(checkpoint.load(root / "run").rounds["version"])
+print(checkpoint.load(root / "run").rounds.version)
 """
 
 

@@ -28,7 +28,7 @@ class RoundsRecord(Stored):
 
 
 class CountersRecord(Stored):
-    """The counters by their names in :class:`coordinator.counters.Counters`; older checkpoints lack those with defaults."""
+    """The counters of :class:`coordinator.counters.Counters`; older checkpoints lack those with defaults."""
 
     up: dict[str, int]
     down: dict[str, int]

@@ -90,10 +90,11 @@ def run() -> Result:
         made = scenario(root / "soak.npz")
         data = supervisor.prepare_population(made, None)
         done = supervisor.simulate(made, RunFolder(root / "run"), resume=False, status=memory.look, data=data)
-    messages, seconds = done.outcome.summary["messages"], done.outcome.summary["seconds"]
+    summary = done.outcome.summary
+    assert summary is not None and summary.seconds.virtual is not None
     numbers = [
-        Number("messages", messages["sent"] + messages["received"], "", "10,000"),
-        Number("virtual time", seconds["virtual"] / 3600, "h", "24"),
+        Number("messages", summary.messages.sent + summary.messages.received, "", "10,000"),
+        Number("virtual time", summary.seconds.virtual / 3600, "h", "24"),
         Number("real time", done.seconds, "s"),
     ]
     for which, name in ((1, "coordinator"), (2, "a silo, mean")):

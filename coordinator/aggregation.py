@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 from coordinator.run_context import RunContext
 from fedmq.errors import RunError
 from fedmq.federation.protocol import Following, MergeResult, Reply, SiloFacts, State
 from fedmq.federation.staleness import damping, mixed, rarity
+from fedmq.runs.run_records import MergeLine
 from fedmq.wire.fields import all_finite
 from fedmq.wire.messages import Loss, Message
 from protocols._missing_branch import completed
@@ -88,15 +88,15 @@ def merged_state(
 
 def merge_line(
     version: int, now: float, replies: Sequence[Reply], losses: Mapping[str, float], log: Mapping[str, float]
-) -> dict[str, Any]:
+) -> MergeLine:
     """A merge's line of the metrics file."""
-    return {
-        "kind": "merge",
-        "version": version,
-        "now": now,
-        "replies": [reply.silo.name for reply in replies],
-        "staleness": [reply.staleness for reply in replies],
-        "loss": sum(losses.values()) / len(losses) if losses else None,
-        "losses": losses,
-        **log,
-    }
+    line = MergeLine(
+        kind="merge",
+        version=version,
+        now=now,
+        replies=[reply.silo.name for reply in replies],
+        staleness=[reply.staleness for reply in replies],
+        loss=sum(losses.values()) / len(losses) if losses else None,
+        losses=dict(losses),
+    )
+    return line.model_copy(update=dict(log))

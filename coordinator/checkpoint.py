@@ -9,15 +9,15 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
 
 import torch
-from pydantic import Field
+from pydantic import JsonValue
 from safetensors import SafetensorError
 
+from coordinator.checkpoint_records import CheckpointRecord, CountersRecord, RoundsRecord
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import State
-from fedmq.storage.json_files import Digest, Stored, read_json
+from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import load_aligned, write_tensors
 
 KEPT = 2
@@ -26,46 +26,12 @@ _PREFIX = "state."
 _AGAIN = "a whole checkpoint; delete this one to go on from the one before"
 
 
-class _Rounds(Stored):
-    version: int
-    gone: list[str]
-    flights: dict[str, Annotated[list[int], Field(min_length=3, max_length=3)]]
-    sequences: dict[str, int]
-    losses: dict[str, float]
-
-
-class _Tally(Stored):
-    up: dict[str, int]
-    down: dict[str, int]
-    sent: int
-    received: int
-    refused: dict[str, int]
-    participations: dict[str, int]
-    discarded: dict[str, int]
-    failed: int
-    errors: dict[str, str] = {}  # noqa: RUF012 - of pydantic's; checkpoints from before they were kept lack it
-    events: int = 0  # likewise
-    seconds: dict[str, float]
-
-
-class _Checkpoint(Stored):
-    rounds: _Rounds
-    now: float
-    due: dict[str, float]
-    tally: _Tally
-    handed: dict[str, Annotated[list[float], Field(min_length=2, max_length=2)]]
-    data: str = ""
-    trace: str = ""
-    digests: dict[str, Digest] | None = None  # checkpoints from before states had any lack it
-    values: dict[Annotated[str, Field(pattern=r"^\d+$")], dict[str, Any]]
-
-
 @dataclass(frozen=True)
 class Checkpoint:
     """Everything a coordinator needs to go on as if nothing had happened.
 
     Args:
-        rounds: the rounds machine as plain data.
+        rounds: the rounds machine.
         states: the method's state at the present version, and at every older version that a task in flight or an
             evaluation still stands on.
         now: the run's time [s].
@@ -76,11 +42,11 @@ class Checkpoint:
         trace: digest of the file that says when silos are on; empty where there is none.
     """
 
-    rounds: Mapping[str, Any]
+    rounds: RoundsRecord
     states: Mapping[int, State]
     now: float
     due: Mapping[str, float]
-    counters: Mapping[str, Any]
+    counters: CountersRecord
     handed: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     data: str = ""
     trace: str = ""
@@ -115,7 +81,7 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
     Raises:
         RunError: the disk refused it; the checkpoints before it are untouched.
     """
-    target = folder / f"version-{checkpoint.rounds['version']:06d}"
+    target = folder / f"version-{checkpoint.rounds.version:06d}"
     temporary = folder / f".{target.name}"
     before = _existing(folder)
     try:
@@ -134,18 +100,18 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
                 _write_state(temporary / name, state)
                 to_disk(temporary / name)
                 digests[name] = _digest(temporary / name)
-        meta = {
-            "rounds": checkpoint.rounds,
-            "now": checkpoint.now,
-            "due": dict(checkpoint.due),
-            "tally": checkpoint.counters,
-            "handed": dict(checkpoint.handed),
-            "data": checkpoint.data,
-            "trace": checkpoint.trace,
-            "digests": digests,
-            "values": {str(version): dict(state.values) for version, state in checkpoint.states.items()},
-        }
-        (temporary / "checkpoint.json").write_text(json.dumps(meta), encoding="utf-8")
+        record = CheckpointRecord(
+            rounds=checkpoint.rounds,
+            now=checkpoint.now,
+            due=dict(checkpoint.due),
+            tally=checkpoint.counters,
+            handed={silo: list(own) for silo, own in checkpoint.handed.items()},
+            data=checkpoint.data,
+            trace=checkpoint.trace,
+            digests=digests,
+            values={str(version): dict(state.values) for version, state in checkpoint.states.items()},
+        )
+        (temporary / "checkpoint.json").write_text(json.dumps(record.plain()), encoding="utf-8")
         to_disk(temporary / "checkpoint.json")
         if target.exists():
             shutil.rmtree(target)
@@ -174,7 +140,7 @@ def _digest(path: Path) -> str:
 def _digests(folder: Path) -> dict[str, str]:
     """What a checkpoint says its states' digests are; nothing if it is damaged, or from before there were any."""
     try:
-        return read_json(folder / "checkpoint.json", _Checkpoint, _AGAIN).get("digests") or {}
+        return read_json(folder / "checkpoint.json", CheckpointRecord, _AGAIN).digests or {}
     except InputError:
         return {}
 
@@ -189,29 +155,19 @@ def load(folder: Path) -> Checkpoint | None:
     if not existing:
         return None
     newest = existing[-1]
-    meta = read_json(newest / "checkpoint.json", _Checkpoint, _AGAIN)
+    meta = read_json(newest / "checkpoint.json", CheckpointRecord, _AGAIN)
     try:
-        digests = meta.get("digests")
         states = {
-            int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values, digests)
-            for version, values in meta["values"].items()
+            int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values, meta.digests)
+            for version, values in meta.values.items()
         }
     except (OSError, KeyError, SafetensorError) as error:
         raise InputError(str(newest), f"a damaged state ({error})", _AGAIN) from None
-    handed = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta["handed"].items()}
-    return Checkpoint(
-        meta["rounds"],
-        states,
-        meta["now"],
-        meta["due"],
-        meta["tally"],
-        handed,
-        meta.get("data", ""),
-        meta.get("trace", ""),
-    )
+    handed = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta.handed.items()}
+    return Checkpoint(meta.rounds, states, meta.now, meta.due, meta.tally, handed, meta.data, meta.trace)
 
 
-def _read_state(path: Path, values: Mapping[str, Any], digests: Mapping[str, str] | None) -> State:
+def _read_state(path: Path, values: Mapping[str, JsonValue], digests: Mapping[str, str] | None) -> State:
     if digests is not None and _digest(path) != digests[path.name]:
         raise OSError(f"{path.name} is not the file that was written")
     tensors = load_aligned(path)

@@ -77,10 +77,10 @@ class Checkpointing:
         self.settled, self._settled_before = after.settled, self.settled
         self.bring_up_to_now()
         handed = {silo: self._fault_injector.handed[silo] for silo in after.pending}
-        plain, now, tallied = after.to_plain(), self._clock.now(), self._counters.to_plain()
+        rounds, now, counters = after.to_record(), self._clock.now(), self._counters.to_record()
         run_context = self._run_context
         record = checkpoints.Checkpoint(
-            plain, states, now, due, tallied, handed, run_context.data, run_context.trace_file
+            rounds, states, now, due, counters, handed, run_context.data, run_context.trace_file
         )
         for left in reversed(range(_TRIES)):
             try:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
+from coordinator.checkpoint_records import CountersRecord
 from fedmq.wire.messages import Payload, tensor_bytes
 
 
@@ -51,14 +52,24 @@ class Counters:
             # Scalars travel inside the body's header; count them as the eight bytes they stand for.
             counter[payload.KIND] += tensor_bytes(payload) or 8
 
-    def to_plain(self) -> dict[str, Any]:
-        """As JSON-serialisable data."""
-        return {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
+    def to_record(self) -> CountersRecord:
+        """As a checkpoint keeps them."""
+        plain = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
+        return CountersRecord.model_validate(plain)
 
     @classmethod
-    def from_plain(cls, plain: Mapping[str, Any]) -> Counters:
-        """The inverse of :meth:`to_plain`."""
-        result = cls()
-        for name, value in plain.items():
-            setattr(result, name, Counter(value) if isinstance(getattr(result, name), Counter) else value)
-        return result
+    def from_record(cls, record: CountersRecord) -> Counters:
+        """The inverse of :meth:`to_record`."""
+        return cls(
+            up=Counter(record.up),
+            down=Counter(record.down),
+            sent=record.sent,
+            received=record.received,
+            refused=Counter(record.refused),
+            participations=Counter(record.participations),
+            discarded=Counter(record.discarded),
+            failed=record.failed,
+            errors=dict(record.errors),
+            events=record.events,
+            seconds=dict(record.seconds),
+        )

@@ -7,7 +7,6 @@ measurement is a part of the merge, whose checkpoint waits for it, so that a res
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
-from typing import Any
 
 from coordinator.in_process_peers import InProcessPeers
 from coordinator.roster import Roster
@@ -17,6 +16,7 @@ from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.federation.protocol import Personalised, Releasing, State
 from fedmq.runs.results import read_metrics
+from fedmq.runs.run_records import EvaluationLine, PersonalLine
 from fedmq.storage.run_folder import append_line
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Error, Header, Kind, Message, Metrics, Payload
@@ -138,8 +138,8 @@ class EvaluationRequests:
         self._evaluated.add(version)
         self.metrics = dict(payload.values)
         per_silo = {name: dict(own) for name, own in payload.per_silo.items()}
-        line = {"kind": "evaluation", "version": version, "metrics": self.metrics, "per_silo": per_silo}
-        append_line(self._run_context.folder.metrics, line)
+        line = EvaluationLine(kind="evaluation", version=version, metrics=dict(self.metrics), per_silo=per_silo)
+        append_line(self._run_context.folder.metrics, line.plain())
         self._like = payload
         for name in list(self._early):
             self._judge(name, self._early.pop(name), payload)
@@ -156,9 +156,9 @@ class EvaluationRequests:
         protocol = self._run_context.protocol
         self.personal = {}
         if isinstance(protocol, Personalised) and protocol.personalised:
-            before = [line for line in read_metrics(self._run_context.folder) if line["kind"] == "evaluation"]
+            before = [line for line in read_metrics(self._run_context.folder) if isinstance(line, EvaluationLine)]
             if before:
-                self._like = Metrics(before[-1]["metrics"], before[-1]["per_silo"])
+                self._like = Metrics(before[-1].metrics, before[-1].per_silo)
             for name in sorted(name for name in self._run_context.plan.eligible if name not in gone):
                 payloads = protocol.task(state, self._run_context.facts_at(name, version))
                 self._requests[name] = settled.get(name, 0), version, payloads
@@ -173,8 +173,7 @@ class EvaluationRequests:
     def put_on_file(self, version: int) -> None:
         """Write the line of the silos' own models at a version, if the scenario wants lines of them."""
         if self._run_context.scenario.evaluation.personal_every and self.personal:
-            line = {"kind": "personal", "version": version, **personal_figures(self.personal)}
-            append_line(self._run_context.folder.metrics, line)
+            append_line(self._run_context.folder.metrics, personal_figures(version, self.personal).plain())
 
     def wait(self, look: Callable[[], None], stop_wanted: Callable[[], bool], clock: Clock, *, final: bool) -> bool:
         """Wait until the silos asked have answered or are given up; where :attr:`crowded` and in the end, for the
@@ -270,23 +269,22 @@ class EvaluationRequests:
         return True
 
 
-def personal_figures(measured: Mapping[str, Metrics]) -> dict[str, Any]:
+def personal_figures(version: int, measured: Mapping[str, Metrics]) -> PersonalLine:
     """What the silos' own models reach, each on the whole split and on its own share of it, and the means of both.
 
     Args:
+        version: of the shared model that they were measured at.
         measured: by silo; at least one.
-
-    Returns:
-        The summary's entries ``personal``, ``personal_whole_split``, ``personal_per_silo``,
-        ``personal_per_silo_mean`` and ``personal_fairness``.
     """
     personal = dict(sorted(measured.items()))
     whole = {silo: dict(own.values) for silo, own in personal.items()}
     shares = {silo: dict(own.per_silo.get(silo, {})) for silo, own in personal.items()}
-    return {
-        "personal": means(whole),
-        "personal_whole_split": whole,
-        "personal_per_silo": shares,
-        "personal_per_silo_mean": means(shares),
-        "personal_fairness": fairness_of(shares),
-    }
+    return PersonalLine(
+        kind="personal",
+        version=version,
+        personal=means(whole),
+        personal_whole_split=whole,
+        personal_per_silo=shares,
+        personal_per_silo_mean=means(shares),
+        personal_fairness=fairness_of(shares),
+    )

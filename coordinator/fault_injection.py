@@ -82,7 +82,7 @@ class FaultInjector:
         self._log, self._clock, self._order, self._wired = log, clock, order, wired
         self._record = folder.faults
         cut_unfinished(self._record)
-        self._fired = {line["fault"] for line in read_lines(self._record, _Fired, "a fault that fired")}
+        self._fired = {line.fault for line in read_lines(self._record, _Fired, "a fault that fired")}
         self._strikes: dict[str, list[Strike]] = {}
         self._on_frames: dict[tuple[str, int], list[Strike]] = {}
         self._held: dict[str, Frames] = {}
@@ -160,7 +160,7 @@ class FaultInjector:
         if fault in self._fired:
             return False
         self._fired.add(fault)
-        append_line(self._record, {"fault": fault}, durable=True)
+        append_line(self._record, _Fired(fault=fault).plain(), durable=True)
         return True
 
     # ------------------------------------------------------------------------------------------------------ frames

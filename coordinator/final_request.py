@@ -38,7 +38,7 @@ def asked_last(release: Release, population: Population, silo: str) -> Message:
     if saved.data not in ("", run_context.data):
         found = f"data of other content than the run was made with ({run_context.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"what was there then ({saved.data[:12]})")
-    rounds = Rounds.from_plain(run_context.plan, saved.rounds)
+    rounds = Rounds.from_record(run_context.plan, saved.rounds)
     state = saved.states[rounds.version]
     digest = run_context.context.layout.model_digest(state.theta.numpy())
     if digest != release.digest:

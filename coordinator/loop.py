@@ -458,9 +458,9 @@ class Loop:
         after = self.rounds.after_merge()
         self._forget_states(version)
         line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
-        self._loss = line["loss"]
+        self._loss = line.loss
         # Before the checkpoint: a resume from the one before drops the line again. After it, the line could be lost.
-        append_line(self.run_context.folder.metrics, line, durable=True)
+        append_line(self.run_context.folder.metrics, line.plain(), durable=True)
         self.saving.save(after, self.states, self.due)
         self.counters.spend("merge", self.clock.stopwatch() - began - waited)
         self._handle(Merged(version))

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
-import platform
 import resource
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
-import fedmq
 import protocols
 from coordinator import checkpoint as checkpoints
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
-from coordinator.evaluation import EvaluationRequests, personal_figures
+from coordinator.evaluation import EvaluationRequests
 from coordinator.fault_injection import FaultInjector, Order
 from coordinator.in_process_peers import Answer, InProcessPeers
 from coordinator.loop import Loop
@@ -29,18 +25,18 @@ from coordinator.participation import cohort_size, trace_of
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
+from coordinator.summary import summary_of
 from fedmq.clock import Clock, clock_for
 from fedmq.config.scenario import Scenario
-from fedmq.encoders.gpu import kind_of
 from fedmq.errors import InputError
-from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.federation import update_transforms
-from fedmq.federation.population import Population, build_population, device_here, device_of, run_name
-from fedmq.federation.protocol import Bulky, Interpreting, Public, Releasing
+from fedmq.federation.population import Population, build_population, device_of, run_name
+from fedmq.federation.protocol import Bulky, Releasing
 from fedmq.malloc import keep_buffers
 from fedmq.models import hash_networks
 from fedmq.runs import html_report
 from fedmq.runs.results import read_metrics
+from fedmq.runs.run_records import EvaluationLine, PersonalLine, ReleaseConfig, RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.cache import file_digest
 from fedmq.storage.run_folder import RunFolder, write_atomically, write_json, write_tensors
@@ -83,11 +79,11 @@ class CoordinatorResult:
 
     Args:
         phase: done or stopped.
-        summary: as in ``summary.json``; empty when stopped.
+        summary: as in ``summary.json``; None when stopped.
     """
 
     phase: Phase
-    summary: Mapping[str, Any]
+    summary: RunSummary | None
 
 
 def check(scenario: Scenario, population: Population) -> None:
@@ -155,7 +151,7 @@ def run_coordinator(
         if not folder.scenario.exists():
             write_atomically(folder.scenario, lambda path: _write_text(path, scenario.dump()))
         log = closing.enter_context(contextlib.closing(MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)))
-        log.note("resumed" if saved else "started", run=run, version=saved.rounds["version"] if saved else 0)
+        log.note("resumed" if saved else "started", run=run, version=saved.rounds.version if saved else 0)
         listener: Listener | InProcessPeers
         roster: Roster | InProcessPeers
         if peers is not None:
@@ -174,7 +170,7 @@ def run_coordinator(
         listening(listener.uri)
         phase = loop.run()
         loop.saving.bring_up_to_now()
-        summary = _finish(loop, population, clock, theta) if phase is Phase.DONE else {}
+        summary = _finish(loop, population, clock, theta) if phase is Phase.DONE else None
         log.note("ended", phase=phase.value)
         return CoordinatorResult(phase, summary)
 
@@ -280,8 +276,8 @@ def _loop(
     if saved is None:
         rounds, states, due, counters = Rounds(plan), {0: run_context.protocol.initial(theta)}, {}, Counters()
     else:
-        rounds, states = Rounds.from_plain(plan, saved.rounds), dict(saved.states)
-        due, counters = dict(saved.due), Counters.from_plain(saved.counters)
+        rounds, states = Rounds.from_record(plan, saved.rounds), dict(saved.states)
+        due, counters = dict(saved.due), Counters.from_record(saved.counters)
     # They can never come back: nothing is asked of them, and what was has failed.
     pending = {silo: pending_task for silo, pending_task in rounds.pending.items() if silo not in revoked}
     rounds = replace(rounds, gone=rounds.gone | revoked, pending=pending)
@@ -307,18 +303,20 @@ def _loop(
 def _cut_metrics(run_context: RunContext, version: int) -> set[int]:
     """Drop the lines of ``metrics.jsonl`` that a resume will write again; returns the versions evaluated before."""
     folder = run_context.folder
-    kept = [line for line in read_metrics(folder) if line["version"] <= version]
+    kept = [line for line in read_metrics(folder) if line.version <= version]
     # The summary needs the last measurement of the silos' own models, which is therefore always made again.
-    kept = [line for line in kept if line["kind"] != "personal" or line["version"] < run_context.scenario.rounds]
-    write_atomically(folder.metrics, lambda path: _write_text(path, "".join(json.dumps(line) + "\n" for line in kept)))
-    return {line["version"] for line in kept if line["kind"] == "evaluation"}
+    rounds = run_context.scenario.rounds
+    kept = [line for line in kept if not isinstance(line, PersonalLine) or line.version < rounds]
+    text = "".join(json.dumps(line.plain()) + "\n" for line in kept)
+    write_atomically(folder.metrics, lambda path: _write_text(path, text))
+    return {line.version for line in kept if isinstance(line, EvaluationLine)}
 
 
 def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8")
 
 
-def _finish(loop: Loop, population: Population, clock: Clock, initial: torch.Tensor) -> dict[str, Any]:
+def _finish(loop: Loop, population: Population, clock: Clock, initial: torch.Tensor) -> RunSummary:
     """Write the released model, the summary and the report.
 
     Args:
@@ -329,44 +327,48 @@ def _finish(loop: Loop, population: Population, clock: Clock, initial: torch.Ten
     """
     run_context, folder = loop.run_context, loop.run_context.folder
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
-    model = run_context.context.layout.model_digest(state.theta.numpy())
     more = protocol.release(state) if isinstance(protocol, Releasing) else ()
-    with_it = {payload.KIND: digest(payload) for payload in more}
-    made_of = {"model_digest": model, "data_digest": population.prepared.content}
-    _release(run_context, state.theta, more, {**made_of, "released_with": with_it})
+    config = _release(run_context, state.theta, more, population.prepared.content)
     # Before the summary: where that is, the log says what was released, whenever the process was killed.
-    loop.log.note("released", **made_of, **with_it)
-    told: dict[str, Any] = {**made_of, **({"released_with": with_it} if with_it else {})}
+    released = {"model_digest": config.model_digest, "data_digest": population.prepared.content}
+    loop.log.note("released", **released, **config.released_with)
     shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context, population))
-    if shared and torch.equal(state.theta, initial):
-        told["unchanged"] = True
-    summary = _summary(loop, population, clock, told)
-    write_json(folder.summary, summary)
+    unchanged = shared and torch.equal(state.theta, initial)
+    summary = summary_of(loop, population, clock, config, unchanged=unchanged)
+    write_json(folder.summary, summary.plain())
     html_report.write(folder)
     return summary
 
 
-def _release(
-    run_context: RunContext, theta: torch.Tensor, more: tuple[Payload, ...], digests: Mapping[str, Any]
-) -> None:
-    """The model by the layout's names, and in files of their own what else inference needs."""
+def _release(run_context: RunContext, theta: torch.Tensor, more: tuple[Payload, ...], data: str) -> ReleaseConfig:
+    """Write the model by the layout's names, in files of their own what else inference needs, and what they are.
+
+    Args:
+        run_context: of the run.
+        theta: the model's parameters [P].
+        more: what is released with it.
+        data: digest (hex) of the prepared data's content.
+    """
     layout, folder = run_context.context.layout, run_context.folder.model
     tensors = {name: torch.from_numpy(view.copy()) for name, view in layout.views(theta.numpy()).items()}
     write_atomically(folder / "model.safetensors", partial(_write_released, tensors=tensors))
     for payload in more:
         arrays = {name: torch.tensor(value) for name, value in vars(payload).items() if isinstance(value, np.ndarray)}
         write_atomically(folder / f"{payload.KIND}.safetensors", partial(_write_released, tensors=arrays))
-    config = {
-        "backbone": run_context.scenario.backbone.model_dump(mode="json"),
-        "objective": run_context.scenario.objective.model_dump(mode="json"),
-        "protocol": run_context.scenario.protocol.name,
-        "dim": run_context.context.dim,
-        "layout_digest": layout.digest,
+    config = ReleaseConfig(
+        backbone=run_context.scenario.backbone.model_dump(mode="json"),
+        objective=run_context.scenario.objective.model_dump(mode="json"),
+        protocol=run_context.scenario.protocol.name,
+        dim=run_context.context.dim,
+        layout_digest=layout.digest,
         # The order of the parameters, which the file does not keep: with it anybody can take the digests again.
-        "layout": [entry.name for entry in layout.entries],
-        **digests,
-    }
-    write_json(folder / "config.json", config)
+        layout=[entry.name for entry in layout.entries],
+        model_digest=layout.model_digest(theta.numpy()),
+        data_digest=data,
+        released_with={payload.KIND: digest(payload) for payload in more},
+    )
+    write_json(folder / "config.json", config.plain())
+    return config
 
 
 def _write_released(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -375,81 +377,3 @@ def _write_released(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     usual = path.stat().st_mode
     write_tensors(path, tensors)
     path.chmod(usual)
-
-
-def _summary(loop: Loop, population: Population, clock: Clock, told: Mapping[str, Any]) -> dict[str, Any]:
-    scenario, counters = loop.run_context.scenario, loop.counters
-    evaluations = {
-        line["version"]: line for line in read_metrics(loop.run_context.folder) if line["kind"] == "evaluation"
-    }
-    last = evaluations[max(evaluations)]
-    seconds = dict(counters.seconds)
-    seconds["training"] = max(
-        0.0, seconds["total"] - sum(seconds.get(k, 0.0) for k in ("startup", "merge", "evaluation"))
-    )
-    return {
-        "protocol": scenario.protocol.name,
-        "scenario": scenario.name,
-        "seed": scenario.seed,
-        "rounds": scenario.rounds,
-        "versions": loop.rounds.version,
-        **told,
-        "metrics": last["metrics"],
-        "per_silo": {
-            silo.name: {
-                "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
-                "samples": len(population.train[silo.index]),
-                "participations": counters.participations[silo.name],
-                **last["per_silo"][silo.name],
-            }
-            for silo in population.silos
-        },
-        "per_silo_mean": means(last["per_silo"]),
-        "fairness": fairness_of(last["per_silo"]),
-        **(personal_figures(loop.evaluation.personal) if loop.evaluation.personal else {}),
-        **_reading_summary(loop.run_context),
-        **({"own_only": True} if protocols.own_only(scenario) else {}),
-        **_public_summary(loop.run_context),
-        "bytes": {"up": dict(sorted(counters.up.items())), "down": dict(sorted(counters.down.items()))},
-        "messages": {
-            "sent": counters.sent,
-            "received": counters.received,
-            "refused": counters.refused.total(),
-            "logged": not isinstance(loop.listener, InProcessPeers),
-        },
-        "tasks": {
-            "merged": counters.participations.total(),
-            "failed": counters.failed,
-            "discarded": counters.discarded.total(),
-        },
-        "seconds": {
-            **{
-                name: round(seconds.get(name, 0.0), 3)
-                for name in ("total", "startup", "training", "merge", "evaluation")
-            },
-            "virtual": round(clock.now(), 6) if clock.virtual else None,
-        },
-        "processes": {
-            "silos": len(population.silos),
-            "peak_pss_mb": round(psutil.Process().memory_full_info().pss / 2**20, 1),
-        },
-        # What rounds alike: the same scenario gives the same bits where these are the same.
-        "versions_of": {
-            "fedmq": fedmq.__version__,
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
-            **kind_of(device_here(scenario.device)),
-        },
-    }
-
-
-def _public_summary(run_context: RunContext) -> dict[str, int]:
-    """How many items beside the silos' own a method had that needs a public set: others had none."""
-    return {"public_items": run_context.protocol.public_items} if isinstance(run_context.protocol, Public) else {}
-
-
-def _reading_summary(run_context: RunContext) -> dict[str, bool]:
-    """That the method is this project's reading, where it is."""
-    protocol = run_context.protocol
-    return {"our_reading": True} if isinstance(protocol, Interpreting) and protocol.our_reading else {}

@@ -11,8 +11,9 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any, Literal, assert_never
+from typing import Literal, assert_never
 
+from coordinator.checkpoint_records import RoundsRecord
 from coordinator.participation import Sampling, cohort_size
 from fedmq.errors import FedmqError
 
@@ -472,26 +473,26 @@ class Rounds:
         """The machine as the checkpoint of the merge under way records it: merged, next round not yet begun."""
         return replace(self._fresh(), phase=Phase.GATHERING, version=self.version + 1, online=frozenset())
 
-    def to_plain(self) -> dict[str, Any]:
-        """As JSON-serialisable data, without what the loop knows and what a checkpoint between merges lacks."""
-        return {
-            "version": self.version,
-            "gone": sorted(self.gone),
-            "flights": {silo: [f.sequence, f.base_version, f.round] for silo, f in sorted(self.pending.items())},
-            "sequences": dict(sorted(self.sequences.items())),
-            "losses": dict(sorted(self.losses.items())),
-        }
+    def to_record(self) -> RoundsRecord:
+        """As a checkpoint keeps it, without what the loop knows and what a checkpoint between merges lacks."""
+        return RoundsRecord(
+            version=self.version,
+            gone=sorted(self.gone),
+            flights={silo: [f.sequence, f.base_version, f.round] for silo, f in sorted(self.pending.items())},
+            sequences=dict(sorted(self.sequences.items())),
+            losses=dict(sorted(self.losses.items())),
+        )
 
     @classmethod
-    def from_plain(cls, plan: RoundsPlan, plain: Mapping[str, Any]) -> Rounds:
+    def from_record(cls, plan: RoundsPlan, record: RoundsRecord) -> Rounds:
         """The machine a checkpoint recorded, waiting for its silos to join."""
         return cls(
             plan,
-            version=plain["version"],
-            gone=frozenset(plain["gone"]),
-            pending={silo: PendingTask(*f) for silo, f in plain["flights"].items()},
-            sequences=dict(plain["sequences"]),
-            losses=dict(plain["losses"]),
+            version=record.version,
+            gone=frozenset(record.gone),
+            pending={silo: PendingTask(*flight) for silo, flight in record.flights.items()},
+            sequences=dict(record.sequences),
+            losses=dict(record.losses),
         )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import torch
 from safetensors.torch import save
@@ -78,16 +77,16 @@ def _lost(release: Release, silo: Silo, found: Retriever) -> bool:
     It need not be: a method may keep nothing for a silo yet, as RCSR-p before its onset.
     """
     summary, name = read_summary(release.run), silo.facts.name
-    shared, told = summary["per_silo"][name], summary.get("personal_per_silo", {}).get(name)
-    if not shared["participations"]:
+    shared, told = summary.per_silo[name], summary.personal_per_silo.get(name)
+    if not shared.participations:
         return False
     if told is None:
         return True
-    if _alike(told, shared):
+    if _alike(told, shared.figures):
         return False
     heldout = HeldOut.load(release.scenario, silo.population)
     return not _alike(told, heldout.measured(found.encoders, binary=found.binary, names=(name,)).per_silo[name])
 
 
-def _alike(told: Mapping[str, float], others: Mapping[str, Any]) -> bool:
+def _alike(told: Mapping[str, float], others: Mapping[str, float]) -> bool:
     return all(math.isclose(value, others.get(name, math.nan), rel_tol=_ROUNDING) for name, value in told.items())

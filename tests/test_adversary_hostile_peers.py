@@ -28,7 +28,8 @@ from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.evaluation.program import Evaluator, load_inference
 from fedmq.federation.population import run_name
 from fedmq.federation.protocol import MergeResult, Reply
-from fedmq.storage.json_files import read_lines
+from fedmq.runs.results import read_metrics
+from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.codec import decode
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
@@ -137,8 +138,8 @@ def test_a_silos_errors_cost_its_tasks_and_never_the_run(
     failing(monkeypatch, ["silo-01"])
     outcome = in_process_run.run(scenario, tmp_path)
     assert outcome.phase is Phase.DONE
-    assert outcome.summary["per_silo"]["silo-01"]["participations"] == 0
-    assert outcome.summary["tasks"]["failed"] > 0
+    assert outcome.summary.per_silo["silo-01"].participations == 0
+    assert outcome.summary.tasks.failed > 0
 
 
 def test_a_run_that_no_silo_can_train_ends_with_the_first_ones_error(
@@ -155,7 +156,7 @@ def test_what_comes_up_is_counted_also_where_it_is_refused(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario = resolved(tiny, "rounds=1", "participation=1", "protocol=fedavg")
-    whole = in_process_run.run(scenario, tmp_path / "whole").summary["bytes"]["up"]["delta"]
+    whole = in_process_run.run(scenario, tmp_path / "whole").summary.bytes.up["delta"]
     respond = Silo.respond
     monkeypatch.setattr(
         Silo,
@@ -163,8 +164,8 @@ def test_what_comes_up_is_counted_also_where_it_is_refused(
         lambda self, m: tuple(p for p in respond(self, m) if self.facts.name != "silo-01" or not isinstance(p, Loss)),
     )
     outcome = in_process_run.run(scenario, tmp_path / "refused")
-    assert outcome.summary["tasks"]["failed"] == 1
-    assert outcome.summary["bytes"]["up"]["delta"] == whole
+    assert outcome.summary.tasks.failed == 1
+    assert outcome.summary.bytes.up["delta"] == whole
 
 
 @pytest.mark.parametrize(
@@ -205,8 +206,8 @@ def test_a_silo_that_measures_nothing_is_left_out_of_the_personal_figures(
     scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2")
     outcome = in_process_run.run(scenario, tmp_path, stop_wanted=within(60))
     assert outcome.phase is Phase.DONE
-    assert "silo-00" not in outcome.summary["personal_whole_split"]
-    assert outcome.summary["messages"]["refused"] == 1
+    assert "silo-00" not in outcome.summary.personal_whole_split
+    assert outcome.summary.messages.refused == 1
 
 
 def test_a_measurement_that_comes_after_its_silo_was_given_up_is_refused_and_the_audit_agrees(
@@ -223,7 +224,7 @@ def test_a_measurement_that_comes_after_its_silo_was_given_up_is_refused_and_the
     monkeypatch.setattr(EvaluationRequests, "measured", late)
     outcome = threaded_run.run(resolved(tiny, "protocol={name: fedper}", "rounds=2"), tmp_path)
     assert early
-    assert "silo-00" not in outcome.summary["personal_whole_split"]
+    assert "silo-00" not in outcome.summary.personal_whole_split
     assert not audit_run(tmp_path).findings
 
 
@@ -247,7 +248,7 @@ def test_ctrl_c_while_the_last_evaluation_is_awaited_stops_the_run_which_a_resum
     scenario, asked = resolved(tiny, "rounds=2", "evaluation.every=0"), list[str]()
 
     def stop() -> bool:
-        merged = (tmp_path / "metrics.jsonl").exists() and len(list(read_lines(tmp_path / "metrics.jsonl"))) >= 3
+        merged = (tmp_path / "metrics.jsonl").exists() and len(read_metrics(RunFolder(tmp_path))) >= 3
         return merged and not asked.append("stop")  # type: ignore[func-returns-value]
 
     assert in_process_run.run(scenario, tmp_path, stop_wanted=stop).phase is Phase.STOPPED
@@ -315,13 +316,13 @@ def test_one_silo_that_cannot_go_on_does_not_end_the_run_of_the_others(tiny: Pat
     assert outcome.phase is Phase.DONE
     text = (tmp_path / "messages" / "coordinator.jsonl").read_text()
     assert "my disk is gone" in text
-    assert outcome.summary["versions"] == 3
+    assert outcome.summary.versions == 3
 
 
 def test_a_run_with_messages_says_so_whatever_its_scenario_calls_the_launcher(tiny: Path, tmp_path: Path) -> None:
     scenario = resolved(tiny, "rounds=2", "launcher=inline")
-    assert threaded_run.run(scenario, tmp_path / "wire").summary["messages"]["logged"]
-    assert not in_process_run.run(scenario, tmp_path / "calls").summary["messages"]["logged"]
+    assert threaded_run.run(scenario, tmp_path / "wire").summary.messages.logged
+    assert not in_process_run.run(scenario, tmp_path / "calls").summary.messages.logged
 
 
 def test_the_evaluator_is_sent_the_layout_before_a_model(tiny: Path, tmp_path: Path) -> None:
@@ -381,7 +382,7 @@ def test_a_run_does_not_go_on_with_other_data(tiny: Path, tmp_path: Path) -> Non
     scenario, out = resolved(tiny, f"data.path={own}", "rounds=4", "evaluation.every=0"), tmp_path / "out"
 
     def stop() -> bool:
-        return (out / "metrics.jsonl").exists() and len(list(read_lines(out / "metrics.jsonl"))) >= 2
+        return (out / "metrics.jsonl").exists() and len(read_metrics(RunFolder(out))) >= 2
 
     assert in_process_run.run(scenario, out, stop_wanted=stop).phase is Phase.STOPPED
     with np.load(own) as stored:
@@ -397,7 +398,7 @@ def test_a_run_does_not_go_on_with_other_data(tiny: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("method", ["fedavg", "fedper"])
 def test_from_the_checkpoint_before_the_last_the_same_model_comes_out(tiny: Path, tmp_path: Path, method: str) -> None:
     scenario = resolved(tiny, f"protocol={{name: {method}}}", "rounds=5", "participation=1.0")
-    whole = in_process_run.run(scenario, tmp_path / "whole").summary
+    whole = in_process_run.run(scenario, tmp_path / "whole").summary.plain()
     merge = Loop._merge
 
     class Killed(Exception):
@@ -414,6 +415,6 @@ def test_from_the_checkpoint_before_the_last_the_same_model_comes_out(tiny: Path
         with pytest.raises(Killed):
             in_process_run.run(scenario, cut)
     shutil.rmtree(sorted((cut / "checkpoints").glob("version-*"))[-1])
-    again = in_process_run.run(scenario, cut, resume=True).summary
+    again = in_process_run.run(scenario, cut, resume=True).summary.plain()
     assert again["model_digest"] == whole["model_digest"]
     assert again.get("personal") == whole.get("personal")

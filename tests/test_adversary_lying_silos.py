@@ -73,9 +73,9 @@ def test_what_a_silo_says_of_its_own_model_spoils_nobody_elses_figures(
         monkeypatch.setattr(EvaluationRequests, "measured", let_go)
     scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2", "participation=1")
     summary = in_process_run.run(scenario, tmp_path, stop_wanted=within(60)).summary
-    assert sorted(summary["personal_whole_split"]) == ["silo-01", "silo-02", "silo-03"]
-    assert summary["personal"].keys() == summary["metrics"].keys()
-    assert summary["messages"]["refused"] == 1
+    assert sorted(summary.personal_whole_split) == ["silo-01", "silo-02", "silo-03"]
+    assert summary.personal.keys() == summary.metrics.keys()
+    assert summary.messages.refused == 1
     json.loads((tmp_path / "summary.json").read_text(), parse_constant=pytest.fail)
     print_summary(summary, RunFolder(tmp_path), Console(quiet=True))
 
@@ -91,7 +91,7 @@ def test_a_resumed_run_knows_the_evaluations_figures_from_its_file(tiny: Path, t
         patch.setattr(EvaluationRequests, "ask", lambda self, name: asked.append(name) or ask(self, name))
         assert in_process_run.run(scenario, tmp_path, stop_wanted=stop).phase is Phase.STOPPED
     assert asked
-    assert len(in_process_run.run(scenario, tmp_path, resume=True).summary["personal_whole_split"]) == 4
+    assert len(in_process_run.run(scenario, tmp_path, resume=True).summary.personal_whole_split) == 4
 
 
 # -------------------------------------------------------------------------------------------------- who comes back
@@ -118,7 +118,7 @@ def test_who_comes_back_again_and_again_is_handed_its_open_task_once_in_a_beat(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario, done = resolved(tiny, "rounds=2", "participation=1.0", "evaluation.every=0"), list[int]()
-    whole = in_process_run.run(scenario, tmp_path / "whole").summary["model_digest"]
+    whole = in_process_run.run(scenario, tmp_path / "whole").summary.model_digest
     sent, send, began = list[float](), Roster.send, time.monotonic()
 
     def counted(roster: Roster, name: str, message: Message | Header) -> int:
@@ -132,7 +132,7 @@ def test_who_comes_back_again_and_again_is_handed_its_open_task_once_in_a_beat(
     assert done == [30]
     # The first time, the first time again, and once in each beat that the storm lasted.
     assert len(sent) <= 3 + (sent[-1] - sent[0]) / BEAT_SECONDS
-    assert outcome.summary["model_digest"] == whole
+    assert outcome.summary.model_digest == whole
 
 
 def test_who_comes_back_within_a_beat_waits_for_the_next() -> None:

@@ -266,7 +266,7 @@ def test_real_processes_are_killed_frozen_and_taken_away_and_the_run_replays(tin
     # Whether the frozen silo is missed depends on how soon the coordinator dies; test_recovery has the two beats.
     assert not audit_run(out).findings
     called = in_process_run.run_restarted(resolved(tiny, faults, "participation=1.0"), tmp_path / "called")
-    assert json.loads((out / "summary.json").read_text())["model_digest"] == called.summary["model_digest"]
+    assert json.loads((out / "summary.json").read_text())["model_digest"] == called.summary.model_digest
     assert json.loads(fedmq("replay", out, "--quiet", "--json"))["same"]
 
 

@@ -236,7 +236,7 @@ def without_figures(summary: dict[str, Any]) -> None:
 def without_the_worst(summary: dict[str, Any]) -> None:
     for name in ("personal_whole_split", "personal_per_silo"):
         del summary[name]["silo-02"]
-    for name, value in run_checks.own_means(summary).items():
+    for name, value in run_checks.own_means(summary["personal_whole_split"], summary["personal_per_silo"]).items():
         summary[name] = value
 
 
@@ -272,7 +272,7 @@ def test_forged_figures_of_silos_own_models_are_found(
 
 def test_a_refused_frame_does_not_excuse_that_a_silos_figures_are_missing() -> None:
     course = run_checks.Course(personal={("silo-00", 4): {"digest"}})
-    lines: list[dict[str, Any]] = [{"kind": "personal", "version": 4, "personal_whole_split": {}}]
+    lines = [(4, dict[str, dict[str, float]]())]
     refused = {"action": "refused", "peer": "silo-00", "reason": "gap", "detail": "", "bytes": 70}
     course.take("coordinator", "line 1", refused)
     assert [what for _, what in run_checks._not_told_of_silos(RunFolder(Path("run")), lines, course)] == [

@@ -23,7 +23,7 @@ from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import MergeResult, Reply, State
 from fedmq.federation.staleness import damping, hinge, mixed, polynomial, rarity
 from fedmq.launch.supervisor import simulate_inline
-from fedmq.storage.json_files import read_lines
+from fedmq.runs.results import read_metrics
 from fedmq.storage.run_folder import RunFolder
 from protocols import _aggregation, rcsr
 from tests import in_process_run as calls
@@ -153,11 +153,11 @@ STRAGGLER = ("cost.speed_sigma=0", "cost.classes={slow: {silos: [silo-01], slowd
 
 def inline(tiny: Path, out: Path, *settings: str) -> dict[str, Any]:
     scenario = resolved(tiny, "launcher=inline", "evaluation.every=0", "protocol.warmup=2", *settings)
-    return dict(simulate_inline(scenario, RunFolder(out), resume=False, status=lambda _: None).outcome.summary)
+    return simulate_inline(scenario, RunFolder(out), resume=False, status=lambda _: None).outcome.summary.plain()
 
 
 def merges(out: Path) -> list[dict[str, Any]]:
-    return [line for line in read_lines(RunFolder(out).metrics) if line["kind"] == "merge"]
+    return [line.plain() for line in read_metrics(RunFolder(out)) if line.kind == "merge"]
 
 
 def notes(out: Path) -> str:
@@ -287,10 +287,10 @@ def test_the_seconds_of_a_resumed_run_are_those_of_all_its_processes(
         patch.setattr(loop, "merged_state", lambda *arguments: time.sleep(0.3) or merged_state(*arguments))
         stopped = calls.run(scenario, tmp_path, stop_wanted=stop_after(2, tmp_path))
     assert stopped.phase is Phase.STOPPED
-    seconds = calls.run(scenario, tmp_path, resume=True).summary["seconds"]
+    seconds = calls.run(scenario, tmp_path, resume=True).summary.seconds
     # The last merge before a checkpoint is counted after it.
-    assert seconds["merge"] >= 0.3
-    assert seconds["total"] >= max(0.6, seconds["merge"] + seconds["evaluation"])
+    assert seconds.merge >= 0.3
+    assert seconds.total >= max(0.6, seconds.merge + seconds.evaluation)
 
 
 def test_power_of_choice_asks_by_loss_and_needs_a_method_that_reports_one(
@@ -322,7 +322,7 @@ def test_a_coordinator_that_died_after_the_last_merge_ends_the_run_when_it_is_ba
     scenario = resolved(tiny, "launcher=inline", "evaluation.every=0", "protocol.warmup=2")
     again = simulate_inline(scenario, RunFolder(tmp_path), resume=True, status=lambda _: None).outcome
     assert again.phase is Phase.DONE
-    assert again.summary["model_digest"] == whole["model_digest"]
+    assert again.summary.model_digest == whole["model_digest"]
     assert len(merges(tmp_path)) == 4
 
 
@@ -345,7 +345,7 @@ def test_a_run_stopped_with_old_tasks_in_flight_and_resumed_gives_the_same_model
         newest = max((parts / "checkpoints").glob("version-*/checkpoint.json"))
         machine = json.loads(newest.read_text())["rounds"]
         assert any(base < machine["version"] for _, base, _ in machine["flights"].values())
-    assert run(scenario, parts, resume=True).summary["model_digest"] == whole["model_digest"]
+    assert run(scenario, parts, resume=True).summary.model_digest == whole["model_digest"]
     assert [line["version"] for line in merges(parts)] == list(range(1, 10))
 
 

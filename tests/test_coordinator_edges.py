@@ -14,6 +14,8 @@ import torch
 from pydantic import TypeAdapter
 
 from coordinator import checkpoint as checkpoints
+from coordinator.checkpoint_records import RoundsRecord
+from coordinator.counters import Counters
 from coordinator.failures import Failures
 from coordinator.fault_injection import FaultInjector, Order
 from coordinator.in_process_peers import InProcessPeers
@@ -94,12 +96,12 @@ def again(seed: int) -> np.random.Generator:
 def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name_and_the_folder_after(tmp_path: Path) -> None:
     seen: list[tuple[str, bool]] = []
     states = {1: State(torch.zeros(3)), 2: State(torch.ones(3), {"a": torch.ones(1)})}
-    rounds = {"version": 2, "gone": [], "flights": {}, "sequences": {}, "losses": {}}
+    rounds = RoundsRecord(version=2, gone=[], flights={}, sequences={}, losses={})
 
     def to_disk(path: Path) -> None:
         seen.append((path.name, any(tmp_path.glob("version-*/checkpoint.json"))))
 
-    made = checkpoints.save(tmp_path, checkpoints.Checkpoint(rounds, states, 0.0, {}, {}), to_disk)
+    made = checkpoints.save(tmp_path, checkpoints.Checkpoint(rounds, states, 0.0, {}, Counters().to_record()), to_disk)
     files = sorted(path.name for path in made.iterdir())
     assert len(files) == 3
     assert sorted(name for name, _ in seen[:-1]) == files

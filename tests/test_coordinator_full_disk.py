@@ -48,7 +48,7 @@ for write in (
         write()
     except RunError as error:
         print(type(error).__name__, error)
-print(checkpoint.load(root / "run").rounds["version"])
+print(checkpoint.load(root / "run").rounds.version)
 """
 
 
@@ -99,14 +99,14 @@ def refusing(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> list[str
 def test_a_full_disk_is_tried_three_times_and_the_run_goes_on_later(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = in_process_run.run(resolved(tiny), tmp_path / "whole").summary["model_digest"]
+    whole = in_process_run.run(resolved(tiny), tmp_path / "whole").summary.model_digest
     out = tmp_path / "full"
     refusing(monkeypatch, "version-000002", 4)
     with pytest.raises(RunError, match=r"checkpoint could not be written: .*No space left"):
         in_process_run.run(resolved(tiny), out)
     assert len(notes(out, "checkpoint refused")) == 3
     assert not list((out / "checkpoints").glob(".version-*"))
-    assert in_process_run.run(resolved(tiny), out, resume=True).summary["model_digest"] == whole
+    assert in_process_run.run(resolved(tiny), out, resume=True).summary.model_digest == whole
     assert len(notes(out, "checkpoint refused")) == 4
 
 
@@ -115,25 +115,25 @@ def test_a_silos_full_disk_ends_its_process_and_not_its_task(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2", "participation=1")
-    whole = in_process_run.run(scenario, tmp_path / "whole").summary
+    whole = in_process_run.run(scenario, tmp_path / "whole").summary.plain()
     refused = refusing(monkeypatch, f"{os.sep}silo-01{os.sep}", 1)
     outcome = threaded_run.run(scenario, tmp_path / "full")
     assert len(refused) == 1
     assert outcome.phase is Phase.DONE
-    assert outcome.summary["tasks"]["failed"] == 0
-    assert outcome.summary["model_digest"] == whole["model_digest"]
-    assert outcome.summary["personal"] == whole["personal"]
+    assert outcome.summary.tasks.failed == 0
+    assert outcome.summary.model_digest == whole["model_digest"]
+    assert outcome.summary.personal == whole["personal"]
 
 
 def test_a_silos_full_disk_ends_a_run_of_one_process_which_goes_on_later(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2", "participation=1")
-    whole = in_process_run.run(scenario, tmp_path / "whole").summary
+    whole = in_process_run.run(scenario, tmp_path / "whole").summary.plain()
     refusing(monkeypatch, f"{os.sep}silo-01{os.sep}", 1)
     with pytest.raises(DiskError, match="No space left"):
         in_process_run.run(scenario, tmp_path / "full")
-    again = in_process_run.run(scenario, tmp_path / "full", resume=True).summary
+    again = in_process_run.run(scenario, tmp_path / "full", resume=True).summary.plain()
     assert again["model_digest"] == whole["model_digest"]
 
 

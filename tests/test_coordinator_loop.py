@@ -42,7 +42,7 @@ def reference(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     out = tmp_path_factory.mktemp("reference")
     outcome = run(resolved(tiny), out)
     assert outcome.phase is Phase.DONE
-    return out, dict(outcome.summary)
+    return out, outcome.summary.plain()
 
 
 def test_the_summary_has_everything_the_design_lists(reference: tuple[Path, dict[str, object]]) -> None:
@@ -97,7 +97,7 @@ def test_the_logs_agree_and_say_what_left_each_silo(reference: tuple[Path, dict[
 
 def test_the_longest_tasks_of_a_round_go_out_first(tiny: Path, tmp_path: Path) -> None:
     lone = "missing_modality={silos: {silo-00: image, silo-01: text}}"
-    summary = run(resolved(tiny, "rounds=2", lone), tmp_path).summary
+    summary = run(resolved(tiny, "rounds=2", lone), tmp_path).summary.plain()
     work = {name: silo["samples"] * len(silo["modalities"]) for name, silo in summary["per_silo"].items()}
     records = [json.loads(line) for line in RunFolder(tmp_path).messages("coordinator").read_text().splitlines()]
     tasks = [record for record in records if record.get("kind") == "task" and record["action"] == "sent"]
@@ -111,8 +111,8 @@ def test_the_same_seed_gives_the_same_model(
     tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]
 ) -> None:
     again = run(resolved(tiny), tmp_path)
-    assert again.summary["model_digest"] == reference[1]["model_digest"]
-    assert again.summary["metrics"] == reference[1]["metrics"]
+    assert again.summary.model_digest == reference[1]["model_digest"]
+    assert again.summary.metrics == reference[1]["metrics"]
 
 
 @pytest.mark.slow
@@ -138,7 +138,7 @@ def test_a_silo_says_that_its_state_is_gone(tiny: Path, tmp_path: Path, capfd: p
 def test_another_seed_gives_another_model(
     tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]
 ) -> None:
-    assert run(resolved(tiny, "seed=1"), tmp_path).summary["model_digest"] != reference[1]["model_digest"]
+    assert run(resolved(tiny, "seed=1"), tmp_path).summary.model_digest != reference[1]["model_digest"]
 
 
 def stop_after(merges: int, folder: Path) -> Callable[[], bool]:
@@ -159,8 +159,8 @@ def test_a_run_stopped_anywhere_and_resumed_gives_the_same_model(
     scenario = resolved(tiny)
     assert run(scenario, tmp_path, stop_wanted=stop_after(merges, tmp_path)).phase is Phase.STOPPED
     outcome = run(scenario, tmp_path, resume=True)
-    assert outcome.summary["model_digest"] == reference[1]["model_digest"]
-    assert outcome.summary["metrics"] == reference[1]["metrics"]
+    assert outcome.summary.model_digest == reference[1]["model_digest"]
+    assert outcome.summary.metrics == reference[1]["metrics"]
     versions = [json.loads(line) for line in RunFolder(tmp_path).metrics.read_text().splitlines()]
     assert [line["version"] for line in versions if line["kind"] == "merge"] == [1, 2, 3, 4]
     assert not audit_run(tmp_path).findings
@@ -176,17 +176,17 @@ def test_stragglers_past_the_deadline_are_left_out_and_a_resume_changes_nothing(
         "protocol.warmup=2",
     )
     scenario = resolved(tiny, *settings)
-    whole = run(scenario, tmp_path / "whole").summary
+    whole = run(scenario, tmp_path / "whole").summary.plain()
     notes = (tmp_path / "whole" / "messages" / "coordinator.jsonl").read_text()
     assert '"reason":"late"' in notes
     assert run(scenario, tmp_path / "parts", stop_wanted=stop_after(4, tmp_path / "parts")).phase is Phase.STOPPED
-    assert run(scenario, tmp_path / "parts", resume=True).summary["model_digest"] == whole["model_digest"]
+    assert run(scenario, tmp_path / "parts", resume=True).summary.model_digest == whole["model_digest"]
 
 
 def test_the_wall_clock_gives_a_result_too(tiny: Path, tmp_path: Path) -> None:
     outcome = run(resolved(tiny, "clock=wall"), tmp_path)
     assert outcome.phase is Phase.DONE
-    assert outcome.summary["seconds"]["virtual"] is None
+    assert outcome.summary.seconds.virtual is None
 
 
 @pytest.mark.slow
@@ -203,7 +203,7 @@ def test_a_coordinator_whose_disk_was_slow_calls_nobody_silent(
     monkeypatch.setattr(checkpoint, "save", slow)
     outcome = run(resolved(tiny), tmp_path)
     assert outcome.phase is Phase.DONE
-    assert outcome.summary["seconds"]["total"] > held
+    assert outcome.summary.seconds.total > held
     assert '"peer lost"' not in RunFolder(tmp_path).messages("coordinator").read_text()
     assert not audit_run(tmp_path).findings
 
@@ -264,12 +264,12 @@ def test_noise_foreign_runs_and_unknown_names_are_refused_counted_and_logged(
     scenario, done = resolved(tiny), list[str]()
     outcome = run(scenario, tmp_path, others=[hostile(scenario, done)])
     assert done == ["sent"]
-    assert outcome.summary["model_digest"] == reference[1]["model_digest"]
+    assert outcome.summary.model_digest == reference[1]["model_digest"]
     refused = audit_run(tmp_path).refused["coordinator"]
     assert refused["malformed"] >= 3
     assert refused["wrong_run"] == 1
     assert refused["unknown_sender"] == 1
-    assert outcome.summary["messages"]["refused"] == refused.total()
+    assert outcome.summary.messages.refused == refused.total()
 
 
 @pytest.mark.slow
@@ -373,7 +373,7 @@ def test_rounds_wait_for_an_evaluator_that_falls_far_behind(
     slow = Slow(monkeypatch)
     outcome = run(resolved(tiny, *LONG), tmp_path / "slow")
     assert slow.stood == UNDER_WAY + 1  # without the bound all seventeen would have been asked for
-    assert outcome.summary["model_digest"] == alone.summary["model_digest"]
+    assert outcome.summary.model_digest == alone.summary.model_digest
     lines = [json.loads(line) for line in (tmp_path / "slow" / "metrics.jsonl").read_text().splitlines()]
     assert [line["version"] for line in lines if line["kind"] == "evaluation"] == list(range(17))
 
@@ -390,7 +390,7 @@ def test_a_run_that_waits_for_its_evaluator_can_be_stopped_and_resumed(
     # The merge that waited is none: neither its line nor its checkpoint is there.
     assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, UNDER_WAY))
     outcome = run(resolved(tiny, *LONG), tmp_path / "stopped", resume=True)
-    assert outcome.summary["model_digest"] == alone.summary["model_digest"]
+    assert outcome.summary.model_digest == alone.summary.model_digest
     lines = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()]
     assert sorted(line["version"] for line in lines if line["kind"] == "evaluation") == list(range(17))
     assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, 17))

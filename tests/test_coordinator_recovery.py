@@ -57,7 +57,7 @@ def at(record: dict[str, Any]) -> float:
 
 def test_a_lost_silo_is_noticed_within_two_beats_waited_for_and_changes_nothing(tiny: Path, tmp_path: Path) -> None:
     scenario = resolved(tiny, "rounds=3", "participation=1")
-    whole = run(scenario, tmp_path / "whole").summary
+    whole = run(scenario, tmp_path / "whole").summary.plain()
     out = tmp_path / "lost"
     outcome = run(scenario, out, silos=scenario.silo_names[1:], others=[silent(scenario, out, returns=True)])
     log = records(out)
@@ -68,7 +68,7 @@ def test_a_lost_silo_is_noticed_within_two_beats_waited_for_and_changes_nothing(
     silence = at(log[lost]) - at(heard[-1])
     assert 2 * BEAT <= silence < 2 * BEAT + 2.0  # and the time until the loop looks around on a busy machine
     assert not any(each.get("text") == "task failed" for each in log)
-    assert outcome.summary["model_digest"] == whole["model_digest"]
+    assert outcome.summary.model_digest == whole["model_digest"]
 
 
 @pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
@@ -79,7 +79,7 @@ def test_in_real_time_a_silo_that_stays_away_is_given_up_and_the_others_go_on(
     scenario = resolved(tiny, *settings, "aggregation.buffer=4")
     outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[silent(scenario, tmp_path, returns=False)])
     assert outcome.phase is Phase.DONE
-    assert outcome.summary["per_silo"]["silo-00"]["participations"] == 0
+    assert outcome.summary.per_silo["silo-00"].participations == 0
     failed = {(each["silo"], each["reason"]) for each in records(tmp_path) if each.get("text") == "task failed"}
     # Without rounds to wait for it, the run may be over before the silo is.
     assert ("silo-00", "stayed away") in failed or mode == "async"

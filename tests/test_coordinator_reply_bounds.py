@@ -45,6 +45,7 @@ from silos.program import Silo
 from tests import in_process_run
 from tests.in_process_run import lines, notes
 from tests.replies import with_payload
+from tests.run_summaries import summary
 from tests.small_federation import DIM, World, population
 from tests.threaded_run import resolved
 
@@ -270,16 +271,16 @@ def test_huge_representations_of_one_silo_do_not_end_the_run_and_the_summary_say
     assert outcome.phase is Phase.DONE
     assert [line["replies"] for line in lines(tmp_path, "merge")] == [["silo-01", "silo-02", "silo-03"]] * 4
     assert {(peer, reason) for peer, reason, _ in refusals(tmp_path)} == {("silo-00", "malformed")}
-    assert outcome.summary["public_items"] == 20
+    assert outcome.summary.public_items == 20
 
 
 def test_a_method_without_a_public_set_says_nothing_of_one(tiny: Path, tmp_path: Path) -> None:
-    assert "public_items" not in in_process_run.run(resolved(tiny, "protocol={name: fedavg}"), tmp_path).summary
+    assert "public_items" not in in_process_run.run(resolved(tiny, "protocol={name: fedavg}"), tmp_path).summary.plain()
 
 
 def test_tables_note_who_had_a_public_set() -> None:
     def row(method: str, **facts: int) -> Any:
-        outcome = types.SimpleNamespace(summary=facts)
+        outcome = types.SimpleNamespace(summary=summary(**facts))
         entry = types.SimpleNamespace(method=method, name=method, candidates=(None,))
         return types.SimpleNamespace(entry=entry, outcomes={0: outcome}, against=None, best=())
 

@@ -11,7 +11,8 @@ from coordinator.program import CoordinatorArguments, run_coordinator
 from coordinator.rounds import Joined, Phase, Send
 from fedmq.audit.log_checks import audit_run, read_log
 from fedmq.errors import InputError
-from fedmq.storage.json_files import read_lines
+from fedmq.runs.results import read_metrics
+from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys, revoke
 from tests import threaded_run
@@ -35,8 +36,8 @@ def test_a_run_goes_on_without_a_silo_whose_key_was_taken_back(tiny: Path, tmp_p
     records = [record for _, record in read_log(RunFolder(tmp_path).messages("coordinator")) if record]
     (expelled,) = [each for each in records if each.get("text") == "expelled"]
     assert expelled["peer"] == "silo-03"
-    lines = [line for line in read_lines(metrics) if line["kind"] == "merge"]
-    after = [line["replies"] for line in lines if line["version"] > 3]
+    lines = [line for line in read_metrics(RunFolder(tmp_path)) if isinstance(line, MergeLine)]
+    after = [line.replies for line in lines if line.version > 3]
     assert after and not any("silo-03" in replies for replies in after)
     assert not audit_run(tmp_path).findings
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -222,7 +221,7 @@ def test_the_machine_survives_a_checkpoint_between_rounds() -> None:
     rounds, sends = gathered(plan(patience=5.0, quorum=0.5))
     rounds, _ = answer(rounds, sends[:2])
     rounds, _ = rounds.handle(Deadline(0))
-    restored = Rounds.from_plain(rounds.plan, rounds.after_merge().to_plain())
+    restored = Rounds.from_record(rounds.plan, rounds.after_merge().to_record())
     assert restored == rounds.after_merge()
     live, expected = rounds.handle(Merged(1))
     actions: tuple[Action, ...] = ()
@@ -406,7 +405,7 @@ def test_a_machine_restored_from_any_checkpoint_sends_and_merges_the_same(plan_:
         rounds, _ = rounds.handle(Arrived(silo, rounds.pending[silo].sequence, 0.5))
     if rounds.phase is not Phase.MERGING:
         return
-    restored = Rounds.from_plain(plan_, json.loads(json.dumps(rounds.after_merge().to_plain())))
+    restored = Rounds.from_record(plan_, rounds.after_merge().to_record())
     open_tasks = dict(restored.pending)
     again: list[Action] = []
     for name in SILOS:

@@ -14,15 +14,16 @@ from fedmq.cli.terminal import print_summary
 from fedmq.experiments import tables
 from fedmq.storage.run_folder import RunFolder
 from tests import in_process_run
+from tests.run_summaries import summary
 from tests.threaded_run import resolved
 
 
 def told(scenario_file: Path, out: Path, *settings: str) -> tuple[bool, str]:
     """What a run's summary and its screen say of a model that nobody changed."""
     scenario = resolved(scenario_file, "rounds=2", "participation=1", *settings)
-    summary, screen = in_process_run.run(scenario, out).summary, io.StringIO()
-    print_summary(summary, RunFolder(out), Console(file=screen, width=200))
-    return summary.get("unchanged", False), screen.getvalue()
+    written, screen = in_process_run.run(scenario, out).summary, io.StringIO()
+    print_summary(written, RunFolder(out), Console(file=screen, width=200))
+    return written.unchanged, screen.getvalue()
 
 
 @pytest.mark.parametrize("way", ["idle", "anchored to what nobody has"])
@@ -41,7 +42,7 @@ def test_a_run_that_trained_or_shares_no_model_says_nothing_of_it(tiny: Path, tm
 
 def test_a_table_names_rows_whose_model_nobody_changed() -> None:
     def row(name: str, **facts: bool) -> Any:
-        outcomes = {seed: SimpleNamespace(summary=own) for seed, own in enumerate([{}, facts])}
+        outcomes = {seed: SimpleNamespace(summary=own) for seed, own in enumerate([summary(), summary(**facts)])}
         entry = SimpleNamespace(method=name, name=name, candidates=(None,))
         return SimpleNamespace(entry=entry, outcomes=outcomes, against=None, best=())
 

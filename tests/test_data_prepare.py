@@ -319,4 +319,4 @@ def test_openmoji_at_the_feature_site_is_the_frozen_towers_features(few: list[op
     found = prepare(Data(name="openmoji"), tiny_clip(tmp_path), tmp_path / "cache")
     assert (found.image.shape, found.image.dtype) == ((len(few), 16), np.float32)
     assert found.inputs.image_dtype == "float32"
-    assert found.meta["format"] == FORMAT
+    assert found.meta.format == FORMAT

@@ -58,9 +58,9 @@ def figures(summary: Any) -> Any:
 
 def both(scenario: Scenario, out: Path, patch: pytest.MonkeyPatch) -> None:
     """A run on the GPU has the CPU's model and figures."""
-    here = in_process_run.run(scenario, out / "cpu").summary
+    here = in_process_run.run(scenario, out / "cpu").summary.plain()
     with pretended(patch):
-        there = in_process_run.run(scenario.model_copy(update={"device": "cuda:0"}), out / "gpu").summary
+        there = in_process_run.run(scenario.model_copy(update={"device": "cuda:0"}), out / "gpu").summary.plain()
     assert figures(there) == figures(here)
     assert there["tasks"]["failed"] == 0 < there["tasks"]["merged"]
 
@@ -125,9 +125,9 @@ def test_an_open_clip_model_does(more: dict[str, str], tmp_path: Path, monkeypat
     # The GPU comes first: it has the CPU, too, take its kind of attention. Each extracts features for itself.
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "there"))
     with pretended(monkeypatch):
-        there = in_process_run.run(scenario.model_copy(update={"device": "cuda:0"}), tmp_path / "gpu").summary
+        there = in_process_run.run(scenario.model_copy(update={"device": "cuda:0"}), tmp_path / "gpu").summary.plain()
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "here"))
-    here = in_process_run.run(scenario, tmp_path / "cpu").summary
+    here = in_process_run.run(scenario, tmp_path / "cpu").summary.plain()
     assert figures(there) == figures(here)
 
 
@@ -145,11 +145,11 @@ def test_a_process_that_computes_on_a_gpu_does_so_repeatably(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    here = in_process_run.run(resolved(file, "rounds=1"), tmp_path / "cpu").summary
+    here = in_process_run.run(resolved(file, "rounds=1"), tmp_path / "cpu").summary.plain()
     assert "gpu" not in here["versions_of"]
     assert not torch.are_deterministic_algorithms_enabled()
     with pretended(monkeypatch):
-        there = in_process_run.run(resolved(file, "rounds=1", "device=cuda:0"), tmp_path / "gpu").summary
+        there = in_process_run.run(resolved(file, "rounds=1", "device=cuda:0"), tmp_path / "gpu").summary.plain()
     assert there["versions_of"]["gpu"] == "pretended"
     assert torch.are_deterministic_algorithms_enabled()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"

@@ -44,8 +44,8 @@ def counted(summary: dict[str, Any]) -> dict[str, Any]:
 def test_models_traffic_and_the_last_figures_are_those_of_a_run_that_measures_at_its_end(
     tiny: Path, tmp_path: Path, mode: str
 ) -> None:
-    plain = in_process_run.run(scenario_of(tiny, *MODES[mode]), tmp_path / "plain").summary
-    often = in_process_run.run(scenario_of(tiny, *MODES[mode], EVERY), tmp_path / "often").summary
+    plain = in_process_run.run(scenario_of(tiny, *MODES[mode]), tmp_path / "plain").summary.plain()
+    often = in_process_run.run(scenario_of(tiny, *MODES[mode], EVERY), tmp_path / "often").summary.plain()
     assert counted(dict(often)) == counted(dict(plain))
     assert in_process_run.lines(tmp_path / "plain", "personal") == []
     assert in_process_run.lines(tmp_path / "often", "merge") == in_process_run.lines(tmp_path / "plain", "merge")
@@ -61,7 +61,7 @@ def test_a_run_that_ends_at_a_version_measured_there_is_what_the_line_says(tiny:
     # More rounds do not change what the silos' own models were at the second; schedules of learning rates would.
     still = ("training.schedule=constant", EVERY)
     in_process_run.run(scenario_of(tiny, *still), tmp_path / "long")
-    short = in_process_run.run(scenario_of(tiny, *still, "rounds=2"), tmp_path / "short").summary
+    short = in_process_run.run(scenario_of(tiny, *still, "rounds=2"), tmp_path / "short").summary.plain()
     (line, *_) = in_process_run.lines(tmp_path / "long", "personal")
     assert line["version"] == 2
     assert line["personal_whole_split"] == short["personal_whole_split"]
@@ -91,7 +91,7 @@ def test_a_measurement_that_no_silo_can_make_leaves_no_line_and_the_run_goes_on(
     monkeypatch.setattr(Silo, "measure", fail)
     outcome = in_process_run.run(scenario_of(tiny, EVERY), tmp_path)
     assert outcome.phase is Phase.DONE
-    assert "personal" not in outcome.summary
+    assert "personal" not in outcome.summary.plain()
     assert in_process_run.lines(tmp_path, "personal") == []
 
 
@@ -100,7 +100,7 @@ def test_an_answer_said_again_is_neither_refused_nor_counted(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, measured, again = (
-        in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "whole").summary,
+        in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "whole").summary.plain(),
         EvaluationRequests.measured,
         [],
     )
@@ -111,7 +111,7 @@ def test_an_answer_said_again_is_neither_refused_nor_counted(
         return was
 
     monkeypatch.setattr(EvaluationRequests, "measured", twice)
-    summary = in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "twice").summary
+    summary = in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "twice").summary.plain()
     assert again == [True] * 12  # four silos, three times
     assert counted(dict(summary)) == counted(dict(whole))
     assert summary["messages"]["refused"] == 0
@@ -145,11 +145,11 @@ def test_a_measurement_that_comes_before_the_first_evaluation_waits_for_it(
 # ------------------------------------------------------------------------------------------------- killed and resumed
 @pytest.mark.slow
 def test_a_coordinator_that_dies_at_any_merge_leaves_every_line_once(tiny: Path, tmp_path: Path) -> None:
-    whole = in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "whole").summary
+    whole = in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "whole").summary.plain()
     for after in (1, 2, 4):
         crash = f"faults=[{{kind: coordinator_crash, after_round: {after}}}]"
         out = tmp_path / str(after)
-        summary = in_process_run.run_restarted(scenario_of(tiny, EVERY, crash), out).summary
+        summary = in_process_run.run_restarted(scenario_of(tiny, EVERY, crash), out).summary.plain()
         assert counted(dict(summary)) == counted(dict(whole))
         for kind in ("personal", "merge"):
             assert in_process_run.lines(out, kind) == in_process_run.lines(tmp_path / "whole", kind)
@@ -161,7 +161,7 @@ def test_a_run_stopped_or_killed_while_its_silos_measure_gives_the_same_lines(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     scenario = scenario_of(tiny, EVERY)
-    whole = in_process_run.run(scenario, tmp_path / "whole").summary
+    whole = in_process_run.run(scenario, tmp_path / "whole").summary.plain()
     taken, measured = [0], EvaluationRequests.measured
 
     def counting(self: EvaluationRequests, message: Any) -> bool:
@@ -176,14 +176,15 @@ def test_a_run_stopped_or_killed_while_its_silos_measure_gives_the_same_lines(
     kill = [True]
     with pytest.raises(in_process_run.Killed):
         in_process_run.run(scenario, tmp_path / "killed")
-    assert counted(dict(in_process_run.run(scenario, tmp_path / "killed", resume=True).summary)) == counted(dict(whole))
+    again = in_process_run.run(scenario, tmp_path / "killed", resume=True).summary.plain()
+    assert counted(again) == counted(whole)
 
     taken[0] = 0
     monkeypatch.setattr("coordinator.loop._MESSAGES_AT_ONCE", 1)  # so that a stop can come between two answers
     stopped = in_process_run.run(scenario, tmp_path / "stopped", stop_wanted=lambda: taken[0] == number)
     assert stopped.phase is Phase.STOPPED
     taken[0] = number + 1
-    assert counted(dict(in_process_run.run(scenario, tmp_path / "stopped", resume=True).summary)) == counted(
+    assert counted(in_process_run.run(scenario, tmp_path / "stopped", resume=True).summary.plain()) == counted(
         dict(whole)
     )
     for name in ("killed", "stopped"):
@@ -204,7 +205,7 @@ def test_a_coordinator_killed_between_the_last_line_and_the_summary_writes_that_
         patched.setattr(program, "_finish", die)
         in_process_run.run(scenario_of(tiny, EVERY), tmp_path)
     assert [line["version"] for line in in_process_run.lines(tmp_path, "personal")] == [2, 4, 5]
-    summary = in_process_run.run(scenario_of(tiny, EVERY), tmp_path, resume=True).summary
+    summary = in_process_run.run(scenario_of(tiny, EVERY), tmp_path, resume=True).summary.plain()
     lines = in_process_run.lines(tmp_path, "personal")
     assert [line["version"] for line in lines] == [2, 4, 5]
     assert lines[-1]["personal"] == summary["personal"]
@@ -221,7 +222,7 @@ def sealed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 def test_messages_and_calls_give_the_same_lines_and_the_audit_agrees(tiny: Path, tmp_path: Path, sealed: Path) -> None:
-    summary = in_process_run.run(scenario_of(tiny, EVERY), tmp_path).summary
+    summary = in_process_run.run(scenario_of(tiny, EVERY), tmp_path).summary.plain()
     assert counted(json.loads(RunFolder(sealed).summary.read_text())) == counted(dict(summary))
     assert in_process_run.lines(sealed, "personal") == in_process_run.lines(tmp_path, "personal")
     audit = audit_run(sealed)
@@ -331,7 +332,7 @@ def test_own_models_have_a_course_over_merges_and_time_and_a_figure_in_the_repor
     for metric in ("personal.mean_r1", "personal_fairness.std_r1", "personal_per_silo_mean.i2t_r5"):
         course = outcome.course(metric)
         assert [version for version, _, _ in course] == [2, 4, 5]
-        assert course[-1][1] == pytest.approx(outcome.summary["seconds"]["virtual"], abs=1e-6)
+        assert course[-1][1] == pytest.approx(outcome.summary.seconds.virtual, abs=1e-6)
         assert course[-1][2] == outcome.value(metric)
         assert 0 < course[0][1] < course[1][1]
     report = RunFolder(tmp_path).report.read_text()

@@ -104,7 +104,7 @@ def test_a_fold_larger_than_the_split_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_summary_has_every_silos_figures_and_their_means(tmp_path: Path) -> None:
-    summary = in_process_run.run(scenario(tmp_path, "protocol.name=local"), tmp_path / "run").summary
+    summary = in_process_run.run(scenario(tmp_path, "protocol.name=local"), tmp_path / "run").summary.plain()
     names = ["silo-00", "silo-01", "silo-02"]
     for means, each in (
         ("per_silo_mean", "per_silo"),

@@ -646,9 +646,11 @@ def test_runs_that_were_not_made_alike_are_named_under_the_table(
 ) -> None:
     plan, rows = study
     assert not any("alike" in note for note in tables.grid(rows, plan).notes)
-    summary = rows[1].outcomes[0].summary
-    assert isinstance(summary, dict)
-    summary["versions_of"] = {**summary["versions_of"], "processor": "x86_64 AVX2"}
+    own = rows[1].outcomes[0]
+    assert own.summary is not None
+    elsewhere = {**own.summary.versions_of, "processor": "x86_64 AVX2"}
+    moved = dataclasses.replace(own, summary=own.summary.model_copy(update={"versions_of": elsewhere}))
+    rows = (rows[0], dataclasses.replace(rows[1], outcomes={**rows[1].outcomes, 0: moved}), *rows[2:])
     assert tables.grid(rows, plan).notes[-1].endswith("processor not said and x86_64 AVX2")
 
 
@@ -1268,7 +1270,7 @@ def test_a_sweep_runs_goes_on_after_a_stop_and_gives_what_single_runs_give(tiny:
     assert not result["errors"]
     runs = list(csv.DictReader((out / "runs.csv").read_text().splitlines()))
     alone = run(resolved(short, "protocol=fedavg"), tmp_path / "one")
-    assert alone.summary["model_digest"] == runs[0]["model_digest"]
+    assert alone.summary.model_digest == runs[0]["model_digest"]
     assert {path.name for path in out.iterdir()} == {
         "runs", "runs.csv", "table.csv", "table.md", "table.tex", "plots.html",
     }  # fmt: skip

@@ -168,12 +168,12 @@ def test_a_coordinator_killed_after_every_single_event_loses_nothing(
     aggregation: str, faults: str, tiny: Path, tmp_path: Path
 ) -> None:
     settings = ("participation=1.0", f"aggregation={aggregation}", "rounds=3")
-    whole = run_restarted(resolved(tiny, *settings, f"faults=[{faults}]"), tmp_path / "whole").summary["model_digest"]
+    whole = run_restarted(resolved(tiny, *settings, f"faults=[{faults}]"), tmp_path / "whole").summary.model_digest
     record = read_record(RunFolder(tmp_path / "whole"))
     for number in range(1, len(record.events) + 1):
         scenario = resolved(tiny, *settings, f"faults=[{faults}{{kind: coordinator_crash, after_event: {number}}}]")
         out = tmp_path / str(number)
-        assert run_restarted(scenario, out).summary["model_digest"] == whole, number
+        assert run_restarted(scenario, out).summary.model_digest == whole, number
         assert first_difference(record, read_record(RunFolder(out))) is None
         assert sum(note["kind"] == "coordinator_crash" for note in notes(out, "fault")) == 1
         sane(out, 3)
@@ -193,7 +193,7 @@ def test_a_coordinator_killed_at_each_write_of_a_checkpoint_loses_nothing(
     from coordinator import checkpoint, fault_injection
 
     scenario = resolved(tiny, "rounds=3")
-    whole = in_process_run.run(scenario, tmp_path / "whole").summary["model_digest"]
+    whole = in_process_run.run(scenario, tmp_path / "whole").summary.model_digest
     real = checkpoint.to_disk
     for fatal in range(1, 10):
         writes = Counter[str]()
@@ -209,5 +209,5 @@ def test_a_coordinator_killed_at_each_write_of_a_checkpoint_loses_nothing(
         with pytest.raises(in_process_run.Killed):
             in_process_run.run(scenario, out)
         outcome = in_process_run.run(scenario, out, resume=(out / "checkpoints").exists())
-        assert outcome.summary["model_digest"] == whole, fatal
+        assert outcome.summary.model_digest == whole, fatal
         sane(out, 3)

@@ -346,8 +346,8 @@ def test_twins_of_training_items_and_a_label_of_all_are_told(
 
 def test_a_label_of_all_on_the_upper_level_makes_nothing_alike(capsys: pytest.CaptureFixture[str]) -> None:
     labels = {"coarse:clothes": 4, "fine:shirt": 3, "fine:shoe": 1}
-    facts = {"data": "features", "items": 4, "captions": 4, "splits": {}, "labels": labels, "without_labels": 0}
-    data_check.show({**facts, "usable": True}, Console())
+    facts = data_check.DataFacts("features", items=4, captions=4, splits={}, labels=labels, without_labels=0)
+    data_check.show(facts, Console())
     assert "every item" not in capsys.readouterr().out
 
 

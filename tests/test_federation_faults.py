@@ -321,25 +321,25 @@ def test_nan_is_refused_by_name_and_only_its_task_fails(tiny: Path, tmp_path: Pa
     scenario = resolved(tiny, "faults=[{kind: nan, silos: [silo-02], rounds: [2]}]", "participation=1.0")
     outcome = in_process_run.run(scenario, tmp_path)
     assert failed(tmp_path) == [("silo-02", 3, "not_finite")]
-    assert outcome.summary["messages"]["refused"] == 1
+    assert outcome.summary.messages.refused == 1
 
 
 @pytest.mark.slow
 def test_a_disk_that_is_full_once_loses_no_merge(tiny: Path, tmp_path: Path) -> None:
-    whole = in_process_run.run(resolved(tiny), tmp_path / "whole").summary["model_digest"]
+    whole = in_process_run.run(resolved(tiny), tmp_path / "whole").summary.model_digest
     outcome = in_process_run.run(resolved(tiny, "faults=[{kind: disk_full, round: 2}]"), tmp_path / "full")
-    assert outcome.summary["model_digest"] == whole
+    assert outcome.summary.model_digest == whole
     assert len(notes(tmp_path / "full", "checkpoint refused")) == 1
     assert "No space left" in notes(tmp_path / "full", "checkpoint refused")[0]["error"]
 
 
 @pytest.mark.slow
 def test_a_disk_that_stays_full_stops_the_run_and_a_resume_goes_on(tiny: Path, tmp_path: Path) -> None:
-    whole = in_process_run.run(resolved(tiny), tmp_path / "whole").summary["model_digest"]
+    whole = in_process_run.run(resolved(tiny), tmp_path / "whole").summary.model_digest
     scenario = resolved(tiny, "faults=[{kind: disk_full, round: 2, times: 3}]")
     with pytest.raises(RunError, match="checkpoint could not be written"):
         in_process_run.run(scenario, tmp_path / "full")
-    assert in_process_run.run(scenario, tmp_path / "full", resume=True).summary["model_digest"] == whole
+    assert in_process_run.run(scenario, tmp_path / "full", resume=True).summary.model_digest == whole
 
 
 @pytest.mark.slow

@@ -124,7 +124,7 @@ def test_noise_from_keys_is_other_noise_with_other_keys_and_the_same_with_the_sa
             shutil.copytree(tmp_path / keys / "keys", folder / "keys")
         secret = f"privacy={{clip_norm: {CLIP}, noise_multiplier: {MULTIPLIER}, noise_from: {noise_from}}}"
         outcome = run(resolved(tiny, *SILOS, "protocol=fedavg", secret), folder)
-        digest: str = outcome.summary["model_digest"]
+        digest: str = outcome.summary.model_digest
         return digest
 
     assert model("one", "key") != model("two", "key")

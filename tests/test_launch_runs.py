@@ -59,7 +59,7 @@ def reference(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
 
 
 def test_processes_and_threads_come_to_the_same_model(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
-    assert run(resolved(tiny, "rounds=12"), tmp_path).summary["model_digest"] == reference["model_digest"]
+    assert run(resolved(tiny, "rounds=12"), tmp_path).summary.model_digest == reference["model_digest"]
 
 
 def test_a_run_leaves_no_process_behind(tiny: Path, tmp_path: Path) -> None:

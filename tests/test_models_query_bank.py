@@ -138,7 +138,7 @@ def test_the_release_finds_what_the_evaluator_measured_and_trains_no_other_model
         in_process_run.run(scenario, tmp_path / bank)
         folder = RunFolder(tmp_path / bank)
         digests.append(json.loads(folder.summary.read_text())["model_digest"])
-        measured.append(read_metrics(folder)[-1]["metrics"])
+        measured.append(read_metrics(folder)[-1].metrics)
     assert digests[0] == digests[1]
     assert measured[0] != measured[1]
     release = open_release(tmp_path / "all")
@@ -149,7 +149,7 @@ def test_the_release_finds_what_the_evaluator_measured_and_trains_no_other_model
         name: measured[1][name] for name in ("mean_r1", "mean_r10")
     }
     made = export(release)
-    assert made.meta["dim"] == made.array("image").shape[1] == release.config["dim"] + MORE
+    assert made.meta.dim == made.array("image").shape[1] == release.config.dim + MORE
 
     path = tmp_path / "all" / "model" / "class_prototypes.safetensors"
     arrays = load_file(path)

@@ -16,8 +16,6 @@ from fedmq.config.scenario import Base, Objective, Privacy, Training
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import Checking, Interpreting, Personalised, Reply, Task
 from fedmq.federation.update_transforms import transform
-from fedmq.storage.json_files import read_lines
-from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import ClassPrototypes, Delta, Loss, PartialDelta, Representations
 from protocols import _aggregation
 from protocols._personal_model import OWN
@@ -304,7 +302,7 @@ def test_pfedmma_needs_a_backbone_with_shared_adapters() -> None:
 def test_pfedmma_asks_every_silo_in_its_first_round_and_a_share_of_them_later(tiny: Path, tmp_path: Path) -> None:
     mma = ("protocol={name: pfedmma}", "backbone.adapter=mma", "participation=0.5")
     in_process_run.run(resolved(tiny, *mma), tmp_path)
-    merges = [line for line in read_lines(RunFolder(tmp_path).metrics) if line["kind"] == "merge"]
+    merges = in_process_run.lines(tmp_path, "merge")
     assert [len(merge["replies"]) for merge in merges] == [4, 2, 2, 2]
 
 

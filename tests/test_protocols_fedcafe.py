@@ -451,7 +451,7 @@ def test_of_two_levels_the_upper_one_is_trained_on_by_shdch_alone(base: str, tmp
             training: {{batch_size: 8, warmup_rounds: 0}}
         """
         (folder / "a.yaml").write_text(textwrap.dedent(text))
-        digests.add(in_process_run.run(resolved(folder / "a.yaml"), folder / "run").summary["model_digest"])
+        digests.add(in_process_run.run(resolved(folder / "a.yaml"), folder / "run").summary.model_digest)
     assert len(digests) == (2 if base == "shdch" else 1)
 
 

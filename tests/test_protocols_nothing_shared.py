@@ -41,11 +41,11 @@ def test_a_run_with_such_a_silo_is_the_same_over_the_wire_and_the_silo_sends_no_
 ) -> None:
     scenario = resolved(tiny, *SETTINGS, LONE)
     outcome = threaded_run.run(scenario, tmp_path / "wire")
-    assert outcome.phase is Phase.DONE and outcome.summary["messages"]["refused"] == 0
+    assert outcome.phase is Phase.DONE and outcome.summary.messages.refused == 0
     audit = audit_run(tmp_path / "wire")
     assert not audit.findings
     assert audit.left["silo-01"]["partial_delta"] == 0 < audit.left["silo-00"]["partial_delta"]
-    assert in_process_run.run(scenario, tmp_path / "inline").summary["model_digest"] == outcome.summary["model_digest"]
+    assert in_process_run.run(scenario, tmp_path / "inline").summary.model_digest == outcome.summary.model_digest
 
 
 @pytest.mark.parametrize(
@@ -58,5 +58,5 @@ def test_a_run_with_such_a_silo_is_the_same_over_the_wire_and_the_silo_sends_no_
     ],
 )
 def test_such_a_silo_passes_what_is_done_to_updates(tiny: Path, tmp_path: Path, more: list[str]) -> None:
-    summary = in_process_run.run(resolved(tiny, *SETTINGS, LONE, *more), tmp_path).summary
+    summary = in_process_run.run(resolved(tiny, *SETTINGS, LONE, *more), tmp_path).summary.plain()
     assert summary["tasks"] == {"merged": 8, "failed": 0, "discarded": 0}

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fedmq.storage.json_files import read_lines
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_records import read_log
 from protocols import _personal
 from tests import threaded_run
 from tests.small_federation import population
@@ -100,8 +100,8 @@ def test_a_silo_with_little_router_weight_adapts_more(weight: float, expected: f
 def test_adapters_never_leave_their_silos_and_survive_a_stop(tiny: Path, tmp_path: Path) -> None:
     settings = [f"protocol.{name}={value}" for name, value in ON.items()]
     scenario = threaded_run.resolved(tiny, *settings)
-    whole = threaded_run.run(scenario, tmp_path / "whole").summary
-    plain = threaded_run.run(threaded_run.resolved(tiny, "protocol.warmup=1"), tmp_path / "plain").summary
+    whole = threaded_run.run(scenario, tmp_path / "whole").summary.plain()
+    plain = threaded_run.run(threaded_run.resolved(tiny, "protocol.warmup=1"), tmp_path / "plain").summary.plain()
 
     # What goes up is to the byte what goes up without adapters; what goes down has each silo's own weight besides.
     assert whole["bytes"]["up"] == plain["bytes"]["up"]
@@ -109,9 +109,9 @@ def test_adapters_never_leave_their_silos_and_survive_a_stop(tiny: Path, tmp_pat
     kinds = {
         kind
         for silo in scenario.silo_names
-        for line in read_lines(RunFolder(tmp_path / "whole").messages(silo))
-        if line.get("event") == "sent"
-        for kind in line.get("payloads", {})
+        for _, record in read_log(RunFolder(tmp_path / "whole").messages(silo))
+        if record is not None and record["action"] == "sent"
+        for kind, _ in record.get("payloads", ())
     }
     assert not any("adapter" in kind or "personal" in kind for kind in kinds)
     # The silos' own models are measured at the silos; the figures are theirs.
@@ -125,5 +125,5 @@ def test_adapters_never_leave_their_silos_and_survive_a_stop(tiny: Path, tmp_pat
 
     stops = iter([False] * 25 + [True] * 1000)
     threaded_run.run(scenario, tmp_path / "cut", stop_wanted=lambda: next(stops, True))
-    again = threaded_run.run(scenario, tmp_path / "cut", resume=True).summary
+    again = threaded_run.run(scenario, tmp_path / "cut", resume=True).summary.plain()
     assert json.dumps(again["personal"]) == json.dumps(whole["personal"])

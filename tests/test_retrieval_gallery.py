@@ -28,6 +28,7 @@ from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval import gallery, search
 from fedmq.retrieval.gallery import Gallery, export
 from fedmq.retrieval.released_model import Release, open_release
+from fedmq.runs.run_records import ReleaseConfig
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.messages import Memory, digest
@@ -59,8 +60,15 @@ def released(root: Path, scenario: Scenario, memory: np.ndarray | None = None, s
     beside = {}
     if memory is not None:
         beside["memory"] = digest(remember(root, memory))
-    config = {"layout_digest": model.layout.digest, "model_digest": model.layout.model_digest(theta.numpy())}
-    write_json(root / "model" / "config.json", {**config, "released_with": beside})
+    config = ReleaseConfig(
+        backbone=scenario.backbone.model_dump(mode="json"),
+        protocol=scenario.protocol.name,
+        dim=model.dim,
+        layout_digest=model.layout.digest,
+        model_digest=model.layout.model_digest(theta.numpy()),
+        released_with=beside,
+    )
+    write_json(root / "model" / "config.json", config.plain())
     return root
 
 
@@ -336,7 +344,7 @@ def test_parameters_that_are_not_the_runs_are_refused(tiny: Path, tmp_path: Path
 
 
 def test_parameters_of_another_model_are_refused(embeddings: Release) -> None:
-    write_json(embeddings.run.model / "config.json", {**embeddings.config, "layout_digest": "0" * 64})
+    write_json(embeddings.run.model / "config.json", {**embeddings.config.plain(), "layout_digest": "0" * 64})
     with pytest.raises(InputError, match="another model"):
         export(open_release(embeddings.run.root))
 

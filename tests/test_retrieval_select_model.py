@@ -226,7 +226,7 @@ def test_silos_have_galleries_of_their_own(local: Path) -> None:
     pytest.importorskip("faiss")
     one, other = (export(opened(local, silo)) for silo in ("silo-00", "silo-01"))
     assert one.folder != other.folder
-    assert (one.meta["silo"], other.meta["silo"]) == ("silo-00", "silo-01")
+    assert (one.meta.silo, other.meta.silo) == ("silo-00", "silo-01")
     assert not np.array_equal(one.array("image"), other.array("image"))
     assert export(opened(local, "silo-00")).folder == one.folder
     found = search.find(opened(local, "silo-00"), search.Query(item="000007"), among="images", top=1)

@@ -17,6 +17,7 @@ import torch
 
 from coordinator import checkpoint
 from coordinator.checkpoint import Checkpoint
+from coordinator.checkpoint_records import RoundsRecord
 from coordinator.counters import Counters
 from coordinator.fault_injection import FaultInjector
 from fedmq.clock import VirtualClock, WallClock
@@ -37,8 +38,8 @@ def made(version: int, *older: int) -> Checkpoint:
         )
         for number in (version, *older)
     }
-    rounds = {"version": version, "gone": [], "flights": {}, "sequences": {}, "losses": {}}
-    return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, Counters(up=Counter(delta=5)).to_plain())
+    rounds = RoundsRecord(version=version, gone=[], flights={}, sequences={}, losses={})
+    return Checkpoint(rounds, states, 0.1 + version, {"silo-00": 1 / 3}, Counters(up=Counter(delta=5)).to_record())
 
 
 def _log(folder: Path) -> None:
@@ -124,7 +125,7 @@ def test_a_checkpoint_reads_back_to_the_bit(tmp_path: Path) -> None:
     checkpoint.save(tmp_path, made(7, 5))
     loaded = checkpoint.load(tmp_path)
     assert loaded is not None
-    assert (loaded.rounds["version"], loaded.now, loaded.due, loaded.counters) == (
+    assert (loaded.rounds.version, loaded.now, loaded.due, loaded.counters) == (
         7,
         7.1,
         {"silo-00": 1 / 3},
@@ -153,7 +154,7 @@ def test_the_last_two_are_kept_by_number_however_many_digits_it_has(tmp_path: Pa
         checkpoint.save(tmp_path, made(number))
     loaded = checkpoint.load(tmp_path)
     assert loaded is not None
-    assert loaded.rounds["version"] == 1_000_001
+    assert loaded.rounds.version == 1_000_001
     assert {path.name for path in tmp_path.iterdir()} == {"version-1000000", "version-1000001"}
 
 
@@ -168,7 +169,7 @@ def test_a_crash_while_writing_leaves_the_checkpoint_before_it(tmp_path: Path, m
         checkpoint.save(tmp_path, made(2))
     loaded = checkpoint.load(tmp_path)
     assert loaded is not None
-    assert loaded.rounds["version"] == 1
+    assert loaded.rounds.version == 1
     assert [path.name for path in tmp_path.iterdir()] == ["version-000001"]
 
 
@@ -205,7 +206,7 @@ def test_a_checkpoint_from_before_states_had_digests_is_read_and_its_states_are_
     assert set(loaded.states) == {1, 2}
 
 
-@pytest.mark.parametrize("name", sorted(Counters().to_plain().keys() - {"events", "errors"}))
+@pytest.mark.parametrize("name", sorted(Counters().to_record().plain().keys() - {"events", "errors"}))
 def test_a_checkpoint_without_one_of_the_counters_is_refused(tmp_path: Path, name: str) -> None:
     checkpoint.save(tmp_path, made(1))
     path = tmp_path / "version-000001" / "checkpoint.json"

@@ -24,10 +24,17 @@ from fedmq.errors import InputError
 from fedmq.retrieval import released_model
 from fedmq.runs import html_report
 from fedmq.runs import results as outcomes
-from fedmq.storage.json_files import read_lines
+from fedmq.storage.json_files import Stored, read_lines
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.message_log import MessageLog
 from tests.threaded_run import resolved, run
+
+
+class Counted(Stored):
+    """A record of a line."""
+
+    a: int
+
 
 DEEP = b"[" * 100_000
 _numbers = count()
@@ -139,12 +146,12 @@ def test_what_a_replay_reads_of_a_summary_is_asked_for(finished: Path, tmp_path:
 
 def test_a_line_is_named_by_its_number_and_an_unfinished_last_one_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
-    assert list(read_lines(path)) == []
+    assert list(read_lines(path, Counted, "a line")) == []
     path.write_text('{"a": 1}\n{"a": 2}\n{"a"')
-    assert list(read_lines(path)) == [{"a": 1}, {"a": 2}]
+    assert [line.a for line in read_lines(path, Counted, "a line")] == [1, 2]
     path.write_text('{"a": 1}\n7\n')
     with pytest.raises(InputError, match=r"lines\.jsonl: line 2: found '7'"):
-        list(read_lines(path))
+        list(read_lines(path, Counted, "a line"))
 
 
 def test_a_release_whose_tensors_are_others_is_refused_by_name(finished: Path, tmp_path: Path) -> None:
@@ -244,4 +251,4 @@ def test_a_line_that_is_no_record_is_a_finding(finished: Path, tmp_path: Path, l
 
 def test_lines_that_cannot_be_opened_are_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="directory"):
-        list(read_lines(tmp_path))
+        list(read_lines(tmp_path, Counted, "a line"))

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -109,7 +108,7 @@ class Probe:
     overall: ProbeResult
     per_silo: Mapping[str, ProbeResult]
 
-    def to_plain(self) -> dict[str, Any]:
+    def to_plain(self) -> dict[str, object]:
         """As JSON-serialisable data."""
         return asdict(self)
 
@@ -238,7 +237,7 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
         place = f"--probe {release.run.root}: {error.place}"
         raise InputError(place, error.found, f"the run's data on this machine ({error.allowed})") from None
     release.check_data(population.prepared)
-    took_part = {name for name, own in summary["per_silo"].items() if own["participations"]}
+    took_part = {name for name, own in summary.per_silo.items() if own.participations}
     trained = [rows for silo, rows in zip(population.silos, population.train, strict=True) if silo.name in took_part]
     if not sum(map(len, trained)):
         found = "a model that no silo's reply is in"
@@ -262,7 +261,7 @@ def probe(release: Release, *, pooled: bool = False, progress: Progress | None =
             modalities = tuple(name for name, has in (("image", silo.image), ("text", silo.text)) if has)
             per_silo[silo.name] = of(rows, heldout, modalities, silo.name in took_part)
     overall = of(np.concatenate(trained), population.evaluated, MODALITIES, True)
-    return Probe(release.digest, "personal" in summary, scenario.evaluation.split, overall, per_silo)
+    return Probe(release.digest, bool(summary.personal), scenario.evaluation.split, overall, per_silo)
 
 
 def _step(progress: Progress | None, number: int, items: int) -> Callable[[int], None]:

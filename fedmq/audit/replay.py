@@ -18,7 +18,8 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.runs.model_files import BESIDE, beside, parameters
 from fedmq.runs.results import read_metrics, read_summary
-from fedmq.storage.json_files import Stored, read_json
+from fedmq.runs.run_records import MetricsLine, PersonalLine, ReleaseConfig, RunSummary
+from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.log_records import read_log
@@ -57,10 +58,10 @@ class Record:
     digest: str
     released_with: Mapping[str, str]
     files: Mapping[str, str]
-    figures: Mapping[str, Any]
+    figures: Mapping[str, object]
     events: tuple[Mapping[str, Any], ...]
     messages: Mapping[Key, tuple[str, ...]]
-    lines: Mapping[tuple[str, int], Mapping[str, Any]]
+    lines: Mapping[tuple[str, int], MetricsLine]
     measured: frozenset[str]
     made_with: Mapping[str, str]
     resumed: int
@@ -110,44 +111,39 @@ def read_record(folder: RunFolder) -> Record:
             if content not in known:
                 known.append(content)
     return Record(
-        digest=summary["model_digest"],
-        released_with=summary.get("released_with", {}),
+        digest=summary.model_digest,
+        released_with=summary.released_with,
         files=_files(folder),
         figures=_figures(summary),
         events=_events(own),
         messages={key: tuple(contents) for key, contents in messages.items()},
-        lines={(line["kind"], line["version"]): line for line in read_metrics(folder)},
-        measured=frozenset(summary.get("personal_per_silo", {})),
-        made_with=summary["versions_of"],
+        lines={(line.kind, line.version): line for line in read_metrics(folder)},
+        measured=frozenset(summary.personal_per_silo),
+        made_with=summary.versions_of,
         resumed=sum(record is not None and record.get("text") == "resumed" for _, record in read_log(own)),
     )
 
 
-class _Config(Stored):
-    layout: list[str]
-    released_with: dict[str, str]
-
-
 def _files(folder: RunFolder) -> dict[str, str]:
     """Digests of what is released, taken of the files themselves."""
-    config = read_json(folder.model / "config.json", _Config, "the configuration of a released model")
-    layout, theta = parameters(folder.model / "model.safetensors", config["layout"])
+    config = read_json(folder.model / "config.json", ReleaseConfig, "the configuration of a released model")
+    layout, theta = parameters(folder.model / "model.safetensors", config.layout)
     more = {
         kind: digest(beside(folder.model / f"{kind}.safetensors", kind))
-        for kind in sorted(BESIDE.keys() & config["released_with"].keys())
+        for kind in sorted(BESIDE.keys() & config.released_with.keys())
     }
     return {"model": layout.model_digest(theta), **more}
 
 
-def _figures(summary: Mapping[str, Any]) -> dict[str, Any]:
-    personal = {name: value for name, value in summary.items() if name.startswith("personal")}
-    tasks, seconds = summary.get("tasks", {}), summary["seconds"]
+def _figures(summary: RunSummary) -> dict[str, object]:
+    plain = summary.plain()
     return {
-        **{name: summary.get(name) for name in _FIGURES},
+        **{name: plain.get(name) for name in _FIGURES},
         # A reply that was sent again is discarded, which real time decides.
-        **{f"tasks.{name}": tasks.get(name) for name in ("merged", "failed")},
-        "seconds.virtual": seconds.get("virtual"),
-        **personal,
+        "tasks.merged": summary.tasks.merged,
+        "tasks.failed": summary.tasks.failed,
+        "seconds.virtual": summary.seconds.virtual,
+        **{name: value for name, value in plain.items() if name.startswith("personal")},
     }
 
 
@@ -213,15 +209,15 @@ def _other_difference(was: Record, now: Record) -> Difference | None:
     for line in sorted(was.lines.keys() | now.lines.keys(), key=lambda line: (line[1], line[0] != "merge", line[0])):
         before, after = was.lines.get(line), now.lines.get(line)
         if before != after and not _of_other_silos(before, after):
-            return Difference("{} of version {}".format(*line), _shown(before), _shown(after))
+            return Difference("{} of version {}".format(*line), _shown_line(before), _shown_line(after))
     return None
 
 
-def _of_other_silos(before: Mapping[str, Any] | None, after: Mapping[str, Any] | None) -> bool:
+def _of_other_silos(before: MetricsLine | None, after: MetricsLine | None) -> bool:
     """Whether two lines are measurements of the own models of other silos: one that stayed away was not measured."""
-    if before is None or after is None or before["kind"] != "personal":
+    if not isinstance(before, PersonalLine) or not isinstance(after, PersonalLine):
         return False
-    return bool(before["personal_per_silo"].keys() != after["personal_per_silo"].keys())
+    return before.personal_per_silo.keys() != after.personal_per_silo.keys()
 
 
 def _outcome_difference(was: Record, now: Record) -> Difference | None:
@@ -264,6 +260,10 @@ def _message_difference(key: Key, was: Record, now: Record) -> Difference | None
     return Difference(
         printable(f"{kind} {number} of {silo}"), " and ".join(before) or "nothing", " and ".join(after) or "nothing"
     )
+
+
+def _shown_line(line: MetricsLine | None) -> str:
+    return _shown(None if line is None else line.plain())
 
 
 def _shown(facts: Mapping[str, Any] | None) -> str:

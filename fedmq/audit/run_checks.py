@@ -8,65 +8,39 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any, TypeVar
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel
 
 from fedmq.config.loader import read_yaml
 from fedmq.config.run_id import name_of
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
-from fedmq.runs.model_files import BESIDE, beside, digests_of, parameters
-from fedmq.storage.json_files import Digest, Stored, read_json, read_lines
+from fedmq.runs.model_files import BESIDE, beside, digests_by_name, digests_of, parameters
+from fedmq.runs.results import read_metrics
+from fedmq.runs.run_records import (
+    BySilo,
+    EvaluationLine,
+    Figures,
+    MergeLine,
+    MetricsLine,
+    PersonalLine,
+    ReleaseConfig,
+    RunSummary,
+)
+from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
 from fedmq.wire.log_records import shape
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind, Metrics, Model, digest
 
 _OF_ANY_RECORD = {"n", "process", "wall", "previous", "hash", "action", "text", "version"}
-#: Of a silo in a summary what is no figure of the evaluator's.
-_OF_A_SILO = {"modalities", "samples", "participations"}
 #: A finding's place, and what it says.
 Discrepancy = tuple[str, str]
-
-
-class _Silo(Stored):
-    participations: int
-
-
-_BySilo = Annotated[dict[str, dict[str, float]], Field(default_factory=dict)]
-
-
-class _Summary(Stored):
-    versions: int
-    model_digest: Digest
-    released_with: Annotated[dict[str, Digest], Field(default_factory=dict)]
-    metrics: dict[str, float]
-    per_silo: dict[str, _Silo]
-    personal_whole_split: _BySilo
-    personal_per_silo: _BySilo
-    tasks: Annotated[dict[str, int], Field(default_factory=dict)]
-
-
-class _Config(Stored):
-    layout: list[str]
-    layout_digest: Digest
-    model_digest: Digest
-    released_with: dict[str, Digest]
-
-
-class _Line(Stored):
-    kind: str
-    version: int
-    replies: Annotated[list[str], Field(default_factory=list)]
-    staleness: Annotated[list[int], Field(default_factory=list)]
-    metrics: Annotated[dict[str, float], Field(default_factory=dict)]
-    per_silo: _BySilo
-    personal_whole_split: _BySilo
-    personal_per_silo: _BySilo
+_Record = TypeVar("_Record", bound=BaseModel)
 
 
 @dataclass
@@ -132,8 +106,8 @@ class Told:
         found: what is wrong with either file.
     """
 
-    lines: list[dict[str, Any]] | None
-    summary: dict[str, Any] | None
+    lines: list[MetricsLine] | None
+    summary: RunSummary | None
     finished: bool
     found: list[Discrepancy]
 
@@ -141,9 +115,9 @@ class Told:
 def told_by(folder: RunFolder) -> Told:
     """Read what a folder tells of its run."""
     told = Told([], None, folder.summary.exists(), [])
-    told.summary = _read(folder.summary, _Summary, "a run's summary", told.found) if told.finished else None
+    told.summary = _read(folder.summary, RunSummary, "a run's summary", told.found) if told.finished else None
     try:
-        told.lines = list(read_lines(folder.metrics, _Line, "a line of a merge or an evaluation"))
+        told.lines = read_metrics(folder)
     except InputError as error:
         told.lines = None
         told.found.append((error.place, f"{error.found} instead of {error.allowed}"))
@@ -167,7 +141,7 @@ def against_the_run(
     found, summary, finished = list[Discrepancy](), told.summary, told.finished
     yield from told.found
     yield from _same_run(folder, course)
-    config = _read(folder.model / "config.json", _Config, "the configuration of a released model", found)
+    config = _read(folder.model / "config.json", ReleaseConfig, "the configuration of a released model", found)
     if course.ended is not None and not folder.summary.exists() and any(map(Path.exists, _told_of(folder))):
         finished = True
         yield course.ended, f"all rounds were done, but there is no {folder.summary.name}"
@@ -181,8 +155,8 @@ def against_the_run(
     yield from _of_the_scenario(folder, config, summary)
     if summary is not None:
         named |= {} if COORDINATOR in named else {COORDINATOR: folder.summary.name}
-        for silo, own in summary["per_silo"].items():
-            if own["participations"]:
+        for silo, own in summary.per_silo.items():
+            if own.participations:
                 named.setdefault(silo, folder.summary.name)
     if told.lines is not None:
         yield from _course(folder, course, told.lines, inline=inline)
@@ -195,7 +169,7 @@ def _told_of(folder: RunFolder) -> tuple[Path, ...]:
     return folder.scenario, folder.metrics, folder.model
 
 
-def _read(path: Path, schema: type[BaseModel], what: str, found: list[Discrepancy]) -> dict[str, Any] | None:
+def _read(path: Path, schema: type[_Record], what: str, found: list[Discrepancy]) -> _Record | None:
     """A file of the folder; None if it is not there, or is none, which is a finding."""
     if not path.exists():
         return None
@@ -226,7 +200,7 @@ def _same_run(folder: RunFolder, course: Course) -> Iterator[Discrepancy]:
 
 
 def _of_the_scenario(
-    folder: RunFolder, config: Mapping[str, Any] | None, summary: Mapping[str, Any] | None
+    folder: RunFolder, config: ReleaseConfig | None, summary: RunSummary | None
 ) -> Iterator[Discrepancy]:
     """What the release and the summary say of the run's scenario is what the scenario says."""
     try:
@@ -243,16 +217,17 @@ def _of_the_scenario(
         (folder.summary, summary, ("scenario", "protocol", "seed", "rounds")),
         (folder.model / "config.json", config, ("protocol", "backbone", "objective")),
     ):
+        plain = {} if told is None else told.plain()
         for name in names:
-            if scenario and told is not None and name in told and told[name] != own.get(name):
+            if scenario and name in plain and plain[name] != own.get(name):
                 yield str(path), f"{name} is not what {folder.scenario.name} says"
 
 
 def _release(
     folder: RunFolder,
     course: Course,
-    config: Mapping[str, Any] | None,
-    summary: Mapping[str, Any] | None,
+    config: ReleaseConfig | None,
+    summary: RunSummary | None,
     *,
     inline: bool,
 ) -> Iterator[Discrepancy]:
@@ -260,7 +235,7 @@ def _release(
     assert course.released is not None  # noqa: S101 - the caller has seen to it
     note = course.released[1]
     more = {key: own for key, own in note.items() if key not in {*_OF_ANY_RECORD, "model_digest", "data_digest"}}
-    own = digests_of({"model_digest": "nothing", **note, "released_with": more})
+    own = digests_by_name(note.get("model_digest", "nothing"), note.get("data_digest"), more)
     for path, told in ((folder.model / "config.json", config), (folder.summary, summary)):
         said = digests_of(told) if told is not None else own
         for what in sorted(said.keys() | own.keys()):
@@ -274,9 +249,9 @@ def _release(
     digests: dict[str, str] = {}
     try:
         path = folder.model / "model.safetensors"
-        layout, theta = parameters(path, config["layout"])
-        yield from _other(path, "a layout", layout.digest, config["layout_digest"])
-        yield from _other(path, "a model", layout.model_digest(theta), config["model_digest"])
+        layout, theta = parameters(path, config.layout)
+        yield from _other(path, "a layout", layout.digest, config.layout_digest)
+        yield from _other(path, "a model", layout.model_digest(theta), config.model_digest)
         digests[Model.KIND] = digest(Model(layout.digest, theta))
         for kind in sorted(more.keys() & BESIDE.keys()):
             path = folder.model / f"{kind}.safetensors"
@@ -287,10 +262,10 @@ def _release(
         return
     if summary is None or inline:
         return
-    if summary["versions"] not in course.evaluated:
-        yield f"{COORDINATOR}.jsonl", f"the evaluator was never sent version {summary['versions']}, which is released"
+    if summary.versions not in course.evaluated:
+        yield f"{COORDINATOR}.jsonl", f"the evaluator was never sent version {summary.versions}, which is released"
         return
-    place, record = course.evaluated[summary["versions"]]
+    place, record = course.evaluated[summary.versions]
     sent = dict(zip((kind for kind, _ in record["payloads"]), record["digests"], strict=False))
     for kind in sorted(sent.keys() | digests.keys()):
         if sent.get(kind) != digests.get(kind):
@@ -303,123 +278,154 @@ def _other(path: Path, what: str, found: str, told: object) -> Iterator[Discrepa
         yield str(path), f"{what} with digest {found} instead of the run's own, with digest {told}"
 
 
-def _course(folder: RunFolder, course: Course, lines: list[dict[str, Any]], *, inline: bool) -> Iterator[Discrepancy]:
+def _course(folder: RunFolder, course: Course, lines: Sequence[MetricsLine], *, inline: bool) -> Iterator[Discrepancy]:
     """Every reply that was merged was received, and the figures are what the evaluator and the silos answered."""
-    place = str(folder.metrics)
-    merges, evaluations = _of_kind(lines, "merge"), _of_kind(lines, "evaluation")
-    if [line["version"] for line in merges] != list(range(1, len(merges) + 1)):
+    place, merges = str(folder.metrics), _merges(lines)
+    if [line.version for line in merges] != list(range(1, len(merges) + 1)):
         yield place, "not one merge for each version in turn"
-    for line in _of_kind(lines, "personal"):
-        yield from _made(f"{place}: version {line['version']}", line, own_means(line))
+    for line in _personal(lines):
+        own = own_means(line.personal_whole_split, line.personal_per_silo)
+        yield from _made(f"{place}: version {line.version}", line, own)
     if inline:
         return
     yield from _merged_unheard(place, merges, course)
-    for line in evaluations:
-        if not _was_told(line, course.measured.get(line["version"], set())):
-            yield place, f"the figures of version {line['version']} are not what the evaluator answered"
-    yield from _not_said_by_silos(place, lines, course)
+    for evaluation in _evaluations(lines):
+        answers = course.measured.get(evaluation.version, set())
+        if not _was_told(evaluation.metrics, evaluation.per_silo, answers):
+            yield place, f"the figures of version {evaluation.version} are not what the evaluator answered"
+    for line in _personal(lines):
+        yield from _not_said_by_silos(place, line.version, line, course)
 
 
 def _figures(
-    folder: RunFolder, course: Course, lines: list[dict[str, Any]], summary: Mapping[str, Any], *, inline: bool
+    folder: RunFolder, course: Course, lines: Sequence[MetricsLine], summary: RunSummary, *, inline: bool
 ) -> Iterator[Discrepancy]:
     """The summary is of those merges, and of the last of those evaluations."""
     place, metrics = str(folder.summary), folder.metrics.name
-    merges, evaluations = _of_kind(lines, "merge"), _of_kind(lines, "evaluation")
-    if len(merges) != summary["versions"]:
-        yield str(folder.metrics), f"{len(merges)} merges, but {folder.summary.name} tells of {summary['versions']}"
-    for version in sorted(course.measured.keys() - {line["version"] for line in evaluations}):
+    merges, evaluations = _merges(lines), _evaluations(lines)
+    if len(merges) != summary.versions:
+        yield str(folder.metrics), f"{len(merges)} merges, but {folder.summary.name} tells of {summary.versions}"
+    for version in sorted(course.measured.keys() - {line.version for line in evaluations}):
         yield str(folder.metrics), f"no figures of version {version}, though the evaluator answered"
-    merged = Counter(silo for line in merges for silo in line.get("replies", []))
-    for silo in sorted(merged.keys() | summary["per_silo"].keys()):
-        told = summary["per_silo"].get(silo, {}).get("participations", 0)
+    merged = Counter(silo for line in merges for silo in line.replies)
+    for silo in sorted(merged.keys() | summary.per_silo.keys()):
+        told = summary.per_silo[silo].participations if silo in summary.per_silo else 0
         if told != merged[silo]:
             yield place, f"{told} participations of {silo}, but {merged[silo]} of its replies were merged"
-    if summary.get("tasks", {}).get("merged", merged.total()) != merged.total():
-        yield place, f"{summary['tasks']['merged']} tasks merged, but {merged.total()} by {metrics}"
-    last = max(evaluations, key=lambda line: int(line["version"]), default={})
-    if summary["metrics"] != last.get("metrics"):
-        yield place, f"metrics are not those of the last evaluation in {metrics}"
-    for silo, own in summary["per_silo"].items():
-        if {name: own[name] for name in own.keys() - _OF_A_SILO} != last.get("per_silo", {}).get(silo, {}):
-            yield place, f"the figures of {silo} are not those of the last evaluation in {metrics}"
-    shares = last.get("per_silo", {})
-    yield from _made(
-        place, summary, {"per_silo_mean": means(shares), "fairness": fairness_of(shares)} if shares else {}
-    )
-    yield from _made(place, summary, own_means(summary))
+    if summary.tasks.merged not in (None, merged.total()):
+        yield place, f"{summary.tasks.merged} tasks merged, but {merged.total()} by {metrics}"
+    yield from _of_the_last_evaluation(place, metrics, evaluations, summary)
+    yield from _made(place, summary, own_means(summary.personal_whole_split, summary.personal_per_silo))
     if not inline:
-        lines = [*_of_kind(lines, "personal"), {**summary, "version": summary["versions"]}]
-        yield from _not_said_by_silos(place, lines[-1:], course)
-        yield from _not_told_of_silos(folder, lines, course)
+        yield from _not_said_by_silos(place, summary.versions, summary, course)
+        told_of = [(line.version, line.personal_whole_split) for line in _personal(lines)]
+        told_of.append((summary.versions, summary.personal_whole_split))
+        yield from _not_told_of_silos(folder, told_of, course)
 
 
-def own_means(line: Mapping[str, Any]) -> dict[str, dict[str, float] | None]:
-    """The means and the spread of silos' own models, from the figures beside them; None where there are none."""
-    whole, shares = line.get("personal_whole_split"), line.get("personal_per_silo")
+def _of_the_last_evaluation(
+    place: str, metrics: str, evaluations: Sequence[EvaluationLine], summary: RunSummary
+) -> Iterator[Discrepancy]:
+    """The summary's figures of the shared model are those of the last evaluation, and the means those of the figures.
+
+    Args:
+        place: the summary's file.
+        metrics: name of the file of the evaluations.
+        evaluations: in the order of that file.
+        summary: of the run.
+    """
+    last = max(evaluations, key=lambda line: line.version, default=None)
+    shares = {} if last is None else last.per_silo
+    if last is None or summary.metrics != last.metrics:
+        yield place, f"metrics are not those of the last evaluation in {metrics}"
+    for silo, own in summary.per_silo.items():
+        if own.figures != shares.get(silo, {}):
+            yield place, f"the figures of {silo} are not those of the last evaluation in {metrics}"
+    if shares:
+        yield from _made(place, summary, {"per_silo_mean": means(shares), "fairness": fairness_of(shares)})
+
+
+def own_means(whole: BySilo, shares: BySilo) -> dict[str, Figures]:
+    """The means and the spread of silos' own models, by the names of the summary; empty where there are no figures.
+
+    Args:
+        whole: figures by silo on the whole split.
+        shares: figures by silo on its own share.
+    """
     return {
-        "personal": means(whole) if whole else None,
-        "personal_per_silo_mean": means(shares) if shares else None,
-        "personal_fairness": fairness_of(shares) if shares else None,
+        "personal": means(whole) if whole else {},
+        "personal_per_silo_mean": means(shares) if shares else {},
+        "personal_fairness": fairness_of(shares) if shares else {},
     }
 
 
-def _made(place: str, told: Mapping[str, Any], made: Mapping[str, dict[str, float] | None]) -> Iterator[Discrepancy]:
+def _made(place: str, told: RunSummary | PersonalLine, made: Mapping[str, Figures]) -> Iterator[Discrepancy]:
     """Means and spreads that are not those of the figures beside them."""
     for name, value in made.items():
-        if not (name not in told if value is None else _close(told.get(name), value)):
+        if not _close(getattr(told, name), value):
             yield place, f"{name} is not that of the figures it is made of"
 
 
-def _not_told_of_silos(folder: RunFolder, lines: list[dict[str, Any]], course: Course) -> Iterator[Discrepancy]:
-    """Silos that answered how their own models do, and are in no figures; their answers may have been refused."""
-    told = {(silo, line["version"]) for line in lines for silo in line.get("personal_whole_split", {})}
-    for silo, version in sorted(course.personal.keys() - told):
+def _not_told_of_silos(folder: RunFolder, told: Sequence[tuple[int, BySilo]], course: Course) -> Iterator[Discrepancy]:
+    """Silos that answered how their own models do, and are in no figures; their answers may have been refused.
+
+    Args:
+        folder: of the run.
+        told: figures of own models by silo, with the version they are of.
+        course: what the logs say.
+    """
+    known = {(silo, version) for version, whole in told for silo in whole}
+    for silo, version in sorted(course.personal.keys() - known):
         if silo not in course.refused:
             yield str(folder.metrics), f"no figures of {silo}'s own model at version {version}, though it answered"
 
 
-def _of_kind(lines: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
-    return [line for line in lines if line["kind"] == kind]
+def _merges(lines: Sequence[MetricsLine]) -> list[MergeLine]:
+    return [line for line in lines if isinstance(line, MergeLine)]
 
 
-def _close(told: object, made: Mapping[str, float]) -> bool:
+def _evaluations(lines: Sequence[MetricsLine]) -> list[EvaluationLine]:
+    return [line for line in lines if isinstance(line, EvaluationLine)]
+
+
+def _personal(lines: Sequence[MetricsLine]) -> list[PersonalLine]:
+    return [line for line in lines if isinstance(line, PersonalLine)]
+
+
+def _close(told: Figures, made: Figures) -> bool:
     """Whether figures are those made here: sums round differently on other processors."""
-    if not isinstance(told, dict) or told.keys() != made.keys():
-        return False
-    return all(
-        isinstance(told[name], int | float) and math.isclose(told[name], made[name], rel_tol=1e-9, abs_tol=1e-12)
-        for name in made
+    return told.keys() == made.keys() and all(
+        math.isclose(told[name], made[name], rel_tol=1e-9, abs_tol=1e-12) for name in made
     )
 
 
-def _not_said_by_silos(place: str, lines: list[dict[str, Any]], course: Course) -> Iterator[Discrepancy]:
-    """Figures of silos' own models, measured during the run, that those silos did not answer."""
-    for line in lines:
-        version, shares = line["version"], line.get("personal_per_silo", {})
-        for silo, whole in line.get("personal_whole_split", {}).items():
-            said = {"metrics": whole, "per_silo": {silo: shares.get(silo, {})}}
-            if not _was_told(said, course.personal.get((silo, version), set())):
-                yield place, f"the figures of {silo}'s own model at version {version} are not what it answered"
+def _not_said_by_silos(
+    place: str, version: int, told: RunSummary | PersonalLine, course: Course
+) -> Iterator[Discrepancy]:
+    """Figures of silos' own models that those silos did not answer."""
+    for silo, whole in told.personal_whole_split.items():
+        share = {silo: told.personal_per_silo.get(silo, {})}
+        if not _was_told(whole, share, course.personal.get((silo, version), set())):
+            yield place, f"the figures of {silo}'s own model at version {version} are not what it answered"
 
 
-def _merged_unheard(place: str, merges: list[dict[str, Any]], course: Course) -> Iterator[Discrepancy]:
+def _merged_unheard(place: str, merges: Sequence[MergeLine], course: Course) -> Iterator[Discrepancy]:
     """Replies that were merged more often than the coordinator's log says that they came."""
     taken = Counter[tuple[str, int]]()
     for line in merges:
-        silos, ages = line.get("replies", []), line.get("staleness", [])
+        silos, ages = line.replies, line.staleness
         if len(silos) != len(ages):
-            yield place, f"{len(ages)} ages of {len(silos)} replies in the merge of version {line['version']}"
+            yield place, f"{len(ages)} ages of {len(silos)} replies in the merge of version {line.version}"
         # A reply's age is the number of merges since the model it stands on.
-        taken.update((silo, line["version"] - 1 - age) for silo, age in zip(silos, ages, strict=False))
+        taken.update((silo, line.version - 1 - age) for silo, age in zip(silos, ages, strict=False))
     received = Counter((silo, base) for silo, base, _ in course.replies)
     for (silo, base), count in sorted(taken.items()):
         if count > received[silo, base]:
             yield place, f"{count} replies of {silo} to version {base} merged, but {received[silo, base]} were received"
 
 
-def _was_told(line: Mapping[str, Any], answers: set[str]) -> bool:
+def _was_told(metrics: Figures, per_silo: BySilo, answers: set[str]) -> bool:
     try:
-        return digest(Metrics(line["metrics"], line["per_silo"])) in answers
-    except (KeyError, FieldError):
+        return digest(Metrics(metrics, per_silo)) in answers
+    except FieldError:
         return False

@@ -61,10 +61,10 @@ def add_data(
 
         facts = data_check.check(scenario_of(file, settings, seed), fits, bar())
         if as_json:
-            print(json.dumps(facts, indent=2))
+            print(json.dumps(facts.to_plain(), indent=2))
         else:
             data_check.show(facts, out)
-        if not facts["usable"]:
+        if not facts.usable:
             sys.exit(bad_input)
 
     @app.command("features")
@@ -81,10 +81,10 @@ def add_data(
         scenario = scenario_of(file, settings, seed)
         place = device_of(device or scenario.device)
         found = prepare(scenario.data, scenario.backbone, None, scenario.seed, bar(), place)
-        if scenario.partition.kind == "dir_clusters" and found.meta["text_dtype"] != "float32":
+        if scenario.partition.kind == "dir_clusters" and found.meta.text_dtype != "float32":
             # The items are dealt out by them; with adapters in the blocks they are no other features.
             text_features(found, scenario.backbone, scenario.seed, None, bar(), place)
-        facts = {name: found.meta[name] for name in ("n", "image_shape", "text_shape", "captions", "digest")}
+        facts = {name: getattr(found.meta, name) for name in ("n", "image_shape", "text_shape", "captions", "digest")}
         if as_json:
             print(json.dumps({**facts, "folder": str(found.folder)}, indent=2))
         else:

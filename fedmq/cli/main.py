@@ -198,14 +198,14 @@ def scenario_command(
             simulated = supervisor.simulate(
                 scenario, folder, resume=resume is not None, status=status, began=_BEGAN, data=data
             )
-    if supervisor.stopped(simulated.outcome):
+    if simulated.outcome.summary is None:
         goes_on = f"fedmq scenario {folder.scenario} --resume {folder.root}"
         err.print(f"stopped; [bold]{escape(goes_on)}[/bold] goes on", highlight=False, soft_wrap=True)
         sys.exit(FAILED)
     summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
-    write_json(folder.summary, summary)
+    write_json(folder.summary, summary.plain())
     if as_json:
-        print(json.dumps({"folder": str(folder.root), **summary}, indent=2))
+        print(json.dumps({"folder": str(folder.root), **summary.plain()}, indent=2))
     else:
         terminal.print_summary(summary, folder, out)
 
@@ -310,7 +310,6 @@ def coordinator_command(
     """
     starting()
     from coordinator.program import CoordinatorArguments, run_coordinator  # noqa: PLC0415
-    from coordinator.rounds import Phase  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.federation.population import build_population  # noqa: PLC0415
     from fedmq.runs import resume_check as resuming  # noqa: PLC0415
@@ -341,7 +340,7 @@ def coordinator_command(
             status=status,
             stop_wanted=stop,
         )
-    if outcome.phase is not Phase.DONE:
+    if outcome.summary is None:
         goes_on = f"--out {folder.root} --resume"
         err.print(f"stopped; the same command with [bold]{goes_on}[/bold] goes on", highlight=False, soft_wrap=True)
         sys.exit(FAILED)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -100,13 +100,13 @@ def _done_again(scenario: Scenario, name: str, resumed: int, *, quiet: bool) -> 
                     # Where its scripted disk was full the run stopped, and somebody went on with it.
                     if not left:
                         raise
-        if supervisor.stopped(simulated.outcome):
+        if (summary := simulated.outcome.summary) is None:
             return None
-        write_json(again.summary, simulated.outcome.summary)
+        write_json(again.summary, summary.plain())
         return replay.read_record(again)
 
 
-def _show(before: Record, difference: Difference | None, otherwise: dict[str, Any]) -> None:
+def _show(before: Record, difference: Difference | None, otherwise: Mapping[str, tuple[str, ...]]) -> None:
     if difference is None:
         verdict = f"the same run: {len(before.events)} events, model {before.digest[:16]}"
         out.print(verdict, style="green", highlight=False)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -145,7 +145,7 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
 
         show = bar()
         gallery = galleries.export(opened(run, device, silo, show), chosen, show)
-        facts: dict[str, Any] = {key: value for key, value in gallery.meta.items() if key != "prepared"}
+        facts = {key: value for key, value in gallery.meta.plain().items() if key != "prepared"}
         files = sorted(path.name for path in gallery.folder.iterdir())
         if as_json:
             print(json.dumps({"folder": str(gallery.folder), "files": files, **facts}))

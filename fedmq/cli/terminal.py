@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from rich.console import Console
 from rich.live import Live
@@ -14,6 +13,7 @@ from rich.table import Column, Table
 
 from fedmq.audit.log_checks import Audit
 from fedmq.config.scenario import Scenario
+from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
@@ -144,13 +144,12 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
         yield update
 
 
-def print_summary(summary: Mapping[str, Any], folder: RunFolder, console: Console) -> None:
+def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> None:
     """What a run came to, and where to look further."""
-    metrics = summary["metrics"]
-    labels = "map" in metrics
+    labels = "map" in summary.metrics
     head = ("", "R@1", "R@5", "R@10", *(["mAP"] if labels else []))
-    table = Table(*head, title=escape(f"{summary['scenario']}: {summary['protocol']}, seed {summary['seed']}"))
-    models = [("", metrics)] + ([("own models, ", summary["personal"])] if "personal" in summary else [])
+    table = Table(*head, title=escape(f"{summary.scenario}: {summary.protocol}, seed {summary.seed}"))
+    models = [("", summary.metrics)] + ([("own models, ", summary.personal)] if summary.personal else [])
     for whose, measured in models:
         for name, way in (("image to text", "i2t"), ("text to image", "t2i"), ("mean", "mean")):
             cells = [f"{measured[f'{way}_r{k}']:.4f}" for k in (1, 5, 10)]
@@ -158,25 +157,24 @@ def print_summary(summary: Mapping[str, Any], folder: RunFolder, console: Consol
                 cells.append(f"{measured['map' if way == 'mean' else f'map_{way}']:.4f}")
             table.add_row(whose + name, *cells)
     console.print(table)
-    fairness, seconds, traffic = summary["fairness"], summary["seconds"], summary["bytes"]
-    tasks = summary["tasks"]
-    lost = f"tasks: {tasks['merged']} merged, {tasks['failed']} failed, {tasks['discarded']} discarded\n"
+    fairness, seconds, traffic, tasks = summary.fairness, summary.seconds, summary.bytes, summary.tasks
+    lost = f"tasks: {tasks.merged} merged, {tasks.failed} failed, {tasks.discarded} discarded\n"
     console.print(
         f"over silos: R@1 std {fairness['std_r1']:.4f}, worst {fairness['worst_r1']:.4f}, "
         f"gap {fairness['gap_r1']:.4f}\n"
-        f"traffic: {_bytes(sum(traffic['up'].values()))} up, {_bytes(sum(traffic['down'].values()))} down, "
-        f"{summary['messages']['refused']} messages refused\n"
-        f"{lost if tasks['failed'] or tasks['discarded'] else ''}"
-        f"time: {seconds['total']:.1f} s ({seconds['startup']:.1f} s until all silos were ready), "
-        f"memory of all processes {summary['processes']['peak_pss_mb']:.0f} MB\n"
-        f"model digest {summary['model_digest']}\n"
+        f"traffic: {_bytes(sum(traffic.up.values()))} up, {_bytes(sum(traffic.down.values()))} down, "
+        f"{summary.messages.refused} messages refused\n"
+        f"{lost if tasks.failed or tasks.discarded else ''}"
+        f"time: {seconds.total:.1f} s ({seconds.startup:.1f} s until all silos were ready), "
+        f"memory of all processes {summary.processes.peak_pss_mb:.0f} MB\n"
+        f"model digest {summary.model_digest}\n"
         f"run folder {folder.root}: report.html to look at"
-        + (f", fedmq audit {folder.root} to check the message logs" if summary["messages"]["logged"] else ""),
+        + (f", fedmq audit {folder.root} to check the message logs" if summary.messages.logged else ""),
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
-    if summary.get("unchanged"):
+    if summary.unchanged:
         console.print(
             "the model is the one the run began with, to the bit: no silo's update changed it. Silos that have nothing "
             "to train on send zeros; `loss` in metrics.jsonl says whether any of them trained",

@@ -143,7 +143,7 @@ def text_features(
         RunError: the cache cannot be written.
     """
     counts = prepared.captions
-    if prepared.meta["text_dtype"] == "float32":
+    if prepared.meta.text_dtype == "float32":
         return _mean_of(prepared.text, counts)
     from fedmq.data.extract import store  # noqa: PLC0415 - brings the encoders
     from fedmq.encoders import clip, clip_weights  # noqa: PLC0415 - brings the encoders

@@ -18,6 +18,7 @@ from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import JsonValue
 
 from fedmq.data.splits import SPLITS
 from fedmq.encoders.base import InputSpec
@@ -28,15 +29,33 @@ from fedmq.storage.json_files import Stored, read_json
 _AGAIN = "a prepared data set; delete the folder to make it again"
 
 
-class _Meta(Stored):
+class PreparedMeta(Stored):
+    """``meta.json``: what a prepared data set holds.
+
+    Args:
+        format: of the folder.
+        digest: SHA-256 (hex) of everything the arrays were made from.
+        source: what that was.
+        n: items.
+        image_shape: of one image's input.
+        text_shape: of one caption's input.
+        image_dtype: name of its dtype.
+        text_dtype: likewise.
+        captions: the most that an item has.
+        label_names: of the L labels.
+        mean: of each image channel, where pictures are normalised.
+        std: likewise.
+    """
+
     format: Literal[1]
     digest: str
-    source: dict[str, Any]
+    source: dict[str, JsonValue]
     n: int
     image_shape: list[int]
     text_shape: list[int]
     image_dtype: str
     text_dtype: str
+    captions: int | None = None
     label_names: list[str]
     mean: list[float]
     std: list[float]
@@ -55,17 +74,17 @@ class Prepared:
     """
 
     folder: Path
-    meta: Mapping[str, Any]
+    meta: PreparedMeta
 
     @property
     def n(self) -> int:
         """Number of items."""
-        return int(self.meta["n"])
+        return self.meta.n
 
     @property
     def digest(self) -> str:
         """SHA-256 (hex) of everything the arrays were made from; the folder's name."""
-        return str(self.meta["digest"])
+        return self.meta.digest
 
     @cached_property
     def content(self) -> str:
@@ -75,7 +94,7 @@ class Prepared:
         and captions are not in it: what a frozen encoder makes of them differs in the last digits from machine to
         machine, and :attr:`digest` knows pictures by the sizes and times of their files.
         """
-        facts = [list(self.keys), list(self.label_names), self.meta["source"].get("content")]
+        facts = [list(self.keys), list(self.label_names), self.meta.source.get("content")]
         found = hashlib.sha256(json.dumps(facts).encode())
         for part in (self.captions, self.split, self.labels):
             if part is not None:
@@ -85,18 +104,18 @@ class Prepared:
     @property
     def label_names(self) -> tuple[str, ...]:
         """Names of the L labels; empty where the data set has none."""
-        return tuple(self.meta["label_names"])
+        return tuple(self.meta.label_names)
 
     @property
     def inputs(self) -> InputSpec:
         """What one item looks like to the model."""
         return InputSpec(
-            image_shape=tuple(self.meta["image_shape"]),
-            text_shape=tuple(self.meta["text_shape"]),
-            image_dtype=self.meta["image_dtype"],
-            text_dtype=self.meta["text_dtype"],
-            mean=tuple(self.meta["mean"]),
-            std=tuple(self.meta["std"]),
+            image_shape=tuple(self.meta.image_shape),
+            text_shape=tuple(self.meta.text_shape),
+            image_dtype=self.meta.image_dtype,
+            text_dtype=self.meta.text_dtype,
+            mean=tuple(self.meta.mean),
+            std=tuple(self.meta.std),
         )
 
     def _map(self, name: str) -> Array:
@@ -105,7 +124,7 @@ class Prepared:
     @property
     def val_apart(self) -> bool:
         """Whether validation items are no part of the gallery."""
-        return bool(self.meta["source"].get("val_apart"))
+        return bool(self.meta.source.get("val_apart"))
 
     @cached_property
     def image(self) -> Array:
@@ -171,7 +190,7 @@ def open_prepared(folder: Path) -> Prepared:
     Raises:
         InputError: it is not such a folder.
     """
-    return Prepared(folder, read_json(folder / "meta.json", _Meta, _AGAIN))
+    return Prepared(folder, read_json(folder / "meta.json", PreparedMeta, _AGAIN))
 
 
 def finish(
@@ -186,22 +205,22 @@ def finish(
 ) -> None:
     """Write ``keys.json`` and, last, ``meta.json`` beside the arrays."""
     image, text = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("image.npy", "text.npy"))
-    meta = {
-        "format": FORMAT,
-        "digest": digest,
-        "source": dict(source),
-        "n": len(image),
-        "image_shape": list(image.shape[1:]),
-        "text_shape": list(text.shape[2:]),
-        "image_dtype": image.dtype.name,
-        "text_dtype": text.dtype.name,
-        "captions": text.shape[1],
-        "label_names": list(label_names),
-        "mean": list(mean),
-        "std": list(std),
-    }
+    meta = PreparedMeta(
+        format=FORMAT,
+        digest=digest,
+        source=dict(source),
+        n=len(image),
+        image_shape=list(image.shape[1:]),
+        text_shape=list(text.shape[2:]),
+        image_dtype=image.dtype.name,
+        text_dtype=text.dtype.name,
+        captions=text.shape[1],
+        label_names=list(label_names),
+        mean=list(mean),
+        std=list(std),
+    )
     (folder / "keys.json").write_text(json.dumps(list(keys)), encoding="utf-8")
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    (folder / "meta.json").write_text(json.dumps(meta.plain(), indent=1), encoding="utf-8")
 
 
 def save_arrays(folder: Path, **arrays: Array | None) -> None:

@@ -419,7 +419,7 @@ def default_folder(plan: ComparisonPlan, kind: str, resolve: Resolve) -> Path:
     return Path("runs") / f"{kind}-{slug}-{digest(facts)}"
 
 
-def named_by(scenario: Scenario, leave_out: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def named_by(scenario: Scenario, leave_out: Mapping[str, bool | set[str]] | None = None) -> dict[str, Any]:
     """A scenario as the plain data whose digest stands in names.
 
     A path reached by a link is the one it leads to, and a weights file below the working directory is named from there,

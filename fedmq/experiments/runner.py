@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
@@ -34,11 +34,17 @@ Prepare = Callable[[Scenario], Path]
 CheckPartition = Callable[[Scenario, Path], object]
 """Finds out whether the data in such a folder can be shared out as a scenario asks for; raises InputError if not."""
 #: What a scenario's data are shared out by, beside their own digest.
-_SHARED: dict[str, Any] = {
+_SHARED: Mapping[str, bool | set[str]] = {
     "silos": {"count"},
     "partition": True,
     "missing_modality": True,
     "evaluation": {"split", "fold_size"},
+}
+#: What does not change what comes out: how the silos are started, and where the same data lie.
+_HERE: Mapping[str, bool | set[str]] = {
+    "launcher": True,
+    "silos": {"slots"},
+    "data": {"path", "annotations", "images"},
 }
 
 
@@ -144,9 +150,7 @@ def run_of(
     length = [] if rounds is None else [f"rounds={rounds}"]
     launcher = [] if place.processes else ["launcher=inline"]
     scenario = place.resolve(entry.file, [*entry.settings, *chosen, *split, *length, *launcher], seed)
-    # Neither changes what comes out: how the silos are started, and where the same data lie.
-    here: dict[str, Any] = {"launcher": True, "silos": {"slots"}, "data": {"path", "annotations", "images"}}
-    facts = named_by(scenario, here)
+    facts = named_by(scenario, _HERE)
     if (trace := scenario.participation.trace) is not None:
         facts["participation"]["trace"] = file_digest(trace)  # what is in it, not where it lies
     name = f"{scenario.name}-{scenario.protocol.name}-seed{seed}-{digest([facts, place.data_digest(scenario)])}"
@@ -287,7 +291,7 @@ def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str
         return entry.candidates[0]
     runs = {candidate: trials[entry.name, candidate] for candidate in entry.candidates}
     done = {candidate: results.read(run.folder) for candidate, run in runs.items() if run.done}
-    alone = any(own.summary.get("own_only") for own in done.values())
+    alone = any(own.summary is not None and own.summary.own_only for own in done.values())
     if alone and all(own.value(f"personal.{metric}") is not None for own in done.values()):
         metric = f"personal.{metric}"
     values = {candidate: value for candidate, own in done.items() if (value := own.value(metric)) is not None}

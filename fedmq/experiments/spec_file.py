@@ -6,10 +6,10 @@ either. What says how a comparison is carried out (``--out``, ``--jobs``, ...) s
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
@@ -95,7 +95,7 @@ class ComparisonFile(BaseModel):
 KEYS = tuple(field.alias or name for name, field in ComparisonFile.model_fields.items())
 
 
-def is_comparison(raw: dict[str, Any]) -> bool:
+def is_comparison(raw: Mapping[str, object]) -> bool:
     """Whether a YAML file is a comparison file rather than a scenario."""
     return any(kind in raw for kind in KINDS)
 

@@ -159,11 +159,12 @@ def _names(own: FinishedRun) -> list[str]:
     """What :meth:`FinishedRun.value` finds; no silo by its name, of which there may be hundreds."""
     below = [
         f"{key}.{name}"
-        for key, value in own.summary.items()
+        for key, value in own.figures.items()
         if isinstance(value, Mapping) and key not in ("metrics", "per_silo")
         for name in value
     ]
-    return [name for name in (*own.summary["metrics"], *below) if own.value(name) is not None]
+    measured = own.evaluations[-1].metrics if own.summary is None else own.summary.metrics
+    return [name for name in (*measured, *below) if own.value(name) is not None]
 
 
 def _best_columns(

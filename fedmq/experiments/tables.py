@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -15,6 +14,7 @@ from rich.text import Text
 from fedmq.experiments.grid import ComparisonPlan, shown
 from fedmq.experiments.summary import Row
 from fedmq.runs.results import Statistic, made_otherwise
+from fedmq.runs.run_records import RunSummary
 
 _DIFFERENCE = "difference"
 _BORDERS = 3  # of a column on a terminal: a line, and a space on both sides
@@ -149,18 +149,18 @@ def _notes(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared: 
         name = against.pop() if len(against) == 1 else f"{', '.join(bases)} at the same point"
         with_interval = ", with a 95 % t-interval over seeds" if several else ""
         notes.append(f"difference: paired by seed, to {name}{with_interval}")
-    ours = (row.entry.method for row in rows if any("our_reading" in own.summary for own in row.outcomes.values()))
+    ours = (row.entry.method for row in rows if any(own.our_reading for own in _summaries(row)))
     read = dict.fromkeys(ours)
     if read:
         notes.append(f"our reading of what its paper leaves open: {', '.join(read)}")
-    public = {(row.entry.method, own.summary.get("public_items")) for row in rows for own in row.outcomes.values()}
+    public = {(row.entry.method, own.public_items) for row in rows for own in _summaries(row)}
     with_public = sorted(f"{method} ({items} items)" for method, items in public if items is not None)
     if with_public:
         notes.append(f"trained on a public set besides, which the others had not: {', '.join(with_public)}")
-    alone = [row.entry.name for row in rows if any(own.summary.get("own_only") for own in row.outcomes.values())]
+    alone = [row.entry.name for row in rows if any(own.own_only for own in _summaries(row))]
     if alone:
         notes.append(f"train no shared model as a whole, only personal.* is what they find: {', '.join(alone)}")
-    untrained = [row.entry.name for row in rows if any(own.summary.get("unchanged") for own in row.outcomes.values())]
+    untrained = [row.entry.name for row in rows if any(own.unchanged for own in _summaries(row))]
     if untrained:
         notes.append(f"no silo's update changed the model of at least one seed: {', '.join(untrained)}")
     if any(row.best for row in rows):
@@ -176,9 +176,14 @@ def _notes(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared: 
     return tuple(notes)
 
 
+def _summaries(row: Row) -> list[RunSummary]:
+    """Of a row's runs; version 0 of a run has none."""
+    return [own.summary for own in row.outcomes.values() if own.summary is not None]
+
+
 def _made_otherwise(rows: Sequence[Row]) -> list[str]:
     """A warning where some of the runs, kept from earlier or elsewhere, were not made as the others were."""
-    made = [own.summary["versions_of"] for row in rows for own in row.outcomes.values() if "versions_of" in own.summary]
+    made = [own.versions_of for row in rows for own in _summaries(row)]
     several = [f"{name} {' and '.join(sorted(set(found)))}" for name, found in made_otherwise(made).items()]
     return [f"not all made alike, so that last digits may differ: {', '.join(several)}"] if several else []
 
@@ -267,7 +272,7 @@ def _latex(text: str) -> str:
     return "".join(_LATEX.get(sign, sign) for sign in text)
 
 
-def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
+def plain(rows: Sequence[Row]) -> list[dict[str, object]]:
     """The rows as plain data, one mapping each; what is not known is None."""
     return [
         {
@@ -287,7 +292,7 @@ def plain(rows: Sequence[Row]) -> list[dict[str, Any]]:
     ]
 
 
-def runs(rows: Sequence[Row], plan: ComparisonPlan) -> list[dict[str, Any]]:
+def runs(rows: Sequence[Row], plan: ComparisonPlan) -> list[dict[str, object]]:
     """Every run as plain data: its row, seed, values, model and folder; what is not known is None."""
     return [
         {
@@ -295,7 +300,7 @@ def runs(rows: Sequence[Row], plan: ComparisonPlan) -> list[dict[str, Any]]:
             "seed": seed,
             **{metric: outcome.value(metric) for metric in plan.metrics},
             **{target.title: outcome.time_to(target) for target in plan.targets},
-            "model_digest": outcome.summary.get("model_digest"),
+            "model_digest": None if outcome.summary is None else outcome.summary.model_digest,
             "folder": str(outcome.folder.root),
         }
         for row in rows

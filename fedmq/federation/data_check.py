@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,7 @@ from fedmq.data.raw_set import RawSet
 from fedmq.data.splits import SPLITS, split_of
 from fedmq.errors import InputError
 from fedmq.federation.population import Population, build_population
+from fedmq.federation.protocol import SiloFacts
 from fedmq.progress import Progress, tell
 from fedmq.storage.cache import cache_folder
 
@@ -66,18 +67,70 @@ def unreadable(raw: RawSet, progress: Progress | None = None) -> Iterator[str]:
             told(rows.stop)
 
 
-def check_raw(data: Data, progress: Progress | None = None) -> dict[str, Any]:
-    """The facts about a set on disk, as plain values.
+@dataclass(frozen=True)
+class SiloData:
+    """What a silo would hold.
+
+    Args:
+        modalities: ``image``, ``text`` or both.
+        samples: training items.
+        labels: training items of each label.
+        heldout: items of its held-out share.
+    """
+
+    modalities: tuple[str, ...]
+    samples: int
+    labels: Mapping[str, int]
+    heldout: int
+
+
+@dataclass(frozen=True)
+class DataFacts:
+    """The facts about a scenario's data; None is what was not looked at.
+
+    Args:
+        data: name of the set.
+        items: how many.
+        captions: of all items.
+        splits: items of each split; empty where they cannot be split.
+        labels: items of each label.
+        without_labels: items that have none.
+        published: numbers of items and labels that the set's papers use, where others lie here.
+        problems: the lines a run would end with.
+        usable: whether a run would take the set.
+        missing: names of the pictures that are not there.
+        unreadable: pictures that cannot be read, each with the reason.
+        without_captions: keys of the items that have none.
+        silos: who would hold what.
+        twins_of_training_items: keys of evaluated items that equal one.
+    """
+
+    data: str
+    items: int
+    captions: int
+    splits: Mapping[str, int]
+    labels: Mapping[str, int]
+    without_labels: int
+    published: Mapping[str, int] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+    usable: bool = True
+    missing: tuple[str, ...] | None = None
+    unreadable: tuple[str, ...] | None = None
+    without_captions: tuple[str, ...] | None = None
+    silos: Mapping[str, SiloData] | None = None
+    twins_of_training_items: tuple[str, ...] | None = None
+
+    def to_plain(self) -> dict[str, object]:
+        """As JSON-serialisable data, without what was not looked at."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
+
+
+def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
+    """The facts about a set on disk.
 
     Args:
         data: of the scenario.
         progress: told while pictures are read.
-
-    Returns:
-        ``data``, ``items``, ``captions``, ``splits``, ``labels`` (items of each), ``without_labels``, and by name
-        ``missing``, ``unreadable`` and ``without_captions``; ``published`` are the numbers of items and labels that
-        the set's papers use, where others lie here; ``problems`` are the lines a run would end with, and ``usable``
-        says whether it would take the set.
 
     Raises:
         InputError: the annotations cannot be read.
@@ -87,8 +140,8 @@ def check_raw(data: Data, progress: Progress | None = None) -> dict[str, Any]:
     kind = data.text or entry.text
     missing = [row for row in range(len(raw)) if raw.pictures.missing(row)]
     silent = [row for row, own in enumerate(raw.captions) if not own] if kind == "sentences" else []
-    broken = list(unreadable(raw, progress))
-    kept, split, problems = raw, None, []
+    broken = tuple(unreadable(raw, progress))
+    kept, split, problems = raw, None, list[str]()
     try:
         kept = extract.complete(raw, data, kind)
     except InputError as error:
@@ -97,19 +150,20 @@ def check_raw(data: Data, progress: Progress | None = None) -> dict[str, Any]:
         split = split_of(kept.split, len(kept), data, entry.draw)
     except InputError as error:
         problems.append(str(error))
-    return {
-        "data": data.name,
-        "items": len(kept),
-        "captions": sum(map(len, kept.captions)) if kind == "sentences" else len(kept),
-        "splits": {} if split is None else {name: int((split == code).sum()) for code, name in enumerate(SPLITS)},
-        **_label_facts(kept.labels, kept.label_names, len(kept)),
-        "missing": [raw.pictures.name(row) for row in missing],
-        "unreadable": broken,
-        "without_captions": [raw.keys[row] for row in silent],
-        "published": _published(data, len(raw), len(raw.label_names)),
-        "problems": problems,
-        "usable": not (broken or problems),
-    }
+    return DataFacts(
+        data=data.name,
+        items=len(kept),
+        captions=sum(map(len, kept.captions)) if kind == "sentences" else len(kept),
+        splits={} if split is None else _by_split(split),
+        labels=_by_label(kept.labels, kept.label_names),
+        without_labels=_without_labels(kept.labels, len(kept)),
+        published=_published(data, len(raw), len(raw.label_names)),
+        problems=tuple(problems),
+        usable=not (broken or problems),
+        missing=tuple(raw.pictures.name(row) for row in missing),
+        unreadable=broken,
+        without_captions=tuple(raw.keys[row] for row in silent),
+    )
 
 
 def _published(data: Data, items: int, labels: int) -> dict[str, int]:
@@ -125,31 +179,41 @@ def _published(data: Data, items: int, labels: int) -> dict[str, int]:
     return {} if fine else sizes
 
 
-def _label_facts(labels: npt.NDArray[np.uint8] | None, names: Sequence[str], n: int) -> dict[str, Any]:
+def _by_split(split: npt.NDArray[np.uint8]) -> dict[str, int]:
+    """How many items each split has."""
+    return {name: int((split == code).sum()) for code, name in enumerate(SPLITS)}
+
+
+def _by_label(labels: npt.NDArray[np.uint8] | None, names: Sequence[str]) -> dict[str, int]:
+    """How many of these items have each label; empty where there are no labels."""
     if labels is None:
-        return {"labels": {}, "without_labels": n}
-    counts = np.asarray(labels).sum(axis=0, dtype=np.int64).tolist()
-    return {
-        "labels": dict(zip(names, counts, strict=True)),
-        "without_labels": int((~np.asarray(labels).any(axis=1)).sum()),
-    }
+        return {}
+    return dict(zip(names, np.asarray(labels).sum(axis=0, dtype=np.int64).tolist(), strict=True))
 
 
-def _held(population: Population, silo: int) -> dict[str, int]:
-    """How many of a silo's training items have each label."""
-    labels = population.prepared.labels
-    own = None if labels is None else labels[population.train[silo]]
-    return dict(_label_facts(own, population.prepared.label_names, 0)["labels"])
+def _without_labels(labels: npt.NDArray[np.uint8] | None, n: int) -> int:
+    """How many of n items have no label."""
+    return n if labels is None else int((~np.asarray(labels).any(axis=1)).sum())
 
 
-def _twins(population: Population, progress: Progress | None) -> list[str]:
+def _silo_data(population: Population, silo: SiloFacts) -> SiloData:
+    labels, rows = population.prepared.labels, population.train[silo.index]
+    return SiloData(
+        modalities=tuple(name for name, owned in (("image", silo.image), ("text", silo.text)) if owned),
+        samples=len(rows),
+        labels=_by_label(None if labels is None else labels[rows], population.prepared.label_names),
+        heldout=len(population.heldout[silo.index]),
+    )
+
+
+def _twins(population: Population, progress: Progress | None) -> tuple[str, ...]:
     """Keys of the evaluated items that have both the vectors and the captions of an item that is trained on.
 
     Pictures kept as pixels are not looked at: tens of gigabytes for a large set.
     """
     prepared = population.prepared
     if prepared.image.ndim > 2:
-        return []
+        return ()
     trained = np.unique(np.concatenate([*population.train, np.zeros(0, np.int64)]))
     told = tell(progress, "items compared", len(trained) + len(population.evaluated))
 
@@ -166,30 +230,25 @@ def _twins(population: Population, progress: Progress | None) -> list[str]:
         if content(row) in seen:
             found.append(prepared.keys[row])
         told(done)
-    return found
+    return tuple(found)
 
 
-def _world_facts(population: Population, progress: Progress | None) -> dict[str, Any]:
-    split = np.asarray(population.prepared.split)
-    return {
-        **_label_facts(population.prepared.labels, population.prepared.label_names, population.prepared.n),
-        "items": int(population.prepared.n),
-        "captions": int(np.asarray(population.prepared.captions).sum()),
-        "splits": {name: int((split == code).sum()) for code, name in enumerate(SPLITS)},
-        "silos": {
-            silo.name: {
-                "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
-                "samples": len(population.train[silo.index]),
-                "labels": _held(population, silo.index),
-                "heldout": len(population.heldout[silo.index]),
-            }
-            for silo in population.silos
-        },
-        "twins_of_training_items": _twins(population, progress),
-    }
+def _prepared_facts(name: str, population: Population, progress: Progress | None) -> DataFacts:
+    """The facts about a prepared set, and who would hold what of it."""
+    prepared = population.prepared
+    return DataFacts(
+        data=name,
+        items=prepared.n,
+        captions=int(np.asarray(prepared.captions).sum()),
+        splits=_by_split(np.asarray(prepared.split)),
+        labels=_by_label(prepared.labels, prepared.label_names),
+        without_labels=_without_labels(prepared.labels, prepared.n),
+        silos={silo.name: _silo_data(population, silo) for silo in population.silos},
+        twins_of_training_items=_twins(population, progress),
+    )
 
 
-def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> dict[str, Any]:
+def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> DataFacts:
     """The facts about a scenario's data, and who would hold what as far as that is known without encoding anything.
 
     Args:
@@ -198,9 +257,9 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> d
         progress: told during anything long.
 
     Returns:
-        As :func:`check_raw`, and where the features are there ``silos`` and ``twins_of_training_items``, the keys of
-        evaluated items that equal one. Openmoji's features are made at once, those of a set on disk by ``fedmq data
-        features``. What a run would refuse, as a method without the labels that it needs, is the last of ``problems``.
+        As :func:`check_raw`, and where the features are there ``silos`` and ``twins_of_training_items``. Openmoji's
+        features are made at once, those of a set on disk by ``fedmq data features``. What a run would refuse, as a
+        method without the labels that it needs, is the last of ``problems``.
 
     Raises:
         InputError: the data cannot be read, or cannot be shared out as asked.
@@ -208,17 +267,24 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> d
     data, backbone = scenario.data, scenario.backbone
     if data.name in ("openmoji", "features") or backbone.name == "features":
         population = build_population(scenario, progress)
-        facts = {"data": data.name, **_world_facts(population, progress), "problems": [], "usable": True}
-        facts["published"] = _published(data, facts["items"], len(facts["labels"]))
+        facts = _prepared_facts(data.name, population, progress)
+        facts = replace(facts, published=_published(data, facts.items, len(facts.labels)))
         return _with_refusal(facts, scenario, fits, population.prepared.folder)
     facts = check_raw(data, progress)
-    if not facts["usable"]:
+    if not facts.usable:
         return facts
     made = extract.plan(data, backbone, cache_folder(), scenario.seed)
     folder = cache_folder() / "data" / made.digest
     if folder.is_dir():
-        population = build_population(scenario, progress)
-        return _with_refusal(facts | _world_facts(population, progress), scenario, fits, folder)
+        prepared = _prepared_facts(data.name, build_population(scenario, progress), progress)
+        both = replace(
+            prepared,
+            published=facts.published,
+            missing=facts.missing,
+            unreadable=facts.unreadable,
+            without_captions=facts.without_captions,
+        )
+        return _with_refusal(both, scenario, fits, folder)
     if backbone.adapter_site == "blocks" or backbone.end_to_end:
         return facts  # networks for pixels, which no vectors can stand for
     with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
@@ -226,12 +292,12 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> d
         return _with_refusal(facts, _on_vectors(scenario), fits, Path(name))
 
 
-def _with_refusal(facts: dict[str, Any], scenario: Scenario, fits: Fits, folder: Path) -> dict[str, Any]:
+def _with_refusal(facts: DataFacts, scenario: Scenario, fits: Fits, folder: Path) -> DataFacts:
     """The facts with what a run would refuse among the problems."""
     try:
         fits(scenario, folder)
     except InputError as error:
-        return {**facts, "problems": [*facts["problems"], str(error)], "usable": False}
+        return replace(facts, problems=(*facts.problems, str(error)), usable=False)
     return facts
 
 
@@ -253,12 +319,11 @@ def _stand_in(made: extract.ExtractionPlan, usual: int, folder: Path) -> None:
 
 def _on_vectors(scenario: Scenario) -> Scenario:
     """The scenario with what needs no features: text clusters are of features, and so is the backbone."""
-    update: dict[str, Any] = {
-        "backbone": scenario.backbone.model_copy(update={"name": "features", "pretrained": None, "text_encoder": None})
-    }
-    if scenario.partition.kind == "dir_clusters":
-        update["partition"] = scenario.partition.model_copy(update={"kind": "iid"})
-    return scenario.model_copy(update=update)
+    backbone = scenario.backbone.model_copy(update={"name": "features", "pretrained": None, "text_encoder": None})
+    partition = scenario.partition
+    if partition.kind == "dir_clusters":
+        partition = partition.model_copy(update={"kind": "iid"})
+    return scenario.model_copy(update={"backbone": backbone, "partition": partition})
 
 
 def _printable(text: str) -> str:
@@ -266,49 +331,55 @@ def _printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def _shared_by_all(facts: dict[str, Any]) -> list[str]:
+def _shared_by_all(facts: DataFacts) -> list[str]:
     """Labels by which all items are alike."""
-    counts: dict[str, int] = facts.get("labels") or {}
-    names = list(counts)
-    return [names[column] for column in fine_columns(names) if counts[names[column]] == facts["items"]]
+    names = list(facts.labels)
+    return [names[column] for column in fine_columns(names) if facts.labels[names[column]] == facts.items]
 
 
-def show(facts: dict[str, Any], out: Console) -> None:
+def show(facts: DataFacts, out: Console) -> None:
     """Print the facts of :func:`check`."""
-    splits = ", ".join(f"{count} {name}" for name, count in facts["splits"].items() if count)
-    line = f"{facts['data']}: {facts['items']} items, {facts['captions']} captions" + (splits and f" ({splits})")
-    labels = facts.get("labels")
-    if labels:
-        line += f", {len(labels)} labels, {facts['without_labels']} items without one"
+    splits = ", ".join(f"{count} {name}" for name, count in facts.splits.items() if count)
+    line = f"{facts.data}: {facts.items} items, {facts.captions} captions" + (splits and f" ({splits})")
+    if facts.labels:
+        line += f", {len(facts.labels)} labels, {facts.without_labels} items without one"
     out.print(line, highlight=False, markup=False)
     for label in _shared_by_all(facts):
         line = f"every item has the label {_printable(label)}, so that each is relevant to all others"
         out.print(line, highlight=False, markup=False, soft_wrap=True)
-    for kind in ("missing", "unreadable", "without_captions", "twins_of_training_items"):
-        found = facts.get(kind, [])
+    for kind, found in (
+        ("missing", facts.missing),
+        ("unreadable", facts.unreadable),
+        ("without captions", facts.without_captions),
+        ("twins of training items", facts.twins_of_training_items),
+    ):
         if found:
             rest = f" (the first {SHOWN}; --json has all)" if len(found) > SHOWN else ""
-            out.print(f"{len(found)} {kind.replace('_', ' ')}{rest}:", highlight=False)
+            out.print(f"{len(found)} {kind}{rest}:", highlight=False)
             for name in found[:SHOWN]:
                 out.print(f"  {_printable(name)}", highlight=False, markup=False, soft_wrap=True)
-    if facts.get("published"):
-        usual = " and ".join(f"{count:,} {what}" for what, count in facts["published"].items())
+    if facts.published:
+        usual = " and ".join(f"{count:,} {what}" for what, count in facts.published.items())
         line = f"as its papers use it the set has {usual}: a part of its files may be missing"
         out.print(line, highlight=False, markup=False, soft_wrap=True)
-    for problem in facts.get("problems", []):
+    for problem in facts.problems:
         out.print(_printable(problem), highlight=False, markup=False, soft_wrap=True)
-    if "silos" in facts:
-        table = Table("silo", "modalities", "samples", "held out")
-        for name, own in facts["silos"].items():
-            table.add_row(name, " + ".join(own["modalities"]), str(own["samples"]), str(own["heldout"]))
-        out.print(table)
-        if labels and len(labels) <= FEW_LABELS and len(facts["silos"]) <= FEW_SILOS:
-            silos = {name.removeprefix("silo-"): own["labels"] for name, own in facts["silos"].items()}
-            table = Table("silo", *silos)
-            for label in labels:
-                table.add_row(escape(label), *(str(own[label]) for own in silos.values()))
-            out.print("training items of each label", table, sep="\n")
-    elif facts["usable"]:
+    if facts.silos is not None:
+        _show_silos(facts.silos, facts.labels, out)
+    elif facts.usable:
         out.print(
             "fedmq data features FILE extracts the features; then this shows who would hold what", highlight=False
         )
+
+
+def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str], out: Console) -> None:
+    """Print who would hold what, and of how many labels and silos a table can take, the numbers of items, too."""
+    table = Table("silo", "modalities", "samples", "held out")
+    for name, own in silos.items():
+        table.add_row(name, " + ".join(own.modalities), str(own.samples), str(own.heldout))
+    out.print(table)
+    if labels and len(labels) <= FEW_LABELS and len(silos) <= FEW_SILOS:
+        table = Table("silo", *(name.removeprefix("silo-") for name in silos))
+        for label in labels:
+            table.add_row(escape(label), *(str(own.labels[label]) for own in silos.values()))
+        out.print("training items of each label", table, sep="\n")

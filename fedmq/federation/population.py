@@ -9,11 +9,11 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -120,7 +120,7 @@ class Population:
         return load_silo_dataset(self.prepared, rows, image=True, text=True) if len(rows) else None
 
 
-def run_facts(scenario: Scenario) -> dict[str, Any]:
+def run_facts(scenario: Scenario) -> Mapping[str, object]:
     """What a run is a run of, as plain data: its scenario, without where it runs and where its files lie."""
     return facts_of(scenario.model_dump(mode="json"))
 

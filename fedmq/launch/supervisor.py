@@ -14,7 +14,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -27,7 +27,6 @@ import psutil
 from coordinator.fault_injection import Order
 from coordinator.in_process_peers import Answer, InProcessPeers
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
-from coordinator.rounds import Phase
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.program import Evaluator, EvaluatorArguments
@@ -35,6 +34,7 @@ from fedmq.federation.population import Population, device_of
 from fedmq.launch import processes as children
 from fedmq.launch.forkserver import CONTEXT, warm_up
 from fedmq.launch.interrupts import say_stopping
+from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
@@ -449,20 +449,15 @@ def _next(line: Connection, supervisor: _Supervisor) -> Any:
     return None
 
 
-def finish_summary(summary: Mapping[str, Any], simulated: Simulated) -> dict[str, Any]:
+def finish_summary(summary: RunSummary, simulated: Simulated) -> RunSummary:
     """The summary with what only the parent of all processes can know."""
-    return {
-        **summary,
-        "seconds": {
-            **summary["seconds"],
-            # Of a resumed run the coordinators' own time, all together; else the command's, start-up included.
-            "total": round(max(simulated.seconds, summary["seconds"]["total"]), 3),
-            "startup": round(simulated.ready_seconds or summary["seconds"]["startup"], 3),
-        },
-        "processes": {**summary["processes"], "peak_pss_mb": round(simulated.peak_pss_mb, 1)},
+    seconds = {
+        # Of a resumed run the coordinators' own time, all together; else the command's, start-up included.
+        "total": round(max(simulated.seconds, summary.seconds.total), 3),
+        "startup": round(simulated.ready_seconds or summary.seconds.startup, 3),
     }
-
-
-def stopped(outcome: CoordinatorResult) -> bool:
-    """Whether the run was stopped before its end."""
-    return outcome.phase is Phase.STOPPED
+    update = {
+        "seconds": summary.seconds.model_copy(update=seconds),
+        "processes": summary.processes.model_copy(update={"peak_pss_mb": round(simulated.peak_pss_mb, 1)}),
+    }
+    return summary.model_copy(update=update)

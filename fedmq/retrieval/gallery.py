@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -27,7 +27,7 @@ from fedmq.config.loader import load
 from fedmq.config.parts import Modality
 from fedmq.config.scenario import Backbone, Data
 from fedmq.data.prepare import prepare
-from fedmq.data.prepared import Prepared
+from fedmq.data.prepared import Prepared, PreparedMeta
 from fedmq.data.readers.features import BROKEN_NPZ
 from fedmq.encoders.base import MODALITIES
 from fedmq.encoders.images import IMAGE_ENDINGS, PIXELS_VERSION, decode, files_below
@@ -42,19 +42,38 @@ Array = npt.NDArray[Any]
 Among = Literal["images", "captions"]
 Progress = Callable[[str, int, int], None]
 
-FORMAT = 1
+FORMAT: Final = 1
 _BATCH = 256
 _SIDE: Mapping[Among, Modality] = {"images": "image", "captions": "text"}
 _AGAIN = "an exported gallery; delete the folder to make it again"
 
 
-class _Gallery(Stored):
+class GalleryMeta(Stored):
+    """``gallery.json``: what a gallery was made from.
+
+    Args:
+        format: of the folder.
+        model_digest: SHA-256 (hex) of the model.
+        silo: whose own model that is; None for the shared one.
+        made_of: the source, in words.
+        binary: whether it holds codes, ranked by Hamming distance.
+        bits: length of a code; None for embeddings.
+        dim: width of an embedding; None for codes.
+        items: how many.
+        captions: how many.
+        prepared: of the run's data set, whose shapes and labels building its model needs.
+    """
+
     format: Literal[1]
     model_digest: str
+    silo: str | None = None
+    made_of: str = ""
     binary: bool
+    bits: int | None = None
+    dim: int | None = None
     items: int
     captions: int
-    prepared: dict[str, Any]
+    prepared: PreparedMeta
 
 
 class _Items(Stored):
@@ -211,12 +230,12 @@ class Gallery:
     """
 
     folder: Path
-    meta: Mapping[str, Any]
+    meta: GalleryMeta
 
     @property
     def binary(self) -> bool:
         """Whether it holds codes, ranked by Hamming distance."""
-        return bool(self.meta["binary"])
+        return self.meta.binary
 
     @property
     def vectors(self) -> Path:
@@ -226,16 +245,16 @@ class Gallery:
     @property
     def prepared(self) -> Prepared:
         """Shapes and labels of the run's data set, all that building its model needs; not the data themselves."""
-        return Prepared(self.folder, self.meta["prepared"])
+        return Prepared(self.folder, self.meta.prepared)
 
     @cached_property
     def items(self) -> Items:
         """Names and captions."""
         path = self.folder / "items.json"
-        found, wanted = read_json(path, _Items, _AGAIN), self.meta["items"]
-        if not len(found["keys"]) == len(found["captions"]) == wanted:
-            raise InputError(str(path), f"{len(found['keys'])} items in a gallery of {wanted}", _AGAIN)
-        return Items(tuple(found["keys"]), tuple(map(tuple, found["captions"])))
+        found, wanted = read_json(path, _Items, _AGAIN), self.meta.items
+        if not len(found.keys) == len(found.captions) == wanted:
+            raise InputError(str(path), f"{len(found.keys)} items in a gallery of {wanted}", _AGAIN)
+        return Items(tuple(found.keys), tuple(map(tuple, found.captions)))
 
     def array(self, name: str) -> Array:
         """One array of :attr:`vectors`.
@@ -346,24 +365,25 @@ def _fill(folder: Path, release: Release, prepared: Prepared, source: Source, pr
     arrays = {"image": vectors("image", source.image(), len(items.keys))}
     if source.text is not None:
         arrays["text"] = vectors("text", source.text(), len(source.owner))
-    meta = {
-        "format": FORMAT,
-        "model_digest": release.used,
-        **({} if release.own is None else {"silo": release.own.silo}),
-        "made_of": source.described,
-        "binary": model.binary,
-        **({"bits": model.dim} if model.binary else {"dim": arrays["image"].shape[1]}),
-        "items": len(items.keys),
-        "captions": len(source.owner),
-        "prepared": dict(prepared.meta),
-    }
+    more: dict[str, object] = {"bits": model.dim} if model.binary else {"dim": arrays["image"].shape[1]}
+    if release.own is not None:
+        more["silo"] = release.own.silo
+    meta = GalleryMeta(
+        format=FORMAT,
+        model_digest=release.used,
+        made_of=source.described,
+        binary=model.binary,
+        items=len(items.keys),
+        captions=len(source.owner),
+        prepared=prepared.meta,
+    ).model_copy(update=more)
     gallery = Gallery(folder, meta)
     np.savez(gallery.vectors, owner=source.owner, keys=np.array(items.keys), **arrays, allow_pickle=False)
     for among, side in _SIDE.items():
         if side in arrays:
             _index(arrays[side], folder / f"{among}.faiss")
     (folder / "items.json").write_text(json.dumps(vars(items)), encoding="utf-8")
-    (folder / "gallery.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
+    (folder / "gallery.json").write_text(json.dumps(meta.plain(), indent=1), encoding="utf-8")
 
 
 def open_gallery(folder: Path, used: str) -> Gallery:
@@ -377,7 +397,7 @@ def open_gallery(folder: Path, used: str) -> Gallery:
         InputError: it is none, or another model's.
     """
     path = folder / "gallery.json"
-    meta = read_json(path, _Gallery, _AGAIN)
-    if meta["model_digest"] != used:
-        raise InputError(str(path), f"a gallery of model {meta['model_digest'][:12]}", f"of {used[:12]}: {_AGAIN}")
+    meta = read_json(path, GalleryMeta, _AGAIN)
+    if meta.model_digest != used:
+        raise InputError(str(path), f"a gallery of model {meta.model_digest[:12]}", f"of {used[:12]}: {_AGAIN}")
     return Gallery(folder, meta)

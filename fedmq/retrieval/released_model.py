@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -25,17 +23,11 @@ from fedmq.federation.protocol import Encoders, encoders_of
 from fedmq.models.two_tower import TwoTower
 from fedmq.runs.model_files import BESIDE, beside, digests_of
 from fedmq.runs.results import read_summary
+from fedmq.runs.run_records import ReleaseConfig
 from fedmq.storage.cache import cache_folder
-from fedmq.storage.json_files import Digest, Stored, read_json
+from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder, load_aligned, open_run
 from fedmq.wire.messages import Model, Payload, digest
-
-
-class _Config(Stored):
-    layout_digest: Digest
-    model_digest: Digest
-    data_digest: Digest | None = None  # releases from before it was told lack it
-    released_with: dict[str, Digest]
 
 
 class OtherModelError(InputError):
@@ -97,7 +89,7 @@ class Release:
 
     run: RunFolder
     scenario: Scenario
-    config: Mapping[str, Any]
+    config: ReleaseConfig
     cache: Path
     device: str
     own: Own | None = None
@@ -105,7 +97,7 @@ class Release:
     @property
     def digest(self) -> str:
         """SHA-256 (hex) of the model as the release tells it; :meth:`model` holds the parameters against it."""
-        return str(self.config["model_digest"])
+        return self.config.model_digest
 
     @property
     def used(self) -> str:
@@ -135,7 +127,7 @@ class Release:
             prepared, (), (), (), evaluated=nothing, database=nothing, galleries=(), cache=self.cache
         )
         model = population.build_model(self.scenario, self.device, modalities)
-        if model.layout.digest != self.config["layout_digest"]:
+        if model.layout.digest != self.config.layout_digest:
             raise InputError(str(self.run.model), "parameters of another model", "the release of this very scenario")
         tensors = self._tensors("model")
         for entry in model.layout.entries:
@@ -152,7 +144,7 @@ class Release:
             raise OtherModelError(self.run.model / "model.safetensors", found_digest, self.digest)
         more: list[Payload] = []
         for kind in BESIDE:
-            if kind in self.config["released_with"]:
+            if kind in self.config.released_with:
                 more.append(self._beside(kind))
         try:
             load_inference(model, (Model(model.layout.digest, theta.numpy()), *more))
@@ -166,7 +158,7 @@ class Release:
         Raises:
             InputError: they have other items, labels or splits, or are vectors of another file.
         """
-        told = self.config.get("data_digest")
+        told = self.config.data_digest
         if told is not None and prepared.content != told:
             found = f"data of other content than the run was made with ({prepared.content[:12]})"
             raise InputError(f"{self.run.root}: the data", found, f"what was there then ({told[:12]})")
@@ -187,7 +179,7 @@ class Release:
         return make(backbone, self.scenario.seed, self.cache, self.device)
 
     def _beside(self, kind: str) -> Payload:
-        path, told = self.run.model / f"{kind}.safetensors", self.config["released_with"][kind]
+        path, told = self.run.model / f"{kind}.safetensors", self.config.released_with[kind]
         payload = beside(path, kind)
         if digest(payload) != told:
             raise OtherModelError(path, digest(payload), told, BESIDE[kind][0])
@@ -220,7 +212,7 @@ def open_release(root: Path, device: str | None = None) -> Release:
     path = run.model / "config.json"
     if not path.is_file():
         raise InputError(str(root), "no released model in it", "the folder of a finished run")
-    config = read_json(path, _Config, "the configuration of a released model")
+    config = read_json(path, ReleaseConfig, "the configuration of a released model")
     # A release may be taken along without its run; where the summary is there, a swapped one shows.
     if run.summary.is_file():
         found, own = digests_of(config), digests_of(read_summary(run))

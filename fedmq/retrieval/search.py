@@ -114,7 +114,7 @@ def find(
     else:
         model = release.retriever(gallery.prepared, (query.modality,))
         vector = embed(model, query.modality, [encoded], lambda _: None)
-    other: Among = "images" if query.modality == "text" or not gallery.meta["captions"] else "captions"
+    other: Among = "images" if query.modality == "text" or not gallery.meta.captions else "captions"
     place = among or other
     return SearchHits(gallery, place, tuple(nearest_items(gallery, vector, place, top)))
 
@@ -136,7 +136,7 @@ def _item_vector(gallery: Gallery, key: str, side: Modality) -> Array:
     item = keys.index(key)
     if side == "image":
         return gallery.array("image")[item : item + 1]
-    if not gallery.meta["captions"]:
+    if not gallery.meta.captions:
         raise InputError("--side", "text", "image: this gallery has no captions")
     first = int(np.searchsorted(gallery.array("owner"), item))
     return gallery.array("text")[first : first + 1]
@@ -154,7 +154,7 @@ def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> li
     Raises:
         InputError: the gallery has no captions.
     """
-    if among == "captions" and not gallery.meta["captions"]:
+    if among == "captions" and not gallery.meta.captions:
         raise InputError("--among", among, "images: this gallery has no captions")
     items = gallery.items
     if among == "images":

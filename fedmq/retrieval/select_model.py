@@ -77,8 +77,8 @@ def _check_trained(release: Release, population: Population, silo: str) -> None:
         lacked = "captions" if population.facts(silo).image else "images"
         allowed = f"a silo that trained both towers: {', '.join(both) or 'this run has none'}"
         raise InputError("--silo", f"{silo}, which has no {lacked}", allowed)
-    per_silo = read_summary(release.run)["per_silo"]
-    if not per_silo[silo]["participations"]:
-        took_part = [name for name in both if per_silo[name]["participations"]]
+    per_silo = read_summary(release.run).per_silo
+    if not per_silo[silo].participations:
+        took_part = [name for name in both if per_silo[name].participations]
         allowed = f"a silo that trained: {', '.join(took_part) or 'this run has none'}"
         raise InputError("--silo", f"{silo}, which took part in no round", allowed)

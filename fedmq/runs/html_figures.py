@@ -20,8 +20,8 @@ class Figure:
     """
 
     def __init__(self, title: str, x: str, y: str, height: int = 420) -> None:
-        self.traces: list[dict[str, Any]] = []
-        self.x: dict[str, Any] = {"title": {"text": x}}
+        self.traces: list[dict[str, object]] = []
+        self.x: dict[str, object] = {"title": {"text": x}}
         self._layout = {
             "title": {"text": title},
             "xaxis": self.x,
@@ -52,10 +52,10 @@ class Figure:
 
 
 @cache
-def _template() -> dict[str, Any]:
+def _template() -> dict[str, object]:
     from plotly import io  # noqa: PLC0415
 
-    white: dict[str, Any] = io.templates["plotly_white"].to_plotly_json()
+    white: dict[str, object] = io.templates["plotly_white"].to_plotly_json()
     return white
 
 

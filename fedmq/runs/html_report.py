@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
 
 from fedmq.data.raw_set import read_text
 from fedmq.errors import InputError
+from fedmq.evaluation.fairness import fairness_of
 from fedmq.runs.html_figures import Figure
 from fedmq.runs.results import read_metrics, read_summary
-from fedmq.evaluation.fairness import fairness_of
+from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary
 from fedmq.storage.run_folder import RunFolder, write_text
 
-#: Numbers of a merge's line in the metrics that are not the method's own.
-_OF_EVERY_MERGE = ("version", "now", "loss")
 _HEIGHT = 380  # of a figure [pixels]
 
 _STYLE = """
@@ -33,30 +31,32 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "<table>" + cells("th", head) + "".join(cells("td", row) for row in rows) + "</table>"
 
 
-def _curves(evaluations: list[dict[str, Any]], merges: list[dict[str, Any]], personal: list[dict[str, Any]]) -> str:
-    versions = [line["version"] for line in evaluations]
+def _curves(
+    evaluations: Sequence[EvaluationLine], merges: Sequence[MergeLine], personal: Sequence[PersonalLine]
+) -> str:
+    versions = [line.version for line in evaluations]
     recalls = Figure("Retrieval on the held-out split", "merges", "fraction", _HEIGHT)
     for name in ("mean_r1", "mean_r5", "mean_r10", "map"):
-        if name in evaluations[-1]["metrics"]:
-            values = [line["metrics"].get(name) for line in evaluations]
+        if name in evaluations[-1].metrics:
+            values = [line.metrics.get(name) for line in evaluations]
             recalls.draw("scatter", x=versions, y=values, name=name, mode="lines+markers")
     figures = [recalls]
     if len(personal) > 1:
         figure = Figure("Silos' own models on the held-out split, means over silos", "merges", "fraction", _HEIGHT)
         for name in ("mean_r1", "mean_r5", "mean_r10", "map"):
-            known = [line for line in personal if name in line["personal"]]
+            known = [line for line in personal if name in line.personal]
             if known:
-                x, y = [line["version"] for line in known], [line["personal"][name] for line in known]
+                x, y = [line.version for line in known], [line.personal[name] for line in known]
                 figure.draw("scatter", x=x, y=y, name=name, mode="lines+markers")
         figures.append(figure)
     figures.append(_spread(evaluations, personal))
-    losses = {line["version"]: line["loss"] for line in merges if line.get("loss") is not None}
+    losses = {line.version: line.loss for line in merges if line.loss is not None}
     if losses:
         figure = Figure("Mean training loss of the silos merged", "merges", "loss", _HEIGHT)
         figure.draw("scatter", x=list(losses), y=list(losses.values()), mode="lines")
         figures.append(figure)
         figures.append(_losses(merges))
-    for title, found in _told(merges).items():
+    for title, found in _reported(merges).items():
         figure = Figure(title, "merges", title, _HEIGHT)
         for name, told in found.items():
             # A silo has a value where it reported: lines alone would not show a single one.
@@ -66,23 +66,23 @@ def _curves(evaluations: list[dict[str, Any]], merges: list[dict[str, Any]], per
     return "".join(figure.to_html(first=place == 0) for place, figure in enumerate(figures))
 
 
-def _losses(merges: list[dict[str, Any]]) -> Figure:
+def _losses(merges: Sequence[MergeLine]) -> Figure:
     """Every silo's training loss, where it was merged."""
     found: dict[str, dict[int, float]] = {}
     for line in merges:
-        for silo, loss in line.get("losses", {}).items():
-            found.setdefault(silo, {})[line["version"]] = loss
+        for silo, loss in line.losses.items():
+            found.setdefault(silo, {})[line.version] = loss
     figure = Figure("Training loss of each silo", "merges", "loss", _HEIGHT)
     for silo, own in sorted(found.items()):
         figure.draw("scatter", x=list(own), y=list(own.values()), name=silo, mode="lines+markers", marker={"size": 3})
     return figure
 
 
-def _spread(evaluations: list[dict[str, Any]], personal: list[dict[str, Any]]) -> Figure:
+def _spread(evaluations: Sequence[EvaluationLine], personal: Sequence[PersonalLine]) -> Figure:
     """How far silos' R@1 lie apart over merges: of the shared model, and of their own where that was measured."""
     figure = Figure("Standard deviation of R@1 over silos", "merges", "fraction", _HEIGHT)
-    shared = {line["version"]: fairness_of(line["per_silo"])["std_r1"] for line in evaluations}
-    apart = [(line["version"], line["personal_fairness"].get("std_r1")) for line in personal]
+    shared = {line.version: fairness_of(line.per_silo)["std_r1"] for line in evaluations}
+    apart = [(line.version, line.personal_fairness.get("std_r1")) for line in personal]
     own = {version: std for version, std in apart if std is not None}
     for name, found in (("shared model", shared), ("own models", own)):
         if found:
@@ -90,31 +90,30 @@ def _spread(evaluations: list[dict[str, Any]], personal: list[dict[str, Any]]) -
     return figure
 
 
-def _told(merges: list[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
+def _reported(merges: Sequence[MergeLine]) -> dict[str, dict[str, dict[int, float]]]:
     """What the method told of its merges, such as ``router_loss``: figure -> curve -> value by version.
 
     A method that tells something of every silo, as ``weight_silo-03``, has the silos' curves in one figure.
     """
     found: dict[str, dict[str, dict[int, float]]] = {}
     for line in merges:
-        for key, value in line.items():
-            if key not in _OF_EVERY_MERGE and isinstance(value, int | float):
-                title = key.partition("-")[0].replace("_", " ")
-                found.setdefault(title, {}).setdefault(key, {})[line["version"]] = value
+        for key, value in line.reported.items():
+            title = key.partition("-")[0].replace("_", " ")
+            found.setdefault(title, {}).setdefault(key, {})[line.version] = value
     return found
 
 
-def _silos(summary: dict[str, Any]) -> str:
+def _silos(summary: RunSummary) -> str:
     colours = {2: "#2a6fbb", 1: "#d98c2b"}
-    silos = summary["per_silo"]
+    silos = summary.per_silo
     figure = Figure("Mean R@1 within each silo's held-out share (orange: one modality)", "", "fraction", _HEIGHT)
     figure.draw(
         "bar",
         x=list(silos),
-        y=[own["mean_r1"] for own in silos.values()],
-        marker={"color": [colours[len(own["modalities"])] for own in silos.values()]},
+        y=[own.figures["mean_r1"] for own in silos.values()],
+        marker={"color": [colours[len(own.modalities)] for own in silos.values()]},
         hovertext=[
-            f"{' + '.join(own['modalities'])}, {own['samples']} samples, {own['participations']} replies"
+            f"{' + '.join(own.modalities)}, {own.samples} samples, {own.participations} replies"
             for own in silos.values()
         ],
     )
@@ -128,39 +127,32 @@ def write(folder: RunFolder) -> None:
         InputError: the run has not finished, or its files are no run's.
     """
     summary, lines = read_summary(folder), read_metrics(folder)
-    evaluations = [line for line in lines if line["kind"] == "evaluation"]
-    merges = [line for line in lines if line["kind"] == "merge"]
-    personal = [line for line in lines if line["kind"] == "personal"]
+    evaluations = [line for line in lines if isinstance(line, EvaluationLine)]
+    merges = [line for line in lines if isinstance(line, MergeLine)]
+    personal = [line for line in lines if isinstance(line, PersonalLine)]
     if not evaluations:
         raise InputError(str(folder.metrics), "no evaluation", "the lines of a finished run")
-    first = evaluations[0]["metrics"]
-    rows = [
-        (name, f"{first.get(name, float('nan')):.4f}", f"{value:.4f}") for name, value in summary["metrics"].items()
-    ]
-    kinds = sorted({*summary["bytes"]["up"], *summary["bytes"]["down"]})
-    traffic = [
-        (kind, f"{summary['bytes']['up'].get(kind, 0):,}", f"{summary['bytes']['down'].get(kind, 0):,}")
-        for kind in kinds
-    ]
+    first = evaluations[0].metrics
+    rows = [(name, f"{first.get(name, float('nan')):.4f}", f"{value:.4f}") for name, value in summary.metrics.items()]
+    up, down = summary.bytes.up, summary.bytes.down
+    traffic = [(kind, f"{up.get(kind, 0):,}", f"{down.get(kind, 0):,}") for kind in sorted({*up, *down})]
     body = [
-        f"<h1>{html.escape(summary['scenario'])}: {html.escape(summary['protocol'])}, seed {summary['seed']}</h1>",
-        f"<p>{summary['versions']} merges, {len(summary['per_silo'])} silos, "
-        f"model digest <code>{html.escape(summary['model_digest'])}</code></p>",
+        f"<h1>{html.escape(summary.scenario)}: {html.escape(summary.protocol)}, seed {summary.seed}</h1>",
+        f"<p>{summary.versions} merges, {len(summary.per_silo)} silos, "
+        f"model digest <code>{html.escape(summary.model_digest)}</code></p>",
         _curves(evaluations, merges, personal),
         "<h2>Retrieval</h2>",
         _table(("metric", "before training", "after"), rows),
         _silos(summary),
-        _table(
-            ("fairness over silos", "value"), [(name, f"{value:.4f}") for name, value in summary["fairness"].items()]
-        ),
+        _table(("fairness over silos", "value"), [(name, f"{value:.4f}") for name, value in summary.fairness.items()]),
         "<h2>Traffic [bytes of payload tensors]</h2>",
         _table(("payload", "from the silos", "to the silos"), traffic),
         "<h2>Seconds</h2>",
-        _table(("phase", "seconds"), summary["seconds"].items()),
+        _table(("phase", "seconds"), summary.seconds.plain().items()),
         "<h2>Scenario</h2>",
         f"<pre>{html.escape(read_text(folder.scenario))}</pre>",
     ]
-    title = html.escape(f"{summary['scenario']} - fedmq")
+    title = html.escape(f"{summary.scenario} - fedmq")
     head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>{title}</title><style>{_STYLE}</style>"
     page = head + "".join(body) + "</html>"
     write_text(folder.report, page)

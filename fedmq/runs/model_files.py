@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.errors import InputError
+from fedmq.runs.run_records import ReleaseConfig, RunSummary
 from fedmq.wire.fields import FieldError
 from fedmq.wire.layout import Layout
 from fedmq.wire.messages import ClassPrototypes, Memory, Payload
@@ -72,7 +73,17 @@ def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
         raise InputError(str(path), str(error), _ALLOWED) from None
 
 
-def digests_of(told: Mapping[str, Any]) -> dict[str, str]:
+def digests_of(told: RunSummary | ReleaseConfig) -> dict[str, str]:
     """What a configuration or a summary says was released, and of which data: digests (hex) by what it is."""
-    with_it = dict(told.get("released_with", {}))
-    return {"a model": told["model_digest"], "data": told.get("data_digest", "nothing"), **with_it}
+    return digests_by_name(told.model_digest, told.data_digest, told.released_with)
+
+
+def digests_by_name(model: str, data: str | None, with_it: Mapping[str, str]) -> dict[str, str]:
+    """Digests (hex) of a release, as errors name what they are of; ``nothing`` where data have none.
+
+    Args:
+        model: of the parameters.
+        data: of the prepared data's content.
+        with_it: of what was released with the model, by payload kind.
+    """
+    return {"a model": model, "data": data or "nothing", **with_it}

@@ -6,14 +6,13 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
-
-from pydantic import Field, RootModel
+from functools import cached_property
 
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine, PersonalLine, RunSummary
+from fedmq.storage.json_files import read_json, read_lines
 from fedmq.storage.run_folder import RunFolder
-from fedmq.storage.json_files import Digest, Stored, read_json, read_lines
 
 CONFIDENCE = 0.95
 #: What is better when it is less; everything else is better when it is more.
@@ -29,69 +28,10 @@ _LESS = (
 )
 
 
-class _Silo(Stored):
-    modalities: Annotated[list[Literal["image", "text"]], Field(min_length=1, max_length=2)]
-    samples: int
-    participations: int
-    mean_r1: float
-
-
-class _Bytes(Stored):
-    up: dict[str, int]
-    down: dict[str, int]
-
-
-class _Summary(Stored):
-    protocol: str
-    scenario: str
-    seed: int
-    versions: int
-    model_digest: Digest
-    data_digest: Digest | None = None  # summaries from before it was told lack it
-    released_with: Annotated[dict[str, Digest], Field(default_factory=dict)]
-    metrics: dict[str, float]
-    per_silo: dict[str, _Silo]
-    personal_per_silo: Annotated[dict[str, dict[str, float]], Field(default_factory=dict)]
-    fairness: dict[str, float]
-    bytes: _Bytes
-    seconds: dict[str, float | None]
-    tasks: Annotated[dict[str, int], Field(default_factory=dict)]
-    processes: dict[str, float]
-    versions_of: dict[str, str]
-
-
-class _MergeLine(Stored):
-    kind: Literal["merge"]
-    version: int
-    now: float
-    losses: dict[str, float] = Field(default_factory=dict)
-
-
-class _EvaluationLine(Stored):
-    kind: Literal["evaluation"]
-    version: int
-    metrics: dict[str, float]
-    per_silo: dict[str, dict[str, float]]
-
-
-class _PersonalLine(Stored):
-    kind: Literal["personal"]
-    version: int
-    personal: dict[str, float]
-    personal_whole_split: dict[str, dict[str, float]]
-    personal_per_silo: dict[str, dict[str, float]]
-    personal_per_silo_mean: dict[str, float]
-    personal_fairness: dict[str, float]
-
-
-class _Line(RootModel[Annotated[_MergeLine | _EvaluationLine | _PersonalLine, Field(discriminator="kind")]]):
-    pass
-
-
 _FINISHED = "the folder of a finished run"
 
 
-def read_summary(folder: RunFolder) -> dict[str, Any]:
+def read_summary(folder: RunFolder) -> RunSummary:
     """``summary.json`` of a finished run.
 
     Raises:
@@ -99,19 +39,19 @@ def read_summary(folder: RunFolder) -> dict[str, Any]:
     """
     if not folder.summary.is_file():
         raise InputError(str(folder.root), "no summary.json in it", _FINISHED)
-    return read_json(folder.summary, _Summary, "a run's summary")
+    return read_json(folder.summary, RunSummary, "a run's summary")
 
 
-def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
-    """``metrics.jsonl``: a line per merge (``version``, ``now`` [s]) and per evaluation (``version``, ``metrics``).
+def read_metrics(folder: RunFolder) -> list[MetricsLine]:
+    """``metrics.jsonl``: a line per merge and per evaluation.
 
-    Where silos' own models are measured during the run (``evaluation.personal_every``), also a line of kind
-    ``personal`` for each time: ``version``, and the figures under the names of the summary.
+    Where silos' own models are measured during the run (``evaluation.personal_every``), also a line for each time.
 
     Raises:
         InputError: a line is none of them.
     """
-    return list(read_lines(folder.metrics, _Line, "a line of a merge or an evaluation"))
+    allowed = "a line of a merge or an evaluation"
+    return [line.root for line in read_lines(folder.metrics, AnyMetricsLine, allowed)]
 
 
 def made_otherwise(made: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
@@ -149,14 +89,12 @@ class Personal:
     """One measurement of the silos' own models.
 
     Args:
-        version: merges before it.
         now: the run's time of that version [s].
-        figures: as in the summary: ``personal``, ``personal_fairness``, ``personal_per_silo_mean``, ...
+        line: what was measured.
     """
 
-    version: int
     now: float
-    figures: Mapping[str, Any]
+    line: PersonalLine
 
 
 @dataclass(frozen=True)
@@ -165,22 +103,30 @@ class FinishedRun:
 
     Args:
         folder: where it lies.
-        summary: its ``summary.json``.
+        summary: its ``summary.json``; None of a run as of version 0, which is told by its first evaluation alone.
         evaluations: in order of versions.
         personal: measurements of the silos' own models that are on file, in order of versions.
     """
 
     folder: RunFolder
-    summary: Mapping[str, Any]
+    summary: RunSummary | None
     evaluations: tuple[EvaluationResult, ...]
     personal: tuple[Personal, ...] = ()
+
+    @cached_property
+    def figures(self) -> Mapping[str, object]:
+        """What it came to, by the keys of the summary."""
+        if self.summary is not None:
+            return self.summary.plain()
+        first = self.evaluations[0]
+        return {"metrics": first.metrics, "fairness": first.fairness, "per_silo_mean": first.per_silo_mean}
 
     def value(self, metric: str) -> float | None:
         """A metric by name: ``mean_r1``, or a place in the summary as ``fairness.worst_r1`` or ``bytes.up``.
 
         Counts by kind (``bytes.up``) are added up. None if the run has no such number.
         """
-        return _number(self.summary if "." in metric else self.summary["metrics"], metric)
+        return _number(self.figures if "." in metric else self.figures["metrics"], metric)
 
     def course(self, metric: str) -> tuple[tuple[int, float, float], ...]:
         """A metric's course, as far as it was measured during the run: version, time [s] and value of each time.
@@ -191,7 +137,7 @@ class FinishedRun:
         part, _, name = metric.partition(".")
         found: list[tuple[int, float, float | None]]
         if metric.startswith("personal"):
-            found = [(each.version, each.now, _number(each.figures, metric)) for each in self.personal]
+            found = [(own.line.version, own.now, _number(own.line.plain(), metric)) for own in self.personal]
         elif part in ("fairness", "per_silo_mean"):
             found = [(each.version, each.now, getattr(each, part).get(name)) for each in self.evaluations]
         else:
@@ -200,9 +146,7 @@ class FinishedRun:
 
     def untrained(self) -> FinishedRun:
         """The same run as of version 0: what the frozen encoders and the initial parameters do by themselves."""
-        first = self.evaluations[0]
-        figures = {"metrics": first.metrics, "fairness": first.fairness, "per_silo_mean": first.per_silo_mean}
-        return FinishedRun(self.folder, figures, (first,))
+        return FinishedRun(self.folder, None, self.evaluations[:1])
 
     def time_to(self, target: Target) -> float | None:
         """The run's time [s] of the first evaluation that reaches a target; None if none does."""
@@ -211,9 +155,9 @@ class FinishedRun:
         return next(reached, None)
 
 
-def _number(figures: Mapping[str, Any], metric: str) -> float | None:
+def _number(figures: object, metric: str) -> float | None:
     """The number at a place such as ``fairness.worst_r1``, counts by kind added up; None if there is no such number."""
-    found: Any = figures
+    found = figures
     for part in metric.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
     if isinstance(found, Mapping) and found and all(isinstance(each, int) for each in found.values()):
@@ -241,19 +185,19 @@ def read(folder: RunFolder) -> FinishedRun:
         InputError: it is not finished, or its files are no run's.
     """
     summary, lines = read_summary(folder), read_metrics(folder)
-    times = {0: 0.0, **{line["version"]: line["now"] for line in lines if line["kind"] == "merge"}}
+    times = {0: 0.0, **{line.version: line.now for line in lines if isinstance(line, MergeLine)}}
     evaluations, personal = dict[int, EvaluationResult](), dict[int, Personal]()
     for line in lines:
-        version = line["version"]
+        version = line.version
         if version not in times:
-            article = "an evaluation" if line["kind"] == "evaluation" else "a measurement"
+            article = "an evaluation" if isinstance(line, EvaluationLine) else "a measurement"
             raise InputError(str(folder.metrics), f"{article} of version {version}", "one of a version merged")
-        if line["kind"] == "evaluation":
-            shares = line["per_silo"]
+        if isinstance(line, EvaluationLine):
+            shares = line.per_silo
             mean = means(shares) if shares else {}
-            evaluations[version] = EvaluationResult(version, times[version], line["metrics"], fairness_of(shares), mean)
-        elif line["kind"] == "personal":
-            personal[version] = Personal(version, times[version], line)
+            evaluations[version] = EvaluationResult(version, times[version], line.metrics, fairness_of(shares), mean)
+        elif isinstance(line, PersonalLine):
+            personal[version] = Personal(times[version], line)
     if not evaluations:
         raise InputError(str(folder.metrics), "no evaluation", _FINISHED)
     ordered = tuple(evaluations[version] for version in sorted(evaluations))
@@ -262,7 +206,8 @@ def read(folder: RunFolder) -> FinishedRun:
 
 def unknown_metric(metric: str, outcome: FinishedRun) -> InputError:
     """That no run has a metric, with those that an outcome has."""
-    known = ", ".join((*outcome.summary["metrics"], *(f"fairness.{name}" for name in outcome.summary["fairness"])))
+    last = outcome.evaluations[-1] if outcome.summary is None else outcome.summary
+    known = ", ".join((*last.metrics, *(f"fairness.{name}" for name in last.fairness)))
     return InputError("--metric", metric, f"{known}, bytes.up, bytes.down, seconds.virtual and the like")
 
 

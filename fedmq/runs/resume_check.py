@@ -6,14 +6,13 @@ import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from fedmq.wire.message_log import INLINE
-from fedmq.errors import InputError
-from fedmq.wire.messages import COORDINATOR
-from fedmq.storage.run_folder import RunFolder
 from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError
 from fedmq.federation.population import run_facts
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.message_log import INLINE
+from fedmq.wire.messages import COORDINATOR
 
 #: Of a coordinator's log; its first notes say how the run began.
 _FIRST_LINES = 8
@@ -58,9 +57,9 @@ def _began_inline(path: Path) -> bool | None:
         return None
 
 
-def _flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     """Nested mappings as one, keys joined by dots as ``--set`` takes them."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     for key, value in tree.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return found

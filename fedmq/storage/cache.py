@@ -9,11 +9,12 @@ import shutil
 import stat
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 from fedmq.errors import InputError, RunError
 from fedmq.storage.locks import locked
 
-FORMAT = 1  # of the folder; another number makes another folder
+FORMAT: Final = 1  # of the folder; another number makes another folder
 
 
 def cache_folder() -> Path:

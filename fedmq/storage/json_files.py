@@ -5,26 +5,34 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError
 
 from fedmq.errors import InputError
 from fedmq.text import printable
 
 #: 32 bytes in hexadecimal.
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+_NO_OBJECT = ("model_type", "model_attributes_type")  # pydantic's names of what is wrong
 _SHOWN = 60  # characters of a value that an error shows
 
 
 class Stored(BaseModel):
-    """Base of what is checked: the keys that readers rely on. There may be others, and a file keeps them."""
+    """Base of the records in files: the keys that readers rely on. There may be others, and a record keeps them."""
 
-    model_config = ConfigDict(extra="allow", strict=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
+
+    def plain(self) -> dict[str, JsonValue]:
+        """As JSON-serialisable data: the fields that were given, in the order of the type, then the other keys."""
+        return self.model_dump(exclude_unset=True)
 
 
-def read_json(path: Path, schema: type[BaseModel], allowed: str) -> dict[str, Any]:
-    """A file with one JSON object, as it stands there.
+Record = TypeVar("Record", bound=BaseModel)
+
+
+def read_json(path: Path, schema: type[Record], allowed: str) -> Record:
+    """A file with one JSON object.
 
     Args:
         path: the file.
@@ -41,9 +49,7 @@ def read_json(path: Path, schema: type[BaseModel], allowed: str) -> dict[str, An
     return _checked(str(path), text, schema, allowed)
 
 
-def read_lines(
-    path: Path, schema: type[BaseModel] = Stored, allowed: str = "one JSON object a line"
-) -> Iterator[dict[str, Any]]:
+def read_lines(path: Path, schema: type[Record], allowed: str) -> Iterator[Record]:
     """The whole JSON lines of a file; a last line that a crash left unfinished is passed over.
 
     Args:
@@ -66,20 +72,19 @@ def read_lines(
                 yield _checked(f"{path}: line {number}", line, schema, allowed)
 
 
-def _checked(place: str, text: bytes, schema: type[BaseModel], allowed: str) -> dict[str, Any]:
+def _checked(place: str, text: bytes, schema: type[Record], allowed: str) -> Record:
     try:
-        value: dict[str, Any] = json.loads(text)
+        value = json.loads(text)
     except (ValueError, RecursionError):
         raise InputError(place, "something that is not JSON", allowed) from None
     try:
-        schema.model_validate(value)
+        return schema.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         key = _short(".".join(map(str, first["loc"])))
         found = "nothing" if first["type"] == "missing" else _short(first["input"])
-        why = "an object" if first["type"] == "model_type" else first["msg"].lower()
+        why = "an object" if first["type"] in _NO_OBJECT else first["msg"].lower()
         raise InputError(f"{place}: {key}" if key else place, found, f"{allowed} ({why})") from None
-    return value
 
 
 def _short(value: object) -> str:

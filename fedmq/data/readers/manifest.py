@@ -13,9 +13,8 @@ import io
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, multi_hot, read_text, whole
@@ -26,8 +25,11 @@ from fedmq.errors import InputError
 CAPTIONS = ("captions", "caption")
 KNOWN = ("image", *CAPTIONS, "labels", "label", "split", "key")
 
+#: What a manifest says of an item, by the names of its fields; their values are checked where they are used.
+Record = Mapping[str, object]
 
-def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+
+def _csv(path: Path) -> Iterator[tuple[int, Record]]:
     reader = csv.reader(io.StringIO(read_text(path), newline=""), strict=True)
     try:
         header = next(reader, [])
@@ -47,19 +49,19 @@ def _csv(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if len(fields) != len(header):
                 allowed = f"as many fields as the header has, {len(header)}"
                 raise InputError(f"{path}: line {reader.line_num}", f"{len(fields)} fields", allowed)
-            record: dict[str, Any] = {}
+            single, several = dict[str, str](), dict[str, list[str]]()
             for name, value in zip(header, fields, strict=True):
                 if name in ("image", "split", "key"):
-                    record[name] = value
+                    single[name] = value
                 else:
                     # Columns of either name are joined in the order in which they stand.
-                    record.setdefault(CAPTIONS[0] if name in CAPTIONS else name, []).extend(value.split("|"))
-            yield reader.line_num, record
+                    several.setdefault(CAPTIONS[0] if name in CAPTIONS else name, []).extend(value.split("|"))
+            yield reader.line_num, {**single, **several}
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}", str(error), "valid CSV") from None
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _once(pairs: list[tuple[str, object]]) -> Record:
     record = dict(pairs)
     if len(record) < len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -67,7 +69,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return record
 
 
-def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+def _jsonl(path: Path) -> Iterator[tuple[int, Record]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
@@ -79,11 +81,11 @@ def _jsonl(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             yield number, record
 
 
-def _strings(place: str, record: dict[str, Any], *names: str) -> tuple[str, ...]:
+def _strings(place: str, record: Record, *names: str) -> tuple[str, ...]:
     """The strings of all these fields, each once."""
     found: list[str] = []
     for name in names:
-        value: Any = record.get(name)
+        value = record.get(name)
         value = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise InputError(f"{place}: {name}", repr(value)[:80], "a string or a list of strings")
@@ -91,7 +93,7 @@ def _strings(place: str, record: dict[str, Any], *names: str) -> tuple[str, ...]
     return tuple(dict.fromkeys(filter(None, found)))
 
 
-def _key(place: str, record: dict[str, Any], image: str) -> str:
+def _key(place: str, record: Record, image: str) -> str:
     key = record.get("key")
     if not isinstance(key, str | int | float | None) or isinstance(key, bool):
         raise InputError(f"{place}: key", repr(key)[:80], "a string or a number")

@@ -7,8 +7,9 @@ is the mean of its frames' embeddings, scaled to unit length (``fedmq.data.extra
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from fedmq.config.scenario import Data
 from fedmq.data.raw_set import RawSet, checked, folder_of, multi_hot, read_json
@@ -50,6 +51,21 @@ def _places(folder: Path) -> dict[str, Path]:
     return found | framed
 
 
+@dataclass(frozen=True)
+class _Video:
+    """A video of the annotations; ``category`` is its number as text, None where it has none."""
+
+    split: str
+    key: str
+    category: str | None
+
+    @classmethod
+    def of(cls, told: Mapping[str, object]) -> _Video:
+        """From an entry of the file; raises KeyError or TypeError where it is none."""
+        category = str(told["category"]) if "category" in told else None
+        return cls(str(told["split"]), str(told["video_id"]), category)
+
+
 def read_msrvtt(data: Data) -> RawSet:
     """The set, in the order of its files.
 
@@ -58,14 +74,12 @@ def read_msrvtt(data: Data) -> RawSet:
     """
     folder = folder_of(data)
     paths = _annotations(data, folder)
-    videos: list[dict[str, Any]] = []
+    videos: list[_Video] = []
     captions: dict[str, list[str]] = defaultdict(list)
     for path in paths:
         loaded = read_json(path)
         try:
-            videos += [
-                {**video, "split": str(video["split"]), "key": str(video["video_id"])} for video in loaded["videos"]
-            ]
+            videos += [_Video.of(video) for video in loaded["videos"]]
             for said in loaded["sentences"]:
                 if not isinstance(said["caption"], str):
                     raise TypeError(f"the caption {said['caption']!r:.40} of {said['video_id']!r:.40}")
@@ -77,9 +91,9 @@ def read_msrvtt(data: Data) -> RawSet:
     places = _places(data.images or folder)
     root = data.images or folder
     labels, names = multi_hot(
-        [{f"category-{str(v['category']).zfill(2)}"} if "category" in v else set() for v in videos]
+        [set() if video.category is None else {f"category-{video.category.zfill(2)}"} for video in videos]
     )
-    keys = tuple(video["key"] for video in videos)
+    keys, splits = tuple(video.key for video in videos), [video.split for video in videos]
     return checked(
         RawSet(
             place=str(paths[0]),
@@ -88,6 +102,6 @@ def read_msrvtt(data: Data) -> RawSet:
             captions=tuple(tuple(captions[key]) for key in keys),
             labels=labels,
             label_names=names,
-            split=split_numbers(str(paths[0]), [v["split"] for v in videos], {"validate": "val", "trainval": "train"}),
+            split=split_numbers(str(paths[0]), splits, {"validate": "val", "trainval": "train"}),
         )
     )

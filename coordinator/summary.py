@@ -1,0 +1,146 @@
+"""The summary of a finished run: what its counters, its last evaluation and its processes come to."""
+
+from __future__ import annotations
+
+import platform
+
+import psutil
+import torch
+
+import fedmq
+import protocols
+from coordinator.counters import Counters
+from coordinator.evaluation import personal_figures
+from coordinator.in_process_peers import InProcessPeers
+from coordinator.loop import Loop
+from fedmq.clock import Clock
+from fedmq.encoders.gpu import kind_of
+from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.federation.population import Population, device_here
+from fedmq.federation.protocol import Interpreting, Public
+from fedmq.runs.results import read_metrics
+from fedmq.runs.run_records import (
+    EvaluationLine,
+    MessageCounts,
+    Processes,
+    ReleaseConfig,
+    RunSummary,
+    Seconds,
+    SiloSummary,
+    TaskCounts,
+    Traffic,
+)
+
+#: Phases whose seconds are measured; training is the rest.
+_MEASURED = ("startup", "merge", "evaluation")
+
+
+def summary_of(
+    loop: Loop, population: Population, clock: Clock, config: ReleaseConfig, *, unchanged: bool
+) -> RunSummary:
+    """The summary of a run that is evaluated.
+
+    Args:
+        loop: at its end.
+        population: the silos and their data.
+        clock: of the run.
+        config: of what was released.
+        unchanged: no silo's update changed the model.
+    """
+    scenario, counters = loop.run_context.scenario, loop.counters
+    last = _last_evaluation(loop)
+    summary = RunSummary(
+        protocol=scenario.protocol.name,
+        scenario=scenario.name,
+        seed=scenario.seed,
+        rounds=scenario.rounds,
+        versions=loop.rounds.version,
+        model_digest=config.model_digest,
+        data_digest=config.data_digest,
+        metrics=last.metrics,
+        per_silo=_per_silo(population, counters, last),
+        per_silo_mean=means(last.per_silo),
+        fairness=fairness_of(last.per_silo),
+        bytes=Traffic(up=dict(sorted(counters.up.items())), down=dict(sorted(counters.down.items()))),
+        messages=_messages(loop),
+        tasks=TaskCounts(
+            merged=counters.participations.total(), failed=counters.failed, discarded=counters.discarded.total()
+        ),
+        seconds=_seconds(counters, clock),
+        processes=Processes(
+            silos=len(population.silos), peak_pss_mb=round(psutil.Process().memory_full_info().pss / 2**20, 1)
+        ),
+        versions_of=_versions_of(loop),
+    )
+    return summary.model_copy(update=_of_some_runs(loop, config, unchanged=unchanged))
+
+
+def _last_evaluation(loop: Loop) -> EvaluationLine:
+    lines = [line for line in read_metrics(loop.run_context.folder) if isinstance(line, EvaluationLine)]
+    return max(reversed(lines), key=lambda line: line.version)
+
+
+def _per_silo(population: Population, counters: Counters, last: EvaluationLine) -> dict[str, SiloSummary]:
+    found: dict[str, SiloSummary] = {}
+    for silo in population.silos:
+        own = {
+            "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
+            "samples": len(population.train[silo.index]),
+            "participations": counters.participations[silo.name],
+            **last.per_silo[silo.name],
+        }
+        found[silo.name] = SiloSummary.model_validate(own)
+    return found
+
+
+def _messages(loop: Loop) -> MessageCounts:
+    counters = loop.counters
+    return MessageCounts(
+        sent=counters.sent,
+        received=counters.received,
+        refused=counters.refused.total(),
+        logged=not isinstance(loop.listener, InProcessPeers),
+    )
+
+
+def _seconds(counters: Counters, clock: Clock) -> Seconds:
+    spent = {name: counters.seconds.get(name, 0.0) for name in _MEASURED}
+    total = counters.seconds["total"]
+    return Seconds(
+        total=round(total, 3),
+        startup=round(spent["startup"], 3),
+        training=round(max(0.0, total - sum(spent.values())), 3),
+        merge=round(spent["merge"], 3),
+        evaluation=round(spent["evaluation"], 3),
+        virtual=round(clock.now(), 6) if clock.virtual else None,
+    )
+
+
+def _versions_of(loop: Loop) -> dict[str, str]:
+    """What rounds alike: the same scenario gives the same bits where these are the same."""
+    return {
+        "fedmq": fedmq.__version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        **kind_of(device_here(loop.run_context.scenario.device)),
+    }
+
+
+def _of_some_runs(loop: Loop, config: ReleaseConfig, *, unchanged: bool) -> dict[str, object]:
+    """The keys of a summary that are there only where they say something."""
+    protocol, found = loop.run_context.protocol, dict[str, object]()
+    if config.released_with:
+        found["released_with"] = config.released_with
+    if unchanged:
+        found["unchanged"] = True
+    if loop.evaluation.personal:
+        line = personal_figures(loop.rounds.version, loop.evaluation.personal)
+        found |= {name: value for name, value in line if name.startswith("personal")}
+    if isinstance(protocol, Interpreting) and protocol.our_reading:
+        found["our_reading"] = True
+    if protocols.own_only(loop.run_context.scenario):
+        found["own_only"] = True
+    if isinstance(protocol, Public):
+        found["public_items"] = protocol.public_items
+    return found

@@ -1,0 +1,25 @@
+"""Summaries of runs that nobody ran."""
+
+from __future__ import annotations
+
+from fedmq.runs.run_records import Processes, RunSummary, Seconds, SiloSummary, Traffic
+
+
+def summary(**facts: object) -> RunSummary:
+    """A small summary with these keys besides, or instead."""
+    silo = {"modalities": ["image", "text"], "samples": 9, "participations": 1, "i2t_medr": 1.0, "mean_r1": 0.5}
+    made = RunSummary(
+        protocol="fedavg",
+        scenario="tiny",
+        seed=0,
+        versions=2,
+        model_digest="ab" * 32,
+        metrics={"i2t_medr": 1.0, "mean_r1": 0.5},
+        per_silo={"silo-00": SiloSummary.model_validate(silo)},
+        fairness={"std_r1": 0.0, "worst_r1": 0.5, "gap_r1": 0.0},
+        bytes=Traffic(up={"delta": 100, "loss": 8}, down={"model": 50}),
+        seconds=Seconds(total=1.0, virtual=3.0),
+        processes=Processes(silos=1),
+        versions_of={"fedmq": "0.1.0"},
+    )
+    return made.model_copy(update=facts)

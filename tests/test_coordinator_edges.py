@@ -14,12 +14,13 @@ import torch
 from pydantic import TypeAdapter
 
 from coordinator import checkpoint as checkpoints
+from coordinator.events import Failed, Send
 from coordinator.failures import Failures
 from coordinator.fault_injection import FaultInjector, Order
 from coordinator.in_process_peers import InProcessPeers
 from coordinator.loop import Loop
 from coordinator.participation import Sampling, Trace
-from coordinator.rounds import Failed, Phase, Send
+from coordinator.rounds import Phase
 from coordinator.timeline import Due, Timeline
 from fedmq.audit import policy
 from fedmq.audit.log_checks import audit_run

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.events import Joined, Send
 from coordinator.program import CoordinatorArguments, run_coordinator
-from coordinator.rounds import Joined, Phase, Send
+from coordinator.rounds import Phase
 from fedmq.audit.log_checks import audit_run, read_log
 from fedmq.errors import InputError
 from fedmq.storage.json_files import read_lines

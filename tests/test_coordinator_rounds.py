@@ -12,9 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator import rounds as machine
-from coordinator.participation import Sampling, draw_order
-from coordinator.rounds import (
-    TABLE,
+from coordinator.events import (
     Action,
     Arrived,
     Deadline,
@@ -22,19 +20,17 @@ from coordinator.rounds import (
     Event,
     Failed,
     Finish,
-    IllegalEventError,
     Joined,
     Lost,
     Merge,
     Merged,
-    Phase,
-    Rounds,
-    RoundsPlan,
     Send,
     SetDeadline,
     Stop,
     Switched,
 )
+from coordinator.participation import Sampling, draw_order
+from coordinator.rounds import TABLE, IllegalEventError, Phase, Rounds, RoundsPlan
 
 SILOS = ("silo-00", "silo-01", "silo-02", "silo-03")
 

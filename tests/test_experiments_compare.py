@@ -21,6 +21,7 @@ import numpy as np
 import pytest
 import typer
 import yaml
+from fedmq.runs.tables import as_csv
 from rich.console import Console
 from scipy import stats
 from typer.testing import CliRunner
@@ -39,7 +40,6 @@ from fedmq.experiments.grid import ComparisonPlan, Entry
 from fedmq.federation.population import build_population
 from fedmq.runs import results
 from fedmq.runs.results import Target
-from fedmq.runs.tables import as_csv
 from fedmq.storage.run_folder import RunFolder
 from tests.threaded_run import resolved, run
 

@@ -263,7 +263,7 @@ def test_on_one_stroke_silos_switch_then_replies_arrive_then_the_deadline_is_ove
     timeline = Timeline()
     timeline.deadline(5.0, 0)
     timeline.arrival(5.0, 3, "silo-03", 1)
-    timeline.switch(5.0, 3, "silo-03")
+    timeline.next_switch(Trace({"silo-03": ((0.0, 5.0),)}), 0.0, 3, "silo-03")
     timeline.arrival(5.0, 1, "silo-01", 1)
     found = [timeline.pop() for _ in range(4)]
     assert [(each.due, each.silo) for each in found] == [

@@ -21,6 +21,7 @@ from fedmq.errors import InputError, RunError
 from fedmq.federation.fault_effects import TaskOutcome, drifted_rows, tampered, with_noisy_labels
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.protocol import SiloFacts
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.messages import ClassPrototypes, Delta, Loss, Memory, ModalityPrototypes
 from tests import in_process_run
 from tests.in_process_run import lines, notes, run_restarted
@@ -278,11 +279,11 @@ def test_poisoned_prototypes_point_the_other_way_and_losses_stay() -> None:
 # --------------------------------------------------------------------------------- what the message log shows of it
 def struck(out: Path, kind: str) -> list[tuple[str, int]]:
     """Silo and task number of each strike of a kind on record."""
-    return [(note["silo"], note["sequence"]) for note in notes(out, "fault") if note.get("kind") == kind]
+    return [(note["silo"], note["sequence"]) for note in notes(out, NoteKind.FAULT) if note.get("kind") == kind]
 
 
 def failed(out: Path) -> list[tuple[str, int, str]]:
-    return [(note["silo"], note["sequence"], note["reason"]) for note in notes(out, "task failed")]
+    return [(note["silo"], note["sequence"], note["reason"]) for note in notes(out, NoteKind.TASK_FAILED)]
 
 
 @pytest.mark.slow
@@ -384,7 +385,7 @@ def test_a_silo_the_method_no_longer_asks_is_left_alone(tiny: Path, tmp_path: Pa
 def test_a_coordinator_nobody_would_start_again_does_not_kill_itself_and_says_so(tiny: Path, tmp_path: Path) -> None:
     outcome = in_process_run.run(resolved(tiny, "faults=[{kind: coordinator_crash, after_round: 1}]"), tmp_path)
     assert outcome.phase is Phase.DONE
-    assert [note["kind"] for note in notes(tmp_path, "fault without its process")] == ["coordinator_crash"]
+    assert [note["kind"] for note in notes(tmp_path, NoteKind.FAULT_NOT_CARRIED_OUT)] == ["coordinator_crash"]
 
 
 @pytest.mark.slow
@@ -395,7 +396,7 @@ def test_with_a_wall_clock_the_run_ends_and_says_that_it_cannot_be_replayed(tiny
         in_process_run.run(resolved(tiny, f"faults=[{late}, {drop}, {split}]", "clock=wall"), tmp_path).phase
         is Phase.DONE
     )
-    assert notes(tmp_path, "wall clock: the faults are real, but this run cannot be replayed")
+    assert notes(tmp_path, NoteKind.WALL_CLOCK_FAULTS)
     assert "unreachable" in {reason for *_, reason in failed(tmp_path)}
 
 

@@ -32,7 +32,7 @@ from fedmq.models.two_tower import TwoTower
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.channel import Channel
-from fedmq.wire.keys import load_accepted, load_identity, noise_key
+from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
@@ -243,17 +243,8 @@ def run_silo(
     link = Channel(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
     try:
         # Data first: a silo that shakes hands is ready for tasks.
-        pooled = protocols.pooled(scenario.protocol.name)
-        noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
-        here = scenario.model_copy(update={"device": arguments.device or scenario.device})
-        silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=pooled), noise=noise)
-        keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
-        kept = _has_kept_state(log.path)
-        if kept and silo.store.empty:
-            # The owner may have wanted that; the run is then no longer the one that its scenario gives.
-            log.note(NoteKind.STATE_GONE)
-            print(f"{arguments.name}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
-            kept = False
+        silo = _loaded(arguments, identity)
+        kept = _keeps_state(silo, log)
         link.start()
         progress(f"{arguments.name}: {len(silo.share)} samples, connecting to {arguments.connect}")
         while True:
@@ -282,9 +273,26 @@ def run_silo(
         slots.close()
 
 
-def _has_kept_state(log: Path) -> bool:
-    """Whether a silo has had a personal state, as it notes once, so that it misses it when it is started again."""
-    return any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for _, each in read_log(log))
+def _loaded(arguments: SiloArguments, identity: Identity) -> Silo:
+    """The silo with its data."""
+    scenario = arguments.scenario
+    pooled = protocols.pooled(scenario.protocol.name)
+    noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
+    here = scenario.model_copy(update={"device": arguments.device or scenario.device})
+    silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=pooled), noise=noise)
+    keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
+    return silo
+
+
+def _keeps_state(silo: Silo, log: MessageLog) -> bool:
+    """Whether a silo has a personal state that its log tells of; one that is gone is noted, and told of once."""
+    kept = any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for _, each in read_log(log.path))
+    if kept and silo.store.empty:
+        # The owner may have wanted that; the run is then no longer the one that its scenario gives.
+        log.note(NoteKind.STATE_GONE)
+        print(f"{silo.facts.name}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
+        return False
+    return kept
 
 
 def told_of(error: Exception) -> str:

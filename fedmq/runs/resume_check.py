@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
-from fedmq.errors import InputError
-from fedmq.wire.messages import COORDINATOR
-from fedmq.storage.run_folder import RunFolder
 from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError
 from fedmq.federation.population import run_facts
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
+from fedmq.wire.messages import COORDINATOR
 
 #: Of a coordinator's log; its first notes say how the run began.
 _FIRST_LINES = 8

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from fedmq.wire.log_records import GENESIS, MessageRecord, canonical, chain, sealed
-from fedmq.wire.messages import Header, Kind
+from fedmq.wire.log_records import GENESIS, MessageRecord, RefusedRecord, canonical, chain, sealed
+from fedmq.wire.messages import Header, Kind, Reason
 
 
 def lines(run: Path, process: str) -> list[str]:
@@ -37,6 +37,15 @@ def forge(run: Path, process: str, change: Callable[[dict[str, Any]], dict[str, 
     rewrite(run, process, reseal(json.dumps(record) for record in changed if record is not None))
 
 
+#: What every record has, of the first one of a log.
+_FIRST = {"n": 0, "process": "coordinator", "wall": "2026-01-01T00:00:00.000+00:00", "previous": GENESIS}
+
+
+def refused_record(peer: str, reason: Reason, *, frames: int) -> RefusedRecord:
+    """The coordinator's record of a refusal, of frames of so many bytes."""
+    return sealed(RefusedRecord, **_FIRST, action="refused", peer=peer, reason=reason, detail="forged", bytes=frames)
+
+
 def message_record(
     sender: str, *payloads: tuple[str, int, str], kind: Kind = Kind.REPLY, counter: int = 1, frames: int = 100
 ) -> MessageRecord:
@@ -62,10 +71,7 @@ def message_record(
     )
     return sealed(
         MessageRecord,
-        n=0,
-        process=sender,
-        wall="2026-01-01T00:00:00.000+00:00",
-        previous=GENESIS,
+        **{**_FIRST, "process": sender},
         action="sent",
         header=header,
         payloads=[(name, size) for name, size, _ in payloads],

@@ -462,15 +462,17 @@ def test_both_ends_take_the_same_digest_whatever_sort_of_number_a_method_gave(ki
 
 def test_what_a_log_says_never_steers_the_auditors_terminal(run: Path) -> None:
     def steer(record: dict[str, Any]) -> dict[str, Any]:
-        return {**record, "payloads": [["x\x1b[2Jy", 20]], "sender": "z\x1b]0;t\x07"}
+        return {**record, "payloads": [["x\x1b[2Jy", 20]]}
 
     forge(run, "silo-00", steer)
+    forge(run, "coordinator", lambda each: {**each, "peer": "z\x1b]0;t\x07"} if each["action"] == "refused" else each)
     (run / "messages" / "silo-00.jsonl").rename(run / "messages" / "silo\x1b[31m.jsonl")
     console = Console(record=True, width=200)
     terminal.print_audit(audit_run(run), console)
     policy.show(held(run, "up: {kinds: [loss]}"), console)
     shown = console.export_text()
     assert "x?[2Jy" in shown
+    assert "z?]0;t?" in shown
     assert not {"\x1b", "\x07"} & set(shown)
 
 

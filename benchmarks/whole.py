@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import tempfile
 import time
 from dataclasses import dataclass
@@ -20,6 +19,8 @@ from fedmq.config.scenario import Scenario
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import Local, Reply, Task
+from fedmq.wire.log_records import MessageRecord, NoteKind, NoteRecord, read_log
+from fedmq.wire.messages import Kind
 
 METHODS = ("rcsr", "fedavg")
 
@@ -73,12 +74,12 @@ def bare(scenario: Scenario, population: Population, threads: int) -> Bare:
 def _loop_seconds(log: Path) -> float:
     """From the first task to the last merge, by the coordinator's message log."""
     first, last = None, None
-    for line in log.read_text(encoding="utf-8").splitlines():
-        record = json.loads(line)
-        if first is None and record.get("kind") == "task":
-            first = datetime.fromisoformat(record["wall"])
-        if record.get("text") == "all rounds merged":
-            last = datetime.fromisoformat(record["wall"])
+    for _, record in read_log(log):
+        match record:
+            case MessageRecord() if first is None and record.header.kind is Kind.TASK:
+                first = datetime.fromisoformat(record.wall)
+            case NoteRecord(text=NoteKind.ALL_MERGED):
+                last = datetime.fromisoformat(record.wall)
     if first is None or last is None:
         raise ValueError("the run merged nothing")
     return (last - first).total_seconds()

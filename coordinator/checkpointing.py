@@ -15,6 +15,7 @@ from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.errors import RunError
 from fedmq.federation.protocol import State
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 
 #: A full disk may be full for a moment only; after that many refusals the run stops, to be resumed.
@@ -63,13 +64,14 @@ class Checkpointing:
         """
         return self._settled_before.get(silo, 0)
 
-    def save(self, after: Rounds, states: Mapping[int, State], due: Mapping[str, float]) -> None:
+    def save(self, after: Rounds, states: Mapping[int, State], due: Mapping[str, float], cause: int) -> None:
         """Write a checkpoint of the machine as it is after a merge.
 
         Args:
             after: the machine.
             states: the method's, by version.
             due: arrival times of the tasks in flight [s].
+            cause: number of the event that made the merge due.
 
         Raises:
             RunError: the disk refused it again and again.
@@ -84,12 +86,11 @@ class Checkpointing:
         )
         for left in reversed(range(_TRIES)):
             try:
-                checkpoints.save(
-                    self._run_context.folder.checkpoints, record, partial(self._fault_injector.to_disk, after.version)
-                )
+                to_disk = partial(self._fault_injector.to_disk, after.version, cause)
+                checkpoints.save(self._run_context.folder.checkpoints, record, to_disk)
                 return
             except RunError as error:
-                self._log.note("checkpoint refused", version=after.version, error=str(error)[:300])
+                self._log.note(NoteKind.CHECKPOINT_REFUSED, version=after.version, error=str(error)[:300], cause=cause)
                 if not left:
                     raise
                 self._clock.pause(_PAUSE_SECONDS)

@@ -18,6 +18,7 @@ from fedmq.federation.protocol import Personalised, Releasing, State
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine
 from fedmq.storage.run_folder import append_line
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Error, Header, Kind, Message, Metrics, Payload
 
@@ -215,7 +216,7 @@ class EvaluationRequests:
 
     def give_up(self, name: str) -> None:
         """A silo stayed away: its own model is not measured."""
-        self._log.note("peer stayed away: its own model is not measured", peer=name)
+        self._log.note(NoteKind.NOT_MEASURED, peer=name)
         self._close(name, answered=False)
 
     def _close(self, name: str, *, answered: bool = True) -> None:
@@ -241,7 +242,7 @@ class EvaluationRequests:
             return False
         name, payload = message.header.sender, message.payloads[0] if message.payloads else None
         if isinstance(payload, Error):
-            self._log.note("error reported", peer=name, error=payload.text[:300])
+            self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=payload.text[:300])
         elif self._like is None:  # the evaluator is slower with its first evaluation
             self._early[name] = payload
         else:

@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from coordinator.checkpoint import to_disk
-from coordinator.rounds import Failed
+from coordinator.events import Failed
 from fedmq.clock import Clock
 from fedmq.config.faults import Corrupt, Crash, Drop, Duplicate, Freeze, Late, Leave, Reorder, Split, Standing
 from fedmq.errors import RemoteWireError
-from fedmq.federation.fault_effects import TaskOutcome
+from fedmq.federation.fault_effects import FailureReason, TaskOutcome
 from fedmq.federation.fault_schedule import FaultSchedule, Strike
 from fedmq.storage.json_files import Stored, read_lines
 from fedmq.storage.run_folder import RunFolder, append_line, cut_unfinished
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.codec import decode_header
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 
@@ -88,10 +89,10 @@ class FaultInjector:
         self._held: dict[str, Frames] = {}
         self._stopped: set[str] = set()
         if script.faults and not clock.virtual:
-            log.note("wall clock: the faults are real, but this run cannot be replayed")
+            log.note(NoteKind.WALL_CLOCK_FAULTS)
 
     # ------------------------------------------------------------------------------------------------------- tasks
-    def outcome(self, silo: str, sequence: int, version: int, work: float) -> TaskOutcome:
+    def outcome(self, silo: str, sequence: int, version: int, work: float, cause: int) -> TaskOutcome:
         """What becomes of a task; the same however often it is asked.
 
         Args:
@@ -99,6 +100,7 @@ class FaultInjector:
             sequence: its number.
             version: it stands on.
             work: seconds a silo left in peace needs for it.
+            cause: number of the event that it was handed out for.
         """
         known = self.handed.get(silo)
         fresh = known is None or known[0] != sequence
@@ -109,7 +111,7 @@ class FaultInjector:
         if fresh:
             for place, fault in strikes:
                 if not isinstance(fault, _STANDING) or self._first(f"{place} {silo}"):
-                    self._log.note("fault", kind=fault.kind, place=place, silo=silo, sequence=sequence)
+                    self._note(Strike(place, fault), silo, sequence, cause)
         return outcome
 
     def delay(self, silo: str) -> float:
@@ -118,7 +120,7 @@ class FaultInjector:
 
     def kept_from(self, silo: str, outcome: TaskOutcome) -> None:
         """A task is not sent, because the silo left or cannot be reached."""
-        if outcome.fails == "away" and self._order is not None and silo not in self._stopped:
+        if outcome.fails is FailureReason.AWAY and self._order is not None and silo not in self._stopped:
             self._stopped.add(silo)
             self._order(Order("stop", silo))
 
@@ -128,7 +130,7 @@ class FaultInjector:
             self._stopped.discard(silo)
             self._order(Order("start", silo))
 
-    def after_sending(self, silo: str, sequence: int) -> None:
+    def after_sending(self, silo: str, sequence: int, cause: int) -> None:
         """The silo has its task: kill it, freeze it, or lie in wait for its reply."""
         for place, fault in self._strikes.get(silo, ()):
             if isinstance(fault, Drop) and fault.again is None:
@@ -137,10 +139,10 @@ class FaultInjector:
             elif isinstance(fault, _ON_FRAMES | Crash | Freeze | Leave) and self._first(f"{place} {silo} {sequence}"):
                 match fault:
                     case Crash() | Leave():
-                        self._do(Order("kill", silo), fault.kind, sequence)
+                        self._do(Order("kill", silo), fault.kind, sequence, cause)
                     case Freeze():
                         seconds = fault.beats * BEAT_SECONDS if self._clock.virtual else fault.seconds
-                        self._do(Order("freeze", silo, seconds), fault.kind, sequence)
+                        self._do(Order("freeze", silo, seconds), fault.kind, sequence, cause)
                     case _:
                         self._on_frames.setdefault((silo, sequence), []).append(Strike(place, fault))
 
@@ -149,11 +151,16 @@ class FaultInjector:
         for silo in sorted(self._stopped):
             self.before_sending(silo)
 
-    def _do(self, order: Order, kind: str, sequence: int) -> None:
+    def _do(self, order: Order, kind: str, sequence: int, cause: int) -> None:
         if self._order is not None:
             self._order(order)
         else:
-            self._log.note("fault without its process", kind=kind, silo=order.name, sequence=sequence)
+            self._log.note(NoteKind.FAULT_NOT_CARRIED_OUT, kind=kind, silo=order.name, sequence=sequence, cause=cause)
+
+    def _note(self, strike: Strike, silo: str, sequence: int, cause: int) -> None:
+        """Put a strike on record."""
+        place, fault = strike
+        self._log.note(NoteKind.FAULT, kind=fault.kind, place=place, silo=silo, sequence=sequence, cause=cause)
 
     def _first(self, fault: str) -> bool:
         """Whether this has not happened yet; from now on it has, also after a restart."""
@@ -178,7 +185,7 @@ class FaultInjector:
             match fault:
                 case Drop(again=None) if answered is not None:
                     arrived = []
-                    failed.append(Failed(header.sender, answered, "dropped"))
+                    failed.append(Failed(header.sender, answered, FailureReason.DROPPED))
                 case Drop() if self._wired:
                     arrived = []
                 case Split() if self._wired:
@@ -199,10 +206,10 @@ class FaultInjector:
         for place, fault in self.script.crashes():
             due = version >= fault.after_round if fault.after_round else events >= (fault.after_event or 0)
             if due and self._first(f"{place} {COORDINATOR}"):
-                self._log.note("fault", kind=fault.kind, place=place, silo=COORDINATOR, sequence=version)
-                self._do(Order("die", COORDINATOR), fault.kind, version)
+                self._note(Strike(place, fault), COORDINATOR, version, events)
+                self._do(Order("die", COORDINATOR), fault.kind, version, events)
 
-    def to_disk(self, version: int, path: Path) -> None:
+    def to_disk(self, version: int, cause: int, path: Path) -> None:
         """Bring a file of a version's checkpoint to the disk; a disk scripted to be full refuses.
 
         Raises:
@@ -211,7 +218,7 @@ class FaultInjector:
         for place, fault in self.script.refusals(version):
             for number in range(fault.times):
                 if self._first(f"{place} disk {number}"):
-                    self._log.note("fault", kind=fault.kind, place=place, silo=COORDINATOR, sequence=version)
+                    self._note(Strike(place, fault), COORDINATOR, version, cause)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         to_disk(path)
 

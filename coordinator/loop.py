@@ -16,16 +16,12 @@ from coordinator.aggregation import as_reply, losses_of, merge_line, merged_stat
 from coordinator.checkpointing import Checkpointing
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
-from coordinator.failures import Failures, text_of
-from coordinator.fault_injection import FaultInjector
-from coordinator.in_process_peers import InProcessPeers
-from coordinator.reply_validation import validate_reply
-from coordinator.roster import Ready, Returns, Roster, Unusable
-from coordinator.rounds import (
+from coordinator.events import (
     Action,
     Arrived,
-    Deadline,
     Discard,
+    DiscardReason,
+    EvaluationAborted,
     Event,
     Failed,
     Finish,
@@ -33,29 +29,37 @@ from coordinator.rounds import (
     Lost,
     Merge,
     Merged,
-    Phase,
-    Rounds,
     Send,
     SetDeadline,
     Stop,
     Switched,
 )
+from coordinator.failures import Failures, text_of
+from coordinator.fault_injection import FaultInjector
+from coordinator.in_process_peers import InProcessPeers
+from coordinator.reply_validation import validate_reply
+from coordinator.roster import Ready, Returns, Roster, Unusable
+from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
-from coordinator.timeline import Due, Entry, Timeline
+from coordinator.timeline import Due, Entry, Timeline, event_of, note_event
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
+from fedmq.federation.fault_effects import FailureReason
 from fedmq.federation.protocol import Reply, SiloFacts, State
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import append_line
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import EVALUATOR, Kind, Loss, Message
+from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
 from fedmq.wire.transports.zeromq import Listener
 
 _POLL_SECONDS = 0.2
 #: Messages taken before events have their turn: who floods the socket must not hold the run up. Nobody counts as silent
 #: meanwhile: what the silos said may lie behind the flood.
 _MESSAGES_AT_ONCE = 256
+#: Number of what is no event of the timeline: a silo joined or was lost, the operator asked to stop.
+_OUTSIDE = 0
 
 
 @dataclass
@@ -111,9 +115,10 @@ class Loop:
             if at < math.inf:  # a wall clock knows no due times
                 self._timeline.arrival(at, self._facts[silo].index, silo, self.rounds.pending[silo].sequence)
         now, trace = self.clock.now(), self.run_context.trace
-        self.rounds = replace(self.rounds, off=frozenset(name for name in self._facts if not trace.on(name, now)))
-        for name in self._facts:
-            self._schedule_switch(name)
+        for name, facts in self._facts.items():
+            if not trace.on(name, now):
+                self._handle(Switched(name, on=False))
+            self._timeline.next_switch(trace, now, facts.index, name)
 
     # ------------------------------------------------------------------------------------------------- the loop
     def run(self) -> Phase:
@@ -131,7 +136,7 @@ class Loop:
             if (error := self._failures.first) is not None and not self.counters.participations.total():
                 raise RunError(f"no silo could train in any round; the first error was {error}")
             if not self._measured(self.rounds.version, self.saving.settled, final=True):
-                self.rounds = replace(self.rounds, phase=Phase.STOPPED)
+                self._handle(EvaluationAborted())
         self.counters.spend("evaluation", self.clock.stopwatch() - waiting)
         for name in (*self._facts, EVALUATOR):
             self.roster.send(name, self.roster.header(name, Kind.STOP))
@@ -160,7 +165,7 @@ class Loop:
         if self.stop_wanted():
             self._handle(Stop())
             return
-        entry = self._timeline.peek(self.rounds.version)
+        entry, trace = self._timeline.peek(self.rounds.version), self.run_context.trace
         if entry is None and self.rounds.stranded:
             raise RunError("no silo that may be asked is ever on again; see participation.trace")
         # A resumed run's time stands still until all are back: what was under way is due in the rounds to come.
@@ -168,10 +173,12 @@ class Loop:
         if entry is not None and not gathering and self._is_ready(entry):
             self._timeline.pop()
             self.clock.advance_to(max(entry.at, self.clock.now()))
-            event = self._event(entry)
-            self._note_event(entry, event)
+            if entry.due is Due.SWITCH:
+                self._timeline.next_switch(trace, self.clock.now(), entry.index, entry.silo)
+            event = event_of(entry, self._inbox.get((entry.silo, entry.sequence)), trace)
             self.counters.events += 1
-            self._handle(event)
+            note_event(self.log, entry, event, self.rounds.version, self.counters.events)
+            self._handle(event, self.counters.events)
             self.fault_injector.after_event(self.rounds.version, self.counters.events)
         else:
             wait = _POLL_SECONDS
@@ -185,41 +192,23 @@ class Loop:
             return entry.at <= self.clock.now()
         return entry.due is not Due.ARRIVAL or (entry.silo, entry.sequence) in self._inbox
 
-    def _event(self, entry: Entry) -> Event:
-        match entry.due:
-            case Due.DEADLINE:
-                return Deadline(entry.index)
-            case Due.SWITCH:
-                self._schedule_switch(entry.silo)
-                return Switched(entry.silo, self.run_context.trace.on(entry.silo, entry.at))
-            case Due.ARRIVAL:
-                outcome = self._inbox[entry.silo, entry.sequence]
-                if isinstance(outcome, Failed):
-                    return outcome
-                losses = [payload.value for payload in outcome.payloads if isinstance(payload, Loss)]
-                return Arrived(entry.silo, entry.sequence, losses[0] if losses else None)
+    def _handle(self, event: Event, number: int = _OUTSIDE) -> None:
+        """Feed the machine, then do what it says; a merge feeds it again at once.
 
-    def _note_event(self, entry: Entry, event: Event) -> None:
-        """Put what happens, when, and at which version on record: a replay compares it event by event."""
-        what, version = type(event).__name__.lower(), self.rounds.version
-        self.log.note("event", event=what, silo=entry.silo, sequence=entry.sequence, now=entry.at, version=version)
-
-    def _schedule_switch(self, silo: str) -> None:
-        """Put a silo's next going on or off on the timeline."""
-        at = self.run_context.trace.next_change(silo, self.clock.now())
-        if at < math.inf:
-            self._timeline.switch(at, self._facts[silo].index, silo)
-
-    def _handle(self, event: Event) -> None:
-        """Feed the machine, then do what it says; a merge feeds it again at once."""
+        Args:
+            event: what happened.
+            number: of the event of the timeline that it is, or follows from.
+        """
         if isinstance(event, Failed):
             self._inbox.pop((event.silo, event.sequence), None)
             self.due.pop(event.silo, None)
             self.counters.failed += 1
-            if event.reason == "error":
+            if event.reason is FailureReason.ERROR:
                 self._failures.due(event.silo)
-            self.log.note("task failed", silo=event.silo, sequence=event.sequence, reason=event.reason)
-        self.rounds, actions = self.rounds.handle(event)
+            self.log.note(
+                NoteKind.TASK_FAILED, silo=event.silo, sequence=event.sequence, reason=event.reason, cause=number
+            )
+        self.rounds, actions = self.rounds.handle(event, number)
         for action in self.run_context.longest_first(actions):
             self._perform(action)
 
@@ -229,16 +218,16 @@ class Loop:
                 self._send(action)
             case SetDeadline(round_, after):
                 self._timeline.deadline(self.clock.now() + after, round_)
-            case Merge(round_, replies):
-                self._merge(round_, replies)
-            case Discard(silo, sequence, reason):
+            case Merge():
+                self._merge(action)
+            case Discard(silo, sequence, reason, cause=cause):
                 self._inbox.pop((silo, sequence), None)
-                if reason != "duplicate":
+                if reason is not DiscardReason.DUPLICATE:
                     self.due.pop(silo, None)
                 self.counters.discarded[reason] += 1
-                self.log.note("reply discarded", silo=silo, sequence=sequence, reason=reason)
-            case Finish():
-                self.log.note("all rounds merged", version=self.rounds.version)
+                self.log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason, cause=cause)
+            case Finish(cause=cause):
+                self.log.note(NoteKind.ALL_MERGED, version=self.rounds.version, cause=cause)
             case _:
                 assert_never(action)
 
@@ -287,21 +276,17 @@ class Loop:
             self._away.setdefault(name, now)
             return
         self._away.pop(name, None)
+        self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.run_context.context.layout))
         if name == EVALUATOR:
-            self._send_layout(name)
             for version in self.evaluation.pending:
                 self.evaluation.evaluate(version, self.states[version])
             return
-        self._send_layout(name)
         if name in self.evaluation.asked:
             self.evaluation.ask(name)
         self._seen.add(name)
         if len(self._seen) == len(self._facts) and "startup" not in self.counters.seconds:
             self.counters.spend("startup", self.clock.stopwatch() - self._began)
         self._handle(Joined(name))
-
-    def _send_layout(self, name: str) -> None:
-        self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.run_context.context.layout))
 
     def _take(self, message: Message) -> None:
         header = message.header
@@ -320,20 +305,24 @@ class Loop:
                 self.roster.refuse(header.sender, error, 0)
                 self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, error.reason))
         elif header.kind is Kind.ERROR:
-            text = text_of(message)
-            self.log.note("error reported", peer=header.sender, error=text[:300])
-            if header.reply_to is not None and header.sender in self._facts:
-                if self._is_open(header.sender, header.reply_to):
-                    self._failures.said(header.sender, text)
-                self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, "error"))
-            elif header.sender == EVALUATOR:
-                raise RunError(f"{header.sender}: {text}")
-            elif header.sender in self._facts:
-                # It cannot go on. That is its own affair: it counts as any silo that stays away.
-                self._failures.stopped(header.sender, text)
-                self._lose(header.sender)
+            self._take_error(header, text_of(message))
         else:
             self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
+
+    def _take_error(self, header: Header, text: str) -> None:
+        """A peer says what went wrong: with a task, or with itself."""
+        silo, number = header.sender, header.reply_to
+        self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:300])
+        if number is not None and silo in self._facts:
+            if self._is_open(silo, number):
+                self._failures.said(silo, text)
+            self._deliver(silo, number, Failed(silo, number, FailureReason.ERROR))
+        elif silo == EVALUATOR:
+            raise RunError(f"{silo}: {text}")
+        elif silo in self._facts:
+            # It cannot go on. That is its own affair: it counts as any silo that stays away.
+            self._failures.stopped(silo, text)
+            self._lose(silo)
 
     def _deliver(self, silo: str, sequence: int, outcome: Message | Failed, after: float | None = None) -> None:
         """A task has its outcome; the first one counts, and its time is the timeline's business.
@@ -346,8 +335,9 @@ class Loop:
         """
         if not self._is_open(silo, sequence):
             # Said before: it is merged, given up, or waits for its time already. The first answer stands.
-            self.counters.discarded["duplicate"] += 1
-            self.log.note("reply discarded", silo=silo, sequence=sequence, reason="duplicate")
+            reason = DiscardReason.DUPLICATE
+            self.counters.discarded[reason] += 1
+            self.log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason)
             return
         self._inbox[silo, sequence] = outcome
         if not self.clock.virtual:
@@ -381,15 +371,14 @@ class Loop:
             pending_task = self.rounds.pending.get(name)
             if self.run_context.gives_up and now - since > patience and pending_task is not None:
                 del self._away[name]
-                self._deliver(
-                    name, pending_task.sequence, Failed(name, pending_task.sequence, "stayed away", gone=True)
-                )
+                number = pending_task.sequence
+                self._deliver(name, number, Failed(name, number, FailureReason.STAYED_AWAY, gone=True))
         self._report()
 
     def _lose(self, name: str) -> None:
         """A peer is on the line no more."""
         self.roster.drop(name)
-        self.log.note("peer lost", peer=name)
+        self.log.note(NoteKind.PEER_LOST, peer=name)
         if name in self._facts:
             self._away[name] = self.clock.stopwatch()
             self._handle(Lost(name))
@@ -398,9 +387,9 @@ class Loop:
     def _send(self, action: Send) -> None:
         silo = self.run_context.facts_at(action.silo, action.base_version)
         work = self.run_context.cost.duration(silo.name, action.sequence, self.run_context.samples[silo.index])
-        outcome = self.fault_injector.outcome(silo.name, action.sequence, action.base_version, work)
+        outcome = self.fault_injector.outcome(silo.name, action.sequence, action.base_version, work, action.cause)
         if not self.run_context.protocol.eligible(silo):
-            outcome = replace(outcome, due=outcome.handed, fails="not eligible", sent=False)
+            outcome = replace(outcome, due=outcome.handed, fails=FailureReason.NOT_ELIGIBLE, sent=False)
         if silo.name not in self.due:
             self.due[silo.name] = math.inf
             if self.clock.virtual:
@@ -413,7 +402,7 @@ class Loop:
             if self.rounds.phase is Phase.COLLECTING:
                 self.fault_injector.kept_from(silo.name, outcome)
             if (silo.name, action.sequence) not in self._inbox:
-                failed = Failed(silo.name, action.sequence, outcome.fails or "went off")
+                failed = Failed(silo.name, action.sequence, outcome.fails or FailureReason.WENT_OFF)
                 self._deliver(silo.name, action.sequence, failed, max(0.0, outcome.due - self.clock.now()))
             return
         self.fault_injector.before_sending(silo.name)
@@ -427,11 +416,12 @@ class Loop:
         message = Message(replace(header, sent_at=outcome.handed), payloads, info)
         if self.roster.send(silo.name, message):
             self.counters.traffic("down", payloads)
-            self.fault_injector.after_sending(silo.name, action.sequence)
+            self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
 
-    def _merge(self, round_: int, arrived: tuple[Arrived, ...]) -> None:
+    def _merge(self, action: Merge) -> None:
         """Merge, checkpoint, and tell the machine: one step, of which either all or nothing survives."""
         began = self.clock.stopwatch()
+        round_, arrived, cause = action.round, action.replies, action.cause
         replies = [self._reply(item) for item in arrived]
         if not replies and (error := self._failures.of_all(self.run_context.plan.eligible)) is not None:
             raise RunError(f"no silo could train by round {round_}; the first error was {error}")
@@ -440,7 +430,7 @@ class Loop:
             merged, left_out = merged_state(self.run_context, state, replies, round_)
             state, log = merged.state, dict(merged.log)
             for name in left_out:
-                self.log.note("reply left out by krum", silo=name, version=self.rounds.version)
+                self.log.note(NoteKind.LEFT_OUT_BY_KRUM, silo=name, version=self.rounds.version, cause=cause)
             self._failures.merged()
         for item in arrived:
             self._inbox.pop((item.silo, item.sequence))
@@ -461,9 +451,9 @@ class Loop:
         self._loss = line.loss
         # Before the checkpoint: a resume from the one before drops the line again. After it, the line could be lost.
         append_line(self.run_context.folder.metrics, line.plain(), durable=True)
-        self.saving.save(after, self.states, self.due)
+        self.saving.save(after, self.states, self.due, cause)
         self.counters.spend("merge", self.clock.stopwatch() - began - waited)
-        self._handle(Merged(version))
+        self._handle(Merged(version), cause)
 
     def _measured_meanwhile(self, version: int) -> bool:
         """Have measured what a merge waits for; false if a stop is wanted before it was."""
@@ -482,11 +472,7 @@ class Loop:
 
     def _forget_states(self, version: int) -> None:
         """Keep the states that a task in flight or an evaluation still stands on."""
-        needed = {
-            version,
-            *self.evaluation.pending,
-            *(pending_task.base_version for pending_task in self.rounds.pending.values()),
-        }
+        needed = {version, *self.evaluation.pending, *(task.base_version for task in self.rounds.pending.values())}
         self.states = {number: state for number, state in self.states.items() if number in needed}
 
     # ------------------------------------------------------------------------------------------------------ display

@@ -18,6 +18,7 @@ from coordinator import checkpoint as checkpoints
 from coordinator.cost import CostModel
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
+from coordinator.events import Expelled
 from coordinator.fault_injection import FaultInjector, Order
 from coordinator.in_process_peers import Answer, InProcessPeers
 from coordinator.loop import Loop
@@ -44,7 +45,8 @@ from fedmq.wire.codec import MAX_BODY_HEADER
 from fedmq.wire.fields import FieldError
 from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity
-from fedmq.wire.message_log import INLINE, MessageLog
+from fedmq.wire.log_records import NoteKind
+from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Loss, Payload, digest
 from fedmq.wire.transports.zeromq import Listener, listen
 
@@ -151,11 +153,11 @@ def run_coordinator(
         if not folder.scenario.exists():
             write_atomically(folder.scenario, lambda path: _write_text(path, scenario.dump()))
         log = closing.enter_context(contextlib.closing(MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)))
-        log.note("resumed" if saved else "started", run=run, version=saved.rounds.version if saved else 0)
+        log.note(NoteKind.RESUMED if saved else NoteKind.STARTED, run=run, version=saved.rounds.version if saved else 0)
         listener: Listener | InProcessPeers
         roster: Roster | InProcessPeers
         if peers is not None:
-            log.note(INLINE)
+            log.note(NoteKind.INLINE)
             listener = roster = InProcessPeers(peers(population), run, log, clock)
         else:
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
@@ -163,7 +165,7 @@ def run_coordinator(
         wired, handed = isinstance(roster, Roster), saved.handed if saved else {}
         fault_injector = FaultInjector(run_context.script, folder, log, clock, order=order, wired=wired, handed=handed)
         for silo in sorted(revoked):
-            log.note("expelled", peer=silo)
+            log.note(NoteKind.EXPELLED, peer=silo)
         loop = _loop(
             run_context, theta, saved, revoked, clock, listener, roster, log, fault_injector, status, stop_wanted
         )
@@ -171,7 +173,7 @@ def run_coordinator(
         phase = loop.run()
         loop.saving.bring_up_to_now()
         summary = _finish(loop, population, clock, theta) if phase is Phase.DONE else None
-        log.note("ended", phase=phase.value)
+        log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
 
 
@@ -279,8 +281,8 @@ def _loop(
         rounds, states = Rounds.from_record(plan, saved.rounds), dict(saved.states)
         due, counters = dict(saved.due), Counters.from_record(saved.counters)
     # They can never come back: nothing is asked of them, and what was has failed.
-    pending = {silo: pending_task for silo, pending_task in rounds.pending.items() if silo not in revoked}
-    rounds = replace(rounds, gone=rounds.gone | revoked, pending=pending)
+    for silo in sorted(revoked):
+        rounds, _ = rounds.handle(Expelled(silo))  # which asks for nothing: the run goes on once the others have joined
     due = {silo: at for silo, at in due.items() if silo not in revoked}
     evaluation = EvaluationRequests(run_context, roster, log, _cut_metrics(run_context, rounds.version))
     return Loop(
@@ -331,7 +333,7 @@ def _finish(loop: Loop, population: Population, clock: Clock, initial: torch.Ten
     config = _release(run_context, state.theta, more, population.prepared.content)
     # Before the summary: where that is, the log says what was released, whenever the process was killed.
     released = {"model_digest": config.model_digest, "data_digest": population.prepared.content}
-    loop.log.note("released", **released, **config.released_with)
+    loop.log.note(NoteKind.RELEASED, **released, **config.released_with)
     shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context, population))
     unchanged = shared and torch.equal(state.theta, initial)
     summary = summary_of(loop, population, clock, config, unchanged=unchanged)

@@ -13,6 +13,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import decode_header
 from fedmq.wire.handshake import Accepted, Responded, confirm, respond
 from fedmq.wire.keys import Identity
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message, Reason
 from fedmq.wire.sessions import Session, open_message, seal_message
@@ -187,7 +188,7 @@ class Roster:
         """Put on record how many refusals were left out since it was last said."""
         left, self._this_second = self._this_second - _UNKNOWN_LOGGED, 0
         if left > 0:
-            self._log.note("refusals of unknown peers are counted, not logged", count=left)
+            self._log.note(NoteKind.REFUSALS_COUNTED, count=left)
 
     def _hello(self, address: bytes, frames: Sequence[memoryview], size: int) -> None:
         # It travels in clear: whoever recorded one can send it again, without a key and as often as he likes.
@@ -253,7 +254,7 @@ class Roster:
         self._log.message("sent", replace(whole, header=sealed.header), sealed.tag, sealed.size)
         self.sent += 1
         if not self._listener.send(peer.address, sealed.frames):
-            self._log.note("a message could not be delivered", peer=name)
+            self._log.note(NoteKind.NOT_DELIVERED, peer=name)
             self.drop(name)
             return 0
         return sealed.size

@@ -14,6 +14,26 @@ from enum import StrEnum
 from typing import Literal, assert_never
 
 from coordinator.checkpoint_records import RoundsRecord
+from coordinator.events import (
+    Action,
+    Arrived,
+    Deadline,
+    Discard,
+    DiscardReason,
+    EvaluationAborted,
+    Event,
+    Expelled,
+    Failed,
+    Finish,
+    Joined,
+    Lost,
+    Merge,
+    Merged,
+    Send,
+    SetDeadline,
+    Stop,
+    Switched,
+)
 from coordinator.participation import Sampling, cohort_size
 from fedmq.errors import FedmqError
 
@@ -28,122 +48,12 @@ class Phase(StrEnum):
     STOPPED = "stopped"  # stopped before the end; can be resumed
 
 
-# --------------------------------------------------------------------------------------------------- events in
-@dataclass(frozen=True)
-class Joined:
-    """A silo has an authenticated session and is ready for tasks."""
-
-    silo: str
-
-
-@dataclass(frozen=True)
-class Lost:
-    """A silo's connection went silent; its task stays open until it rejoins or the task expires."""
-
-    silo: str
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """A well-formed reply is here; ``loss`` is what it reports, if its method reports one."""
-
-    silo: str
-    sequence: int
-    loss: float | None = None
-
-
-@dataclass(frozen=True)
-class Failed:
-    """A silo's task will bring no usable reply: it was refused, the silo said it failed, or the silo stayed away."""
-
-    silo: str
-    sequence: int
-    reason: str
-    gone: bool = False
-
-
-@dataclass(frozen=True)
-class Switched:
-    """The availability trace turns a silo on or off; one that is off is not asked."""
-
-    silo: str
-    on: bool
-
-
-@dataclass(frozen=True)
-class Deadline:
-    """The time a merge waits for more replies is over."""
-
-    round: int
-
-
-@dataclass(frozen=True)
-class Merged:
-    """The merge asked for is done and its checkpoint is on disk."""
-
-    version: int
-
-
-@dataclass(frozen=True)
-class Stop:
-    """The user or the operating system asks to stop."""
-
-
-Event = Joined | Lost | Switched | Arrived | Failed | Deadline | Merged | Stop
-
-
-# --------------------------------------------------------------------------------------------------- actions out
-@dataclass(frozen=True)
-class Send:
-    """Hand a task to a silo."""
-
-    silo: str
-    sequence: int
-    base_version: int
-    round: int
-
-
-@dataclass(frozen=True)
-class SetDeadline:
-    """Call back with :class:`Deadline` after this many seconds."""
-
-    round: int
-    after: float
-
-
-@dataclass(frozen=True)
-class Merge:
-    """Merge these replies, in this order, into version + 1."""
-
-    round: int
-    replies: tuple[Arrived, ...]
-
-
-@dataclass(frozen=True)
-class Discard:
-    """Throw a reply away; it will never be merged.
-
-    ``reason`` is ``duplicate``, ``late`` (its round is merged), ``surplus`` (so it is, with enough of those asked) or
-    ``stale`` (older than allowed).
-    """
-
-    silo: str
-    sequence: int
-    reason: str
-
-
-@dataclass(frozen=True)
-class Finish:
-    """Nothing more will be asked of anyone."""
-
-
-Action = Send | SetDeadline | Merge | Discard | Finish
-
 TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
     Phase.GATHERING: {
         Joined: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),  # done: restored after the last merge
         Lost: (Phase.GATHERING,),
         Switched: (Phase.GATHERING,),
+        Expelled: (Phase.GATHERING,),
         Stop: (Phase.STOPPED,),
     },
     Phase.COLLECTING: {
@@ -170,6 +80,7 @@ TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
         Failed: (Phase.DONE,),
         Deadline: (Phase.DONE,),
         Stop: (Phase.DONE,),
+        EvaluationAborted: (Phase.STOPPED,),
     },
     Phase.STOPPED: {
         Joined: (Phase.STOPPED,),
@@ -296,8 +207,12 @@ class Rounds:
     timed: bool = False
     overdue: bool = False
 
-    def handle(self, event: Event) -> tuple[Rounds, tuple[Action, ...]]:
+    def handle(self, event: Event, number: int = 0) -> tuple[Rounds, tuple[Action, ...]]:
         """The next machine and what to do.
+
+        Args:
+            event: what happened.
+            number: of the event in the run, which the actions name as their cause.
 
         Raises:
             IllegalEventError: the present phase does not allow the event, or it names an unknown silo or version.
@@ -311,7 +226,7 @@ class Rounds:
         result, actions = self._dispatch(event)
         if result.phase not in allowed:
             raise IllegalEventError(f"{type(event).__name__} would lead from {self.phase} to {result.phase}")
-        return result, actions
+        return result, tuple(replace(action, cause=number) for action in actions)
 
     def _dispatch(self, event: Event) -> tuple[Rounds, tuple[Action, ...]]:
         match event:
@@ -331,6 +246,11 @@ class Rounds:
                 return self._merged(version)
             case Stop():
                 return self if self.phase is Phase.DONE else replace(self, phase=Phase.STOPPED), ()
+            case Expelled(silo):
+                pending = {name: each for name, each in self.pending.items() if name != silo}
+                return replace(self, gone=self.gone | {silo}, pending=pending), ()
+            case EvaluationAborted():
+                return replace(self, phase=Phase.STOPPED), ()
             case _:
                 assert_never(event)
 
@@ -389,7 +309,7 @@ class Rounds:
     def _arrived(self, silo: str, sequence: int, loss: float | None) -> tuple[Rounds, tuple[Action, ...]]:
         pending_task = self.pending.get(silo)
         if pending_task is None or pending_task.sequence != sequence:
-            return self, (Discard(silo, sequence, "duplicate"),)
+            return self, (Discard(silo, sequence, DiscardReason.DUPLICATE),)
         pending = {name: each for name, each in self.pending.items() if name != silo}
         landed = replace(self, pending=pending, losses=self.losses if loss is None else {**self.losses, silo: loss})
         reason = self._refusal(pending_task)
@@ -398,14 +318,16 @@ class Rounds:
         after, actions = landed._onward()
         return after, (Discard(silo, sequence, reason), *actions)
 
-    def _refusal(self, pending_task: PendingTask) -> str | None:
+    def _refusal(self, pending_task: PendingTask) -> DiscardReason | None:
         """Why a reply will not be merged; None if it will."""
         if self.phase is not Phase.COLLECTING:
-            return "late"
+            return DiscardReason.LATE
         age = self.version - pending_task.base_version
         if self.plan.mode == "sync":
-            return None if age == 0 else "surplus" if self.plan.over_select > 1 else "late"
-        return None if self.plan.max_staleness is None or age <= self.plan.max_staleness else "stale"
+            late = DiscardReason.SURPLUS if self.plan.over_select > 1 else DiscardReason.LATE
+            return None if age == 0 else late
+        fresh = self.plan.max_staleness is None or age <= self.plan.max_staleness
+        return None if fresh else DiscardReason.STALE
 
     def _failed(self, silo: str, sequence: int, gone: bool) -> tuple[Rounds, tuple[Action, ...]]:
         pending_task = self.pending.get(silo)

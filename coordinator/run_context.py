@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from coordinator.cost import CostModel
+from coordinator.events import Action, Send
 from coordinator.participation import Trace, sampling_of
-from coordinator.rounds import Action, RoundsPlan, Send
+from coordinator.rounds import RoundsPlan
 from fedmq.config.scenario import Scenario
 from fedmq.federation.fault_effects import TaskOutcome
 from fedmq.federation.fault_schedule import FaultSchedule

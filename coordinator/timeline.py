@@ -1,10 +1,28 @@
-"""What will happen when: arrivals, deadlines and silos going on or off, in the order of the run's time."""
+"""What will happen when: arrivals, deadlines and silos going on or off, in the order of the run's time.
+
+What is due becomes an event of the rounds machine.
+"""
 
 from __future__ import annotations
 
 import heapq
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
+
+from coordinator.events import Arrived, Deadline, Event, Failed, Switched
+from coordinator.participation import Trace
+from fedmq.wire.log_records import EventKind
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import Loss, Message
+
+_KINDS: Mapping[type[Event], EventKind] = {
+    Arrived: EventKind.ARRIVED,
+    Failed: EventKind.FAILED,
+    Switched: EventKind.SWITCHED,
+    Deadline: EventKind.DEADLINE,
+}
 
 
 class Due(IntEnum):
@@ -48,9 +66,11 @@ class Timeline:
         """A round's deadline is due at ``at`` [s]."""
         heapq.heappush(self._heap, Entry(at, Due.DEADLINE, round_))
 
-    def switch(self, at: float, index: int, silo: str) -> None:
-        """A silo goes on or off at ``at`` [s]."""
-        heapq.heappush(self._heap, Entry(at, Due.SWITCH, index, silo=silo))
+    def next_switch(self, trace: Trace, now: float, index: int, silo: str) -> None:
+        """Put on the timeline when a silo goes on or off next after ``now`` [s], if it ever does."""
+        at = trace.next_change(silo, now)
+        if at < math.inf:
+            heapq.heappush(self._heap, Entry(at, Due.SWITCH, index, silo=silo))
 
     def peek(self, round_: int) -> Entry | None:
         """The earliest entry; deadlines of rounds before this one, which a resumed run lacks, are passed over."""
@@ -61,3 +81,39 @@ class Timeline:
     def pop(self) -> Entry:
         """Take the earliest entry."""
         return heapq.heappop(self._heap)
+
+
+def event_of(entry: Entry, outcome: Message | Failed | None, trace: Trace) -> Event:
+    """What is due, as an event of the rounds machine.
+
+    Args:
+        entry: what is due.
+        outcome: of the task, where it is an arrival: the reply, or why there is none.
+        trace: who is on when.
+    """
+    match entry.due:
+        case Due.DEADLINE:
+            return Deadline(entry.index)
+        case Due.SWITCH:
+            return Switched(entry.silo, trace.on(entry.silo, entry.at))
+        case Due.ARRIVAL:
+            assert outcome is not None  # noqa: S101 - the loop waits until it is there
+            if isinstance(outcome, Failed):
+                return outcome
+            losses = [payload.value for payload in outcome.payloads if isinstance(payload, Loss)]
+            return Arrived(entry.silo, entry.sequence, losses[0] if losses else None)
+
+
+def note_event(log: MessageLog, entry: Entry, event: Event, version: int, number: int) -> None:
+    """Put on record what happens, when, and at which version: a replay compares it event by event.
+
+    Args:
+        log: the coordinator's.
+        entry: what is due.
+        event: the same, as the machine gets it.
+        version: number of merges.
+        number: of the event in the run.
+    """
+    log.event(
+        _KINDS[type(event)], silo=entry.silo, sequence=entry.sequence, now=entry.at, version=version, number=number
+    )

@@ -32,9 +32,9 @@ from fedmq.models.two_tower import TwoTower
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
 from fedmq.wire.channel import Channel
-from fedmq.wire.keys import load_accepted, load_identity, noise_key
+from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
-from fedmq.wire.log_records import read_log
+from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import DiscriminatorDelta, Error, Kind, Message, Metrics, Model, Payload
 from protocols._missing_branch import shortened
@@ -47,8 +47,6 @@ _ENDING: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(torch,
 #: Unused memory a silo may keep between its tasks, in models. Tasks of RCSR over features take a seventh less time than
 #: with the C library's own limits; with no limit they gain nothing more, and 30 silos hold half a gigabyte more.
 _KEPT_MODELS = 3
-#: Noted once, so that a silo that is started again knows whether it should have a state.
-_KEPT = "personal state kept from here on"
 #: From where an absolute path can begin to the last slash there is: folders may be called anything.
 _FOLDERS = re.compile(r"(?<![^\s'\"(\[=:])[.~]*/(?:.*/)?", re.DOTALL)
 
@@ -214,12 +212,18 @@ class Silo:
         return payload if buffer is payload.buffer else replace(payload, buffer=buffer)
 
 
-def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda _: None) -> None:
+def run_silo(
+    arguments: SiloArguments,
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    joined: Callable[[], None] = lambda: None,
+) -> None:
     """Run a silo until the coordinator says stop.
 
     Args:
         arguments: how it was started.
         progress: told one line whenever something worth telling happens.
+        joined: called when the coordinator has taken the silo in.
 
     Raises:
         InputError: a key, a name or the data is not as it must be, or the coordinator's model has another layout.
@@ -233,24 +237,14 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
     run = run_name(scenario)
     told = {"at": 0.0}
     log = MessageLog(RunFolder(arguments.out).messages(arguments.name), arguments.name, clock)
-    log.note("started", run=run)
+    log.note(NoteKind.STARTED, run=run)
     slots = Slots(slots_folder(run), scenario.slots)
     # The run's time, as far as a silo knows it, is the time stamped on its last task.
     link = Channel(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
     try:
         # Data first: a silo that shakes hands is ready for tasks.
-        pooled = protocols.pooled(scenario.protocol.name)
-        noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
-        here = scenario.model_copy(update={"device": arguments.device or scenario.device})
-        silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=pooled), noise=noise)
-        keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
-        kept = any(record is not None and record.get("text") == _KEPT for _, record in read_log(log.path))
-        if kept and silo.store.empty:
-            # The owner may have wanted that; the run is then no longer the one that its scenario gives.
-            gone = "the personal state of its earlier tasks is gone: it goes on without"
-            log.note(gone)
-            print(f"{arguments.name}: {gone}", file=sys.stderr, flush=True)
-            kept = False
+        silo = _loaded(arguments, identity)
+        kept = _keeps_state(silo, log)
         link.start()
         progress(f"{arguments.name}: {len(silo.share)} samples, connecting to {arguments.connect}")
         while True:
@@ -262,12 +256,13 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
                 case Kind.LAYOUT:
                     agree(message.layout, silo.context.layout)
                     progress(f"{arguments.name}: joined")
+                    joined()
                 case Kind.TASK | Kind.EVALUATE:
                     _reply(link, silo, slots, message, progress)
                     give_back()  # what a failed task held
                     if not kept and not silo.store.empty:
                         kept = True
-                        log.note(_KEPT, task=message.header.sequence)
+                        log.note(NoteKind.STATE_KEPT, task=message.header.sequence)
                 case _:
                     progress(f"{arguments.name}: a {message.header.kind} was ignored")
             # The next message may be minutes away; a waiting silo should not hold a model it has dealt with.
@@ -276,6 +271,28 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
     finally:
         link.close()
         slots.close()
+
+
+def _loaded(arguments: SiloArguments, identity: Identity) -> Silo:
+    """The silo with its data."""
+    scenario = arguments.scenario
+    pooled = protocols.pooled(scenario.protocol.name)
+    noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
+    here = scenario.model_copy(update={"device": arguments.device or scenario.device})
+    silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=pooled), noise=noise)
+    keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
+    return silo
+
+
+def _keeps_state(silo: Silo, log: MessageLog) -> bool:
+    """Whether a silo has a personal state that its log tells of; one that is gone is noted, and told of once."""
+    kept = any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for _, each in read_log(log.path))
+    if kept and silo.store.empty:
+        # The owner may have wanted that; the run is then no longer the one that its scenario gives.
+        log.note(NoteKind.STATE_GONE)
+        print(f"{silo.facts.name}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
+        return False
+    return kept
 
 
 def told_of(error: Exception) -> str:
@@ -304,14 +321,14 @@ def _reply(link: Channel, silo: Silo, slots: Slots, message: Message, progress: 
     except _ENDING:
         raise
     except Exception as error:
-        text = f"task {header.sequence}: {told_of(error)}"
+        told = told_of(error)
         if not isinstance(error, FedmqError):
             traceback.print_exc(file=sys.stderr)
-        elif not text.endswith(str(error)):
+        elif told != f"{type(error).__name__}: {error}":  # something was left out of it
             print(f"{silo.facts.name}: task {header.sequence}: {printable(str(error))}", file=sys.stderr, flush=True)
         link.send(
             Kind.ERROR,
-            (Error.saying("training_failed", text),),
+            (Error.saying("training_failed", f"task {header.sequence}: {told}"),),
             sequence=header.sequence,
             reply_to=header.sequence,
             base_version=header.base_version,

@@ -1,13 +1,15 @@
-"""What a forger of message logs does who knows their format."""
+"""What a forger of message logs does who knows their format. He works on JSON: the types would refuse some of it."""
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-from fedmq.wire.log_records import GENESIS, canonical, chain
+from fedmq.wire.log_records import GENESIS, MessageRecord, RefusedRecord, canonical, chain, sealed
+from fedmq.wire.messages import Header, Kind, Reason
 
 
 def lines(run: Path, process: str) -> list[str]:
@@ -33,3 +35,47 @@ def forge(run: Path, process: str, change: Callable[[dict[str, Any]], dict[str, 
     """Change the records of a log, or remove those that become None, and chain it anew."""
     changed = (change(json.loads(line)) for line in lines(run, process))
     rewrite(run, process, reseal(json.dumps(record) for record in changed if record is not None))
+
+
+#: What every record has, of the first one of a log.
+_FIRST = {"n": 0, "process": "coordinator", "wall": "2026-01-01T00:00:00.000+00:00", "previous": GENESIS}
+
+
+def refused_record(peer: str, reason: Reason, *, frames: int) -> RefusedRecord:
+    """The coordinator's record of a refusal, of frames of so many bytes."""
+    return sealed(RefusedRecord, **_FIRST, action="refused", peer=peer, reason=reason, detail="forged", bytes=frames)
+
+
+def message_record(
+    sender: str, *payloads: tuple[str, int, str], kind: Kind = Kind.REPLY, counter: int = 1, frames: int = 100
+) -> MessageRecord:
+    """The record of a message that a process sent.
+
+    Args:
+        sender: of it; the coordinator is the receiver, or silo-00 where that is the sender.
+        payloads: kind, bytes of tensors, and anything that stands for the content of each.
+        kind: of message.
+        counter: of the frame in its session.
+        frames: bytes of all its frames.
+    """
+    header = Header(
+        run="run-0",
+        kind=kind,
+        sender=sender,
+        receiver="silo-00" if sender == "coordinator" else "coordinator",
+        sequence=1,
+        sent_at=0.0,
+        reply_to=1,
+        session=b"s" * 16,
+        counter=counter,
+    )
+    return sealed(
+        MessageRecord,
+        **{**_FIRST, "process": sender},
+        action="sent",
+        header=header,
+        payloads=[(name, size) for name, size, _ in payloads],
+        digests=[hashlib.sha256(content.encode()).hexdigest() for _, _, content in payloads],
+        bytes=frames,
+        tag="0" * 32,
+    )

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from coordinator.fault_injection import Order
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
-from fedmq.audit.log_checks import read_log
 from fedmq.config.scenario import Scenario
 from fedmq.launch.supervisor import inline_peers
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_records import Fact, NoteKind, NoteRecord, read_log
 
 
 class Killed(Exception):
@@ -60,10 +60,10 @@ def run_restarted(scenario: Scenario, out: Path) -> CoordinatorResult:
     raise AssertionError("the coordinator was started again twenty times")
 
 
-def notes(out: Path, text: str, process: str = "coordinator") -> list[dict[str, Any]]:
-    """The notes of a process's log that begin like this."""
-    records = [record for _, record in read_log(RunFolder(out).messages(process)) if record]
-    return [record for record in records if str(record.get("text", "")).startswith(text)]
+def notes(out: Path, kind: NoteKind, process: str = "coordinator") -> list[Mapping[str, Fact]]:
+    """The facts of a process's notes of one kind."""
+    records = (record for _, record in read_log(RunFolder(out).messages(process)))
+    return [record.facts for record in records if isinstance(record, NoteRecord) and record.text is kind]
 
 
 def lines(out: Path, kind: str) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from coordinator.loop import Loop
 from coordinator.reply_validation import LARGEST, check_reply
 from coordinator.roster import Roster
 from coordinator.rounds import Phase
-from fedmq.audit.log_checks import audit_run, read_log
+from fedmq.audit.log_checks import audit_run
 from fedmq.clock import VirtualClock
 from fedmq.config.scenario import Objective, Scenario
 from fedmq.errors import InputError, RemoteWireError, RunError
@@ -33,6 +33,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.codec import decode
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
+from fedmq.wire.log_records import MessageRecord, NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import DiscriminatorDelta, Error, Header, Kind, Loss, Message, Metrics, Model
 from fedmq.wire.sessions import Session, open_message, seal_message
@@ -327,9 +328,9 @@ def test_a_run_with_messages_says_so_whatever_its_scenario_calls_the_launcher(ti
 
 def test_the_evaluator_is_sent_the_layout_before_a_model(tiny: Path, tmp_path: Path) -> None:
     threaded_run.run(resolved(tiny, "rounds=2"), tmp_path)
-    records = [record for _, record in read_log(tmp_path / "messages" / "evaluator.jsonl") if record]
-    kinds = [record["kind"] for record in records if record["action"] == "received" and record["kind"] != "heartbeat"]
-    assert kinds.index("layout") < kinds.index("evaluate")
+    records = [record for _, record in read_log(tmp_path / "messages" / "evaluator.jsonl")]
+    kinds = [each.header.kind for each in records if isinstance(each, MessageRecord) and each.action == "received"]
+    assert kinds.index(Kind.LAYOUT) < kinds.index(Kind.EVALUATE)
 
 
 def test_noise_of_nobody_known_is_counted_whole_and_logged_in_part(tmp_path: Path) -> None:
@@ -352,8 +353,8 @@ def test_noise_of_nobody_known_is_counted_whole_and_logged_in_part(tmp_path: Pat
         listener.close()
     assert roster.refused.total() == 1151
     records = [record for _, record in read_log(tmp_path / "coordinator.jsonl") if record]
-    assert sum(record["action"] == "refused" for record in records) == 201
-    assert [record["count"] for record in records if record["action"] == "note"] == [900, 50]
+    assert sum(isinstance(record, RefusedRecord) for record in records) == 201
+    assert [record.facts["count"] for record in records if isinstance(record, NoteRecord)] == [900, 50]
 
 
 def test_a_hello_that_somebody_repeats_is_refused_and_fills_no_log(tmp_path: Path) -> None:
@@ -370,7 +371,7 @@ def test_a_hello_that_somebody_repeats_is_refused_and_fills_no_log(tmp_path: Pat
                 roster.take(f"{number}".encode(), [memoryview(frame) for frame in hello])
         listener.close()
     assert roster.refused == {"replay": 999}
-    actions = Counter(record["action"] for _, record in read_log(tmp_path / "coordinator.jsonl") if record)
+    actions = Counter(record.action for _, record in read_log(tmp_path / "coordinator.jsonl") if record)
     assert actions == {"received": 2, "sent": 2, "refused": 100}
 
 

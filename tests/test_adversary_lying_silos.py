@@ -22,6 +22,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.messages import Header, Kind, Message, Metrics
 from silos.program import Silo, SiloArguments, run_silo, told_of
 from tests import in_process_run, threaded_run
@@ -199,7 +200,7 @@ def test_the_whole_of_a_silos_error_stays_with_the_silo(
 
     monkeypatch.setattr(Silo, "respond", answer)
     assert threaded_run.run(scenario, tmp_path).phase is Phase.DONE
-    said = {note["peer"]: note["error"] for note in in_process_run.notes(tmp_path, "error reported")}
+    said = {note["peer"]: note["error"] for note in in_process_run.notes(tmp_path, NoteKind.ERROR_REPORTED)}
     assert said == {
         "silo-01": "task 2: InputError: a.npz: found 'no file', allowed: a file",
         "silo-02": "task 2: OSError",

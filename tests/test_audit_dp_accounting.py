@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 from scipy.stats import norm
@@ -15,6 +14,9 @@ from fedmq.audit.dp_accounting import account
 from fedmq.audit.log_checks import Audit
 from fedmq.cli.main import app
 from fedmq.errors import InputError
+from fedmq.wire.log_records import MessageRecord
+from fedmq.wire.messages import Kind
+from tests.forging import message_record
 from tests.threaded_run import resolved, run
 
 NOISE = "privacy={clip_norm: 0.5, noise_multiplier: 2.0}"
@@ -26,16 +28,11 @@ def delta_of(epsilon: float, multiplier: float, updates: int) -> float:
     return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))
 
 
-def message(sender: str, *payloads: tuple[str, str], kind: str = "reply") -> tuple[str, dict[str, Any]]:
-    return "log:1", {
-        "kind": kind,
-        "sender": sender,
-        "payloads": [[name, 4] for name, _ in payloads],
-        "digests": [content for _, content in payloads],
-    }
+def message(sender: str, *payloads: tuple[str, str], kind: Kind = Kind.REPLY) -> tuple[str, MessageRecord]:
+    return "log:1", message_record(sender, *((name, 4, content) for name, content in payloads), kind=kind)
 
 
-def audited(*messages: tuple[str, dict[str, Any]]) -> Audit:
+def audited(*messages: tuple[str, MessageRecord]) -> Audit:
     return Audit(messages=list(messages))
 
 
@@ -65,10 +62,10 @@ def test_an_update_counts_once_however_often_it_is_sent_and_wherever_it_is_logge
 
 def test_what_left_without_noise_is_named_and_the_programs_that_are_no_silos_are_not(folder: Path) -> None:
     audit = audited(
-        message("coordinator", ("model", "m"), kind="task"),
+        message("coordinator", ("model", "m"), kind=Kind.TASK),
         message("evaluator", ("metrics", "e")),
         message("silo-01", ("loss", "l"), ("delta", "d"), ("loss", "k")),
-        message("silo-02", ("error", "x"), kind="error"),
+        message("silo-02", ("error", "x"), kind=Kind.ERROR),
     )
     silos = account(folder, audit, 1e-5).silos
     assert set(silos) == {"silo-01", "silo-02"}

@@ -33,10 +33,11 @@ from fedmq.errors import InputError
 from fedmq.models.build import build
 from fedmq.wire.codec import decode, encode_body
 from fedmq.wire.keys import fingerprint, load_accepted
-from fedmq.wire.message_log import INLINE, MessageLog
+from fedmq.wire.log_records import NoteKind
+from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import PAYLOADS, Delta, Header, Kind, Message, digest
 from fedmq.wire.payloads import Error, Loss, Metrics
-from tests.forging import forge, lines, reseal, rewrite
+from tests.forging import forge, lines, message_record, reseal, rewrite
 
 
 def message(counter: int, sender: str = "silo-00", receiver: str = "coordinator") -> Message:
@@ -87,19 +88,20 @@ def test_two_processes_cannot_write_one_log(run: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr("fedmq.wire.message_log._LOCK_SECONDS", 0.1)
     path = run / "messages" / "silo-00.jsonl"
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note("started")
+        log.note(NoteKind.STARTED)
         before = path.read_bytes()
         with pytest.raises(InputError, match=r"silo-00\.jsonl: found .*another silo-00 is writing"):
             MessageLog(path, "silo-00", WallClock())
         assert path.read_bytes() == before
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note("started")
+        log.note(NoteKind.STARTED)
     assert not audit_run(run).findings
 
 
 FILLED = """
 import resource, sys
 from pathlib import Path
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.clock import WallClock
 from fedmq.wire.codec import decode, encode_body
@@ -107,17 +109,17 @@ from fedmq.errors import RunError
 
 path = Path(sys.argv[1])
 with MessageLog(path, "silo-00", WallClock()) as log:
-    log.note("started")
+    log.note(NoteKind.STARTED)
     before, head = path.read_bytes(), log.head
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 50, resource.RLIM_INFINITY))
     for _ in range(2):
         try:
-            log.note("no room")
+            log.note(NoteKind.ENDED)
         except RunError as error:
             print(error)
         assert (path.read_bytes(), log.head) == (before, head)
     resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    log.note("room again")
+    log.note(NoteKind.RESUMED)
 """
 
 
@@ -127,7 +129,7 @@ def test_a_record_that_the_disk_takes_only_in_part_is_an_error_and_leaves_nothin
     done = subprocess.run([sys.executable, "-c", FILLED, path], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [f"{path}: could not be written: File too large"] * 2
-    assert [json.loads(line).get("text") for line in lines(run, "silo-00")[3:]] == ["started", "room again"]
+    assert [json.loads(line).get("text") for line in lines(run, "silo-00")[3:]] == ["started", "resumed"]
     assert not audit_run(run).findings
 
 
@@ -138,8 +140,8 @@ def test_a_record_that_is_taken_in_parts_is_whole(run: Path, monkeypatch: pytest
 
     with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
         monkeypatch.setattr(log, "_file", Slow(log.path, "ab"))
-        log.note("started")
-        log.note("ended")
+        log.note(NoteKind.STARTED)
+        log.note(NoteKind.ENDED)
     assert not audit_run(run).findings
     assert len(lines(run, "silo-00")) == 5
 
@@ -184,7 +186,7 @@ def test_an_unfinished_line_is_reported_by_the_audit_and_cut_off_by_the_next_sta
         file.write('{"n":3,"proc')
     assert any("no whole record" in f.what for f in audit_run(run).findings)
     with MessageLog(path, "silo-00", WallClock()) as log:
-        log.note("resumed")
+        log.note(NoteKind.RESUMED)
     assert not audit_run(run).findings
     assert json.loads(lines(run, "silo-00")[-1])["n"] == 3
 
@@ -207,7 +209,7 @@ def test_a_missing_log_is_a_finding_even_of_a_process_that_no_message_came_from(
     with MessageLog(run / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
         log.refused("unknown", "unknown_session", "a task before a handshake", 100)
         assert not audit_run(run).findings  # noise of nobody known
-        log.handshake("received", "ready", "silo-01", 1400)
+        log.handshake("received", Kind.READY, "silo-01", 1400)
         log.message("sent", message(0, "coordinator", "silo-02"), "d" * 32, 100)
         log.refused("silo-03", "malformed", "40 MB", 40_000_000)
     assert [(f.place, f.what) for f in audit_run(run).findings] == [
@@ -216,10 +218,10 @@ def test_a_missing_log_is_a_finding_even_of_a_process_that_no_message_came_from(
     ]
     for process in ("silo-01", "silo-02", "silo-03"):
         with MessageLog(run / "messages" / f"{process}.jsonl", process, WallClock()) as log:
-            log.note("started")
+            log.note(NoteKind.STARTED)
     assert found(run) == [("coordinator.jsonl:6", "1 times a ready from silo-01 received, but 0 times logged as sent")]
     with MessageLog(run / "messages" / "silo-01.jsonl", "silo-01", WallClock()) as log:
-        log.handshake("sent", "ready", "coordinator", 1400)
+        log.handshake("sent", Kind.READY, "coordinator", 1400)
     assert not audit_run(run).findings
     (run / "messages" / "coordinator.jsonl").unlink()
     assert [f.place for f in audit_run(run).findings] == ["coordinator.jsonl"]
@@ -248,7 +250,7 @@ def test_records_hold_no_numbers_of_a_tensor(run: Path) -> None:
 
 def test_a_run_without_messages_is_no_clean_record(tmp_path: Path) -> None:
     with MessageLog(tmp_path / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
-        log.note(INLINE)
+        log.note(NoteKind.INLINE)
     assert audit_run(tmp_path).inline
     done = CliRunner().invoke(app, ["audit", str(tmp_path)])
     assert isinstance(done.exception, InputError)
@@ -258,7 +260,7 @@ def test_a_run_without_messages_is_no_clean_record(tmp_path: Path) -> None:
 @pytest.mark.parametrize("liar", ["silo-00", "coordinator"])
 def test_nobodys_word_that_nothing_was_sent_ends_the_audit_of_logs_with_messages(run: Path, liar: str) -> None:
     with MessageLog(run / "messages" / f"{liar}.jsonl", liar, WallClock()) as log:
-        log.note(INLINE)
+        log.note(NoteKind.INLINE)
     rewrite(run, "silo-00", reseal(lines(run, "silo-00")[1:]))
     done = CliRunner().invoke(app, ["audit", str(run), "--json"])
     found = [finding["what"] for finding in json.loads(done.stdout)["findings"]]
@@ -270,9 +272,9 @@ def test_nobodys_word_that_nothing_was_sent_ends_the_audit_of_logs_with_messages
 @pytest.mark.parametrize("other", ["silo-00", "coordinator"])
 def test_only_a_coordinator_without_a_handshake_says_that_nothing_was_sent(tmp_path: Path, other: str) -> None:
     with MessageLog(tmp_path / "messages" / f"{other}.jsonl", other, WallClock()) as log:
-        log.note(INLINE)
+        log.note(NoteKind.INLINE)
         if other == "coordinator":
-            log.handshake("received", "hello", "silo-00", 1400)
+            log.handshake("received", Kind.HELLO, "silo-00", 1400)
     audit = audit_run(tmp_path)
     assert not audit.inline
     assert audit.findings[0].place == f"{other}.jsonl:1"
@@ -381,8 +383,8 @@ def test_what_was_lost_on_the_way_leaves_a_hole_that_a_refusal_explains(run: Pat
 def test_a_handshake_that_its_sender_did_not_log_shows(run: Path) -> None:
     for process, action, peer in (("silo-00", "sent", "coordinator"), ("coordinator", "received", "silo-00")):
         with MessageLog(run / "messages" / f"{process}.jsonl", process, WallClock()) as log:
-            log.handshake(action, "hello", peer, 1400)  # type: ignore[arg-type]
-            log.handshake(action, "ready", peer, 300)  # type: ignore[arg-type]
+            log.handshake(action, Kind.HELLO, peer, 1400)  # type: ignore[arg-type]
+            log.handshake(action, Kind.READY, peer, 300)  # type: ignore[arg-type]
     assert found(run) == []
     forge(run, "silo-00", lambda record: None if record.get("kind") in ("hello", "ready") else record)
     # A hello may be anybody's who recorded one.
@@ -460,15 +462,17 @@ def test_both_ends_take_the_same_digest_whatever_sort_of_number_a_method_gave(ki
 
 def test_what_a_log_says_never_steers_the_auditors_terminal(run: Path) -> None:
     def steer(record: dict[str, Any]) -> dict[str, Any]:
-        return {**record, "payloads": [["x\x1b[2Jy", 20]], "sender": "z\x1b]0;t\x07"}
+        return {**record, "payloads": [["x\x1b[2Jy", 20]]}
 
     forge(run, "silo-00", steer)
+    forge(run, "coordinator", lambda each: {**each, "peer": "z\x1b]0;t\x07"} if each["action"] == "refused" else each)
     (run / "messages" / "silo-00.jsonl").rename(run / "messages" / "silo\x1b[31m.jsonl")
     console = Console(record=True, width=200)
     terminal.print_audit(audit_run(run), console)
     policy.show(held(run, "up: {kinds: [loss]}"), console)
     shown = console.export_text()
     assert "x?[2Jy" in shown
+    assert "z?]0;t?" in shown
     assert not {"\x1b", "\x07"} & set(shown)
 
 
@@ -669,16 +673,8 @@ def test_the_tightest_policy_that_a_record_keeps_to_has_no_room(
 ) -> None:
     audit = Audit()
     for number, (silo, payloads, size) in enumerate(messages):
-        record = {
-            "action": "sent",
-            "sender": silo,
-            "receiver": "coordinator",
-            "session": "s",
-            "counter": number,
-            "kind": "reply",
-            "payloads": [list(payload) for payload in payloads],
-            "bytes": size,
-        }
+        contents = [(kind, size, kind) for kind, size in payloads]
+        record = message_record(silo, *contents, counter=number, frames=size)
         audit.messages.append((f"{silo}.jsonl:{number}", record))
     sums = [sum(size for silo, _, size in messages if silo == name) for name in ("silo-00", "silo-01")]
     every = [payload for _, payloads, _ in messages for payload in payloads]

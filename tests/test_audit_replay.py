@@ -21,6 +21,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.wire import channel
+from fedmq.wire.log_records import EventKind, NoteKind
 from fedmq.wire.message_log import MessageLog
 from tests import in_process_run
 from tests.in_process_run import notes, run_restarted
@@ -87,10 +88,10 @@ def test_a_silo_that_also_measures_its_own_model_is_the_same(tiny: Path, tmp_pat
 def test_a_log_that_tells_of_deadlines_of_merges_that_were_over_is_of_the_same_run(tiny: Path, tmp_path: Path) -> None:
     first, second = (finished(resolved(tiny), tmp_path / name) for name in ("first", "second"))
     with MessageLog(second.messages("coordinator"), "coordinator", VirtualClock()) as log:
-        log.note("event", event="deadline", silo="", sequence=0, now=1.0, version=0)
+        log.event(EventKind.DEADLINE, silo="", sequence=0, now=1.0, version=0, number=9)
     assert difference(first, second) is None
     with MessageLog(second.messages("coordinator"), "coordinator", VirtualClock()) as log:
-        log.note("event", event="arrived", silo="silo-00", sequence=99, now=1.0, version=0)
+        log.event(EventKind.ARRIVED, silo="silo-00", sequence=99, now=1.0, version=0, number=10)
     assert difference(first, second) is not None
 
 
@@ -260,9 +261,9 @@ def test_real_processes_are_killed_frozen_and_taken_away_and_the_run_replays(tin
     for kind, silo in (("crash", "silo-00"), ("freeze", "silo-01"), ("leave", "silo-02")):
         assert {name for name, _ in struck(out, kind)} == {silo}
     assert struck(out, "coordinator_crash") == [("coordinator", 3)]
-    assert not notes(out, "fault without its process")
-    assert [len(notes(out, "started", name)) for name in ("silo-00", "silo-01", "silo-02")] == [2, 1, 2]
-    assert len(notes(out, "resumed")) == 1
+    assert not notes(out, NoteKind.FAULT_NOT_CARRIED_OUT)
+    assert [len(notes(out, NoteKind.STARTED, name)) for name in ("silo-00", "silo-01", "silo-02")] == [2, 1, 2]
+    assert len(notes(out, NoteKind.RESUMED)) == 1
     # Whether the frozen silo is missed depends on how soon the coordinator dies; test_recovery has the two beats.
     assert not audit_run(out).findings
     called = in_process_run.run_restarted(resolved(tiny, faults, "participation=1.0"), tmp_path / "called")
@@ -328,6 +329,6 @@ def test_a_frozen_process_is_missed_while_it_stands_still_and_its_run_ends(tiny:
     fedmq(
         "scenario", tiny, "--out", out, "--quiet", "--set", faults, "--set", "participation=1.0", "--set", "rounds=60"
     )
-    assert {note["peer"] for note in notes(out, "peer lost")} >= {"silo-01"}
+    assert {note["peer"] for note in notes(out, NoteKind.PEER_LOST)} >= {"silo-01"}
     assert json.loads((out / "summary.json").read_text())["versions"] == 60
     assert not audit_run(out).findings

@@ -25,8 +25,9 @@ from fedmq.config.loader import read_yaml
 from fedmq.config.run_id import name_of
 from fedmq.federation.population import run_name
 from fedmq.storage.run_folder import RunFolder, write_json
+from fedmq.wire.messages import Reason
 from tests import in_process_run, threaded_run
-from tests.forging import forge, lines, rewrite
+from tests.forging import forge, lines, refused_record, rewrite
 from tests.threaded_run import resolved
 
 HASHING = ("rounds=2", "protocol=fedcafe", "objective={base: dcmh, bits: 12, hidden: 16}")
@@ -273,12 +274,11 @@ def test_forged_figures_of_silos_own_models_are_found(
 def test_a_refused_frame_does_not_excuse_that_a_silos_figures_are_missing() -> None:
     course = run_checks.Course(personal={("silo-00", 4): {"digest"}})
     lines = [(4, dict[str, dict[str, float]]())]
-    refused = {"action": "refused", "peer": "silo-00", "reason": "gap", "detail": "", "bytes": 70}
-    course.take("coordinator", "line 1", refused)
+    course.take("coordinator", "line 1", refused_record("silo-00", Reason.GAP, frames=70))
     assert [what for _, what in run_checks._not_told_of_silos(RunFolder(Path("run")), lines, course)] == [
         "no figures of silo-00's own model at version 4, though it answered"
     ]
-    course.take("coordinator", "line 2", {**refused, "reason": "unexpected", "bytes": 0})
+    course.take("coordinator", "line 2", refused_record("silo-00", Reason.UNEXPECTED, frames=0))
     assert not list(run_checks._not_told_of_silos(RunFolder(Path("run")), lines, course))
 
 

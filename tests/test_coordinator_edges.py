@@ -16,12 +16,13 @@ from pydantic import TypeAdapter
 from coordinator import checkpoint as checkpoints
 from coordinator.checkpoint_records import RoundsRecord
 from coordinator.counters import Counters
+from coordinator.events import Failed, Send
 from coordinator.failures import Failures
 from coordinator.fault_injection import FaultInjector, Order
 from coordinator.in_process_peers import InProcessPeers
 from coordinator.loop import Loop
 from coordinator.participation import Sampling, Trace
-from coordinator.rounds import Failed, Phase, Send
+from coordinator.rounds import Phase
 from coordinator.timeline import Due, Timeline
 from fedmq.audit import policy
 from fedmq.audit.log_checks import audit_run
@@ -264,7 +265,7 @@ def test_on_one_stroke_silos_switch_then_replies_arrive_then_the_deadline_is_ove
     timeline = Timeline()
     timeline.deadline(5.0, 0)
     timeline.arrival(5.0, 3, "silo-03", 1)
-    timeline.switch(5.0, 3, "silo-03")
+    timeline.next_switch(Trace({"silo-03": ((0.0, 5.0),)}), 0.0, 3, "silo-03")
     timeline.arrival(5.0, 1, "silo-01", 1)
     found = [timeline.pop() for _ in range(4)]
     assert [(each.due, each.silo) for each in found] == [

@@ -29,11 +29,12 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.handshake import initiate
 from fedmq.wire.keys import init_keys, load_identity
-from fedmq.wire.log_records import read_log
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.messages import Delta, Header, Kind, Message, Metrics, Payload
 from fedmq.wire.sessions import seal_message
 from fedmq.wire.transports import zeromq
 from silos.program import SiloArguments, run_silo
+from tests import in_process_run
 from tests.threaded_run import joined, resolved, run
 
 
@@ -118,19 +119,16 @@ def test_the_same_seed_gives_the_same_model(
 @pytest.mark.slow
 def test_a_silo_says_that_its_state_is_gone(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     scenario = resolved(tiny, "protocol=fedper")
-    kept, gone = "personal state kept from here on", "the personal state of its earlier tasks is gone"
+    kept, gone = NoteKind.STATE_KEPT, NoteKind.STATE_GONE
 
-    def notes(silo: str) -> list[str]:
-        return [
-            record["text"] for _, record in read_log(RunFolder(tmp_path).messages(silo)) if record and "text" in record
-        ]
+    def count(silo: str, kind: NoteKind) -> int:
+        return len(in_process_run.notes(tmp_path, kind, silo))
 
     assert run(scenario, tmp_path, stop_wanted=stop_after(2, tmp_path)).phase is Phase.STOPPED
-    assert notes("silo-00").count(kept) == 1
+    assert count("silo-00", kept) == 1
     shutil.rmtree(RunFolder(tmp_path).silo_state("silo-00"))
     assert run(scenario, tmp_path, resume=True).phase is Phase.DONE
-    assert [text.startswith(gone) for text in notes("silo-00")].count(True) == 1
-    assert not any(text.startswith(gone) for text in notes("silo-01"))
+    assert (count("silo-00", gone), count("silo-01", gone)) == (1, 0)
     assert f"silo-00: {gone}" in capfd.readouterr().err
     assert not audit_run(tmp_path).findings
 

@@ -7,16 +7,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from coordinator import loop
 from coordinator.rounds import Phase
-from fedmq.audit.log_checks import read_log
 from fedmq.config.scenario import Scenario
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import channel
+from fedmq.wire.log_records import LogRecord, MessageRecord, NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import Error, Kind, Message
 from fedmq.wire.sessions import open_message, seal_message
 from silos.program import SiloArguments, run_silo
@@ -47,12 +46,16 @@ def silent(scenario: Scenario, out: Path, *, returns: bool) -> Callable[[str, Pa
     return join
 
 
-def records(out: Path) -> list[dict[str, Any]]:
+def records(out: Path) -> list[LogRecord]:
     return [record for _, record in read_log(RunFolder(out).messages("coordinator")) if record is not None]
 
 
-def at(record: dict[str, Any]) -> float:
-    return datetime.fromisoformat(record["wall"]).timestamp()
+def at(record: LogRecord) -> float:
+    return datetime.fromisoformat(record.wall).timestamp()
+
+
+def notes(found: list[LogRecord], kind: NoteKind) -> list[NoteRecord]:
+    return [record for record in found if isinstance(record, NoteRecord) and record.text is kind]
 
 
 def test_a_lost_silo_is_noticed_within_two_beats_waited_for_and_changes_nothing(tiny: Path, tmp_path: Path) -> None:
@@ -61,13 +64,12 @@ def test_a_lost_silo_is_noticed_within_two_beats_waited_for_and_changes_nothing(
     out = tmp_path / "lost"
     outcome = run(scenario, out, silos=scenario.silo_names[1:], others=[silent(scenario, out, returns=True)])
     log = records(out)
-    (lost, *_) = [
-        index for index, each in enumerate(log) if each.get("text") == "peer lost" and each["peer"] == "silo-00"
-    ]
-    heard = [each for each in log[:lost] if each["action"] == "received" and each.get("sender") == "silo-00"]
-    silence = at(log[lost]) - at(heard[-1])
+    (lost, *_) = [note for note in notes(log, NoteKind.PEER_LOST) if note.facts["peer"] == "silo-00"]
+    messages = [each for each in log[: lost.n] if isinstance(each, MessageRecord)]
+    heard = [each for each in messages if each.action == "received" and each.header.sender == "silo-00"]
+    silence = at(lost) - at(heard[-1])
     assert 2 * BEAT <= silence < 2 * BEAT + 2.0  # and the time until the loop looks around on a busy machine
-    assert not any(each.get("text") == "task failed" for each in log)
+    assert not notes(log, NoteKind.TASK_FAILED)
     assert outcome.summary.model_digest == whole["model_digest"]
 
 
@@ -80,7 +82,7 @@ def test_in_real_time_a_silo_that_stays_away_is_given_up_and_the_others_go_on(
     outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[silent(scenario, tmp_path, returns=False)])
     assert outcome.phase is Phase.DONE
     assert outcome.summary.per_silo["silo-00"].participations == 0
-    failed = {(each["silo"], each["reason"]) for each in records(tmp_path) if each.get("text") == "task failed"}
+    failed = {(each.facts["silo"], each.facts["reason"]) for each in notes(records(tmp_path), NoteKind.TASK_FAILED)}
     # Without rounds to wait for it, the run may be over before the silo is.
     assert ("silo-00", "stayed away") in failed or mode == "async"
 
@@ -117,5 +119,4 @@ def test_a_silo_to_whom_a_message_cannot_be_delivered_is_lost_as_any_other(tiny:
         stop_wanted=lambda: time.monotonic() > until,
     )
     assert outcome.phase is Phase.DONE
-    said = [each.get("text") for each in records(tmp_path)]
-    assert "peer lost" in said
+    assert notes(records(tmp_path), NoteKind.PEER_LOST)

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from coordinator import program
 from coordinator.reply_validation import LONGEST, check_reply
 from coordinator.rounds import Phase
-from fedmq.audit.log_checks import read_log
 from fedmq.config.scenario import Objective, Training
 from fedmq.errors import RemoteWireError
 from fedmq.experiments import tables
@@ -25,6 +24,7 @@ from fedmq.federation.protocol import Checking, Counting, Reply, Sharing
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import codec
 from fedmq.wire.fields import FieldError
+from fedmq.wire.log_records import NoteKind, RefusedRecord, read_log
 from fedmq.wire.messages import (
     ClassPrototypes,
     Delta,
@@ -99,8 +99,8 @@ def stretched(rows: npt.NDArray[np.float32], length: float) -> npt.NDArray[np.fl
 
 
 def refusals(out: Path) -> list[tuple[str, str, str]]:
-    records = [record for _, record in read_log(RunFolder(out).messages("coordinator")) if record]
-    return [(each["peer"], each["reason"], each["detail"]) for each in records if each.get("action") == "refused"]
+    records = [record for _, record in read_log(RunFolder(out).messages("coordinator"))]
+    return [(each.peer, each.reason, each.detail) for each in records if isinstance(each, RefusedRecord)]
 
 
 # --------------------------------------------------------------------------- class prototypes
@@ -110,7 +110,9 @@ def test_huge_prototypes_of_one_silo_do_not_end_the_run(name: str, tiny: Path, t
     outcome = in_process_run.run(resolved(tiny, f"protocol={{name: {name}}}", poison, "participation=1.0"), tmp_path)
     assert outcome.phase is Phase.DONE
     assert [line["replies"] for line in lines(tmp_path, "merge")] == [["silo-01", "silo-02", "silo-03"]] * 4
-    assert {(note["silo"], note["reason"]) for note in notes(tmp_path, "task failed")} == {("silo-00", "malformed")}
+    assert {(note["silo"], note["reason"]) for note in notes(tmp_path, NoteKind.TASK_FAILED)} == {
+        ("silo-00", "malformed")
+    }
     assert {(peer, reason) for peer, reason, _ in refusals(tmp_path)} == {("silo-00", "malformed")}
     assert all(detail.endswith("here at most 1.001") for _, _, detail in refusals(tmp_path))
 

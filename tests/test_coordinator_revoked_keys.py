@@ -7,15 +7,17 @@ from pathlib import Path
 
 import pytest
 
+from coordinator.events import Joined, Send
 from coordinator.program import CoordinatorArguments, run_coordinator
-from coordinator.rounds import Joined, Phase, Send
-from fedmq.audit.log_checks import audit_run, read_log
+from coordinator.rounds import Phase
+from fedmq.audit.log_checks import audit_run
 from fedmq.errors import InputError
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import MergeLine
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys, revoke
-from tests import threaded_run
+from fedmq.wire.log_records import NoteKind
+from tests import in_process_run, threaded_run
 from tests.test_adversary_hostile_peers import within
 from tests.test_coordinator_rounds import SILOS, gathered, plan
 from tests.threaded_run import resolved
@@ -33,8 +35,7 @@ def test_a_run_goes_on_without_a_silo_whose_key_was_taken_back(tiny: Path, tmp_p
     revoke(tmp_path / "keys", "silo-03")
     outcome = threaded_run.run(scenario, tmp_path, resume=True, silos=scenario.silo_names[:3], stop_wanted=within(60))
     assert outcome.phase is Phase.DONE
-    records = [record for _, record in read_log(RunFolder(tmp_path).messages("coordinator")) if record]
-    (expelled,) = [each for each in records if each.get("text") == "expelled"]
+    (expelled,) = in_process_run.notes(tmp_path, NoteKind.EXPELLED)
     assert expelled["peer"] == "silo-03"
     lines = [line for line in read_metrics(RunFolder(tmp_path)) if isinstance(line, MergeLine)]
     after = [line.replies for line in lines if line.version > 3]

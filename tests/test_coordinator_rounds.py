@@ -11,29 +11,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator import rounds as machine
-from coordinator.participation import Sampling, draw_order
-from coordinator.rounds import (
-    TABLE,
+from coordinator.events import (
     Action,
     Arrived,
     Deadline,
     Discard,
+    DiscardReason,
+    EvaluationAborted,
     Event,
+    Expelled,
     Failed,
     Finish,
-    IllegalEventError,
     Joined,
     Lost,
     Merge,
     Merged,
-    Phase,
-    Rounds,
-    RoundsPlan,
     Send,
     SetDeadline,
     Stop,
     Switched,
 )
+from coordinator.participation import Sampling, draw_order
+from coordinator.rounds import TABLE, IllegalEventError, Phase, Rounds, RoundsPlan
 
 SILOS = ("silo-00", "silo-01", "silo-02", "silo-03")
 
@@ -105,12 +104,60 @@ def test_illegal_events_raise_and_change_nothing(phase: Phase) -> None:
         Deadline(0),
         Merged(1),
         Stop(),
+        Expelled("silo-00"),
+        EvaluationAborted(),
     ]
     for event in samples:
         if type(event) not in TABLE[phase]:
             with pytest.raises(IllegalEventError, match=phase.value):
                 rounds.handle(event)
             assert repr(rounds) == before
+
+
+def test_an_expelled_silos_task_is_dropped_and_the_run_begins_without_it() -> None:
+    live, _ = gathered(plan(mode="buffered", participation=0.5, buffer=1))
+    live, (merge,) = live.handle(Arrived(min(live.pending), 1))
+    (slow,) = live.pending
+    rounds = Rounds.from_record(live.plan, live.after_merge().to_record())
+    expelled, actions = rounds.handle(Expelled(slow))
+    assert isinstance(merge, Merge) and set(rounds.pending) == {slow}
+    assert actions == ()
+    assert expelled == replace(rounds, gone=frozenset({slow}), pending={})
+    others = [silo for silo in SILOS if silo != slow]
+    for silo in others:
+        assert expelled.phase is Phase.GATHERING
+        expelled, actions = expelled.handle(Joined(silo))
+    assert expelled.phase is Phase.COLLECTING
+    assert {action.silo for action in actions if isinstance(action, Send)} < set(others)
+
+
+def test_a_silo_is_expelled_while_silos_gather_only() -> None:
+    assert [phase for phase in Phase if Expelled in TABLE[phase]] == [Phase.GATHERING]
+    assert TABLE[Phase.GATHERING][Expelled] == (Phase.GATHERING,)
+    with pytest.raises(IllegalEventError, match="silo-77"):
+        Rounds(plan()).handle(Expelled("silo-77"))
+
+
+def test_an_aborted_evaluation_stops_a_run_whose_rounds_are_done_and_no_other() -> None:
+    assert [phase for phase in Phase if EvaluationAborted in TABLE[phase]] == [Phase.DONE]
+    rounds, sends = gathered(plan(rounds=1))
+    rounds, _ = answer(rounds, sends)
+    rounds, _ = rounds.handle(Merged(1))
+    assert rounds.phase is Phase.DONE
+    assert rounds.handle(EvaluationAborted()) == (replace(rounds, phase=Phase.STOPPED), ())
+
+
+def test_every_action_names_the_event_that_it_follows_from() -> None:
+    rounds, sends = gathered(plan(patience=9.0))
+    assert {send.cause for send in sends} == {0}, "silos joined, which is no event of the run's timeline"
+    for number, send in enumerate(sends, 1):
+        rounds, actions = rounds.handle(Arrived(send.silo, send.sequence), number)
+    assert [(type(action), action.cause) for action in actions] == [(Merge, 4)]
+    rounds, actions = rounds.handle(Merged(1), 4)
+    assert {type(action) for action in actions} == {Send, SetDeadline}
+    assert {action.cause for action in actions} == {4}
+    _, actions = rounds.handle(Arrived("silo-00", 1), 5)
+    assert actions == (Discard("silo-00", 1, DiscardReason.DUPLICATE, cause=5),)
 
 
 def test_an_unknown_silo_and_a_wrong_version_are_illegal() -> None:
@@ -237,7 +284,7 @@ def test_the_machine_survives_a_checkpoint_between_rounds() -> None:
 #: What happens next, mostly of a silo that is at a task; the number says which of those it can happen to.
 HAPPENINGS = st.tuples(
     st.sampled_from(
-        ["reply"] * 8 + ["fail", "give up", "lose", "join", "off", "on", "deadline", "repeat", "old deadline"]
+        ["reply"] * 8 + ["fail", "give up", "lose", "join", "off", "on", "deadline", "repeat", "old deadline", "abort"]
     ),
     st.integers(0, 11),
 )
@@ -263,6 +310,8 @@ def happening(rounds: Rounds, what: str, number: int) -> Event:
             return Switched(SILOS[number % 4], what == "on")
         case "lose":
             return Lost(SILOS[number % 4])
+        case "abort":
+            return EvaluationAborted()
         case _:
             return Joined(SILOS[number % 4])
 

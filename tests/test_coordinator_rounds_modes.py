@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from coordinator.participation import Sampling
-from coordinator.rounds import (
+from coordinator.events import (
     Action,
     Arrived,
     Deadline,
@@ -16,13 +15,12 @@ from coordinator.rounds import (
     Joined,
     Merge,
     Merged,
-    Phase,
-    Rounds,
-    RoundsPlan,
     Send,
     SetDeadline,
     Switched,
 )
+from coordinator.participation import Sampling
+from coordinator.rounds import Phase, Rounds, RoundsPlan
 
 SILOS = tuple(f"silo-{index:02d}" for index in range(6))
 

@@ -228,9 +228,9 @@ def test_messages_and_calls_give_the_same_lines_and_the_audit_agrees(tiny: Path,
     audit = audit_run(sealed)
     assert not audit.findings
     # Three times a measurement of each silo, and nothing else that is none of a task's.
-    records = [record for _, record in audit.messages if record["sender"] in scenario_of(tiny).silo_names]
-    measured = [record for record in records if any(kind == "metrics" for kind, _ in record["payloads"])]
-    assert len({(record["sender"], record["base_version"]) for record in measured}) == 3 * 4
+    records = [record for _, record in audit.messages if record.header.sender in scenario_of(tiny).silo_names]
+    measured = [record for record in records if any(kind == "metrics" for kind, _ in record.payloads)]
+    assert len({(record.header.sender, record.header.base_version) for record in measured}) == 3 * 4
 
 
 @pytest.mark.slow

@@ -21,6 +21,8 @@ from fedmq.errors import InputError, RunError
 from fedmq.federation.fault_effects import TaskOutcome, drifted_rows, tampered, with_noisy_labels
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.protocol import SiloFacts
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_records import EventKind, EventRecord, NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import ClassPrototypes, Delta, Loss, Memory, ModalityPrototypes
 from tests import in_process_run
 from tests.in_process_run import lines, notes, run_restarted
@@ -278,11 +280,11 @@ def test_poisoned_prototypes_point_the_other_way_and_losses_stay() -> None:
 # --------------------------------------------------------------------------------- what the message log shows of it
 def struck(out: Path, kind: str) -> list[tuple[str, int]]:
     """Silo and task number of each strike of a kind on record."""
-    return [(note["silo"], note["sequence"]) for note in notes(out, "fault") if note.get("kind") == kind]
+    return [(note["silo"], note["sequence"]) for note in notes(out, NoteKind.FAULT) if note.get("kind") == kind]
 
 
 def failed(out: Path) -> list[tuple[str, int, str]]:
-    return [(note["silo"], note["sequence"], note["reason"]) for note in notes(out, "task failed")]
+    return [(note["silo"], note["sequence"], note["reason"]) for note in notes(out, NoteKind.TASK_FAILED)]
 
 
 @pytest.mark.slow
@@ -317,6 +319,22 @@ def test_a_dropped_reply_is_not_merged_and_the_silo_is_asked_again(tiny: Path, t
     assert ["silo-01" in each for each in replies] == [True, False, True, True]
 
 
+def test_every_note_names_the_event_that_it_follows_from(tiny: Path, tmp_path: Path) -> None:
+    faults = "[{kind: drop, silos: [silo-01], rounds: [1]}, {kind: coordinator_crash, after_round: 2}]"
+    run_restarted(resolved(tiny, f"faults={faults}", "participation=1.0"), tmp_path)
+    found = [record for _, record in read_log(RunFolder(tmp_path).messages("coordinator"))]
+    events = {record.number: record for record in found if isinstance(record, EventRecord)}
+    assert sorted(events) == list(range(1, 4 * 4 + 1)), "four rounds of four silos, whatever was done twice"
+    (lost,) = [record for record in events.values() if record.event is EventKind.FAILED]
+    noted = {each.text: each for each in found if isinstance(each, NoteRecord) and each.cause is not None}
+    assert noted[NoteKind.TASK_FAILED].cause == lost.number
+    assert (noted[NoteKind.TASK_FAILED].facts["silo"], lost.silo) == ("silo-01", "silo-01")
+    assert noted[NoteKind.ALL_MERGED].cause == 16
+    (dropped,) = [each for each in notes(tmp_path, NoteKind.FAULT) if each["kind"] == "drop"]
+    assert dropped["sequence"] == lost.sequence
+    assert all(note.cause in events for note in noted.values())
+
+
 def test_nan_is_refused_by_name_and_only_its_task_fails(tiny: Path, tmp_path: Path) -> None:
     scenario = resolved(tiny, "faults=[{kind: nan, silos: [silo-02], rounds: [2]}]", "participation=1.0")
     outcome = in_process_run.run(scenario, tmp_path)
@@ -329,8 +347,8 @@ def test_a_disk_that_is_full_once_loses_no_merge(tiny: Path, tmp_path: Path) -> 
     whole = in_process_run.run(resolved(tiny), tmp_path / "whole").summary.model_digest
     outcome = in_process_run.run(resolved(tiny, "faults=[{kind: disk_full, round: 2}]"), tmp_path / "full")
     assert outcome.summary.model_digest == whole
-    assert len(notes(tmp_path / "full", "checkpoint refused")) == 1
-    assert "No space left" in notes(tmp_path / "full", "checkpoint refused")[0]["error"]
+    assert len(notes(tmp_path / "full", NoteKind.CHECKPOINT_REFUSED)) == 1
+    assert "No space left" in notes(tmp_path / "full", NoteKind.CHECKPOINT_REFUSED)[0]["error"]
 
 
 @pytest.mark.slow
@@ -384,7 +402,7 @@ def test_a_silo_the_method_no_longer_asks_is_left_alone(tiny: Path, tmp_path: Pa
 def test_a_coordinator_nobody_would_start_again_does_not_kill_itself_and_says_so(tiny: Path, tmp_path: Path) -> None:
     outcome = in_process_run.run(resolved(tiny, "faults=[{kind: coordinator_crash, after_round: 1}]"), tmp_path)
     assert outcome.phase is Phase.DONE
-    assert [note["kind"] for note in notes(tmp_path, "fault without its process")] == ["coordinator_crash"]
+    assert [note["kind"] for note in notes(tmp_path, NoteKind.FAULT_NOT_CARRIED_OUT)] == ["coordinator_crash"]
 
 
 @pytest.mark.slow
@@ -395,7 +413,7 @@ def test_with_a_wall_clock_the_run_ends_and_says_that_it_cannot_be_replayed(tiny
         in_process_run.run(resolved(tiny, f"faults=[{late}, {drop}, {split}]", "clock=wall"), tmp_path).phase
         is Phase.DONE
     )
-    assert notes(tmp_path, "wall clock: the faults are real, but this run cannot be replayed")
+    assert notes(tmp_path, NoteKind.WALL_CLOCK_FAULTS)
     assert "unreachable" in {reason for *_, reason in failed(tmp_path)}
 
 

@@ -15,6 +15,7 @@ from hypothesis.extra import numpy as arrays
 from fedmq.config.parts import Robust
 from fedmq.federation.protocol import Reply, SiloFacts
 from fedmq.wire.layout import Layout
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.messages import Delta, Loss, PartialDelta
 from protocols._aggregation import branch_slices
 from protocols._robust import (
@@ -193,7 +194,7 @@ def test_a_run_with_krum_says_whom_it_left_out(tiny: Path, tmp_path: Path) -> No
     rule = "aggregation.robust={rule: krum, byzantine: 0.1}"
     paired = ("participation=1.0", "silos.count=8", "missing_modality.silos={}")
     in_process_run.run(resolved(tiny, faults, rule, *paired), tmp_path)
-    assert {note["silo"] for note in notes(tmp_path, "reply left out by krum")} == {"silo-01"}
+    assert {note["silo"] for note in notes(tmp_path, NoteKind.LEFT_OUT_BY_KRUM)} == {"silo-01"}
 
 
 @pytest.mark.slow

@@ -26,6 +26,7 @@ from fedmq.runs import html_report
 from fedmq.runs import results as outcomes
 from fedmq.storage.json_files import Stored, read_lines
 from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from tests.threaded_run import resolved, run
 
@@ -63,7 +64,7 @@ def logs(root: Path) -> None:
     audit_run(root)
     replay.read_record(RunFolder(root))
     log = MessageLog(RunFolder(root).messages("silo-01"), "silo-01", clock_for("virtual", 0.0))
-    log.note("started")
+    log.note(NoteKind.STARTED)
     log.close()
 
 

@@ -10,12 +10,21 @@ from pathlib import Path
 import pytest
 
 from coordinator.roster import Roster
-from fedmq.audit.log_checks import read_log
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.wire.channel import BEAT_SECONDS, Channel
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
+from fedmq.wire.log_records import (
+    EventRecord,
+    HandshakeRecord,
+    LogRecord,
+    MessageRecord,
+    NoteKind,
+    NoteRecord,
+    RefusedRecord,
+    read_log,
+)
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Error, Kind, Message
 from fedmq.wire.transports.zeromq import QUEUE, Listener, listen
@@ -66,8 +75,20 @@ def both_ends(
 
 def records(folder: Path, action: str) -> list[str]:
     """Kinds of a silo's records, or their texts where they are notes."""
-    found = (record for _, record in read_log(folder / f"{SILO}.jsonl") if record)
-    return [str(record.get("kind", record.get("text"))) for record in found if record["action"] == action]
+    found = [record for _, record in read_log(folder / f"{SILO}.jsonl") if record and record.action == action]
+    return [_kind(record) for record in found]
+
+
+def _kind(record: LogRecord) -> str:
+    match record:
+        case MessageRecord():
+            return record.header.kind
+        case HandshakeRecord():
+            return record.kind
+        case RefusedRecord():
+            return record.reason
+        case NoteRecord() | EventRecord():
+            return record.text
 
 
 def report(link: Channel, count: int) -> None:
@@ -98,7 +119,7 @@ def test_a_task_that_cannot_be_read_is_answered_with_an_error(tmp_path: Path) ->
 def test_the_coordinator_may_be_at_work_for_longer_than_a_silo_may(tmp_path: Path) -> None:
     with both_ends(tmp_path, queue=64) as (_, roster, link):
         time.sleep(2.2 * BEAT_SECONDS)
-        assert "the coordinator went silent" not in records(tmp_path, "note")
+        assert NoteKind.COORDINATOR_SILENT not in records(tmp_path, "note")
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
 
@@ -114,7 +135,7 @@ def test_a_silo_that_stood_still_shakes_hands_again_at_once(tmp_path: Path) -> N
             if got is not None:
                 roster.take(*got)
         assert roster.online(SILO)
-        assert records(tmp_path, "note") == ["this process stood still: to the coordinator it was lost"]
+        assert records(tmp_path, "note") == [NoteKind.STOOD_STILL]
         roster.send(SILO, roster.header(SILO, Kind.STOP))
         link.close()
 

@@ -6,7 +6,8 @@ import heapq
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from coordinator.rounds import Action, Arrived, Joined, Merge, Merged, Rounds, RoundsPlan, Send
+from coordinator.events import Action, Arrived, Joined, Merge, Merged, Send
+from coordinator.rounds import Rounds, RoundsPlan
 from fedmq.config.parts import Staleness
 from fedmq.federation.protocol import Following, Local, Reply, SiloFacts, State, Task
 from fedmq.federation.staleness import damping, mixed

@@ -89,9 +89,9 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
     noised = {payload.KIND for payload in TRANSFORMED}
     sent, beside = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     for _, record in audit.messages:
-        if (silo := record["sender"]) in (COORDINATOR, EVALUATOR):
+        if (silo := record.header.sender) in (COORDINATOR, EVALUATOR):
             continue
-        for (kind, _size), content in zip(record["payloads"], record["digests"], strict=False):
+        for (kind, _size), content in zip(record.payloads, record.digests, strict=False):
             (sent if kind in noised else beside)[silo].add(content if kind in noised else kind)
     multiplier = privacy.noise_multiplier
     silos = {

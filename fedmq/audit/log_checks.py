@@ -1,4 +1,4 @@
-"""The structured message log of a process, chained by hashes, and the checks an auditor makes of a run folder.
+"""The checks an auditor makes of the message logs in a run folder.
 
 One JSON object per line. Every record holds the hash of the record before it and its own hash over everything else,
 so a line that was changed, removed or inserted shows. Records hold no tensors, no captions and no keys: they say who
@@ -18,8 +18,19 @@ from typing import Any
 from fedmq.audit.run_checks import Course, against_the_run, told_by
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import GENESIS, chain, read_log, shape
-from fedmq.wire.message_log import INLINE
+from fedmq.wire.log_records import (
+    GENESIS,
+    HEADER,
+    EventRecord,
+    Frame,
+    HandshakeRecord,
+    LogRecord,
+    MessageRecord,
+    NoteKind,
+    NoteRecord,
+    RefusedRecord,
+    read_log,
+)
 from fedmq.wire.messages import COORDINATOR, Kind, Reason
 
 _NOT_INLINE = "says that nothing was sent; only the coordinator may, and only where no log has a message or a handshake"
@@ -67,7 +78,7 @@ class Audit:
     refused: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     undelivered: int = 0
     inline: bool = False
-    messages: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    messages: list[tuple[str, MessageRecord]] = field(default_factory=list)
     finished: bool = False
     written: tuple[str, ...] = ()
 
@@ -86,9 +97,10 @@ class Audit:
         }
 
 
-_COMPARED = ("run", "kind", "sequence", "reply_to", "base_version", "sent_at", "payloads", "digests", "bytes", "tag")
-#: A frame by its sender, receiver, session and counter; with it where it is logged, and how.
-_Frames = dict[tuple[str, str, str, int], tuple[str, dict[str, Any]]]
+#: What both ends of a message must have logged alike, beside its header.
+_COMPARED = ("payloads", "digests", "bytes", "tag")
+#: Where a frame is logged, and how.
+_Frames = dict[Frame, tuple[str, MessageRecord]]
 
 
 @dataclass
@@ -161,7 +173,7 @@ def _compare_ends(found: _Logs, present: set[str], result: Audit) -> None:
         if key in found.sent:
             _compare(place, record, *found.sent[key], result)
         elif key[0] in present:
-            what = f"{record['kind']} from {key[0]} received, but never logged as sent"
+            what = f"{record.header.kind} from {key[0]} received, but never logged as sent"
             result.findings.append(Finding(place, what))
     for (action, kind, sender, receiver), (count, place) in found.handshakes.items():
         sent, _ = found.handshakes.get(("sent", kind, sender, receiver), (0, ""))
@@ -183,44 +195,46 @@ def _missing(found: _Logs, present: set[str]) -> Iterator[Finding]:
         yield Finding(f"{process}.jsonl", f"no such log in this folder: {why}")
 
 
-def _others(record: dict[str, Any]) -> tuple[str, ...]:
+def _others(record: LogRecord) -> tuple[str, ...]:
     """The processes that a record tells of; of one that was never heard there need not be a log."""
-    match shape(record):
-        case "message":
-            return record["sender"], record["receiver"]
-        case "handshake":
-            return (record["peer"],)
-        case "refused" if record["peer"] != _UNKNOWN:
-            return (record["peer"],)
-    return ()
+    match record:
+        case MessageRecord():
+            return record.header.sender, record.header.receiver
+        case HandshakeRecord():
+            return (record.peer,)
+        case RefusedRecord():
+            return () if record.peer == _UNKNOWN else (record.peer,)
+        case NoteRecord() | EventRecord():
+            return ()
 
 
-def _compare(place: str, record: dict[str, Any], other_place: str, other: dict[str, Any], result: Audit) -> None:
-    different = [name for name in _COMPARED if record.get(name) != other.get(name)]
+def _compare(place: str, record: MessageRecord, other_place: str, other: MessageRecord, result: Audit) -> None:
+    different = [name for name in HEADER if getattr(record.header, name) != getattr(other.header, name)]
+    different += [name for name in _COMPARED if getattr(record, name) != getattr(other, name)]
     if different:
         result.findings.append(Finding(place, f"differs from {other_place} in {', '.join(different)}"))
 
 
-def _of_its_own(path: Path, result: Audit) -> Iterator[tuple[str, dict[str, Any]]]:
+def _of_its_own(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]:
     """The records of a log with their places, held against each other and against the name of the file."""
-    counters, strangers, refusals = dict[tuple[str, str, str], int](), set[str](), dict[str, float]()
+    counters, strangers, refusals = dict[tuple[str, str, bytes], int](), set[str](), dict[str, float]()
     for place, record in _checked_chain(path, result):
-        process = record["process"]
+        process = record.process
         if process != path.stem and process not in strangers:
             strangers.add(process)
             result.findings.append(Finding(place, f"a record of {process} in the log of {path.stem}"))
-        match shape(record):
-            case "refused":
+        match record:
+            case RefusedRecord():
                 # Of what was lost on the way nobody knows how much it was: the refusal says that there was some.
                 # What is refused without a size was taken from the wire, and has been logged so.
-                lost = math.inf if record["reason"] == Reason.GAP else int(record["bytes"] > 0)
-                refusals[record["peer"]] = refusals.get(record["peer"], 0) + lost
-            case "message":
-                action, sender = record["action"], record["sender"]
+                lost = math.inf if record.reason is Reason.GAP else int(record.bytes > 0)
+                refusals[record.peer] = refusals.get(record.peer, 0) + lost
+            case MessageRecord():
+                action, sender = record.action, record.header.sender
                 # A silo's first sealed message is its ready, which is logged as a handshake.
                 first = 0 if sender == COORDINATOR else 1
-                session = action, sender, record["session"]
-                counter, expected = record["counter"], counters.get(session, first)
+                session = action, sender, record.header.session
+                counter, expected = record.header.counter, counters.get(session, first)
                 # Of what arrives each may have been refused, and has a record then that says so.
                 refused = refusals.pop(sender, 0) if action == "received" else 0
                 if counter > expected + refused:
@@ -229,68 +243,75 @@ def _of_its_own(path: Path, result: Audit) -> Iterator[tuple[str, dict[str, Any]
                 elif counter < expected and action == "received":
                     result.findings.append(Finding(place, f"message {counter} of a session after {expected - 1}"))
                 counters[session] = max(expected, counter + 1)
+            case HandshakeRecord() | NoteRecord() | EventRecord():
+                pass
         yield place, record
 
 
-def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, dict[str, Any]]]:
+def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]:
     head, count = GENESIS, 0
     for number, record in read_log(path):
         place = f"{path.name}:{number}"
         if record is None:
             result.findings.append(Finding(place, "no whole record of a message log"))
             continue
-        unhashed = {key: value for key, value in record.items() if key != "hash"}
-        if record["previous"] != head or record["n"] != count:
+        if record.previous != head or record.n != count:
             result.findings.append(
                 Finding(place, "does not follow the record before it: lines were removed, inserted or moved")
             )
-        elif chain(head, unhashed) != record["hash"]:
+        elif not record.intact:
             result.findings.append(Finding(place, "was changed after it was written"))
-        head, count = record["hash"], record["n"] + 1
+        head, count = record.hash, record.n + 1
         result.records[path.stem] += 1
         yield place, record
 
 
-def _counters(process: str, place: str, record: dict[str, Any], result: Audit, found: _Logs) -> None:
+def _counters(process: str, place: str, record: LogRecord, result: Audit, found: _Logs) -> None:
     """Take a record of a process's log into account."""
     for name in _others(record):
         found.named.setdefault(name, place)
     found.course.take(process, place, record)
-    action = record["action"]
-    if action == "refused":
-        result.refused[process][record["reason"]] += 1
-    elif action == "sent":
-        result.frames[process] += record["bytes"]
-    elif action == "note" and record["text"] == INLINE:
-        found.inline.append((process, place))
-    found.exchanged = found.exchanged or shape(record) in ("message", "handshake")
-    if shape(record) == "handshake":
-        ends = (process, record["peer"]) if action == "sent" else (record["peer"], process)
-        count, _ = found.handshakes.get((action, record["kind"], *ends), (0, ""))
-        found.handshakes[action, record["kind"], *ends] = count + 1, place
-    if shape(record) == "message":
-        _tally_message(process, place, record, result, found)
+    match record:
+        case RefusedRecord():
+            result.refused[process][record.reason] += 1
+        case NoteRecord():
+            if record.text is NoteKind.INLINE:
+                found.inline.append((process, place))
+        case HandshakeRecord():
+            found.exchanged = True
+            if record.action == "sent":
+                result.frames[process] += record.bytes
+            ends = (process, record.peer) if record.action == "sent" else (record.peer, process)
+            count, _ = found.handshakes.get((record.action, record.kind, *ends), (0, ""))
+            found.handshakes[record.action, record.kind, *ends] = count + 1, place
+        case MessageRecord():
+            found.exchanged = True
+            if record.action == "sent":
+                result.frames[process] += record.bytes
+            _tally_message(process, place, record, result, found)
+        case EventRecord():
+            pass
 
 
-def _tally_message(process: str, place: str, record: dict[str, Any], result: Audit, found: _Logs) -> None:
+def _tally_message(process: str, place: str, record: MessageRecord, result: Audit, found: _Logs) -> None:
     """Take a message of a process's log into account."""
-    action = record["action"]
+    header = record.header
     result.messages.append((place, record))
-    if len(record["digests"]) != len(record["payloads"]):
-        what = f"{len(record['digests'])} digests of {len(record['payloads'])} payloads"
+    if len(record.digests) != len(record.payloads):
+        what = f"{len(record.digests)} digests of {len(record.payloads)} payloads"
         result.findings.append(Finding(place, what))
-    if COORDINATOR not in (record["sender"], record["receiver"]):
-        what = f"a message from {record['sender']} to {record['receiver']}: silos talk to the coordinator alone"
+    if COORDINATOR not in (header.sender, header.receiver):
+        what = f"a message from {header.sender} to {header.receiver}: silos talk to the coordinator alone"
         result.findings.append(Finding(place, what))
-    key = (record["sender"], record["receiver"], record["session"], record["counter"])
-    seen = found.sent if action == "sent" else found.received
+    key = record.frame
+    seen = found.sent if record.action == "sent" else found.received
     if key in seen:
-        result.findings.append(Finding(place, f"the same frame as {seen[key][0]} is logged as {action} again"))
+        result.findings.append(Finding(place, f"the same frame as {seen[key][0]} is logged as {record.action} again"))
     seen[key] = (place, record)
-    if action == "sent":
-        for kind, size in record["payloads"]:
+    if record.action == "sent":
+        for kind, size in record.payloads:
             result.left[process][kind] += size
-        if process != record["sender"]:
-            result.findings.append(Finding(place, f"{process} logged sending in the name of {record['sender']}"))
-    elif process != record["receiver"]:
-        result.findings.append(Finding(place, f"{process} logged receiving what was for {record['receiver']}"))
+        if process != header.sender:
+            result.findings.append(Finding(place, f"{process} logged sending in the name of {header.sender}"))
+    elif process != header.receiver:
+        result.findings.append(Finding(place, f"{process} logged receiving what was for {header.receiver}"))

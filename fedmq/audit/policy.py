@@ -22,6 +22,7 @@ from fedmq.config.loader import input_error, read_yaml
 from fedmq.config.parts import Name, Part
 from fedmq.errors import InputError
 from fedmq.text import printable
+from fedmq.wire.log_records import Frame, MessageRecord
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from fedmq.wire.payloads import PAYLOADS
 
@@ -207,15 +208,15 @@ def hold(audit: Audit, policy: Policy, file: Path) -> Held:
         policy: what may pass.
         file: where the policy stands, for the report.
     """
-    seen: dict[tuple[Any, ...], set[str]] = {}
+    seen: dict[Frame, set[str]] = {}
     sums: Counter[tuple[str, Way]] = Counter()
     breaches: list[Breach] = []
-    spoken: set[tuple[Any, ...]] = set()
+    spoken: set[Frame] = set()
     names = set(audit.records)
-    for place, record in sorted(audit.messages, key=lambda message: message[1]["action"] != "sent"):
-        names |= {record["sender"], record["receiver"]}
-        key = (record["sender"], record["receiver"], record["session"], record["counter"])
-        content = repr((record["kind"], record["payloads"], record["bytes"]))
+    for place, record in sorted(audit.messages, key=lambda message: message[1].action != "sent"):
+        names |= {record.header.sender, record.header.receiver}
+        key, kind = record.frame, record.header.kind
+        content = repr((kind, record.payloads, record.bytes))
         first, known = key not in seen, seen.setdefault(key, set())
         if content in known:
             continue
@@ -230,51 +231,51 @@ def hold(audit: Audit, policy: Policy, file: Path) -> Held:
             spoken.add(key)
             breaches += _broken(place, record, process, way, rule, places)
             before = sums[process, way]
-            sums[process, way] += record["bytes"] if first else 0
+            sums[process, way] += record.bytes if first else 0
             most = rule.bytes_in_all
             if most is not None and before <= most < sums[process, way]:
                 text = f"{places['bytes_in_all']} allows {most:,}, and this message goes beyond it"
-                breaches.append(Breach(place, process, way, record["kind"], None, sums[process, way], text))
+                breaches.append(Breach(place, process, way, kind, None, sums[process, way], text))
     unknown = tuple(sorted(set(policy.silos) - names))
     return Held(file, len(spoken), len(seen) - len(spoken), tuple(breaches), unknown)
 
 
-def _ends(record: dict[str, Any]) -> Iterator[tuple[str, Way]]:
+def _ends(record: MessageRecord) -> Iterator[tuple[str, Way]]:
     """The processes whose messages up or down a message is; the coordinator has none of its own."""
-    if record["sender"] != COORDINATOR:
-        yield record["sender"], "up"
-    if record["receiver"] != COORDINATOR:
-        yield record["receiver"], "down"
+    if record.header.sender != COORDINATOR:
+        yield record.header.sender, "up"
+    if record.header.receiver != COORDINATOR:
+        yield record.header.receiver, "down"
 
 
-def _stranger(place: str, record: dict[str, Any], peers: list[str]) -> Iterator[Breach]:
-    ends: tuple[tuple[str, Way], ...] = ((record["sender"], "up"), (record["receiver"], "down"))
+def _stranger(place: str, record: MessageRecord, peers: list[str]) -> Iterator[Breach]:
+    ends: tuple[tuple[str, Way], ...] = ((record.header.sender, "up"), (record.header.receiver, "down"))
     for process, way in ends:
         if process not in peers:
             text = f"peers allows {', '.join(peers) or 'nobody'}"
-            yield Breach(place, process, way, record["kind"], None, record["bytes"], text)
+            yield Breach(place, process, way, record.header.kind, None, record.bytes, text)
 
 
 def _broken(
-    place: str, record: dict[str, Any], process: str, way: Way, rule: Rule, places: dict[str, str]
+    place: str, record: MessageRecord, process: str, way: Way, rule: Rule, places: dict[str, str]
 ) -> Iterator[Breach]:
     """What a single message breaks of the rule of one of its ends."""
-    for kind, size in record["payloads"]:
+    for kind, size in record.payloads:
         if rule.kinds is not None and kind not in rule.kinds:
             text = f"{places['kinds']} allows {', '.join(rule.kinds) or 'nothing'}"
-            yield Breach(place, process, way, record["kind"], kind, size, text)
+            yield Breach(place, process, way, record.header.kind, kind, size, text)
         most = (rule.bytes_per_payload or {}).get(kind)
         if most is not None and size > most:
             text = f"{places['bytes_per_payload']}.{kind} allows {most:,}"
-            yield Breach(place, process, way, record["kind"], kind, size, text)
+            yield Breach(place, process, way, record.header.kind, kind, size, text)
     most, place_ = rule.bytes_per_message, places["bytes_per_message"]
     larger = rule.bytes_per_message_with or {}
-    if held := [kind for kind, _ in record["payloads"] if kind in larger]:
+    if held := [kind for kind, _ in record.payloads if kind in larger]:
         kind = max(held, key=lambda each: larger[each])
         most, place_ = larger[kind], f"{places['bytes_per_message_with']}.{kind}"
-    if most is not None and record["bytes"] > most:
+    if most is not None and record.bytes > most:
         text = f"{place_} allows {most:,}"
-        yield Breach(place, process, way, record["kind"], None, record["bytes"], text)
+        yield Breach(place, process, way, record.header.kind, None, record.bytes, text)
 
 
 def show(held: Held, console: Console) -> None:

@@ -22,11 +22,11 @@ from fedmq.runs.run_records import MetricsLine, PersonalLine, ReleaseConfig, Run
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.text import printable
-from fedmq.wire.log_records import read_log
+from fedmq.wire.log_records import EventKind, EventRecord, MessageRecord, NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind, Metrics, digest
 
 _EVENT = ("event", "silo", "sequence", "now", "version")
-_CONTENT = ("sender", "receiver", "base_version", "reply_to", "payloads", "digests")
+_CONTENT = ("sender", "receiver", "base_version", "reply_to")
 _KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
 #: Of a summary, what does not depend on how fast anybody was; and ``personal*``, where the same silos were measured.
 _FIGURES = ("seed", "rounds", "versions", "metrics", "per_silo", "per_silo_mean", "fairness", "public_items")
@@ -120,7 +120,7 @@ def read_record(folder: RunFolder) -> Record:
         lines={(line.kind, line.version): line for line in read_metrics(folder)},
         measured=frozenset(summary.personal_per_silo),
         made_with=summary.versions_of,
-        resumed=sum(record is not None and record.get("text") == "resumed" for _, record in read_log(own)),
+        resumed=sum(isinstance(each, NoteRecord) and each.text is NoteKind.RESUMED for _, each in read_log(own)),
     )
 
 
@@ -150,27 +150,30 @@ def _figures(summary: RunSummary) -> dict[str, object]:
 def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
     events: list[Mapping[str, Any]] = []
     for _, record in read_log(path):
-        if record is None or record.get("action") != "note":
-            continue
-        if record["text"] in ("started", "resumed"):
-            events = [event for event in events if event["version"] < (record.get("version") or 0)]
-        elif record["text"] == "event" and record["event"] != "deadline":
-            # Logs once told of deadlines of merges that were over; of the others the merges themselves tell.
-            events.append({name: record[name] for name in _EVENT})
+        match record:
+            case NoteRecord(text=NoteKind.STARTED | NoteKind.RESUMED):
+                events = [event for event in events if event["version"] < (record.version or 0)]
+            case EventRecord() if record.event is not EventKind.DEADLINE:
+                # Logs once told of deadlines of merges that were over; of the others the merges themselves tell.
+                events.append({name: getattr(record, name) for name in _EVENT})
+            case _:
+                pass
     return tuple(events)
 
 
 def _sent(path: Path) -> Iterator[tuple[Key, str]]:
     """Tasks and replies that a process sent, with what they held."""
     for _, record in read_log(path):
-        if record is None or record.get("action") != "sent" or record.get("kind") not in _KINDS:
+        if not isinstance(record, MessageRecord) or record.action != "sent" or record.header.kind not in _KINDS:
             continue
-        silo = record["receiver"] if record["kind"] == Kind.TASK else record["sender"]
-        content = json.dumps({name: record.get(name) for name in _CONTENT}, sort_keys=True)
-        if any(kind == Metrics.KIND for kind, _ in record.get("payloads") or ()):
-            yield (_MEASUREMENT, silo, record["base_version"]), content
+        header = record.header
+        silo = header.receiver if header.kind is Kind.TASK else header.sender
+        held = {"payloads": record.payloads, "digests": record.digests}
+        content = json.dumps({**{name: getattr(header, name) for name in _CONTENT}, **held}, sort_keys=True)
+        if any(kind == Metrics.KIND for kind, _ in record.payloads):
+            yield (_MEASUREMENT, silo, header.base_version), content
         else:
-            yield (record["kind"], silo, record["sequence"]), content
+            yield (header.kind, silo, header.sequence), content
 
 
 def first_difference(was: Record, now: Record) -> Difference | None:

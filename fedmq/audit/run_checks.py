@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pydantic import BaseModel
 
@@ -34,10 +34,11 @@ from fedmq.runs.run_records import (
 from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
-from fedmq.wire.log_records import shape
+from fedmq.wire.log_records import EventRecord, LogRecord, MessageRecord, NoteKind, NoteRecord, RefusedRecord
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind, Metrics, Model, digest
 
-_OF_ANY_RECORD = {"n", "process", "wall", "previous", "hash", "action", "text", "version"}
+#: How the coordinator's last note calls a run whose rounds are all done; its module may not be imported here.
+_DONE = "done"
 #: A finding's place, and what it says.
 Discrepancy = tuple[str, str]
 _Record = TypeVar("_Record", bound=BaseModel)
@@ -59,40 +60,47 @@ class Course:
     """
 
     runs: dict[tuple[str, str], str] = field(default_factory=dict)
-    released: tuple[str, Mapping[str, Any]] | None = None
+    released: tuple[str, NoteRecord] | None = None
     ended: str | None = None
     replies: set[tuple[str, int, int | None]] = field(default_factory=set)
-    evaluated: dict[int, tuple[str, Mapping[str, Any]]] = field(default_factory=dict)
+    evaluated: dict[int, tuple[str, MessageRecord]] = field(default_factory=dict)
     measured: dict[int, set[str]] = field(default_factory=dict)
     personal: dict[tuple[str, int], set[str]] = field(default_factory=dict)
     refused: set[str] = field(default_factory=set)
 
-    def take(self, process: str, place: str, record: Mapping[str, Any]) -> None:
+    def take(self, process: str, place: str, record: LogRecord) -> None:
         """Take a record of a process's log into account."""
-        message = shape(record) == "message"
-        if isinstance(run := record.get("run"), str) and (message or record["action"] == "note"):
-            self.runs.setdefault((process, run), place)
+        match record:
+            case MessageRecord():
+                self.runs.setdefault((process, record.header.run), place)
+            case NoteRecord() | EventRecord() if isinstance(run := record.facts.get("run"), str):
+                self.runs.setdefault((process, run), place)
         if process != COORDINATOR:
             return
-        if record["action"] == "refused":
-            if not record["bytes"]:  # a frame that could not be opened has some, and says nothing of what was in it
-                self.refused.add(record["peer"])
-        elif record["action"] == "note":
-            if record["text"] == "released":
+        match record:
+            case RefusedRecord():
+                if not record.bytes:  # a frame that could not be opened has some, and says nothing of what was in it
+                    self.refused.add(record.peer)
+            case NoteRecord(text=NoteKind.RELEASED):
                 self.released = place, record
-            elif record["text"] == "ended" and record.get("phase") == "done":
+            case NoteRecord(text=NoteKind.ENDED) if record.facts.get("phase") == _DONE:
                 self.ended = place
-        elif message and record["kind"] == Kind.EVALUATE and record["receiver"] == EVALUATOR:
-            self.evaluated[record["base_version"]] = place, record
-        elif message and record["kind"] == Kind.REPLY and record["action"] == "received":
-            if record["sender"] == EVALUATOR:
-                self.measured.setdefault(record["base_version"], set()).update(record["digests"])
-            elif any(kind == Metrics.KIND for kind, _ in record["payloads"]):
+            case MessageRecord():
+                self._take_message(place, record)
+
+    def _take_message(self, place: str, record: MessageRecord) -> None:
+        """Take a message of the coordinator's log into account."""
+        header = record.header
+        if header.kind is Kind.EVALUATE and header.receiver == EVALUATOR:
+            self.evaluated[header.base_version] = place, record
+        elif header.kind is Kind.REPLY and record.action == "received":
+            if header.sender == EVALUATOR:
+                self.measured.setdefault(header.base_version, set()).update(record.digests)
+            elif any(kind == Metrics.KIND for kind, _ in record.payloads):
                 # No reply to a task, and not to be taken for one when merged replies are counted.
-                own = self.personal.setdefault((record["sender"], record["base_version"]), set())
-                own.update(record["digests"])
+                self.personal.setdefault((header.sender, header.base_version), set()).update(record.digests)
             else:
-                self.replies.add((record["sender"], record["base_version"], record["reply_to"]))
+                self.replies.add((header.sender, header.base_version, header.reply_to))
 
 
 @dataclass
@@ -233,9 +241,10 @@ def _release(
 ) -> Iterator[Discrepancy]:
     """What was released is what the coordinator noted, and what the evaluator was sent."""
     assert course.released is not None  # noqa: S101 - the caller has seen to it
-    note = course.released[1]
-    more = {key: own for key, own in note.items() if key not in {*_OF_ANY_RECORD, "model_digest", "data_digest"}}
-    own = digests_by_name(note.get("model_digest", "nothing"), note.get("data_digest"), more)
+    note = course.released[1].facts
+    more = {kind: str(own) for kind, own in note.items() if kind not in ("model_digest", "data_digest")}
+    data = note.get("data_digest")
+    own = digests_by_name(str(note.get("model_digest", "nothing")), None if data is None else str(data), more)
     for path, told in ((folder.model / "config.json", config), (folder.summary, summary)):
         said = digests_of(told) if told is not None else own
         for what in sorted(said.keys() | own.keys()):
@@ -266,7 +275,7 @@ def _release(
         yield f"{COORDINATOR}.jsonl", f"the evaluator was never sent version {summary.versions}, which is released"
         return
     place, record = course.evaluated[summary.versions]
-    sent = dict(zip((kind for kind, _ in record["payloads"]), record["digests"], strict=False))
+    sent = dict(zip((kind for kind, _ in record.payloads), record.digests, strict=False))
     for kind in sorted(sent.keys() | digests.keys()):
         if sent.get(kind) != digests.get(kind):
             yield place, f"the evaluator was sent another {kind} than is released"

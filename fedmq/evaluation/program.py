@@ -28,6 +28,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import Channel
 from fedmq.wire.keys import load_accepted, load_identity
 from fedmq.wire.layout import agree, require_layout
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, ClassPrototypes, Error, Kind, Memory, Metrics, Model, Payload
 
@@ -376,8 +377,18 @@ def bank_of(payload: ClassPrototypes, model: TwoTower) -> Bank:
     return Bank(*parts)
 
 
-def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None] = lambda _: None) -> None:
+def run_evaluator(
+    arguments: EvaluatorArguments,
+    progress: Callable[[str], None] = lambda _: None,
+    *,
+    measured: Callable[[], None] = lambda: None,
+) -> None:
     """Run the evaluator until the coordinator says stop.
+
+    Args:
+        arguments: how it was started.
+        progress: told one line whenever something worth telling happens.
+        measured: called when a version has been measured.
 
     Raises:
         InputError: a key or the data is not as it must be.
@@ -389,7 +400,7 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
     told = {"at": 0.0}
     run = run_name(scenario)
     log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock)
-    log.note("started", run=run)
+    log.note(NoteKind.STARTED, run=run)
     link = Channel(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
     try:
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
@@ -417,5 +428,6 @@ def run_evaluator(arguments: EvaluatorArguments, progress: Callable[[str], None]
                 kind, (result,), sequence=header.sequence, reply_to=header.sequence, base_version=header.base_version
             )
             progress(f"{EVALUATOR}: version {header.base_version} measured")
+            measured()
     finally:
         link.close()

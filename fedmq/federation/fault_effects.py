@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any, assert_never
 
 import numpy as np
@@ -51,6 +52,20 @@ I64 = npt.NDArray[np.int64]
 Array = npt.NDArray[Any]
 
 
+class FailureReason(StrEnum):
+    """Why a task brings no usable reply; of a reply that was refused it is the wire's reason instead."""
+
+    # By a scripted fault.
+    DROPPED = "dropped"  # the reply was lost
+    UNREACHABLE = "unreachable"  # the network was split
+    AWAY = "away"  # the silo had left
+    # By the run itself.
+    WENT_OFF = "went off"  # the availability trace has the silo off
+    NOT_ELIGIBLE = "not eligible"  # a fault left the silo with data that the method has no use for
+    STAYED_AWAY = "stayed away"  # the silo's connection was lost for too long
+    ERROR = "error"  # the silo said that it failed
+
+
 @dataclass(frozen=True)
 class TaskOutcome:
     """How a task ends, decided when it is handed out.
@@ -66,7 +81,7 @@ class TaskOutcome:
     handed: float
     work: float
     due: float
-    fails: str | None = None
+    fails: FailureReason | None = None
     sent: bool = True
 
     def delayed(self, seconds: float) -> TaskOutcome:
@@ -86,7 +101,7 @@ def outcome_after(fault: Timed, outcome: TaskOutcome, phase: float) -> TaskOutco
         case Late(seconds=seconds) | Freeze(seconds=seconds) | Reorder(seconds=seconds) | Corrupt(seconds=seconds):
             return outcome.delayed(seconds)
         case Drop(again=None):
-            return replace(outcome, fails="dropped")
+            return replace(outcome, fails=FailureReason.DROPPED)
         case Drop(again=again):  # the task is done twice
             return outcome.delayed((again or 0.0) + outcome.work)
         case Crash(restart=restart):  # the task starts over after the restart
@@ -100,7 +115,7 @@ def outcome_after(fault: Timed, outcome: TaskOutcome, phase: float) -> TaskOutco
             if window is None:
                 return None
             if window[0] <= outcome.handed:
-                return replace(outcome, due=outcome.handed + fault.noticed, fails="unreachable", sent=False)
+                return replace(outcome, due=outcome.handed + fault.noticed, fails=FailureReason.UNREACHABLE, sent=False)
             return replace(outcome, due=max(outcome.due, window[1]))
         case _:
             assert_never(fault)
@@ -112,7 +127,7 @@ def _outcome_of_absence(fault: Leave, outcome: TaskOutcome, phase: float) -> Tas
     if window is None:
         return None
     if window[0] <= outcome.handed:
-        return replace(outcome, due=outcome.handed + fault.noticed, fails="away", sent=False)
+        return replace(outcome, due=outcome.handed + fault.noticed, fails=FailureReason.AWAY, sent=False)
     return replace(outcome, due=window[1] + outcome.work)
 
 

@@ -69,13 +69,12 @@ def _tell(line: Connection, item: object) -> None:
         os._exit(_ORPHANED)
 
 
-def _note_joining(told: str) -> None:
-    """Once a peer has joined, the coordinator tells it to stop; until then a SIGTERM of its starter ends it.
+def _ignore_sigterm() -> None:
+    """Leave it to the coordinator to stop this process, as it does once a silo has joined or the evaluator measured.
 
-    An evaluator does not say that it has joined; it says so when it has measured something.
+    Until then a SIGTERM of its starter ends it.
     """
-    if told.endswith((": joined", " measured")):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def _say(error: FedmqError) -> int:
@@ -113,7 +112,7 @@ def silo_process(arguments: SiloArguments) -> None:
     """A silo."""
     _settle_in()
     try:
-        run_silo(arguments, progress=_note_joining)
+        run_silo(arguments, joined=_ignore_sigterm)
     except FedmqError as error:
         sys.exit(_say(error))
 
@@ -122,7 +121,7 @@ def evaluator_process(arguments: EvaluatorArguments) -> None:
     """The evaluator."""
     _settle_in()
     try:
-        run_evaluator(arguments, progress=_note_joining)
+        run_evaluator(arguments, measured=_ignore_sigterm)
     except FedmqError as error:
         sys.exit(_say(error))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.federation.population import run_facts
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.message_log import INLINE
+from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR
 
 #: Of a coordinator's log; its first notes say how the run began.
@@ -51,10 +50,10 @@ def check(folder: RunFolder, before: Scenario, scenario: Scenario, place: str, *
 def _began_inline(path: Path) -> bool | None:
     """Whether a coordinator's log says at its start that no messages are exchanged; None where there is no log."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            return any(json.dumps(INLINE) in line for line in itertools.islice(file, _FIRST_LINES))
-    except OSError:
+        first = [record for _, record in itertools.islice(read_log(path), _FIRST_LINES)]
+    except InputError:
         return None
+    return any(isinstance(record, NoteRecord) and record.text is NoteKind.INLINE for record in first)
 
 
 def _flat(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:

@@ -19,6 +19,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import decode_header
 from fedmq.wire.handshake import Accepted, Initiated, complete, initiate
 from fedmq.wire.keys import Identity
+from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Error, Header, Kind, Message, Payload, Reason
 from fedmq.wire.sessions import Session, open_message, seal_message
@@ -161,17 +162,17 @@ class Channel:
 
     def _keep_alive(self, connection: Connection, now: float) -> None:
         if self._session is not None and now - self._heard > BEAT_SECONDS * _COORDINATOR_BEATS:
-            self._forget("the coordinator went silent")
+            self._forget(NoteKind.COORDINATOR_SILENT)
         elif self._session is not None and now - self._beat > BEAT_SECONDS * LOST_BEATS:
-            self._forget("this process stood still: to the coordinator it was lost")
+            self._forget(NoteKind.STOOD_STILL)
         elif self._session is not None and connection.established() > self._connections:
             # A new connection is a new peer to the coordinator: the session went with the old one.
-            self._forget("the connection was made anew")
+            self._forget(NoteKind.RECONNECTED)
         if self._session is None:
             if self._initiated is None or now - self._asked > _HELLO_SECONDS:
                 frames, self._initiated = initiate(self._identity, COORDINATOR, self._run, self._now())
                 self._asked, self._connections = now, max(1, connection.established())
-                self._log.handshake("sent", "hello", COORDINATOR, sum(map(len, frames)))
+                self._log.handshake("sent", Kind.HELLO, COORDINATOR, sum(map(len, frames)))
                 connection.send(frames)
                 self._tell_unanswered()
         elif now - self._beat >= BEAT_SECONDS:
@@ -209,9 +210,9 @@ class Channel:
                     break
             if self._stopped or self._session is not session:
                 return
-        self._forget("the queue to the coordinator is full")
+        self._forget(NoteKind.QUEUE_FULL)
 
-    def _forget(self, why: str) -> None:
+    def _forget(self, why: NoteKind) -> None:
         """Give the session up; the next turn shakes hands again, and an open task is handed out again."""
         self._log.note(why)
         self._session = self._initiated = None
@@ -233,7 +234,7 @@ class Channel:
         except RemoteWireError as error:
             self._log.refused(COORDINATOR, error.reason, error.detail, size)
             if error.reason == Reason.GAP:
-                self._forget("a message was lost on the way")
+                self._forget(NoteKind.MESSAGE_LOST)
             elif frames is not None and self._session is not None and self._session.received > proven:
                 self._unreadable(frames[0], error)
             return True
@@ -259,8 +260,8 @@ class Channel:
         # Taken first: whoever stands still from here on has not beaten since, and must notice.
         now = self._clock.stopwatch()
         ready, session = complete(self._initiated, self._accepted, frames, self._now())
-        self._log.handshake("received", "welcome", COORDINATOR, size)
-        self._log.handshake("sent", "ready", COORDINATOR, sum(memoryview(frame).nbytes for frame in ready))
+        self._log.handshake("received", Kind.WELCOME, COORDINATOR, size)
+        self._log.handshake("sent", Kind.READY, COORDINATOR, sum(memoryview(frame).nbytes for frame in ready))
         connection.send(ready)
         self._session, self._unanswered = session, 0
         self._heard = self._beat = now

@@ -8,20 +8,29 @@ import threading
 import time
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 from fedmq.clock import Clock
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import make_folder, writing
-from fedmq.wire.log_records import GENESIS, canonical, chain, record_of
-from fedmq.wire.messages import Header, Message, digest, tensor_bytes
+from fedmq.wire.log_records import (
+    GENESIS,
+    EventKind,
+    EventRecord,
+    Fact,
+    HandshakeRecord,
+    LogRecord,
+    MessageRecord,
+    NoteKind,
+    NoteRecord,
+    RefusedRecord,
+    record_of,
+    sealed,
+)
+from fedmq.wire.messages import Kind, Message, digest, tensor_bytes
 
 #: How long to wait for a process of the same name that is being ended [s].
 _LOCK_SECONDS = 5.0
-
-
-#: What the coordinator notes of a run without messages; an auditor must not take its silence for a clean record.
-INLINE = "silos run inside the coordinator: no messages are exchanged, none are logged"
 
 
 class MessageLog:
@@ -75,7 +84,7 @@ class MessageLog:
                     break
                 record = record_of(line)
                 if record is not None:  # What is none is not ours to mend: the audit will point at it.
-                    self._head, self._count = record["hash"], record["n"] + 1
+                    self._head, self._count = record.hash, record.n + 1
                 self._size += len(line)
         os.truncate(self.path, self._size)
 
@@ -84,17 +93,11 @@ class MessageLog:
         """Hash of the last record."""
         return self._head
 
-    def _append(self, record: dict[str, Any]) -> None:
+    def _append(self, kind: type[LogRecord], /, **values: object) -> None:
         with self._one:
-            record = {
-                "n": self._count,
-                "process": self.process,
-                "wall": self._clock.utc(),
-                **record,
-                "previous": self._head,
-            }
-            record["hash"] = head = chain(self._head, record)
-            line = canonical(record) + b"\n"
+            wall = self._clock.utc()
+            record = sealed(kind, n=self._count, process=self.process, wall=wall, previous=self._head, **values)
+            line = record.line
             with writing(self.path):
                 try:
                     rest = memoryview(line)
@@ -105,7 +108,7 @@ class MessageLog:
                     # Half a record would break the chain for all that follow.
                     self._file.truncate(self._size)
                     raise
-            self._head, self._count, self._size = head, self._count + 1, self._size + len(line)
+            self._head, self._count, self._size = record.hash, self._count + 1, self._size + len(line)
 
     def message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> None:
         """Record a message.
@@ -117,20 +120,19 @@ class MessageLog:
             size: bytes of all its frames.
         """
         self._append(
-            {
-                "action": action,
-                **_header(message.header),
-                "payloads": [[payload.KIND, tensor_bytes(payload)] for payload in message.payloads],
-                # At both ends: the tag binds the sealed bytes, which no log has, and nobody else could say what was in.
-                "digests": [digest(payload) for payload in message.payloads],
-                "bytes": size,
-                "tag": tag,
-            }
+            MessageRecord,
+            action=action,
+            header=message.header,
+            payloads=[(payload.KIND, tensor_bytes(payload)) for payload in message.payloads],
+            # At both ends: the tag binds the sealed bytes, which no log has, and nobody else could say what was in.
+            digests=[digest(payload) for payload in message.payloads],
+            bytes=size,
+            tag=tag,
         )
 
-    def handshake(self, action: Literal["sent", "received"], kind: str, peer: str, size: int) -> None:
-        """Record a hello or a welcome, which carry public keys only."""
-        self._append({"action": action, "kind": kind, "peer": peer, "bytes": size})
+    def handshake(self, action: Literal["sent", "received"], kind: Kind, peer: str, size: int) -> None:
+        """Record a hello, a welcome or a ready."""
+        self._append(HandshakeRecord, action=action, kind=kind, peer=peer, bytes=size)
 
     def refused(self, peer: str, reason: str, detail: str, size: int) -> None:
         """Record something that was not accepted.
@@ -141,11 +143,27 @@ class MessageLog:
             detail: one line.
             size: bytes of all its frames.
         """
-        self._append({"action": "refused", "peer": peer, "reason": reason, "detail": detail[:300], "bytes": size})
+        detail = _encodable(detail[:300])
+        self._append(RefusedRecord, action="refused", peer=peer, reason=reason, detail=detail, bytes=size)
 
-    def note(self, text: str, **facts: str | float) -> None:
+    def note(self, kind: NoteKind, /, **facts: Fact) -> None:
         """Record something that is no message: a start, a resume, a lost silo, a stop."""
-        self._append({"action": "note", "text": text, **facts})
+        said = {name: _encodable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+        self._append(NoteRecord, action="note", text=kind, **said)
+
+    def event(self, event: EventKind, *, silo: str, sequence: int, now: float, version: int, number: int) -> None:
+        """Record an event of the run; see :class:`EventRecord`."""
+        self._append(
+            EventRecord,
+            action="note",
+            text="event",
+            event=event,
+            silo=silo,
+            sequence=sequence,
+            now=now,
+            version=version,
+            number=number,
+        )
 
     def close(self) -> None:
         """Close the file; every record is already with the operating system."""
@@ -160,16 +178,6 @@ class MessageLog:
         self.close()
 
 
-def _header(header: Header) -> dict[str, Any]:
-    return {
-        "run": header.run,
-        "kind": header.kind.value,
-        "sender": header.sender,
-        "receiver": header.receiver,
-        "sequence": header.sequence,
-        "reply_to": header.reply_to,
-        "base_version": header.base_version,
-        "sent_at": header.sent_at,
-        "session": header.session.hex(),
-        "counter": header.counter,
-    }
+def _encodable(text: str) -> str:
+    """Text without lone surrogates, which paths with undecodable bytes have and UTF-8 does not."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

@@ -1,0 +1,186 @@
+"""The records of message logs: what is written is read back byte for byte, and so is what earlier releases wrote."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedmq.clock import VirtualClock
+from fedmq.wire.log_records import (
+    GENESIS,
+    HEADER,
+    EventKind,
+    EventRecord,
+    HandshakeRecord,
+    LogRecord,
+    MessageRecord,
+    NoteKind,
+    NoteRecord,
+    RefusedRecord,
+    canonical,
+    chain,
+    read_log,
+    record_of,
+)
+from fedmq.wire.message_log import MessageLog
+from fedmq.wire.messages import Header, Kind, Loss, Message, Reason, digest
+
+#: Written by the release before records had types: one of each kind, action, note and event.
+OLD = Path(__file__).parent / "logs" / "records.jsonl"
+
+
+def written(path: Path) -> list[LogRecord]:
+    """The records of a log that has one of each kind."""
+    header = Header(
+        run="run-0",
+        kind=Kind.REPLY,
+        sender="silo-00",
+        receiver="coordinator",
+        sequence=3,
+        sent_at=1.5,
+        reply_to=3,
+        base_version=2,
+        session=b"s" * 16,
+        counter=7,
+    )
+    with MessageLog(path, "coordinator", VirtualClock()) as log:
+        log.handshake("received", Kind.HELLO, "silo-00", 1400)
+        log.message("received", Message(header, (Loss(0.5),)), "ab" * 16, 900)
+        log.refused("silo-00", Reason.REPLAY, "message 7", 900)
+        log.note(NoteKind.FAULT, kind="crash", place=1, silo="silo-00", sequence=3, cause=4)
+        log.event(EventKind.ARRIVED, silo="silo-00", sequence=3, now=1.5, version=2, number=5)
+    found = [record for _, record in read_log(path)]
+    assert None not in found
+    return [record for record in found if record is not None]
+
+
+def test_each_kind_of_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
+    hello, message, refused, note, event = written(tmp_path / "log.jsonl")
+    assert isinstance(hello, HandshakeRecord) and (hello.kind, hello.peer, hello.bytes) == (Kind.HELLO, "silo-00", 1400)
+    assert isinstance(message, MessageRecord)
+    assert (message.action, message.header.kind, message.header.session) == ("received", Kind.REPLY, b"s" * 16)
+    assert (message.payloads, message.digests) == ([("loss", 0)], [digest(Loss(0.5))])
+    assert isinstance(refused, RefusedRecord) and refused.reason is Reason.REPLAY
+    assert isinstance(note, NoteRecord) and note.text is NoteKind.FAULT and note.cause == 4
+    assert note.facts == {"kind": "crash", "place": 1, "silo": "silo-00", "sequence": 3}
+    assert isinstance(event, EventRecord) and (event.event, event.now, event.number) == (EventKind.ARRIVED, 1.5, 5)
+
+
+def test_a_record_is_the_canonical_json_of_its_fields_beside_those_of_the_header(tmp_path: Path) -> None:
+    for record, line in zip(written(tmp_path / "log.jsonl"), (tmp_path / "log.jsonl").open("rb"), strict=True):
+        plain = json.loads(line)
+        assert line == canonical(plain) + b"\n" == record.line
+        assert record.hash == chain(record.previous, {name: each for name, each in plain.items() if name != "hash"})
+        assert record.intact
+        if isinstance(record, MessageRecord):
+            assert set(HEADER) < plain.keys() and "header" not in plain
+
+
+def test_a_record_holds_every_field_of_a_header_but_the_wires_version() -> None:
+    assert {field.name for field in fields(Header)} - set(HEADER) == {"wire_version"}
+
+
+def test_what_earlier_releases_wrote_is_read_whole_and_its_notes_are_known() -> None:
+    found = [record for _, record in read_log(OLD)]
+    assert {type(record) for record in found} == {
+        MessageRecord,
+        HandshakeRecord,
+        RefusedRecord,
+        NoteRecord,
+        EventRecord,
+    }
+    for record, line in zip(found, OLD.open("rb"), strict=True):
+        assert record is not None
+        assert (record.intact, record.line) == (True, line)
+        if isinstance(record, NoteRecord):
+            assert isinstance(record.text, NoteKind)
+            assert record.cause is None
+        if isinstance(record, EventRecord):
+            assert isinstance(record.event, EventKind)
+            assert record.number is None
+
+
+def line_of(**values: Any) -> bytes:
+    """A line that a log could have."""
+    plain = {"n": 0, "process": "silo-00", "wall": "2026-01-01T00:00:00.000+00:00", "previous": GENESIS, **values}
+    return canonical({**plain, "hash": chain(GENESIS, plain)}) + b"\n"
+
+
+def test_a_note_and_an_event_of_another_release_keep_their_text() -> None:
+    note = record_of(line_of(action="note", text="the moon is full", cause=3, silo=None))
+    assert isinstance(note, NoteRecord) and (note.text, note.facts) == ("the moon is full", {"silo": None})
+    event = record_of(line_of(action="note", text="event", event="eclipse", silo="", sequence=0, now=1, version=0))
+    assert isinstance(event, EventRecord) and (event.event, event.now) == ("eclipse", 1)
+
+
+MESSAGE = {
+    "action": "sent",
+    "run": "run-0",
+    "kind": "task",
+    "sender": "coordinator",
+    "receiver": "silo-00",
+    "sequence": 1,
+    "reply_to": None,
+    "base_version": 0,
+    "sent_at": 0,
+    "session": "ab" * 16,
+    "counter": 0,
+    "payloads": [["model", 4]],
+    "digests": ["ab" * 32],
+    "bytes": 10,
+    "tag": "ab" * 16,
+}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kind": "hello"},
+        {"kind": "nonsense"},
+        {"kind": "reply"},  # to no task
+        {"sequence": -1},
+        {"sequence": 1.0},
+        {"sequence": True},
+        {"session": ""},
+        {"session": "AB" * 16},
+        {"session": 7},
+        {"sender": "no name"},
+        {"sent_at": "0"},
+        {"payloads": [["model", 4, 4]]},
+        {"payloads": [["model", -4]]},
+        {"payloads": "model"},
+        {"digests": ["ab"]},
+        {"tag": "x"},
+        {"header": {}},
+        {"action": "lost"},
+    ],
+    ids=str,
+)
+def test_a_message_with_a_field_that_is_not_as_fedmq_writes_it_is_no_record(change: dict[str, Any]) -> None:
+    assert isinstance(record_of(line_of(**MESSAGE)), MessageRecord)
+    assert record_of(line_of(**{**MESSAGE, **change})) is None
+
+
+@pytest.mark.parametrize("name", [name for name in MESSAGE if name != "action"])
+def test_a_message_without_one_of_its_fields_is_no_record(name: str) -> None:
+    assert record_of(line_of(**{key: each for key, each in MESSAGE.items() if key != name})) is None
+
+
+@pytest.mark.parametrize(
+    "line", [b"", b"\n", b"[]\n", b"7\n", b'"note"\n', b"{}\n", b'{"action":"note"}\n', b"[" * 9999]
+)
+def test_what_is_no_object_of_a_record_is_none(line: bytes) -> None:
+    assert record_of(line) is None
+
+
+def test_text_that_no_utf8_has_can_be_noted_and_read_back(tmp_path: Path) -> None:
+    with MessageLog(tmp_path / "log.jsonl", "coordinator", VirtualClock()) as log:
+        log.note(NoteKind.CHECKPOINT_REFUSED, error="no such file: x\udce9")
+        log.refused("silo-00", Reason.MALFORMED, "x\udce9", 1)
+    note, refused = (record for _, record in read_log(tmp_path / "log.jsonl"))
+    assert isinstance(note, NoteRecord) and note.facts == {"error": r"no such file: x\udce9"}
+    assert isinstance(refused, RefusedRecord) and refused.detail == r"x\udce9"

@@ -16,7 +16,8 @@ from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.layout import Layout
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR
-from fedmq.wire.transports.zeromq import Listener, listen
+from fedmq.wire.transports.base import Listener
+from fedmq.wire.transports.registry import listen
 
 RUN = "bench"
 #: The size of RCSR's adapters and heads on CLIP: 12.12 MB of float32.

@@ -50,7 +50,7 @@ from fedmq.storage.run_folder import append_line
 from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Kind, Loss, Message
-from fedmq.wire.transports.zeromq import Listener
+from fedmq.wire.transports.base import Listener
 
 _POLL_SECONDS = 0.2
 #: Messages taken before events have their turn: who floods the socket must not hold the run up. Nobody counts as silent

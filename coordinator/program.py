@@ -50,7 +50,8 @@ from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.message_log import INLINE, MessageLog
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Loss, Payload, digest
-from fedmq.wire.transports.zeromq import Listener, listen
+from fedmq.wire.transports.base import Listener
+from fedmq.wire.transports.registry import listen
 
 #: Largest body accepted of a peer, whatever the method [bytes]; see :func:`largest_body` for what raises it.
 _LEAST_BODY = 1 << 26

@@ -16,7 +16,7 @@ from fedmq.wire.keys import Identity
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message, Reason
 from fedmq.wire.sessions import Session, open_message, seal_message
-from fedmq.wire.transports.zeromq import Listener
+from fedmq.wire.transports.base import Listener
 
 #: Handshakes begun and not finished that are remembered; a flood of hellos drops the oldest. As many answered hellos.
 _MAX_PENDING = 4096

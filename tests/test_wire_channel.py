@@ -18,7 +18,8 @@ from fedmq.wire.channel import BEAT_SECONDS, Channel
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Error, Kind, Message
-from fedmq.wire.transports.zeromq import QUEUE, Listener, listen
+from fedmq.wire.transports.base import QUEUE, Listener
+from fedmq.wire.transports.registry import listen
 from silos.program import SiloArguments, run_silo
 from tests.threaded_run import resolved
 

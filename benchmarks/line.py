@@ -9,7 +9,8 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from coordinator.roster import Ready, Roster
+from coordinator.peers import Ready
+from coordinator.roster import Roster
 from fedmq.clock import WallClock
 from fedmq.wire.channel import Channel
 from fedmq.wire.keys import init_keys, load_accepted, load_identity

@@ -137,7 +137,6 @@ def run(silos: int = 10, rounds: int = 20) -> Result:
                     Rounds(setting.plan),
                     {0: setting.protocol.initial(torch.zeros(PARAMETERS))},
                     clock,
-                    listener,
                     peers,
                     log,
                     Counters(),

@@ -6,77 +6,73 @@ import contextlib
 import itertools
 import queue
 from collections.abc import Sequence
+from typing import Any
 
 from fedmq.errors import InputError
 from fedmq.wire.codec import BytesLike, byte_view
 from fedmq.wire.transports.base import Connection, Listener, Transport, check_received, check_sendable
 from fedmq.wire.transports.registry import register
 
+#: A listener's by its URI, a connection's by its address.
+INBOXES: dict[str | bytes, queue.Queue[Any]] = {}
+NUMBERS = itertools.count(1)
+
+
+def take(inbox: queue.Queue[Any], timeout_s: float | None) -> Any:
+    with contextlib.suppress(queue.Empty):
+        return inbox.get(timeout_s != 0, timeout_s)
+    return None
+
+
+def put(inbox: queue.Queue[Any] | None, item: object, timeout_s: float | None = 0.0) -> bool:
+    with contextlib.suppress(queue.Full):
+        if inbox is not None:
+            inbox.put(item, timeout_s != 0, timeout_s)
+            return True
+    return False
+
 
 class QueueListener(Listener):
     def __init__(self, uri: str, max_frame: int, size: int) -> None:
-        self.uri, self.queue = uri, queue_at(uri, size)
+        self.uri, self.inbox = uri, INBOXES.setdefault(uri, queue.Queue(size))
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
-        with contextlib.suppress(queue.Empty):
-            peer, frames = self.queue.get(timeout_s != 0, timeout_s)
-            return peer, check_received(frames)
-        return None
+        got = take(self.inbox, timeout_s)
+        return None if got is None else (got[0], check_received(got[1]))
 
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
-        views = [byte_view(frame) for frame in check_sendable(frames)]
-        with contextlib.suppress(queue.Full, KeyError):
-            CONNECTED[peer].queue.put_nowait(views)
-            return True
-        return False
+        return put(INBOXES.get(peer), [byte_view(frame) for frame in check_sendable(frames)])
 
     def close(self) -> None:
-        QUEUES.pop(self.uri, None)
+        INBOXES.pop(self.uri, None)
 
 
 class QueueConnection(Connection):
     def __init__(self, uri: str, max_frame: int, size: int) -> None:
-        self.uri, self.size, self.peer = uri, size, b"%d" % next(NUMBERS)
-        self.queue: queue.Queue[list[memoryview] | None] = queue.Queue(size)
-        CONNECTED[self.peer] = self
+        self.uri, self.size, self.address = uri, size, b"%d" % next(NUMBERS)
+        self.inbox = INBOXES[self.address] = queue.Queue(size)
 
     def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:
-        with contextlib.suppress(queue.Empty):
-            frames = self.queue.get(timeout_s != 0, timeout_s)
-            return None if frames is None else check_received(frames)
-        return None
+        frames = take(self.inbox, timeout_s)
+        return None if frames is None else check_received(frames)
 
     def wake(self) -> None:
-        if self.queue.empty():  # else a receive returns at once anyway
-            self.queue.put(None)
+        if self.inbox.empty():  # else a receive returns at once anyway
+            put(self.inbox, None)
 
     def send(self, frames: Sequence[BytesLike], timeout_s: float | None = 0.0) -> bool:
         views = [byte_view(frame) for frame in check_sendable(frames)]
-        with contextlib.suppress(queue.Full):
-            queue_at(self.uri, self.size).put((self.peer, views), timeout_s != 0, timeout_s)
-            return True
-        return False
+        return put(INBOXES.setdefault(self.uri, queue.Queue(self.size)), (self.address, views), timeout_s)
 
     def established(self) -> int:
-        return 0
+        return 0  # within one process no connection breaks
 
     def close(self) -> None:
-        CONNECTED.pop(self.peer, None)
-
-
-Arrivals = queue.Queue[tuple[bytes, list[memoryview]]]
-QUEUES: dict[str, Arrivals] = {}
-CONNECTED: dict[bytes, QueueConnection] = {}
-NUMBERS = itertools.count(1)
-
-
-def queue_at(uri: str, size: int) -> Arrivals:
-    """The queue of a URI; whoever comes first makes it."""
-    return QUEUES.setdefault(uri, queue.Queue(size))
+        INBOXES.pop(self.address, None)
 
 
 def check(uri: str, place: str, listening: bool) -> None:
-    if uri == "queue://":
+    if not uri.removeprefix("queue://"):
         raise InputError(place, uri, "queue://NAME")
 
 

@@ -310,8 +310,9 @@ def test_an_own_frame_above_the_limit_is_our_own_fault(
         dial().send([b"head", bytes(11)])
 
 
-def test_a_connection_comes_back_by_itself_and_says_so() -> None:
-    listener = listen("tcp://127.0.0.1:*")
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
+def test_a_connection_comes_back_by_itself_and_says_so(scheme: str, tmp_path: Path) -> None:
+    listener = listen(URIS[scheme](tmp_path))
     uri = listener.uri
     connection = connect(uri)
     connection.send([b"head", b"1"])

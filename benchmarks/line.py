@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from coordinator.roster import Ready, Roster
+from coordinator.peers import Ready
+from coordinator.roster import Roster
 from fedmq.clock import WallClock
 from fedmq.wire.channel import Channel
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.layout import Layout
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR
-from fedmq.wire.transports.zeromq import Listener, listen
+from fedmq.wire.transports.base import Listener
+from fedmq.wire.transports.registry import listen
 
 RUN = "bench"
 #: The size of RCSR's adapters and heads on CLIP: 12.12 MB of float32.

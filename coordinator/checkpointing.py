@@ -8,8 +8,7 @@ from functools import partial
 from coordinator import checkpoint as checkpoints
 from coordinator.counters import Counters
 from coordinator.fault_injection import FaultInjector
-from coordinator.in_process_peers import InProcessPeers
-from coordinator.roster import Roster
+from coordinator.peers import Peers
 from coordinator.rounds import Rounds
 from coordinator.run_context import RunContext
 from fedmq.clock import Clock
@@ -46,7 +45,7 @@ class Checkpointing:
         clock: Clock,
         log: MessageLog,
         counters: Counters,
-        roster: Roster | InProcessPeers,
+        roster: Peers,
         fault_injector: FaultInjector,
         settled: Mapping[str, int],
     ) -> None:

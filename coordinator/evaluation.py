@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Mapping
 
-from coordinator.in_process_peers import InProcessPeers
-from coordinator.roster import Roster
+from coordinator.peers import Peers
 from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
@@ -81,9 +80,7 @@ class EvaluationRequests:
         personal: what they answered when they were asked last.
     """
 
-    def __init__(
-        self, run_context: RunContext, roster: Roster | InProcessPeers, log: MessageLog, evaluated: Iterable[int]
-    ) -> None:
+    def __init__(self, run_context: RunContext, roster: Peers, log: MessageLog, evaluated: Iterable[int]) -> None:
         self._run_context, self._roster, self._log = run_context, roster, log
         self._evaluated = set(evaluated)
         self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}

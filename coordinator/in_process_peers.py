@@ -11,9 +11,9 @@ import sys
 import traceback
 from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from coordinator.roster import Ready, Unusable
+from coordinator.peers import Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, RemoteWireError
 from fedmq.wire.fields import all_finite
@@ -25,7 +25,7 @@ Answer = Callable[[Message], tuple[Payload, ...]]
 
 
 class InProcessPeers:
-    """All peers of a run as functions; offers what the loop asks of a listener and of a roster.
+    """All peers of a run as functions.
 
     Args:
         answers: of each silo and of the evaluator, by name.
@@ -34,7 +34,8 @@ class InProcessPeers:
         clock: for stamps.
     """
 
-    uri = "inline"
+    uri: ClassVar[str] = "inline"
+    wired: ClassVar[bool] = False
 
     def __init__(self, answers: Mapping[str, Answer], run: str, log: MessageLog, clock: Clock) -> None:
         self._answers, self._run, self._log, self._clock = answers, run, log, clock
@@ -138,6 +139,3 @@ class InProcessPeers:
 
     def note_unlogged(self) -> None:
         """Nothing is left out."""
-
-    def close(self) -> None:
-        """Nothing to close."""

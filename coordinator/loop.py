@@ -36,9 +36,9 @@ from coordinator.events import (
 )
 from coordinator.failures import Failures, text_of
 from coordinator.fault_injection import FaultInjector
-from coordinator.in_process_peers import InProcessPeers
+from coordinator.peers import Peers, Ready, Unusable
 from coordinator.reply_validation import validate_reply
-from coordinator.roster import Ready, Returns, Roster, Unusable
+from coordinator.roster import Returns
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.timeline import Due, Entry, Timeline, event_of, note_event
@@ -52,7 +52,6 @@ from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
-from fedmq.wire.transports.zeromq import Listener
 
 _POLL_SECONDS = 0.2
 #: Messages taken before events have their turn: who floods the socket must not hold the run up. Nobody counts as silent
@@ -71,8 +70,7 @@ class Loop:
         rounds: the machine, new or from a checkpoint.
         states: the method's state by version: the present one and older ones still needed.
         clock: the run's clock.
-        listener: where peers connect.
-        roster: of peers.
+        roster: the run's peers.
         log: the message log.
         counters: of the run.
         trouble: the scenario's faults.
@@ -89,8 +87,7 @@ class Loop:
     rounds: Rounds
     states: dict[int, State]
     clock: Clock
-    listener: Listener | InProcessPeers
-    roster: Roster | InProcessPeers
+    roster: Peers
     log: MessageLog
     counters: Counters
     fault_injector: FaultInjector
@@ -236,7 +233,7 @@ class Loop:
         """Take what has arrived, so much that there is time for the rest, too; wait for it at most so long [s]."""
         for _ in range(_MESSAGES_AT_ONCE):
             try:
-                got = self.listener.receive(wait)
+                got = self.roster.receive(wait)
             except RemoteWireError as error:
                 self.roster.refuse("unknown", error, 0)
                 continue

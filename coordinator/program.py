@@ -23,6 +23,7 @@ from coordinator.fault_injection import FaultInjector, Order
 from coordinator.in_process_peers import Answer, InProcessPeers
 from coordinator.loop import Loop
 from coordinator.participation import cohort_size, trace_of
+from coordinator.peers import Peers
 from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
@@ -48,7 +49,7 @@ from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Loss, Payload, digest
-from fedmq.wire.transports.zeromq import Listener, listen
+from fedmq.wire.transports.registry import listen
 
 #: Largest body accepted of a peer, whatever the method [bytes]; see :func:`largest_body` for what raises it.
 _LEAST_BODY = 1 << 26
@@ -148,28 +149,27 @@ def run_coordinator(
         max_body, wire = largest_body(run_context), None
         if peers is None:
             # Before anything is written, so that an address that cannot be had leaves no folder behind. Frames up to
-            # twice the largest body are read, so as to be refused by name and logged; ZeroMQ hangs up on larger ones.
+            # twice the largest body are read, so as to be refused by name and logged; who sends larger ones is cut off.
             wire = closing.enter_context(contextlib.closing(listen(arguments.bind, max_frame=2 * max_body)))
         if not folder.scenario.exists():
             write_atomically(folder.scenario, lambda path: _write_text(path, scenario.dump()))
         log = closing.enter_context(contextlib.closing(MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)))
         log.note(NoteKind.RESUMED if saved else NoteKind.STARTED, run=run, version=saved.rounds.version if saved else 0)
-        listener: Listener | InProcessPeers
-        roster: Roster | InProcessPeers
+        roster: Peers
         if peers is not None:
             log.note(NoteKind.INLINE)
-            listener = roster = InProcessPeers(peers(population), run, log, clock)
+            roster = InProcessPeers(peers(population), run, log, clock)
         else:
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
-            listener, roster = wire, Roster(wire, identity, accepted, run, log, clock, max_body)
-        wired, handed = isinstance(roster, Roster), saved.handed if saved else {}
-        fault_injector = FaultInjector(run_context.script, folder, log, clock, order=order, wired=wired, handed=handed)
+            roster = Roster(wire, identity, accepted, run, log, clock, max_body)
+        handed = saved.handed if saved else {}
+        fault_injector = FaultInjector(
+            run_context.script, folder, log, clock, order=order, wired=roster.wired, handed=handed
+        )
         for silo in sorted(revoked):
             log.note(NoteKind.EXPELLED, peer=silo)
-        loop = _loop(
-            run_context, theta, saved, revoked, clock, listener, roster, log, fault_injector, status, stop_wanted
-        )
-        listening(listener.uri)
+        loop = _loop(run_context, theta, saved, revoked, clock, roster, log, fault_injector, status, stop_wanted)
+        listening(roster.uri)
         phase = loop.run()
         loop.saving.bring_up_to_now()
         summary = _finish(loop, population, clock, theta) if phase is Phase.DONE else None
@@ -267,8 +267,7 @@ def _loop(
     saved: checkpoints.Checkpoint | None,
     revoked: frozenset[str],
     clock: Clock,
-    listener: Listener | InProcessPeers,
-    roster: Roster | InProcessPeers,
+    roster: Peers,
     log: MessageLog,
     fault_injector: FaultInjector,
     status: Callable[[Status], None],
@@ -290,7 +289,6 @@ def _loop(
         rounds,
         states,
         clock,
-        listener,
         roster,
         log,
         counters,

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from coordinator.peers import Ready, Unusable
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import decode_header
@@ -17,7 +18,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message, Reason
 from fedmq.wire.sessions import Session, open_message, seal_message
-from fedmq.wire.transports.zeromq import Listener
+from fedmq.wire.transports.base import Listener
 
 #: Handshakes begun and not finished that are remembered; a flood of hellos drops the oldest. As many answered hellos.
 _MAX_PENDING = 4096
@@ -42,19 +43,6 @@ class Peer:
     address: bytes
     session: Session
     heard: float
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A peer finished its handshake, or came through again after messages of its were lost.
-
-    Args:
-        name: as its key is accepted under.
-        returned: it was here before; whatever was on its way to or from it may be lost.
-    """
-
-    name: str
-    returned: bool
 
 
 class Returns:
@@ -84,21 +72,8 @@ class Returns:
         return [name for name in sorted(self.waiting) if now - self._last[name] >= beat]
 
 
-@dataclass(frozen=True)
-class Unusable:
-    """A peer's message proved authentic, but it cannot be read; it was refused, counted and logged.
-
-    Args:
-        header: of the message.
-        reason: of the refusal.
-    """
-
-    header: Header
-    reason: str
-
-
 class Roster:
-    """All peers of a run.
+    """All peers of a run that are processes.
 
     Args:
         listener: where they connect.
@@ -132,6 +107,20 @@ class Roster:
         self.refused: Counter[str] = Counter()
         self.refusal = ""  # the last one
         self._second, self._this_second = -math.inf, 0
+
+    @property
+    def uri(self) -> str:
+        """Where peers connect."""
+        return self._listener.uri
+
+    @property
+    def wired(self) -> bool:
+        """Messages pass a transport."""
+        return True
+
+    def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
+        """The next message's sender and frames as the listener gives them, within ``timeout_s`` [s]."""
+        return self._listener.receive(timeout_s)
 
     def online(self, name: str) -> bool:
         """Whether a peer has a session."""

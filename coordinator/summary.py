@@ -11,7 +11,6 @@ import fedmq
 import protocols
 from coordinator.counters import Counters
 from coordinator.evaluation import personal_figures
-from coordinator.in_process_peers import InProcessPeers
 from coordinator.loop import Loop
 from fedmq.clock import Clock
 from fedmq.encoders.gpu import kind_of
@@ -99,7 +98,7 @@ def _messages(loop: Loop) -> MessageCounts:
         sent=counters.sent,
         received=counters.received,
         refused=counters.refused.total(),
-        logged=not isinstance(loop.listener, InProcessPeers),
+        logged=loop.roster.wired,
     )
 
 

@@ -37,8 +37,8 @@ from fedmq.wire.log_records import MessageRecord, NoteRecord, RefusedRecord, rea
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import DiscriminatorDelta, Error, Header, Kind, Loss, Message, Metrics, Model
 from fedmq.wire.sessions import Session, open_message, seal_message
-from fedmq.wire.transports import zeromq
-from fedmq.wire.transports.zeromq import listen
+from fedmq.wire.transports.base import Connection
+from fedmq.wire.transports.registry import connect, listen
 from silos.program import Silo
 from tests import in_process_run, threaded_run
 from tests.small_federation import World, population
@@ -279,8 +279,8 @@ def test_a_model_of_another_layout_is_refused_by_silo_and_evaluator(tiny: Path, 
 
 
 # ----------------------------------------------------------------------------------------------------- whole runs
-def joined(uri: str, keys: Path, name: str, scenario: Scenario) -> tuple[zeromq.Connection, Session]:
-    connection = zeromq.connect(uri)
+def joined(uri: str, keys: Path, name: str, scenario: Scenario) -> tuple[Connection, Session]:
+    connection = connect(uri)
     frames, begun = initiate(load_identity(keys, name), "coordinator", run_name(scenario), 0.0)
     connection.send(frames)
     welcome = connection.receive(30)

@@ -32,7 +32,8 @@ from fedmq.wire.keys import init_keys, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.messages import Delta, Header, Kind, Message, Metrics, Payload
 from fedmq.wire.sessions import seal_message
-from fedmq.wire.transports import zeromq
+from fedmq.wire.transports import _zeromq
+from fedmq.wire.transports.registry import connect
 from silos.program import SiloArguments, run_silo
 from tests import in_process_run
 from tests.threaded_run import joined, resolved, run
@@ -212,7 +213,7 @@ def stranger(scenario: Scenario, tried: list[str]) -> Callable[[str, Path], None
     def knock(uri: str, keys: Path) -> None:
         own = keys.parent / "strange-keys"
         init_keys(own, ("silo-00",))
-        connection = zeromq.connect(uri)
+        connection = connect(uri)
         hello, _ = initiate(load_identity(own, "silo-00"), "coordinator", run_name(scenario), 0.0)
         connection.send(hello)
         tried.append("sent")
@@ -236,7 +237,7 @@ def hostile(scenario: Scenario, done: list[str]) -> Callable[[str, Path], None]:
     """A peer with the evaluator's place in nobody's list sends noise of every sort."""
 
     def attack(uri: str, keys: Path) -> None:
-        connection = zeromq.connect(uri)
+        connection = connect(uri)
         noise = np.random.default_rng(0)
         for size in (1, 10, 300):
             connection.send((noise.bytes(size), noise.bytes(size)))
@@ -314,13 +315,13 @@ def test_a_capture_of_all_frames_holds_no_tensor_and_no_name_of_what_is_inside(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured: list[bytes] = []
-    real = zeromq._send
+    real = _zeromq.put
 
-    def tap(socket: object, frames: list[bytes], flags: int) -> bool:
+    def tap(socket: object, frames: list[bytes]) -> bool:
         captured.extend(bytes(frame) for frame in frames)
-        return real(socket, frames, flags)  # type: ignore[arg-type]
+        return real(socket, frames)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(zeromq, "_send", tap)
+    monkeypatch.setattr(_zeromq, "put", tap)
     run(resolved(tiny, "rounds=2"), tmp_path)
     wire = b"".join(captured)
     assert len(wire) > 100_000

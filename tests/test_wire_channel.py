@@ -27,7 +27,8 @@ from fedmq.wire.log_records import (
 )
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Error, Kind, Message
-from fedmq.wire.transports.zeromq import QUEUE, Listener, listen
+from fedmq.wire.transports.base import QUEUE, Listener
+from fedmq.wire.transports.registry import listen
 from silos.program import SiloArguments, run_silo
 from tests.threaded_run import resolved
 

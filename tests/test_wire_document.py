@@ -11,7 +11,7 @@ from coordinator import program
 from fedmq.wire import channel, codec, fields, handshake, layout, messages, payloads, sessions
 from fedmq.wire.fields import Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
 from fedmq.wire.messages import CARRIES, PAYLOADS, WIRE_VERSION, Kind, Reason
-from fedmq.wire.transports import zeromq
+from fedmq.wire.transports import base
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "reference" / "wire.md").read_text(encoding="utf-8")
 
@@ -108,7 +108,7 @@ def test_every_reason_is_described_and_no_other() -> None:
 
 def test_every_reason_the_code_gives_is_in_the_enumeration() -> None:
     given = set()
-    for module in (codec, sessions, fields, handshake, layout, messages, payloads, zeromq):
+    for module in (codec, sessions, fields, handshake, layout, messages, payloads, base):
         text = Path(str(module.__file__)).read_text(encoding="utf-8")
         given |= {name.lower() for name in re.findall(r"Reason\.([A-Z_]+)", text)}
         given |= set(re.findall(r'RemoteWireError\(\s*"([a-z_]+)"', text))
@@ -153,7 +153,7 @@ def test_names_patterns_and_limits_are_described() -> None:
     assert f"sent every {beat:.0f} s by silos" in told
     assert f"silent for {lost * beat:.0f} s counts as lost" in told
     assert f"silent for {patience * beat:.0f} s its peers disconnect" in told
-    assert zeromq.MAX_FRAME == codec.MAX_BODY + sessions.TAG_BYTES
+    assert base.MAX_FRAME == codec.MAX_BODY + sessions.TAG_BYTES
     assert f"at most {messages.MAX_PAYLOADS} `[kind, fields]`" in section("The body")
     assert f"multiple of {codec.ALIGNMENT}" in section("The body")
     assert f"1 to {layout.MAX_ENTRIES} entries" in section("layout", 3)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import subprocess
+import sys
+from typing import Annotated, Any
 
 import numpy as np
 import pytest
 
 from fedmq.errors import InputError, LocalWireError, RemoteWireError
-from fedmq.wire.fields import FieldError, all_finite
+from fedmq.wire.fields import FieldError, Real, all_finite
 from fedmq.wire.layout import Layout, LayoutEntry, agree, require_layout
 from fedmq.wire.messages import (
     CARRIES,
@@ -36,6 +38,7 @@ from fedmq.wire.messages import (
     tensor_bytes,
     tensors,
 )
+from fedmq.wire.payloads import Payload, payload
 
 DIGEST = "0" * 64
 LAYOUT = Layout.of([("a.weight", (2, 3), "float32"), ("a.bias", (2,), "float32"), ("scale", (), "float32")])
@@ -67,6 +70,58 @@ def test_the_payload_kinds_are_the_sixteen_of_the_design() -> None:
 def test_every_payload_declares_exactly_its_fields() -> None:
     for cls in PAYLOADS.values():
         assert list(cls.FIELDS) == [field.name for field in dataclasses.fields(cls)]
+
+
+NEW_PAYLOAD = """
+from dataclasses import dataclass
+from typing import Annotated
+from fedmq.wire.fields import FieldError, Real
+from fedmq.wire.payloads import PAYLOADS, Payload, payload
+
+@payload("temperature")
+@dataclass(frozen=True, eq=False)
+class Temperature(Payload):
+    value: Annotated[float, Real(0.0, 1.0)]
+
+from fedmq.audit.policy import Rule
+from fedmq.wire.codec import decode, encode_body, encode_header
+from fedmq.wire.messages import Header, Kind, Message
+
+assert PAYLOADS["temperature"] is Temperature
+header = Header(run="r", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, reply_to=1, sent_at=0.0)
+body = b"".join(encode_body(Message(header, (Temperature(0.5),))))
+(got,) = decode(encode_header(header), body).payloads
+assert type(got) is Temperature and got.value == 0.5
+assert Rule(kinds=["temperature"]).kinds == ["temperature"]
+try:
+    Temperature(2.0)
+except FieldError as error:
+    print(error)
+"""
+
+
+def test_a_payload_is_declared_in_one_place() -> None:
+    done = subprocess.run([sys.executable, "-c", NEW_PAYLOAD], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("temperature.value: 2.0")
+
+
+def test_a_payload_is_declared_once_and_says_what_each_field_holds() -> None:
+    with pytest.raises(TypeError, match=r"Again: the payload loss is declared by Loss"):
+
+        @payload("loss")
+        @dataclasses.dataclass(frozen=True, eq=False)
+        class Again(Payload):
+            value: Annotated[float, Real()]
+
+    with pytest.raises(TypeError, match=r"Bare\.value: not Annotated with one of Tensor, Whole"):
+
+        @payload("bare")
+        @dataclasses.dataclass(frozen=True, eq=False)
+        class Bare(Payload):
+            value: float
+
+    assert "bare" not in PAYLOADS
 
 
 def test_every_message_kind_says_what_it_carries() -> None:

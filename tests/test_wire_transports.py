@@ -1,36 +1,48 @@
-"""One conformance test for every transport, and what each scheme refuses."""
+"""One conformance test for every transport registered, and what each scheme of this project refuses."""
 
 from __future__ import annotations
 
+import importlib
 import multiprocessing
+import pkgutil
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import numpy as np
 import pytest
+import zmq
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from fedmq.errors import InputError, LocalWireError, RemoteWireError
+from fedmq.wire import transports
 from fedmq.wire.handshake import complete, confirm, initiate, respond
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import Delta, Header, Kind, Message
 from fedmq.wire.sessions import open_message, seal_message
-from fedmq.wire.transports import zeromq
-from fedmq.wire.transports.zeromq import Connection, Listener, connect, listen
+from fedmq.wire.transports import base, memory, registry
+from fedmq.wire.transports.base import Connection, Listener
+from fedmq.wire.transports.registry import check_uri, connect, listen, register, schemes
+from tests import queue_transport
 
-SCHEMES = ("tcp", "ipc", "memory")
 SOON = 5.0
+#: A URI of each scheme where one can listen, by a folder of the test's own.
+URIS: dict[str, Callable[[Path], str]] = {
+    "tcp": lambda _: "tcp://127.0.0.1:*",
+    "ipc": lambda folder: f"ipc://{folder}/socket",
+    "memory": lambda folder: f"memory://{folder.name}-{time.monotonic_ns()}",
+    "queue": lambda folder: f"queue://{folder}",
+}
+#: Schemes over ZeroMQ between processes, where a peer may be any program.
+BETWEEN_PROCESSES = ("tcp", "ipc")
 
 
-@pytest.fixture(params=SCHEMES)
+@pytest.fixture(params=schemes())
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    return {
-        "tcp": "tcp://127.0.0.1:*",
-        "ipc": f"ipc://{tmp_path}/socket",
-        "memory": f"memory://{tmp_path.name}-{time.monotonic_ns()}",
-    }[request.param]
+    return URIS[request.param](tmp_path)
 
 
 @pytest.fixture
@@ -148,21 +160,44 @@ def test_waiting_ends(listener: Listener, dial: Callable[[], Connection]) -> Non
     assert 0.09 < time.monotonic() - start < SOON
 
 
-def test_a_message_of_the_wrong_number_of_frames_is_refused_and_the_next_is_read(
-    listener: Listener, dial: Callable[[], Connection]
-) -> None:
-    connection = dial()
+def raw_socket(kind: int, uri: str) -> zmq.Socket[bytes]:
+    """A socket that keeps no rule of ours; unbound and unconnected."""
+    context = memory.endpoint(uri).context if uri.startswith("memory:") else zmq.Context.instance()
+    return context.socket(kind)
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc", "memory"])
+def test_a_message_of_the_wrong_number_of_frames_is_refused_and_the_next_is_read(scheme: str, tmp_path: Path) -> None:
+    uri = URIS[scheme](tmp_path)
+    listener = listen(uri)
+    raw = raw_socket(zmq.DEALER, uri)
+    raw.connect(memory.endpoint(uri).name if scheme == "memory" else listener.uri)
     for frames in ([b"one"], [b"one", b"two", b"three"], [b"one"] * 50):
-        connection.socket.send_multipart(frames)
+        raw.send_multipart(frames)
         with pytest.raises(RemoteWireError) as caught:
             listener.receive(SOON)
         assert caught.value.reason == "malformed"
-    connection.send([b"head", b"body"])
-    got = listener.receive(SOON)
-    assert got is not None
-    listener.socket.send_multipart([got[0], b"one"])
+    raw.send_multipart([b"head", b"body"])
+    assert listener.receive(SOON) is not None
+    raw.close()
+    listener.close()
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "ipc", "memory"])
+def test_a_listeners_message_of_the_wrong_number_of_frames_is_refused_too(scheme: str, tmp_path: Path) -> None:
+    uri = URIS[scheme](tmp_path)
+    raw = raw_socket(zmq.ROUTER, uri)
+    raw.bind(memory.endpoint(uri).name if scheme == "memory" else uri)
+    connection = connect(uri if scheme == "memory" else raw.getsockopt_string(zmq.LAST_ENDPOINT))
+    assert connection.send([b"head", b"body"], SOON)
+    peer, *_ = raw.recv_multipart()
+    raw.send_multipart([peer, b"one"])
     with pytest.raises(RemoteWireError):
         connection.receive(SOON)
+    raw.send_multipart([peer, b"head", b"body"])
+    assert connection.receive(SOON) is not None
+    connection.close()
+    raw.close()
 
 
 def test_we_send_two_frames_and_no_other_number(listener: Listener, dial: Callable[[], Connection]) -> None:
@@ -172,6 +207,37 @@ def test_we_send_two_frames_and_no_other_number(listener: Listener, dial: Callab
             connection.send(frames)
         with pytest.raises(LocalWireError):
             listener.send(b"peer", frames)
+
+
+def test_whoever_waits_is_woken_from_another_thread(dial: Callable[[], Connection]) -> None:
+    connection = dial()
+    timer = threading.Timer(0.1, connection.wake)
+    timer.start()
+    start = time.monotonic()
+    assert connection.receive(4 * SOON) is None
+    assert 0.05 < time.monotonic() - start < SOON
+    timer.join()
+
+
+def test_who_was_woken_while_nobody_waited_does_not_wait(listener: Listener, dial: Callable[[], Connection]) -> None:
+    connection = dial()
+    for _ in range(100_000):  # more than any buffer of wakes holds
+        connection.wake()
+    start = time.monotonic()
+    assert connection.receive(4 * SOON) is None
+    assert time.monotonic() - start < SOON
+    connection.send([b"head", b"body"])
+    peer, _ = received(listener)
+    assert listener.send(peer, [b"head", b"body"])
+    deadline = time.monotonic() + SOON
+    while connection.receive(SOON) is None:
+        assert time.monotonic() < deadline
+
+
+def test_waking_who_closed_does_nothing(dial: Callable[[], Connection]) -> None:
+    connection = dial()
+    connection.close()
+    connection.wake()
 
 
 def test_sending_to_a_peer_that_never_was_is_noticed(listener: Listener) -> None:
@@ -197,8 +263,9 @@ def test_closing_twice_is_allowed(uri: str) -> None:
         each.close()
 
 
-def test_a_connection_may_come_before_its_listener(tmp_path: Path) -> None:
-    uri = f"ipc://{tmp_path}/later"
+@pytest.mark.parametrize("scheme", [scheme for scheme in schemes() if scheme != "tcp"])  # whose port is not known yet
+def test_a_connection_may_come_before_its_listener(scheme: str, tmp_path: Path) -> None:
+    uri = URIS[scheme](tmp_path)
     connection = connect(uri)
     connection.send([b"head", b"body"])
     listener = listen(uri)
@@ -223,9 +290,9 @@ def test_a_full_queue_is_noticed_and_does_not_grow(uri: str) -> None:
     listener.close()
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 def test_an_oversized_frame_never_arrives_and_others_do(scheme: str, tmp_path: Path) -> None:
-    listener = listen({"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{tmp_path}/socket"}[scheme], max_frame=10_000)
+    listener = listen(URIS[scheme](tmp_path), max_frame=10_000)
     bad, good = connect(listener.uri), connect(listener.uri)
     bad.send([b"head", bytes(10_001)])
     assert listener.receive(0.2) is None
@@ -238,13 +305,14 @@ def test_an_oversized_frame_never_arrives_and_others_do(scheme: str, tmp_path: P
 def test_an_own_frame_above_the_limit_is_our_own_fault(
     listener: Listener, dial: Callable[[], Connection], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(zeromq, "MAX_FRAME", 10)
+    monkeypatch.setattr(base, "MAX_FRAME", 10)
     with pytest.raises(LocalWireError):
         dial().send([b"head", bytes(11)])
 
 
-def test_a_connection_comes_back_by_itself_and_says_so() -> None:
-    listener = listen("tcp://127.0.0.1:*")
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
+def test_a_connection_comes_back_by_itself_and_says_so(scheme: str, tmp_path: Path) -> None:
+    listener = listen(URIS[scheme](tmp_path))
     uri = listener.uri
     connection = connect(uri)
     connection.send([b"head", b"1"])
@@ -288,9 +356,9 @@ def _child(uri: str) -> None:
     raise SystemExit(0 if got is not None and bytes(got[1]) == b"to the child" else 1)
 
 
-@pytest.mark.parametrize("scheme", ["tcp", "ipc"])
+@pytest.mark.parametrize("scheme", BETWEEN_PROCESSES)
 def test_another_process_connects(scheme: str, tmp_path: Path) -> None:
-    listener = listen({"tcp": "tcp://127.0.0.1:*", "ipc": f"ipc://{tmp_path}/socket"}[scheme])
+    listener = listen(URIS[scheme](tmp_path))
     process = multiprocessing.get_context("forkserver").Process(target=_child, args=(listener.uri,))
     process.start()
     got = listener.receive(20)
@@ -371,5 +439,71 @@ def test_an_ipv6_address_is_taken() -> None:
     listener.close()
 
 
-def test_importing_the_module_makes_no_context() -> None:
-    assert not any(name for name, value in vars(zeromq).items() if type(value).__name__ in ("Context", "Socket"))
+def test_importing_the_modules_makes_no_context() -> None:
+    for module in pkgutil.iter_modules(transports.__path__, f"{transports.__name__}."):
+        made = vars(importlib.import_module(module.name)).values()
+        assert not any(isinstance(value, zmq.Context | zmq.Socket) for value in made)
+
+
+def test_no_other_module_knows_zeromq() -> None:
+    root = Path(__file__).parent.parent
+    outside = {
+        str(path.relative_to(root))
+        for package in ("fedmq", "protocols", "silos", "coordinator", "benchmarks")
+        for path in (root / package).rglob("*.py")
+        if "import zmq" in (text := path.read_text(encoding="utf-8")) or "from zmq" in text
+    }
+    assert outside == {f"fedmq/wire/transports/{name}.py" for name in ("_zeromq", "memory")}
+
+
+@pytest.mark.parametrize(("scheme", "said"), [("tcp", "taken"), ("queue", "taken"), ("Two words", "no URI scheme")])
+def test_a_scheme_is_registered_once_and_is_a_scheme(scheme: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        register(scheme, memory.TRANSPORT)
+
+
+@pytest.fixture
+def offered(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], None]:
+    """Have an installed package offer a scheme, until the test is over."""
+
+    def offer(scheme: str, value: str) -> None:
+        point = EntryPoint(scheme, value, registry.GROUP)
+        monkeypatch.setattr(registry, "entry_points", lambda group: (point,) if group == registry.GROUP else ())
+
+    monkeypatch.setattr(registry, "_TRANSPORTS", dict(registry._TRANSPORTS))
+    return offer
+
+
+def test_an_installed_package_offers_a_scheme(offered: Callable[[str, str], None]) -> None:
+    offered("ours", f"{queue_transport.__name__}:TRANSPORT")
+    with pytest.raises(InputError, match=r"memory://NAME.* or ours://\.\.\."):
+        check_uri("theirs://x", "--bind")
+    assert "ours" not in schemes()
+    listener = listen("ours://x")
+    assert "ours" in schemes()
+    assert isinstance(listener, queue_transport.QueueListener)
+    listener.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "found"),
+    [
+        ("no.such.module:TRANSPORT", "no.such.module:TRANSPORT: ModuleNotFoundError"),
+        ("fedmq.clock:WallClock", "fedmq.clock:WallClock: a type"),
+    ],
+)
+def test_what_a_package_offers_must_be_a_transport(value: str, found: str, offered: Callable[[str, str], None]) -> None:
+    offered("ours", value)
+    with pytest.raises(InputError, match=f"--bind: entry point ours of fedmq.transports: found ['\"]{found}"):
+        check_uri("ours://x", "--bind", listening=True)
+
+
+def test_a_transport_that_lacks_a_method_cannot_be_made() -> None:
+    class Half(Connection):
+        uri = "half://x"
+
+        def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:
+            return None
+
+    with pytest.raises(TypeError, match="wake"):
+        Half()  # type: ignore[abstract]

@@ -20,8 +20,8 @@ from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.messages import Header, Kind
 from fedmq.wire.sessions import Session
-from fedmq.wire.transports import zeromq
-from fedmq.wire.transports.zeromq import Connection
+from fedmq.wire.transports.base import Connection
+from fedmq.wire.transports.registry import connect
 from silos.program import SiloArguments, run_silo
 
 _NUMBERS = itertools.count()
@@ -50,7 +50,7 @@ def watched(over: threading.Event, function: Callable[..., Any], *arguments: obj
 
 def joined(scenario: Scenario, uri: str, keys: Path) -> tuple[Connection, Session, Header]:
     """A silo-00 written by hand: its connection, its session and the header of its heartbeats."""
-    connection, name = zeromq.connect(uri), run_name(scenario)
+    connection, name = connect(uri), run_name(scenario)
     hello, initiated = initiate(load_identity(keys, "silo-00"), "coordinator", name, 0.0)
     connection.send(hello)
     frames = connection.receive(20.0)
@@ -69,9 +69,10 @@ def run(
     stop_wanted: Callable[[], bool] = lambda: False,
     silos: Iterable[str] | None = None,
     others: Iterable[Callable[[str, Path], None]] = (),
+    scheme: str = "memory",
 ) -> CoordinatorResult:
     """Run a scenario to its end; ``others`` are started as threads with the URI and the keys' folder."""
-    uri = f"memory://run-{next(_NUMBERS)}"
+    uri = f"{scheme}://run-{next(_NUMBERS)}"
     keys = out / "keys"
     if not keys.exists():
         init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))

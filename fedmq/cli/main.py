@@ -314,7 +314,7 @@ def coordinator_command(
     from fedmq.federation.population import build_population  # noqa: PLC0415
     from fedmq.runs import resume_check as resuming  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder, open_run  # noqa: PLC0415
-    from fedmq.wire.transports.zeromq import check_uri  # noqa: PLC0415
+    from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
 
     check_uri(bind, "--bind", listening=True)
     scenario = _scenario_of(file, settings, seed, by_hand=True)
@@ -366,7 +366,7 @@ def silo_command(
     Example: [bold]fedmq silo scenarios/smoke.yaml --name silo-00 --keys keys --device cuda:1[/bold]
     """
     starting()
-    from fedmq.wire.transports.zeromq import check_uri  # noqa: PLC0415
+    from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
     from silos.program import SiloArguments, run_silo  # noqa: PLC0415
 
     check_uri(connect, "--connect")
@@ -395,7 +395,7 @@ def evaluator_command(
     """
     starting()
     from fedmq.evaluation.program import EvaluatorArguments, run_evaluator  # noqa: PLC0415
-    from fedmq.wire.transports.zeromq import check_uri  # noqa: PLC0415
+    from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
 
     check_uri(connect, "--connect")
     scenario = _scenario_of(file, settings, seed, by_hand=True)

@@ -22,7 +22,6 @@ _MODULES = (
     "msgpack",
     "safetensors.torch",
     "torch",
-    "zmq",
     "coordinator.program",
     "fedmq.evaluation.program",
     "protocols",

@@ -1,18 +1,15 @@
 """A silo's or the evaluator's line to the coordinator, on a thread of its own.
 
 The thread shakes hands, opens and seals, sends heartbeats, and shakes hands again when the coordinator went silent,
-whatever the training thread is doing. The socket is made in the thread and never leaves it.
+whatever the training thread is doing. The connection is made in the thread and never leaves it.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable
 from dataclasses import replace
-
-import zmq
 
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError
@@ -23,7 +20,8 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Error, Header, Kind, Message, Payload, Reason
 from fedmq.wire.sessions import Session, open_message, seal_message
-from fedmq.wire.transports.zeromq import Connection, connect
+from fedmq.wire.transports.base import Connection
+from fedmq.wire.transports.registry import connect
 
 BEAT_SECONDS = 2.0
 #: Beats without a word after which a peer counts as lost.
@@ -33,12 +31,12 @@ _COORDINATOR_BEATS = 15
 _HELLO_SECONDS = 2.0
 #: Hellos without an answer after which the silo's own terminal is told, once until there is a session.
 _PATIENT_HELLOS = 5
-#: How long the thread waits before it looks at the clock again [ms].
-_TURN_MILLISECONDS = 250
-#: Messages taken in a turn: who floods the socket must not keep this side from its beats.
+#: How long the thread waits before it looks at the clock again [s].
+_TURN_SECONDS = 0.25
+#: Messages taken in a turn: who floods the line must not keep this side from its beats.
 _MESSAGES_AT_ONCE = 256
 #: Turns after which a message that finds no room is given up, and the session with it.
-_PATIENT_TURNS = int(1000 * BEAT_SECONDS) // _TURN_MILLISECONDS
+_PATIENT_TURNS = int(BEAT_SECONDS / _TURN_SECONDS)
 
 
 class Channel:
@@ -72,7 +70,7 @@ class Channel:
         self._log, self._clock, self._now = log, clock, now
         self._inbox: queue.SimpleQueue[Message | BaseException] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._wake_reads, self._wake_writes = os.pipe()
+        self._connection: Connection | None = None
         self._closing = threading.Event()
         self._stopped = False
         self._thread = threading.Thread(target=self._run_thread, name="link", daemon=True)
@@ -116,29 +114,28 @@ class Channel:
             sent_at=self._now(),
         )
         self._outbox.put(Message(header, payloads))
-        os.write(self._wake_writes, b"x")
+        self._wake()
 
     def close(self, patience: float = 5.0) -> None:
         """Send what is queued, then end the thread, if it ever began; at most ``patience`` seconds."""
         self._closing.set()
-        os.write(self._wake_writes, b"x")
+        self._wake()
         if self._thread.ident is not None:
             self._thread.join(patience)
-        if not self._thread.is_alive():
-            os.close(self._wake_reads)
-            os.close(self._wake_writes)
         self._log.close()
+
+    def _wake(self) -> None:
+        """Have the link's thread look at once at what there is to do; before it has a connection, it will anyway."""
+        if self._connection is not None:
+            self._connection.wake()
 
     # ---------------------------------------------------------------------------------------------- the link's thread
     def _run_thread(self) -> None:
         try:
-            connection = connect(self._uri)
+            connection = self._connection = connect(self._uri)
             try:
-                poller = zmq.Poller()
-                poller.register(connection.socket, zmq.POLLIN)
-                poller.register(self._wake_reads, zmq.POLLIN)
                 while not self._over:
-                    self._turn(connection, poller)
+                    self._turn(connection)
             finally:
                 connection.close()
         except BaseException as error:
@@ -149,14 +146,10 @@ class Channel:
         # After its stop the coordinator reads nothing more: what is still queued would reach nobody.
         return self._stopped or (self._closing.is_set() and (self._session is None or self._outbox.empty()))
 
-    def _turn(self, connection: Connection, poller: zmq.Poller) -> None:
+    def _turn(self, connection: Connection) -> None:
         """Wait for whatever comes first, then do all there is to do."""
         self._keep_alive(connection, self._clock.stopwatch())
-        if self._wake_reads in dict(poller.poll(_TURN_MILLISECONDS)):
-            os.read(self._wake_reads, 4096)
-        for _ in range(_MESSAGES_AT_ONCE):
-            if not self._take(connection):
-                break
+        self._take_all(connection, _TURN_SECONDS)
         while self._session is not None and not self._stopped and not self._outbox.empty():
             self._put(connection, self._session, self._outbox.get())
 
@@ -201,13 +194,11 @@ class Channel:
         # Logged before it leaves: a log may name a message that never left, never lack one that did.
         self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
         for _ in range(_PATIENT_TURNS):
-            if connection.send(sealed.frames, timeout_s=_TURN_MILLISECONDS / 1000):
+            if connection.send(sealed.frames, timeout_s=_TURN_SECONDS):
                 return
             # One who waits to be heard still listens: there is no room either where the coordinator has just ended,
             # and its stop can be read by nobody once the session is forgotten.
-            for _ in range(_MESSAGES_AT_ONCE):
-                if not self._take(connection):
-                    break
+            self._take_all(connection)
             if self._stopped or self._session is not session:
                 return
         self._forget(NoteKind.QUEUE_FULL)
@@ -217,13 +208,22 @@ class Channel:
         self._log.note(why)
         self._session = self._initiated = None
 
-    def _take(self, connection: Connection) -> bool:
+    def _take_all(self, connection: Connection, wait_s: float = 0.0) -> None:
+        """Take what has arrived, so much that there is time for the rest, too; wait for the first message at most so
+        long [s], or until this thread is woken.
+        """
+        for _ in range(_MESSAGES_AT_ONCE):
+            if not self._take(connection, wait_s):
+                return
+            wait_s = 0.0
+
+    def _take(self, connection: Connection, wait_s: float) -> bool:
         """Take one message, if there is one and the last was no stop; returns whether there was."""
         if self._stopped:
             return False
         size, frames, proven = 0, None, self._session.received if self._session else 0
         try:
-            frames = connection.receive(0)
+            frames = connection.receive(wait_s)
             if frames is None:
                 return False
             size = sum(frame.nbytes for frame in frames)

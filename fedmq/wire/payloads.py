@@ -1,14 +1,16 @@
 """The closed set of payloads: what a message can carry. docs/reference/wire.md describes each.
 
-A payload declares its fields once, in ``FIELDS``; construction and decoding both go through that declaration.
+A payload is declared here and nowhere else: its kind, and of each field its type and what it may hold. Construction,
+encoding, decoding, digests and the audit's policy all go through that declaration.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, TypeAlias, get_args
+from types import MappingProxyType
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, get_args, get_type_hints
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -42,11 +44,55 @@ I64: TypeAlias = npt.NDArray[np.int64]
 Buffer: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint8]
 
 
-def _check(payload: Payload) -> None:
-    """Check every field of a payload against its declaration."""
-    dims: dict[str, int] = {}
-    for name, spec in payload.FIELDS.items():
-        spec.check(f"{payload.KIND}.{name}", getattr(payload, name), dims)
+class Payload:
+    """What a message carries. Each kind is a frozen dataclass, declared with :func:`payload`.
+
+    Attributes:
+        KIND: its name on the wire.
+        FIELDS: what each field may hold, in the order of the wire.
+
+    Raises:
+        FieldError: on construction: a field is of another type, dtype or shape, or out of bounds.
+    """
+
+    KIND: ClassVar[str]
+    FIELDS: ClassVar[Mapping[str, Field]]
+
+    def __post_init__(self) -> None:
+        dims: dict[str, int] = {}
+        for name, spec in self.FIELDS.items():
+            spec.check(f"{self.KIND}.{name}", getattr(self, name), dims)
+
+
+PayloadT = TypeVar("PayloadT", bound=Payload)
+_DECLARED: dict[str, type[Payload]] = {}
+#: Every payload by its kind, in the order of declaration. Messages carry those that are declared in this module.
+PAYLOADS: Mapping[str, type[Payload]] = MappingProxyType(_DECLARED)
+
+
+def payload(kind: str) -> Callable[[type[PayloadT]], type[PayloadT]]:
+    """Declare a dataclass as the payload ``kind``; each field is ``Annotated[type, what it may hold]``.
+
+    Raises:
+        TypeError: the kind is declared already, or a field does not say what it may hold.
+    """
+
+    def declare(cls: type[PayloadT]) -> type[PayloadT]:
+        if kind in _DECLARED:
+            raise TypeError(f"{cls.__name__}: the payload {kind} is declared by {_DECLARED[kind].__name__}")
+        hints, known = get_type_hints(cls, include_extras=True), get_args(Field)
+        specs: dict[str, Field] = {}
+        for name in cls.__annotations__:
+            found = [spec for spec in getattr(hints[name], "__metadata__", ()) if isinstance(spec, known)]
+            if len(found) != 1:
+                allowed = ", ".join(spec.__name__ for spec in known)
+                raise TypeError(f"{cls.__name__}.{name}: not Annotated with one of {allowed}")
+            specs[name] = found[0]
+        cls.KIND, cls.FIELDS = kind, MappingProxyType(specs)
+        _DECLARED[kind] = cls
+        return cls
+
+    return declare
 
 
 _MODALITY = re.compile(r"image|text|both")
@@ -55,10 +101,12 @@ _SAMPLES = Whole(0, I63)
 _MASK = Whole(0, IMAGE | TEXT)
 _BULK = Tensor(("float32", "uint8"), ("n",), bulk=True)
 _METRICS = Numbers(256, METRIC)
+_METRICS_BY_SILO = NumbersByName(1024, NAME, _METRICS)
 
 
+@payload("model")
 @dataclass(frozen=True, eq=False)
-class Model:
+class Model(Payload):
     """A model's parameters.
 
     Args:
@@ -66,17 +114,13 @@ class Model:
         buffer: (n,) float32, or uint8 where the layout mixes dtypes.
     """
 
-    KIND: ClassVar[str] = "model"
-    FIELDS: ClassVar[Mapping[str, Field]] = {"layout_digest": _DIGEST, "buffer": _BULK}
-    layout_digest: str
-    buffer: Buffer
-
-    def __post_init__(self) -> None:
-        _check(self)
+    layout_digest: Annotated[str, _DIGEST]
+    buffer: Annotated[Buffer, _BULK]
 
 
+@payload("delta")
 @dataclass(frozen=True, eq=False)
-class Delta:
+class Delta(Payload):
     """A silo's change Δ of all shared parameters.
 
     Args:
@@ -85,18 +129,14 @@ class Delta:
         n_samples: local samples behind it.
     """
 
-    KIND: ClassVar[str] = "delta"
-    FIELDS: ClassVar[Mapping[str, Field]] = {"layout_digest": _DIGEST, "buffer": _BULK, "n_samples": _SAMPLES}
-    layout_digest: str
-    buffer: Buffer
-    n_samples: int
-
-    def __post_init__(self) -> None:
-        _check(self)
+    layout_digest: Annotated[str, _DIGEST]
+    buffer: Annotated[Buffer, _BULK]
+    n_samples: Annotated[int, _SAMPLES]
 
 
+@payload("partial_delta")
 @dataclass(frozen=True, eq=False)
-class PartialDelta:
+class PartialDelta(Payload):
     """A silo's change Δ of some layers.
 
     Args:
@@ -106,24 +146,15 @@ class PartialDelta:
         n_samples: local samples behind it.
     """
 
-    KIND: ClassVar[str] = "partial_delta"
-    FIELDS: ClassVar[Mapping[str, Field]] = {
-        "layout_digest": _DIGEST,
-        "names": Names(MAX_ENTRIES, LAYER, least=0),
-        "buffer": replace(_BULK, least=0),
-        "n_samples": _SAMPLES,
-    }
-    layout_digest: str
-    names: tuple[str, ...]
-    buffer: Buffer
-    n_samples: int
-
-    def __post_init__(self) -> None:
-        _check(self)
+    layout_digest: Annotated[str, _DIGEST]
+    names: Annotated[tuple[str, ...], Names(MAX_ENTRIES, LAYER, least=0)]
+    buffer: Annotated[Buffer, replace(_BULK, least=0)]
+    n_samples: Annotated[int, _SAMPLES]
 
 
+@payload("modality_prototypes")
 @dataclass(frozen=True, eq=False)
-class ModalityPrototypes:
+class ModalityPrototypes(Payload):
     """One prototype per modality.
 
     Args:
@@ -132,22 +163,14 @@ class ModalityPrototypes:
         mask: bit 0 (value 1) image, bit 1 (value 2) text: which of the two are real.
     """
 
-    KIND: ClassVar[str] = "modality_prototypes"
-    FIELDS: ClassVar[Mapping[str, Field]] = {
-        "image": Tensor(("float32",), ("d",)),
-        "text": Tensor(("float32",), ("d",)),
-        "mask": _MASK,
-    }
-    image: F32
-    text: F32
-    mask: int
-
-    def __post_init__(self) -> None:
-        _check(self)
+    image: Annotated[F32, Tensor(("float32",), ("d",))]
+    text: Annotated[F32, Tensor(("float32",), ("d",))]
+    mask: Annotated[int, _MASK]
 
 
+@payload("class_prototypes")
 @dataclass(frozen=True, eq=False)
-class ClassPrototypes:
+class ClassPrototypes(Payload):
     """One prototype per class.
 
     Args:
@@ -156,22 +179,14 @@ class ClassPrototypes:
         modality: ``image``, ``text`` or ``both``.
     """
 
-    KIND: ClassVar[str] = "class_prototypes"
-    FIELDS: ClassVar[Mapping[str, Field]] = {
-        "prototypes": Tensor(("float32",), ("C", "r")),
-        "counts": Tensor(("int64",), ("C",), low=0),
-        "modality": Word(_MODALITY),
-    }
-    prototypes: F32
-    counts: I64
-    modality: str
-
-    def __post_init__(self) -> None:
-        _check(self)
+    prototypes: Annotated[F32, Tensor(("float32",), ("C", "r"))]
+    counts: Annotated[I64, Tensor(("int64",), ("C",), low=0)]
+    modality: Annotated[str, Word(_MODALITY)]
 
 
+@payload("memory")
 @dataclass(frozen=True, eq=False)
-class Memory:
+class Memory(Payload):
     """FedCAFE's memory of centroids.
 
     Args:
@@ -179,20 +194,13 @@ class Memory:
         support: (C,) int64, at least 0: samples behind each row.
     """
 
-    KIND: ClassVar[str] = "memory"
-    FIELDS: ClassVar[Mapping[str, Field]] = {
-        "centroids": Tensor(("float32",), ("C", "r")),
-        "support": Tensor(("int64",), ("C",), low=0),
-    }
-    centroids: F32
-    support: I64
-
-    def __post_init__(self) -> None:
-        _check(self)
+    centroids: Annotated[F32, Tensor(("float32",), ("C", "r"))]
+    support: Annotated[I64, Tensor(("int64",), ("C",), low=0)]
 
 
+@payload("router_statistics")
 @dataclass(frozen=True, eq=False)
-class RouterStatistics:
+class RouterStatistics(Payload):
     """What RCSR's router is told beside prototypes, geometry and loss; downwards, what it tells a silo.
 
     Args:
@@ -201,70 +209,46 @@ class RouterStatistics:
         weight: down: the silo's own router weight of its last participation, in [0, 1].
     """
 
-    KIND: ClassVar[str] = "router_statistics"
-    FIELDS: ClassVar[Mapping[str, Field]] = {
-        "mask": Whole(0, IMAGE | TEXT, nullable=True),
-        "n_samples": Whole(0, I63, nullable=True),
-        "weight": Real(0.0, 1.0, nullable=True),
-    }
-    mask: int | None = None
-    n_samples: int | None = None
-    weight: float | None = None
-
-    def __post_init__(self) -> None:
-        _check(self)
+    mask: Annotated[int | None, Whole(0, IMAGE | TEXT, nullable=True)] = None
+    n_samples: Annotated[int | None, Whole(0, I63, nullable=True)] = None
+    weight: Annotated[float | None, Real(0.0, 1.0, nullable=True)] = None
 
 
+@payload("geometry")
 @dataclass(frozen=True, eq=False)
-class Geometry:
+class Geometry(Payload):
     """RCSR's four numbers about Δ: values (4,) float32."""
 
-    KIND: ClassVar[str] = "geometry"
-    FIELDS: ClassVar[Mapping[str, Field]] = {"values": Tensor(("float32",), (4,))}
-    values: F32
-
-    def __post_init__(self) -> None:
-        _check(self)
+    values: Annotated[F32, Tensor(("float32",), (4,))]
 
 
+@payload("loss")
 @dataclass(frozen=True, eq=False)
-class Loss:
+class Loss(Payload):
     """Mean training loss."""
 
-    KIND: ClassVar[str] = "loss"
-    FIELDS: ClassVar[Mapping[str, Field]] = {"value": Real()}
-    value: float
-
-    def __post_init__(self) -> None:
-        _check(self)
+    value: Annotated[float, Real()]
 
 
+@payload("map")
 @dataclass(frozen=True, eq=False)
-class MeanAveragePrecision:
+class MeanAveragePrecision(Payload):
     """Local validation mAP, a fraction in [0, 1]."""
 
-    KIND: ClassVar[str] = "map"
-    FIELDS: ClassVar[Mapping[str, Field]] = {"value": Real(0.0, 1.0)}
-    value: float
-
-    def __post_init__(self) -> None:
-        _check(self)
+    value: Annotated[float, Real(0.0, 1.0)]
 
 
+@payload("label_count")
 @dataclass(frozen=True, eq=False)
-class LabelCount:
+class LabelCount(Payload):
     """Number of categories present in the silo."""
 
-    KIND: ClassVar[str] = "label_count"
-    FIELDS: ClassVar[Mapping[str, Field]] = {"value": Whole(0, (1 << 31) - 1)}
-    value: int
-
-    def __post_init__(self) -> None:
-        _check(self)
+    value: Annotated[int, Whole(0, (1 << 31) - 1)]
 
 
+@payload("representations")
 @dataclass(frozen=True, eq=False)
-class Representations:
+class Representations(Payload):
     """Representations of the public items.
 
     Args:
@@ -272,37 +256,26 @@ class Representations:
         modality: ``image``, ``text`` or ``both``.
     """
 
-    KIND: ClassVar[str] = "representations"
-    FIELDS: ClassVar[Mapping[str, Field]] = {
-        "values": Tensor(("float16", "float32"), ("N", "d")),
-        "modality": Word(_MODALITY),
-    }
-    values: npt.NDArray[np.float16] | F32
-    modality: str
-
-    def __post_init__(self) -> None:
-        _check(self)
+    values: Annotated[npt.NDArray[np.float16] | F32, Tensor(("float16", "float32"), ("N", "d"))]
+    modality: Annotated[str, Word(_MODALITY)]
 
 
+@payload("discriminator_delta")
 @dataclass(frozen=True, eq=False)
-class DiscriminatorDelta:
+class DiscriminatorDelta(Payload):
     """A silo's change of FedHAP's discriminator; fields as in Delta, the layout is the discriminator's own.
 
     Downwards the shared discriminator's change since it was drawn, with ``n_samples`` 0.
     """
 
-    KIND: ClassVar[str] = "discriminator_delta"
-    FIELDS: ClassVar[Mapping[str, Field]] = Delta.FIELDS
-    layout_digest: str
-    buffer: Buffer
-    n_samples: int
-
-    def __post_init__(self) -> None:
-        _check(self)
+    layout_digest: Annotated[str, _DIGEST]
+    buffer: Annotated[Buffer, _BULK]
+    n_samples: Annotated[int, _SAMPLES]
 
 
+@payload("share")
 @dataclass(frozen=True, eq=False)
-class SecretShare:
+class SecretShare(Payload):
     """Masked integers of secure aggregation.
 
     Args:
@@ -311,18 +284,12 @@ class SecretShare:
         modulus_bits: the sums are taken modulo 2**modulus_bits; 1 to 32 for uint32, to 64 for uint64.
     """
 
-    KIND: ClassVar[str] = "share"
-    FIELDS: ClassVar[Mapping[str, Field]] = {
-        "values": Tensor(("uint32", "uint64"), ("n",)),
-        "round": Whole(0, I63),
-        "modulus_bits": Whole(1, 64),
-    }
-    values: npt.NDArray[np.uint32] | npt.NDArray[np.uint64]
-    round: int
-    modulus_bits: int
+    values: Annotated[npt.NDArray[np.uint32] | npt.NDArray[np.uint64], Tensor(("uint32", "uint64"), ("n",))]
+    round: Annotated[int, Whole(0, I63)]
+    modulus_bits: Annotated[int, Whole(1, 64)]
 
     def __post_init__(self) -> None:
-        _check(self)
+        super().__post_init__()
         width = self.values.dtype.itemsize * 8
         if self.modulus_bits > width:
             raise FieldError(f"share.modulus_bits: {self.modulus_bits} for integers of {width} bits")
@@ -330,8 +297,9 @@ class SecretShare:
             raise FieldError(f"share.values: a value is not below 2**{self.modulus_bits}")
 
 
+@payload("metrics")
 @dataclass(frozen=True, eq=False)
-class Metrics:
+class Metrics(Payload):
     """Named numbers, and for each silo its own.
 
     Args:
@@ -339,17 +307,13 @@ class Metrics:
         per_silo: silo name to such a mapping, at most 1024 silos.
     """
 
-    KIND: ClassVar[str] = "metrics"
-    FIELDS: ClassVar[Mapping[str, Field]] = {"values": _METRICS, "per_silo": NumbersByName(1024, NAME, _METRICS)}
-    values: Mapping[str, float]
-    per_silo: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        _check(self)
+    values: Annotated[Mapping[str, float], _METRICS]
+    per_silo: Annotated[Mapping[str, Mapping[str, float]], _METRICS_BY_SILO] = field(default_factory=dict)
 
 
+@payload("error")
 @dataclass(frozen=True, eq=False)
-class Error:
+class Error(Payload):
     """Something went wrong on the sender's side.
 
     Args:
@@ -357,39 +321,13 @@ class Error:
         text: for a reader, at most 1024 bytes of UTF-8.
     """
 
-    KIND: ClassVar[str] = "error"
-    FIELDS: ClassVar[Mapping[str, Field]] = {"code": Word(NAME), "text": Text(1024)}
-    code: str
-    text: str
-
-    def __post_init__(self) -> None:
-        _check(self)
+    code: Annotated[str, Word(NAME)]
+    text: Annotated[str, Text(1024)]
 
     @classmethod
     def saying(cls, code: str, text: str) -> Error:
         """An error with a text of any length and any characters, cut and replaced as the wire needs."""
         return cls(code, text.encode(errors="replace")[:1000].decode(errors="ignore"))
-
-
-Payload: TypeAlias = (
-    Model
-    | Delta
-    | PartialDelta
-    | ModalityPrototypes
-    | ClassPrototypes
-    | Memory
-    | RouterStatistics
-    | Geometry
-    | Loss
-    | MeanAveragePrecision
-    | LabelCount
-    | Representations
-    | DiscriminatorDelta
-    | SecretShare
-    | Metrics
-    | Error
-)
-PAYLOADS: Mapping[str, type[Payload]] = {each.KIND: each for each in get_args(Payload)}
 
 
 def tensors(payload: Payload) -> list[npt.NDArray[Any]]:

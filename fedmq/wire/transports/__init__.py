@@ -1,1 +1,1 @@
-"""Transports by URI scheme."""
+"""Transports by URI scheme: one file a scheme, behind the interface of ``base`` and the registry of ``registry``."""

@@ -1,0 +1,232 @@
+"""ZeroMQ's sockets as listeners and connections, shared by the schemes tcp, ipc and memory.
+
+Frames are sent and received without copies. ZeroMQ drops the connection of a peer that announces a frame above the
+largest. A socket and, but for memory://, its context are made with the object they belong to, so a process may fork
+before but not after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from fedmq.errors import InputError
+from fedmq.wire.codec import BytesLike
+from fedmq.wire.transports.base import Connection, Listener, check_received, check_sendable
+
+#: How long a closing socket goes on sending what is queued [ms].
+_LINGER_MS = 2000
+#: Silence after which TCP and ZeroMQ ask whether the peer is still there [s].
+_KEEPALIVE_S = 20
+_RECONNECT_MS = (50, 5000)
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where a socket binds or connects, if it is not at the URI as it stands.
+
+    Args:
+        name: for ZeroMQ.
+        context: shared with other sockets of this process; the socket leaves it open.
+    """
+
+    name: str
+    context: zmq.Context[zmq.Socket[bytes]]
+
+
+class ZeroMQListener(Listener):
+    """A ROUTER socket; made by :func:`bind`."""
+
+    def __init__(self, socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | None, uri: str) -> None:
+        self.uri = uri
+        self._socket, self._context = socket, context
+
+    def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
+        """See the interface."""
+        if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN):
+            return None
+        frames = _taken(self._socket)
+        if frames is None:
+            return None
+        peer, *rest = frames
+        return bytes(peer), check_received(rest)
+
+    def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
+        """See the interface."""
+        return put(self._socket, [peer, *check_sendable(frames)])
+
+    def close(self) -> None:
+        """See the interface."""
+        _close(self._socket, self._context)
+
+
+class ZeroMQConnection(Connection):
+    """A DEALER socket; made by :func:`dial`.
+
+    Args:
+        socket: not connected yet.
+        context: the socket's own, closed with it; None if others share it.
+        uri: of the listener.
+        watched: whether there is a transport connection that may break.
+    """
+
+    def __init__(
+        self,
+        socket: zmq.Socket[bytes],
+        context: zmq.Context[zmq.Socket[bytes]] | None,
+        uri: str,
+        *,
+        watched: bool,
+    ) -> None:
+        self.uri = uri
+        self._socket, self._context = socket, context
+        self._monitor: zmq.Socket[bytes] | None = None
+        self._established = 0
+        if watched:
+            self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        # A ZeroMQ socket is one thread's own; what others may touch is this pipe, as long as it is open.
+        self._lock = threading.Lock()
+        self._wakes, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._open = True
+        self._poller = zmq.Poller()
+        self._poller.register(socket, zmq.POLLIN)
+        self._poller.register(self._wakes, zmq.POLLIN)
+
+    def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:
+        """See the interface."""
+        if timeout_s != 0 and self._wakes in dict(self._poller.poll(_milliseconds(timeout_s))):
+            os.read(self._wakes, 4096)
+        frames = _taken(self._socket)
+        return None if frames is None else check_received(frames)
+
+    def wake(self) -> None:
+        """See the interface."""
+        with self._lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+            if self._open:
+                os.write(self._wake, b"x")
+
+    def send(self, frames: Sequence[BytesLike], timeout_s: float | None = 0.0) -> bool:
+        """See the interface."""
+        sendable = check_sendable(frames)
+        if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLOUT):
+            return False
+        return put(self._socket, sendable)
+
+    def established(self) -> int:
+        """See the interface. ZeroMQ reconnects unasked."""
+        if self._monitor is not None:
+            while self._monitor.poll(0):
+                parse_monitor_message(self._monitor.recv_multipart())
+                self._established += 1
+        return self._established
+
+    def close(self) -> None:
+        """See the interface."""
+        if self._monitor is not None:
+            self._socket.disable_monitor()
+            self._monitor.close(0)
+            self._monitor = None
+        with self._lock:
+            if self._open:
+                os.close(self._wakes)
+                os.close(self._wake)
+                self._open = False
+        _close(self._socket, self._context)
+
+
+def bind(uri: str, max_frame: int, queue: int, endpoint: Endpoint | None = None) -> ZeroMQListener:
+    """A listener at a URI.
+
+    Raises:
+        InputError: the address cannot be had.
+    """
+    socket, own = _socket(uri, zmq.ROUTER, max_frame, queue, endpoint)
+    # Without this a message for a vanished peer would disappear without a word.
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    try:
+        socket.bind(endpoint.name if endpoint else uri)
+    except zmq.ZMQError as error:
+        _close(socket, own)
+        raise InputError(uri, str(error), "an address that is free and belongs to this machine") from error
+    return ZeroMQListener(socket, own, uri if endpoint else socket.getsockopt_string(zmq.LAST_ENDPOINT))
+
+
+def dial(uri: str, max_frame: int, queue: int, endpoint: Endpoint | None = None) -> ZeroMQConnection:
+    """A connection to a URI.
+
+    Raises:
+        InputError: ZeroMQ refuses the address.
+    """
+    socket, own = _socket(uri, zmq.DEALER, max_frame, queue, endpoint)
+    connection = ZeroMQConnection(socket, own, uri, watched=endpoint is None)
+    try:
+        socket.connect(endpoint.name if endpoint else uri)
+    except zmq.ZMQError as error:
+        connection.close()
+        raise InputError(uri, str(error), "an address that can be connected to") from error
+    return connection
+
+
+def put(socket: zmq.Socket[bytes], frames: Sequence[BytesLike]) -> bool:
+    """Queue frames at once; false if the queue is full or the peer is gone."""
+    try:
+        socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
+    except zmq.Again:
+        return False
+    except zmq.ZMQError as error:
+        if error.errno == zmq.EHOSTUNREACH:
+            return False
+        raise
+    return True
+
+
+def _socket(
+    uri: str, kind: int, max_frame: int, queue: int, endpoint: Endpoint | None
+) -> tuple[zmq.Socket[bytes], zmq.Context[zmq.Socket[bytes]] | None]:
+    """A socket with its limits set, and its context if it is the socket's own."""
+    context: zmq.Context[zmq.Socket[bytes]] = endpoint.context if endpoint else zmq.Context()
+    socket = context.socket(kind)
+    options = {
+        zmq.SNDHWM: queue,
+        zmq.RCVHWM: queue,
+        zmq.MAXMSGSIZE: max_frame,
+        zmq.LINGER: _LINGER_MS,
+        zmq.TCP_KEEPALIVE: 1,
+        zmq.TCP_KEEPALIVE_IDLE: _KEEPALIVE_S,
+        zmq.TCP_KEEPALIVE_INTVL: _KEEPALIVE_S // 4,
+        zmq.TCP_KEEPALIVE_CNT: 4,
+        # A host that lost its power sends no FIN; without these the queue for it would fill unnoticed.
+        zmq.HEARTBEAT_IVL: _KEEPALIVE_S * 1000,
+        zmq.HEARTBEAT_TIMEOUT: 3 * _KEEPALIVE_S * 1000,
+        zmq.RECONNECT_IVL: _RECONNECT_MS[0],
+        zmq.RECONNECT_IVL_MAX: _RECONNECT_MS[1],
+        zmq.IPV6: int("[" in uri),
+    }
+    for option, value in options.items():
+        socket.setsockopt(option, value)
+    return socket, None if endpoint else context
+
+
+def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | None) -> None:
+    socket.close()
+    if context is not None:
+        context.term()
+
+
+def _milliseconds(timeout_s: float | None) -> int | None:
+    # Rounded up: a wait below one millisecond must not become a busy loop.
+    return None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
+
+
+def _taken(socket: zmq.Socket[bytes]) -> list[memoryview] | None:
+    """The frames that have arrived, or None."""
+    with contextlib.suppress(zmq.Again):
+        return [frame.buffer for frame in socket.recv_multipart(zmq.NOBLOCK, copy=False)]
+    return None

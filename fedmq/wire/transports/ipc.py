@@ -1,0 +1,40 @@
+"""``ipc://PATH``: between processes of one machine, over a Unix socket and ZeroMQ."""
+
+from __future__ import annotations
+
+import os
+import socket
+
+from fedmq.errors import InputError
+from fedmq.wire.transports import _zeromq
+from fedmq.wire.transports.base import Listener, Transport
+
+#: sockaddr_un holds 108 bytes with its closing zero on Linux.
+_PATH_BYTES = 107
+
+
+def _check(uri: str, place: str, listening: bool) -> None:
+    path = uri.removeprefix("ipc://")
+    size = len(os.fsencode(path))
+    if not 1 <= size <= _PATH_BYTES or "\0" in path or path == "*":
+        raise InputError(place, uri, f"ipc://PATH with a path of 1 to {_PATH_BYTES} bytes (here {size})")
+
+
+def _listen(uri: str, max_frame: int, queue: int) -> Listener:
+    if _answers(uri.removeprefix("ipc://")):
+        # ZeroMQ would remove the other listener's socket file and take its place without a word.
+        raise InputError(uri, "a path where another process listens", "a path that is free")
+    return _zeromq.bind(uri, max_frame, queue)
+
+
+def _answers(path: str) -> bool:
+    """Whether somebody listens on a Unix socket; the file of a listener that died does not count."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True
+
+
+TRANSPORT = Transport("ipc://PATH", _check, _listen, _zeromq.dial)

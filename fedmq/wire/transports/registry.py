@@ -1,0 +1,109 @@
+"""Transports by URI scheme: those of this package, those registered, and those of installed packages.
+
+An installed package offers a scheme by an entry point of the group ``fedmq.transports``: its name is the scheme, its
+value names a :class:`~fedmq.wire.transports.base.Transport`. It is loaded when a URI of that scheme is first used.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import entry_points
+
+from fedmq.errors import InputError
+from fedmq.wire.transports import ipc, memory, tcp
+from fedmq.wire.transports.base import MAX_FRAME, QUEUE, Connection, Listener, Transport
+
+#: Group of the entry points of installed packages.
+GROUP = "fedmq.transports"
+
+_SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
+_TRANSPORTS = {"tcp": tcp.TRANSPORT, "ipc": ipc.TRANSPORT, "memory": memory.TRANSPORT}
+
+
+def register(scheme: str, transport: Transport) -> None:
+    """Add a scheme in this process.
+
+    Raises:
+        ValueError: it is no scheme, or is taken.
+    """
+    if _SCHEME.fullmatch(scheme) is None:
+        raise ValueError(f"{scheme!r} is no URI scheme: a lower-case letter, then letters, digits, + . -")
+    if scheme in _TRANSPORTS:
+        raise ValueError(f"the scheme {scheme} is taken")
+    _TRANSPORTS[scheme] = transport
+
+
+def schemes() -> tuple[str, ...]:
+    """The schemes known in this process; entry points that no URI has named yet are not among them."""
+    return tuple(_TRANSPORTS)
+
+
+def listen(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Listener:
+    """Open a listener.
+
+    Args:
+        uri: ``tcp://HOST:PORT`` (port ``*`` takes a free one; host ``*`` all interfaces), ``ipc://PATH``,
+            ``memory://NAME`` within this process, or of a scheme that was added.
+        max_frame: largest frame accepted [bytes]; who announces a larger one is disconnected before it is read.
+        queue: messages queued per peer and direction.
+
+    Raises:
+        InputError: an unknown scheme, a bad URI, or an address that cannot be had.
+    """
+    return _checked(uri, "uri", listening=True).listen(uri, max_frame, queue)
+
+
+def connect(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Connection:
+    """Open a connection; the listener may come up later.
+
+    Args:
+        uri: as for :func:`listen`, without ``*``.
+        max_frame: largest frame accepted [bytes].
+        queue: messages queued in each direction.
+
+    Raises:
+        InputError: an unknown scheme or a bad URI.
+    """
+    return _checked(uri, "uri", listening=False).connect(uri, max_frame, queue)
+
+
+def check_uri(uri: str, place: str, *, listening: bool = False) -> None:
+    """Check the form of a URI before anything is begun.
+
+    Args:
+        uri: as :func:`listen` or :func:`connect` takes it.
+        place: what an error names, e.g. ``"--bind"``.
+        listening: whether it is to be listened at.
+
+    Raises:
+        InputError: an unknown scheme or a bad URI.
+    """
+    _checked(uri, place, listening=listening)
+
+
+def _checked(uri: str, place: str, *, listening: bool) -> Transport:
+    """The transport of a URI, once the URI is seen to be of its form."""
+    transport = _transport_of(uri, place)
+    transport.check(uri, place, listening)
+    return transport
+
+
+def _transport_of(uri: str, place: str) -> Transport:
+    scheme, separator, _ = uri.partition("://")
+    if separator and scheme in _TRANSPORTS:
+        return _TRANSPORTS[scheme]
+    offered = {point.name: point for point in entry_points(group=GROUP)}
+    if not separator or scheme not in offered:
+        forms = [transport.form for transport in _TRANSPORTS.values()]
+        forms += [f"{name}://..." for name in sorted(offered.keys() - _TRANSPORTS.keys())]
+        raise InputError(place, uri, f"{', '.join(forms[:-1])} or {forms[-1]}")
+    point = offered[scheme]
+    named, allowed = f"{place}: entry point {scheme} of {GROUP}", "the name of a fedmq.wire.transports.base.Transport"
+    try:
+        loaded = point.load()
+    except Exception as error:
+        raise InputError(named, f"{point.value}: {type(error).__name__}: {error}", allowed) from error
+    if not isinstance(loaded, Transport):
+        raise InputError(named, f"{point.value}: a {type(loaded).__name__}", allowed)
+    register(scheme, loaded)
+    return loaded

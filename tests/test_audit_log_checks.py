@@ -83,14 +83,13 @@ def test_an_edited_record_shows(run: Path) -> None:
     assert any("silo-00.jsonl:2" in f.place and "changed" in f.what for f in audit_run(run).findings)
 
 
-def test_two_processes_cannot_write_one_log(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedmq.wire.message_log._LOCK_SECONDS", 0.1)
+def test_two_processes_cannot_write_one_log(run: Path) -> None:
     path = run / "messages" / "silo-00.jsonl"
     with MessageLog(path, "silo-00", WallClock()) as log:
         log.note("started")
         before = path.read_bytes()
         with pytest.raises(InputError, match=r"silo-00\.jsonl: found .*another silo-00 is writing"):
-            MessageLog(path, "silo-00", WallClock())
+            MessageLog(path, "silo-00", WallClock(), patience=0.1)
         assert path.read_bytes() == before
     with MessageLog(path, "silo-00", WallClock()) as log:
         log.note("started")
@@ -100,7 +99,7 @@ def test_two_processes_cannot_write_one_log(run: Path, monkeypatch: pytest.Monke
 FILLED = """
 import resource, sys
 from pathlib import Path
-from fedmq.audit.log_checks import MessageLog
+from fedmq.wire.message_log import MessageLog
 from fedmq.clock import WallClock
 from fedmq.wire.codec import decode, encode_body
 from fedmq.errors import RunError

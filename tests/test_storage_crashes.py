@@ -110,10 +110,10 @@ def test_of_a_line_that_finds_no_room_nothing_is_left(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     run_folder.append_line(path, {"a": 1})
     program = (
-        "import resource, sys; from pathlib import Path; from fedmq import runfolder\n"
+        "import resource, sys; from pathlib import Path; from fedmq.storage import run_folder\n"
         "resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))\n"
-        "try: runfolder.append_line(Path(sys.argv[1]), {'b': 'x' * 100})\n"
-        "except runfolder.DiskError as error: print(error)\n"
+        "try: run_folder.append_line(Path(sys.argv[1]), {'b': 'x' * 100})\n"
+        "except run_folder.DiskError as error: print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", program, str(path)], capture_output=True, text=True, check=True)
     assert "could not be written: File too large" in done.stdout

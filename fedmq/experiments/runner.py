@@ -5,7 +5,6 @@ Runs are named by what they compute, so that the same run is never done twice in
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import shutil
@@ -24,6 +23,7 @@ from fedmq.experiments.summary import Row, empty_columns, rows
 from fedmq.runs import results
 from fedmq.runs.results import FinishedRun
 from fedmq.storage.cache import file_digest
+from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import RunFolder, folder_if_used, write_text, writing
 
 Settings = tuple[str, ...]
@@ -180,12 +180,12 @@ def _alone(folder: Path) -> Iterator[None]:
     """
     lock = folder / ".lock"
     with folder_if_used(folder), _opened(lock) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        with writing(lock):
+            free = try_lock(file)
+        if not free:
             raise InputError(
                 str(folder), "another comparison at work in it", "one at a time; wait for it, or take another --runs"
-            ) from None
+            )
         try:
             yield
         except BaseException:
@@ -194,9 +194,9 @@ def _alone(folder: Path) -> Iterator[None]:
             raise
 
 
-def _opened(lock: Path) -> IO[str]:
+def _opened(lock: Path) -> IO[bytes]:
     with writing(lock):
-        return lock.open("a")
+        return lock.open("ab")
 
 
 # --------------------------------------------------------------------------------------------------- carrying it out

@@ -228,7 +228,7 @@ def add_compare(app: typer.Typer, roots: Roots) -> None:
             as_json=as_json,
             quiet=quiet,
         )
-        _carry_out(_asked(options), roots)
+        carry_out(_asked(options), roots)
 
 
 def add_sweep(app: typer.Typer, roots: Roots) -> None:
@@ -287,7 +287,7 @@ def add_sweep(app: typer.Typer, roots: Roots) -> None:
             as_json=as_json,
             quiet=quiet,
         )
-        _carry_out(_asked(options), roots)
+        carry_out(_asked(options), roots)
 
 
 def _asked(options: Options) -> Options:
@@ -353,7 +353,7 @@ def _in_place(own: Sequence[str], given: Sequence[str]) -> list[str]:
     return [*kept, *(each for more in later.values() for each in more)]
 
 
-def _plan(options: Options, resolve: Resolve) -> ComparisonPlan:
+def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
     from fedmq.experiments import grid as plan  # noqa: PLC0415 - brings torch, which --help does without
     from fedmq.experiments import summary  # noqa: PLC0415 - brings torch, which --help does without
 
@@ -387,13 +387,13 @@ def _plan(options: Options, resolve: Resolve) -> ComparisonPlan:
     return made
 
 
-def _carry_out(options: Options, roots: Roots) -> None:
+def carry_out(options: Options, roots: Roots) -> None:
     """Plan, run, write the tables and plots, and say what came out.
 
     Raises:
         InputError: what is asked for is not allowed, or a folder cannot be written.
     """
-    plan = _plan(options, roots.resolve)
+    plan = plan_of(options, roots.resolve)
     from fedmq.experiments import (  # noqa: PLC0415
         plots,
         runner,

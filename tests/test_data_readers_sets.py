@@ -6,37 +6,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from fedmq.config.scenario import Backbone, Data
-from fedmq.data import catalogue
+from fedmq.config.scenario import Data
 from fedmq.data.catalogue import SETS
-from fedmq.data.raw_set import RawSet
-from fedmq.data.splits import SPLITS, Draw, draw_parts, split_of
-from fedmq.encoders import images as pictures
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
 from tests import layouts
+from tests.read_sets import ROWS, labels_of, read, words
 
 pytest.importorskip("PIL")
-
-
-def read(name: str, path: Path, **options: Any) -> RawSet:
-    data = Data(name=name, path=path, **options)
-    return SETS[name].read(data)
-
-
-def words(found: RawSet) -> list[str]:
-    assert found.split is not None
-    return [SPLITS[code] for code in found.split]
-
-
-def labels_of(found: RawSet, row: int) -> list[str]:
-    assert found.labels is not None
-    return [name for name, hot in zip(found.label_names, found.labels[row], strict=True) if hot]
 
 
 @pytest.mark.parametrize("name", ["flickr8k", "flickr30k"])
@@ -265,19 +246,6 @@ def test_linked_folders_are_followed_and_a_circle_of_links_ends(tmp_path: Path) 
     assert len(read("msrvtt", tmp_path / "videos").pictures.frames(3)) == 12
 
 
-def test_msrvtts_whole_file_makes_its_parts_superfluous_wherever_they_lie(tmp_path: Path) -> None:
-    layouts.msrvtt(tmp_path)
-    whole = json.loads((tmp_path / "MSRVTT_data.json").read_text())
-    assert len(whole["videos"]) > 2
-    (tmp_path / "annotation").mkdir()
-    (tmp_path / "MSRVTT_data.json").rename(tmp_path / "annotation" / "MSRVTT_data.json")
-    part = {"videos": whole["videos"][:2], "sentences": whole["sentences"]}
-    (tmp_path / "train_val_videodatainfo.json").write_text(json.dumps(part))
-    assert len(read("msrvtt", tmp_path)) == len(whole["videos"])
-    (tmp_path / "annotation" / "MSRVTT_data.json").rename(tmp_path / "annotation" / "train_val_videodatainfo.json")
-    assert len(read("msrvtt", tmp_path)) == 2
-
-
 @pytest.mark.parametrize("size", [(4, 5), (1, 1)])
 def test_grey_values_of_16_bits_are_scaled_to_8(size: tuple[int, int], tmp_path: Path) -> None:
     from PIL import Image
@@ -335,16 +303,6 @@ def test_an_iapr_annotation_cannot_name_a_file_outside_the_set(tmp_path: Path) -
         read("iapr", tmp_path)
 
 
-def test_msrvtt_takes_evenly_spaced_frames_of_each_folder(tmp_path: Path) -> None:
-    found = read("msrvtt", layouts.msrvtt(tmp_path))
-    assert words(found) == ["train", "train", "val", "test"]
-    assert found.captions[2] == ("clip 2 0", "clip 2 1")
-    assert labels_of(found, 1) == ["category-10"]
-    assert found.pictures.clips
-    assert len(found.pictures.frames(0)) == 12
-    assert len(read("msrvtt", tmp_path, frames=4).pictures.frames(0)) == 4
-
-
 def test_a_caption_that_is_no_text_is_refused(tmp_path: Path) -> None:
     layouts.msrvtt(tmp_path, frames=1)
     whole = json.loads((tmp_path / "MSRVTT_data.json").read_text())
@@ -364,72 +322,6 @@ def test_numbers_of_lists_are_plain_ones(tmp_path: Path, number: str) -> None:
     layouts.write(tmp_path / "wiki" / "testset_txt_img_cat.list", f"a b {number}\n")
     with pytest.raises(InputError, match=r"testset_txt_img_cat\.list: line 1"):
         read("wikipedia", tmp_path / "wiki")
-
-
-def test_msrvtt_in_two_files_is_one_set(tmp_path: Path) -> None:
-    layouts.msrvtt(tmp_path, frames=1)
-    whole = json.loads((tmp_path / "MSRVTT_data.json").read_text())
-    for name, tests in (("train_val_videodatainfo.json", False), ("test_videodatainfo.json", True)):
-        chosen = {"videos": [v for v in whole["videos"] if (v["split"] == "test") == tests]}
-        layouts.write(tmp_path / name, json.dumps({**chosen, "sentences": whole["sentences"] if not tests else []}))
-    (tmp_path / "MSRVTT_data.json").unlink()
-    assert words(read("msrvtt", tmp_path)) == ["train", "train", "val", "test"]
-    # Elsewhere, each in a folder of its archive's name.
-    for name, inner in (("train_val", "train_val_annotation"), ("test", "test_videodatainfo")):
-        (tmp_path / "notes" / inner).mkdir(parents=True)
-        (tmp_path / f"{name}_videodatainfo.json").rename(tmp_path / "notes" / inner / f"{name}_videodatainfo.json")
-    assert words(read("msrvtt", tmp_path, annotations=tmp_path / "notes")) == ["train", "train", "val", "test"]
-    with pytest.raises(InputError, match=r"data\.annotations: found 'no annotation file'.* in .*frames"):
-        read("msrvtt", tmp_path, annotations=tmp_path / "frames")
-
-
-def test_half_a_video_is_named(tmp_path: Path) -> None:
-    av = pytest.importorskip("av")
-    path = tmp_path / "cut.mp4"
-    generator = np.random.default_rng(0)
-    with av.open(str(path), "w", options={"movflags": "faststart"}) as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width = stream.height = 64
-        for _ in range(30):
-            noise = generator.integers(0, 256, (64, 64, 3), dtype=np.uint8)
-            container.mux(stream.encode(av.VideoFrame.from_ndarray(noise, format="rgb24")))
-        container.mux(stream.encode())
-    assert len(pictures.video_frames(path, 12)) == 12
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 3])
-    with pytest.raises(InputError, match=r"cut\.mp4: found '\d+ of 30 frames'"):
-        pictures.video_frames(path, 12)
-
-
-def test_a_video_gives_twelve_frames_in_order_and_a_broken_one_is_named(tmp_path: Path) -> None:
-    av = pytest.importorskip("av")
-    layouts.msrvtt(tmp_path, frames=1)
-    path = tmp_path / "TrainValVideo" / "video0.mp4"
-    path.parent.mkdir()
-    with av.open(str(path), "w") as container:
-        stream = container.add_stream("mpeg4", rate=10)
-        stream.width = stream.height = 32
-        for shade in range(30):
-            frame = av.VideoFrame.from_ndarray(np.full((32, 32, 3), 8 * shade, np.uint8), format="rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
-    found = read("msrvtt", tmp_path, images=tmp_path / "TrainValVideo")
-    shades = [int(frame.mean()) for frame in found.pictures.frames(0)]
-    assert len(shades) == 12
-    assert shades == sorted(shades)
-    assert shades[0] < 20
-    assert shades[-1] > 210
-    path.write_bytes(b"no video")
-    with pytest.raises(InputError, match=r"video0\.mp4.*readable video"):
-        found.pictures.frames(0)
-
-
-def test_without_a_decoder_a_video_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layouts.msrvtt(tmp_path, frames=1)
-    layouts.write(tmp_path / "videos" / "video0.mp4", "x")
-    monkeypatch.setitem(__import__("sys").modules, "av", None)
-    found = read("msrvtt", tmp_path, images=tmp_path / "videos")
-    with pytest.raises(InputError, match=r"package av missing.*\[video\]"):
-        found.pictures.frames(0)
 
 
 def test_mirflickr_keeps_items_with_a_common_tag_and_a_label_and_leaves_the_strict_labels_out(tmp_path: Path) -> None:
@@ -522,165 +414,6 @@ def test_pascal_takes_only_pictures_for_pictures(tmp_path: Path) -> None:
     assert found.pictures.frames(0)[0].shape == (16, 16, 3)
     assert len(found) == 6
 
-
-# --- manifest -------------------------------------------------------------------------------------------------------
-
-ROWS = [
-    {"image": "a.png", "captions": ["one", "two"], "labels": ["x", "y"], "split": "train"},
-    {"image": "in/b.png", "caption": "three", "labels": "y", "split": "test"},
-]
-
-
-def test_a_manifest_in_jsonl_starts_its_paths_at_its_own_folder(tmp_path: Path) -> None:
-    found = read("manifest", layouts.manifest(tmp_path, ROWS))
-    assert found.keys == ("a.png", "in/b.png")
-    assert found.captions == (("one", "two"), ("three",))
-    assert [labels_of(found, row) for row in (0, 1)] == [["x", "y"], ["y"]]
-    assert words(found) == ["train", "test"]
-    assert found.pictures.frames(1)[0].shape == (16, 16, 3)
-
-
-def test_a_manifest_in_csv_is_the_same_set(tmp_path: Path) -> None:
-    whole = read("manifest", layouts.manifest(tmp_path, ROWS))
-    path = layouts.write(
-        tmp_path / "list.csv", "image,captions,labels,split\na.png,one|two,x|y,train\nin/b.png,three,y,test\n"
-    )
-    found = read("manifest", path)
-    assert (found.keys, found.captions, found.label_names) == (whole.keys, whole.captions, whole.label_names)
-    assert found.image_digest == whole.image_digest
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "expected"),
-    [
-        ("list.jsonl", '{"image": "a.png"}\n{', r"line 2.*valid JSON"),
-        ("list.jsonl", '{"image": "a.png", "colour": 1}', r"line 1: found 'colour'"),
-        ("list.jsonl", '{"caption": "a"}', r"line 1: image"),
-        ("list.jsonl", '{"image": "a", "captions": 3}', r"line 1: captions"),
-        ("list.jsonl", '{"image": "a"}\n{"image": "a"}', "line 2: found \"'a' again, as in line 1\""),
-        ("list.jsonl", '{"image": "in/a"}\n\n{"image": " ./in//a"}', "line 3: found \"'in/a' again, as in line 1\""),
-        ("list.jsonl", '{"image": "a", "split": "train"}\n\n{"image": "b"}', "line 3: split: found 'nothing'"),
-        ("list.jsonl", '{"image": "a", "split": "dev"}', "line 1: split: found 'dev', allowed: train, val"),
-        ("list.csv", "image,caption,labels\na,b,x\nc,d\n", r"line 3: found '2 fields', allowed: as many fields"),
-        ("list.jsonl", "7", "line 1: found 'int'"),
-        ("list.jsonl", '{"image": "a", "caption": "x\u2028y"}', "1 items"),
-        ("list.csv", "image,caption\na,b,c\n", r"line 2.*as many fields"),
-        ("list.csv", "picture\na\n", "line 1: found 'picture'"),
-        ("list.csv", "caption\na\n", "line 1: found 'columns caption', allowed: a column image"),
-        ("list.txt", "", r"\.csv or \.jsonl"),
-        ("list.csv", "image,labels,labels\na,b,c\n", "line 1: found \"'labels' twice\""),
-        ("list.jsonl", '{"image": "a", "caption": "x", "caption": "y"}', "line 1: found \"'caption' twice\""),
-        ("list.csv", "image,caption\na,b\n.,c\n", r"line 3: image: found '\.'"),
-        ("list.jsonl", '{"image": "a"}\n{"image": ".."}', r"line 2: image: found '\.\.'"),
-        ("list.jsonl", '{"image": "a", "caption": "cut \\ud83d"}', "line 1: caption: found .*whole characters"),
-        ("list.jsonl", '{"image": "\\ud83d.jpg"}', "line 1: image: found .*whole characters"),
-        ("list.jsonl", '{"image": "a", "key": "\\ud83d"}\n{"image": "b"}', "whole characters"),
-        ("list.jsonl", '{"image": "a", "label": "\\ud83d"}\n{"image": "b"}', "line 1: labels?: .*whole characters"),
-        ("list.jsonl", '{"image": "a", "key": []}', "line 1: key: found"),
-    ],
-)
-def test_what_is_wrong_in_a_manifest_is_named_by_line(name: str, content: str, expected: str, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=expected) as caught:
-        read("manifest", layouts.write(tmp_path / name, content))
-    str(caught.value).encode()
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("list.csv", "image,caption,caption,captions,split\na,one,two,|three|one,train\nb,four,,,test\n"),
-        (
-            "list.jsonl",
-            '{"image": "a", "captions": ["one", "two"], "caption": "three"}\n{"image": "b", "caption": "four"}\n',
-        ),
-    ],
-)
-def test_several_fields_of_captions_are_joined(name: str, content: str, tmp_path: Path) -> None:
-    found = read("manifest", layouts.write(tmp_path / name, content))
-    assert found.captions == (("one", "two", "three"), ("four",))
-
-
-def test_a_mark_of_windows_before_jsonl_and_a_key_of_zero_are_read(tmp_path: Path) -> None:
-    content = '{"image": "a", "key": 0}\n{"image": "b", "key": ""}\n'
-    assert read("manifest", layouts.write(tmp_path / "list.jsonl", content, "utf-8-sig")).keys == ("0", "b")
-
-
-def test_a_mark_of_windows_before_csv_is_passed_over_and_what_is_no_text_has_its_line(tmp_path: Path) -> None:
-    path = layouts.write(tmp_path / "list.csv", "image,caption\na,one\nb,two\n", "utf-8-sig")
-    assert read("manifest", path).captions == (("one",), ("two",))
-    path.write_bytes(b"image,caption\na,one\nb,tw\xff\n")
-    with pytest.raises(InputError, match=r"list\.csv: line 3: .*utf-8 text"):
-        read("manifest", path)
-
-
-def test_a_folder_of_frames_in_a_manifest_is_a_video(tmp_path: Path) -> None:
-    layouts.msrvtt(tmp_path)
-    rows = [f'{{"image": "frames/video{row}", "caption": "x"}}\n' for row in range(4)]
-    path = layouts.write(tmp_path / "list.jsonl", "".join(rows))
-    found = read("manifest", path)
-    assert found.pictures.clips
-    assert len(found.pictures.frames(1)) == 12
-    once = read("manifest", path, frames=1)
-    assert len(once.pictures.frames(1)) == 1
-    # A folder above the manifest holds many things, but no frames.
-    layouts.write(path, rows[0] + '{"image": "frames/..", "caption": "x"}\n')
-    with pytest.raises(InputError, match=r"line 2: image: found 'frames/\.\.'"):
-        read("manifest", path)
-
-
-# --- splits ---------------------------------------------------------------------------------------------------------
-
-
-def test_a_drawn_split_has_the_sizes_asked_for_and_the_rest_is_database() -> None:
-    split = draw_parts(100, Draw(10, 5, 30), 0)
-    assert np.bincount(split, minlength=5).tolist() == [30, 5, 10, 0, 55]
-    assert (split == draw_parts(100, Draw(10, 5, 30), 0)).all()
-    assert (split != draw_parts(100, Draw(10, 5, 30), 1)).any()
-    # More training items do not move the queries.
-    assert (np.flatnonzero(draw_parts(100, Draw(10, 5, 40), 0) == 2) == np.flatnonzero(split == 2)).all()
-
-
-@pytest.mark.parametrize("sizes", [Draw(100), Draw(10, 90), Draw(10, 0, 91)])
-def test_a_set_too_small_for_the_numbers_says_so(sizes: Draw) -> None:
-    with pytest.raises(InputError, match=r"data\.queries.*the 100 items"):
-        draw_parts(100, sizes, 0)
-
-
-def test_the_scenarios_numbers_replace_a_sets_own_split() -> None:
-    own = np.array([0] * 8 + [2, 2], dtype=np.uint8)
-    plain = Data(name="flickr8k", path=Path("x"))
-    assert (split_of(own, 10, plain, Draw()) == own).all()
-    drawn = split_of(own, 10, plain.model_copy(update={"queries": 3, "train": 2}), Draw())
-    assert np.bincount(drawn, minlength=5).tolist() == [2, 0, 3, 0, 5]
-    with pytest.raises(InputError, match=r"data\.queries"):
-        split_of(own, 10, plain.model_copy(update={"train": 2}), Draw())
-    assert np.bincount(split_of(None, 10, plain, Draw())).tolist() == [8, 1, 1]
-    assert np.bincount(split_of(None, 10, plain, Draw(4)), minlength=5).tolist() == [6, 0, 4, 0, 0]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"name": "flicker8k", "path": "x"}, "openmoji, flickr8k, flickr30k"),
-        ({"name": "flicker8k", "path": "x"}, "did you mean flickr8k"),
-        ({"name": "coco"}, "data.path: found 'nothing'"),
-        ({"name": "openmoji", "frames": 3}, "data.frames: .*no such key with data.name openmoji"),
-        ({"name": "features", "path": "x", "train": 3}, "data.train: .*no such key with data.name features"),
-        ({"name": "manifest", "path": "x.csv", "annotations": "y"}, "data.annotations: .*data.name manifest"),
-    ],
-)
-def test_a_scenario_names_a_known_set_and_only_its_own_options(options: dict[str, Any], expected: str) -> None:
-    with pytest.raises(InputError, match=expected):
-        catalogue.check(Data.model_validate(options))
-
-
-@pytest.mark.parametrize("name", ["lite", "features"])
-def test_weights_are_not_for_a_backbone_that_takes_none(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"backbone\.pretrained is not for backbone\.name {name}"):
-        Backbone.model_validate({"name": name, "pretrained": "w.pt"})
-
-
-# --- documents ------------------------------------------------------------------------------------------------------
 
 ROOT = Path(__file__).parent.parent
 

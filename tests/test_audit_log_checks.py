@@ -36,7 +36,7 @@ from fedmq.wire.keys import fingerprint, load_accepted
 from fedmq.wire.message_log import INLINE, MessageLog
 from fedmq.wire.messages import PAYLOADS, Delta, Header, Kind, Message, digest
 from fedmq.wire.payloads import Error, Loss, Metrics
-from tests.forging import forge, lines, reseal, rewrite
+from tests.adversary_forged_logs import forge, lines, reseal, rewrite
 
 
 def message(counter: int, sender: str = "silo-00", receiver: str = "coordinator") -> Message:

@@ -17,7 +17,7 @@ from fedmq.data.readers.arrays import read_arrays, read_pixels
 from fedmq.data.splits import SPLITS
 from fedmq.errors import InputError
 from fedmq.federation.population import build_population
-from tests import layouts
+from tests import data_set_folders
 from tests.array_files import FEATURES, PIXELS, RNG, matlab_hdf5, parts, refused, rows, saved
 
 h5py = pytest.importorskip("h5py")
@@ -295,7 +295,7 @@ def test_only_items_with_a_label_are_left_where_the_scenario_asks_for_it(tmp_pat
 
 
 def test_wikipedias_raw_features_take_their_classes_from_the_lists_beside_them(tmp_path: Path) -> None:
-    layouts.wikipedia(tmp_path)
+    data_set_folders.wikipedia(tmp_path)
     arrays = {"I_tr": rows(2), "T_tr": rows(2), "I_te": rows(3), "T_te": rows(3)}
     scipy_io.savemat(tmp_path / "raw_features.mat", arrays)
     found = read_arrays(Data(name="wikipedia", path=tmp_path / "raw_features.mat"))
@@ -304,7 +304,7 @@ def test_wikipedias_raw_features_take_their_classes_from_the_lists_beside_them(t
 
 
 def test_wikipedias_validation_items_are_not_retrieved_from(tmp_path: Path) -> None:
-    layouts.wikipedia(tmp_path)
+    data_set_folders.wikipedia(tmp_path)
     arrays = {"I_tr": rows(2), "T_tr": rows(2), "I_te": rows(3), "T_te": rows(3)}
     scipy_io.savemat(tmp_path / "raw_features.mat", arrays)
     facts = {

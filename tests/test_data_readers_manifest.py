@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 
 from fedmq.errors import InputError
-from tests import layouts
-from tests.read_sets import ROWS, labels_of, read, words
+from tests import data_set_folders
+from tests.read_data_sets import ROWS, labels_of, read, words
 
 
 def test_a_manifest_in_jsonl_starts_its_paths_at_its_own_folder(tmp_path: Path) -> None:
-    found = read("manifest", layouts.manifest(tmp_path, ROWS))
+    found = read("manifest", data_set_folders.manifest(tmp_path, ROWS))
     assert found.keys == ("a.png", "in/b.png")
     assert found.captions == (("one", "two"), ("three",))
     assert [labels_of(found, row) for row in (0, 1)] == [["x", "y"], ["y"]]
@@ -21,8 +21,8 @@ def test_a_manifest_in_jsonl_starts_its_paths_at_its_own_folder(tmp_path: Path) 
 
 
 def test_a_manifest_in_csv_is_the_same_set(tmp_path: Path) -> None:
-    whole = read("manifest", layouts.manifest(tmp_path, ROWS))
-    path = layouts.write(
+    whole = read("manifest", data_set_folders.manifest(tmp_path, ROWS))
+    path = data_set_folders.write(
         tmp_path / "list.csv", "image,captions,labels,split\na.png,one|two,x|y,train\nin/b.png,three,y,test\n"
     )
     found = read("manifest", path)
@@ -61,7 +61,7 @@ def test_a_manifest_in_csv_is_the_same_set(tmp_path: Path) -> None:
 )
 def test_what_is_wrong_in_a_manifest_is_named_by_line(name: str, content: str, expected: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=expected) as caught:
-        read("manifest", layouts.write(tmp_path / name, content))
+        read("manifest", data_set_folders.write(tmp_path / name, content))
     str(caught.value).encode()
 
 
@@ -76,17 +76,17 @@ def test_what_is_wrong_in_a_manifest_is_named_by_line(name: str, content: str, e
     ],
 )
 def test_several_fields_of_captions_are_joined(name: str, content: str, tmp_path: Path) -> None:
-    found = read("manifest", layouts.write(tmp_path / name, content))
+    found = read("manifest", data_set_folders.write(tmp_path / name, content))
     assert found.captions == (("one", "two", "three"), ("four",))
 
 
 def test_a_mark_of_windows_before_jsonl_and_a_key_of_zero_are_read(tmp_path: Path) -> None:
     content = '{"image": "a", "key": 0}\n{"image": "b", "key": ""}\n'
-    assert read("manifest", layouts.write(tmp_path / "list.jsonl", content, "utf-8-sig")).keys == ("0", "b")
+    assert read("manifest", data_set_folders.write(tmp_path / "list.jsonl", content, "utf-8-sig")).keys == ("0", "b")
 
 
 def test_a_mark_of_windows_before_csv_is_passed_over_and_what_is_no_text_has_its_line(tmp_path: Path) -> None:
-    path = layouts.write(tmp_path / "list.csv", "image,caption\na,one\nb,two\n", "utf-8-sig")
+    path = data_set_folders.write(tmp_path / "list.csv", "image,caption\na,one\nb,two\n", "utf-8-sig")
     assert read("manifest", path).captions == (("one",), ("two",))
     path.write_bytes(b"image,caption\na,one\nb,tw\xff\n")
     with pytest.raises(InputError, match=r"list\.csv: line 3: .*utf-8 text"):
@@ -94,15 +94,15 @@ def test_a_mark_of_windows_before_csv_is_passed_over_and_what_is_no_text_has_its
 
 
 def test_a_folder_of_frames_in_a_manifest_is_a_video(tmp_path: Path) -> None:
-    layouts.msrvtt(tmp_path)
+    data_set_folders.msrvtt(tmp_path)
     rows = [f'{{"image": "frames/video{row}", "caption": "x"}}\n' for row in range(4)]
-    path = layouts.write(tmp_path / "list.jsonl", "".join(rows))
+    path = data_set_folders.write(tmp_path / "list.jsonl", "".join(rows))
     found = read("manifest", path)
     assert found.pictures.clips
     assert len(found.pictures.frames(1)) == 12
     once = read("manifest", path, frames=1)
     assert len(once.pictures.frames(1)) == 1
     # A folder above the manifest holds many things, but no frames.
-    layouts.write(path, rows[0] + '{"image": "frames/..", "caption": "x"}\n')
+    data_set_folders.write(path, rows[0] + '{"image": "frames/..", "caption": "x"}\n')
     with pytest.raises(InputError, match=r"line 2: image: found 'frames/\.\.'"):
         read("manifest", path)

@@ -10,14 +10,14 @@ import pytest
 
 from fedmq.encoders import images as pictures
 from fedmq.errors import InputError
-from tests import layouts
-from tests.read_sets import labels_of, read, words
+from tests import data_set_folders
+from tests.read_data_sets import labels_of, read, words
 
 pytest.importorskip("PIL")
 
 
 def test_msrvtts_whole_file_makes_its_parts_superfluous_wherever_they_lie(tmp_path: Path) -> None:
-    layouts.msrvtt(tmp_path)
+    data_set_folders.msrvtt(tmp_path)
     whole = json.loads((tmp_path / "MSRVTT_data.json").read_text())
     assert len(whole["videos"]) > 2
     (tmp_path / "annotation").mkdir()
@@ -30,7 +30,7 @@ def test_msrvtts_whole_file_makes_its_parts_superfluous_wherever_they_lie(tmp_pa
 
 
 def test_msrvtt_takes_evenly_spaced_frames_of_each_folder(tmp_path: Path) -> None:
-    found = read("msrvtt", layouts.msrvtt(tmp_path))
+    found = read("msrvtt", data_set_folders.msrvtt(tmp_path))
     assert words(found) == ["train", "train", "val", "test"]
     assert found.captions[2] == ("clip 2 0", "clip 2 1")
     assert labels_of(found, 1) == ["category-10"]
@@ -40,11 +40,13 @@ def test_msrvtt_takes_evenly_spaced_frames_of_each_folder(tmp_path: Path) -> Non
 
 
 def test_msrvtt_in_two_files_is_one_set(tmp_path: Path) -> None:
-    layouts.msrvtt(tmp_path, frames=1)
+    data_set_folders.msrvtt(tmp_path, frames=1)
     whole = json.loads((tmp_path / "MSRVTT_data.json").read_text())
     for name, tests in (("train_val_videodatainfo.json", False), ("test_videodatainfo.json", True)):
         chosen = {"videos": [v for v in whole["videos"] if (v["split"] == "test") == tests]}
-        layouts.write(tmp_path / name, json.dumps({**chosen, "sentences": whole["sentences"] if not tests else []}))
+        data_set_folders.write(
+            tmp_path / name, json.dumps({**chosen, "sentences": whole["sentences"] if not tests else []})
+        )
     (tmp_path / "MSRVTT_data.json").unlink()
     assert words(read("msrvtt", tmp_path)) == ["train", "train", "val", "test"]
     # Elsewhere, each in a folder of its archive's name.
@@ -75,7 +77,7 @@ def test_half_a_video_is_named(tmp_path: Path) -> None:
 
 def test_a_video_gives_twelve_frames_in_order_and_a_broken_one_is_named(tmp_path: Path) -> None:
     av = pytest.importorskip("av")
-    layouts.msrvtt(tmp_path, frames=1)
+    data_set_folders.msrvtt(tmp_path, frames=1)
     path = tmp_path / "TrainValVideo" / "video0.mp4"
     path.parent.mkdir()
     with av.open(str(path), "w") as container:
@@ -97,8 +99,8 @@ def test_a_video_gives_twelve_frames_in_order_and_a_broken_one_is_named(tmp_path
 
 
 def test_without_a_decoder_a_video_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    layouts.msrvtt(tmp_path, frames=1)
-    layouts.write(tmp_path / "videos" / "video0.mp4", "x")
+    data_set_folders.msrvtt(tmp_path, frames=1)
+    data_set_folders.write(tmp_path / "videos" / "video0.mp4", "x")
     monkeypatch.setitem(__import__("sys").modules, "av", None)
     found = read("msrvtt", tmp_path, images=tmp_path / "videos")
     with pytest.raises(InputError, match=r"package av missing.*\[video\]"):

@@ -18,7 +18,6 @@ import torch
 from PIL import Image
 
 from fedmq.config.scenario import Backbone, Data
-from fedmq.data import extract
 from fedmq.data.catalogue import SETS
 from fedmq.data.extract import pooled, store
 from fedmq.data.prepare import prepare, text_features
@@ -162,7 +161,7 @@ def test_another_split_is_another_folder_over_the_same_features(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepared(tmp_path)
-    monkeypatch.setattr(extract, "_image_rows", lambda *_: pytest.fail("images were encoded again"))
+    monkeypatch.setattr(images, "decode", lambda *_: pytest.fail("images were decoded again"))
     second = prepared(tmp_path, queries=2, train=1)
     assert second.folder != first.folder
     assert np.bincount(second.split, minlength=5).tolist() == [1, 0, 2, 0, 3]

@@ -354,6 +354,11 @@ def _in_place(own: Sequence[str], given: Sequence[str]) -> list[str]:
 
 
 def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
+    """Plan a comparison as its options ask for it.
+
+    Raises:
+        InputError: an option is not allowed, or its value is not.
+    """
     from fedmq.experiments import grid as plan  # noqa: PLC0415 - brings torch, which --help does without
     from fedmq.experiments import summary  # noqa: PLC0415 - brings torch, which --help does without
 

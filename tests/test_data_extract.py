@@ -244,7 +244,7 @@ def test_with_adapters_in_the_blocks_videos_are_pooled_after_the_tower(
         # Adapters are drawn near zero; without them the tower is the one that features are made with.
         model.load(torch.zeros_like(model.flat))
         pooled = model.visual.frozen(videos).numpy()
-        monkeypatch.setattr(clip, "_FRAMES", 12)
+        monkeypatch.setattr(clip, "FRAMES_AT_ONCE", 12)
         assert np.array_equal(model.visual.frozen(videos).numpy(), pooled)
     features = np.array(prepare(data, tiny_clip(tmp_path), tmp_path / "cache").image)
     assert np.allclose(pooled, features, atol=1e-5 if there >= 12 else 0.05)
@@ -437,7 +437,7 @@ def test_response_normalisation_is_matconvnets_own() -> None:
     functional = pytest.importorskip("fedmq.encoders.matconvnet")
     torch = pytest.importorskip("torch")
     x = torch.arange(24.0).reshape(1, 6, 2, 2)
-    found = functional._normalisation({"param": [5, 2, 1e-2, 0.75]})(x)
+    found = functional.response_normalisation({"param": [5, 2, 1e-2, 0.75]})(x)
     # y = x / (kappa + alpha sum over 5 channels of x^2)^beta
     window = x[0, 0:4, 1, 1].square().sum()
     assert torch.allclose(found[0, 1, 1, 1], x[0, 1, 1, 1] / (2 + 1e-2 * window) ** 0.75)

@@ -104,7 +104,7 @@ def test_a_run_with_a_scenario_on_file_is_resumed_and_another_begun(tiny: Path, 
 def test_two_comparisons_never_work_on_the_same_runs_at_once(tmp_path: Path) -> None:
     plan = ComparisonPlan((), (0,))
     here = place(tmp_path)
-    with runner._alone(tmp_path), pytest.raises(InputError, match="one at a time"):
+    with runner.exclusive_use(tmp_path), pytest.raises(InputError, match="one at a time"):
         runner.carry_out(plan, here, lambda what, how: None, lambda: lambda: False)
 
 

@@ -73,10 +73,10 @@ def test_the_interval_is_the_paired_t_interval() -> None:
 def test_differences_are_taken_over_the_seeds_that_both_have() -> None:
     found = results.statistic({0: 1.0, 2: 3.0}, {0: 0.5, 1: 9.0, 2: 2.5})
     assert (found.n, found.difference, found.low, found.high) == (2, 0.5, 0.5, 0.5)
-    assert "seeds" not in tables._difference(found)
+    assert "seeds" not in tables.difference_text(found)
     missing = results.statistic({0: 1.0, 1: 2.0, 2: 3.0}, {0: 0.5, 2: 2.0})
     assert (missing.n, missing.pairs) == (3, 2)
-    assert tables._difference(missing).endswith("(2 of 3 seeds)")
+    assert tables.difference_text(missing).endswith("(2 of 3 seeds)")
     single = results.statistic({0: 1.0}, {0: 0.25, 1: 3.0})
     assert single.difference == 0.75
     assert np.isnan([single.std, single.low, single.high]).all()

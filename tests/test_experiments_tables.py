@@ -173,7 +173,7 @@ def test_the_tables_say_the_same_in_every_form(study: Study) -> None:
     broken = "fedmq compare --vary 'protocol=a,\n  b'"
     assert tables.latex(grid, broken).splitlines()[:2] == ["% fedmq compare --vary 'protocol=a,", "%   b'"]
     assert tables.markdown(grid, broken).startswith("    fedmq compare --vary 'protocol=a,\n      b'\n\n")
-    assert tables._cell("a | b\nc") == "a \\| b c"
+    assert tables.markdown_cell("a | b\nc") == "a \\| b c"
     assert [latex.count(rule) for rule in ("\\toprule", "\\midrule", "\\bottomrule")] == [1, 1, 1]
     assert all(line.count(" & ") == len(grid.head) - 1 for line in latex.splitlines() if line.endswith("\\\\"))
     records = list(csv.DictReader(io.StringIO(as_csv(tables.plain(rows)))))

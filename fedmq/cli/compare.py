@@ -420,7 +420,7 @@ def carry_out(options: Options, roots: Roots) -> None:
         size = f"{len(plan.entries)} rows x {len(plan.seeds)} seeds" + f", {trials} trials on validation" * bool(trials)
         err.print(f"{size}; at most {jobs} runs at once, in {folder}", highlight=False, soft_wrap=True, markup=False)
     # The tables are written at the very end: too late to learn that they cannot be.
-    with folder_if_used(folder), _display(err, quiet=options.quiet) as told:
+    with folder_if_used(folder), display_progress(err, quiet=options.quiet) as told:
         comparison = runner.carry_out(plan, place, told, roots.until_stopped)
     if comparison.stopped:
         err.print(f"stopped; the same command goes on: [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
@@ -474,7 +474,7 @@ def _progress_line(what: str, how: JobProgress) -> str:
 
 
 @contextmanager
-def _display(console: Console, *, quiet: bool) -> Iterator[Callable[[str, JobProgress], None]]:
+def display_progress(console: Console, *, quiet: bool) -> Iterator[Callable[[str, JobProgress], None]]:
     """One line that is kept up to date; if nobody watches, a line at each run's end and every half minute."""
     if quiet:
         yield lambda what, how: None

@@ -172,7 +172,7 @@ def job_of(run: Run) -> jobs.Job:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def exclusive_use(folder: Path) -> Iterator[None]:
     """Hold a folder of runs; the kernel lets go of it when the process dies.
 
     Raises:
@@ -218,7 +218,7 @@ def carry_out(
         InputError: the folder of the runs cannot be written, a run's data are not allowed, or no run on the validation
             split has the metric to choose by.
     """
-    with _alone(place.runs):
+    with exclusive_use(place.runs):
         trials = trials_of(plan, place)
         for entry, seed in itertools.product(plan.entries, plan.seeds):
             run_of(entry, entry.candidates[0], seed, place)  # bad data are found now, not after hours of trials

@@ -1,12 +1,11 @@
 """At most ``slots`` silos of a machine train at once; a killed silo frees its slot by itself.
 
-Slots are files under an exclusive ``flock``, which the kernel drops when a process dies. Waiting silos queue on one
-further lock, so only the first of them looks for a free slot and the others sleep in the kernel.
+Slots are locked files, which the kernel frees when a process dies. Waiting silos queue on one further lock, so only one
+of them looks often for a free slot; the others look seldom whether it is their turn, which they get in no fixed order.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
 import stat
 import time
@@ -16,19 +15,12 @@ from pathlib import Path
 from typing import IO
 
 from fedmq.errors import InputError
+from fedmq.storage.locks import lock, try_lock, unlock
 from fedmq.storage.run_folder import make_folder, writing
 
-#: Pauses between two looks for a free slot [s]: flock waits for one file, not for the first of several. Each is longer
-#: by a fiftieth, so about a fiftieth of the wait so far: a slot hardly lies idle, and a long wait costs few wake-ups.
+#: Pauses between two looks for a free slot [s]. Each is longer by a fiftieth, so about a fiftieth of the wait so far: a
+#: slot hardly lies idle, and a long wait costs few wake-ups.
 _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.0005, 0.02, 1.02
-
-
-def _try(file: IO[bytes]) -> bool:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 class Slots:
@@ -52,21 +44,21 @@ class Slots:
     @contextmanager
     def one(self) -> Iterator[None]:
         """Hold a slot; waits until there is one."""
-        fcntl.flock(self._queue, fcntl.LOCK_EX)
+        lock(self._queue)
         try:
             held = self._wait()
         finally:
-            fcntl.flock(self._queue, fcntl.LOCK_UN)
+            unlock(self._queue)
         try:
             yield
         finally:
-            fcntl.flock(held, fcntl.LOCK_UN)
+            unlock(held)
 
     def _wait(self) -> IO[bytes]:
         pause = _FIRST_PAUSE
         while True:
             for file in self._files:
-                if _try(file):
+                if try_lock(file):
                     return file
             time.sleep(pause)
             pause = min(pause * _GROWTH, _LONGEST_PAUSE)

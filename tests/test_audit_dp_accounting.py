@@ -16,7 +16,7 @@ from fedmq.cli.main import app
 from fedmq.errors import InputError
 from fedmq.wire.log_records import MessageRecord
 from fedmq.wire.messages import Kind
-from tests.forging import message_record
+from tests.adversary_forged_logs import message_record
 from tests.threaded_run import resolved, run
 
 NOISE = "privacy={clip_norm: 0.5, noise_multiplier: 2.0}"

@@ -37,7 +37,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import PAYLOADS, Delta, Header, Kind, Message, digest
 from fedmq.wire.payloads import Error, Loss, Metrics
-from tests.forging import forge, lines, message_record, reseal, rewrite
+from tests.adversary_forged_logs import forge, lines, message_record, reseal, rewrite
 
 
 def message(counter: int, sender: str = "silo-00", receiver: str = "coordinator") -> Message:
@@ -84,14 +84,13 @@ def test_an_edited_record_shows(run: Path) -> None:
     assert any("silo-00.jsonl:2" in f.place and "changed" in f.what for f in audit_run(run).findings)
 
 
-def test_two_processes_cannot_write_one_log(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedmq.wire.message_log._LOCK_SECONDS", 0.1)
+def test_two_processes_cannot_write_one_log(run: Path) -> None:
     path = run / "messages" / "silo-00.jsonl"
     with MessageLog(path, "silo-00", WallClock()) as log:
         log.note(NoteKind.STARTED)
         before = path.read_bytes()
         with pytest.raises(InputError, match=r"silo-00\.jsonl: found .*another silo-00 is writing"):
-            MessageLog(path, "silo-00", WallClock())
+            MessageLog(path, "silo-00", WallClock(), patience=0.1)
         assert path.read_bytes() == before
     with MessageLog(path, "silo-00", WallClock()) as log:
         log.note(NoteKind.STARTED)

@@ -27,7 +27,7 @@ from fedmq.federation.population import run_name
 from fedmq.storage.run_folder import RunFolder, write_json
 from fedmq.wire.messages import Reason
 from tests import in_process_run, threaded_run
-from tests.forging import forge, lines, refused_record, rewrite
+from tests.adversary_forged_logs import forge, lines, refused_record, rewrite
 from tests.threaded_run import resolved
 
 HASHING = ("rounds=2", "protocol=fedcafe", "objective={base: dcmh, bits: 12, hidden: 16}")

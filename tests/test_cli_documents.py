@@ -189,13 +189,13 @@ def planned(command: str, monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[Entry,
     found: list[tuple[tuple[Entry, ...], compare.Options]] = []
 
     def only_resolve(options: compare.Options, roots: compare.Roots) -> None:
-        entries = compare._plan(options, roots.resolve).entries
+        entries = compare.plan_of(options, roots.resolve).entries
         for entry in entries:
             for candidate in entry.candidates:
                 roots.resolve(entry.file, [*entry.settings, *candidate], None)
         found.append((entries, options))
 
-    monkeypatch.setattr(compare, "_carry_out", only_resolve)
+    monkeypatch.setattr(compare, "carry_out", only_resolve)
     monkeypatch.chdir(ROOT)
     CliRunner().invoke(cli.app, shlex.split(command, comments=True), catch_exceptions=False, standalone_mode=False)
     return found[0]

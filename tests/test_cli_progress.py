@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from fedmq.cli import terminal
-from fedmq.cli.compare import _display
+from fedmq.cli.compare import display_progress
 from fedmq.experiments.process_pool import JobProgress
 from fedmq.runs.status import Status
 from tests.threaded_run import resolved
@@ -31,7 +31,7 @@ def test_a_run_shows_lines(tiny: Path, dumb: tuple[Console, io.StringIO]) -> Non
 
 def test_a_comparison_shows_lines(dumb: tuple[Console, io.StringIO]) -> None:
     console, screen = dumb
-    with _display(console, quiet=False) as show:
+    with display_progress(console, quiet=False) as show:
         show("runs", JobProgress(5, 12, (), None))
     assert "runs: 5 of 12 done" in screen.getvalue()
 
@@ -54,7 +54,8 @@ def test_who_is_missing_is_named_and_what_was_refused_is_counted_and_told(tiny: 
     ]
     assert told[2].startswith("round 0/4  silos: 4 training") and told[2].endswith(f"refused: {said}")
     assert (
-        terminal._who([f"silo-{n:02d}" for n in range(30)]) == "silo-00, silo-01, silo-02, silo-03, silo-04 and 25 more"
+        terminal.name_some([f"silo-{n:02d}" for n in range(30)])
+        == "silo-00, silo-01, silo-02, silo-03, silo-04 and 25 more"
     )
 
 
@@ -72,7 +73,7 @@ def test_a_terminal_shows_who_is_missing(tiny: Path) -> None:
     screen = io.StringIO()
     console = Console(file=screen, width=200, force_terminal=True)
     console.print(
-        terminal._table(
+        terminal.status_table(
             Status(
                 "gathering", 0, 4, 0, ("silo-03",), ({"gap": 1}, "silo-02: [red]x\x1b"), 3, 0, None, {}, 0, 0.0, 9.0
             ),

@@ -80,7 +80,7 @@ def test_a_balanced_partition_is_drawn_until_its_own_way_of_dealing_leaves_no_si
         draws = [partition.class_proportions(4, 4, 0.5, generator) for _ in range(30)]
         least = [int(partition.split_counts_balanced(sizes, each).sum(axis=0).min()) for each in draws]
         place = next(place for place, each in enumerate(least) if each >= partition.LEAST_BALANCED)
-        found = partition._until_balanced(sizes, draws[0], 0.5, again(seed))
+        found = partition.until_balanced(sizes, draws[0], 0.5, again(seed))
         assert np.array_equal(found, draws[place])
         differ += int(partition.split_counts(sizes, found).sum(axis=0).min()) < partition.LEAST_BALANCED
     assert differ  # the other way of dealing would have gone on drawing

@@ -47,8 +47,8 @@ def test_a_table_names_rows_whose_model_nobody_changed() -> None:
         return SimpleNamespace(entry=entry, outcomes=outcomes, against=None, best=())
 
     plan: Any = SimpleNamespace(seeds=(0, 1), across=None)
-    notes = tables._notes([row("fedavg"), row("idle", unchanged=True)], plan, False, False)
+    notes = tables.notes_of([row("fedavg"), row("idle", unchanged=True)], plan, False, False)
     assert [note for note in notes if "changed the model" in note] == [
         "no silo's update changed the model of at least one seed: idle"
     ]
-    assert not any("changed the model" in note for note in tables._notes([row("fedavg")], plan, False, False))
+    assert not any("changed the model" in note for note in tables.notes_of([row("fedavg")], plan, False, False))

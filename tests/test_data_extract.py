@@ -18,7 +18,6 @@ import torch
 from PIL import Image
 
 from fedmq.config.scenario import Backbone, Data
-from fedmq.data import extract
 from fedmq.data.catalogue import SETS
 from fedmq.data.extract import pooled, store
 from fedmq.data.prepare import prepare, text_features
@@ -29,7 +28,7 @@ from fedmq.encoders.select import image_encoder
 from fedmq.errors import InputError
 from fedmq.models.build import build
 from fedmq.models.two_tower import Branch
-from tests import layouts
+from tests import data_set_folders
 from tests.gradients import gradient_of
 
 pytest.importorskip("PIL")
@@ -46,7 +45,7 @@ def tiny_clip(folder: Path, **options: Any) -> Backbone:
 
 
 def prepared(tmp_path: Path, backbone: Backbone | None = None, **options: Any) -> Prepared:
-    layouts.flickr(tmp_path / "set") if not (tmp_path / "set").exists() else None
+    data_set_folders.flickr(tmp_path / "set") if not (tmp_path / "set").exists() else None
     data = Data(name="flickr8k", path=tmp_path / "set", **options)
     return prepare(data, backbone or tiny_clip(tmp_path), tmp_path / "cache")
 
@@ -162,7 +161,7 @@ def test_another_split_is_another_folder_over_the_same_features(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepared(tmp_path)
-    monkeypatch.setattr(extract, "_image_rows", lambda *_: pytest.fail("images were encoded again"))
+    monkeypatch.setattr(images, "decode", lambda *_: pytest.fail("images were decoded again"))
     second = prepared(tmp_path, queries=2, train=1)
     assert second.folder != first.folder
     assert np.bincount(second.split, minlength=5).tolist() == [1, 0, 2, 0, 3]
@@ -172,7 +171,7 @@ def test_another_split_is_another_folder_over_the_same_features(
 
 def test_a_replaced_photo_is_encoded_anew(tmp_path: Path) -> None:
     first = prepared(tmp_path)
-    layouts.photo(tmp_path / "set" / "images" / "0.jpg", 77, (24, 24))
+    data_set_folders.photo(tmp_path / "set" / "images" / "0.jpg", 77, (24, 24))
     second = prepared(tmp_path)
     assert not np.array_equal(first.image[0], second.image[0])
     assert np.array_equal(first.image[1], second.image[1])
@@ -189,7 +188,7 @@ def test_with_adapters_in_the_blocks_photos_are_pixels_and_captions_tokens(tmp_p
 
 def test_pixels_and_tokens_are_shared_but_not_what_other_weights_made_of_them(tmp_path: Path) -> None:
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
-    data = Data(name="flickr8k", path=layouts.flickr(tmp_path / "set"))
+    data = Data(name="flickr8k", path=data_set_folders.flickr(tmp_path / "set"))
 
     def made(seed: int, folder: str) -> tuple[Prepared, npt.NDArray[np.float32]]:
         found = prepare(data, backbone, tmp_path / folder, seed)
@@ -222,7 +221,7 @@ def test_adapters_in_the_blocks_of_a_replaced_or_moved_checkpoint(tmp_path: Path
 
 
 def test_videos_are_pooled(tmp_path: Path) -> None:
-    data = Data(name="msrvtt", path=layouts.msrvtt(tmp_path / "videos"))
+    data = Data(name="msrvtt", path=data_set_folders.msrvtt(tmp_path / "videos"))
     found = prepare(data, tiny_clip(tmp_path), tmp_path / "cache")
     assert found.image.shape == (4, 16)
     assert np.allclose(np.linalg.norm(found.image, axis=1), 1, atol=1e-5)
@@ -232,7 +231,7 @@ def test_videos_are_pooled(tmp_path: Path) -> None:
 def test_with_adapters_in_the_blocks_videos_are_pooled_after_the_tower(
     there: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    data = Data(name="msrvtt", path=layouts.msrvtt(tmp_path / "videos", there))
+    data = Data(name="msrvtt", path=data_set_folders.msrvtt(tmp_path / "videos", there))
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
     found = prepare(data, backbone, tmp_path / "cache")
     assert (found.image.dtype, found.image.shape) == (np.uint8, (4, 12, 3, 32, 32))
@@ -245,7 +244,7 @@ def test_with_adapters_in_the_blocks_videos_are_pooled_after_the_tower(
         # Adapters are drawn near zero; without them the tower is the one that features are made with.
         model.load(torch.zeros_like(model.flat))
         pooled = model.visual.frozen(videos).numpy()
-        monkeypatch.setattr(clip, "_FRAMES", 12)
+        monkeypatch.setattr(clip, "FRAMES_AT_ONCE", 12)
         assert np.array_equal(model.visual.frozen(videos).numpy(), pooled)
     features = np.array(prepare(data, tiny_clip(tmp_path), tmp_path / "cache").image)
     assert np.allclose(pooled, features, atol=1e-5 if there >= 12 else 0.05)
@@ -256,14 +255,14 @@ def test_with_adapters_in_the_blocks_videos_are_pooled_after_the_tower(
 
 def test_frames_without_leading_zeros_are_taken_in_the_order_of_their_numbers(tmp_path: Path) -> None:
     for frame in range(1, 25):
-        layouts.photo(tmp_path / "video0" / f"frame{frame}.jpg", frame)
+        data_set_folders.photo(tmp_path / "video0" / f"frame{frame}.jpg", frame)
     taken = Files((tmp_path / "video0",), tmp_path, 12, folders=True).frames(0)
     wanted = [decode(tmp_path / "video0" / f"frame{frame}.jpg") for frame in range(2, 25, 2)]
     assert all(np.array_equal(*each) for each in zip(taken, wanted, strict=True))
 
 
 def test_a_folder_of_frames_is_taken_before_the_video_it_was_made_of(tmp_path: Path) -> None:
-    layouts.msrvtt(tmp_path / "videos")
+    data_set_folders.msrvtt(tmp_path / "videos")
     (tmp_path / "videos" / "video1.mp4").write_bytes(b"cut off")
     found = SETS["msrvtt"].read(Data(name="msrvtt", path=tmp_path / "videos"))
     assert len(found.pictures.frames(1)) == 12
@@ -295,20 +294,20 @@ def test_what_items_are_clustered_by_goes_on_where_it_was_stopped(
 
 
 def test_tags_are_a_bag_of_words_or_one_sentence(tmp_path: Path) -> None:
-    data = Data(name="mirflickr", path=layouts.mirflickr(tmp_path / "mir"), queries=2, train=3)
+    data = Data(name="mirflickr", path=data_set_folders.mirflickr(tmp_path / "mir"), queries=2, train=3)
     found = prepare(data, tiny_clip(tmp_path), tmp_path / "cache")
     assert (found.text.shape, found.text.dtype) == ((7, 1, 3), np.float32)
     assert found.text[0, 0].tolist() == [1, 0, 1]
     assert text_features(found, tiny_clip(tmp_path)).tolist() == found.text[:, 0].tolist()
     said = prepare(data.model_copy(update={"text": "sentences"}), tiny_clip(tmp_path), tmp_path / "cache")
     assert said.text.shape == (7, 1, 16)
-    layouts.flickr(tmp_path / "set")
+    data_set_folders.flickr(tmp_path / "set")
     with pytest.raises(InputError, match=r"data\.text.*no bag of words"):
         prepared(tmp_path, text="bag")
 
 
 def test_a_missing_photo_is_refused_by_name_or_left_out(tmp_path: Path) -> None:
-    layouts.flickr(tmp_path / "set")
+    data_set_folders.flickr(tmp_path / "set")
     (tmp_path / "set" / "images" / "1.jpg").unlink()
     (tmp_path / "set" / "images" / "4.jpg").unlink()
     with pytest.raises(InputError, match=r"1\.jpg and 1 more.*fedmq data check"):
@@ -319,8 +318,8 @@ def test_a_missing_photo_is_refused_by_name_or_left_out(tmp_path: Path) -> None:
 
 
 def test_a_truncated_photo_is_named_and_leaves_no_prepared_folder(tmp_path: Path) -> None:
-    layouts.flickr(tmp_path / "set")
-    layouts.truncate(tmp_path / "set" / "images" / "3.jpg")
+    data_set_folders.flickr(tmp_path / "set")
+    data_set_folders.truncate(tmp_path / "set" / "images" / "3.jpg")
     with pytest.raises(InputError, match=r"(?i)3\.jpg.*truncated"):
         prepared(tmp_path)
     assert not (tmp_path / "cache" / "data").exists()
@@ -328,7 +327,7 @@ def test_a_truncated_photo_is_named_and_leaves_no_prepared_folder(tmp_path: Path
 
 def test_an_item_without_a_caption_is_named(tmp_path: Path) -> None:
     rows = [{"image": "a.png", "caption": "a", "split": "train"}, {"image": "b.png", "split": "test"}]
-    path = layouts.manifest(tmp_path / "m", rows)
+    path = data_set_folders.manifest(tmp_path / "m", rows)
     with pytest.raises(InputError, match=r"b\.png.*no caption"):
         prepare(Data(name="manifest", path=path), tiny_clip(tmp_path), tmp_path / "cache")
 
@@ -362,7 +361,7 @@ def test_a_timm_checkpoint_is_read_and_one_that_does_not_fit_is_named(tmp_path: 
     assert not np.allclose(found.image, prepared(tmp_path, Backbone(name="timm:resnet10t")).image)
     state = {**model.state_dict(), "conv1.0.weight": torch.zeros(3)}
     torch.save(state, tmp_path / "w.pt")
-    layouts.photo(tmp_path / "set" / "images" / "0.jpg", 5)
+    data_set_folders.photo(tmp_path / "set" / "images" / "0.jpg", 5)
     with pytest.raises(InputError, match=r"conv1\.0\.weight.*shape \[3\]"):
         prepared(tmp_path, backbone)
     with pytest.raises(InputError, match=r"timm:resnet10tt.*close: resnet10t"):
@@ -422,7 +421,7 @@ def test_torchvisions_vgg_file_gives_fc7(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("old", [True, False])
 def test_a_matconvnet_file_gives_the_layer_before_its_classifier(old: bool, tmp_path: Path, few_words: None) -> None:
-    path = layouts.matconvnet(tmp_path / "vgg-f.mat", old=old)
+    path = data_set_folders.matconvnet(tmp_path / "vgg-f.mat", old=old)
     found = prepared(tmp_path, Backbone(name="matconvnet", pretrained=str(path), head="mlp"))
     assert found.image.shape == (6, 7)
     assert found.image.min() >= 0
@@ -438,7 +437,7 @@ def test_response_normalisation_is_matconvnets_own() -> None:
     functional = pytest.importorskip("fedmq.encoders.matconvnet")
     torch = pytest.importorskip("torch")
     x = torch.arange(24.0).reshape(1, 6, 2, 2)
-    found = functional._normalisation({"param": [5, 2, 1e-2, 0.75]})(x)
+    found = functional.response_normalisation({"param": [5, 2, 1e-2, 0.75]})(x)
     # y = x / (kappa + alpha sum over 5 channels of x^2)^beta
     window = x[0, 0:4, 1, 1].square().sum()
     assert torch.allclose(found[0, 1, 1, 1], x[0, 1, 1, 1] / (2 + 1e-2 * window) ** 0.75)

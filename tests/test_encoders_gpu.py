@@ -19,7 +19,7 @@ from fedmq.errors import FedmqError
 from fedmq.models.hash_networks import PLANS
 from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import open_release
-from tests import in_process_run, layouts
+from tests import data_set_folders, in_process_run
 from tests.pretend_gpu import Far, pretended
 from tests.small_federation import OBJECTIVES
 from tests.test_encoders_clip import TINY
@@ -106,7 +106,7 @@ def test_what_silos_keep_to_themselves_does(
 )
 def test_an_open_clip_model_does(more: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
-    data = {"name": "flickr8k", "path": str(layouts.flickr(tmp_path / "set"))}
+    data = {"name": "flickr8k", "path": str(data_set_folders.flickr(tmp_path / "set"))}
     backbone = {"name": str(tmp_path / "tiny.json"), "head": "mlp", "bottleneck": 8, **more}
     (tmp_path / "clip.yaml").write_text(
         json.dumps(

@@ -13,7 +13,7 @@ from fedmq.data.prepare import prepare
 from fedmq.data.prepared import Prepared
 from fedmq.encoders import sentences
 from fedmq.errors import InputError
-from tests import layouts
+from tests import data_set_folders
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("sentence_transformers")
@@ -37,10 +37,13 @@ def bert(tmp_path: Path) -> Path:
 
 
 def prepared(tmp_path: Path, folder: Path) -> Prepared:
-    layouts.flickr(tmp_path / "set")
+    data_set_folders.flickr(tmp_path / "set")
     # The images' side needs no weights here: a file of MatConvNet does.
     backbone = Backbone(
-        name="matconvnet", pretrained=str(layouts.matconvnet(tmp_path / "f.mat")), text_encoder=folder, head="mlp"
+        name="matconvnet",
+        pretrained=str(data_set_folders.matconvnet(tmp_path / "f.mat")),
+        text_encoder=folder,
+        head="mlp",
     )
     return prepare(Data(name="flickr8k", path=tmp_path / "set"), backbone, tmp_path / "cache")
 
@@ -88,7 +91,7 @@ def test_it_is_refused_where_no_text_is_encoded(other: dict[str, str], tmp_path:
 
 
 def test_a_bag_of_words_is_not_encoded(bert: Path, tmp_path: Path) -> None:
-    layouts.mirflickr(tmp_path / "set", 12)
+    data_set_folders.mirflickr(tmp_path / "set", 12)
     data = Data(name="mirflickr", path=tmp_path / "set", queries=2, val=1, train=4)
     with pytest.raises(InputError, match=r"data\.text: found 'bag with backbone\.text_encoder'"):
         prepare(data, Backbone(name="lite", text_encoder=bert, head="mlp"), tmp_path / "cache")

@@ -23,7 +23,7 @@ from fedmq.data import extract
 from fedmq.data.catalogue import SETS
 from fedmq.federation import data_check
 from fedmq.federation.population import build_population
-from tests import layouts
+from tests import data_set_folders
 from tests.test_data_extract import tiny_clip
 
 pytest.importorskip("PIL")
@@ -35,7 +35,7 @@ def scenario(folder: Path, data: dict[str, Any]) -> Path:
         "name": "disk", "rounds": 2, "protocol": "fedavg", "data": data, "backbone": {"name": backbone.name},
         "silos": {"count": 2}, "partition": {"kind": "iid"}, "training": {"warmup_rounds": 0},
     }  # fmt: skip
-    return layouts.write(folder / "disk.yaml", yaml.safe_dump(content))
+    return data_set_folders.write(folder / "disk.yaml", yaml.safe_dump(content))
 
 
 def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
@@ -53,7 +53,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_whole_set_is_counted_and_after_extraction_shared_out(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    layouts.coco(tmp_path / "set")
+    data_set_folders.coco(tmp_path / "set")
     path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set")})
     assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
     facts = json.loads(capfd.readouterr().out)
@@ -85,10 +85,10 @@ def test_a_whole_set_is_counted_and_after_extraction_shared_out(
 def test_missing_and_unreadable_files_are_all_named_and_the_exit_code_is_2(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = layouts.flickr(tmp_path / "set", splits=["train"] * 30 + ["test"] * 2)
+    folder = data_set_folders.flickr(tmp_path / "set", splits=["train"] * 30 + ["test"] * 2)
     for row in range(25):
         (folder / "images" / f"{row}.jpg").unlink()
-    layouts.truncate(folder / "images" / "26.jpg")
+    data_set_folders.truncate(folder / "images" / "26.jpg")
     (folder / "images" / "27.jpg").write_bytes(b"")
     path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
     assert fedmq(monkeypatch, "data", "check", path, "--json") == 2
@@ -112,7 +112,7 @@ def test_missing_and_unreadable_files_are_all_named_and_the_exit_code_is_2(
 def test_flickr8ks_release_is_counted_without_what_no_list_names(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = layouts.flickr8k_release(tmp_path / "set")
+    folder = data_set_folders.flickr8k_release(tmp_path / "set")
     path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
     assert fedmq(monkeypatch, "data", "check", path, "--json") == 0
     facts = json.loads(capfd.readouterr().out)
@@ -133,7 +133,7 @@ def test_flickr8ks_release_is_counted_without_what_no_list_names(
 def test_labels_are_counted_over_the_items_that_are_left(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    layouts.coco(tmp_path / "set")
+    data_set_folders.coco(tmp_path / "set")
     (tmp_path / "set" / "val2014" / "COCO_1.jpg").unlink()
     path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set"), "missing": "skip"})
     assert fedmq(monkeypatch, "data", "check", path, "--set", "silos.count=1", "--json") == 0
@@ -144,7 +144,7 @@ def test_labels_are_counted_over_the_items_that_are_left(
 def test_other_numbers_of_items_than_a_sets_papers_use_are_told_and_are_no_error(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    layouts.coco(tmp_path / "set")
+    data_set_folders.coco(tmp_path / "set")
     path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set")})
     line = "as its papers use it the set has 123,287 items and 80 labels: a part of its files may be missing"
     assert fedmq(monkeypatch, "data", "check", path) == 0
@@ -160,7 +160,7 @@ def test_other_numbers_of_items_than_a_sets_papers_use_are_told_and_are_no_error
 def test_names_that_no_disk_or_no_encoding_can_hold_are_named_without_a_traceback(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = layouts.flickr(tmp_path / "set")
+    folder = data_set_folders.flickr(tmp_path / "set")
     listed = folder / "dataset_flickr8k.json"
     whole = listed.read_text()
     listed.write_text(whole.replace("0.jpg", "a" * 300 + ".jpg"))
@@ -177,7 +177,7 @@ def test_names_that_no_disk_or_no_encoding_can_hold_are_named_without_a_tracebac
 def test_a_folder_whose_name_is_no_utf_8_is_checked_and_extracted(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    layouts.msrvtt(tmp_path / "set", frames=2)
+    data_set_folders.msrvtt(tmp_path / "set", frames=2)
     strange = tmp_path / "set" / os.fsdecode(b"vid\xe9os")
     (tmp_path / "set" / "frames").rename(strange)
     path = scenario(tmp_path, {"name": "msrvtt", "path": str(tmp_path / "set"), "frames": 2})
@@ -192,7 +192,7 @@ def test_a_folder_whose_name_is_no_utf_8_is_checked_and_extracted(
 def test_a_text_of_wikipedia_that_is_not_there_is_listed_and_may_be_left_out(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    (layouts.wikipedia(tmp_path / "set") / "texts" / "txt3-7.xml").unlink()
+    (data_set_folders.wikipedia(tmp_path / "set") / "texts" / "txt3-7.xml").unlink()
     path = scenario(tmp_path, {"name": "wikipedia", "path": str(tmp_path / "set")})
     for setting, code, items in (("refuse", 2, 5), ("skip", 0, 4)):
         assert (
@@ -227,7 +227,7 @@ def test_the_example_of_a_device_is_a_scenario_that_uses_it(
 def test_a_run_extracts_on_its_device_where_the_machine_has_it(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layouts.flickr(tmp_path / "set")
+    data_set_folders.flickr(tmp_path / "set")
     path = scenario(tmp_path, {"name": "flickr8k", "path": str(tmp_path / "set")})
     seen, plan = [], extract.plan
 
@@ -246,7 +246,7 @@ def test_a_run_extracts_on_its_device_where_the_machine_has_it(
 def test_a_set_too_small_for_its_papers_split_says_which_numbers_to_give(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    path = scenario(tmp_path, {"name": "mirflickr", "path": str(layouts.mirflickr(tmp_path / "set"))})
+    path = scenario(tmp_path, {"name": "mirflickr", "path": str(data_set_folders.mirflickr(tmp_path / "set"))})
     assert fedmq(monkeypatch, "data", "check", path) == 2
     assert "data.queries, data.val, data.train: found 'queries 2000" in capfd.readouterr().out
 
@@ -260,7 +260,7 @@ def test_widths_that_do_not_go_together_are_told_before_features_are_extracted_a
     extracted: bool,
 ) -> None:
     """A bag of words is as wide as its vocabulary."""
-    data = {"name": "mirflickr", "path": str(layouts.mirflickr(tmp_path / "set")), "queries": 2, "train": 3}
+    data = {"name": "mirflickr", "path": str(data_set_folders.mirflickr(tmp_path / "set")), "queries": 2, "train": 3}
     path = scenario(tmp_path, data)
     if extracted:
         assert fedmq(monkeypatch, "data", "features", path) == 0
@@ -280,8 +280,8 @@ def test_what_the_method_refuses_is_told_before_features_are_extracted_and_after
     capfd: pytest.CaptureFixture[str],
     extracted: bool,
 ) -> None:
-    layouts.coco(tmp_path / "labelled")
-    layouts.flickr(tmp_path / "bare", splits=["train"] * 4 + ["test"] * 2)
+    data_set_folders.coco(tmp_path / "labelled")
+    data_set_folders.flickr(tmp_path / "bare", splits=["train"] * 4 + ["test"] * 2)
     for name, folder, code in (("coco", "labelled", 0), ("flickr8k", "bare", 2)):
         path = scenario(tmp_path, {"name": name, "path": str(tmp_path / folder)})
         if extracted:
@@ -301,7 +301,7 @@ def test_what_the_method_refuses_is_told_before_features_are_extracted_and_after
 def test_text_clusters_and_devices_wait_for_the_run(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layouts.coco(tmp_path / "set")
+    data_set_folders.coco(tmp_path / "set")
     path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set")})
     clusters = "partition={kind: dir_clusters, clusters: 2}"
     assert fedmq(monkeypatch, "data", "check", path, "--set", clusters, "--set", "device=cuda:7") == 0
@@ -354,7 +354,7 @@ def test_a_label_of_all_on_the_upper_level_makes_nothing_alike(capsys: pytest.Ca
 def test_a_broken_annotation_file_is_bad_input(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = layouts.flickr(tmp_path / "set")
+    folder = data_set_folders.flickr(tmp_path / "set")
     (folder / "dataset_flickr8k.json").write_text("{")
     path = scenario(tmp_path, {"name": "flickr8k", "path": str(folder)})
     for command in ("check", "features"):

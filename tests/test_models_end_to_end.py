@@ -21,7 +21,7 @@ from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import open_release
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.run_folder import load_aligned
-from tests import in_process_run, layouts
+from tests import data_set_folders, in_process_run
 
 pytest.importorskip("scipy.io")
 
@@ -37,8 +37,8 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         f"""name: end
 rounds: 2
 protocol: fedavg
-data: {{name: mirflickr, path: {layouts.mirflickr(tmp_path / "set", 20)}, queries: 4, val: 2, train: 13}}
-backbone: {{name: matconvnet, pretrained: {layouts.matconvnet(tmp_path / "f.mat")}, end_to_end: true}}
+data: {{name: mirflickr, path: {data_set_folders.mirflickr(tmp_path / "set", 20)}, queries: 4, val: 2, train: 13}}
+backbone: {{name: matconvnet, pretrained: {data_set_folders.matconvnet(tmp_path / "f.mat")}, end_to_end: true}}
 objective: {{base: dcmh, bits: 8, hidden: 16}}
 silos: {{count: 3}}
 partition: {{kind: iid}}
@@ -76,7 +76,7 @@ def test_an_untrained_end_to_end_network_is_the_one_over_frozen_features(file: P
 def test_another_file_of_weights_is_another_run_over_the_same_pictures(file: Path, tmp_path: Path) -> None:
     scenario = scenarios.load(file)
     first = prepare(scenario.data, scenario.backbone)
-    layouts.matconvnet(tmp_path / "f.mat", old=True)
+    data_set_folders.matconvnet(tmp_path / "f.mat", old=True)
     second = prepare(scenario.data, scenario.backbone)
     assert first.digest != second.digest
     assert (first.folder / "image.npy").samefile(second.folder / "image.npy")

@@ -32,7 +32,7 @@ from fedmq.runs.run_records import ReleaseConfig
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.run_folder import write_json
 from fedmq.wire.messages import Memory, digest
-from tests import definitions, layouts
+from tests import data_set_folders, definitions
 from tests.threaded_run import resolved, run
 
 faiss = pytest.importorskip("faiss")
@@ -413,8 +413,8 @@ def test_a_query_of_bytes_that_are_no_text_is_one_line(
 def test_a_folder_of_pictures_is_read_through_its_links_under_names_that_can_be_printed(
     embeddings: Release, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    layouts.photo(tmp_path / "elsewhere" / "a.png", 1)
-    layouts.photo(tmp_path / "pictures" / "b.png", 2)
+    data_set_folders.photo(tmp_path / "elsewhere" / "a.png", 1)
+    data_set_folders.photo(tmp_path / "pictures" / "b.png", 2)
     (tmp_path / "pictures" / "b.png").rename(tmp_path / "pictures" / os.fsdecode(b"caf\xe9.png"))
     (tmp_path / "pictures" / "linked").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "round").symlink_to(tmp_path / "pictures")

@@ -164,7 +164,7 @@ def test_a_crash_while_writing_leaves_the_checkpoint_before_it(tmp_path: Path, m
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "_write_state", full)
+    monkeypatch.setattr(checkpoint, "write_tensors", full)
     with pytest.raises(RunError, match="No space left"):
         checkpoint.save(tmp_path, made(2))
     loaded = checkpoint.load(tmp_path)

@@ -7,7 +7,6 @@ sent what kind of thing to whom, how large it was, and the authentication tag of
 
 from __future__ import annotations
 
-import fcntl
 import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator
@@ -17,6 +16,7 @@ from typing import Any
 
 from fedmq.audit.run_checks import Course, against_the_run, told_by
 from fedmq.errors import InputError
+from fedmq.storage.locks import is_locked
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import (
     GENESIS,
@@ -139,7 +139,7 @@ def audit_run(folder: Path) -> Audit:
             str(folder), "no messages/*.jsonl", "a run folder that fedmq scenario or fedmq coordinator wrote"
         )
     told = told_by(RunFolder(folder))
-    result, found = Audit(finished=told.finished, written=tuple(path.stem for path in logs if _written(path))), _Logs()
+    result, found = Audit(finished=told.finished, written=tuple(path.stem for path in logs if is_locked(path))), _Logs()
     for path in logs:
         for place, record in _of_its_own(path, result):
             _counters(path.stem, place, record, result, found)
@@ -153,18 +153,6 @@ def audit_run(folder: Path) -> Audit:
     if not result.inline:
         result.findings += _missing(found, {path.stem for path in logs})
     return result
-
-
-def _written(path: Path) -> bool:
-    """Whether a process holds this log."""
-    try:
-        with path.open("rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:
-        return False  # that it cannot be read is told when it is
-    return False
 
 
 def _compare_ends(found: _Logs, present: set[str], result: Audit) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from fedmq.audit.membership_inference import Probe
     from fedmq.audit.policy import Held
 
+    _Probed = tuple[Probe, None] | tuple[None, Finding]
+
 _QUIET_SECONDS = 2.0  # of a probe without progress
 Bar = Callable[[], Callable[[str, int, int], None]]
 
@@ -64,37 +66,56 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
 
         Example: [bold]fedmq audit runs/noisy-20260101-120000 --delta 1e-5[/bold]
         """
-        from fedmq.audit import dp_accounting, policy  # noqa: PLC0415 - --help does without
-        from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
-
-        allowed = None if policy_file is None else policy.read_policy(policy_file)
-        audit = audit_run(run)
-        if audit.inline and not audit.findings:
-            wanted = "a run with messages (launcher local, or processes started by hand)"
-            raise InputError(str(run), "a run whose silos were calls inside the coordinator: nothing was sent", wanted)
-        held = None if allowed is None or policy_file is None else policy.hold(audit, allowed, policy_file)
-        accounts, measured, swapped, untold = None, None, None, None
-        try:
-            accounts = None if delta is None else dp_accounting.account(run, audit, delta)
-            measured, swapped = _probed(run, bar, pooled) if with_probe else (None, None)
-        except InputError as error:  # What the logs show is told all the same.
-            untold = error
-        # Beside the logs' findings, and printed with them.
-        audit.findings += [swapped] if swapped and swapped not in audit.findings else []
-        findings = [*audit.findings, *(held.findings if held else ())]
-        if as_json:
-            facts = {**audit.to_plain(), "ok": not findings, "findings": [vars(finding) for finding in findings]}
-            told = {"policy": held, "accounts": accounts, "probe": measured}
-            facts |= {name: each.to_plain() for name, each in told.items() if each is not None}
-            print(json.dumps(facts | ({"error": str(untold)} if untold else {}), indent=2))
-        else:
-            _show(audit, held, accounts, measured)
-        if untold and not findings:
-            raise untold
-        if untold:
-            err.print(f"fedmq: {untold}", markup=False, highlight=False, soft_wrap=True)
-        if findings:
+        if _audit(run, policy_file, delta, (lambda: _probed(run, bar, pooled)) if with_probe else None, as_json):
             sys.exit(DIFFERENT)
+
+
+def _audit(
+    run: Path, policy_file: Path | None, delta: float | None, probe: Callable[[], _Probed] | None, as_json: bool
+) -> bool:
+    """Audit a run and print what shows; says whether anything was found.
+
+    Args:
+        run: the run folder.
+        policy_file: what may pass, if a policy is asked about.
+        delta: of the epsilon, if one is asked for.
+        probe: probes the released model, if that is asked for.
+        as_json: print JSON on standard output, else text.
+
+    Raises:
+        InputError: there is nothing to audit, the policy is not allowed, or nothing was found and an epsilon or a probe
+            cannot be had.
+    """
+    from fedmq.audit import dp_accounting, policy  # noqa: PLC0415 - --help does without
+    from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
+
+    allowed = None if policy_file is None else policy.read_policy(policy_file)
+    audit = audit_run(run)
+    if audit.inline and not audit.findings:
+        wanted = "a run with messages (launcher local, or processes started by hand)"
+        raise InputError(str(run), "a run whose silos were calls inside the coordinator: nothing was sent", wanted)
+    held = None if allowed is None or policy_file is None else policy.hold(audit, allowed, policy_file)
+    accounts, measured, swapped, untold = None, None, None, None
+    try:
+        accounts = None if delta is None else dp_accounting.account(run, audit, delta)
+        measured, swapped = probe() if probe else (None, None)
+    except InputError as error:  # What the logs show is told all the same.
+        untold = error
+    # Beside the logs' findings, and printed with them.
+    audit.findings += [swapped] if swapped and swapped not in audit.findings else []
+    findings = [*audit.findings, *(held.findings if held else ())]
+    if as_json:
+        facts = {**audit.to_plain(), "ok": not findings, "findings": [vars(finding) for finding in findings]}
+        told = {"policy": held, "accounts": accounts, "probe": measured}
+        facts |= {name: each.to_plain() for name, each in told.items() if each is not None}
+        print(json.dumps(facts | ({"error": str(untold)} if untold else {}), indent=2))
+    else:
+        _show(audit, held, accounts, measured)
+    if untold and not findings:
+        raise untold
+    if untold:
+        err.print(f"fedmq: {untold}", markup=False, highlight=False, soft_wrap=True)
+    return bool(findings)
 
 
 def _show(audit: Audit, held: Held | None, accounts: Accounts | None, measured: Probe | None) -> None:
@@ -113,7 +134,7 @@ def _show(audit: Audit, held: Held | None, accounts: Accounts | None, measured: 
         membership_inference.show(measured, out)
 
 
-def _probed(run: Path, bar: Bar, pooled: Callable[[str], bool]) -> tuple[Probe, None] | tuple[None, Finding]:
+def _probed(run: Path, bar: Bar, pooled: Callable[[str], bool]) -> _Probed:
     """Probe a run's released model, or find that it is another; what takes longer says how far it is."""
     from fedmq.audit import membership_inference  # noqa: PLC0415 - brings torch
     from fedmq.audit.log_checks import Finding  # noqa: PLC0415

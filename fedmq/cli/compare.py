@@ -228,7 +228,7 @@ def add_compare(app: typer.Typer, roots: Roots) -> None:
             as_json=as_json,
             quiet=quiet,
         )
-        _carry_out(_asked(options), roots)
+        carry_out(_asked(options), roots)
 
 
 def add_sweep(app: typer.Typer, roots: Roots) -> None:
@@ -287,7 +287,7 @@ def add_sweep(app: typer.Typer, roots: Roots) -> None:
             as_json=as_json,
             quiet=quiet,
         )
-        _carry_out(_asked(options), roots)
+        carry_out(_asked(options), roots)
 
 
 def _asked(options: Options) -> Options:
@@ -353,7 +353,12 @@ def _in_place(own: Sequence[str], given: Sequence[str]) -> list[str]:
     return [*kept, *(each for more in later.values() for each in more)]
 
 
-def _plan(options: Options, resolve: Resolve) -> ComparisonPlan:
+def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
+    """Plan a comparison as its options ask for it.
+
+    Raises:
+        InputError: an option is not allowed, or its value is not.
+    """
     from fedmq.experiments import grid as plan  # noqa: PLC0415 - brings torch, which --help does without
     from fedmq.experiments import summary  # noqa: PLC0415 - brings torch, which --help does without
 
@@ -387,13 +392,13 @@ def _plan(options: Options, resolve: Resolve) -> ComparisonPlan:
     return made
 
 
-def _carry_out(options: Options, roots: Roots) -> None:
+def carry_out(options: Options, roots: Roots) -> None:
     """Plan, run, write the tables and plots, and say what came out.
 
     Raises:
         InputError: what is asked for is not allowed, or a folder cannot be written.
     """
-    plan = _plan(options, roots.resolve)
+    plan = plan_of(options, roots.resolve)
     from fedmq.experiments import (  # noqa: PLC0415
         plots,
         runner,
@@ -415,7 +420,7 @@ def _carry_out(options: Options, roots: Roots) -> None:
         size = f"{len(plan.entries)} rows x {len(plan.seeds)} seeds" + f", {trials} trials on validation" * bool(trials)
         err.print(f"{size}; at most {jobs} runs at once, in {folder}", highlight=False, soft_wrap=True, markup=False)
     # The tables are written at the very end: too late to learn that they cannot be.
-    with folder_if_used(folder), _display(err, quiet=options.quiet) as told:
+    with folder_if_used(folder), display_progress(err, quiet=options.quiet) as told:
         comparison = runner.carry_out(plan, place, told, roots.until_stopped)
     if comparison.stopped:
         err.print(f"stopped; the same command goes on: [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
@@ -469,7 +474,7 @@ def _progress_line(what: str, how: JobProgress) -> str:
 
 
 @contextmanager
-def _display(console: Console, *, quiet: bool) -> Iterator[Callable[[str, JobProgress], None]]:
+def display_progress(console: Console, *, quiet: bool) -> Iterator[Callable[[str, JobProgress], None]]:
     """One line that is kept up to date; if nobody watches, a line at each run's end and every half minute."""
     if quiet:
         yield lambda what, how: None

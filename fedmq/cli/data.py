@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from rich.table import Table
 
 from fedmq.cli.console import out, starting
 from fedmq.cli.options import AsJson, Bar, Device, File, Seed, Settings
+
+if TYPE_CHECKING:
+    from fedmq.config.scenario import Scenario
 
 
 def add_data(
@@ -37,16 +40,7 @@ def add_data(
 
         Example: [bold]fedmq data list[/bold]
         """
-        from fedmq.data import catalogue  # noqa: PLC0415
-
-        table = Table("data.name", "what it is")
-        for name, summary in {
-            **{name: found.summary for name, found in catalogue.SETS.items()},
-            **catalogue.OTHERS,
-        }.items():
-            table.add_row(name, summary)
-        out.print(table)
-        out.print("docs/reference/data_sets.md shows the layout that each is read from", highlight=False)
+        _list()
 
     @app.command("check")
     def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json: AsJson = False) -> None:
@@ -75,20 +69,36 @@ def add_data(
 
         Example: [bold]fedmq data features scenarios/fedcafe/mirflickr.yaml --device cuda:0[/bold]
         """
-        from fedmq.data.prepare import prepare, text_features  # noqa: PLC0415
-        from fedmq.federation.population import device_of  # noqa: PLC0415
+        _extract(scenario_of(file, settings, seed), device, bar, as_json=as_json)
 
-        scenario = scenario_of(file, settings, seed)
-        place = device_of(device or scenario.device)
-        found = prepare(scenario.data, scenario.backbone, None, scenario.seed, bar(), place)
-        if scenario.partition.kind == "dir_clusters" and found.meta.text_dtype != "float32":
-            # The items are dealt out by them; with adapters in the blocks they are no other features.
-            text_features(found, scenario.backbone, scenario.seed, None, bar(), place)
-        facts = {name: getattr(found.meta, name) for name in ("n", "image_shape", "text_shape", "captions", "digest")}
-        if as_json:
-            print(json.dumps({**facts, "folder": str(found.folder)}, indent=2))
-        else:
-            shapes = (
-                f"image {facts['image_shape']}, text {facts['text_shape']}, up to {facts['captions']} texts an item"
-            )
-            out.print(f"{facts['n']} items: {shapes}, in {found.folder}", highlight=False, soft_wrap=True, markup=False)
+
+def _list() -> None:
+    """Print the data sets that a scenario can name."""
+    from fedmq.data import catalogue  # noqa: PLC0415
+
+    table = Table("data.name", "what it is")
+    for name, summary in {
+        **{name: found.summary for name, found in catalogue.SETS.items()},
+        **catalogue.OTHERS,
+    }.items():
+        table.add_row(name, summary)
+    out.print(table)
+    out.print("docs/reference/data_sets.md shows the layout that each is read from", highlight=False)
+
+
+def _extract(scenario: Scenario, device: str | None, bar: Bar, *, as_json: bool) -> None:
+    """Extract a scenario's frozen features on a device, its own by default, and print what they are."""
+    from fedmq.data.prepare import prepare, text_features  # noqa: PLC0415
+    from fedmq.federation.population import device_of  # noqa: PLC0415
+
+    place = device_of(device or scenario.device)
+    found = prepare(scenario.data, scenario.backbone, None, scenario.seed, bar(), place)
+    if scenario.partition.kind == "dir_clusters" and found.meta.text_dtype != "float32":
+        # The items are dealt out by them; with adapters in the blocks they are no other features.
+        text_features(found, scenario.backbone, scenario.seed, None, bar(), place)
+    facts = {name: getattr(found.meta, name) for name in ("n", "image_shape", "text_shape", "captions", "digest")}
+    if as_json:
+        print(json.dumps({**facts, "folder": str(found.folder)}, indent=2))
+    else:
+        shapes = f"image {facts['image_shape']}, text {facts['text_shape']}, up to {facts['captions']} texts an item"
+        out.print(f"{facts['n']} items: {shapes}, in {found.folder}", highlight=False, soft_wrap=True, markup=False)

@@ -43,7 +43,7 @@ def _left(status: Status, first: tuple[int, float] | None) -> str:
     return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.1f} min"
 
 
-def _who(names: Sequence[str]) -> str:
+def name_some(names: Sequence[str]) -> str:
     """``silo-02, silo-03 and the evaluator``; of many the first few and how many more."""
     told = ["the evaluator" if name == EVALUATOR else name for name in names]
     if len(told) > _MANY:
@@ -62,7 +62,7 @@ def _refused(status: Status) -> str:
 def _line(status: Status, left: str) -> str:
     refused = f"  refused: {_refused(status)}" if any(status.refused) else ""
     if status.phase == "gathering" and status.missing:
-        return f"waiting for {_who(status.missing)}{refused}"
+        return f"waiting for {name_some(status.missing)}{refused}"
     loss = "-" if status.loss is None else f"{status.loss:.3f}"
     recall = ", ".join(
         f"{name.removeprefix('mean_').upper()} {status.metrics[name]:.3f}"
@@ -76,7 +76,14 @@ def _line(status: Status, left: str) -> str:
     )
 
 
-def _table(status: Status, left: str, title: str) -> Table:
+def status_table(status: Status, left: str, title: str) -> Table:
+    """How a run stands, for a terminal that is kept up to date.
+
+    Args:
+        status: as the coordinator tells it.
+        left: the time left, as shown.
+        title: of the run.
+    """
     table = Table.grid(padding=(0, 2))
     table.add_row(
         f"[bold]{title}[/bold]", ProgressBar(total=status.rounds, completed=status.round, width=40), f"left {left}"
@@ -92,7 +99,7 @@ def _table(status: Status, left: str, title: str) -> Table:
     )
     table.add_row("recall", recall or "not measured yet", _bytes(status.bytes))
     if status.phase == "gathering" and status.missing:
-        table.add_row("waiting for", _who(status.missing))
+        table.add_row("waiting for", name_some(status.missing))
     if any(status.refused):
         table.add_row("refused", escape(_refused(status)))
     return table
@@ -139,7 +146,7 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
         def update(status: Status) -> None:
             if not first and status.phase != "gathering":
                 first.append((status.round, status.elapsed))
-            shown.update(_table(status, _left(status, first[0] if first else None), title))
+            shown.update(status_table(status, _left(status, first[0] if first else None), title))
 
         yield update
 

@@ -297,11 +297,11 @@ def plan(partition: Partition, silos: int, groups: I64, seed: int) -> PartitionP
             proportions = class_proportions(count, silos, partition.alpha, generator)
             if partition.balanced:
                 sizes = np.bincount(groups, minlength=count)
-                proportions = _until_balanced(sizes, proportions, partition.alpha, generator)
+                proportions = until_balanced(sizes, proportions, partition.alpha, generator)
     return PartitionPlan(partition, silos, proportions, seed)
 
 
-def _until_balanced(sizes: I64, proportions: F64, alpha: float, generator: np.random.Generator) -> F64:
+def until_balanced(sizes: I64, proportions: F64, alpha: float, generator: np.random.Generator) -> F64:
     """Draw again until the smallest silo has 10 samples (or half an equal share); else the best of 100 draws."""
     silos = proportions.shape[1]
     wanted = min(LEAST_BALANCED, int(sizes.sum()) // silos // 2)

@@ -34,7 +34,7 @@ Tokens = npt.NDArray[np.int32]
 
 
 #: Frames of videos in one pass: a batch of videos has a dozen times as many pictures as one of photos.
-_FRAMES = 256
+FRAMES_AT_ONCE = 256
 
 
 class Frozen(nn.Module):
@@ -76,7 +76,7 @@ class Frozen(nn.Module):
         """
         if x.ndim == 5:
             frames = x.shape[1]
-            several = torch.split(x, max(1, _FRAMES // frames))
+            several = torch.split(x, max(1, FRAMES_AT_ONCE // frames))
             each = torch.cat([self(part.flatten(0, 1)) for part in several])
             return nn.functional.normalize(each.view(len(x), frames, -1).mean(1), dim=-1)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half_products):

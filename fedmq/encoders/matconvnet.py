@@ -104,7 +104,8 @@ def _pooling(layer: Mapping[str, Any]) -> Layer:
     return lambda x: functional.max_pool2d(_padded(x, pad, -torch.inf), size, stride)
 
 
-def _normalisation(layer: Mapping[str, Any]) -> Layer:
+def response_normalisation(layer: Mapping[str, Any]) -> Layer:
+    """MatConvNet's ``vl_nnnormalize``: y = x / (kappa + alpha sum of x^2 over a window of channels)^beta."""
     size, kappa, alpha, beta = (float(item) for item in np.ravel(layer["param"]))
     # Torch divides alpha by the window, MatConvNet does not.
     return lambda x: functional.local_response_norm(x, int(size), alpha * size, beta, kappa)
@@ -117,7 +118,7 @@ def _layer(layer: Mapping[str, Any]) -> Layer:
         case "pool":
             return _pooling(layer)
         case "normalize" | "lrn":
-            return _normalisation(layer)
+            return response_normalisation(layer)
         case "relu":
             return functional.relu
         case "dropout":

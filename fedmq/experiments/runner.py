@@ -5,7 +5,6 @@ Runs are named by what they compute, so that the same run is never done twice in
 
 from __future__ import annotations
 
-import fcntl
 import itertools
 import json
 import shutil
@@ -24,6 +23,7 @@ from fedmq.experiments.summary import Row, empty_columns, rows
 from fedmq.runs import results
 from fedmq.runs.results import FinishedRun
 from fedmq.storage.cache import file_digest
+from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import RunFolder, folder_if_used, write_text, writing
 
 Settings = tuple[str, ...]
@@ -176,7 +176,7 @@ def job_of(run: Run) -> jobs.Job:
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
+def exclusive_use(folder: Path) -> Iterator[None]:
     """Hold a folder of runs; the kernel lets go of it when the process dies.
 
     Raises:
@@ -184,12 +184,12 @@ def _alone(folder: Path) -> Iterator[None]:
     """
     lock = folder / ".lock"
     with folder_if_used(folder), _opened(lock) as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        with writing(lock):
+            free = try_lock(file)
+        if not free:
             raise InputError(
                 str(folder), "another comparison at work in it", "one at a time; wait for it, or take another --runs"
-            ) from None
+            )
         try:
             yield
         except BaseException:
@@ -198,9 +198,9 @@ def _alone(folder: Path) -> Iterator[None]:
             raise
 
 
-def _opened(lock: Path) -> IO[str]:
+def _opened(lock: Path) -> IO[bytes]:
     with writing(lock):
-        return lock.open("a")
+        return lock.open("ab")
 
 
 # --------------------------------------------------------------------------------------------------- carrying it out
@@ -222,7 +222,7 @@ def carry_out(
         InputError: the folder of the runs cannot be written, a run's data are not allowed, or no run on the validation
             split has the metric to choose by.
     """
-    with _alone(place.runs):
+    with exclusive_use(place.runs):
         trials = trials_of(plan, place)
         for entry, seed in itertools.product(plan.entries, plan.seeds):
             run_of(entry, entry.candidates[0], seed, place)  # bad data are found now, not after hours of trials

@@ -68,7 +68,7 @@ def _mean(own: Statistic, seeds: int) -> str:
     return text if own.n in (0, seeds) else f"{text} ({own.n} of {seeds} seeds)"
 
 
-def _difference(own: Statistic) -> str:
+def difference_text(own: Statistic) -> str:
     """``+0.0123 [+0.0010, +0.0236]``; with a count if the baseline lacks some of the row's seeds."""
     middle, low, high = (_number(value, own.mean, sign=True) for value in (own.difference, own.low, own.high))
     text = middle if math.isnan(own.low) else f"{middle} [{low}, {high}]"
@@ -106,7 +106,7 @@ def grid(rows: Sequence[Row], plan: ComparisonPlan) -> Grid:
         if selected:
             cells += [cell for value in beside for cell in _chosen(own.get(value))]
         body.append(tuple(cells))
-    return Grid(tuple(head), tuple(body), _notes(rows, plan, selected, compared))
+    return Grid(tuple(head), tuple(body), notes_of(rows, plan, selected, compared))
 
 
 def _lines(rows: Sequence[Row], across: str | None) -> tuple[list[str | None], dict[str, dict[str | None, Row]]]:
@@ -128,7 +128,7 @@ def _cells(row: Row | None, column: str, seeds: int) -> list[Cell]:
     if row is None:
         return [Cell("-"), Cell("-")]
     own = row.columns[column]
-    return [Cell(_mean(own, seeds), column in row.best), Cell(_difference(own))]
+    return [Cell(_mean(own, seeds), column in row.best), Cell(difference_text(own))]
 
 
 def _chosen(row: Row | None) -> list[Cell]:
@@ -138,7 +138,15 @@ def _chosen(row: Row | None) -> list[Cell]:
     return [Cell(settings or "-"), Cell(str(of) if of > 1 else "-")]
 
 
-def _notes(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared: bool) -> tuple[str, ...]:
+def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared: bool) -> tuple[str, ...]:
+    """What a reader of a table must know, a sentence each.
+
+    Args:
+        rows: of the table.
+        plan: what was compared.
+        selected: whether candidates were chosen among.
+        compared: whether there are differences to a baseline.
+    """
     several = len(plan.seeds) > 1
     seeds = ", ".join(map(str, plan.seeds))
     notes = [f"side by side: the values of {plan.across}"] if plan.across else []
@@ -224,10 +232,12 @@ def terminal(table: Grid, title: str, width: int) -> list[Text | Table]:
 def markdown(table: Grid, command: str) -> str:
     """For documents; the command is in a block before it."""
     lines = [
-        "| " + " | ".join(map(_cell, table.head)) + " |",
+        "| " + " | ".join(map(markdown_cell, table.head)) + " |",
         "|" + "---|" + "---:|" * (len(table.head) - 1),
         *(
-            "| " + " | ".join(f"**{_cell(cell.text)}**" if cell.best else _cell(cell.text) for cell in row) + " |"
+            "| "
+            + " | ".join(f"**{markdown_cell(cell.text)}**" if cell.best else markdown_cell(cell.text) for cell in row)
+            + " |"
             for row in table.body
         ),
     ]
@@ -235,7 +245,7 @@ def markdown(table: Grid, command: str) -> str:
     return f"{before}\n" + "\n".join(lines) + f"\n\n{'; '.join(table.notes)}.\n"
 
 
-def _cell(text: str) -> str:
+def markdown_cell(text: str) -> str:
     """One cell of a table in Markdown, whatever is in it."""
     return " ".join(text.split()).replace("|", "\\|")
 

@@ -142,7 +142,7 @@ def world_process(scenario: Scenario, line: Connection) -> None:
 def population_here(
     scenario: Scenario, progress: Callable[[str, int, int], None] | None, folder: Path | None = None
 ) -> Path:
-    """Make the run's world in the cache, in this process; as ``fedmq.launch.supervisor.prepare_world`` otherwise.
+    """Make the run's world in the cache, in this process; as ``fedmq.launch.supervisor.prepare_population`` otherwise.
 
     Args:
         scenario: as resolved.

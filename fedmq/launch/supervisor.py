@@ -7,7 +7,6 @@ forked from a forkserver that has imported everything beforehand, so that thirty
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import os
 import shutil
 import signal
@@ -36,6 +35,7 @@ from fedmq.launch.forkserver import CONTEXT, warm_up
 from fedmq.launch.interrupts import say_stopping
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
+from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.keys import init_keys
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
@@ -299,14 +299,14 @@ def private_folder() -> Iterator[Path]:
     """
     for lock in Path(tempfile.gettempdir()).glob(f"{_PRIVATE}*/{_LOCK}"):
         with contextlib.suppress(OSError), lock.open("r+b") as file:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock.parent)
+            if try_lock(file):
+                shutil.rmtree(lock.parent)
     private = Path(tempfile.mkdtemp(prefix=_PRIVATE))
     try:
         # Locked under another name, so that nobody takes it for one that was left.
         with (private / "fresh").open("xb") as file:
             with contextlib.suppress(OSError):  # where there are no locks, nobody else gets one either
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                try_lock(file)
             (private / "fresh").rename(private / _LOCK)
             yield private
     finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import threading
 import time
@@ -12,6 +11,7 @@ from typing import Literal
 
 from fedmq.clock import Clock
 from fedmq.errors import InputError
+from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import make_folder, writing
 from fedmq.wire.log_records import (
     GENESIS,
@@ -29,9 +29,6 @@ from fedmq.wire.log_records import (
 )
 from fedmq.wire.messages import Kind, Message, digest, tensor_bytes
 
-#: How long to wait for a process of the same name that is being ended [s].
-_LOCK_SECONDS = 5.0
-
 
 class MessageLog:
     """Appends records to one process's log, each whole or not at all; from any of the process's threads.
@@ -43,13 +40,14 @@ class MessageLog:
         path: of the log; an existing one is continued, after cutting off a last line that a crash left unfinished.
         process: name of the process.
         clock: for the date and time of a record.
+        patience: how long to wait for a process of the same name that is being ended [s].
 
     Raises:
         InputError: the log cannot be written there, or another process writes it; two writers would break the chain.
         RunError: the disk is full or broken.
     """
 
-    def __init__(self, path: Path, process: str, clock: Clock) -> None:
+    def __init__(self, path: Path, process: str, clock: Clock, *, patience: float = 5.0) -> None:
         self.path = path
         self.process = process
         self._clock = clock
@@ -59,22 +57,19 @@ class MessageLog:
         with writing(path):
             self._file = path.open("ab", buffering=0)
         try:
-            self._lock()
+            self._lock(patience)
             self._continue()
         except BaseException:
             self._file.close()
             raise
 
-    def _lock(self) -> None:
+    def _lock(self, patience: float) -> None:
         """Hold the log until it is closed; the kernel lets go of it when the process dies."""
-        until = time.monotonic() + _LOCK_SECONDS
-        while True:
-            try:
-                return fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() > until:
-                    found = f"a log that another {self.process} is writing"
-                    raise InputError(str(self.path), found, "one process of a name in a run folder") from None
+        until = time.monotonic() + patience
+        while not try_lock(self._file):
+            if time.monotonic() > until:
+                found = f"a log that another {self.process} is writing"
+                raise InputError(str(self.path), found, "one process of a name in a run folder")
             time.sleep(0.05)
 
     def _continue(self) -> None:

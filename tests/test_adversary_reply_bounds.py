@@ -287,10 +287,10 @@ def test_tables_note_who_had_a_public_set() -> None:
         return types.SimpleNamespace(entry=entry, outcomes={0: outcome}, against=None, best=())
 
     plan: Any = types.SimpleNamespace(seeds=(0,), across=None)
-    notes_of = tables._notes([row("fedavg"), row("creamfl_public", public_items=20)], plan, False, False)
+    notes_of = tables.notes_of([row("fedavg"), row("creamfl_public", public_items=20)], plan, False, False)
     (note,) = [note for note in notes_of if "public set" in note]
     assert note.endswith(": creamfl_public (20 items)")
-    assert not any("public set" in note for note in tables._notes([row("fedavg")], plan, False, False))
+    assert not any("public set" in note for note in tables.notes_of([row("fedavg")], plan, False, False))
 
 
 # --------------------------------------------------------------------------- many public items

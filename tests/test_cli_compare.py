@@ -1,0 +1,277 @@
+"""fedmq compare and fedmq sweep: what they refuse, write and print."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import typer
+import yaml
+from typer.testing import CliRunner
+
+from fedmq.cli import compare as cli_compare
+from fedmq.config import loader as scenarios
+from fedmq.errors import InputError
+from fedmq.experiments import plots, process_pool
+from fedmq.storage.run_folder import RunFolder
+from tests.comparisons import ROOTS, comparison_file, fedmq, finish
+from tests.threaded_run import resolved, run
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.mark.parametrize("command", ["compare", "sweep"])
+def test_the_help_shows_an_example_and_one_with_a_comparison_file(
+    command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, command, "--help") == 0
+    text = " ".join(capfd.readouterr().out.split())
+    assert f"Example: fedmq {command} " in text
+    (named,) = re.findall(rf"fedmq {command} (scenarios/rcsr/tables/\w+\.yaml) --seeds 0", text)
+    assert (ROOT / named).is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["compare", "nowhere.yaml"], "nowhere.yaml"),
+        (["compare", "TINY", "--seeds", "x"], "--seeds"),
+        (["compare", "TINY", "--set", "protocol.colour=red"], "colour"),
+        (["compare", "TINY", "--vary", "protocol=fedavg,fedsgd"], "fedsgd"),
+        (["compare", "TINY", "--baseline", "moon"], "--baseline"),
+        (["compare", "TINY", "--target", "mean_r1"], "--target"),
+        (["compare", "TINY", "--metric", "a b"], "--metric"),
+        (["compare", "TINY", "--metric", "mean_r1,foo_r1"], "--metric: found 'foo_r1', allowed: a metric, e.g. "),
+        (["compare", "TINY", "--target", "foo=0.5"], "--target: found 'foo', allowed: a metric, e.g. "),
+        (["compare", "TINY", "--vary", "silos.count=4,0"], "--vary silos.count: found 0"),
+        (["compare", "TINY", "--select", "training.learning_rate=1,-1"], "--select training.learning_rate: found -1"),
+        (["compare", "TINY", "--select", "evaluation.split=val,test"], "--select: found 'evaluation.split'"),
+        (["compare", "TINY", "--select", "rounds=1,2", "--select-rounds", "1"], "--select rounds: found"),
+        (["compare", "TINY", "--vary", f"rounds={'[' * 20000}"], "--vary"),
+        (
+            ["compare", "TINY", "--vary", "partition.clusters=5,101", "--seeds", "0", "--quiet"],
+            "partition.clusters: found 101",
+        ),
+        (["sweep", "TINY"], "--vary"),
+        (["sweep", "TINY", "--vary", "silos"], "--vary"),
+    ],
+)
+def test_bad_input_is_one_line_and_nothing_is_written(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    arguments: list[str],
+    expected: str,
+) -> None:
+    out = tmp_path / "out"
+    code = fedmq(monkeypatch, *(str(tiny) if each == "TINY" else each for each in arguments), "--out", out)
+    error = capfd.readouterr().err.strip()
+    assert (code, len(error.splitlines())) == (2, 1), error
+    assert expected in error
+    assert not out.exists()
+
+
+def test_folders_that_were_there_stay_where_a_comparison_is_refused(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out, runs = tmp_path / "out", tmp_path / "runs"
+    out.mkdir()
+    runs.mkdir()
+    nowhere = ["--set", "data.path=nowhere.npz", "--seeds", "0", "--quiet"]
+    assert fedmq(monkeypatch, "compare", tiny, *nowhere, "--out", out, "--runs", runs) == 2
+    assert fedmq(monkeypatch, "scenario", tiny, *nowhere[:2], "--out", out) == 2
+    assert capfd.readouterr().err.count("nowhere.npz") == 2
+    assert (list(out.iterdir()), list(runs.iterdir())) == ([], [])
+
+
+def test_a_comparison_does_not_write_into_the_folder_of_a_run(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "scenario.yaml").write_text(tiny.read_text())
+    assert fedmq(monkeypatch, "compare", tiny, "--seeds", "0", "--quiet", "--out", tmp_path) == 2
+    assert "the folder of a run" in capfd.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["scenario.yaml"]
+
+
+@pytest.fixture
+def pretended(monkeypatch: pytest.MonkeyPatch) -> tuple[typer.Typer, list[str]]:
+    """Both commands, whose runs are over at once: the higher the learning rate the better, and seed 9 fails."""
+    started: list[str] = []
+
+    def pretend(todo: list[process_pool.Job], *_: object) -> process_pool.Ended:
+        started.extend(each.name for each in todo)
+        for each in todo:
+            scenario = scenarios.load(Path(each.command[4]))
+            if scenario.seed != 9:
+                finish(RunFolder(each.metrics.parent), scenario.training.learning_rate)
+        return process_pool.Ended({each.name: "no luck" for each in todo if "seed 9" in each.name}, stopped=False)
+
+    monkeypatch.setattr(process_pool, "run_all", pretend)
+    app = typer.Typer()
+    cli_compare.add_compare(app, ROOTS)
+    cli_compare.add_sweep(app, ROOTS)
+    return app, started
+
+
+def test_a_comparison_with_a_failed_run_writes_what_there_is_and_exits_with_1(
+    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
+) -> None:
+    app, started = pretended
+    arguments = ["compare", str(tiny), "--vary", "training.learning_rate=0.1,0.2", "--metric", "mean_r1", "--json"]
+    done = CliRunner().invoke(app, [*arguments, "--quiet", "--seeds", "0,9", "--out", str(tmp_path)])
+    assert done.exit_code == 1
+    result = json.loads(done.stdout)
+    assert result["errors"] == {f"training.learning_rate={rate}, seed 9": "no luck" for rate in (0.1, 0.2)}
+    assert [(row["mean_r1.n"], row["mean_r1.mean"], row["mean_r1.std"]) for row in result["rows"]] == [
+        (1, 0.1, None),
+        (1, 0.2, None),
+    ]
+    assert "failed training.learning_rate=0.1, seed 9: no luck" in done.stderr
+    for name in ("table.csv", "runs.csv", "table.tex", "table.md", "plots.html"):
+        assert (tmp_path / name).stat().st_size > 0
+    again = CliRunner().invoke(app, [*arguments, "--quiet", "--seeds", "0,1", "--out", str(tmp_path)])
+    assert again.exit_code == 0
+    assert started[4:] == ["training.learning_rate=0.1, seed 1", "training.learning_rate=0.2, seed 1"]
+
+
+def test_a_column_no_run_has_is_warned_of_and_the_table_is_written(
+    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
+) -> None:
+    arguments = ["compare", str(tiny), "--metric", "mean_r1,fairness.wurst_r1", "--seeds", "0", "--quiet"]
+    done = CliRunner().invoke(pretended[0], [*arguments, "--out", str(tmp_path)], catch_exceptions=False)
+    assert done.exit_code == 0
+    (line,) = done.stderr.splitlines()
+    assert re.match(r"warning column 'fairness\.wurst_r1' .*nearest: fairness\.worst_r1", line)
+    assert "| tiny | 0.0030 | - |" in (tmp_path / "table.md").read_text()
+    assert (tmp_path / "plots.html").stat().st_size > 0
+
+
+def test_the_tables_are_written_and_printed_before_the_plots_are_made(
+    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> str:
+        raise KeyError("plots")
+
+    monkeypatch.setattr(plots, "page", fail)
+    arguments = ["compare", str(tiny), "--metric", "mean_r1", "--seeds", "0", "--quiet", "--out", str(tmp_path)]
+    done = CliRunner().invoke(pretended[0], arguments)
+    assert isinstance(done.exception, KeyError)
+    assert "mean_r1" in done.stdout
+    assert "| tiny | 0.0030 |" in (tmp_path / "table.md").read_text()
+
+
+@pytest.mark.parametrize("option", ["--out", "--runs"])
+@pytest.mark.parametrize("kind", ["file", "proc"])
+def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
+    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path, option: str, kind: str
+) -> None:
+    app, started = pretended
+    file = tmp_path / "file"
+    file.write_text("somebody's own")
+    folder = {"file": file, "proc": Path("/proc/x")}[kind]
+    folders = {"--out": tmp_path / "out", option: folder}
+    arguments = ["compare", str(tiny), "--quiet", *(str(each) for pair in folders.items() for each in pair)]
+    with pytest.raises(InputError, match=f"^{folder}: .*a folder that can be written$"):
+        CliRunner().invoke(app, arguments, catch_exceptions=False)
+    assert started == []
+
+
+def test_a_sweep_can_choose_among_the_varied_values_and_runs_only_the_best(
+    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
+) -> None:
+    app, started = pretended
+    arguments = ["sweep", str(tiny), "--vary", "training.learning_rate=0.1,0.3,0.2", "--select", "val"]
+    done = CliRunner().invoke(
+        app,
+        [
+            *arguments,
+            "--select-seed",
+            "4",
+            "--select-rounds",
+            "3",
+            "--seeds",
+            "0,1",
+            "--metric",
+            "mean_r1",
+            "--out",
+            str(tmp_path),
+        ],
+    )
+    assert done.exit_code == 0, done.stderr
+    assert started == [
+        *(f"tiny, seed 4 (training.learning_rate={rate})" for rate in (0.1, 0.3, 0.2)),
+        "tiny, seed 0",
+        "tiny, seed 1",
+    ]
+    assert "learning_rate=0.3" in done.stdout
+    assert "seed 4, 3 rounds" in (tmp_path / "table.md").read_text()
+    lengths = [scenarios.load(path).rounds for path in sorted(tmp_path.glob("runs/*seed[04]-*.yaml"))]
+    assert sorted(lengths) == [3, 3, 3, 4]
+    assert "tiny,tiny,training.learning_rate=0.3,3," in (tmp_path / "table.csv").read_text()
+
+
+def test_results_of_a_comparison_file_keep_its_command(
+    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = comparison_file(tiny.parent, "compare: ../tiny.yaml\nseeds: 0\nmetric: mean_r1\n")
+    monkeypatch.setattr(sys, "argv", ["fedmq", "compare", str(file)])
+    app, started = pretended
+    done = CliRunner().invoke(app, ["compare", str(file), "--quiet", "--out", str(tmp_path / "out")])
+    assert done.exit_code == 0, done.stderr
+    assert started == ["tiny, seed 0"]
+    assert (tmp_path / "out" / "table.tex").read_text().splitlines()[0] == f"% fedmq compare {file}"
+    assert "tables/table.yaml" in "".join(done.stdout.split())
+
+
+def test_every_scenario_of_the_paper_is_in_its_readme() -> None:
+    folder = ROOT / "scenarios" / "rcsr"
+    named = set(re.findall(r"\| `(\w+\.yaml)`", (folder / "README.md").read_text()))
+    assert named == {path.name for path in folder.glob("*.yaml")}
+
+
+@pytest.mark.slow
+def test_a_sweep_runs_goes_on_after_a_stop_and_gives_what_single_runs_give(tiny: Path, tmp_path: Path) -> None:
+    short = tmp_path / "short.yaml"
+    short.write_text(yaml.safe_dump({**yaml.safe_load(tiny.read_text()), "name": "short", "rounds": 12}))
+    out, base = tmp_path / "out", [sys.executable, "-m", "fedmq"]
+    command = [
+        *base,
+        "sweep",
+        str(short),
+        "--vary",
+        "protocol=fedavg,rcsr",
+        "--seeds",
+        "0",
+        "--jobs",
+        "1",
+        "--out",
+        str(out),
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    deadline = time.monotonic() + 120
+    while time.monotonic() < deadline and not list(out.glob("runs/*/metrics.jsonl")):
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, error = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "the same command goes on" in error
+    assert not (out / "table.csv").exists()
+    done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=250, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert [row["name"] for row in result["rows"]] == ["fedavg", "rcsr"]
+    assert not result["errors"]
+    runs = list(csv.DictReader((out / "runs.csv").read_text().splitlines()))
+    alone = run(resolved(short, "protocol=fedavg"), tmp_path / "one")
+    assert alone.summary["model_digest"] == runs[0]["model_digest"]
+    assert {path.name for path in out.iterdir()} == {
+        "runs", "runs.csv", "table.csv", "table.md", "table.tex", "plots.html",
+    }  # fmt: skip

@@ -1,0 +1,130 @@
+"""Sparse arrays in MATLAB's version 5 and in HDF5."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fedmq.config.scenario import Data
+from fedmq.data.readers.arrays import read_arrays, read_pixels
+from fedmq.errors import InputError
+from tests.array_files import PIXELS, RNG, matlab_hdf5, refused, rows, saved
+
+h5py = pytest.importorskip("h5py")
+scipy_io = pytest.importorskip("scipy.io")
+scipy_sparse = pytest.importorskip("scipy.sparse")
+
+
+def sparse_hdf5(path: Path, key: str, dense: Any, **changes: Any) -> Path:
+    """A sparse array as MATLAB writes it with -v7.3, beside what the file has; without data and ir where all is 0."""
+    matrix = scipy_sparse.csc_matrix(dense)
+    inside = {"data": matrix.data, "ir": matrix.indices.astype(np.uint64), "jc": matrix.indptr.astype(np.uint64)}
+    inside = {"jc": inside["jc"]} if matrix.nnz == 0 else inside
+    with h5py.File(path, "a") as file:
+        group = file.create_group(key)
+        group.attrs["MATLAB_class"] = np.bytes_("logical" if matrix.dtype == np.uint8 else "double")
+        group.attrs["MATLAB_sparse"] = changes.pop("rows", np.uint64(matrix.shape[0]))
+        for name, value in {**inside, **changes}.items():
+            if value is not None:
+                group[name] = value
+    return path
+
+
+TAGS = np.kron(np.eye(3), [[0, 2, 0], [1, 0, 0], [0, 0, 0]])[:8]  # with rows and columns without a tag
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.uint8])
+@pytest.mark.parametrize("pixels", [False, True])
+def test_sparse_arrays_of_matlabs_hdf5_are_read_as_those_of_version_5(dtype: Any, pixels: bool, tmp_path: Path) -> None:
+    image = RNG.integers(0, 256, (8, 5, 6, 3), dtype=np.uint8) if pixels else rows(8, 6)
+    path = matlab_hdf5(tmp_path / "a.mat", IAll=image)
+    sparse_hdf5(path, "YAll", TAGS.astype(dtype))
+    sparse_hdf5(path, "LAll", np.eye(8, 4))
+    older = tmp_path / "b.mat"
+    scipy_io.savemat(older, {"IAll": image, "YAll": scipy_sparse.csc_matrix(TAGS), "LAll": np.eye(8, 4)})
+    for file in (path, older):
+        if pixels:
+            found = read_pixels(Data(name="mirflickr", path=file))
+            assert found.bag is not None
+            assert np.array_equal(found.bag, TAGS)
+            assert np.array_equal(found.labels, np.eye(8, 4))  # type: ignore[arg-type]
+        else:
+            arrays = read_arrays(Data(name="mirflickr", path=file))
+            assert np.array_equal(arrays["text"], TAGS)
+            assert np.array_equal(arrays["labels"], np.eye(8, 4))
+
+
+def test_a_sparse_array_of_zeros_has_no_values_in_hdf5(tmp_path: Path) -> None:
+    path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(8, 6), TAll=rows(8, 5))
+    found = read_arrays(Data(name="iapr", path=sparse_hdf5(path, "LAll", np.zeros((8, 4)))))
+    assert found["labels"].tolist() == np.zeros((8, 4)).tolist()
+
+
+HUGE = np.uint64(2**63)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"ir": np.array([8] + [0] * 5, np.uint64)}, "YAll: ir: found 'row 8', allowed: 0 to 7"),
+        ({"ir": np.array([HUGE] + [0] * 5, np.uint64)}, f"YAll: ir: found 'row {HUGE}', allowed: 0 to 7"),
+        ({"ir": np.array([-1] + [0] * 5)}, "YAll: ir: found 'row -1', allowed: 0 to 7"),
+        ({"ir": np.zeros(5, np.uint64)}, "YAll: found '6 values of 5 rows'"),
+        ({"ir": None}, "YAll: found '6 values of 0 rows'"),
+        ({"ir": np.zeros(6)}, r"YAll: found 'a group of data, ir, jc \(wrong: ir\)', allowed: MATLAB's sparse array"),
+        ({"jc": np.array([0] * 9 + [7], np.uint64)}, "YAll: jc: found .*ascending places, 0 to 6"),
+        ({"jc": np.array([0, 5, 4] + [6] * 7, np.uint64)}, "YAll: jc: found .*ascending places, 0 to 6"),
+        ({"jc": np.array([0, HUGE] + [6] * 8, np.uint64)}, "YAll: jc: found .*ascending places, 0 to 6"),
+        ({"jc": np.array([1] * 9 + [6], np.uint64)}, "YAll: jc: found .*ascending places, 0 to 6"),
+        ({"jc": np.zeros(0, np.uint64)}, "YAll: found 'a group of data, ir, jc .*jc or rows"),
+        ({"jc": None}, "YAll: found 'a group of data, ir .*jc or rows"),
+        ({"jc": np.zeros((2, 5), np.uint64)}, r"YAll: found 'a group of data, ir, jc \(wrong: jc\)"),
+        ({"rows": HUGE}, f"a sparse array of {HUGE} x 9', allowed: at most 1073741824 values when written out"),
+        ({"rows": np.int64(-8)}, "a sparse array of -8 x 9"),
+        ({"rows": np.bytes_("eight")}, "YAll: found 'a group of data, ir, jc .*jc or rows"),
+        ({"data": np.zeros(6, [("real", "f8"), ("imag", "f8")])}, "YAll: data: found .dtype .*allowed: real numbers"),
+    ],
+)
+def test_a_sparse_array_whose_numbers_point_nowhere_is_refused(
+    changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
+    path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(8, 6), LAll=np.eye(8, 4))
+    sparse_hdf5(path, "YAll", TAGS, **changes)
+    pixels = sparse_hdf5(matlab_hdf5(tmp_path / "b.mat", IAll=PIXELS, LAll=np.eye(6)), "YAll", TAGS, **changes)
+    for read in (
+        lambda: read_arrays(Data(name="pascal", path=path)),
+        lambda: read_pixels(Data(name="ssense", path=pixels)),
+    ):
+        with pytest.raises(InputError, match=expected) as caught:
+            read()
+        assert "\n" not in str(caught.value)
+
+
+def test_columns_that_no_row_limits_are_not_written_out(tmp_path: Path) -> None:
+    path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(8, 6), LAll=np.eye(8, 4))
+    with h5py.File(path, "a") as file:
+        group = file.create_group("YAll")
+        group.attrs["MATLAB_sparse"] = np.uint64(8)
+        group.create_dataset("jc", (2**40,), dtype=np.uint64, chunks=(1024,))  # nothing of it lies on the disk
+    refused(path, r"a sparse array of 8 x 1099511627775'")
+
+
+def test_a_sparse_array_of_version_5_that_points_outside_is_refused_before_it_is_written_out(tmp_path: Path) -> None:
+    matrix = scipy_sparse.csc_matrix(TAGS)
+    path = saved(tmp_path / "a.mat", {"YAll": matrix, "IAll": rows(8, 6), "LAll": np.eye(8, 4)})
+    content, known = path.read_bytes(), matrix.indices.astype("<i4").tobytes()
+    assert content.count(known) == 1
+    wrong = np.array([10**8, *matrix.indices[1:]]).astype("<i4").tobytes()
+    path.write_bytes(content.replace(known, wrong))
+    refused(path, "YAll: ir: found 'row 100000000', allowed: 0 to 7")
+
+
+def test_a_structure_as_a_split_in_hdf5_is_refused(tmp_path: Path) -> None:
+    path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(8, 6), TAll=rows(8, 5), LAll=np.eye(8, 4))
+    with h5py.File(path, "a") as file:
+        file["split/train"] = np.arange(4)
+        file["about/image"] = np.arange(4)  # another structure is passed over
+    refused(path, r"a\.mat: split: found 'a group of train")

@@ -1,0 +1,108 @@
+"""A data set of one's own: a manifest in JSONL or CSV."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedmq.errors import InputError
+from tests import data_set_folders
+from tests.read_data_sets import ROWS, labels_of, read, words
+
+
+def test_a_manifest_in_jsonl_starts_its_paths_at_its_own_folder(tmp_path: Path) -> None:
+    found = read("manifest", data_set_folders.manifest(tmp_path, ROWS))
+    assert found.keys == ("a.png", "in/b.png")
+    assert found.captions == (("one", "two"), ("three",))
+    assert [labels_of(found, row) for row in (0, 1)] == [["x", "y"], ["y"]]
+    assert words(found) == ["train", "test"]
+    assert found.pictures.frames(1)[0].shape == (16, 16, 3)
+
+
+def test_a_manifest_in_csv_is_the_same_set(tmp_path: Path) -> None:
+    whole = read("manifest", data_set_folders.manifest(tmp_path, ROWS))
+    path = data_set_folders.write(
+        tmp_path / "list.csv", "image,captions,labels,split\na.png,one|two,x|y,train\nin/b.png,three,y,test\n"
+    )
+    found = read("manifest", path)
+    assert (found.keys, found.captions, found.label_names) == (whole.keys, whole.captions, whole.label_names)
+    assert found.image_digest == whole.image_digest
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("list.jsonl", '{"image": "a.png"}\n{', r"line 2.*valid JSON"),
+        ("list.jsonl", '{"image": "a.png", "colour": 1}', r"line 1: found 'colour'"),
+        ("list.jsonl", '{"caption": "a"}', r"line 1: image"),
+        ("list.jsonl", '{"image": "a", "captions": 3}', r"line 1: captions"),
+        ("list.jsonl", '{"image": "a"}\n{"image": "a"}', "line 2: found \"'a' again, as in line 1\""),
+        ("list.jsonl", '{"image": "in/a"}\n\n{"image": " ./in//a"}', "line 3: found \"'in/a' again, as in line 1\""),
+        ("list.jsonl", '{"image": "a", "split": "train"}\n\n{"image": "b"}', "line 3: split: found 'nothing'"),
+        ("list.jsonl", '{"image": "a", "split": "dev"}', "line 1: split: found 'dev', allowed: train, val"),
+        ("list.csv", "image,caption,labels\na,b,x\nc,d\n", r"line 3: found '2 fields', allowed: as many fields"),
+        ("list.jsonl", "7", "line 1: found 'int'"),
+        ("list.jsonl", '{"image": "a", "caption": "x\u2028y"}', "1 items"),
+        ("list.csv", "image,caption\na,b,c\n", r"line 2.*as many fields"),
+        ("list.csv", "picture\na\n", "line 1: found 'picture'"),
+        ("list.csv", "caption\na\n", "line 1: found 'columns caption', allowed: a column image"),
+        ("list.txt", "", r"\.csv or \.jsonl"),
+        ("list.csv", "image,labels,labels\na,b,c\n", "line 1: found \"'labels' twice\""),
+        ("list.jsonl", '{"image": "a", "caption": "x", "caption": "y"}', "line 1: found \"'caption' twice\""),
+        ("list.csv", "image,caption\na,b\n.,c\n", r"line 3: image: found '\.'"),
+        ("list.jsonl", '{"image": "a"}\n{"image": ".."}', r"line 2: image: found '\.\.'"),
+        ("list.jsonl", '{"image": "a", "caption": "cut \\ud83d"}', "line 1: caption: found .*whole characters"),
+        ("list.jsonl", '{"image": "\\ud83d.jpg"}', "line 1: image: found .*whole characters"),
+        ("list.jsonl", '{"image": "a", "key": "\\ud83d"}\n{"image": "b"}', "whole characters"),
+        ("list.jsonl", '{"image": "a", "label": "\\ud83d"}\n{"image": "b"}', "line 1: labels?: .*whole characters"),
+        ("list.jsonl", '{"image": "a", "key": []}', "line 1: key: found"),
+    ],
+)
+def test_what_is_wrong_in_a_manifest_is_named_by_line(name: str, content: str, expected: str, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=expected) as caught:
+        read("manifest", data_set_folders.write(tmp_path / name, content))
+    str(caught.value).encode()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("list.csv", "image,caption,caption,captions,split\na,one,two,|three|one,train\nb,four,,,test\n"),
+        (
+            "list.jsonl",
+            '{"image": "a", "captions": ["one", "two"], "caption": "three"}\n{"image": "b", "caption": "four"}\n',
+        ),
+    ],
+)
+def test_several_fields_of_captions_are_joined(name: str, content: str, tmp_path: Path) -> None:
+    found = read("manifest", data_set_folders.write(tmp_path / name, content))
+    assert found.captions == (("one", "two", "three"), ("four",))
+
+
+def test_a_mark_of_windows_before_jsonl_and_a_key_of_zero_are_read(tmp_path: Path) -> None:
+    content = '{"image": "a", "key": 0}\n{"image": "b", "key": ""}\n'
+    assert read("manifest", data_set_folders.write(tmp_path / "list.jsonl", content, "utf-8-sig")).keys == ("0", "b")
+
+
+def test_a_mark_of_windows_before_csv_is_passed_over_and_what_is_no_text_has_its_line(tmp_path: Path) -> None:
+    path = data_set_folders.write(tmp_path / "list.csv", "image,caption\na,one\nb,two\n", "utf-8-sig")
+    assert read("manifest", path).captions == (("one",), ("two",))
+    path.write_bytes(b"image,caption\na,one\nb,tw\xff\n")
+    with pytest.raises(InputError, match=r"list\.csv: line 3: .*utf-8 text"):
+        read("manifest", path)
+
+
+def test_a_folder_of_frames_in_a_manifest_is_a_video(tmp_path: Path) -> None:
+    data_set_folders.msrvtt(tmp_path)
+    rows = [f'{{"image": "frames/video{row}", "caption": "x"}}\n' for row in range(4)]
+    path = data_set_folders.write(tmp_path / "list.jsonl", "".join(rows))
+    found = read("manifest", path)
+    assert found.pictures.clips
+    assert len(found.pictures.frames(1)) == 12
+    once = read("manifest", path, frames=1)
+    assert len(once.pictures.frames(1)) == 1
+    # A folder above the manifest holds many things, but no frames.
+    data_set_folders.write(path, rows[0] + '{"image": "frames/..", "caption": "x"}\n')
+    with pytest.raises(InputError, match=r"line 2: image: found 'frames/\.\.'"):
+        read("manifest", path)

@@ -1,0 +1,261 @@
+"""Comparisons: which runs a command means, and how they are named."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import protocols
+from fedmq.cli import main as cli
+from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError
+from fedmq.experiments import grid as planning
+from fedmq.experiments import runner
+from fedmq.experiments.grid import ComparisonPlan
+from fedmq.federation.population import build_population
+from tests.comparisons import entries, place, resolve
+
+
+def fully_resolved(file: Path, settings: list[str], seed: int | None) -> Scenario:
+    """With the method's options checked."""
+    return protocols.resolved(resolve(file, settings, seed), str(file))
+
+
+@pytest.mark.parametrize("text", ["rounds", "rounds=", "=3", "a b=3", "rounds=[", "rounds=3,3", "x:=1"])
+def test_a_variation_that_is_none_is_refused_in_one_line(text: str) -> None:
+    with pytest.raises(InputError, match="--vary") as caught:
+        planning.parse_variation(text, "--vary")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("text", "allowed"), [("seed=1,2", "--seeds"), ("name=a,b", "set={name")])
+def test_what_a_comparison_sets_itself_is_not_varied(text: str, allowed: str) -> None:
+    for option in ("--vary", "--select"):
+        with pytest.raises(InputError, match=allowed):
+            planning.parse_variation(text, option)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "", "x"])
+def test_a_target_is_a_number(value: str) -> None:
+    with pytest.raises(InputError, match="--target"):
+        planning.parse_target(f"mean_r1={value}")
+
+
+def test_values_are_yaml_and_may_be_for_one_method() -> None:
+    own = planning.parse_variation("rcsr:protocol.lambda_anc=0.3,1", "--select")
+    assert (own.who, own.key, own.values) == ("rcsr", "protocol.lambda_anc", (0.3, 1))
+    whole = planning.parse_variation("protocol=fedavg,{name: rcsr, filler: zero}", "--vary")
+    assert whole.values == ("fedavg", {"name": "rcsr", "filler": "zero"})
+
+
+@pytest.mark.parametrize("text", ["", "a", "0,0", "-1", "1.5", "0,,1", "9" * 5000])
+def test_seeds_are_different_whole_numbers(text: str) -> None:
+    with pytest.raises(InputError, match="--seeds"):
+        planning.parse_seeds(text)
+
+
+def test_every_combination_of_varied_values_is_a_row_named_by_what_differs(tiny: Path) -> None:
+    rows = entries(tiny, ["silos.count=4,5", "protocol=fedavg,{name: rcsr, filler: zero}"])
+    assert [row.name for row in rows] == [
+        "fedavg, silos.count=4",
+        "rcsr filler=zero, silos.count=4",
+        "fedavg, silos.count=5",
+        "rcsr filler=zero, silos.count=5",
+    ]
+    scenario = resolve(tiny, list(rows[3].settings), None)
+    assert (scenario.silos.count, scenario.protocol.name, scenario.protocol.options["filler"]) == (5, "rcsr", "zero")
+    assert [row.name for row in entries(tiny, ["silos.count=4,5"])] == ["silos.count=4", "silos.count=5"]
+
+
+def test_keys_that_go_together_are_varied_as_a_named_set(tiny: Path) -> None:
+    rows = entries(tiny, ["set={name: short, rounds: 3, training.learning_rate: 0.1},{name: long, rounds: 6}"])
+    assert [row.name for row in rows] == ["short", "long"]
+    scenario = resolve(tiny, list(rows[0].settings), None)
+    assert (scenario.rounds, scenario.training.learning_rate) == (3, 0.1)
+    assert resolve(tiny, list(rows[1].settings), None).rounds == 6
+    wrong = (("--vary", "set=3,4"), ("--select", "set={rounds: 3},{rounds: 4}"), ("--vary", "set={},{rounds: 4}"))
+    for option, text in (*wrong, ("--vary", "set={name: [x], rounds: 4}")):
+        with pytest.raises(InputError, match=f"{option} set"):
+            planning.parse_variation(text, option)
+
+
+def test_a_variation_may_be_for_one_of_several_scenarios(tiny: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(tiny.read_text().replace("name: tiny", "name: other"))
+
+    def names(*vary: str) -> list[str]:
+        varied = [planning.parse_variation(text, "--vary") for text in vary]
+        return [row.name for row in planning.entries([tiny, other], [], varied, [], resolve)]
+
+    assert names() == ["tiny", "other"]
+    assert names("tiny:protocol=fedavg,rcsr") == ["fedavg", "rcsr", "other"]
+    assert names("protocol=fedavg", "silos.count=4,5") == [
+        f"{name} fedavg, silos.count={count}" for name in ("tiny", "other") for count in (4, 5)
+    ]
+    with pytest.raises(InputError, match=r"--vary nobody:rounds.*tiny"):
+        names("nobody:rounds=1,2")
+
+
+def test_a_bad_value_is_found_before_anything_runs(tiny: Path) -> None:
+    with pytest.raises(InputError, match=r"silos\.count"):
+        entries(tiny, ["silos.count=4,0"])
+    with pytest.raises(InputError, match=r"training\.learning_rate"):
+        entries(tiny, [], ["training.learning_rate=0.1,-1"])
+
+
+def test_a_varied_method_keeps_the_options_set_beside_it_and_its_own_value_counts_first(tiny: Path) -> None:
+    def taus(settings: list[str], *vary: str) -> list[tuple[str, float]]:
+        varied = [planning.parse_variation(text, "--vary") for text in vary]
+        rows = planning.entries([tiny], settings, varied, [], resolve)
+        chosen = [resolve(row.file, list(row.settings), None).protocol for row in rows]
+        return [(each.name, each.options["tau"]) for each in chosen]
+
+    both = [("fedavg", 0.3), ("rcsr", 0.3)]
+    assert taus(["protocol.tau=0.3"], "protocol=fedavg,rcsr") == both
+    assert taus([], "protocol.tau=0.3", "protocol=fedavg,rcsr") == both
+    assert taus(["protocol.tau=0.3"], "protocol=fedavg,{name: rcsr, tau: 1}") == [both[0], ("rcsr", 1)]
+    assert taus(["protocol.tau=0.3"], "set={protocol: fedavg},{protocol: {name: rcsr, tau: 1}}")[1] == ("rcsr", 1)
+
+
+def test_an_option_that_one_row_does_not_know_is_refused_with_how_to_give_it_to_others(tiny: Path) -> None:
+    varied = [planning.parse_variation("protocol=fedprox,fedavg", "--vary")]
+    with pytest.raises(
+        InputError, match=r"protocol of fedavg: found 'mu'.*--vary 'protocol={name: \.\.\., mu: "
+    ) as caught:
+        planning.entries([tiny], ["protocol.mu=0.1"], varied, [], fully_resolved)
+    assert "\n" not in str(caught.value)
+    (row,) = planning.entries(
+        [tiny], ["protocol.mu=0.1"], [replace(varied[0], values=("fedprox",))], [], fully_resolved
+    )
+    assert fully_resolved(row.file, list(row.settings), None).protocol.options["mu"] == 0.1
+
+
+def test_rows_that_are_the_same_scenario_are_refused(tiny: Path) -> None:
+    for vary in (["set={name: u, rounds: 3},{name: v, rounds: 3}"], ["protocol.name=rcsr,fedavg", "protocol=moon"]):
+        with pytest.raises(InputError, match="rows that differ: its scenario is that of ") as caught:
+            entries(tiny, vary)
+        assert "\n" not in str(caught.value)
+    equal = "set={name: u, rounds: 3},{name: v, rounds: 3}"
+    assert len(entries(tiny, [equal], ["v:training.learning_rate=0.1,0.2"])) == 2
+
+
+def test_seeds_are_not_set(tiny: Path) -> None:
+    with pytest.raises(InputError, match="--set: found 'seed', allowed: seeds with --seeds"):
+        planning.entries([tiny], ["seed=3"], [], [], resolve)
+    with pytest.raises(InputError, match="--vary set: found 'seed', allowed: seeds with --seeds"):
+        planning.parse_variation("set={name: u, seed: 3}", "--vary")
+
+
+def test_the_same_file_twice_is_refused(tiny: Path) -> None:
+    with pytest.raises(InputError, match="different names"):
+        planning.entries([tiny, tiny], [], [], [], resolve)
+
+
+def test_a_methods_own_candidates_take_the_place_of_those_for_all(tiny: Path) -> None:
+    fedavg, rcsr = entries(
+        tiny,
+        ["protocol=fedavg,rcsr"],
+        ["training.learning_rate=1,2,3,4", "rcsr:training.learning_rate=1,2", "rcsr:protocol.tau=0.1,0.2"],
+    )
+    assert [candidate[0] for candidate in fedavg.candidates] == [
+        f"training.learning_rate={rate}" for rate in (1, 2, 3, 4)
+    ]
+    assert len(rcsr.candidates) == 4
+    assert rcsr.candidates[1] == ("training.learning_rate=1", "protocol.tau=0.2")
+
+
+def test_candidates_for_nobody_are_refused_with_who_there_is(tiny: Path) -> None:
+    with pytest.raises(InputError, match=r"'moon'.*fedavg.*rcsr"):
+        entries(tiny, ["protocol=fedavg,rcsr"], ["moon:protocol.mu=1,2"])
+
+
+def test_the_same_rows_find_the_same_folder_whatever_is_measured(tiny: Path) -> None:
+    def folder(vary: str, **more: Any) -> Path:
+        return planning.default_folder(ComparisonPlan(entries(tiny, [vary]), (0,), **more), "compare", resolve)
+
+    assert folder("silos.count=4,5") == folder("silos.count=4,5", metrics=("map",), baseline="silos.count=5")
+    assert folder("silos.count=4,5") != folder("silos.count=4,6")
+
+
+def test_a_run_is_named_by_what_it_computes(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [])
+    name = runner.run_of(entry, (), 0, place(tmp_path)).name
+    assert runner.run_of(entry, ("launcher=none",), 0, place(tmp_path)).name == name
+    assert runner.run_of(entry, ("silos.slots=1",), 0, place(tmp_path)).name == name
+    others = [
+        runner.run_of(entry, (), 1, place(tmp_path)),
+        runner.run_of(entry, ("rounds=5",), 0, place(tmp_path)),
+        runner.run_of(entry, (), 0, place(tmp_path), trial=True),
+        runner.run_of(entry, (), 0, runner.Workplace(tmp_path, resolve, lambda scenario: "other", True, 1)),
+    ]
+    assert len({name, *(other.name for other in others)}) == 5
+
+
+def test_a_run_is_named_by_what_is_in_its_trace_not_by_where_that_lies(tiny: Path, tmp_path: Path) -> None:
+    def name(path: Path, trace: str) -> str:
+        path.write_text(f"silo,on,off\n{trace}\n")
+        (entry,) = planning.entries([tiny], [f"participation={{kind: availability, trace: {path}}}"], [], [], resolve)
+        return runner.run_of(entry, (), 0, place(tmp_path)).name
+
+    before = name(tmp_path / "trace.csv", "silo-00,0,100")
+    assert name(tmp_path / "other.csv", "silo-00,0,100") == before
+    assert name(tmp_path / "trace.csv", "silo-00,0,50") != before
+
+
+def test_names_do_not_change_with_links_nor_with_weights_named_in_full(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "link.npz").symlink_to(tmp_path / "real.npz")
+
+    def facts(pretrained: str, path: str) -> dict[str, Any]:
+        settings = [f"backbone={{name: matconvnet, pretrained: {pretrained}}}", f"data.path={path}"]
+        return planning.named_by(resolve(tiny, settings, None))
+
+    named = facts("w.mat", "real.npz")
+    assert (named["backbone"]["pretrained"], named["data"]["path"]) == ("w.mat", str(tmp_path / "real.npz"))
+    assert facts(str(tmp_path / "w.mat"), "link.npz") == named
+    assert facts("/elsewhere/w.mat", "link.npz") != named
+
+
+def test_data_are_prepared_once_for_all_runs_that_share_them(tiny: Path) -> None:
+    asked: list[int] = []
+
+    def prepare(scenario: Scenario) -> Path:
+        asked.append(scenario.seed)
+        return Path("cache") / f"digest-{scenario.seed}"
+
+    shared: list[tuple[int, str]] = []
+
+    def share(scenario: Scenario, folder: Path) -> None:
+        shared.append((scenario.silos.count, folder.name))
+
+    data_digest = runner.digest_once(prepare, share)
+    found = [data_digest(resolve(tiny, [f"silos.count={count}"], seed)) for count in (4, 5) for seed in (0, 1)]
+    assert found == ["digest-0", "digest-1"] * 2
+    assert asked == [0, 1]
+    data_digest(resolve(tiny, ["silos.count=5", "rounds=9"], 0))
+    assert shared == [(5, "digest-0"), (5, "digest-1")], "each other way to share them out is tried once"
+
+
+@pytest.mark.parametrize(
+    ("key", "good", "bad"),
+    [
+        ("silos.count", 4, 70),
+        ("partition.clusters", 5, 500),
+        ("partition", "{kind: iid}", "{kind: shards_classes, classes_per_silo: 50}"),
+    ],
+)
+def test_every_way_to_share_the_data_out_is_checked_beforehand(
+    tiny: Path, tmp_path: Path, key: str, good: object, bad: object
+) -> None:
+    place = runner.Workplace(
+        tmp_path, resolve, runner.digest_once(lambda each: build_population(each).prepared.folder, cli._share), True, 1
+    )
+    rows = entries(tiny, [f"{key}={good},{bad}"])
+    runner.run_of(rows[0], (), 0, place)
+    with pytest.raises(InputError, match=key.partition(".")[0]):
+        runner.run_of(rows[1], (), 0, place)

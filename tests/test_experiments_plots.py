@@ -1,0 +1,89 @@
+"""Comparisons: the page of plots of their results."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedmq.experiments import grid as planning
+from fedmq.experiments import plots
+from fedmq.experiments import summary as made_rows
+from fedmq.experiments.grid import ComparisonPlan
+from fedmq.runs import results
+from fedmq.storage.run_folder import RunFolder
+from tests.comparisons import entries, finish, resolve, studied
+
+
+def test_the_page_of_plots_draws_every_column_in_every_way(tiny: Path, tmp_path: Path) -> None:
+    _, rows = studied(tiny, tmp_path)
+    page = plots.page(rows, "title & more", ["note"])
+    assert "title &amp; more" in page
+    for column in ("mean_r1", "fairness.worst_r1"):
+        for title in (f"{column} against silos.count", f"{column} over merges", f"{column} over virtual time"):
+            assert title in page
+    assert page.count("Plotly.newPlot(") == 2 + 2 + 2 + 4  # against and bars of three columns, two curves of two
+
+
+def test_the_spread_over_silos_has_a_course_and_what_is_measured_once_has_no_curve(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [])
+    finish(RunFolder(tmp_path), 0.5)
+    with RunFolder(tmp_path).metrics.open("a") as file:
+        own = {"silo-00": {"mean_r1": 0.7}}
+        line = {"kind": "personal", "version": 2, "personal": {"mean_r1": 0.7}, "personal_whole_split": own}
+        spread = {"std_r1": 0.0, "worst_r1": 0.7, "gap_r1": 0.0}
+        more = {"personal_per_silo": own, "personal_per_silo_mean": {"mean_r1": 0.7}, "personal_fairness": spread}
+        file.write(json.dumps({**line, **more}) + "\n")
+    outcome = results.read(RunFolder(tmp_path))
+    assert outcome.course("fairness.std_r1") == ((0, 0.0, pytest.approx(0.125)), (2, 3.0, pytest.approx(0.125)))
+    assert outcome.course("personal.mean_r1") == ((2, 3.0, 0.7),)
+    assert outcome.course("per_silo_mean.mean_r1") == ((0, 0.0, 0.375), (2, 3.0, 0.375))
+    assert outcome.untrained().value("per_silo_mean.mean_r1") == 0.375
+    assert outcome.course("fairness.none") == outcome.course("seconds to mean_r1 0.5") == ()
+    plan = ComparisonPlan((entry,), (0,), ("fairness.std_r1", "personal.mean_r1", "bytes.up"))
+    page = plots.page(made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: outcome}}), "title", [])
+    assert set(re.findall(r"([\w.]+) over (?:merges|virtual time)", page)) == {"fairness.std_r1"}
+
+
+@pytest.mark.parametrize(
+    ("vary", "against"),
+    [
+        (["tiny:rounds=3,4", "other:silos.count=4,5"], None),
+        (["rounds=3,4", "other:silos.count=4,5"], "rounds"),
+        (["tiny:rounds=3,4"], "rounds"),
+    ],
+)
+def test_plots_are_drawn_against_a_key_that_all_methods_vary(
+    tiny: Path, tmp_path: Path, vary: list[str], against: str | None
+) -> None:
+    other = tmp_path / "other.yaml"
+    other.write_text(tiny.read_text().replace("name: tiny", "name: other"))
+    varied = [planning.parse_variation(text, "--vary") for text in vary]
+    plan = ComparisonPlan(planning.entries([tiny, other], [], varied, [], resolve), (0,), ("mean_r1",))
+    finished: dict[str, dict[int, results.FinishedRun]] = {}
+    for number, row in enumerate(plan.entries):
+        finish(RunFolder(tmp_path / str(number)), 0.5)
+        finished[row.name] = {0: results.read(RunFolder(tmp_path / str(number)))}
+    page = plots.page(made_rows.rows(plan, {}, finished), "title", [])
+    assert set(re.findall(r"mean_r1 against ([\w.]+)", page)) == ({against} if against else set())
+    assert "mean_r1 over merges" in page
+
+
+def test_curves_of_different_lengths_are_averaged_where_all_have_values() -> None:
+    x, values = plots.on_common_grid(
+        [(np.array([0.0, 2.0, 4.0]), np.array([0.0, 2.0, 4.0])), (np.array([0.0, 3.0]), np.array([1.0, 4.0]))]
+    )
+    assert x.tolist() == [0.0, 2.0, 3.0]
+    assert values.tolist() == [[0.0, 2.0, 3.0], [1.0, 3.0, 4.0]]
+
+
+def test_no_curve_is_drawn_out_to_the_left_of_its_first_value() -> None:
+    late, early = (np.array([2.0, 3.0]), np.array([5.0, 7.0])), (np.array([1.0, 4.0]), np.array([0.0, 3.0]))
+    x, values = plots.on_common_grid([late, early])
+    assert x.tolist() == [2.0, 3.0]
+    assert values.tolist() == [[5.0, 7.0], [1.0, 2.0]]
+    x, values = plots.on_common_grid([late, (np.array([0.0, 1.0]), np.array([0.0, 1.0]))])
+    assert (x.shape, values.shape) == ((0,), (2, 0))

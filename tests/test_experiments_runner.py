@@ -1,0 +1,171 @@
+"""Comparisons: how runs are done, and how a row's candidate is chosen."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fedmq.config import loader as scenarios
+from fedmq.errors import InputError
+from fedmq.experiments import process_pool, runner, tables
+from fedmq.experiments.grid import ComparisonPlan
+from fedmq.storage.run_folder import RunFolder
+from tests.comparisons import entries, finish, place
+
+
+def job(tmp_path: Path, name: str, program: str, rounds: int = 4) -> process_pool.Job:
+    return process_pool.Job(
+        name, (sys.executable, "-c", program), tmp_path / f"{name}.log", tmp_path / f"{name}.jsonl", rounds
+    )
+
+
+def test_one_that_fails_is_told_by_its_last_word_and_the_others_go_on(tmp_path: Path) -> None:
+    todo = [
+        job(tmp_path, "good", "pass"),
+        job(tmp_path, "bad", "import sys; print('noise', file=sys.stderr); sys.exit('fedmq: no such thing\\n')"),
+        job(tmp_path, "mute", "import sys; sys.exit(7)"),
+        job(tmp_path, "killed", "import os; os.kill(os.getpid(), 9)"),
+        job(tmp_path, "last", f"open({str(tmp_path / 'done')!r}, 'w')"),
+    ]
+    told: list[process_pool.JobProgress] = []
+    ended = process_pool.run_all(todo, 2, told.append, lambda: False)
+    assert ended == process_pool.Ended(
+        {"bad": "no such thing", "mute": "ended with exit code 7", "killed": "killed by SIGKILL"}, stopped=False
+    )
+    assert (tmp_path / "done").exists()
+    assert (told[-1].done, told[-1].total, told[-1].running) == (5, 5, ())
+
+
+@pytest.mark.slow
+def test_no_more_run_at_once_than_asked_and_each_on_one_thread(tmp_path: Path) -> None:
+    program = (
+        f"import os, time, pathlib; here = pathlib.Path({str(tmp_path)!r}); own = here / f'{{os.getpid()}}.on';"
+        "own.touch(); time.sleep(0.2);"
+        "(here / f'{os.getpid()}.seen').write_text(str(len(list(here.glob('*.on')))));"
+        "own.unlink(); assert os.environ['OMP_NUM_THREADS'] == '1'"
+    )
+    ended = process_pool.run_all(
+        [job(tmp_path, str(number), program) for number in range(4)], 2, lambda how: None, lambda: False
+    )
+    assert not ended.errors
+    assert {path.read_text() for path in tmp_path.glob("*.seen")} <= {"1", "2"}
+
+
+def test_a_stop_is_passed_on_and_nothing_is_started_after_it(tmp_path: Path) -> None:
+    catching = (
+        "import signal, sys, time, pathlib; path = pathlib.Path({path!r});"
+        "signal.signal(signal.SIGTERM, lambda *_: (path.write_text('stopped'), sys.exit(1)));"
+        "pathlib.Path({ready!r}).touch(); time.sleep(30)"
+    ).format(path=str(tmp_path / "how"), ready=str(tmp_path / "ready"))
+    todo = [job(tmp_path, "first", catching), job(tmp_path, "second", f"open({str(tmp_path / 'never')!r}, 'w')")]
+    began = time.monotonic()
+    ended = process_pool.run_all(todo, 1, lambda how: None, (tmp_path / "ready").exists)
+    assert ended == process_pool.Ended({}, stopped=True)
+    assert (tmp_path / "how").read_text() == "stopped"
+    assert not (tmp_path / "never").exists()
+    assert time.monotonic() - began < 20
+
+
+@pytest.mark.slow
+def test_the_time_left_follows_from_the_merges_on_file(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"kind": "merge"}\n{"kind": "evaluation"}\n')
+    told: list[process_pool.JobProgress] = []
+    program = (
+        "import time; f = open({path!r}, 'a'); f.write('{{\"kind\": \"merge\"}}\\n'); f.close(); time.sleep(1.6)"
+    ).format(path=str(tmp_path / "a.jsonl"))
+    process_pool.run_all([job(tmp_path, "a", program)], 1, told.append, lambda: False)
+    assert told[0].running == (("a", 0.25),)
+    assert told[0].left is None
+    middle = next(how for how in told if how.running == (("a", 0.5),))
+    assert middle.left is not None
+    assert 0 < middle.left < 60
+
+
+def test_a_run_with_a_scenario_on_file_is_resumed_and_another_begun(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [])
+    begun = runner.run_of(entry, (), 3, place(tmp_path))
+    fresh = runner.job_of(begun).command
+    assert fresh[1:4] == ("-m", "fedmq", "scenario")
+    assert fresh[5:7] == ("--out", str(begun.folder.root))
+    assert scenarios.load(Path(fresh[4])) == begun.scenario
+    begun.folder.root.mkdir()
+    (begun.folder.root / "half").write_text("x")
+    assert "--out" in runner.job_of(begun).command
+    assert not begun.folder.root.exists()
+    begun.folder.root.mkdir()
+    begun.folder.scenario.write_text(begun.scenario.dump())
+    assert runner.job_of(begun).command[5:7] == ("--resume", str(begun.folder.root))
+
+
+def test_two_comparisons_never_work_on_the_same_runs_at_once(tmp_path: Path) -> None:
+    plan = ComparisonPlan((), (0,))
+    here = place(tmp_path)
+    with runner.exclusive_use(tmp_path), pytest.raises(InputError, match="one at a time"):
+        runner.carry_out(plan, here, lambda what, how: None, lambda: lambda: False)
+
+
+def test_the_candidate_that_is_best_on_validation_is_chosen(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2,0.3,0.4"])
+    trials = runner.trials_of(ComparisonPlan((entry,), (0, 1)), place(tmp_path))
+    assert {trial.scenario.evaluation.split for trial in trials.values()} == {"val"}
+    for trial, recall in zip(trials.values(), (0.3, 0.5, 0.5), strict=False):
+        finish(trial.folder, recall)
+    assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.2",)
+    assert runner.choose(entry, trials, "fairness.std_r1") == ("training.learning_rate=0.1",)
+    with pytest.raises(InputError, match="--metric"):
+        runner.choose(entry, trials, "mean_r2")
+
+
+def test_where_nobody_trains_the_shared_model_silos_own_ones_are_chosen_by(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2,0.3"])
+    trials = runner.trials_of(ComparisonPlan((entry,), (0,)), place(tmp_path))
+    for trial, own in zip(trials.values(), (0.3, 0.5, 0.4), strict=True):
+        finish(trial.folder, 0.25)
+        summary = json.loads(trial.folder.summary.read_text())
+        told = {"personal": {"mean_r1": own}, "own_only": True}
+        trial.folder.summary.write_text(json.dumps({**summary, **told}))
+    assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.2",)
+    # One that is trained, too, is what was asked for.
+    for trial in trials.values():
+        summary = json.loads(trial.folder.summary.read_text())
+        trial.folder.summary.write_text(json.dumps({**summary, "own_only": False}))
+    assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.1",)
+
+
+def test_without_a_finished_trial_nothing_is_chosen(tiny: Path, tmp_path: Path) -> None:
+    (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2"])
+    assert runner.choose(entry, runner.trials_of(ComparisonPlan((entry,), (0,)), place(tmp_path)), "mean_r1") is None
+
+
+def test_finished_runs_are_read_and_not_done_again(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = entries(tiny, ["protocol=fedavg,rcsr"], ["rcsr:training.learning_rate=0.1,0.2"])
+    here, plan = place(tmp_path), ComparisonPlan(rows, (0, 1), ("mean_r1",))
+    started: list[str] = []
+
+    def pretend(todo: list[process_pool.Job], *_: object) -> process_pool.Ended:
+        for each in todo:
+            started.append(each.name)
+            finish(RunFolder(each.metrics.parent), 0.5 + 0.1 * ("0.2" in each.name))
+        return process_pool.Ended({}, stopped=False)
+
+    monkeypatch.setattr(process_pool, "run_all", pretend)
+    first = runner.carry_out(plan, here, lambda what, how: None, lambda: lambda: False)
+    assert started == [
+        "rcsr, seed 0 (training.learning_rate=0.1)",
+        "rcsr, seed 0 (training.learning_rate=0.2)",
+        "fedavg, seed 0",
+        "fedavg, seed 1",
+        "rcsr, seed 0",
+        "rcsr, seed 1",
+    ]
+    assert first.rows[1].chosen == ("training.learning_rate=0.2",)
+    assert "not the same budget for all" in "; ".join(tables.grid(first.rows, plan).notes)
+    again = runner.carry_out(
+        ComparisonPlan(rows, (0, 1, 2), ("mean_r1",)), here, lambda what, how: None, lambda: lambda: False
+    )
+    assert started[6:] == ["fedavg, seed 2", "rcsr, seed 2"]
+    assert [len(row.outcomes) for row in again.rows] == [3, 3]

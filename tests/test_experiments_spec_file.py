@@ -1,0 +1,186 @@
+"""Comparison files: the command line in a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from fedmq.cli import compare as cli_compare
+from fedmq.errors import InputError
+from fedmq.experiments import grid as planning
+from fedmq.experiments import spec_file
+from tests.comparisons import ROOTS, comparison_file, fedmq, resolve
+
+
+@pytest.fixture
+def options_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., cli_compare.Options]:
+    """What a command comes to, before anything is planned."""
+
+    def options(*arguments: object) -> cli_compare.Options:
+        found: list[cli_compare.Options] = []
+        monkeypatch.setattr(cli_compare, "carry_out", lambda options, roots: found.append(options))
+        app = typer.Typer()
+        cli_compare.add_compare(app, ROOTS)
+        cli_compare.add_sweep(app, ROOTS)
+        CliRunner().invoke(app, list(map(str, arguments)), catch_exceptions=False, standalone_mode=False)
+        return found[0]
+
+    return options
+
+
+WHOLE = """\
+compare: ../tiny.yaml
+set: [rounds=4, training.batch_size=16]
+vary:
+  - silos.count=4,5
+  - >-
+    protocol=
+    fedavg,
+    {name: rcsr, filler: zero}
+select: training.learning_rate=0.1,0.2
+select_seed: 3
+select_rounds: 2
+seeds: [4, 5]
+metric:
+  - mean_r1,mean_r5
+  - bytes.up
+baseline: fedavg
+across: silos.count
+target: mean_r1=0.5
+zero_shot: true
+runs: shared
+"""
+
+
+SAME = [
+    "--set", "rounds=4", "--set", "training.batch_size=16", "--vary", "silos.count=4,5",
+    "--vary", "protocol=fedavg,{name: rcsr, filler: zero}", "--select", "training.learning_rate=0.1,0.2",
+    "--select-seed", "3", "--select-rounds", "2", "--seeds", "4,5", "--metric", "mean_r1,mean_r5,bytes.up",
+    "--baseline", "fedavg", "--across", "silos.count", "--target", "mean_r1=0.5", "--zero-shot", "--runs", "shared",
+]  # fmt: skip
+
+
+def test_a_comparison_file_is_the_command_line_that_says_the_same(
+    tiny: Path, options_of: Callable[..., cli_compare.Options]
+) -> None:
+    by_file = options_of("compare", comparison_file(tiny.parent, WHOLE), "--jobs", 3)
+    by_hand = options_of("compare", tiny, *SAME, "--jobs", 3)
+    plans = [cli_compare.plan_of(options, resolve) for options in (by_file, by_hand)]
+    assert by_file.files[0].samefile(tiny)
+    assert (by_file.runs_dir, by_file.jobs) == (by_hand.runs_dir, 3)
+    assert [replace(entry, file=tiny) for entry in plans[0].entries] == list(plans[1].entries)
+    assert replace(plans[0], entries=()) == replace(plans[1], entries=())
+    folders = {planning.default_folder(plan, "compare", resolve) for plan in plans}
+    assert len(folders) == 1
+
+
+def test_options_beside_a_comparison_file_go_on_top(tiny: Path, options_of: Callable[..., cli_compare.Options]) -> None:
+    file = comparison_file(tiny.parent, WHOLE)
+    options = options_of(
+        "compare", file, "--set", "rounds=7", "--vary", "silos.count=6", "--vary", "protocol.tau=0.1,0.2",
+        "--select", "rcsr:training.learning_rate=1", "--seeds", "9", "--metric", "map", "--select-seed", "0",
+        "--baseline", "rcsr", "--target", "map=0.1", "--select-rounds", "1", "--runs", "mine", "--out", "out",
+        "--across", "protocol.tau",
+    )  # fmt: skip
+    assert options.settings == ["rounds=4", "training.batch_size=16", "rounds=7"]
+    assert [text.partition("=")[0] for text in options.vary or []] == ["silos.count", "protocol", "protocol.tau"]
+    assert (options.vary or [])[0] == "silos.count=6"
+    assert options.select == ["training.learning_rate=0.1,0.2", "rcsr:training.learning_rate=1"]
+    assert (options.seeds, options.metric, options.baseline) == ("9", "map", "rcsr")
+    assert (options.select_seed, options.select_rounds, options.across) == (0, 1, "protocol.tau")
+    assert options.target == ["mean_r1=0.5", "map=0.1"]
+    assert options.zero_shot
+    assert (options.runs_dir, options.out_dir) == (Path("mine"), Path("out"))
+    (first, *_) = cli_compare.plan_of(replace(options, baseline=None), resolve).entries
+    with pytest.raises(InputError, match=r"--across.*'rounds', allowed: silos\.count or protocol\.tau"):
+        cli_compare.plan_of(replace(options, baseline=None, across="rounds"), resolve)
+    assert resolve(first.file, list(first.settings), None).rounds == 7
+
+
+def test_two_sets_of_a_file_stay_two_unless_another_takes_their_place(
+    tiny: Path, options_of: Callable[..., cli_compare.Options]
+) -> None:
+    text = "compare: ../tiny.yaml\nvary:\n  - 'set={rounds: 3},{rounds: 4}'\n  - 'set={device: cpu},{device: auto}'\n"
+    file = comparison_file(tiny.parent, text)
+    assert len(options_of("compare", file).vary or []) == 2
+    assert options_of("compare", file, "--vary", "set={rounds: 5},{rounds: 6}").vary == ["set={rounds: 5},{rounds: 6}"]
+
+
+def test_a_comparison_file_of_a_sweep_can_choose_among_its_varied_values(
+    tiny: Path, options_of: Callable[..., cli_compare.Options]
+) -> None:
+    file = comparison_file(tiny.parent, "sweep: ../tiny.yaml\nvary: training.learning_rate=0.1,0.2\nselect: val\n")
+    options = options_of("sweep", file)
+    assert (options.vary, options.select) == (None, ["training.learning_rate=0.1,0.2"])
+    assert options_of("sweep", file, "--select", "protocol.tau=0.1,0.2").select == [
+        "protocol.tau=0.1,0.2",
+        "training.learning_rate=0.1,0.2",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "place", "found"),
+    [
+        ("compare", "vary: [silos.count]", r"line 2: vary\.0", "silos.count"),
+        ("compare", "vary: [{silos.count: [4, 5]}]", r"line 2: vary\.0", "silos.count"),
+        ("compare", "vary: ['nobody:rounds=1,2']", "vary", "nobody"),
+        ("compare", "set: [rounds]", r"line 2: set\.0", "rounds"),
+        ("compare", "set: [silos.count=0]", r"silos\.count", "0"),
+        ("compare", "select: [val]", "select", "val"),
+        ("compare", "seeds: [1, 1]", "line 2: seeds", "1,1"),
+        ("compare", "seeds: true", "line 2: seeds", "True"),
+        ("compare", "metric: a b", "line 2: metric", "a b"),
+        ("compare", "target: mean_r1", r"line 2: target\.0", "mean_r1"),
+        ("compare", "baseline: moon", "baseline", "moon"),
+        ("compare", "select_rounds: 0", "line 2: select_rounds", "0"),
+        ("compare", "zero_shot: maybe", "line 2: zero_shot", "maybe"),
+        ("compare", "jobs: 4", "jobs", "4"),
+        ("compare", "sweep: ../tiny.yaml", "", "both compare and sweep"),
+        ("sweep", "vary: rounds=3,4", "", "key compare"),
+    ],
+)
+def test_a_bad_comparison_file_is_one_line_that_names_file_and_key(
+    tiny: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    command: str,
+    text: str,
+    place: str,
+    found: str,
+) -> None:
+    file, out = comparison_file(tiny.parent, f"compare: ../tiny.yaml\n{text}\n"), tmp_path / "out"
+    code = fedmq(monkeypatch, command, file, "--out", out)
+    error = capfd.readouterr().err.strip()
+    assert (code, len(error.splitlines())) == (2, 1), error
+    assert re.search(rf"fedmq: {re.escape(str(file))}.*{place}.*found .*{re.escape(found)}.*, allowed: \S", error)
+    assert not out.exists()
+
+
+def test_a_comparison_file_stands_alone_and_names_scenarios(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*arguments: object) -> str:
+        assert fedmq(monkeypatch, *arguments) == 2
+        return capfd.readouterr().err
+
+    file = comparison_file(tiny.parent, "compare: ../tiny.yaml\n")
+    assert "one comparison file alone" in refused("compare", tiny, file)
+    assert "a comparison file itself" in refused("compare", comparison_file(tiny.parent, "compare: [table.yaml]\n"))
+    assert "'nowhere.yaml'" in refused("compare", comparison_file(tiny.parent, "compare: [nowhere.yaml]\n"))
+    assert "at least 1" in refused("compare", comparison_file(tiny.parent, "compare: []\n"))
+    nothing_varied = comparison_file(tiny.parent, "sweep: ../tiny.yaml\n")
+    assert f"{nothing_varied}: vary: found 'nothing'" in refused("sweep", nothing_varied)
+
+
+def test_an_unknown_key_of_a_comparison_file_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "table.yaml"
+    path.write_text("compare: x.yaml\nmetrik: mean_r1\nvary: protocol=fedavg\n")
+    with pytest.raises(InputError, match=r"table\.yaml: line 2: metrik: found 'mean_r1', allowed: one of comp"):
+        spec_file.read(path)

@@ -1,0 +1,212 @@
+"""Comparisons: the tables of their results."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import io
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fedmq.config.scenario import Evaluation
+from fedmq.errors import InputError
+from fedmq.evaluation.program import Embedded, fold_recalls, measure
+from fedmq.experiments import grid as planning
+from fedmq.experiments import summary as made_rows
+from fedmq.experiments import tables
+from fedmq.experiments.grid import ComparisonPlan, Entry
+from fedmq.runs import results
+from fedmq.runs.results import Target
+from fedmq.runs.tables import as_csv
+from fedmq.storage.run_folder import RunFolder
+from tests.comparisons import Study, digest_of, entries, finish, resolve, studied
+
+
+@pytest.fixture
+def study(tiny: Path, tmp_path: Path) -> Study:
+    return studied(tiny, tmp_path)
+
+
+def test_methods_are_compared_at_the_same_point(study: Study) -> None:
+    _, rows = study
+    assert {row.entry.name: row.against for row in rows} == {
+        "zero-shot": "fedavg, silos.count=4",
+        "fedavg, silos.count=4": None,
+        "rcsr, silos.count=4": "fedavg, silos.count=4",
+        "fedavg, silos.count=50": None,
+        "rcsr, silos.count=50": "fedavg, silos.count=50",
+    }
+    best = {row.entry.name for row in rows if "mean_r1" in row.best}
+    assert best == {"rcsr, silos.count=4"}, "the other point has but one complete row"
+    assert rows[2].columns["mean_r1"].difference == pytest.approx(0.1)
+
+
+def test_the_baseline_is_a_method_or_a_row_by_name(tiny: Path) -> None:
+    rows = entries(tiny, ["silos.count=4,5", "protocol=fedavg,rcsr"])
+    by_method = made_rows.baselines(ComparisonPlan(rows, (0,), baseline="rcsr"))
+    assert by_method["fedavg, silos.count=5"] == "rcsr, silos.count=5"
+    by_row = made_rows.baselines(ComparisonPlan(rows, (0,), baseline="rcsr, silos.count=4"))
+    assert by_row["fedavg, silos.count=5"] == "rcsr, silos.count=4"
+    with pytest.raises(InputError, match=r"--baseline.*'moon'.*fedavg, silos\.count=4.*nobody"):
+        made_rows.baselines(ComparisonPlan(rows, (0,), baseline="moon"))
+
+
+def test_rows_that_are_no_rivals_are_compared_with_nobody(study: Study) -> None:
+    plan, rows = study
+    finished = {row.entry.name: row.outcomes for row in rows[1:]}
+    plan = replace(plan, baseline="nobody")
+    grid = tables.grid(made_rows.rows(plan, {}, finished), plan)
+    assert grid.head == ("", "mean_r1", "fairness.worst_r1", "seconds to mean_r1 0.55")
+    assert not any(cell.best for line in grid.body for cell in line)
+    assert not any("difference" in note or "bold" in note for note in grid.notes)
+
+
+def test_a_varied_keys_values_stand_side_by_side_where_asked(study: Study) -> None:
+    plan, rows = study
+    long = {line[0].text: line for line in tables.grid(rows, plan).body}
+    grid = tables.grid(rows, replace(plan, across="silos.count"))
+    columns = ("mean_r1", "fairness.worst_r1", "seconds to mean_r1 0.55")
+    titles = [title for column in columns for value in (4, 50) for title in (f"{column}, {value}", "difference")]
+    assert grid.head == ("", *titles)
+    assert [line[0].text for line in grid.body] == ["zero-shot", "fedavg", "rcsr"]
+    nothing = (tables.Cell("-"), tables.Cell("-"))
+    for name, line in zip(("fedavg", "rcsr"), grid.body[1:], strict=True):
+        four, fifty = (long[f"{name}, silos.count={value}"] for value in (4, 50))
+        assert line[1:] == tuple(cell for at in (1, 3, 5) for own in (four, fifty) for cell in own[at : at + 2])
+    assert grid.body[0][1:] == tuple(cell for at in (1, 3, 5) for cell in (*long["zero-shot"][at : at + 2], *nothing))
+    assert grid.notes[0] == "side by side: the values of silos.count"
+    assert grid.notes[1:] == tables.grid(rows, plan).notes
+    assert tables.markdown(grid, "fedmq").splitlines()[2].startswith("|  | mean_r1, 4 | difference | mean_r1, 50 |")
+
+
+def test_what_was_chosen_at_each_point_stands_side_by_side_and_a_sweeps_lines_are_its_other_keys(tiny: Path) -> None:
+    made = entries(tiny, ["silos.count=4,5", "rounds=3,4"], ["training.learning_rate=0.1,0.2"])
+    plan = ComparisonPlan(made, (0,), ("mean_r1",), across="silos.count")
+    chosen = {row.name: ("training.learning_rate=0.2",) for row in made}
+    rows = made_rows.rows(plan, chosen, {row.name: {} for row in made})
+    grid = tables.grid(rows, plan)
+    assert [line[0].text for line in grid.body] == ["tiny, rounds=3", "tiny, rounds=4"]
+    assert grid.head[-4:] == ("chosen, 4", "tried, 4", "chosen, 5", "tried, 5")
+    assert [cell.text for cell in grid.body[0][-4:]] == ["learning_rate=0.2", "2"] * 2
+
+
+def test_a_metric_that_no_run_has_is_a_column_of_dashes_and_a_warning_with_the_nearest(
+    tiny: Path, tmp_path: Path
+) -> None:
+    (entry,) = entries(tiny, [])
+    finish(RunFolder(tmp_path), 0.5)
+    unreached, unknown = Target("fairness.worst_r1", 0.9), Target("fairness.worst", 0.5)
+    plan = ComparisonPlan((entry,), (0,), ("mean_r1", "fairness.wurst_r1", "bytes.upp"), (unreached, unknown))
+    rows = made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: results.read(RunFolder(tmp_path))}})
+    (row,) = tables.grid(rows, plan).body
+    assert [cell.text for cell in row[1:]] == ["0.5000", "-", "-", "-", "-"]
+    told = made_rows.empty_columns(plan, rows)
+    assert [line.split(";")[0] for line in told] == [
+        "column 'fairness.wurst_r1' holds only dashes: no run has fairness.wurst_r1",
+        "column 'bytes.upp' holds only dashes: no run has bytes.upp",
+        "column 'seconds to fairness.worst 0.5' holds only dashes: no run has fairness.worst",
+    ], "a target that is not reached is no wrong name"
+    assert "nearest: fairness.worst_r1" in told[0]
+    assert "nearest: bytes.up" in told[1]
+    assert told[2].endswith("nearest: mean_r1")
+    assert not any("\n" in line for line in told)
+    (told_of_labels,) = made_rows.empty_columns(*with_metric(entry, tmp_path, "personal.map_at50"))
+    assert told_of_labels.endswith("no run has personal.map_at50, which needs labels, and the data has none")
+
+
+def with_metric(entry: Entry, folder: Path, metric: str) -> tuple[ComparisonPlan, Any]:
+    plan = ComparisonPlan((entry,), (0,), (metric,))
+    return plan, made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: results.read(RunFolder(folder))}})
+
+
+def test_metrics_no_run_can_have_are_refused_and_cut_offs_are_those_of_the_rows(tiny: Path) -> None:
+    rows = entries(tiny, ["evaluation.map_at=[50],[100]"])
+    named = ("mean_r1", "t2i_r10", "spread_text", "map", "map_expected", "map_at50", "map_at100_i2t", "personal.any")
+    planning.check_metrics(ComparisonPlan(rows, (0,), named, (Target("map_at100", 0.5),)), resolve)
+    for name in ("map_at5", "map_i2i", "ndcg_at50", "mean_r2", "foo"):
+        with pytest.raises(InputError, match=f"--metric: found '{name}'"):
+            planning.check_metrics(ComparisonPlan(rows, (0,), ("mean_r1", name)), resolve)
+    with pytest.raises(InputError, match=r"--target: found 'mean_r2', allowed: a metric, e\.g\. mean_r"):
+        planning.check_metrics(ComparisonPlan(rows, (0,), targets=(Target("mean_r2", 0.5),)), resolve)
+
+
+def test_what_an_evaluation_measures_is_known_before(tmp_path: Path) -> None:
+    asked = Evaluation(map_at=(2,), ndcg_at=(3,), gallery="database", within=True)
+    generator = np.random.default_rng(0)
+    image, text = generator.normal(size=(2, 6, 4)).astype(np.float32)
+    items = Embedded(image, text, np.arange(6), np.eye(2, dtype=np.uint8)[np.arange(6) % 2], binary=True)
+    assert set(measure(items, asked, items)) == set(planning.known_metrics(asked))
+    with_folds = set(planning.known_metrics(asked.model_copy(update={"fold_size": 2})))
+    assert with_folds == set(planning.known_metrics(asked)) | set(fold_recalls(items, 2))
+
+
+def test_runs_that_were_not_made_alike_are_named_under_the_table(study: Study) -> None:
+    plan, rows = study
+    assert not any("alike" in note for note in tables.grid(rows, plan).notes)
+    own = rows[1].outcomes[0]
+    assert own.summary is not None
+    elsewhere = {**own.summary.versions_of, "processor": "x86_64 AVX2"}
+    moved = dataclasses.replace(own, summary=own.summary.model_copy(update={"versions_of": elsewhere}))
+    rows = (rows[0], dataclasses.replace(rows[1], outcomes={**rows[1].outcomes, 0: moved}), *rows[2:])
+    assert tables.grid(rows, plan).notes[-1].endswith("processor not said and x86_64 AVX2")
+
+
+def test_the_tables_say_the_same_in_every_form(study: Study) -> None:
+    plan, rows = study
+    grid = tables.grid(rows, plan)
+    console = Console(width=160, record=True, file=io.StringIO())
+    console.print(*tables.terminal(grid, "title", 160))
+    text, latex, markdown = console.export_text(), tables.latex(grid, "fedmq x_y"), tables.markdown(grid, "fedmq x_y")
+    for form in (text, markdown):
+        assert "0.6100 ± 0.0100" in form
+        assert "0.6050 ± 0.0071 (2 of 3 seeds)" in form
+        assert "+0.1000 [+0.1000, +0.1000]" in form
+        assert "to fedavg at the same point" in re.sub(r"\s+", " ", form)
+    assert "**0.6100 ± 0.0100**" in markdown
+    assert "\\textbf{0.6100 $\\pm$ 0.0100}" in latex
+    assert "rcsr, silos.count=4 & " in latex
+    assert "mean\\_r1 & difference & fairness.worst\\_r1" in latex
+    assert latex.splitlines()[0] == "% fedmq x_y"
+    broken = "fedmq compare --vary 'protocol=a,\n  b'"
+    assert tables.latex(grid, broken).splitlines()[:2] == ["% fedmq compare --vary 'protocol=a,", "%   b'"]
+    assert tables.markdown(grid, broken).startswith("    fedmq compare --vary 'protocol=a,\n      b'\n\n")
+    assert tables.markdown_cell("a | b\nc") == "a \\| b c"
+    assert [latex.count(rule) for rule in ("\\toprule", "\\midrule", "\\bottomrule")] == [1, 1, 1]
+    assert all(line.count(" & ") == len(grid.head) - 1 for line in latex.splitlines() if line.endswith("\\\\"))
+    records = list(csv.DictReader(io.StringIO(as_csv(tables.plain(rows)))))
+    assert float(records[2]["mean_r1.mean"]) == pytest.approx(0.61)
+    assert records[2]["silos.count"] == "4"
+    assert records[1]["mean_r1.low"] == ""
+    runs = list(csv.DictReader(io.StringIO(as_csv(tables.runs(rows, plan)))))
+    assert len(runs) == 14
+    assert runs[3]["model_digest"] == digest_of(0.5)
+    assert [run["seconds to mean_r1 0.55"] for run in runs[6:9]] == ["4.0", "5.0", "6.0"]
+
+
+def test_a_terminal_too_narrow_for_all_columns_shows_them_in_several_tables() -> None:
+    names = [f"metric_{number}" for number in range(9)]
+    head = ("", *(title for name in names for title in (name, "difference")))
+    cells = [tables.Cell(text) for number in range(9) for text in (f"0.{number}446 ± 0.0031", "+0.1 [+0.0, +0.2]")]
+    grid = tables.Grid(head, ((tables.Cell("a name of a row that is folded"), *cells),), ("a note",))
+    for width, count in ((80, 3), (400, 1)):
+        console = Console(width=width, record=True, file=io.StringIO())
+        views = tables.terminal(grid, "title", width)
+        console.print(*views, sep="\n")
+        text = console.export_text()
+        assert len(views) == 1 + count + 1
+        assert views[0].plain == "title"
+        assert all(name in text and f"0.{number}446 ± 0.0031" in text for number, name in enumerate(names))
+        assert (text.count("title"), text.count("a note")) == (1, 1)
+
+
+def test_a_target_that_not_all_seeds_reach_is_counted(study: Study) -> None:
+    _, rows = study
+    column = "seconds to mean_r1 0.55"
+    assert [row.columns[column].n for row in rows] == [0, 0, 3, 0, 2]
+    assert rows[2].columns[column].mean == pytest.approx(5.0)

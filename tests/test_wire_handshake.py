@@ -1,0 +1,252 @@
+"""The handshake: both sides get the same session, or one reason why not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
+
+from fedmq.errors import RemoteWireError
+from fedmq.wire import handshake
+from fedmq.wire.handshake import Initiated, Responded, complete, confirm, initiate, respond
+from fedmq.wire.keys import Identity
+from fedmq.wire.messages import Header, Kind
+from fedmq.wire.sessions import Session, seal_message
+from tests.wire_checks import NAMES, RUN, assert_works, flipped, message, reason
+
+
+@pytest.fixture(scope="module")
+def identities() -> dict[str, Identity]:
+    return {name: Identity(name, Ed25519PrivateKey.generate()) for name in NAMES}
+
+
+@pytest.fixture(scope="module")
+def accepted(identities: dict[str, Identity]) -> dict[str, Ed25519PublicKey]:
+    return {name: identity.key.public_key() for name, identity in identities.items()}
+
+
+# The handshake
+
+
+class Exchange:
+    """A handshake between silo-00 and the coordinator, step by step."""
+
+    def __init__(self, identities: dict[str, Identity], accepted: dict[str, Ed25519PublicKey]) -> None:
+        self.identities = identities
+        self.accepted = accepted
+
+    def hello(self, name: str = "silo-00", run: str = RUN, to: str = "coordinator") -> tuple[tuple, Initiated]:
+        return initiate(self.identities[name], to, run, 0.0)
+
+    def welcome(self, hello: Sequence[Any], accepted: Any = None, run: str = RUN) -> tuple[tuple, Responded]:
+        keys = self.accepted if accepted is None else accepted
+        return respond(self.identities["coordinator"], keys, run, hello, 0.0)
+
+    def ready(self, state: Initiated, welcome: Sequence[Any], accepted: Any = None) -> tuple[tuple, Session]:
+        return complete(state, self.accepted if accepted is None else accepted, welcome, 0.0)
+
+
+@pytest.fixture
+def exchange(identities: dict[str, Identity], accepted: dict[str, Ed25519PublicKey]) -> Exchange:
+    return Exchange(identities, accepted)
+
+
+def test_a_handshake_gives_both_sides_the_same_session(exchange: Exchange) -> None:
+    hello, initiated = exchange.hello()
+    welcome, responded = exchange.welcome(hello)
+    ready, silo = exchange.ready(initiated, welcome)
+    coordinator = confirm(responded, ready)
+    assert silo.session == coordinator.session
+    assert (silo.peer, coordinator.peer) == ("coordinator", "silo-00")
+    assert (silo.sent, coordinator.received) == (1, 1)
+    assert_works(silo, coordinator)
+
+
+def test_two_handshakes_share_nothing(exchange: Exchange) -> None:
+    made = []
+    for _ in range(2):
+        hello, initiated = exchange.hello()
+        welcome, responded = exchange.welcome(hello)
+        ready, silo = exchange.ready(initiated, welcome)
+        made.append((silo, confirm(responded, ready)))
+    (silo, _), (_, other_coordinator) = made
+    assert silo.session != other_coordinator.session
+    assert reason(lambda: other_coordinator.open(seal_message(silo, message()).frames)) == "unknown_session"
+
+
+def test_an_unknown_sender_is_refused(exchange: Exchange, accepted: dict[str, Ed25519PublicKey]) -> None:
+    hello, initiated = exchange.hello()
+    without = {name: key for name, key in accepted.items() if name != "silo-00"}
+    assert reason(lambda: exchange.welcome(hello, without)) == "unknown_sender"
+    welcome, _ = exchange.welcome(hello)
+    assert reason(lambda: exchange.ready(initiated, welcome, {})) == "unknown_sender"
+
+
+def test_a_wrong_key_is_refused(exchange: Exchange, accepted: dict[str, Ed25519PublicKey]) -> None:
+    swapped = {**accepted, "silo-00": accepted["silo-01"], "coordinator": accepted["evaluator"]}
+    hello, initiated = exchange.hello()
+    assert reason(lambda: exchange.welcome(hello, swapped)) == "bad_signature"
+    welcome, _ = exchange.welcome(hello)
+    assert reason(lambda: exchange.ready(initiated, welcome, swapped)) == "bad_signature"
+
+
+def test_a_silo_cannot_speak_as_another(exchange: Exchange, identities: dict[str, Identity]) -> None:
+    hello, _ = initiate(Identity("silo-01", identities["silo-00"].key), "coordinator", RUN, 0.0)
+    assert reason(lambda: exchange.welcome(hello)) == "bad_signature"
+
+
+def test_a_silo_cannot_pose_as_the_coordinator(exchange: Exchange, identities: dict[str, Identity]) -> None:
+    hello, initiated = exchange.hello()
+    asked_of_silo, _ = initiate(identities["silo-00"], "silo-01", RUN, 0.0)
+    welcome, _ = respond(identities["silo-01"], exchange.accepted, RUN, asked_of_silo, 0.0)
+    assert reason(lambda: exchange.ready(initiated, welcome)) == "unknown_sender"
+    assert hello != asked_of_silo
+
+
+def test_a_wrong_run_or_receiver_is_refused(exchange: Exchange) -> None:
+    hello, _ = exchange.hello(run="run-2")
+    assert reason(lambda: exchange.welcome(hello)) == "wrong_run"
+    hello, _ = exchange.hello(to="evaluator")
+    assert reason(lambda: exchange.welcome(hello)) == "wrong_receiver"
+    hello, initiated = exchange.hello(run="run-2")
+    welcome, _ = exchange.welcome(hello, run="run-2")
+    _, other = exchange.hello()
+    assert reason(lambda: exchange.ready(other, welcome)) == "wrong_run"
+    assert exchange.ready(initiated, welcome)
+
+
+def test_the_coordinator_does_not_greet_itself(exchange: Exchange) -> None:
+    hello, _ = exchange.hello("coordinator")
+    assert reason(lambda: exchange.welcome(hello)) == "unknown_sender"
+
+
+def test_no_common_wire_version_is_refused_by_name(exchange: Exchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(handshake, "WIRE_VERSIONS", (7,))
+        hello, _ = exchange.hello()
+    with pytest.raises(RemoteWireError, match="wire version 7, spoken here: 1") as caught:
+        exchange.welcome(hello)
+    assert caught.value.reason == "wire_version"
+
+
+def test_a_peer_that_speaks_more_versions_is_met_at_a_common_one(
+    exchange: Exchange, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(handshake, "WIRE_VERSIONS", (1, 2, 3))
+        hello, initiated = exchange.hello()
+    welcome, responded = exchange.welcome(hello)
+    ready, silo = exchange.ready(initiated, welcome)
+    assert silo.wire_version == 1
+    assert_works(silo, confirm(responded, ready))
+
+
+def test_versions_that_do_not_meet_are_refused_though_the_header_is_read(
+    exchange: Exchange, identities: dict[str, Identity]
+) -> None:
+    hello, _ = exchange.hello()
+    header = handshake.decode_header(hello[0])
+    fields = msgpack.unpackb(hello[1][64:])
+    forged = handshake._signed(
+        identities["silo-00"], handshake.HELLO_LABEL, b"", header, {**fields, "versions": [8, 9]}
+    )
+    assert reason(lambda: exchange.welcome(forged)) == "wire_version"
+
+
+def test_any_flipped_bit_of_the_handshake_is_refused(exchange: Exchange) -> None:
+    hello, initiated = exchange.hello()
+    welcome, responded = exchange.welcome(hello)
+    ready, silo = exchange.ready(initiated, welcome)
+    rng = np.random.default_rng(0)
+    for frames, step in (
+        (hello, exchange.welcome),
+        (welcome, lambda bad: exchange.ready(initiated, bad)),
+        (ready, lambda bad: confirm(responded, bad)),
+    ):
+        for which in (0, 1):
+            size = memoryview(frames[which]).nbytes * 8
+            for bit in rng.integers(0, size, 60):
+                bad = [bytes(frame) for frame in frames]
+                bad[which] = flipped(bad[which], int(bit))
+                with pytest.raises(RemoteWireError):
+                    step(bad)
+    # None of the refusals spoilt the exchange.
+    assert_works(silo, confirm(responded, ready))
+
+
+def test_a_tampered_transcript_is_seen_by_the_other_side(exchange: Exchange) -> None:
+    """A man in the middle with a key of its own cannot splice two honest handshakes."""
+    first_hello, first = exchange.hello()
+    second_hello, _ = exchange.hello()
+    second_welcome, second_responded = exchange.welcome(second_hello)
+    assert reason(lambda: exchange.ready(first, second_welcome)) == "bad_signature"
+    first_welcome, _ = exchange.welcome(first_hello)
+    ready, _ = exchange.ready(first, first_welcome)
+    assert reason(lambda: confirm(second_responded, ready)) == "unknown_session"
+
+
+def test_a_replayed_hello_gives_no_session(exchange: Exchange) -> None:
+    hello, initiated = exchange.hello()
+    welcome, responded = exchange.welcome(hello)
+    ready, _ = exchange.ready(initiated, welcome)
+    confirm(responded, ready)
+    _, replayed = exchange.welcome(hello)
+    assert reason(lambda: confirm(replayed, ready)) == "unknown_session"
+
+
+def test_a_ready_counts_once(exchange: Exchange) -> None:
+    hello, initiated = exchange.hello()
+    welcome, responded = exchange.welcome(hello)
+    ready, _ = exchange.ready(initiated, welcome)
+    confirm(responded, ready)
+    assert reason(lambda: confirm(responded, ready)) == "unexpected"
+
+
+def test_handshake_messages_out_of_order_are_unexpected(exchange: Exchange) -> None:
+    hello, initiated = exchange.hello()
+    welcome, responded = exchange.welcome(hello)
+    assert reason(lambda: exchange.welcome(welcome)) == "unexpected"
+    assert reason(lambda: exchange.ready(initiated, hello)) == "unexpected"
+    _, silo = exchange.ready(initiated, welcome)
+    early = seal_message(silo, message())
+    # The initiator's second message before its ready: a gap, as ready never came.
+    assert reason(lambda: confirm(responded, early.frames)) == "gap"
+
+
+def test_a_ready_without_the_right_signature_is_refused(exchange: Exchange) -> None:
+    hello, initiated = exchange.hello()
+    welcome, responded = exchange.welcome(hello)
+    _, silo = exchange.ready(initiated, welcome)
+    silo._next_sent = 0
+    header = Header(
+        run=RUN, kind=Kind.READY, sender="silo-00", receiver="coordinator", sequence=0, reply_to=0, sent_at=0.0
+    )
+    assert reason(lambda: confirm(responded, silo.seal(header, [bytes(64)]).frames)) == "bad_signature"
+
+
+def test_malformed_handshake_frames(exchange: Exchange, identities: dict[str, Identity]) -> None:
+    hello, _ = exchange.hello()
+    assert reason(lambda: exchange.welcome([hello[0]])) == "malformed"
+    assert reason(lambda: exchange.welcome([*hello, b""])) == "malformed"
+    assert reason(lambda: exchange.welcome([b"", b""])) == "malformed"
+    assert reason(lambda: exchange.welcome([hello[0], bytes(5000)])) == "oversized"
+    assert reason(lambda: exchange.welcome([hello[0], b""])) == "bad_signature"
+    header = handshake.decode_header(hello[0])
+    fields = msgpack.unpackb(hello[1][64:])
+    for bad in (
+        {**fields, "x25519": bytes(31)},
+        {**fields, "x25519": bytes(32)},  # a point of low order: the shared secret would be zero
+        {**fields, "mlkem768": b"\xff" * 1184},  # coefficients out of range
+        {**fields, "nonce": "a" * 32},
+        {**fields, "versions": []},
+        {**fields, "versions": [True]},
+        {**fields, "versions": 1},
+        {**fields, "more": 1},
+        {"nonce": fields["nonce"]},
+    ):
+        frames = handshake._signed(identities["silo-00"], handshake.HELLO_LABEL, b"", header, bad)
+        assert reason(lambda frames=frames: exchange.welcome(frames)) == "malformed"

@@ -1,0 +1,150 @@
+"""Keys on disk: private, never overwritten, and revocable."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey
+
+from fedmq.errors import InputError, RunError
+from fedmq.wire import keys
+from fedmq.wire.keys import fingerprint, init_keys, load_accepted, load_identity, revoke
+from tests.wire_checks import NAMES
+
+# Keys on disk
+
+
+def test_keys_are_private_and_load_again(tmp_path: Path) -> None:
+    directory = tmp_path / "keys"
+    init_keys(directory, NAMES)
+    for name in NAMES:
+        assert (directory / f"{name}.key").stat().st_mode & 0o777 == 0o600
+    keys = load_accepted(directory)
+    assert sorted(keys) == sorted(NAMES)
+    identity = load_identity(directory, "silo-00")
+    assert identity.name == "silo-00"
+    assert fingerprint(identity) == fingerprint(keys["silo-00"])
+    assert len({fingerprint(key) for key in keys.values()}) == 4
+
+
+def test_existing_keys_are_never_overwritten(tmp_path: Path) -> None:
+    init_keys(tmp_path, ["silo-01"])
+    before = (tmp_path / "silo-01.key").read_bytes()
+    with pytest.raises(InputError, match=r"silo-01\.key"):
+        init_keys(tmp_path, ["silo-00", "silo-01"])
+    assert (tmp_path / "silo-01.key").read_bytes() == before
+    assert not (tmp_path / "silo-00.key").exists()
+
+
+def test_a_public_key_left_behind_stops_its_name_before_anything_is_written(tmp_path: Path) -> None:
+    init_keys(tmp_path, ["silo-01"])
+    (tmp_path / "silo-01.key").unlink()
+    with pytest.raises(InputError, match=r"accepted/silo-01\.pub: found 'an existing key'"):
+        init_keys(tmp_path, ["silo-00", "silo-01"])
+    assert not list(tmp_path.glob("*.key"))
+
+
+def test_keys_that_could_not_be_written_whole_leave_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened, count = os.fdopen, iter(range(9))
+
+    class Full:
+        def __init__(self, file: Any) -> None:
+            self.file = file
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            self.file.close()
+
+        def write(self, raw: bytes) -> None:
+            self.file.write(raw[:10])
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def full(descriptor: int, mode: str) -> Any:
+        file = opened(descriptor, mode)
+        return Full(file) if next(count) == 3 else file
+
+    monkeypatch.setattr(keys.os, "fdopen", full)
+    with pytest.raises(RunError, match="No space left"):
+        init_keys(tmp_path, ["silo-00", "silo-01"])
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    monkeypatch.undo()
+    init_keys(tmp_path, ["silo-00", "silo-01"])
+    assert set(load_accepted(tmp_path)) == {"silo-00", "silo-01"}
+
+
+def test_a_key_that_somebody_else_makes_meanwhile_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exists = Path.exists
+    monkeypatch.setattr(Path, "exists", lambda path: path.suffix not in (".key", ".pub") and exists(path))
+    (tmp_path / "silo-01.key").write_text("another's")
+    with pytest.raises(InputError, match=r"silo-01\.key: found 'an existing key'"):
+        init_keys(tmp_path, ["silo-00", "silo-01"])
+    assert (tmp_path / "silo-01.key").read_text() == "another's"
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == ["silo-01.key"]
+
+
+def test_a_key_that_cannot_be_moved_is_one_line(tmp_path: Path) -> None:
+    init_keys(tmp_path, ["silo-01"])
+    (tmp_path / "revoked").write_text("in the way")
+    with pytest.raises(InputError, match="a folder that can be written"):
+        revoke(tmp_path, "silo-01")
+    assert "silo-01" in load_accepted(tmp_path)
+
+
+def test_a_revoked_key_is_accepted_no_longer_but_stays_on_record(tmp_path: Path) -> None:
+    init_keys(tmp_path, NAMES)
+    print_before = fingerprint(load_accepted(tmp_path)["silo-00"])
+    revoke(tmp_path, "silo-00")
+    assert "silo-00" not in load_accepted(tmp_path)
+    assert [path.name for path in (tmp_path / "revoked").iterdir()] == [f"silo-00-{print_before[:16]}.pub"]
+    with pytest.raises(InputError, match="silo-00"):
+        revoke(tmp_path, "silo-00")
+
+
+@pytest.mark.parametrize("names", [["../evil"], ["Silo"], ["a", "a"], [""]])
+def test_bad_names_for_keys_are_bad_input(tmp_path: Path, names: list[str]) -> None:
+    with pytest.raises(InputError):
+        init_keys(tmp_path, names)
+    assert not list(tmp_path.rglob("*.key"))
+
+
+def test_bad_private_keys_are_bad_input(tmp_path: Path) -> None:
+    init_keys(tmp_path, ["silo-00"])
+    path = tmp_path / "silo-00.key"
+    with pytest.raises(InputError, match=r"silo-09\.key"):
+        load_identity(tmp_path, "silo-09")
+    path.chmod(0o644)
+    with pytest.raises(InputError, match="0600"):
+        load_identity(tmp_path, "silo-00")
+    path.chmod(0o600)
+    path.write_bytes(b"not a key")
+    with pytest.raises(InputError, match=r"silo-00\.key"):
+        load_identity(tmp_path, "silo-00")
+    other = X25519PrivateKey.generate().private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    path.write_bytes(other)
+    with pytest.raises(InputError, match="Ed25519"):
+        load_identity(tmp_path, "silo-00")
+
+
+def test_bad_public_keys_are_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="accepted"):
+        load_accepted(tmp_path)
+    init_keys(tmp_path, ["silo-00"])
+    path = tmp_path / "accepted" / "silo-00.pub"
+    (tmp_path / "accepted" / "silo-01.pub").write_bytes(path.read_bytes())
+    with pytest.raises(InputError, match="the same key as silo-00"):
+        load_accepted(tmp_path)
+    (tmp_path / "accepted" / "silo-01.pub").unlink()
+    path.write_bytes(b"x")
+    with pytest.raises(InputError, match=r"silo-00\.pub"):
+        load_accepted(tmp_path)

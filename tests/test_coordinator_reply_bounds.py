@@ -21,7 +21,7 @@ from fedmq.audit.log_checks import read_log
 from fedmq.config.scenario import Objective, Training
 from fedmq.errors import RemoteWireError
 from fedmq.experiments import tables
-from fedmq.federation.protocol import Checking, Counting, Reply, Sharing
+from fedmq.federation.protocol import Reply
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import codec
 from fedmq.wire.fields import FieldError
@@ -81,7 +81,6 @@ def made(name: str, base: str, **more: Any) -> World:
 
 
 def check(run: World, *payloads: Payload) -> None:
-    assert isinstance(run.protocol, Checking)
     run.protocol.check(payloads)
 
 
@@ -372,7 +371,7 @@ def refused(run: World, reply: Reply, **more: Any) -> str | None:
         sent_at=0.0,
     )
     uploads = run.protocol.uploads(reply.silo)
-    layers = run.protocol.layers if isinstance(run.protocol, Sharing) else None
+    layers = run.protocol.traits().shared_layers
     sent = tuple(shortened(each, run.context.layout, reply.silo) for each in reply.payloads)
     try:
         check_reply(Message(header, sent), uploads, run.context, reply.silo, layers, samples=20, **more)
@@ -472,7 +471,7 @@ def test_a_row_counts_no_more_samples_than_its_silo_has(
 ) -> None:
     run = made(name, base, options=options) if options else made(name, base)
     run.round()
-    assert (isinstance(run.protocol, Counting) and run.protocol.counts_both) is twice
+    assert run.protocol.traits().counts_items_twice is twice
     tried = 0
     for reply in run.replies():
         counted = 2 if twice and reply.silo.paired else 1

@@ -19,7 +19,7 @@ import protocols
 from coordinator.reply_validation import check_reply
 from fedmq.config.scenario import Objective
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
-from fedmq.federation.protocol import Checking, Reply, Sharing, State
+from fedmq.federation.protocol import Reply, State
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Delta, Header, Kind, Message, PartialDelta, Payload
 from fedmq.wire.payloads import tensors
@@ -147,7 +147,7 @@ def test_the_branch_of_a_missing_modality_is_exactly_zero_in_the_update(name: st
 
 
 def shared_layers(run: World) -> tuple[str, ...] | None:
-    return run.protocol.layers if isinstance(run.protocol, Sharing) else None
+    return run.protocol.traits().shared_layers
 
 
 def on_the_way(run: World, reply: Reply) -> tuple[Payload, ...]:
@@ -407,8 +407,7 @@ def test_a_reply_of_another_shape_is_refused_before_the_merge(name: str) -> None
                 tried += 1
                 with pytest.raises(RemoteWireError):
                     check_reply(Message(header, payloads), uploads, run.context, reply.silo, layers)
-                    if isinstance(run.protocol, Checking):
-                        run.protocol.check(payloads)
+                    run.protocol.check(payloads)
     assert tried or name == "local"  # which sends a loss, a number
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from coordinator.rounds import Action, Arrived, Joined, Merge, Merged, Rounds, RoundsPlan, Send
 from fedmq.config.parts import Staleness
-from fedmq.federation.protocol import Following, Local, Reply, SiloFacts, State, Task
+from fedmq.federation.protocol import Local, Reply, SiloFacts, State, Task
 from fedmq.federation.staleness import damping, mixed
 from tests.small_federation import World
 
@@ -58,7 +58,7 @@ class Federation:
             if self.plan.mode == "async":
                 rate = self.mixing * replies[0].damping
                 after = replace(after, theta=mixed(before.theta, after.theta, rate))
-                if rate < 1.0 and isinstance(self.population.protocol, Following):
+                if rate < 1.0:
                     after = self.population.protocol.followed(before, after, rate)
             self.states[version + 1] = after
             self.staleness += [reply.staleness for reply in replies]

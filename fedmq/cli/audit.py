@@ -20,18 +20,20 @@ if TYPE_CHECKING:
     from fedmq.audit.log_checks import Audit, Finding
     from fedmq.audit.membership_inference import Probe
     from fedmq.audit.policy import Held
+    from fedmq.config.scenario import Scenario
+    from fedmq.federation.protocol import Traits
 
 _QUIET_SECONDS = 2.0  # of a probe without progress
 Bar = Callable[[], Callable[[str, int, int], None]]
 
 
-def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None:
+def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits]) -> None:
     """Add ``fedmq audit`` to the command line.
 
     Args:
         app: the command line.
         bar: makes a progress line.
-        pooled: whether a method, by name, trains on everybody's data in one place.
+        traits_of: what a scenario's method is as far as its options tell.
     """
 
     @app.command("audit")
@@ -76,7 +78,7 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
         accounts, measured, swapped, untold = None, None, None, None
         try:
             accounts = None if delta is None else dp_accounting.account(run, audit, delta)
-            measured, swapped = _probed(run, bar, pooled) if with_probe else (None, None)
+            measured, swapped = _probed(run, bar, traits_of) if with_probe else (None, None)
         except InputError as error:  # What the logs show is told all the same.
             untold = error
         # Beside the logs' findings, and printed with them.
@@ -113,7 +115,7 @@ def _show(audit: Audit, held: Held | None, accounts: Accounts | None, measured: 
         membership_inference.show(measured, out)
 
 
-def _probed(run: Path, bar: Bar, pooled: Callable[[str], bool]) -> tuple[Probe, None] | tuple[None, Finding]:
+def _probed(run: Path, bar: Bar, traits_of: Callable[[Scenario], Traits]) -> tuple[Probe, None] | tuple[None, Finding]:
     """Probe a run's released model, or find that it is another; what takes longer says how far it is."""
     from fedmq.audit import membership_inference  # noqa: PLC0415 - brings torch
     from fedmq.audit.log_checks import Finding  # noqa: PLC0415
@@ -127,6 +129,7 @@ def _probed(run: Path, bar: Bar, pooled: Callable[[str], bool]) -> tuple[Probe, 
 
     try:
         release = open_release(run, "auto")  # The auditor's machine need not have the run's GPU.
-        return membership_inference.probe(release, pooled=pooled(release.scenario.protocol.name), progress=tell), None
+        pooled = traits_of(release.scenario).pooled
+        return membership_inference.probe(release, pooled=pooled, progress=tell), None
     except OtherModelError as error:
         return None, Finding(error.place, f"{error.found} instead of {error.allowed}")

@@ -340,7 +340,7 @@ def test_a_reply_about_many_public_items_is_not_oversized(monkeypatch: pytest.Mo
     layout = types.SimpleNamespace(nbytes=0)
     public = run.protocol.public  # type: ignore[attr-defined]
     monkeypatch.setattr(run.protocol, "public", dataclasses.replace(public, rows=torch.arange(items)))
-    setting: Any = types.SimpleNamespace(protocol=run.protocol, context=types.SimpleNamespace(layout=layout))
+    setting: Any = types.SimpleNamespace(traits=run.protocol.traits(), context=types.SimpleNamespace(layout=layout))
     reply = Representations(np.full((2 * items, DIM), DIM**-0.5, np.float32), "both")
     check(run, reply)
     header = Header(run="run", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, sent_at=0.0,
@@ -354,7 +354,7 @@ def test_other_methods_keep_their_limit() -> None:
     protocol = population("fedavg").protocol
     for size, limit in ((1000, 1 << 26), (1 << 26, 1 << 28)):
         layout.nbytes = size
-        setting: Any = types.SimpleNamespace(protocol=protocol, context=types.SimpleNamespace(layout=layout))
+        setting: Any = types.SimpleNamespace(traits=protocol.traits(), context=types.SimpleNamespace(layout=layout))
         assert program.largest_body(setting) == limit
 
 

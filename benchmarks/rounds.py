@@ -25,7 +25,17 @@ from coordinator.rounds import Rounds
 from coordinator.run_context import RunContext
 from fedmq.clock import VirtualClock
 from fedmq.config.scenario import Backbone, Data, ProtocolChoice, Scenario, Silos
-from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained
+from fedmq.federation.protocol import (
+    Context,
+    FederatedProtocol,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+)
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import Delta, Kind, Model, Payload
 from protocols import _aggregation
@@ -36,7 +46,7 @@ class _NoOptions:
     """There are none."""
 
 
-class Constant:
+class Constant(FederatedProtocol):
     """FedAvg whose local training gives back a constant."""
 
     Options: ClassVar[type[Any]] = _NoOptions

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import protocols
 from benchmarks.measure import Number, Result, spread
-from fedmq.config.scenario import Backbone, Training
+from fedmq.config.scenario import Backbone, ProtocolChoice, Training
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders import clip
 from fedmq.encoders.base import InputSpec
@@ -95,9 +95,8 @@ def _silo(share: SiloDataset, batch: int, device: str, cache: Path) -> tuple[Cal
     model = build(backbone, inputs, 0, device=device, cache=cache)
     silo = SiloFacts("silo-00", 0, True, True)
     training = Training(batch_size=batch, local_epochs=1, weight_decay=0.01)
-    method_class = protocols.load("fedavg")
     context = Context(0, 100, (silo,), model.layout, model.dim, training)
-    method = method_class(protocols.options_of(method_class, {"single_modality": "idle"}), context)  # no prototypes
+    method = protocols.create(ProtocolChoice(name="fedavg", single_modality="idle"), context)  # no prototypes
     start = Model(layout_digest=model.layout.digest, buffer=model.initial().cpu().numpy())
     tasks = iter(range(1, 1000))
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from coordinator.run_context import RunContext
 from fedmq.errors import RunError
-from fedmq.federation.protocol import Following, MergeResult, Reply, SiloFacts, State
+from fedmq.federation.protocol import MergeResult, Reply, SiloFacts, State
 from fedmq.federation.staleness import damping, mixed, rarity
 from fedmq.runs.run_records import MergeLine
 from fedmq.wire.fields import all_finite
@@ -43,7 +43,8 @@ def as_reply(
     factor = damping(aggregation.staleness, age)
     # As the method made them: branches that the silo lacks are filled in again.
     payloads = tuple(
-        completed(payload, run_context.context.layout, run_context.layers, silo) for payload in message.payloads
+        completed(payload, run_context.context.layout, run_context.traits.shared_layers, silo)
+        for payload in message.payloads
     )
     return Reply(silo, sequence, base, age, factor, payloads, _rarity(run_context, silo.name, merged), states[base])
 
@@ -79,7 +80,7 @@ def merged_state(
     rate = aggregation.rate * (replies[0].factor if aggregation.mode == "async" else 1.0)
     rate = min(rate, 1.0)
     after = replace(merged.state, theta=mixed(state.theta, merged.state.theta, rate))
-    if rate < 1.0 and isinstance(run_context.protocol, Following):
+    if rate < 1.0:
         after = run_context.protocol.followed(state, after, rate)
     if not all(all_finite(each.numpy()) for each in (after.theta, *after.tensors.values())):
         raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")

@@ -13,7 +13,7 @@ from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.fairness import fairness_of, means
-from fedmq.federation.protocol import Personalised, Releasing, State
+from fedmq.federation.protocol import State
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine
 from fedmq.storage.run_folder import append_line
@@ -113,8 +113,7 @@ class EvaluationRequests:
 
     def evaluate(self, version: int, state: State) -> None:
         """Ask the evaluator, or ask it again."""
-        protocol = self._run_context.protocol
-        more = protocol.release(state) if isinstance(protocol, Releasing) else ()
+        more = self._run_context.protocol.release(state)
         header = self._roster.header(EVALUATOR, Kind.EVALUATE, sequence=version, base_version=version)
         model = state.model(self._run_context.context.layout)
         self._roster.send(EVALUATOR, Message(header, (model, *more)))
@@ -153,7 +152,7 @@ class EvaluationRequests:
         """
         protocol = self._run_context.protocol
         self.personal = {}
-        if isinstance(protocol, Personalised) and protocol.personalised:
+        if self._run_context.traits.personalised:
             before = [line for line in read_metrics(self._run_context.folder) if isinstance(line, EvaluationLine)]
             if before:
                 self._like = Metrics(before[-1].metrics, before[-1].per_silo)
@@ -163,10 +162,10 @@ class EvaluationRequests:
 
     def own_due(self, version: int) -> bool:
         """Whether the silos measure their own models at a version before the last, where they do so in any case."""
-        every, protocol = self._run_context.scenario.evaluation.personal_every, self._run_context.protocol
+        every = self._run_context.scenario.evaluation.personal_every
         if not every or version % every or version >= self._run_context.scenario.rounds:
             return False
-        return isinstance(protocol, Personalised) and protocol.personalised
+        return self._run_context.traits.personalised
 
     def put_on_file(self, version: int) -> None:
         """Write the line of the silos' own models at a version, if the scenario wants lines of them."""

@@ -7,7 +7,6 @@ from coordinator.program import run_context_of
 from coordinator.rounds import Rounds
 from fedmq.errors import InputError
 from fedmq.federation.population import Population, run_name
-from fedmq.federation.protocol import Personalised
 from fedmq.retrieval.released_model import OtherModelError, Release
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 
@@ -26,8 +25,7 @@ def asked_last(release: Release, population: Population, silo: str) -> Message:
     """
     scenario, folder = release.scenario, release.run
     run_context, _ = run_context_of(scenario, population, folder)
-    protocol = run_context.protocol
-    if not (isinstance(protocol, Personalised) and protocol.personalised):
+    if not run_context.traits.personalised:
         method = scenario.protocol.name
         allowed = f"no --silo: with this run's options silos of {method} have no models of their own"
         raise InputError(f"--silo of {folder.root}", silo, allowed)
@@ -53,4 +51,4 @@ def asked_last(release: Release, population: Population, silo: str) -> Message:
         sent_at=0.0,
         base_version=version,
     )
-    return Message(header, protocol.task(state, run_context.facts_at(silo, version)))
+    return Message(header, run_context.protocol.task(state, run_context.facts_at(silo, version)))

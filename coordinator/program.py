@@ -33,7 +33,6 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.federation import update_transforms
 from fedmq.federation.population import Population, build_population, device_of, run_name
-from fedmq.federation.protocol import Bulky, Releasing
 from fedmq.malloc import keep_buffers
 from fedmq.models import hash_networks
 from fedmq.runs import html_report
@@ -129,7 +128,7 @@ def run_coordinator(
         _allow_descriptors()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, {}, frozenset[str]())
-    population = build_population(scenario, folder=arguments.data, pooled=protocols.pooled(scenario.protocol.name))
+    population = build_population(scenario, folder=arguments.data, pooled=protocols.traits_of(scenario).pooled)
     run_context, theta = run_context_of(scenario, population, folder)
     if revoked.issuperset(run_context.plan.eligible):
         found = f"no key of any silo that {scenario.protocol.name} may ask"
@@ -186,9 +185,9 @@ def _allow_descriptors() -> None:
 def largest_body(run_context: RunContext) -> int:
     """Largest body accepted of a peer [bytes]: four times the model, and whatever the method says its replies may have.
 
-    One whose replies grow with something else than the model, as representations do with the public set, is ``Bulky``.
+    A method says so whose replies grow with something other than the model, as representations do with the public set.
     """
-    tensors = run_context.protocol.reply_bytes if isinstance(run_context.protocol, Bulky) else 0
+    tensors = run_context.traits.reply_bytes
     return max(_LEAST_BODY, 4 * run_context.context.layout.nbytes, tensors + MAX_BODY_HEADER)
 
 
@@ -218,9 +217,8 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
         found = f"bits {scenario.objective.bits}, hidden {scenario.objective.hidden}"
         raise InputError("objective", found, f"a network that can be sent: {error}") from None
     context = population.context(scenario, model)
-    protocol_class = protocols.load(scenario.protocol.name)
-    options = protocols.options_of(protocol_class, scenario.protocol.options)
-    asked = sum(map(protocol_class(options, context).eligible, population.silos))
+    method = protocols.create(scenario.protocol, context)
+    asked = sum(map(method.eligible, population.silos))
     if not asked:
         allowed = f"at least one silo that {scenario.protocol.name} may ask"
         raise InputError("missing_modality", "no such silo is left", allowed)
@@ -231,12 +229,12 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     path = scenario.participation.trace
     digests = population.prepared.digest, "" if path is None else file_digest(path)
     samples = tuple(len(rows) for rows in population.train)
-    run_context = RunContext(
-        scenario, protocol_class(options, context), context, samples, cost, folder, trace, *digests
-    )
+    method = protocols.create(scenario.protocol, context)
+    run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests)
     if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round's cohort may be everybody
         context = replace(context, whole_rounds=False)
-        run_context = replace(run_context, protocol=protocol_class(options, context), context=context)
+        method = protocols.create(scenario.protocol, context)
+        run_context = replace(run_context, protocol=method, context=context)
     sent = _sent(run_context, population)
     if scenario.privacy.clip_norm is not None and not any(set(update_transforms.TRANSFORMED) & kinds for kinds in sent):
         allowed = f"null: silos of {scenario.protocol.name} send no update that could be clipped"
@@ -327,8 +325,7 @@ def _finish(loop: Loop, population: Population, clock: Clock, initial: torch.Ten
     """
     run_context, folder = loop.run_context, loop.run_context.folder
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
-    more = protocol.release(state) if isinstance(protocol, Releasing) else ()
-    config = _release(run_context, state.theta, more, population.prepared.content)
+    config = _release(run_context, state.theta, protocol.release(state), population.prepared.content)
     # Before the summary: where that is, the log says what was released, whenever the process was killed.
     released = {"model_digest": config.model_digest, "data_digest": population.prepared.content}
     loop.log.note(NoteKind.RELEASED, **released, **config.released_with)

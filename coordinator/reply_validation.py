@@ -11,7 +11,7 @@ from coordinator.rounds import PendingTask
 from coordinator.run_context import RunContext
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Checking, Context, Counting, SiloFacts, State
+from fedmq.federation.protocol import Context, SiloFacts, State
 from fedmq.wire.messages import (
     ClassPrototypes,
     Delta,
@@ -63,12 +63,10 @@ def validate_reply(
         detail = f"base version {header.base_version}, the task had {pending_task.base_version}"
         raise RemoteWireError("unexpected", detail)
     uploads, samples = run_context.protocol.uploads(silo), run_context.samples[silo.index]
-    # Methods that count an item of both modalities twice in a row of class prototypes or of a memory say so.
-    twice = silo.paired and isinstance(run_context.protocol, Counting) and run_context.protocol.counts_both
-    layers, context, theta = run_context.layers, run_context.context, None if base is None else base.theta
+    traits, context, theta = run_context.traits, run_context.context, None if base is None else base.theta
+    layers, twice = traits.shared_layers, silo.paired and traits.counts_items_twice
     check_reply(message, uploads, context, silo, layers, samples=samples, theta=theta, counted=2 if twice else 1)
-    if isinstance(run_context.protocol, Checking):
-        run_context.protocol.check(message.payloads)
+    run_context.protocol.check(message.payloads)
 
 
 def check_reply(

@@ -13,7 +13,7 @@ from coordinator.rounds import RoundsPlan
 from fedmq.config.scenario import Scenario
 from fedmq.federation.fault_effects import TaskOutcome
 from fedmq.federation.fault_schedule import FaultSchedule
-from fedmq.federation.protocol import Context, FederatedProtocol, Opening, Sharing, SiloFacts
+from fedmq.federation.protocol import Context, FederatedProtocol, SiloFacts, Traits
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.messages import TaskInfo
 
@@ -82,13 +82,13 @@ class RunContext:
             buffer=aggregation.buffer,
             patience=patience[aggregation.mode],
             max_staleness=aggregation.max_staleness,
-            opening=isinstance(self.protocol, Opening) and self.protocol.opening,
+            opening=self.traits.first_round_selects_all,
         )
 
-    @property
-    def layers(self) -> tuple[str, ...] | None:
-        """The layers that the method's updates are of; None for the whole model."""
-        return self.protocol.layers if isinstance(self.protocol, Sharing) else None
+    @cached_property
+    def traits(self) -> Traits:
+        """What the method says of itself."""
+        return self.protocol.traits()
 
     @property
     def gives_up(self) -> bool:

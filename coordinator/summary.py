@@ -8,7 +8,6 @@ import psutil
 import torch
 
 import fedmq
-import protocols
 from coordinator.counters import Counters
 from coordinator.evaluation import personal_figures
 from coordinator.loop import Loop
@@ -16,7 +15,6 @@ from fedmq.clock import Clock
 from fedmq.encoders.gpu import kind_of
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.federation.population import Population, device_here
-from fedmq.federation.protocol import Interpreting, Public
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
     EvaluationLine,
@@ -128,7 +126,7 @@ def _versions_of(loop: Loop) -> dict[str, str]:
 
 def _of_some_runs(loop: Loop, config: ReleaseConfig, *, unchanged: bool) -> dict[str, object]:
     """The keys of a summary that are there only where they say something."""
-    protocol, found = loop.run_context.protocol, dict[str, object]()
+    traits, found = loop.run_context.traits, dict[str, object]()
     if config.released_with:
         found["released_with"] = config.released_with
     if unchanged:
@@ -136,10 +134,10 @@ def _of_some_runs(loop: Loop, config: ReleaseConfig, *, unchanged: bool) -> dict
     if loop.evaluation.personal:
         line = personal_figures(loop.rounds.version, loop.evaluation.personal)
         found |= {name: value for name, value in line if name.startswith("personal")}
-    if isinstance(protocol, Interpreting) and protocol.our_reading:
+    if traits.our_reading:
         found["our_reading"] = True
-    if protocols.own_only(loop.run_context.scenario):
+    if traits.own_only:
         found["own_only"] = True
-    if isinstance(protocol, Public):
-        found["public_items"] = protocol.public_items
+    if traits.public_items is not None:
+        found["public_items"] = traits.public_items
     return found

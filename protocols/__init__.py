@@ -6,13 +6,13 @@ import importlib
 import inspect
 import pkgutil
 from collections.abc import Mapping
-from typing import Any, cast, get_args
+from typing import Any, get_args
 
 from fedmq.config.faults import Fault
 from fedmq.config.scenario import Base, Objective, ProtocolChoice, Scenario
 from fedmq.data import catalogue
 from fedmq.errors import InputError
-from fedmq.federation.protocol import FederatedProtocol, OwnOnly, Pooling
+from fedmq.federation.protocol import Context, FederatedProtocol, Traits, check_class, check_traits
 from protocols import objectives
 from protocols._options import as_plain, parsed
 from protocols._options import without_effect as _without_effect
@@ -28,33 +28,37 @@ def load(name: str) -> type[FederatedProtocol]:
     """The class of a method.
 
     Raises:
-        InputError: there is no such method.
+        InputError: there is no such method, or its class is none.
     """
     if name not in names():
         raise InputError("protocol.name", name, ", ".join(names()))
     protocol: type[FederatedProtocol] = importlib.import_module(f"{__name__}.{name}").PROTOCOL
+    check_class(name, protocol)
     return protocol
 
 
-def pooled(name: str) -> bool:
-    """Whether a method trains on everybody's data in one place, as a centralised upper bound.
+def create(choice: ProtocolChoice, context: Context) -> FederatedProtocol:
+    """The method of a scenario, for one of its silos or for its coordinator.
 
     Raises:
-        InputError: there is no such method.
+        InputError: an unknown method, an option that is unknown or not allowed, a run that the method is not made for,
+            or a method that does not implement what its traits say.
     """
-    kind: object = load(name)  # asked of the class: there is no context yet to make a method with
-    return isinstance(kind, Pooling) and kind.pooled
+    kind = load(choice.name)
+    options = options_of(kind, choice.options)
+    method = kind(options, context)
+    check_traits(choice.name, method, options, context)
+    return method
 
 
-def own_only(scenario: Scenario) -> bool:
-    """Whether a scenario trains only the silos' own models as a whole, and none that is shared.
+def traits_of(scenario: Scenario) -> Traits:
+    """What a scenario's method is as far as its options tell: whether it is ``pooled``, or ``own_only``.
 
     Raises:
         InputError: an unknown method, or an option that is unknown or not allowed.
     """
     kind = load(scenario.protocol.name)
-    options, asked = options_of(kind, scenario.protocol.options), cast(object, kind)
-    return isinstance(asked, OwnOnly) and asked.own_only(options)
+    return kind.traits_of(options_of(kind, scenario.protocol.options))
 
 
 def summary(name: str) -> str:

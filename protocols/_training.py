@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -151,35 +152,30 @@ class Step:
     main: bool = True
 
 
-class Work(Protocol):
+class Work(ABC):
     """A base loss at work in one task of one silo; holds what the silo keeps between tasks."""
 
+    @abstractmethod
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[Step]:
         """The steps of one local epoch; resumed after each step is taken."""
-        ...
 
     def kept(self) -> Mapping[str, Tensor]:
-        """Personal tensors for the silo's state; never on the wire."""
-        ...
-
-
-@runtime_checkable
-class Drawing(Protocol):
-    """What a work adds whose passes over the silo's items may be of other than ceil(n / B) batches."""
+        """Personal tensors for the silo's state; never on the wire. None by default."""
+        return {}
 
     @property
-    def batches(self) -> int:
-        """Batches of one pass."""
-        ...
+    def batches(self) -> int | None:
+        """Batches of one pass over the silo's n items; None for ceil(n / B), with B the batch size."""
+        return None
 
 
 def batches_of(work: Work, size: int, batch_size: int) -> int:
     """Batches of one pass of a base loss over a silo's items."""
-    return work.batches if isinstance(work, Drawing) else -(-size // batch_size)
+    return -(-size // batch_size) if work.batches is None else work.batches
 
 
 @dataclass(frozen=True)
-class EveryBatch:
+class EveryBatch(Work):
     """The plainest work: one step per batch over a permutation, one random caption per item and epoch.
 
     Args:
@@ -200,10 +196,6 @@ class EveryBatch:
 
     def _loss(self, image: Out | None, text: Out | None) -> Tensor:
         return self.loss(None if image is None else image.code, None if text is None else text.code)
-
-    def kept(self) -> Mapping[str, Tensor]:
-        """Nothing."""
-        return {}
 
 
 def labels_of(local: Local, rows: I64) -> Tensor:

@@ -1,20 +1,19 @@
-"""Central: one silo trains on all training data in both modalities; a reference point, no federated method.
+"""Central: one silo trains on all silos' training data; a reference for federated methods, not a bound on them.
 
-Those data are in one place before the run begins; no message carries them.
+The first silo holds the data of all, in both modalities, before the run begins; no message carries them. It is selected
+for every task, so that its training is FedAvg's of one silo.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import Tensor
-
-from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained
-from fedmq.wire.messages import Payload
+from fedmq.federation.protocol import Traits
 from protocols import fedavg
 from protocols._options import check
+from protocols._variant import variant
 
 
 @dataclass(frozen=True)
@@ -35,42 +34,9 @@ class CentralOptions:
         check("tau", self.tau, 0.0, open_low=True)
 
 
-class Central:
-    """Central training: FedAvg of one silo.
-
-    Attributes:
-        pooled: the first silo is given everybody's training data, in both modalities.
-    """
-
-    Options: ClassVar[type[Any]] = CentralOptions
-    pooled: ClassVar[bool] = True
-
-    def __init__(self, options: CentralOptions, context: Context) -> None:
-        self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"), context)
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """The first silo alone, which holds everything."""
-        return silo.index == 0
-
-    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The update and the loss."""
-        return self.fedavg.uploads(silo)
-
-    def initial(self, theta: Tensor) -> State:
-        """The model."""
-        return self.fedavg.initial(theta)
-
-    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The model."""
-        return self.fedavg.task(state, silo)
-
-    def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs over all the data."""
-        return self.fedavg.train(local, task)
-
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """Take the update as it is."""
-        return self.fedavg.merge(state, replies, round_)
-
-
-PROTOCOL = Central
+PROTOCOL = variant(
+    CentralOptions,
+    eligible=lambda silo: silo.index == 0,
+    traits=lambda _: Traits(pooled=True),
+    fedavg_options=lambda options: fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"),
+)

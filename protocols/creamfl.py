@@ -10,21 +10,22 @@ of the distillation. It never leaves the silo. A silo with one modality has the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
-from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import Local, Task, Trained, Traits, take
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import Model, Payload
+from fedmq.wire.messages import Model
 from protocols import _personal_model, _training, fedavg
 from protocols._aggregation import as_tensor
 from protocols._losses import unit
 from protocols._options import check
+from protocols._variant import variant
 
 #: Names of the bank, of the last model's embeddings, and of the samples of both, among a silo's personal tensors.
 BANK, LAST, ROWS = "creamfl_bank_", "creamfl_last_", "creamfl_rows"
@@ -148,58 +149,27 @@ def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights:
     return terms
 
 
-class CreamFl:
-    """CreamFL with averaged parameters, see the module's text."""
+def train(method: fedavg.FedAvg, options: CreamFlOptions, local: Local, task: Task) -> Trained:
+    """Local epochs on the base loss and the contrasts; bank and last embeddings are kept."""
+    rows = local.state.get(ROWS)
+    known = local.state if rows is not None and torch.equal(rows, local.share.rows) else {}
+    with _training.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
+        bank = averaged(known, _embedded(method, local, task, "bank"), options.bank_ema)
+    before = {name: known[LAST + name] for name in bank if LAST + name in known}
+    any_length = method.context.objective.base != "info_nce"
+    weights = Weights(options.inter, options.intra, options.kd, options.contrast_tau, any_length)
+    trained = method.trained(local, task, extra=_plainly(local, contrasts(bank, before, weights)))
+    last = {LAST + name: z for name, z in _embedded(method, local, task, "last").items()}
+    kept = {BANK + name: z for name, z in bank.items()}
+    return replace(trained, state={**trained.state, **kept, **last, ROWS: local.share.rows.clone()})
 
-    Options: ClassVar[type[Any]] = CreamFlOptions
-    our_reading: ClassVar[bool] = True
 
-    def __init__(self, options: CreamFlOptions, context: Context) -> None:
-        self.options = options
-        self.context = context
-        self.fedavg = fedavg.FedAvg(options, context)
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
-        return self.fedavg.eligible(silo)
-
-    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """As FedAvg."""
-        return self.fedavg.uploads(silo)
-
-    def initial(self, theta: Tensor) -> State:
-        """As FedAvg."""
-        return self.fedavg.initial(theta)
-
-    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """As FedAvg."""
-        return self.fedavg.task(state, silo)
-
-    def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs on the base loss and the contrasts; bank and last embeddings are kept."""
-        rows = local.state.get(ROWS)
-        known = local.state if rows is not None and torch.equal(rows, local.share.rows) else {}
-        with _training.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
-            bank = averaged(known, self._embedded(local, task, "bank"), self.options.bank_ema)
-        before = {name: known[LAST + name] for name in bank if LAST + name in known}
-        options, any_length = self.options, self.context.objective.base != "info_nce"
-        weights = Weights(options.inter, options.intra, options.kd, options.contrast_tau, any_length)
-        trained = self.fedavg.trained(local, task, extra=_plainly(local, contrasts(bank, before, weights)))
-        last = {LAST + name: z for name, z in self._embedded(local, task, "last").items()}
-        kept = {BANK + name: z for name, z in bank.items()}
-        return replace(trained, state={**trained.state, **kept, **last, ROWS: local.share.rows.clone()})
-
-    def _embedded(self, local: Local, task: Task, purpose: str) -> dict[str, Tensor]:
-        """Embeddings [n, d] of the silo's samples by the model as it is, one random caption each, on the CPU."""
-        caption = _training.choose_captions(
-            local, _training.generator_of(self.context, local, task, f"creamfl {purpose}")
-        )
-        found = _training.embed_all(local, caption, self.context.training.batch_size)
-        return {name: z for name, z in zip(MODALITIES, found, strict=True) if z is not None}
-
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """As FedAvg."""
-        return self.fedavg.merge(state, replies, round_)
+def _embedded(method: fedavg.FedAvg, local: Local, task: Task, purpose: str) -> dict[str, Tensor]:
+    """Embeddings [n, d] of the silo's samples by the model as it is, one random caption each, on the CPU."""
+    generator = _training.generator_of(method.context, local, task, f"creamfl {purpose}")
+    caption = _training.choose_captions(local, generator)
+    found = _training.embed_all(local, caption, method.context.training.batch_size)
+    return {name: z for name, z in zip(MODALITIES, found, strict=True) if z is not None}
 
 
 def _plainly(local: Local, terms: _training.Extra | None) -> _training.Extra | None:
@@ -218,4 +188,4 @@ def averaged(known: Mapping[str, Tensor], new: Mapping[str, Tensor], ema: float)
     return {name: ema * known[BANK + name] + (1 - ema) * z if BANK + name in known else z for name, z in new.items()}
 
 
-PROTOCOL = CreamFl
+PROTOCOL = variant(CreamFlOptions, train=train, traits=lambda _: Traits(our_reading=True))

@@ -21,7 +21,19 @@ from torch import Tensor
 
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import (
+    Context,
+    FederatedProtocol,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    Traits,
+    take,
+)
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.wire.messages import Loss, Payload, Representations
 from protocols import _aggregation, _personal_model, _prototypes, _training, fedavg
@@ -100,7 +112,7 @@ def nothing(image: Tensor | None, text: Tensor | None) -> Tensor:
     return torch.zeros(())
 
 
-class CreamFlPublic:
+class CreamFlPublic(FederatedProtocol):
     """CreamFL with a public set, see the module's text."""
 
     Options: ClassVar[type[Any]] = CreamFlPublicOptions
@@ -115,15 +127,10 @@ class CreamFlPublic:
             raise InputError("protocol.name", "creamfl_public", "creamfl: the data set marks no public items")
         self.public = public
 
-    @property
-    def public_items(self) -> int:
-        """Public items that the method had beside the silos' own data; a run's summary says so."""
-        return len(self.public)
-
-    @property
-    def reply_bytes(self) -> int:
-        """Bytes of the tensors of the largest reply that :meth:`check` lets through: both modalities in float32."""
-        return 2 * len(self.public) * self.context.dim * np.dtype(np.float32).itemsize
+    def traits(self) -> Traits:
+        """The public set; the largest reply that :meth:`check` lets through has both modalities of it in float32."""
+        largest = 2 * len(self.public) * self.context.dim * np.dtype(np.float32).itemsize
+        return Traits(public_items=len(self.public), reply_bytes=largest)
 
     @cached_property
     def model(self) -> TwoTower:

@@ -1,12 +1,12 @@
 """FedAvg: the average of the silos' models weighted by their samples (McMahan et al. 2017), for two towers.
 
-Paired silos train InfoNCE. A silo with one modality either trains the anchoring loss of RCSR (eq 3) against the global
-prototype of the modality it lacks, as RCSR's baselines do, or stays idle: it is asked, and answers with a zero update.
+Paired silos train the base loss, InfoNCE unless the scenario names another. What a silo with one modality does under
+InfoNCE is composed from ``protocols/_anchoring.py``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -14,44 +14,35 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
-from fedmq.wire.messages import Delta, Loss, ModalityPrototypes, Model, Payload
-from protocols import _aggregation, _prototypes, _training, objectives
-from protocols._losses import anchor, info_nce
-from protocols._options import check
+from fedmq.federation.protocol import (
+    Context,
+    FederatedProtocol,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    take,
+)
+from fedmq.wire.messages import Delta, Loss, Model, Payload
+from protocols import _aggregation, _training, objectives
+from protocols._anchoring import Anchoring, InfoNceOptions
+from protocols._losses import info_nce
 
 
 @dataclass(frozen=True)
-class FedAvgOptions:
+class FedAvgOptions(InfoNceOptions):
     """Options of FedAvg.
 
     Args:
-        tau: temperature of InfoNCE; this and the next four are of the base ``info_nce`` alone.
-        single_modality: what silos with one modality do, ``anchor`` or ``idle``.
-        lambda_anc: weight of the anchoring loss; this and the next two are of ``anchor`` alone.
-        ema: share of the old global prototype kept at a full round.
-        proto_unit: global prototypes are kept at length 1.
         branch_renorm: each branch is averaged over the silos that trained it; the papers' plain sum if false.
         weighting: by ``samples``, n_k / n, or ``uniform``, 1 / m, as FedHAP and PLFedCMH average.
     """
 
-    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
-        "objective.base=info_nce": ("tau", "single_modality", "lambda_anc", "ema", "proto_unit"),
-        "single_modality=anchor": ("lambda_anc", "ema", "proto_unit"),
-    }
-
-    tau: float = 0.07
-    single_modality: Literal["anchor", "idle"] = "anchor"
-    lambda_anc: float = 1.0
-    ema: float = 0.9
-    proto_unit: bool = True
     branch_renorm: bool = True
     weighting: Literal["samples", "uniform"] = "samples"
-
-    def __post_init__(self) -> None:
-        check("tau", self.tau, 0.0, open_low=True)
-        check("lambda_anc", self.lambda_anc, 0.0)
-        check("ema", self.ema, 0.0, 1.0)
 
 
 def paired_loss(image: Tensor | None, text: Tensor | None, tau: float) -> Tensor:
@@ -61,15 +52,7 @@ def paired_loss(image: Tensor | None, text: Tensor | None, tau: float) -> Tensor
     return info_nce(image, text, tau)
 
 
-def anchored_loss(image: Tensor | None, text: Tensor | None, missing: Tensor, weight: float) -> Tensor:
-    """Anchoring of a single-modality silo's batch to the prototype [d] of what it lacks."""
-    held = image if image is not None else text
-    if held is None:
-        raise ValueError("a silo has at least one modality")
-    return weight * anchor(held, missing)
-
-
-class FedAvg:
+class FedAvg(FederatedProtocol):
     """FedAvg, see the module's text."""
 
     Options: ClassVar[type[Any]] = FedAvgOptions
@@ -78,26 +61,24 @@ class FedAvg:
         self.options = options
         self.context = context
         self.branches = _aggregation.branch_slices(context.layout)
-        contrastive = context.objective.base == "info_nce"
-        self.anchored = contrastive and options.single_modality == "anchor"
-        self.base = None if contrastive else objectives.options_of(context.objective)
+        self.base = None if context.objective.base == "info_nce" else objectives.options_of(context.objective)
+        self.anchoring = Anchoring(options, context)
 
     def eligible(self, silo: SiloFacts) -> bool:
         """Everybody takes part."""
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The update, the loss, and prototypes if anybody is anchored to them."""
-        return frozenset({Delta, Loss, ModalityPrototypes} if self.anchored else {Delta, Loss})
+        """The update and the loss."""
+        return frozenset({Delta, Loss}) | self.anchoring.uploads
 
     def initial(self, theta: Tensor) -> State:
-        """The model, and no prototype yet."""
-        return State(theta, _prototypes.initial(self.context.dim) if self.anchored else {})
+        """The model."""
+        return State(theta, self.anchoring.initial())
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The model, and the prototypes if anybody is anchored to them."""
-        model = state.model(self.context.layout)
-        return (model, _prototypes.download(state.tensors)) if self.anchored else (model,)
+        """The model."""
+        return (state.model(self.context.layout), *self.anchoring.download(state.tensors))
 
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs."""
@@ -110,7 +91,7 @@ class FedAvg:
 
         Args:
             local: the silo.
-            task: with the model and, where silos are anchored, the prototypes.
+            task: with the model.
             extra: added in each batch's main step.
             lambda_s: weight of the proximal term ||theta - base||^2.
         """
@@ -118,55 +99,31 @@ class FedAvg:
         work = self.work(local, task)
         outcome = _training.train_epochs(local, self.context, task, base, work, extra=extra, lambda_s=lambda_s)
         update = _training.delta_payload(self.context, outcome, len(local.share))
-        up: tuple[Payload, ...] = (update, Loss(outcome.loss))
-        if self.anchored:
-            own = _training.own_prototypes(local, self.context, task)
-            up = (*up, _prototypes.upload(own, self._received(task)))
+        up = (update, Loss(outcome.loss), *self.anchoring.report(local, task))
         return Trained(up, {} if work is None else work.kept(), outcome.loss)
 
     def work(self, local: Local, task: Task) -> _training.Work | None:
         """The silo's base loss at work; None if it has none, or none yet."""
         if self.base is not None:
             return objectives.begin(self.base, local, self.context, task)
-        loss = self._loss(local, self._received(task))
-        return None if loss is None else _training.EveryBatch(local, self.context.training.batch_size, loss)
-
-    def _received(self, task: Task) -> tuple[Tensor | None, Tensor | None]:
-        return _prototypes.read_download(take(task.payloads, ModalityPrototypes)) if self.anchored else (None, None)
-
-    def _loss(self, local: Local, shared: tuple[Tensor | None, Tensor | None]) -> _training.LossFunction | None:
-        if local.silo.paired:
-            return partial(paired_loss, tau=self.options.tau)
-        missing = shared[1] if local.silo.image else shared[0]
-        if missing is None:
-            return None
-        return partial(anchored_loss, missing=missing.to(local.model.flat.device), weight=self.options.lambda_anc)
+        if not local.silo.paired:
+            return self.anchoring.work(local, task)
+        loss = partial(paired_loss, tau=self.options.tau)
+        return _training.EveryBatch(local, self.context.training.batch_size, loss)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """Add the damped, sample-weighted updates; average the prototypes in."""
+        """Add the damped, sample-weighted updates."""
         replies = _aggregation.ordered(replies)
         updates = [_aggregation.update_of(reply, self.context.layout) for reply in replies]
         weights = self.weights(updates)
         theta = _aggregation.merge_updates(state.theta, updates, weights, self.branches, self.options.branch_renorm)
-        return MergeResult(State(theta, self.averaged(state.tensors, replies, weights), state.values))
+        return MergeResult(State(theta, self.anchoring.averaged(state.tensors, replies, weights), state.values))
 
     def weights(self, updates: Sequence[_aggregation.Update]) -> Tensor:
         """Damped weights float64 [M] of the updates, by samples or uniform."""
         samples = [update.samples if self.options.weighting == "samples" else 1 for update in updates]
         factors = torch.tensor([update.factor for update in updates], dtype=torch.float64)
         return _aggregation.damped(_aggregation.sample_weights(samples), factors)
-
-    def averaged(
-        self, tensors: Mapping[str, Tensor], replies: Sequence[Reply], weights: Tensor
-    ) -> Mapping[str, Tensor]:
-        """The coordinator's tensors after a merge: the prototypes averaged in, if anybody is anchored to them."""
-        if not self.anchored:
-            return tensors
-        local, mask = _prototypes.read_uploads(replies, self.context.dim)
-        options = self.options
-        rate = _aggregation.kept_share(options.ema, len(replies), self.context.cohort)
-        updated = _prototypes.updated(tensors, local, mask, weights, rate, unit_length=options.proto_unit)
-        return {**tensors, **updated}
 
 
 PROTOCOL = FedAvg

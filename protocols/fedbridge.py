@@ -26,6 +26,7 @@ from torch import Tensor
 from fedmq.federation.protocol import (
     Context,
     Encoders,
+    FederatedProtocol,
     Local,
     MergeResult,
     Reply,
@@ -33,6 +34,7 @@ from fedmq.federation.protocol import (
     State,
     Task,
     Trained,
+    Traits,
     take,
 )
 from fedmq.models.two_tower import Out
@@ -123,7 +125,7 @@ def assignment_loss(z: Tensor, teacher: Tensor, centroids: Tensor, tau: float, t
 
 
 @dataclass(frozen=True)
-class Assigning:
+class Assigning(_training.Work):
     """A single-modality silo's loss at work."""
 
     options: FedBridgeOptions
@@ -159,10 +161,6 @@ class Assigning:
                 loss = loss + options.lambda_pair * info_nce(own, second, options.tau)
         return loss
 
-    def kept(self) -> Mapping[str, Tensor]:
-        """Nothing."""
-        return {}
-
 
 def _another(local: Local, caption: _training.I64, generator: np.random.Generator) -> _training.I64:
     """Of each item another caption than ``caption`` [n]; the same of an item that has but one."""
@@ -172,7 +170,7 @@ def _another(local: Local, caption: _training.I64, generator: np.random.Generato
     return other
 
 
-class FedBridge:
+class FedBridge(FederatedProtocol):
     """FedBridge, see the module's text."""
 
     Options: ClassVar[type[Any]] = FedBridgeOptions
@@ -235,10 +233,9 @@ class FedBridge:
         state = {**self._adapter(local, task), **members}
         return Trained((update, loss, centroids), state, loss.value if isinstance(loss, Loss) else 0.0)
 
-    @property
-    def personalised(self) -> bool:
-        """Whether silos have adapters of their own."""
-        return self.options.personal
+    def traits(self) -> Traits:
+        """FedBridge-p gives paired silos adapters of their own."""
+        return Traits(personalised=self.options.personal)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The global model with the silo's own adapter behind both towers."""

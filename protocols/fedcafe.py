@@ -25,7 +25,19 @@ from torch import Tensor
 from fedmq.config.parts import Modality
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import (
+    Context,
+    FederatedProtocol,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    Traits,
+    take,
+)
 from fedmq.models.hash_networks import PLANS, Tower
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import numpy_generator
@@ -202,7 +214,7 @@ def references(local: Local) -> References:
     return References(image, text.view(*share.text.shape[:2], -1))
 
 
-class FedCafe:
+class FedCafe(FederatedProtocol):
     """FedCAFE, see the module's text."""
 
     Options: ClassVar[type[Any]] = FedCafeOptions
@@ -221,10 +233,9 @@ class FedCafe:
             fedavg.FedAvgOptions(branch_renorm=options.branch_renorm, weighting=options.weighting), context
         )
 
-    @property
-    def counts_both(self) -> bool:
-        """Whether a row of a memory may stand for an item's image and for its caption: that of two stages does."""
-        return self.options.memory == "kmeans_two_stage"
+    def traits(self) -> Traits:
+        """A row of a memory in two stages may stand for an item's image and for its caption."""
+        return Traits(counts_items_twice=self.options.memory == "kmeans_two_stage")
 
     @property
     def remembers(self) -> bool:

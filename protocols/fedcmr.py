@@ -7,7 +7,7 @@ layer minus half of its own last displacement: the minus sign is the official co
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 import numpy as np
@@ -18,6 +18,7 @@ from fedmq.errors import InputError
 from fedmq.federation.protocol import (
     Context,
     Encoders,
+    FederatedProtocol,
     Local,
     MergeResult,
     Reply,
@@ -25,6 +26,7 @@ from fedmq.federation.protocol import (
     State,
     Task,
     Trained,
+    Traits,
     take,
 )
 from fedmq.wire.messages import LabelCount, Loss, PartialDelta, Payload
@@ -76,14 +78,14 @@ def residual(merged: Tensor, displacement: Tensor, beta: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class SomeBatches:
+class SomeBatches(_training.Work):
     """A base loss on some of its batches.
 
     Args:
         work: the base.
-        batches: in one pass over the silo's items. DCMH's and SHDCH's epochs make a pass for each tower. Batches are
-            split, not items: each task draws them anew, as the official code does, and two batches of a pass share
-            items where the base has ``draws: fresh``.
+        per_pass: batches in one pass over the silo's items. DCMH's and SHDCH's epochs make a pass for each tower.
+            Batches are split, not items: each task draws them anew, as the official code does, and two batches of a
+            pass share items where the base has ``draws: fresh``.
         first: the first batch of a pass that is trained.
         stop: the first that no longer is.
         began: state of the generator at the start of each epoch, filled by the first of a task's two halves. The second
@@ -92,7 +94,7 @@ class SomeBatches:
     """
 
     work: _training.Work
-    batches: int
+    per_pass: int
     first: int
     stop: int
     began: dict[int, Mapping[str, Any]]
@@ -103,7 +105,7 @@ class SomeBatches:
         batch = -1
         for step in self.work.steps(epoch, generator):
             batch += step.main
-            if self.first <= batch % self.batches < self.stop:
+            if self.first <= batch % self.per_pass < self.stop:
                 yield step
 
     def kept(self) -> Mapping[str, Tensor]:
@@ -111,7 +113,7 @@ class SomeBatches:
         return self.work.kept()
 
 
-class FedCmr:
+class FedCmr(FederatedProtocol):
     """FedCMR, see the module's text."""
 
     Options: ClassVar[type[Any]] = FedCmrOptions
@@ -173,20 +175,14 @@ class FedCmr:
         own = _aggregation.extract(model.flat.detach().cpu(), layout, self.partial.personal)
         return Trained(up, {**kept, _personal_model.OWN: own, _DISPLACEMENT: end - start}, losses[-1])
 
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The common layer."""
-        return self.partial.shared
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
+        """Of the coordinator's model the common layer alone is trained, which is no model by itself."""
+        return Traits(own_only=True, personalised=True)
 
-    @staticmethod
-    def own_only(options: FedCmrOptions) -> bool:
-        """Always: of the coordinator's model the common layer alone is trained."""
-        return True
-
-    @property
-    def personalised(self) -> bool:
-        """Always: the common layer alone is no model."""
-        return True
+    def traits(self) -> Traits:
+        """The common layer is what is shared."""
+        return replace(self.traits_of(self.options), shared_layers=self.partial.shared)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The common layer as it came, without what a next task would take off, and the silo's own around it."""

@@ -22,7 +22,19 @@ from torch import Tensor
 
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import (
+    Context,
+    FederatedProtocol,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    Traits,
+    take,
+)
 from fedmq.federation.staleness import mixed
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
@@ -122,12 +134,10 @@ def prototype_triplets(
     return triplet.ranking_loss(samples.codes, prototypes, own & valid, ~own & valid, options, generator)
 
 
-class FedHap:
+class FedHap(FederatedProtocol):
     """FedHAP, see the module's text."""
 
     Options: ClassVar[type[Any]] = FedHapOptions
-    #: Codes of images and of captions vote for the same rows.
-    counts_both = True
 
     def __init__(self, options: FedHapOptions, context: Context) -> None:
         self.options = options
@@ -143,6 +153,10 @@ class FedHap:
         self.hysteresis = usual if given is None else given
         triplets = context.objective.base == "triplet"
         self.triplets = objectives.options_of(context.objective) if triplets else triplet.Options()
+
+    def traits(self) -> Traits:
+        """Codes of images and of captions vote for the same rows of class prototypes."""
+        return Traits(counts_items_twice=True)
 
     @property
     def _shares_discriminator(self) -> bool:

@@ -7,31 +7,20 @@ The original, which exchanges embeddings of a public set between autoencoders an
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedmq.federation.protocol import (
-    Context,
-    Encoders,
-    Local,
-    MergeResult,
-    Reply,
-    SiloFacts,
-    State,
-    Task,
-    Trained,
-    take,
-)
+from fedmq.federation.protocol import Context, Local, Task, Traits, take
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import Model, Payload
+from fedmq.wire.messages import Model
 from protocols import _personal_model, _training, fedavg
 from protocols._aggregation import as_tensor
 from protocols._options import check
-from protocols.moon import has_trained
+from protocols._variant import variant
 
 
 @dataclass(frozen=True)
@@ -71,68 +60,33 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     return temperature**2 * (wanted.exp() * (wanted - found)).sum(1).mean()
 
 
-class FedMekt:
-    """FedMEKT with averaged parameters, see the module's text."""
+def distillation(options: FedMektOptions, context: Context, local: Local, task: Task) -> _training.Extra | None:
+    """The divergence of a batch, from the downloaded model's embeddings; None without weight."""
+    if options.weight == 0:
+        return None
+    theta = as_tensor(take(task.payloads, Model).buffer)
+    shared = _personal_model.Reference(local, theta, context.training.local_epochs)
 
-    Options: ClassVar[type[Any]] = FedMektOptions
-    our_reading: ClassVar[bool] = True
+    def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
+        terms = [
+            divergence(own.code, glob.code, options.temperature)
+            for own, glob in zip((image, text), shared(step), strict=True)
+            if own is not None and glob is not None
+        ]
+        return options.weight * torch.stack(terms).sum()
 
-    def __init__(self, options: FedMektOptions, context: Context) -> None:
-        self.options = options
-        self.fedavg = fedavg.FedAvg(options, context)
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
-        return self.fedavg.eligible(silo)
-
-    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """As FedAvg."""
-        return self.fedavg.uploads(silo)
-
-    def initial(self, theta: Tensor) -> State:
-        """As FedAvg."""
-        return self.fedavg.initial(theta)
-
-    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """As FedAvg."""
-        return self.fedavg.task(state, silo)
-
-    def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs on the base loss and the divergence."""
-        trained = self.fedavg.trained(local, task, extra=self._distillation(task, local))
-        if not self.options.personal:
-            return trained
-        own = _personal_model.kept_or_before(local, newest=has_trained(self.fedavg, local, task, trained))
-        return replace(trained, state={**trained.state, **own})
-
-    def _distillation(self, task: Task, local: Local) -> _training.Extra | None:
-        if self.options.weight == 0:
-            return None
-        theta = as_tensor(take(task.payloads, Model).buffer)
-        shared = _personal_model.Reference(local, theta, self.fedavg.context.training.local_epochs)
-
-        def distillation(step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
-            terms = [
-                divergence(own.code, glob.code, self.options.temperature)
-                for own, glob in zip((image, text), shared(step), strict=True)
-                if own is not None and glob is not None
-            ]
-            return self.options.weight * torch.stack(terms).sum()
-
-        return distillation
-
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """As FedAvg."""
-        return self.fedavg.merge(state, replies, round_)
-
-    @property
-    def personalised(self) -> bool:
-        """If its option says so."""
-        return self.options.personal
-
-    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The silo's model as its last training left it; the global one before the first."""
-        return _personal_model.last_encoders(local, payloads)
+    return extra
 
 
-PROTOCOL = FedMekt
+def kept(options: FedMektOptions, local: Local, trained: bool) -> dict[str, Tensor]:
+    """The silo's model as its last training left it, where silos are measured by it."""
+    return _personal_model.kept_or_before(local, newest=trained) if options.personal else {}
+
+
+PROTOCOL = variant(
+    FedMektOptions,
+    extra_loss=distillation,
+    kept=kept,
+    traits=lambda options: Traits(personalised=options.personal, our_reading=True),
+    encoders=_personal_model.last_encoders,
+)

@@ -22,6 +22,7 @@ from fedmq.errors import InputError
 from fedmq.federation.protocol import (
     Context,
     Encoders,
+    FederatedProtocol,
     Local,
     MergeResult,
     Reply,
@@ -29,6 +30,7 @@ from fedmq.federation.protocol import (
     State,
     Task,
     Trained,
+    Traits,
     take,
 )
 from fedmq.models.two_tower import Out
@@ -93,7 +95,7 @@ def nothing(image: Tensor | None, text: Tensor | None) -> Tensor:
     return torch.zeros(())
 
 
-class FedProto:
+class FedProto(FederatedProtocol):
     """FedProto, see the module's text."""
 
     Options: ClassVar[type[Any]] = FedProtoOptions
@@ -184,15 +186,14 @@ class FedProto:
         longest = _class_prototypes.longest_code(self.context)
         _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim, longest)
 
-    @staticmethod
-    def own_only(options: FedProtoOptions) -> bool:
-        """Always: the coordinator's model stays as it was drawn."""
-        return True
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
+        """The coordinator's model stays as it was drawn; the silos' personal models are what is measured."""
+        return Traits(own_only=True, personalised=True)
 
-    @property
-    def personalised(self) -> bool:
-        """Always: there is no other model worth measuring."""
-        return True
+    def traits(self) -> Traits:
+        """As for any options."""
+        return self.traits_of(self.options)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's own model."""

@@ -5,16 +5,12 @@ mu is 0.01, the papers' "as original"; RCSR's table uses 0.1, its code 0.01.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
 
-from torch import Tensor
-
-from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained
-from fedmq.wire.messages import Payload
+from fedmq.federation.protocol import Local, Task, Trained
 from protocols import fedavg
 from protocols._options import check
+from protocols._variant import variant
 
 
 @dataclass(frozen=True)
@@ -32,39 +28,10 @@ class FedProxOptions(fedavg.FedAvgOptions):
         check("mu", self.mu, 0.0)
 
 
-class FedProx:
-    """FedProx, see the module's text."""
-
-    Options: ClassVar[type[Any]] = FedProxOptions
-
-    def __init__(self, options: FedProxOptions, context: Context) -> None:
-        self.options = options
-        self.fedavg = fedavg.FedAvg(options, context)
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
-        return self.fedavg.eligible(silo)
-
-    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """As FedAvg."""
-        return self.fedavg.uploads(silo)
-
-    def initial(self, theta: Tensor) -> State:
-        """As FedAvg."""
-        return self.fedavg.initial(theta)
-
-    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """As FedAvg."""
-        return self.fedavg.task(state, silo)
-
-    def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs on the base loss and the proximal term."""
-        # The shared proximal term is RCSR's, lambda_s ||.||^2 without a half.
-        return self.fedavg.trained(local, task, lambda_s=self.options.mu / 2)
-
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """As FedAvg."""
-        return self.fedavg.merge(state, replies, round_)
+def train(method: fedavg.FedAvg, options: FedProxOptions, local: Local, task: Task) -> Trained:
+    """Local epochs on the base loss and the proximal term."""
+    # The shared proximal term is RCSR's, lambda_s ||.||^2 without a half.
+    return method.trained(local, task, lambda_s=options.mu / 2)
 
 
-PROTOCOL = FedProx
+PROTOCOL = variant(FedProxOptions, train=train)

@@ -8,7 +8,7 @@ progress and by validation mAP (eqs 9 to 13). The rest of a silo's model is its 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, Literal
 
@@ -23,6 +23,7 @@ from fedmq.evaluation.label_metrics import cosine_metrics
 from fedmq.federation.protocol import (
     Context,
     Encoders,
+    FederatedProtocol,
     Local,
     MergeResult,
     Reply,
@@ -30,6 +31,7 @@ from fedmq.federation.protocol import (
     State,
     Task,
     Trained,
+    Traits,
     take,
 )
 from fedmq.models.two_tower import Out
@@ -126,7 +128,7 @@ def local_loss(image: Out | None, text: Out | None, labels: Tensor, options: Fed
     return total
 
 
-class FedScmr:
+class FedScmr(FederatedProtocol):
     """FedSCMR, see the module's text."""
 
     Options: ClassVar[type[Any]] = FedScmrOptions
@@ -213,20 +215,15 @@ class FedScmr:
     def _space(self, out: Out) -> Tensor:
         return out.code if self.options.eval_space == "enhanced" else out.raw
 
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The shared layers."""
-        return self.partial.shared
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
+        """Unless everything is shared, the silos' personal models are the only ones trained as a whole."""
+        everything = options.shared_layers == "all"
+        return Traits(own_only=not everything, personalised=not everything)
 
-    @staticmethod
-    def own_only(options: FedScmrOptions) -> bool:
-        """Unless everything is shared: the other layers of the coordinator's model stay as they were drawn."""
-        return options.shared_layers != "all"
-
-    @property
-    def personalised(self) -> bool:
-        """Unless everything is shared: the shared layers alone are no model."""
-        return bool(self.partial.personal)
+    def traits(self) -> Traits:
+        """With the names of the shared layers."""
+        return replace(self.traits_of(self.options), shared_layers=self.partial.shared)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The shared layers of now with the silo's own around them."""

@@ -10,23 +10,24 @@ no pairs to contrast and keeps eq 12.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import Context, Local, SiloFacts, Task, take
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import Model, Payload
+from fedmq.wire.messages import Model
 from protocols import _personal_model, _training, fedavg
 from protocols._aggregation import as_tensor
 from protocols._options import check
 from protocols._similarity import mean_square
+from protocols._variant import variant
 from protocols.fedmekt import divergence
-from protocols.moon import has_trained, model_contrast
+from protocols.moon import model_contrast
 
 #: Bases whose two towers' projections cannot be contrasted with each other.
 _UNEQUAL = ("dcmh", "shdch")
@@ -124,60 +125,40 @@ def terms(
     return torch.stack(found).sum() if found else None
 
 
-class FedUch:
-    """FedUCH, see the module's text."""
+def refuse(options: FedUchOptions, context: Context) -> None:
+    """Refuse the contrast where projections of the two towers have different widths.
 
-    Options: ClassVar[type[Any]] = FedUchOptions
-
-    def __init__(self, options: FedUchOptions, context: Context) -> None:
-        if options.contrast and context.objective.base in _UNEQUAL:
-            allowed = f"any other than {' and '.join(_UNEQUAL)}, whose towers have projections of different widths"
-            raise InputError("objective.base", context.objective.base, f"{allowed}; or protocol.contrast false")
-        self.options = options
-        self.fedavg = fedavg.FedAvg(options, context)
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
-        return self.fedavg.eligible(silo)
-
-    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """As FedAvg."""
-        return self.fedavg.uploads(silo)
-
-    def initial(self, theta: Tensor) -> State:
-        """As FedAvg."""
-        return self.fedavg.initial(theta)
-
-    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """As FedAvg."""
-        return self.fedavg.task(state, silo)
-
-    def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs with FedUCH's terms; the nets they end in are the next ones' previous nets."""
-        trained = self.fedavg.trained(local, task, extra=self._extra(local, task))
-        # A silo that contrasts nothing for now, a modality being lost, keeps its last nets for when that is back.
-        newest = self._contrasts(local.silo) and has_trained(self.fedavg, local, task, trained)
-        return replace(trained, state={**trained.state, **_personal_model.kept_or_before(local, newest=newest)})
-
-    def _contrasts(self, silo: SiloFacts) -> bool:
-        return self.options.contrast and silo.paired
-
-    def _extra(self, local: Local, task: Task) -> _training.Extra | None:
-        previous = local.state.get(_personal_model.OWN) if self._contrasts(local.silo) else None
-        if previous is None and not self.options.distill:
-            return None
-        epochs = self.fedavg.context.training.local_epochs
-        shared = _personal_model.Reference(local, as_tensor(take(task.payloads, Model).buffer), epochs)
-        before = None if previous is None else _personal_model.Reference(local, previous, epochs)
-
-        def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
-            return terms((image, text), shared(step), None if before is None else before(step), self.options)
-
-        return extra
-
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """As FedAvg: the nets averaged by samples (eq 3)."""
-        return self.fedavg.merge(state, replies, round_)
+    Raises:
+        InputError: the base is one of these.
+    """
+    if options.contrast and context.objective.base in _UNEQUAL:
+        allowed = f"any other than {' and '.join(_UNEQUAL)}, whose towers have projections of different widths"
+        raise InputError("objective.base", context.objective.base, f"{allowed}; or protocol.contrast false")
 
 
-PROTOCOL = FedUch
+def extra_loss(options: FedUchOptions, context: Context, local: Local, task: Task) -> _training.Extra | None:
+    """What eq 14 adds to the base in a task; None for nothing."""
+    previous = local.state.get(_personal_model.OWN) if _contrasts(options, local.silo) else None
+    if previous is None and not options.distill:
+        return None
+    epochs = context.training.local_epochs
+    shared = _personal_model.Reference(local, as_tensor(take(task.payloads, Model).buffer), epochs)
+    before = None if previous is None else _personal_model.Reference(local, previous, epochs)
+
+    def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
+        return terms((image, text), shared(step), None if before is None else before(step), options)
+
+    return extra
+
+
+def kept(options: FedUchOptions, local: Local, trained: bool) -> dict[str, Tensor]:
+    """The nets that training ended in, which are the next task's previous nets."""
+    # A silo that contrasts nothing for now, a modality being lost, keeps its last nets for when that is back.
+    return _personal_model.kept_or_before(local, newest=_contrasts(options, local.silo) and trained)
+
+
+def _contrasts(options: FedUchOptions, silo: SiloFacts) -> bool:
+    return options.contrast and silo.paired
+
+
+PROTOCOL = variant(FedUchOptions, extra_loss=extra_loss, kept=kept, refuse=refuse)

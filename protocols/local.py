@@ -12,7 +12,19 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from fedmq.federation.protocol import Context, Encoders, Local, MergeResult, Reply, SiloFacts, State, Task, Trained
+from fedmq.federation.protocol import (
+    Context,
+    Encoders,
+    FederatedProtocol,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    Traits,
+)
 from fedmq.wire.messages import Loss, Payload
 from protocols import _aggregation, _personal_model, _training, fedavg
 from protocols._options import check
@@ -36,12 +48,13 @@ class AloneOptions:
         check("tau", self.tau, 0.0, open_low=True)
 
 
-class Alone:
+class Alone(FederatedProtocol):
     """Local training, see the module's text."""
 
     Options: ClassVar[type[Any]] = AloneOptions
 
     def __init__(self, options: AloneOptions, context: Context) -> None:
+        self.options = options
         self.context = context
         self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"), context)
 
@@ -75,15 +88,14 @@ class Alone:
         _aggregation.ordered(replies)
         return MergeResult(state)
 
-    @staticmethod
-    def own_only(options: AloneOptions) -> bool:
-        """Always: the coordinator's model stays as it was drawn."""
-        return True
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
+        """The coordinator's model stays as it was drawn; the silos' personal models are what is measured."""
+        return Traits(own_only=True, personalised=True)
 
-    @property
-    def personalised(self) -> bool:
-        """Always: there is no other model worth measuring."""
-        return True
+    def traits(self) -> Traits:
+        """As for any options."""
+        return self.traits_of(self.options)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
         """The silo's own model."""

@@ -28,7 +28,19 @@ from torch import Tensor
 
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import RemoteWireError
-from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained, take
+from fedmq.federation.protocol import (
+    Context,
+    FederatedProtocol,
+    Local,
+    MergeResult,
+    Reply,
+    SiloFacts,
+    State,
+    Task,
+    Trained,
+    Traits,
+    take,
+)
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
 from fedmq.wire.messages import ClassPrototypes, Delta, Model, PartialDelta, Payload
@@ -127,11 +139,10 @@ def proto_terms(
     return terms
 
 
-class Mfcpl:
+class Mfcpl(FederatedProtocol):
     """MFCPL as we read it, see the module's text."""
 
     Options: ClassVar[type[Any]] = MfcplOptions
-    our_reading: ClassVar[bool] = True
 
     def __init__(self, options: MfcplOptions, context: Context) -> None:
         self.options = options
@@ -140,6 +151,10 @@ class Mfcpl:
         self.columns = fine_columns(context.label_names)
         self.classes = len(self.columns) or options.classes
         self.pseudo = not context.label_names
+
+    def traits(self) -> Traits:
+        """Our reading of the abstract."""
+        return Traits(our_reading=True)
 
     def eligible(self, silo: SiloFacts) -> bool:
         """Everybody takes part."""

@@ -8,30 +8,20 @@ participation has no negative and skips the term, which would be the constant lo
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from fedmq.federation.protocol import (
-    Context,
-    Encoders,
-    Local,
-    MergeResult,
-    Reply,
-    SiloFacts,
-    State,
-    Task,
-    Trained,
-    take,
-)
+from fedmq.federation.protocol import Context, Local, Task, Traits, take
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import Delta, Model, Payload
+from fedmq.wire.messages import Model
 from protocols import _personal_model, _training, fedavg
 from protocols._aggregation import as_tensor
 from protocols._losses import unit
 from protocols._options import check
+from protocols._variant import variant
 
 
 @dataclass(frozen=True)
@@ -76,78 +66,50 @@ def model_contrast(z: Tensor, shared: Tensor, previous: Sequence[Tensor], tau: f
     return (logits.logsumexp(1) - logits[:, 0]).mean()
 
 
-def has_trained(method: fedavg.FedAvg, local: Local, task: Task, trained: Trained) -> bool:
-    """Whether a silo trained, so that its model is its own: one with nothing to minimise still holds the download."""
-    return bool(take(trained.payloads, Delta).buffer.any()) or method.work(local, task) is not None
+def previous_models(options: MoonOptions, local: Local) -> list[Tensor]:
+    """The silo's own models [P] after its last trainings, newest first."""
+    return [local.state[name] for name in _names(options) if name in local.state]
 
 
-class Moon:
-    """MOON, see the module's text."""
+def contrast(options: MoonOptions, context: Context, local: Local, task: Task) -> _training.Extra | None:
+    """The contrast of a batch; None at a silo's first participation, or without weight."""
+    previous = previous_models(options, local)
+    if not previous or options.mu == 0:
+        return None
+    shared = as_tensor(take(task.payloads, Model).buffer)
+    epochs = context.training.local_epochs
+    references = [_personal_model.Reference(local, theta, epochs) for theta in (shared, *previous)]
 
-    Options: ClassVar[type[Any]] = MoonOptions
+    def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
+        terms = []
+        by_modality = zip(*(reference(step) for reference in references), strict=True)
+        for own, others in zip((image, text), by_modality, strict=True):
+            hidden = [other.hidden for other in others if other is not None]
+            if own is not None and hidden:
+                terms.append(model_contrast(own.hidden, hidden[0], hidden[1:], options.contrast_tau))
+        return options.mu * torch.stack(terms).sum()
 
-    def __init__(self, options: MoonOptions, context: Context) -> None:
-        self.options = options
-        self.fedavg = fedavg.FedAvg(options, context)
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
-        return self.fedavg.eligible(silo)
-
-    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """As FedAvg."""
-        return self.fedavg.uploads(silo)
-
-    def initial(self, theta: Tensor) -> State:
-        """As FedAvg."""
-        return self.fedavg.initial(theta)
-
-    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """As FedAvg."""
-        return self.fedavg.task(state, silo)
-
-    def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs on the base loss and the contrast; the model they end in is the next ones' negative.
-
-        A silo that idles keeps what its own last training ended in, if there was any.
-        """
-        names = (_personal_model.OWN, *(f"{_personal_model.OWN}_{age}" for age in range(1, self.options.buffer)))
-        previous = [local.state[name] for name in names if name in local.state]
-        trained = self.fedavg.trained(local, task, extra=self._contrast(local, task, previous))
-        newest = _personal_model.kept(local) if has_trained(self.fedavg, local, task, trained) else {}
-        own = dict(zip(names[len(newest) :], previous, strict=False))
-        return replace(trained, state={**trained.state, **newest, **own})
-
-    def _contrast(self, local: Local, task: Task, previous: Sequence[Tensor]) -> _training.Extra | None:
-        if not previous or self.options.mu == 0:
-            return None
-        shared = as_tensor(take(task.payloads, Model).buffer)
-        epochs = self.fedavg.context.training.local_epochs
-        references = [_personal_model.Reference(local, theta, epochs) for theta in (shared, *previous)]
-
-        def contrast(step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
-            terms = []
-            by_modality = zip(*(reference(step) for reference in references), strict=True)
-            for own, others in zip((image, text), by_modality, strict=True):
-                hidden = [other.hidden for other in others if other is not None]
-                if own is not None and hidden:
-                    terms.append(model_contrast(own.hidden, hidden[0], hidden[1:], self.options.contrast_tau))
-            return self.options.mu * torch.stack(terms).sum()
-
-        return contrast
-
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """As FedAvg."""
-        return self.fedavg.merge(state, replies, round_)
-
-    @property
-    def personalised(self) -> bool:
-        """If its option says so."""
-        return self.options.personal
-
-    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The silo's model as its last training left it; the global one before the first."""
-        return _personal_model.last_encoders(local, payloads)
+    return extra
 
 
-PROTOCOL = Moon
+def kept(options: MoonOptions, local: Local, trained: bool) -> dict[str, Tensor]:
+    """The model that training ended in, the next tasks' negative, before the older ones.
+
+    A silo that idles keeps what its own last training ended in, if there was any.
+    """
+    newest, names = _personal_model.kept(local) if trained else {}, _names(options)
+    return {**newest, **dict(zip(names[len(newest) :], previous_models(options, local), strict=False))}
+
+
+def _names(options: MoonOptions) -> tuple[str, ...]:
+    """Names of the models that a silo keeps, newest first."""
+    return (_personal_model.OWN, *(f"{_personal_model.OWN}_{age}" for age in range(1, options.buffer)))
+
+
+PROTOCOL = variant(
+    MoonOptions,
+    extra_loss=contrast,
+    kept=kept,
+    traits=lambda options: Traits(personalised=options.personal),
+    encoders=_personal_model.last_encoders,
+)

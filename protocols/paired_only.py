@@ -5,16 +5,13 @@ An honest control: a method that claims to use single-modality silos has to beat
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from torch import Tensor
-
-from fedmq.federation.protocol import Context, Local, MergeResult, Reply, SiloFacts, State, Task, Trained
-from fedmq.wire.messages import Payload
 from protocols import fedavg
 from protocols._options import check
+from protocols._variant import variant
 
 
 @dataclass(frozen=True)
@@ -33,37 +30,8 @@ class PairedOnlyOptions:
         check("tau", self.tau, 0.0, open_low=True)
 
 
-class PairedOnly:
-    """FedAvg that asks paired silos only; everything but the choice of silos is FedAvg's."""
-
-    Options: ClassVar[type[Any]] = PairedOnlyOptions
-
-    def __init__(self, options: PairedOnlyOptions, context: Context) -> None:
-        self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"), context)
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """Paired silos only."""
-        return silo.paired
-
-    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The update and the loss."""
-        return self.fedavg.uploads(silo)
-
-    def initial(self, theta: Tensor) -> State:
-        """The model."""
-        return self.fedavg.initial(theta)
-
-    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The model."""
-        return self.fedavg.task(state, silo)
-
-    def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs on InfoNCE."""
-        return self.fedavg.train(local, task)
-
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """Add the sample-weighted updates."""
-        return self.fedavg.merge(state, replies, round_)
-
-
-PROTOCOL = PairedOnly
+PROTOCOL = variant(
+    PairedOnlyOptions,
+    eligible=lambda silo: silo.paired,
+    fedavg_options=lambda options: fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"),
+)

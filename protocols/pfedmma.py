@@ -9,81 +9,25 @@ As in the original, the first synchronous round asks every silo, whatever the pa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, ClassVar
-
-from torch import Tensor
-
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Context, Encoders, Local, MergeResult, Reply, SiloFacts, State, Task, Trained
-from fedmq.wire.messages import Payload
-from protocols import fedavg
-from protocols._partial import PartialFedAvg
+from fedmq.wire.layout import Layout
+from protocols._partial import averaging
+from protocols.fedavg import FedAvgOptions
 
 #: Name prefix of the middle layers.
 SHARED = "shared.adapters."
 
 
-class PFedMma:
-    """pFedMMA, see the module's text; its options are FedAvg's.
+def middle_layers(options: FedAvgOptions, layout: Layout) -> tuple[str, ...]:
+    """Names of the adapters' middle layers, in the layout's order.
 
-    Attributes:
-        opening: the first round asks everybody.
+    Raises:
+        InputError: the model has no such adapters.
     """
-
-    Options: ClassVar[type[Any]] = fedavg.FedAvgOptions
-    opening: ClassVar[bool] = True
-
-    def __init__(self, options: fedavg.FedAvgOptions, context: Context) -> None:
-        shared = [entry.name for entry in context.layout.entries if entry.name.startswith(SHARED)]
-        if not shared:
-            raise InputError(
-                "backbone.adapter", "a model without shared adapters", "mma, which protocol pfedmma averages"
-            )
-        self.partial = PartialFedAvg(options, context, shared)
-
-    def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
-        return silo.image or silo.text
-
-    def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The update of the middle layers; otherwise as FedAvg."""
-        return self.partial.uploads()
-
-    def initial(self, theta: Tensor) -> State:
-        """As FedAvg."""
-        return self.partial.fedavg.initial(theta)
-
-    def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The middle layers; otherwise as FedAvg."""
-        return self.partial.task(state, silo)
-
-    def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs over all layers."""
-        return self.partial.train(local, task)
-
-    def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """FedAvg of the middle layers."""
-        return self.partial.merge(state, replies)
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """The middle layers."""
-        return self.partial.shared
-
-    @staticmethod
-    def own_only(options: fedavg.FedAvgOptions) -> bool:
-        """Always: of the coordinator's model the middle layers alone are trained."""
-        return True
-
-    @property
-    def personalised(self) -> bool:
-        """Always: the middle layers alone are no model."""
-        return True
-
-    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The middle layers of now between the silo's own."""
-        return self.partial.encoders(local, payloads)
+    shared = tuple(entry.name for entry in layout.entries if entry.name.startswith(SHARED))
+    if not shared:
+        raise InputError("backbone.adapter", "a model without shared adapters", "mma, which protocol pfedmma averages")
+    return shared
 
 
-PROTOCOL = PFedMma
+PROTOCOL = averaging(FedAvgOptions, middle_layers, first_round_selects_all=True)

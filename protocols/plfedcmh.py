@@ -23,6 +23,7 @@ from fedmq.errors import InputError
 from fedmq.federation.protocol import (
     Context,
     Encoders,
+    FederatedProtocol,
     Local,
     MergeResult,
     Reply,
@@ -30,6 +31,7 @@ from fedmq.federation.protocol import (
     State,
     Task,
     Trained,
+    Traits,
     take,
 )
 from fedmq.models.two_tower import Out
@@ -98,7 +100,7 @@ def prototype_loss(
     return options.beta * products + options.eta * (target - features).square().mean()
 
 
-class PlFedCmh:
+class PlFedCmh(FederatedProtocol):
     """PLFedCMH, see the module's text."""
 
     Options: ClassVar[type[Any]] = PlFedCmhOptions
@@ -117,10 +119,9 @@ class PlFedCmh:
             name: _hypernetwork.layout(list(parts), len(context.silos)) for name, parts in self.parts.items()
         }
 
-    @property
-    def personalised(self) -> bool:
-        """Always: every silo has a model of its own."""
-        return True
+    def traits(self) -> Traits:
+        """Every silo has a personal model."""
+        return Traits(personalised=True)
 
     def eligible(self, silo: SiloFacts) -> bool:
         """Everybody takes part."""

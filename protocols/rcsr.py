@@ -22,6 +22,7 @@ from torch.nn import functional
 from fedmq.federation.protocol import (
     Context,
     Encoders,
+    FederatedProtocol,
     Local,
     MergeResult,
     Reply,
@@ -29,6 +30,7 @@ from fedmq.federation.protocol import (
     State,
     Task,
     Trained,
+    Traits,
     take,
 )
 from fedmq.seeds import torch_generator
@@ -227,7 +229,7 @@ def local_loss(
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
 
-class Rcsr:
+class Rcsr(FederatedProtocol):
     """RCSR, see the module's text."""
 
     Options: ClassVar[type[Any]] = RcsrOptions
@@ -289,10 +291,9 @@ class Rcsr:
             payloads, kept = (*payloads, centroids), {**kept, **members}
         return Trained(payloads, kept, outcome.loss)
 
-    @property
-    def personalised(self) -> bool:
-        """Whether silos have adapters of their own."""
-        return self.options.personal != "none"
+    def traits(self) -> Traits:
+        """RCSR-p gives silos adapters of their own."""
+        return Traits(personalised=self.options.personal != "none")
 
     def _strength(self, payloads: Sequence[Payload]) -> float:
         """s_k of eq 13, from the silo's own router weight of its last participation."""
@@ -305,7 +306,7 @@ class Rcsr:
         """The silo's adapter, fine-tuned once personalisation has begun; nothing where there is none."""
         options = self.options
         anchored = self._anchored(local.silo, received)
-        if not self.personalised or task.round < options.personal_onset or not (local.silo.paired or anchored):
+        if options.personal == "none" or task.round < options.personal_onset or not (local.silo.paired or anchored):
             return _personal.kept(local)
         # Eq 2 or eq 3 on personalised features; the regulariser of eq 4 is about what is shared.
         centroids = _centroids.received(task.payloads)

@@ -26,7 +26,7 @@ from fedmq.federation import update_transforms
 from fedmq.federation.fault_effects import drifted_rows, tampered, with_noisy_labels
 from fedmq.federation.fault_schedule import FaultSchedule, Strike
 from fedmq.federation.population import Population, build_population, device_of, run_name
-from fedmq.federation.protocol import Encoders, FederatedProtocol, Local, Personalised, Sharing, Task
+from fedmq.federation.protocol import Encoders, Local, Task
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.run_folder import RunFolder
@@ -95,13 +95,10 @@ class Silo:
         self._shared, self._noise = model, noise
         self._standing: tuple[Strike, ...] | None = None
         self._equip(arguments.name, 0)
-        protocol_class = protocols.load(scenario.protocol.name)
         self.context = population.context(scenario, self.model)
-        self.protocol: FederatedProtocol = protocol_class(
-            protocols.options_of(protocol_class, scenario.protocol.options), self.context
-        )
+        self.protocol = protocols.create(scenario.protocol, self.context)
         # What a model that comes down may be of: the whole model, or the layers that the method shares.
-        whole, names = self.context.layout, self.protocol.layers if isinstance(self.protocol, Sharing) else None
+        whole, names = self.context.layout, self.protocol.traits().shared_layers
         self.layouts = {each.digest: each for each in (whole, *([whole.part(names)] if names else []))}
         self.store = StateStore(RunFolder(arguments.out).silo_state(self.facts.name))
 
@@ -192,15 +189,14 @@ class Silo:
         Raises:
             RemoteWireError: the method has no models of the silos' own.
         """
-        protocol = self.protocol
-        if not (isinstance(protocol, Personalised) and protocol.personalised):
+        if not self.protocol.traits().personalised:
             raise RemoteWireError("unexpected", f"an evaluation at a silo of {self.scenario.protocol.name}")
         self._equip(self.facts.name, message.header.base_version)
         model = self.model
         if self._shared is None and not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
             # The tower of the modality it lacks was never loaded; it is needed now, and only now.
             model = self.population.build_model(self.scenario, str(model.flat.device), ("image", "text"))
-        return protocol.encoders(Local(self.facts, self.share, model, state), message.payloads), model
+        return self.protocol.encoders(Local(self.facts, self.share, model, state), message.payloads), model
 
     def _transform(self, payload: Payload, task: Task) -> Payload:
         if not isinstance(payload, update_transforms.TRANSFORMED):
@@ -276,7 +272,7 @@ def run_silo(
 def _loaded(arguments: SiloArguments, identity: Identity) -> Silo:
     """The silo with its data."""
     scenario = arguments.scenario
-    pooled = protocols.pooled(scenario.protocol.name)
+    pooled = protocols.traits_of(scenario).pooled
     noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
     here = scenario.model_copy(update={"device": arguments.device or scenario.device})
     silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=pooled), noise=noise)

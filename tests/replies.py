@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fedmq.federation.protocol import Local, Personalised, Reply
+from fedmq.federation.protocol import Local, Reply
 from tests.small_federation import World
 
 
@@ -45,7 +45,6 @@ def silo_of(run: World, index: int) -> Local:
 
 def own_embeddings(run: World, index: int) -> torch.Tensor:
     """The first silo's images as another silo's own model embeds them."""
-    assert isinstance(run.protocol, Personalised)
     payloads = run.protocol.task(run.state, run.context.silos[index])
     images = run.shares[0].image
     assert images is not None

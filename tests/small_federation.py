@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import one_hot
 
 import protocols
-from fedmq.config.scenario import Backbone, Objective, Training
+from fedmq.config.scenario import Backbone, Objective, ProtocolChoice, Training
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders.base import InputSpec
 from fedmq.federation.protocol import Context, FederatedProtocol, Local, Reply, SiloFacts, State, Task, Trained
@@ -105,8 +105,7 @@ def population(
     facts = (seed, 5, silos, model.layout, model.dim, training, objective, labels)
     public = share(SiloFacts("public", len(silos), True, True), 10)
     context = Context(*facts, public=lambda: public, build=lambda: another)
-    kind = protocols.load(name)
-    protocol = kind(protocols.options_of(kind, options or {}), context)
+    protocol = protocols.create(ProtocolChoice(name=name, **(options or {})), context)
     shares = {
         silo.index: share(silo, size) for silo, size in zip(silos, sizes or [11, 9, 7, 5][: len(silos)], strict=True)
     }

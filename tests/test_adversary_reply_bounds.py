@@ -20,7 +20,7 @@ from coordinator.rounds import Phase
 from fedmq.config.scenario import Objective, Training
 from fedmq.errors import RemoteWireError
 from fedmq.experiments import tables
-from fedmq.federation.protocol import Checking, Counting, Reply, Sharing
+from fedmq.federation.protocol import Reply
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import codec
 from fedmq.wire.fields import FieldError
@@ -82,7 +82,6 @@ def made(name: str, base: str, **more: Any) -> World:
 
 
 def check(run: World, *payloads: Payload) -> None:
-    assert isinstance(run.protocol, Checking)
     run.protocol.check(payloads)
 
 
@@ -344,7 +343,7 @@ def test_a_reply_about_many_public_items_is_not_oversized(monkeypatch: pytest.Mo
     layout = types.SimpleNamespace(nbytes=0)
     public = run.protocol.public  # type: ignore[attr-defined]
     monkeypatch.setattr(run.protocol, "public", dataclasses.replace(public, rows=torch.arange(items)))
-    setting: Any = types.SimpleNamespace(protocol=run.protocol, context=types.SimpleNamespace(layout=layout))
+    setting: Any = types.SimpleNamespace(traits=run.protocol.traits(), context=types.SimpleNamespace(layout=layout))
     reply = Representations(np.full((2 * items, DIM), DIM**-0.5, np.float32), "both")
     check(run, reply)
     header = Header(run="run", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, sent_at=0.0,
@@ -358,7 +357,7 @@ def test_other_methods_keep_their_limit() -> None:
     protocol = population("fedavg").protocol
     for size, limit in ((1000, 1 << 26), (1 << 26, 1 << 28)):
         layout.nbytes = size
-        setting: Any = types.SimpleNamespace(protocol=protocol, context=types.SimpleNamespace(layout=layout))
+        setting: Any = types.SimpleNamespace(traits=protocol.traits(), context=types.SimpleNamespace(layout=layout))
         assert program.largest_body(setting) == limit
 
 
@@ -375,7 +374,7 @@ def refused(run: World, reply: Reply, **more: Any) -> str | None:
         sent_at=0.0,
     )
     uploads = run.protocol.uploads(reply.silo)
-    layers = run.protocol.layers if isinstance(run.protocol, Sharing) else None
+    layers = run.protocol.traits().shared_layers
     sent = tuple(shortened(each, run.context.layout, reply.silo) for each in reply.payloads)
     try:
         check_reply(Message(header, sent), uploads, run.context, reply.silo, layers, samples=20, **more)
@@ -475,7 +474,7 @@ def test_a_row_counts_no_more_samples_than_its_silo_has(
 ) -> None:
     run = made(name, base, options=options) if options else made(name, base)
     run.round()
-    assert (isinstance(run.protocol, Counting) and run.protocol.counts_both) is twice
+    assert run.protocol.traits().counts_items_twice is twice
     tried = 0
     for reply in run.replies():
         counted = 2 if twice and reply.silo.paired else 1

@@ -177,7 +177,9 @@ def test_items_that_nobody_trained_on_are_no_members(tmp_path: Path) -> None:
 
 def test_pooled_data_are_probed_as_one(tmp_path: Path) -> None:
     scenario = of_noise(tmp_path, protocol="central")
-    measured = membership_inference.probe(finished(scenario, tmp_path / "run"), pooled=protocols.pooled("central"))
+    measured = membership_inference.probe(
+        finished(scenario, tmp_path / "run"), pooled=protocols.traits_of(scenario).pooled
+    )
     assert measured.overall.members == 80
     assert measured.overall.auc.value > 0.8
     assert not measured.per_silo

@@ -19,6 +19,7 @@ from coordinator.aggregation import merged_state
 from coordinator.participation import trace_of
 from coordinator.rounds import Phase
 from fedmq.config.parts import Staleness
+from fedmq.config.scenario import ProtocolChoice
 from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import MergeResult, Reply, State
 from fedmq.federation.staleness import damping, hinge, mixed, polynomial, rarity
@@ -110,7 +111,8 @@ def test_half_a_cohort_moves_averages_at_the_root_of_the_rate(name: str, average
     part, root = (population(name, dict.fromkeys(averages, rate)) for rate in (0.81, 0.9))
     for each in (part, root):
         each.round()
-    part.protocol.context = replace(part.context, cohort=4)  # type: ignore[attr-defined]
+    choice = ProtocolChoice(name=name, **dict.fromkeys(averages, 0.81))
+    part.protocol = protocols.create(choice, replace(part.context, cohort=4))
     for each in (part, root):
         each.round(each.eligible[:2])
     for key, tensor in part.state.tensors.items():

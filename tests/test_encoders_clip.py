@@ -18,7 +18,7 @@ from PIL import Image
 
 import protocols
 from fedmq.config.parts import Modality
-from fedmq.config.scenario import Backbone, Training
+from fedmq.config.scenario import Backbone, ProtocolChoice, Training
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.encoders import clip, clip_weights
 from fedmq.encoders.base import InputSpec
@@ -121,7 +121,7 @@ def test_a_silo_trains_one_step_of_the_papers_model_in_a_round_of_rcsr(tmp_path:
     )
     silo = SiloFacts("silo-00", 0, image=True, text=True)
     context = Context(0, 1, (silo,), model.layout, model.dim, Training(batch_size=2, local_epochs=1))
-    method = protocols.load("rcsr")(protocols.options_of(protocols.load("rcsr"), {}), context)
+    method = protocols.create(ProtocolChoice(name="rcsr"), context)
     before = model.flat.detach().clone()
     state = method.initial(before.clone())
     trained = method.train(Local(silo, share, model, {}), Task(1, 0, 0, 1e-3, method.task(state, silo)))

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import protocols
-from fedmq.config.scenario import Base, Objective, Privacy, Training
+from fedmq.config.scenario import Base, Objective, Privacy, ProtocolChoice, Training
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.federation.protocol import Checking, Interpreting, Personalised, Reply, Task
+from fedmq.federation.protocol import Reply, Task
 from fedmq.federation.update_transforms import transform
 from fedmq.wire.messages import ClassPrototypes, Delta, Loss, PartialDelta, Representations
 from protocols import _aggregation
@@ -175,8 +175,8 @@ def test_a_strong_distillation_keeps_embeddings_near_the_global_ones() -> None:
 @pytest.mark.parametrize("name", ["fedmekt", "moon"])
 def test_silos_are_measured_by_their_last_local_model_if_asked(name: str) -> None:
     shared, own = population(name), population(name, {"personal": True})
-    assert not shared.protocol.personalised  # type: ignore[attr-defined]
-    assert own.protocol.personalised  # type: ignore[attr-defined]
+    assert not shared.protocol.traits().personalised
+    assert own.protocol.traits().personalised
     before = own_embeddings(own, 0)
     own.round()
     found = own_embeddings(own, 0)
@@ -209,7 +209,7 @@ def test_a_local_model_goes_on_from_its_own_and_others_make_no_difference() -> N
 
 def test_central_training_asks_the_silo_that_holds_everything_and_takes_its_model() -> None:
     run = population("central")
-    assert protocols.pooled("central")
+    assert run.protocol.traits().pooled
     assert [silo.index for silo in run.eligible] == [0]
     (reply,) = run.replies()
     merged = run.protocol.merge(run.state, [reply], 0).state.theta
@@ -258,8 +258,7 @@ def test_an_update_is_clipped_whether_it_is_of_all_layers_or_of_some(name: str) 
 @pytest.mark.parametrize("name", PERSONALISED)
 def test_each_silo_ends_up_with_a_model_of_its_own(name: str) -> None:
     run = population(name)
-    assert isinstance(run.protocol, Personalised)
-    assert run.protocol.personalised
+    assert run.protocol.traits().personalised
     before = own_embeddings(run, 0)
     torch.testing.assert_close(before, own_embeddings(run, 3))
     run.round()
@@ -294,9 +293,8 @@ def test_fedper_refuses_layers_that_are_not_there_and_a_model_all_personal(layer
 
 def test_pfedmma_needs_a_backbone_with_shared_adapters() -> None:
     context = population("fedavg").context
-    kind = protocols.load("pfedmma")
     with pytest.raises(InputError, match=r"backbone\.adapter.*mma"):
-        kind(protocols.options_of(kind, {}), context)
+        protocols.create(ProtocolChoice(name="pfedmma"), context)
 
 
 def test_pfedmma_asks_every_silo_in_its_first_round_and_a_share_of_them_later(tiny: Path, tmp_path: Path) -> None:
@@ -322,7 +320,8 @@ def test_the_middle_layer_of_a_multi_modal_adapter_belongs_to_both_towers() -> N
 
 def test_fedper_keeps_a_hash_layer_and_the_classifier_above_it() -> None:
     run = population("fedper", objective=Objective(base="greedyhash", bits=8, hidden=16))
-    shared = {name.rpartition(".")[0] for name in run.protocol.layers}  # type: ignore[attr-defined]
+    layers = run.protocol.traits().shared_layers
+    shared = {name.rpartition(".")[0] for name in layers or ()}
     assert not {name for name in shared if "last" in name or "head" in name}, shared
 
 
@@ -364,7 +363,6 @@ def test_noise_does_not_make_an_idle_silo_one_that_trained() -> None:
 @pytest.mark.parametrize("name", ["creamfl_public", "fedproto", "mfcpl"])
 def test_payloads_of_another_shape_are_refused_before_the_merge(name: str) -> None:
     run = population(name)
-    assert isinstance(run.protocol, Checking)
     (reply,) = run.replies(run.eligible[:1])
     run.protocol.check(reply.payloads)
     with pytest.raises(RemoteWireError):
@@ -373,8 +371,7 @@ def test_payloads_of_another_shape_are_refused_before_the_merge(name: str) -> No
 
 @pytest.mark.parametrize("name", ["creamfl", "fedmekt", "mfcpl"])
 def test_a_method_we_had_to_interpret_says_so(name: str) -> None:
-    protocol = population(name).protocol
-    assert isinstance(protocol, Interpreting) and protocol.our_reading
+    assert population(name).protocol.traits().our_reading
     assert "our reading" in protocols.summary(name)
 
 

@@ -13,7 +13,7 @@ import torch
 import protocols
 from coordinator.aggregation import merged_state
 from fedmq.config.parts import Aggregation
-from fedmq.config.scenario import Objective
+from fedmq.config.scenario import Objective, ProtocolChoice
 from fedmq.errors import InputError
 from fedmq.models.two_tower import Out
 from fedmq.wire.messages import Loss, Representations
@@ -111,6 +111,5 @@ def test_the_silo_whose_representation_finds_its_pair_weighs_more() -> None:
 
 def test_creamfl_with_a_public_set_refuses_data_without_one() -> None:
     context = dataclasses.replace(population("fedavg").context, public=lambda: None)
-    kind = protocols.load("creamfl_public")
     with pytest.raises(InputError, match="public"):
-        kind(protocols.options_of(kind, {}), context)
+        protocols.create(ProtocolChoice(name="creamfl_public"), context)

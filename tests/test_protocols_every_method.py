@@ -19,7 +19,7 @@ import protocols
 from coordinator.reply_validation import check_reply
 from fedmq.config.scenario import Objective
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
-from fedmq.federation.protocol import Checking, Reply, Sharing, State
+from fedmq.federation.protocol import Local, Reply, State
 from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import Delta, Header, Kind, Message, PartialDelta, Payload
 from fedmq.wire.payloads import tensors
@@ -77,6 +77,32 @@ def test_a_method_describes_itself_in_one_line(name: str) -> None:
     line = protocols.summary(name)
     assert 10 < len(line) < 150
     assert "\n" not in line
+
+
+@every_protocol
+def test_what_a_method_is_can_be_told_before_a_run_begins(name: str) -> None:
+    run = population(name)
+    before, traits = type(run.protocol).traits_of(protocols.options_of(protocols.load(name), {})), run.protocol.traits()
+    assert (before.pooled, before.own_only) == (traits.pooled, traits.own_only)
+    assert traits.pooled == (name == "central")
+    assert traits.personalised or not traits.own_only
+
+
+@every_protocol
+def test_a_personalised_method_embeds_by_each_silos_own_model(name: str) -> None:
+    run = population(name)
+    run.round()
+    if not run.protocol.traits().personalised:
+        return
+    for silo in run.eligible:
+        local = Local(silo, run.shares[silo.index], run.model, run.personal[silo.index])
+        encoders = run.protocol.encoders(local, run.protocol.task(run.state, silo))
+        images, captions = run.shares[0].image, run.shares[0].text
+        assert images is not None
+        assert captions is not None
+        for found in (encoders.image(images), encoders.caption(captions[:, 0])):
+            assert found.shape == (len(images), run.context.dim)
+            assert torch.isfinite(found).all()
 
 
 @every_protocol
@@ -147,7 +173,7 @@ def test_the_branch_of_a_missing_modality_is_exactly_zero_in_the_update(name: st
 
 
 def shared_layers(run: World) -> tuple[str, ...] | None:
-    return run.protocol.layers if isinstance(run.protocol, Sharing) else None
+    return run.protocol.traits().shared_layers
 
 
 def on_the_way(run: World, reply: Reply) -> tuple[Payload, ...]:
@@ -407,8 +433,7 @@ def test_a_reply_of_another_shape_is_refused_before_the_merge(name: str) -> None
                 tried += 1
                 with pytest.raises(RemoteWireError):
                     check_reply(Message(header, payloads), uploads, run.context, reply.silo, layers)
-                    if isinstance(run.protocol, Checking):
-                        run.protocol.check(payloads)
+                    run.protocol.check(payloads)
     assert tried or name == "local"  # which sends a loss, a number
 
 

@@ -472,7 +472,7 @@ def test_shdch_takes_as_many_levels_as_the_names_have_or_fewer() -> None:
         at_work("shdch", names=LABELS, levels=2)
 
 
-def test_shdchs_own_code_squashes_the_text_tower_alone() -> None:
+def test_shdch_can_squash_the_text_tower_alone() -> None:
     both, text = at_work("shdch")[0].buffers, at_work("shdch", tanh="text")[0].buffers
     assert torch.equal(text["text"], both["text"])
     assert torch.equal(text["image"].tanh(), both["image"])

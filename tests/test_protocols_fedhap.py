@@ -19,7 +19,7 @@ from fedmq.data.partition import modalities
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation.program import Embedded, measure
 from fedmq.federation.population import build_population
-from fedmq.federation.protocol import Checking, Reply
+from fedmq.federation.protocol import Reply
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
 from fedmq.wire.messages import ClassPrototypes, Delta, DiscriminatorDelta
@@ -468,7 +468,6 @@ def test_each_reading_of_the_adversarial_loss_changes_what_is_learned(changes: d
 
 def test_payloads_of_another_shape_are_refused_before_the_merge() -> None:
     run = small(name="fedhap")
-    assert isinstance(run.protocol, Checking)
     good = run.replies()[0].payloads
     run.protocol.check(good)
     for each in good:
@@ -492,7 +491,7 @@ def test_fedhap_refuses_data_without_labels_unless_its_switches_are_off() -> Non
 
 def test_eq3_takes_distance_and_margin_of_the_base() -> None:
     run = small(name="fedhap", base_options={"distance": "euclidean", "margin": 0.25})
-    assert run.protocol.triplets == triplet.Options(distance="euclidean", margin=0.25)  # type: ignore[attr-defined]
+    assert run.protocol.triplets == triplet.Options(distance="euclidean", margin=0.25)
     assert objectives.options_of(run.context.objective) == run.protocol.triplets  # type: ignore[attr-defined]
 
 
@@ -522,7 +521,7 @@ def test_of_a_part_of_a_merges_step_the_discriminator_takes_the_same_part() -> N
     run = small("triplet", "fedhap")
     run.round()
     before, after = run.state, run.protocol.merge(run.state, run.replies(), 1).state
-    kept = run.protocol.followed(before, after, 0.25)  # type: ignore[attr-defined]
+    kept = run.protocol.followed(before, after, 0.25)
     steps = [state.tensors[fedhap._CHANGE] - before.tensors[fedhap._CHANGE] for state in (after, kept)]
     assert steps[0].any()
     torch.testing.assert_close(steps[1], 0.25 * steps[0])

@@ -267,7 +267,7 @@ def test_fedcmr_runs_on_hash_layers_too() -> None:
 def test_the_step_of_the_enhancenets_is_the_paired_silos_alone(shared_layers: str) -> None:
     run = population("fedscmr", {"agg": "samples", "shared_layers": shared_layers})
     layout = run.model.layout
-    names = run.protocol.layers  # type: ignore[attr-defined]
+    names = run.protocol.traits().shared_layers  # type: ignore[attr-defined]
     part = layout.part(names)
     enhance = [name for name in names if ".enhance." in name]
     assert len(enhance) == (6 if shared_layers == "all" else 2)
@@ -292,13 +292,13 @@ def test_the_step_of_the_enhancenets_is_the_paired_silos_alone(shared_layers: st
 def test_silos_that_cannot_train_the_enhancenet_do_not_outvote_those_that_can(rule: Literal["median"]) -> None:
     run = population("fedscmr", {"agg": "samples"}, kinds=[(True, True), *[(True, False)] * 3])
     layout = run.model.layout
-    enhance = [name for name in run.protocol.layers if ".enhance." in name]  # type: ignore[attr-defined]
+    enhance = [name for name in run.protocol.traits().shared_layers if ".enhance." in name]  # type: ignore[attr-defined]
     paired, *others = run.replies()
     replies = robust_replies([paired, *others], Robust(rule=rule), layout)
     before = _aggregation.extract(run.state.theta, layout, enhance)
     step = _aggregation.extract(run.protocol.merge(run.state, replies, 0).state.theta, layout, enhance) - before
     sent = next(each for each in paired.payloads if isinstance(each, PartialDelta))
-    part = layout.part(run.protocol.layers)  # type: ignore[attr-defined]
+    part = layout.part(run.protocol.traits().shared_layers)  # type: ignore[attr-defined]
     torch.testing.assert_close(
         step, _aggregation.extract(torch.tensor(sent.buffer), part, enhance), atol=1e-6, rtol=1e-4
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import protocols
-from fedmq.config.scenario import Objective
+from fedmq.config.scenario import Objective, ProtocolChoice
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Reply
 from fedmq.wire.messages import ClassPrototypes, Loss
@@ -25,8 +25,8 @@ HASHING = Objective(base="triplet", bits=8, hidden=16)
 
 def told(run: World, name: str, options: dict[str, Any], *, whole: bool) -> World:
     """The run with its coordinator told whether merges are of whole rounds."""
-    kind = protocols.load(name)
-    run.protocol = kind(protocols.options_of(kind, options), dataclasses.replace(run.context, whole_rounds=whole))
+    context = dataclasses.replace(run.context, whole_rounds=whole)
+    run.protocol = protocols.create(ProtocolChoice(name=name, **options), context)
     return run
 
 

@@ -25,7 +25,7 @@ LONE = "missing_modality.silos={silo-01: image}"
 def test_its_update_holds_no_layer_of_the_branch_it_lacks(base: str) -> None:
     run = population("fedper", objective=Objective(base=base, bits=8, hidden=16))  # type: ignore[arg-type]
     image_only = next(silo for silo in run.context.silos if not silo.text)
-    layout, shared = run.context.layout, layers_of(run.context.layout, run.protocol.layers)  # type: ignore[attr-defined]
+    layout, shared = run.context.layout, layers_of(run.context.layout, run.protocol.traits().shared_layers)
     assert trainable(shared, image_only) == ()
     (update,) = [each for each in run.train(image_only).payloads if isinstance(each, PartialDelta)]
     sent = shortened(update, layout, image_only)

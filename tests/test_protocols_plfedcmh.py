@@ -12,7 +12,7 @@ import torch
 
 from fedmq.config.scenario import Objective
 from fedmq.errors import InputError
-from fedmq.federation.protocol import Local, Personalised, State
+from fedmq.federation.protocol import Local, State
 from fedmq.wire.messages import ClassPrototypes, Delta, Model
 from protocols import _hypernetwork, plfedcmh
 from tests.replies import payload_of
@@ -259,8 +259,7 @@ def test_prototypes_are_class_means_of_the_modalities_the_silo_has() -> None:
 
 def test_a_silo_is_measured_by_its_own_mixture() -> None:
     run = trained_world(kinds=TWO, sizes=(8, 8))
-    assert isinstance(run.protocol, Personalised)
-    assert run.protocol.personalised
+    assert run.protocol.traits().personalised
     x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0))
     for silo in run.context.silos:
         payloads = run.protocol.task(run.state, silo)
@@ -282,7 +281,6 @@ def test_a_silo_may_be_measured_by_its_model_as_its_last_training_left_it() -> N
     assert delta.any()
     torch.testing.assert_close(left, torch.tensor(sent) + torch.tensor(delta))
     protocol = run.protocol
-    assert isinstance(protocol, Personalised)
     payloads = protocol.task(run.state, silo)
     protocol.encoders(Local(silo, run.shares[0], run.model, run.personal[0]), payloads)
     assert torch.equal(run.model.flat.detach(), left)

@@ -20,7 +20,6 @@ from fedmq.errors import InputError
 from fedmq.evaluation import recall
 from fedmq.evaluation.program import HeldOut
 from fedmq.federation.population import build_population
-from fedmq.federation.protocol import OwnOnly, Personalised, Sharing
 from fedmq.retrieval import pr_curves, search, select_model
 from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import OtherModelError, Release, open_release
@@ -32,7 +31,7 @@ from tests import in_process_run
 from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved
 
-PROGRAMS = select_model.Programs(protocols.own_only, asked_last, own_of)
+PROGRAMS = select_model.Programs(protocols.traits_of, asked_last, own_of)
 
 DSCMR = "objective={base: dscmr, bits: 12, hidden: 16, leaky: true}"
 #: Methods whose shared model is none to retrieve by, with what they run on.
@@ -266,14 +265,11 @@ def test_a_method_says_that_its_shared_model_is_none_if_and_only_if_it_is_none(n
     """By what its silos send: no update at all, or one of some layers."""
     for options in ({}, {"shared_layers": "all"}) if name == "fedscmr" else ({},):
         run = population(name, options, objective=OBJECTIVES.get(name))
-        protocol: object = run.protocol
+        traits = run.protocol.traits()
         kinds = {kind for silo in run.eligible for kind in run.protocol.uploads(silo)}
-        everything = not isinstance(protocol, Sharing) or protocol.layers == names_of(run.context.layout)
-        none = isinstance(protocol, Personalised) and protocol.personalised
-        none = none and not (kinds & {Delta, PartialDelta} and everything)
-        kind: Any = type(run.protocol)
-        said = isinstance(kind, OwnOnly) and kind.own_only(protocols.options_of(kind, options))
-        assert said == none, options
+        everything = traits.shared_layers in (None, names_of(run.context.layout))
+        none = traits.personalised and not (kinds & {Delta, PartialDelta} and everything)
+        assert traits.own_only == none, options
 
 
 def names_of(layout: Layout) -> tuple[str, ...]:
@@ -281,5 +277,5 @@ def names_of(layout: Layout) -> tuple[str, ...]:
 
 
 def test_fedscmr_that_shares_everything_has_a_model_to_retrieve_by() -> None:
-    assert fedscmr.PROTOCOL.own_only(fedscmr.FedScmrOptions())
-    assert not fedscmr.PROTOCOL.own_only(fedscmr.FedScmrOptions(shared_layers="all"))
+    assert fedscmr.PROTOCOL.traits_of(fedscmr.FedScmrOptions()).own_only
+    assert not fedscmr.PROTOCOL.traits_of(fedscmr.FedScmrOptions(shared_layers="all")).own_only

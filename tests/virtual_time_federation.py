@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from coordinator.events import Action, Arrived, Joined, Merge, Merged, Send
 from coordinator.rounds import Rounds, RoundsPlan
 from fedmq.config.parts import Staleness
-from fedmq.federation.protocol import Following, Local, Reply, SiloFacts, State, Task
+from fedmq.federation.protocol import Local, Reply, SiloFacts, State, Task
 from fedmq.federation.staleness import damping, mixed
 from tests.small_federation import World
 
@@ -59,7 +59,7 @@ class Federation:
             if self.plan.mode == "async":
                 rate = self.mixing * replies[0].damping
                 after = replace(after, theta=mixed(before.theta, after.theta, rate))
-                if rate < 1.0 and isinstance(self.population.protocol, Following):
+                if rate < 1.0:
                     after = self.population.protocol.followed(before, after, rate)
             self.states[version + 1] = after
             self.staleness += [reply.staleness for reply in replies]

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from fedmq.audit.log_checks import Audit, Finding
     from fedmq.audit.membership_inference import Probe
     from fedmq.audit.policy import Held
+    from fedmq.config.scenario import Scenario
+    from fedmq.federation.protocol import Traits
 
     _Probed = tuple[Probe, None] | tuple[None, Finding]
 
@@ -27,13 +29,13 @@ _QUIET_SECONDS = 2.0  # of a probe without progress
 Bar = Callable[[], Callable[[str, int, int], None]]
 
 
-def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None:
+def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits]) -> None:
     """Add ``fedmq audit`` to the command line.
 
     Args:
         app: the command line.
         bar: makes a progress line.
-        pooled: whether a method, by name, trains on everybody's data in one place.
+        traits_of: what a scenario's method is as far as its options tell.
     """
 
     @app.command("audit")
@@ -66,7 +68,7 @@ def add_audit(app: typer.Typer, bar: Bar, pooled: Callable[[str], bool]) -> None
 
         Example: [bold]fedmq audit runs/noisy-20260101-120000 --delta 1e-5[/bold]
         """
-        if _audit(run, policy_file, delta, (lambda: _probed(run, bar, pooled)) if with_probe else None, as_json):
+        if _audit(run, policy_file, delta, (lambda: _probed(run, bar, traits_of)) if with_probe else None, as_json):
             sys.exit(DIFFERENT)
 
 
@@ -134,7 +136,7 @@ def _show(audit: Audit, held: Held | None, accounts: Accounts | None, measured: 
         membership_inference.show(measured, out)
 
 
-def _probed(run: Path, bar: Bar, pooled: Callable[[str], bool]) -> _Probed:
+def _probed(run: Path, bar: Bar, traits_of: Callable[[Scenario], Traits]) -> _Probed:
     """Probe a run's released model, or find that it is another; what takes longer says how far it is."""
     from fedmq.audit import membership_inference  # noqa: PLC0415 - brings torch
     from fedmq.audit.log_checks import Finding  # noqa: PLC0415
@@ -148,6 +150,7 @@ def _probed(run: Path, bar: Bar, pooled: Callable[[str], bool]) -> _Probed:
 
     try:
         release = open_release(run, "auto")  # The auditor's machine need not have the run's GPU.
-        return membership_inference.probe(release, pooled=pooled(release.scenario.protocol.name), progress=tell), None
+        pooled = traits_of(release.scenario).pooled
+        return membership_inference.probe(release, pooled=pooled, progress=tell), None
     except OtherModelError as error:
         return None, Finding(error.place, f"{error.found} instead of {error.allowed}")

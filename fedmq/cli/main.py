@@ -408,10 +408,10 @@ def evaluator_command(
 _say = partial(print, file=sys.stderr, flush=True)
 
 
-def _pooled(method: str) -> bool:
+def _traits_of(scenario: Any) -> Any:
     import protocols  # noqa: PLC0415 - all of them bring torch
 
-    return protocols.pooled(method)
+    return protocols.traits_of(scenario)
 
 
 def _opened(run: Path, device: str | None, silo: str | None, progress: Callable[[str, int, int], None]) -> Any:
@@ -421,7 +421,7 @@ def _opened(run: Path, device: str | None, silo: str | None, progress: Callable[
     from silos.personal_model import own_of  # noqa: PLC0415
 
     return select_model.opened(
-        run, device, silo, select_model.Programs(protocols.own_only, asked_last, own_of), progress
+        run, device, silo, select_model.Programs(protocols.traits_of, asked_last, own_of), progress
     )
 
 
@@ -432,7 +432,7 @@ def _fits(scenario: Any, folder: Path) -> None:
     processes.population_here(scenario.model_copy(update={"device": "cpu"}), None, folder)
 
 
-audit.add_audit(app, bar, _pooled)
+audit.add_audit(app, bar, _traits_of)
 reference.add_reference(app)
 data_commands.add_data(data_app, _scenario_of, bar, BAD_INPUT, _fits)
 

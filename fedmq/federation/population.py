@@ -180,8 +180,8 @@ def build_population(
         cache: the cache folder; None takes the usual one.
         folder: of the prepared data, from whoever built this world before. Finding it takes half a second of hashing
             and twenty megabytes, which thirty silos of one machine need not all spend.
-        pooled: the first silo holds everybody's training data in both modalities, the others none: the centralised
-            upper bound. Held-out shares stay as they are.
+        pooled: the first silo holds the training data of all silos in both modalities, the others none, as for central
+            training. Held-out shares stay as they are.
 
     Raises:
         InputError: the data cannot be read, or cannot be shared out as asked.

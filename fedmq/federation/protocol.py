@@ -6,18 +6,19 @@ arguments: they hold no sockets, no clock and no generator of their own.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass, field, is_dataclass
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from fedmq.config.scenario import Objective, Training
 from fedmq.data.silo_dataset import SiloDataset
-from fedmq.errors import RemoteWireError
+from fedmq.errors import InputError, RemoteWireError
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import Model, Payload
+from fedmq.wire.messages import Model, PartialDelta, Payload
 
 P = TypeVar("P")
 
@@ -227,171 +228,186 @@ def take(payloads: Sequence[Payload], kind: type[P]) -> P:
     return found[0]
 
 
-class FederatedProtocol(Protocol):
-    """A federated method.
+@dataclass(frozen=True)
+class Traits:
+    """What a method is and does beyond plain FedAvg; all that the programs know of it besides calling it.
 
-    ``Options`` is a frozen dataclass: the schema of ``protocol:`` in a scenario. A class may be any of the ones below
-    too, from :class:`Personalised` to :class:`Bulky`, each of which adds a thing or two.
+    The defaults describe FedAvg.
+
+    Args:
+        pooled: the first silo holds the training data of all silos, in both modalities.
+        own_only: the shared model is not trained as a whole, so that retrieval needs a silo's personal model.
+        personalised: silos end up with personal models, which they measure themselves by
+            :meth:`FederatedProtocol.encoders`.
+        shared_layers: names of the layers that replies update, in the layout's order: replies carry a PartialDelta of
+            them. None for the whole model.
+        first_round_selects_all: the first synchronous round selects every eligible silo, whatever the participation.
+        counts_items_twice: a row of class prototypes or of a memory may count an item once for each modality.
+        public_items: number of public items that the method trains on beside the silos' data, reported with its
+            results; None for a method without a public set.
+        reply_bytes: bytes of the tensors of its largest reply, where that grows with something other than the model.
+        our_reading: the method was reconstructed from an incomplete description; runs and tables say so.
     """
 
-    Options: ClassVar[type[Any]]
+    pooled: bool = False
+    own_only: bool = False
+    personalised: bool = False
+    shared_layers: tuple[str, ...] | None = None
+    first_round_selects_all: bool = False
+    counts_items_twice: bool = False
+    public_items: int | None = None
+    reply_bytes: int = 0
+    our_reading: bool = False
 
+
+@dataclass(frozen=True)
+class NoOptions:
+    """Options of a method that has none."""
+
+
+class FederatedProtocol(ABC):
+    """A federated method: what its silos and its coordinator compute.
+
+    A method defines the abstract functions and states in :meth:`traits` what it does beyond FedAvg. The other functions
+    have defaults that suit FedAvg. The programs ask the traits and call these functions; they never look for attributes
+    by name, so a method may give its own attributes any other names.
+
+    Attributes:
+        Options: frozen dataclass, the schema of ``protocol:`` in a scenario.
+    """
+
+    Options: ClassVar[type[Any]] = NoOptions
+
+    @abstractmethod
     def __init__(self, options: Any, context: Context) -> None: ...
 
+    @abstractmethod
     def eligible(self, silo: SiloFacts) -> bool:
-        """Whether the method ever asks this silo to train."""
-        ...
+        """Whether the method ever selects this silo for training."""
 
+    @abstractmethod
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The payload kinds a reply of this silo holds, one of each."""
-        ...
 
+    @abstractmethod
     def initial(self, theta: torch.Tensor) -> State:
-        """The coordinator's state before the first round."""
-        ...
+        """The coordinator's state before the first round; ``theta`` is float32 [P]."""
 
+    @abstractmethod
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
         """What goes down to a silo."""
-        ...
 
+    @abstractmethod
     def train(self, local: Local, task: Task) -> Trained:
         """Local training at the silo."""
-        ...
 
+    @abstractmethod
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Merge replies, given in the fixed silo order; never depends on the order of their arrival."""
-        ...
 
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
+        """The traits as far as the options alone tell; ``pooled`` and ``own_only`` are needed before a context exists.
 
-@runtime_checkable
-class Personalised(Protocol):
-    """What a method adds whose silos end up with models of their own, which are measured where they are."""
-
-    @property
-    def personalised(self) -> bool:
-        """Whether its options ask for such models."""
-        ...
-
-    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """A silo's own model, from its state and from what a task of now would bring.
-
-        The silo measures it on held-out items in both modalities; nothing but the figures leaves the silo.
+        Args:
+            options: an instance of ``Options``.
         """
-        ...
+        return Traits()
 
-
-@runtime_checkable
-class OwnOnly(Protocol):
-    """What a method adds whose shared model is none to retrieve by: all of it, or some layers, stay as drawn."""
-
-    @staticmethod
-    def own_only(options: Any) -> bool:
-        """Whether with these options only the silos' own models are trained as a whole; asked of the class itself."""
-        ...
-
-
-@runtime_checkable
-class Checking(Protocol):
-    """What a method adds whose replies hold payloads of shapes that only it knows, as FedHAP's discriminator."""
+    def traits(self) -> Traits:
+        """The traits of this run, with the same ``pooled`` and ``own_only`` as :meth:`traits_of`."""
+        return Traits()
 
     def check(self, payloads: Sequence[Payload]) -> None:
-        """Check a reply's payloads, whose kinds are right, before it counts as one; updates are as they travel.
+        """Check a reply's payloads where only the method knows the shapes, as FedHAP's discriminator.
+
+        Called before a reply counts as one; kinds have been checked, updates are as they travel.
 
         Raises:
             RemoteWireError: a payload is not of this run's shape; the reply is refused, the run goes on.
         """
-        ...
+        return
 
+    def release(self, state: State) -> tuple[Payload, ...]:
+        """Payloads that the global model needs at inference besides its parameters, as FedCAFE's memory.
 
-@runtime_checkable
-class Sharing(Protocol):
-    """What a method adds whose silos share some layers only: its replies hold a PartialDelta of them."""
-
-    @property
-    def layers(self) -> tuple[str, ...]:
-        """Their names, in the layout's order."""
-        ...
-
-
-@runtime_checkable
-class Following(Protocol):
-    """What a method adds that keeps beside the model what has to move as far as the model does."""
+        They go to the evaluator and into the released folder.
+        """
+        return ()
 
     def followed(self, before: State, after: State, rate: float) -> State:
-        """The state where of a merge's step a share is taken (``fedmq.federation.staleness.mixed``).
+        """The state after a merge of whose step only a share was taken (``fedmq.federation.staleness.mixed``).
+
+        A method that keeps something beside the model that has to move as far as the model does moves it here.
 
         Args:
             before: the merge.
             after: the merge, with the model that is kept already.
             rate: the share, in [0, 1).
         """
-        ...
+        return after
+
+    def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
+        """A silo's personal model, from its state and from what a task of now would bring.
+
+        Called where the traits say ``personalised``; such a method has to define it. The silo measures the model on
+        held-out items in both modalities; nothing but the figures leaves the silo.
+        """
+        raise NotImplementedError
 
 
-@runtime_checkable
-class Releasing(Protocol):
-    """What a method adds whose global model needs more than its parameters at inference, as FedCAFE's memory."""
+def check_class(name: str, kind: type[Any]) -> None:
+    """Check that a class is a federated method.
 
-    def release(self, state: State) -> tuple[Payload, ...]:
-        """Payloads that go with the model to the evaluator and into the released folder."""
-        ...
+    Args:
+        name: of the method, for the error.
+        kind: the class.
 
-
-@runtime_checkable
-class Pooling(Protocol):
-    """What a method adds that may train on everybody's data in one place, as a centralised upper bound does."""
-
-    @property
-    def pooled(self) -> bool:
-        """Whether the first silo holds everybody's training data, in both modalities; asked of the class itself."""
-        ...
-
-
-@runtime_checkable
-class Opening(Protocol):
-    """What a method adds whose first synchronous round may ask everybody eligible, whatever the participation."""
-
-    @property
-    def opening(self) -> bool:
-        """Whether it does."""
-        ...
+    Raises:
+        InputError: it is no subclass of FederatedProtocol, lacks functions that a method needs, or its Options are no
+            dataclass.
+    """
+    place = f"protocol {name}"
+    if not (isinstance(kind, type) and issubclass(kind, FederatedProtocol)):
+        raise InputError(place, str(kind), "a subclass of FederatedProtocol as PROTOCOL")
+    if missing := sorted(kind.__abstractmethods__):
+        raise InputError(place, f"{kind.__name__} without {', '.join(missing)}", "a class that defines these functions")
+    if not is_dataclass(kind.Options):
+        raise InputError(place, f"Options {kind.Options}", "a frozen dataclass, each option with a default")
 
 
-@runtime_checkable
-class Counting(Protocol):
-    """What a method adds whose rows of class prototypes or of a memory may count an item of both modalities twice."""
+def check_traits(name: str, method: FederatedProtocol, options: Any, context: Context) -> None:
+    """Check that a method implements what its traits say.
 
-    @property
-    def counts_both(self) -> bool:
-        """Whether they do."""
-        ...
+    Args:
+        name: of the method, for the error.
+        method: made with ``options`` and ``context``.
+        options: of the run.
+        context: of the run.
 
-
-@runtime_checkable
-class Interpreting(Protocol):
-    """What a method adds that was put together from less than a description; its runs and tables say so."""
-
-    @property
-    def our_reading(self) -> bool:
-        """Whether it is this project's reading."""
-        ...
-
-
-@runtime_checkable
-class Public(Protocol):
-    """What a method adds that has items beside the silos' own, as others have not; its runs and tables say so."""
-
-    @property
-    def public_items(self) -> int:
-        """How many."""
-        ...
-
-
-@runtime_checkable
-class Bulky(Protocol):
-    """What a method adds whose replies grow with something else than the model, as representations of public items."""
-
-    @property
-    def reply_bytes(self) -> int:
-        """Bytes of the tensors of its largest reply."""
-        ...
+    Raises:
+        InputError: it does not.
+    """
+    place, traits, before = f"protocol {name}: traits", method.traits(), type(method).traits_of(options)
+    for trait, now, early in (
+        ("pooled", traits.pooled, before.pooled),
+        ("own_only", traits.own_only, before.own_only),
+    ):
+        if now != early:
+            raise InputError(place, f"{trait} {now}, but traits_of says {early}", "the same in both")
+    if traits.personalised and type(method).encoders is FederatedProtocol.encoders:
+        raise InputError(place, "personalised without encoders", "personalised False, or a class that defines encoders")
+    if traits.own_only and not traits.personalised:
+        raise InputError(place, "own_only without personalised", "personalised True as well, or own_only False")
+    sends = any(PartialDelta in method.uploads(silo) for silo in context.silos if method.eligible(silo))
+    known = [entry.name for entry in context.layout.entries]
+    if traits.shared_layers is None:
+        if sends:
+            raise InputError(place, "a PartialDelta in uploads without shared_layers", "the names of its layers")
+        return
+    if not sends and any(map(method.eligible, context.silos)):
+        raise InputError(place, "shared_layers without a PartialDelta in uploads", "both, or neither")
+    shared = list(traits.shared_layers)
+    if not shared or shared != [name for name in known if name in shared]:
+        found = ", ".join(shared) or "no layer"
+        raise InputError(place, f"shared_layers {found}", f"some of {', '.join(known)}, in this order")

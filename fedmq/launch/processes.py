@@ -152,6 +152,6 @@ def population_here(
     Raises:
         InputError: the data, or the scenario with these data, would be refused by a run's programs.
     """
-    population = build_population(scenario, progress, folder=folder, pooled=protocols.pooled(scenario.protocol.name))
+    population = build_population(scenario, progress, folder=folder, pooled=protocols.traits_of(scenario).pooled)
     check(scenario, population)
     return population.prepared.folder

@@ -85,7 +85,7 @@ def widths_of(base: Base) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
 def plans_of(objective: Objective) -> tuple[TowerPlan, TowerPlan] | None:
     """Plans of the image and the text tower of a scenario's base; None for those that have a network of their own.
 
-    SHDCH's own code squashes the text tower's outputs alone: its option ``tanh: text``.
+    SHDCH's option ``tanh: text`` squashes the text tower's outputs alone.
     """
     plan = PLANS.get(objective.base)
     if plan is None:

@@ -10,6 +10,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.population import Population, build_population
+from fedmq.federation.protocol import Traits
 from fedmq.progress import Progress
 from fedmq.retrieval.released_model import Own, Release, open_release
 from fedmq.runs.results import read_summary
@@ -21,12 +22,12 @@ class Programs:
     """What the programs know of own models, handed in because the core imports none of them.
 
     Args:
-        own_only: whether a scenario trains no shared model as a whole.
+        traits_of: what a scenario's method is as far as its options tell.
         asked: what the coordinator asked a silo at the end.
         own: a silo's own model by that.
     """
 
-    own_only: Callable[[Scenario], bool]
+    traits_of: Callable[[Scenario], Traits]
     asked: Callable[[Release, Population, str], Message]
     own: Callable[[Release, Population, Message], Own]
 
@@ -48,7 +49,7 @@ def opened(
     """
     release = open_release(root, device)
     scenario = release.scenario
-    names, bare = scenario.silo_names, programs.own_only(scenario)
+    names, bare = scenario.silo_names, programs.traits_of(scenario).own_only
     if silo is None:
         if bare:
             method = scenario.protocol.name

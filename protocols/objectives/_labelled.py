@@ -7,7 +7,7 @@ attract each other across modalities as within.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -51,7 +51,7 @@ def samples_of(image: Out | None, text: Out | None, labels: Tensor) -> Samples:
 
 
 @dataclass(frozen=True)
-class EveryLabelledBatch:
+class EveryLabelledBatch(_training.Work):
     """One step per batch, of a loss that looks at a batch's pairs and labels alone.
 
     Args:
@@ -76,13 +76,9 @@ class EveryLabelledBatch:
     def _of(self, labels: Tensor, image: Out | None, text: Out | None) -> Tensor:
         return self.loss(image, text, labels)
 
-    def kept(self) -> Mapping[str, Tensor]:
-        """Nothing: the loss looks at batches alone."""
-        return {}
-
 
 @dataclass(frozen=True)
-class LabelledBatches:
+class LabelledBatches(_training.Work):
     """One step per batch of codes as samples of one set.
 
     Args:
@@ -105,7 +101,3 @@ class LabelledBatches:
                 return self.loss(samples_of(image, text, labels), generator)
 
             yield _training.Step(rows, caption, batch_loss)
-
-    def kept(self) -> Mapping[str, Tensor]:
-        """Nothing: the loss looks at batches alone."""
-        return {}

@@ -43,7 +43,7 @@ def sharpened(local: Local, factor: float) -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Reconstruction:
+class Reconstruction(_training.Work):
     """One step per batch towards the batch's similarity, with codes that grow sharper from epoch to epoch.
 
     Args:

@@ -74,7 +74,7 @@ def batch_loss(found: Tensor, batch: int, size: int, options: Options, scale: fl
 
 
 @dataclass
-class Dcmh:
+class Dcmh(_training.Work):
     """DCMH at work: image pass, text pass, common codes, in each epoch.
 
     Args:

@@ -5,7 +5,7 @@ Needs no labels. A silo with one modality keeps the intra-modal term, with the s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Literal, NamedTuple
 
@@ -163,7 +163,7 @@ def similarity_of_codes(image: Tensor | None, text: Tensor | None, options: Opti
 
 
 @dataclass(frozen=True)
-class Dgcpn:
+class Dgcpn(_training.Work):
     """DGCPN at work: the relaxed pair, then each modality against the other's binary codes.
 
     Args:
@@ -197,10 +197,6 @@ class Dgcpn:
             yield _training.Step(rows, caption, relaxed)
             if self.options.binary_steps and self.local.silo.paired:
                 yield _training.Step(rows, caption, binary, main=False)
-
-    def kept(self) -> Mapping[str, Tensor]:
-        """Nothing: the graph is made of the data or of codes."""
-        return {}
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn:

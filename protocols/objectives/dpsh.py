@@ -52,7 +52,7 @@ def loss(codes: Tensor, labels: Tensor, bank: Tensor, bank_labels: Tensor, alpha
 
 
 @dataclass(frozen=True)
-class Dpsh:
+class Dpsh(_training.Work):
     """DPSH at work: one step per batch, against a bank that outlives the task.
 
     Args:

@@ -40,7 +40,7 @@ class Options:
         beta: weight of the fine ones, or of the only ones.
         gamma: weight of the distance to the common codes.
         eta: weight of the tie between the two levels' codes, of two levels alone.
-        tanh: which towers squash their outputs: ``both``, as PLFedCMH's code, or the ``text`` tower alone, as SHDCH's.
+        tanh: which towers squash their outputs: ``both``, as SHDCH's and PLFedCMH's code, or ``text`` alone.
         levels: of labels; null takes two where label names begin with ``coarse:``.
         sweeps: most sweeps over the bits of the class codes in an epoch.
         buffer: which outputs the buffers hold where a method enhances them, ``enhanced`` or ``plain``.
@@ -133,7 +133,7 @@ def swept_codes(
 
 
 @dataclass
-class Shdch:
+class Shdch(_training.Work):
     """SHDCH at work: image pass, text pass, class codes, common codes, in each epoch.
 
     Args:

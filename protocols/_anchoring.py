@@ -1,0 +1,125 @@
+"""Anchoring of silos that lack a modality, as RCSR's baselines do it; composed onto FedAvg and its variants.
+
+Under the base info_nce a silo with one modality has no pairs to contrast. Anchored, it draws its embeddings to the
+global prototype of the modality it lacks (RCSR eq 3); every silo reports its prototypes, and the coordinator keeps
+their moving average (RCSR, below eq 11). Not anchored, it stays idle: it takes part, and replies with a zero update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal
+
+from torch import Tensor
+
+from fedmq.federation.protocol import Context, Local, Reply, Task, take
+from fedmq.wire.messages import ModalityPrototypes, Payload
+from protocols import _aggregation, _prototypes, _training
+from protocols._losses import anchor
+from protocols._options import check
+
+
+@dataclass(frozen=True)
+class InfoNceOptions:
+    """What silos minimise under the base info_nce.
+
+    Args:
+        tau: temperature of InfoNCE; this and the next four are of the base ``info_nce`` alone.
+        single_modality: what silos with one modality do, ``anchor`` or ``idle``.
+        lambda_anc: weight of the anchoring loss; this and the next two are of ``anchor`` alone.
+        ema: share of the old global prototype kept at a full round.
+        proto_unit: global prototypes are kept at length 1.
+    """
+
+    OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "objective.base=info_nce": ("tau", "single_modality", "lambda_anc", "ema", "proto_unit"),
+        "single_modality=anchor": ("lambda_anc", "ema", "proto_unit"),
+    }
+
+    tau: float = 0.07
+    single_modality: Literal["anchor", "idle"] = "anchor"
+    lambda_anc: float = 1.0
+    ema: float = 0.9
+    proto_unit: bool = True
+
+    def __post_init__(self) -> None:
+        check("tau", self.tau, 0.0, open_low=True)
+        check("lambda_anc", self.lambda_anc, 0.0)
+        check("ema", self.ema, 0.0, 1.0)
+
+
+def anchored_loss(image: Tensor | None, text: Tensor | None, missing: Tensor, weight: float) -> Tensor:
+    """RCSR eq 3 for a single-modality silo's batch [B, d] and the prototype [d] of the modality it lacks."""
+    held = image if image is not None else text
+    if held is None:
+        raise ValueError("a silo has at least one modality")
+    return weight * anchor(held, missing)
+
+
+class Anchoring:
+    """Both halves of anchoring; all of them empty where silos with one modality stay idle or the base is another.
+
+    Attributes:
+        uploads: payload kinds it adds to every reply.
+    """
+
+    def __init__(self, options: InfoNceOptions, context: Context) -> None:
+        self.options = options
+        self.context = context
+        self._active = context.objective.base == "info_nce" and options.single_modality == "anchor"
+        self.uploads: frozenset[type[Payload]] = frozenset({ModalityPrototypes} if self._active else ())
+
+    # ----------------------------------------------------------------------- the silo's half
+    def work(self, local: Local, task: Task) -> _training.Work | None:
+        """The loss of a silo with one modality; None if it idles, or while there is no prototype of what it lacks."""
+        image, text = self._received(task)
+        missing = text if local.silo.image else image
+        if missing is None:
+            return None
+        loss = partial(anchored_loss, missing=missing.to(local.model.flat.device), weight=self.options.lambda_anc)
+        return _training.EveryBatch(local, self.context.training.batch_size, loss)
+
+    def report(self, local: Local, task: Task, *, filled: bool = True) -> tuple[Payload, ...]:
+        """The silo's prototypes, by the model as training left it.
+
+        Args:
+            local: the silo.
+            task: with the global prototypes.
+            filled: the row of a modality that the silo lacks holds the global prototype; zeros if false. The
+                coordinator reads neither.
+        """
+        if not self._active:
+            return ()
+        own = _training.own_prototypes(local, self.context, task)
+        return (_prototypes.upload(own, self._received(task) if filled else (None, None)),)
+
+    def _received(self, task: Task) -> tuple[Tensor | None, Tensor | None]:
+        return _prototypes.read_download(take(task.payloads, ModalityPrototypes)) if self._active else (None, None)
+
+    # ----------------------------------------------------------------------- the coordinator's half
+    def initial(self) -> Mapping[str, Tensor]:
+        """The coordinator's tensors before the first round: no prototype yet."""
+        return _prototypes.initial(self.context.dim) if self._active else {}
+
+    def download(self, tensors: Mapping[str, Tensor]) -> tuple[Payload, ...]:
+        """The global prototypes, for every silo."""
+        return (_prototypes.download(tensors),) if self._active else ()
+
+    def averaged(
+        self, tensors: Mapping[str, Tensor], replies: Sequence[Reply], weights: Tensor
+    ) -> Mapping[str, Tensor]:
+        """The coordinator's tensors after a merge, with the silos' prototypes averaged in.
+
+        Args:
+            tensors: before.
+            replies: in the fixed silo order.
+            weights: float64 [M] of the replies.
+        """
+        if not self._active:
+            return tensors
+        local, mask = _prototypes.read_uploads(replies, self.context.dim)
+        rate = _aggregation.kept_share(self.options.ema, len(replies), self.context.cohort)
+        updated = _prototypes.updated(tensors, local, mask, weights, rate, unit_length=self.options.proto_unit)
+        return {**tensors, **updated}

@@ -1,0 +1,205 @@
+"""What a method says of itself: the programs go by its traits alone, and a claim it does not keep is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import protocols
+from fedmq.config.scenario import ProtocolChoice
+from fedmq.errors import InputError
+from fedmq.federation.protocol import (
+    Context,
+    Encoders,
+    FederatedProtocol,
+    Local,
+    NoOptions,
+    Task,
+    Traits,
+    check_class,
+    check_traits,
+)
+from fedmq.models.two_tower import Out
+from fedmq.wire.messages import Payload
+from protocols import _training
+from protocols._variant import variant
+from protocols.fedavg import FedAvg, FedAvgOptions
+from tests import in_process_run
+from tests.small_federation import population
+from tests.threaded_run import resolved
+
+#: A method of its own file that is FedAvg with attributes of its own, named as other methods' traits were once.
+MINE = '''"""Mine: FedAvg with attributes of any name."""
+from protocols.fedavg import FedAvg
+
+class Mine(FedAvg):
+    layers = ("a", "b")
+    personalised = True
+    pooled = True
+    reply_bytes = 1 << 40
+
+PROTOCOL = Mine
+'''
+
+
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Adds a method ``mine`` whose file has this text."""
+    monkeypatch.setattr(protocols, "__path__", [*protocols.__path__, str(tmp_path)])
+    monkeypatch.delitem(sys.modules, "protocols.mine", raising=False)
+
+    def write(text: str) -> None:
+        (tmp_path / "mine.py").write_text(text)
+
+    return write
+
+
+def test_a_method_may_name_its_own_attributes_as_it_likes(
+    mine: Callable[[str], None], tiny: Path, tmp_path: Path
+) -> None:
+    mine(MINE)
+    plain = in_process_run.run(resolved(tiny, "protocol={name: fedavg}"), tmp_path / "fedavg").summary
+    summary = in_process_run.run(resolved(tiny, "protocol={name: mine}"), tmp_path / "mine").summary
+    assert summary["model_digest"] == plain["model_digest"]
+    assert summary["per_silo"] == plain["per_silo"]  # participations among them
+    assert summary["messages"] == plain["messages"]
+    assert "own_only" not in summary
+    assert "personal" not in summary
+
+
+class Claiming(FedAvg):
+    """FedAvg that claims what the test wants claimed."""
+
+    said = Traits()
+    said_before = Traits()
+
+    @classmethod
+    def traits_of(cls, options: Any) -> Traits:
+        return cls.said_before
+
+    def traits(self) -> Traits:
+        return self.said
+
+
+@pytest.mark.parametrize(
+    ("now", "before", "told"),
+    [
+        (Traits(personalised=True), Traits(), "personalised without encoders"),
+        (Traits(own_only=True), Traits(own_only=True), "own_only without personalised"),
+        (Traits(pooled=True), Traits(), "pooled True, but traits_of says False"),
+        (Traits(), Traits(own_only=True), "own_only False, but traits_of says True"),
+        (Traits(shared_layers=("visual.head.0.weight",)), Traits(), "without a PartialDelta"),
+    ],
+)
+def test_a_claim_that_a_method_does_not_keep_is_refused_in_one_line(now: Traits, before: Traits, told: str) -> None:
+    kind = type("Claims", (Claiming,), {"said": now, "said_before": before})
+    context = population("fedavg").context
+    with pytest.raises(InputError, match=told) as caught:
+        check_traits("mine", kind(FedAvgOptions(), context), FedAvgOptions(), context)
+    assert str(caught.value).startswith("protocol mine: traits: ")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layers", [(), ("no.such.layer",), None])
+def test_shared_layers_are_those_of_the_model_in_its_order(layers: tuple[str, ...] | None) -> None:
+    run = population("fedper")
+    shared = run.protocol.traits().shared_layers
+    assert shared is not None
+    wrong = shared[::-1] if layers is None else layers
+    said = Traits(own_only=True, personalised=True, shared_layers=wrong)
+    method = type("Wrong", (type(run.protocol),), {"traits": lambda self: said})
+    options = protocols.options_of(type(run.protocol), {})
+    with pytest.raises(InputError, match="shared_layers"):
+        check_traits("fedper", method(options, run.context), options, run.context)
+
+
+def test_a_file_without_a_method_is_refused_when_it_is_loaded(mine: Callable[[str], None]) -> None:
+    mine("from fedmq.federation.protocol import FederatedProtocol\nclass PROTOCOL(FederatedProtocol): pass\n")
+    with pytest.raises(InputError, match=r"protocol mine: .*PROTOCOL without .*eligible.*merge.*train"):
+        protocols.load("mine")
+
+
+@pytest.mark.parametrize(("given", "told"), [(int, "subclass of FederatedProtocol"), ("mine", "subclass")])
+def test_what_is_no_method_is_refused(given: Any, told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        check_class("mine", given)
+    with pytest.raises(InputError, match="frozen dataclass"):
+        check_class("mine", type("Mine", (FedAvg,), {"Options": int}))
+
+
+def test_the_hooks_of_a_method_without_traits_do_nothing() -> None:
+    run = population("fedavg")
+    assert run.protocol.traits() == Traits() == type(run.protocol).traits_of(FedAvgOptions())
+    assert run.protocol.release(run.state) == ()
+    after = run.protocol.merge(run.state, run.replies(), 0).state
+    assert run.protocol.followed(run.state, after, 0.5) is after
+    assert FederatedProtocol.Options is NoOptions
+
+
+# --------------------------------------------------------------------------- variants
+@dataclass(frozen=True)
+class SmallOptions(FedAvgOptions):
+    """Options of FedAvg with short embeddings: FedAvg's and
+
+    Args:
+        weight: of the squared length of the features.
+    """
+
+    weight: float = 1.0
+
+
+def shrinking(options: SmallOptions, context: Context, local: Local, task: Task) -> _training.Extra:
+    def extra(step: _training.Step, image: Out | None, text: Out | None) -> torch.Tensor:
+        return options.weight * torch.stack([out.raw.square().mean() for out in (image, text) if out is not None]).sum()
+
+    return extra
+
+
+def made(kind: type[FederatedProtocol], options: Any) -> Any:
+    """A small federation that runs this method."""
+    run = population("fedavg")
+    run.protocol = kind(options, run.context)
+    check_traits("small", run.protocol, options, run.context)
+    run.state = run.protocol.initial(run.state.theta)
+    return run
+
+
+def test_a_variant_of_fedavg_is_a_term_and_a_choice_of_silos() -> None:
+    kind = variant(SmallOptions, extra_loss=shrinking, eligible=lambda silo: silo.paired)
+    assert kind.__name__ == "Small"
+    check_class("small", kind)
+    runs = [made(kind, SmallOptions(weight=weight)) for weight in (0.0, 100.0)]
+    plain = population("fedavg")
+    for run in (*runs, plain):
+        run.round([silo for silo in run.eligible if silo.paired])
+    assert [silo.index for silo in runs[0].eligible] == [0, 3]
+    assert torch.equal(runs[0].state.theta, plain.state.theta)
+    assert not torch.equal(runs[1].state.theta, plain.state.theta)
+
+
+def test_a_personalised_variant_needs_encoders() -> None:
+    def encoders(local: Local, payloads: Sequence[Payload]) -> Encoders:
+        raise AssertionError("not measured here")
+
+    def personal(options: FedAvgOptions) -> Traits:
+        return Traits(personalised=True)
+
+    with pytest.raises(InputError, match="personalised without encoders"):
+        made(variant(FedAvgOptions, traits=personal), FedAvgOptions())
+    run = made(variant(FedAvgOptions, traits=personal, encoders=encoders), FedAvgOptions())
+    assert run.protocol.traits().personalised
+
+
+def test_a_method_of_a_file_is_created_by_its_name(mine: Callable[[str], None]) -> None:
+    mine('"""Mine: paired silos alone."""\nfrom protocols._variant import variant\n'
+         "from protocols.fedavg import FedAvgOptions\n"
+         "PROTOCOL = variant(FedAvgOptions, eligible=lambda silo: silo.paired)\n")  # fmt: skip
+    context = population("fedavg").context
+    method = protocols.create(ProtocolChoice(name="mine", tau=0.1), context)
+    assert [silo.index for silo in context.silos if method.eligible(silo)] == [0, 3]

@@ -14,58 +14,31 @@ from typing import Any
 
 import numpy as np
 import pytest
-import yaml
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
 from coordinator import roster
 from fedmq.audit import log_checks as audits
 from fedmq.audit import policy
-from fedmq.audit.log_checks import Audit, audit_run
+from fedmq.audit.log_checks import audit_run
 from fedmq.cli import terminal
 from fedmq.cli.main import app
 from fedmq.clock import WallClock
-from fedmq.config.scenario import Backbone
-from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
-from fedmq.models.build import build
 from fedmq.wire.codec import decode, encode_body
 from fedmq.wire.keys import fingerprint, load_accepted
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import PAYLOADS, Delta, Header, Kind, Message, digest
+from fedmq.wire.messages import Kind, Message, digest
 from fedmq.wire.payloads import Error, Loss, Metrics
-from tests.adversary_forged_logs import forge, lines, message_record, reseal, rewrite
-
-
-def message(counter: int, sender: str = "silo-00", receiver: str = "coordinator") -> Message:
-    header = Header(
-        run="r",
-        kind=Kind.REPLY,
-        sender=sender,
-        receiver=receiver,
-        sequence=counter,
-        reply_to=counter,
-        sent_at=1.5,
-        session=b"s" * 16,
-        counter=counter,
-    )
-    return Message(header, (Delta("0" * 64, np.zeros(5, np.float32), 3),))
+from tests.adversary_forged_logs import forge, lines, reseal, rewrite
+from tests.two_logs import held, message, two_logs, written
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A silo sends three messages after its ready; the coordinator logs receiving them."""
-    with MessageLog(tmp_path / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
-        for counter in range(1, 4):
-            log.message("sent", message(counter), f"{counter:032x}", 100)
-    with MessageLog(tmp_path / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
-        for counter in range(1, 4):
-            log.message("received", message(counter), f"{counter:032x}", 100)
-        log.refused("silo-00", "replay", "message 0", 100)
-    return tmp_path
+    """A folder with the logs of one silo and of the coordinator."""
+    return two_logs(tmp_path)
 
 
 def test_untouched_logs_agree(run: Path) -> None:
@@ -512,228 +485,6 @@ def test_the_document_names_every_field_of_a_record(run: Path) -> None:
     assert fields <= named
 
 
-# ------------------------------------------------------------------------------------------------------- the policy
-SHIPPED = Path(__file__).parent.parent / "docs" / "policies" / "rcsr_p.yaml"
-
-
-def written(folder: Path, text: str) -> Path:
-    path = folder / "policy.yaml"
-    path.write_text(text)
-    return path
-
-
-def held(run: Path, text: str) -> policy.Held:
-    path = written(run, text)
-    return policy.hold(audit_run(run), policy.read_policy(path), path)
-
-
-def test_a_run_that_keeps_to_its_policy_says_how_many_messages_were_held(run: Path) -> None:
-    found = held(run, "up: {kinds: [delta], bytes_per_payload: {delta: 20}, bytes_per_message: 100, bytes_in_all: 300}")
-    assert not held(run, "up: {bytes_per_message: 50, bytes_per_message_with: {delta: 100, loss: 10}}").findings
-    assert (found.held, found.free, found.findings) == (3, 0, [])  # each once, though both ends logged it
-    console = Console(record=True, width=200)
-    policy.show(found, console)
-    assert f"3 messages held against {run / 'policy.yaml'}: none broke it" in console.export_text()
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("up: {kinds: [loss, geometry]}", "reply with delta, 20 bytes: up.kinds allows loss, geometry"),
-        ("up: {kinds: []}", "reply with delta, 20 bytes: up.kinds allows nothing"),
-        ("up: {bytes_per_message: 99}", "reply, 100 bytes: up.bytes_per_message allows 99"),
-        ("up: {bytes_per_payload: {delta: 19}}", "reply with delta, 20 bytes: up.bytes_per_payload.delta allows 19"),
-        (
-            "up: {bytes_per_message: 50, bytes_per_message_with: {delta: 99}}",
-            "reply, 100 bytes: up.bytes_per_message_with.delta allows 99",
-        ),
-        (
-            "up: {bytes_per_message: 50, bytes_per_message_with: {metrics: 500}}",
-            "reply, 100 bytes: up.bytes_per_message allows 50",
-        ),
-        ("peers: [coordinator]", "reply, 100 bytes: peers allows coordinator"),
-    ],
-)
-def test_each_message_that_breaks_a_rule_is_a_finding(run: Path, text: str, said: str) -> None:
-    findings = held(run, text).findings
-    assert [f.place for f in findings] == [f"silo-00.jsonl:{number}" for number in (1, 2, 3)]
-    assert {f.what for f in findings} == {f"silo-00 up, {said}"}
-
-
-def test_what_a_silo_sends_in_all_is_a_finding_once_where_it_goes_beyond_the_limit(run: Path) -> None:
-    (finding,) = held(run, "up: {bytes_in_all: 150}").findings
-    assert finding.place == "silo-00.jsonl:2"
-    assert finding.what == ("silo-00 up, reply, 200 bytes: up.bytes_in_all allows 150, and this message goes beyond it")
-
-
-def test_what_goes_down_and_the_evaluator_have_rules_of_their_own(run: Path) -> None:
-    with MessageLog(run / "messages" / "evaluator.jsonl", "evaluator", WallClock()) as log:
-        log.message("sent", message(1, sender="evaluator"), "e" * 32, 100)
-    with MessageLog(run / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
-        log.message("received", message(1, sender="evaluator"), "e" * 32, 100)
-        log.message("sent", message(0, "coordinator", "silo-00"), "d" * 32, 100)
-    found = held(run, "down: {kinds: [model]}")
-    assert [f.what for f in found.findings] == ["silo-00 down, reply with delta, 20 bytes: down.kinds allows model"]
-    assert (found.held, found.free) == (1, 4)
-    found = held(run, "evaluator: {up: {kinds: [metrics]}}")
-    assert [f.place for f in found.findings] == ["evaluator.jsonl:1"]
-    assert "evaluator.up.kinds allows metrics" in found.findings[0].what
-    assert held(run, "up: {kinds: [delta]}").held == 3  # up and down speak of silos
-
-
-def test_a_silos_own_rule_replaces_key_by_key(run: Path) -> None:
-    general = "up: {kinds: [loss], bytes_per_message: 100}"
-    assert not held(run, f"{general}\nsilos: {{silo-00: {{up: {{kinds: [delta]}}}}}}").findings
-    assert not held(run, f"{general}\nsilos: {{silo-00: {{up: {{kinds: null}}}}}}").findings
-    found = held(run, f"{general}\nsilos: {{silo-00: {{up: {{kinds: [delta], bytes_per_message: 50}}}}}}").findings
-    assert {f.what for f in found} == {"silo-00 up, reply, 100 bytes: silos.silo-00.up.bytes_per_message allows 50"}
-    narrower = "up: {kinds: [delta]}\nsilos: {silo-00: {up: {kinds: [partial_delta]}}}"
-    assert all("silos.silo-00.up.kinds allows partial_delta" in f.what for f in held(run, narrower).findings)
-    assert len(held(run, narrower).findings) == 3
-
-
-def test_a_rule_for_a_silo_that_is_not_there_is_not_passed_over(run: Path) -> None:
-    (finding,) = held(run, "up: {kinds: [delta]}\nsilos: {silo-0: {up: {kinds: []}}}").findings
-    assert finding.place.endswith("policy.yaml: silos.silo-0")
-    assert "no log tells" in finding.what
-
-
-def test_a_policy_that_no_message_falls_under_shows_nothing(run: Path) -> None:
-    found = held(run, "down: {kinds: [model]}")
-    assert (found.held, found.free) == (0, 3)
-    assert ["nothing is shown" in f.what for f in found.findings] == [True]
-
-
-def test_neither_ends_word_hides_what_the_other_end_logged(run: Path) -> None:
-    content = lines(run, "silo-00")
-    content[1] = content[1].replace('["delta",20]', '["loss",0]')
-    rewrite(run, "silo-00", reseal(content))
-    found = held(run, "up: {kinds: [loss]}").findings
-    assert [f.place for f in found] == ["silo-00.jsonl:1", "silo-00.jsonl:3", "coordinator.jsonl:2"]
-    assert not held(run, "up: {kinds: [loss, delta]}").findings
-
-
-def test_a_silo_whose_log_is_elsewhere_is_held_to_what_the_other_end_logged(run: Path) -> None:
-    (run / "messages" / "silo-00.jsonl").unlink()
-    found = held(run, "up: {kinds: [loss], bytes_in_all: 250}")
-    assert [f.place for f in found.findings if "kinds" in f.what] == [f"coordinator.jsonl:{n}" for n in (1, 2, 3)]
-    assert [f.place for f in found.findings if "in_all" in f.what] == ["coordinator.jsonl:3"]
-
-
-@pytest.mark.parametrize(
-    ("text", "place", "value", "allowed"),
-    [
-        ("up:\n  kinds: [delta, adapters]", "line 2: up.kinds.1", "adapters", ", ".join(sorted(PAYLOADS))),
-        ("up: {bytes_per_payload: {adapters: 1}}", "up.bytes_per_payload.adapters", "adapters", "one of class_proto"),
-        ("up: {kinds: delta}", "up.kinds", "delta", "list"),
-        ("up: {kinds: {delta: 1}}", "up.kinds", "a mapping", "list"),
-        ("up: {bytes_per_message: 20 MB}", "up.bytes_per_message", "20 MB", "integer"),
-        ("up: {bytes_in_all: -1}", "up.bytes_in_all", -1, "greater than or equal to 0"),
-        ("upwards: {}", "upwards", "upwards", "one of up, down, evaluator, silos, peers"),
-        ("silos: {silo-1: {kinds: []}}", "silos.silo-1.kinds", "kinds", "one of up, down"),
-        ("evaluator: {up: {kind: []}}", "evaluator.up.kind", "kind", "one of kinds, bytes_per_payload, bytes_per_m"),
-        ("silos: {Silo 1: {}}", "silos.Silo 1", "Silo 1", "match"),
-        ("silos: {evaluator: {up: {kinds: []}}}", "silos", "evaluator", "names of silos"),
-        ("up: 3", "up", 3, "a mapping"),
-        ("silos: {silo-1: {up: {}}}", "policy.yaml", "a policy that limits nothing", "at least one of kinds"),
-        ("", "policy.yaml", "NoneType", "a policy"),
-        ("up: [", "line 1", "stream end", "a policy"),
-        ("up: {}\nup: {}", "line 2", "there twice", "a policy"),
-    ],
-)
-def test_a_policy_that_is_none_is_one_line(tmp_path: Path, text: str, place: str, value: object, allowed: str) -> None:
-    with pytest.raises(InputError) as caught:
-        policy.read_policy(written(tmp_path, text))
-    error = caught.value
-    assert error.place.startswith(str(tmp_path / "policy.yaml"))
-    assert error.place.endswith(place) or place == "line 1"
-    assert str(value) in str(error.found)
-    assert allowed in error.allowed
-    assert "\n" not in str(error)
-    with pytest.raises(InputError, match=r"none\.yaml: found 'no such file', allowed: a policy"):
-        policy.read_policy(tmp_path / "none.yaml")
-
-
-MESSAGES = st.lists(
-    st.tuples(
-        st.sampled_from(["silo-00", "silo-01"]),
-        st.lists(st.tuples(st.sampled_from(sorted(PAYLOADS)), st.integers(0, 99)), max_size=4),
-        st.integers(1, 999),
-    ),
-    min_size=1,
-    max_size=8,
-)
-
-
-@given(MESSAGES, st.data())
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_the_tightest_policy_that_a_record_keeps_to_has_no_room(
-    messages: list[tuple[str, list[tuple[str, int]], int]], data: st.DataObject
-) -> None:
-    audit = Audit()
-    for number, (silo, payloads, size) in enumerate(messages):
-        contents = [(kind, size, kind) for kind, size in payloads]
-        record = message_record(silo, *contents, counter=number, frames=size)
-        audit.messages.append((f"{silo}.jsonl:{number}", record))
-    sums = [sum(size for silo, _, size in messages if silo == name) for name in ("silo-00", "silo-01")]
-    every = [payload for _, payloads, _ in messages for payload in payloads]
-    rule = {
-        "kinds": sorted({kind for kind, _ in every}),
-        "bytes_per_payload": {kind: max(size for each, size in every if each == kind) for kind, _ in every},
-        "bytes_per_message": max(size for _, _, size in messages),
-        "bytes_in_all": max(sums),
-    }
-
-    def breaches(**up: object) -> int:
-        return len(policy.hold(audit, policy.Policy.model_validate({"up": up}), Path("p")).breaches)
-
-    assert breaches(**rule) == 0
-    assert breaches(bytes_per_message=rule["bytes_per_message"] - 1) >= 1
-    assert breaches(bytes_in_all=rule["bytes_in_all"] - 1) == sums.count(max(sums))
-    if every:
-        kind = data.draw(st.sampled_from(rule["kinds"]))
-        assert breaches(kinds=[each for each in rule["kinds"] if each != kind]) == sum(
-            each == kind for each, _ in every
-        )
-        most = rule["bytes_per_payload"][kind]
-        if most:
-            assert breaches(bytes_per_payload={kind: most - 1}) == every.count((kind, most))
-
-
-def test_the_command_exits_with_3_where_the_policy_is_broken_and_with_2_where_it_is_none(run: Path) -> None:
-    def audited(text: str, *more: str) -> tuple[int, dict[str, object]]:
-        path = written(run, text)
-        done = CliRunner().invoke(app, ["audit", str(run), "--policy", str(path), "--json", *more])
-        return done.exit_code, json.loads(done.stdout)
-
-    code, facts = audited("up: {kinds: [delta]}")
-    assert (code, facts["ok"], facts["findings"]) == (0, True, [])
-    assert facts["policy"] == {
-        "ok": True,
-        "file": str(run / "policy.yaml"),
-        "held": 3,
-        "not_held": 0,
-        "broken": [],
-        "unknown_silos": [],
-    }
-    code, facts = audited("up: {kinds: [loss]}")
-    assert (code, facts["ok"], len(facts["findings"])) == (3, False, 3)
-    assert facts["policy"]["broken"][0] == {
-        "place": "silo-00.jsonl:1",
-        "process": "silo-00",
-        "way": "up",
-        "message": "reply",
-        "payload": "delta",
-        "bytes": 20,
-        "rule": "up.kinds allows loss",
-        "what": "silo-00 up, reply with delta, 20 bytes: up.kinds allows loss",
-    }
-    table = CliRunner().invoke(app, ["audit", str(run), "--policy", str(run / "policy.yaml")])
-    assert table.exit_code == 3
-    refused = CliRunner().invoke(app, ["audit", str(run), "--policy", str(written(run, "up: {kinds: [x]}"))])
-    assert isinstance(refused.exception, InputError)  # main() makes this exit code 2
-
-
 def test_what_a_log_says_is_never_taken_for_markup(run: Path) -> None:
     rewrite(run, "silo-00", reseal([line.replace('"delta"', '"x[/nope]y"') for line in lines(run, "silo-00")]))
     done = CliRunner().invoke(app, ["audit", str(run)])
@@ -758,35 +509,3 @@ def test_a_log_that_is_a_folder_is_one_line(run: Path) -> None:
     (run / "messages" / "silo-07.jsonl").mkdir()
     with pytest.raises(InputError, match=r"silo-07\.jsonl: found 'Is a directory'"):
         audit_run(run)
-
-
-def test_a_policy_that_is_broken_everywhere_is_told_in_short(run: Path) -> None:
-    with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
-        for counter in range(4, 41):
-            log.message("sent", message(counter), f"{counter:032x}", 100)
-    console = Console(record=True, width=200)
-    policy.show(held(run, "up: {kinds: [loss]}"), console)
-    assert "and 20 more; --json has all" in console.export_text()
-
-
-def test_the_sizes_of_the_shipped_policy_are_those_of_the_lite_backbone() -> None:
-    rule = policy.read_policy(SHIPPED).up.bytes_per_payload
-    assert rule is not None
-    layout = build(Backbone(name="lite"), InputSpec((512,), (512,)), 0).layout
-    assert rule["delta"] == layout.nbytes
-    assert 2 * rule["partial_delta"] == layout.nbytes
-    # Both matrices of an adapter of its default width would be noticed.
-    limit = policy.read_policy(SHIPPED).up.bytes_per_message
-    assert limit is not None
-    assert limit < rule["delta"] + 2 * 64 * 512 * 4
-
-
-def test_the_policies_of_the_document_can_be_read(tmp_path: Path) -> None:
-    text = GUIDE.read_text()
-    blocks = re.findall(r"((?:^    (?:up|down|evaluator|silos|peers):.*\n(?:^     .*\n)*)+)", text, flags=re.MULTILINE)
-    assert blocks
-    for block in blocks:
-        read = policy.read_policy(written(tmp_path, textwrap.dedent(block)))
-        assert yaml.safe_load(textwrap.dedent(block)).keys() == read.model_fields_set
-    named = set(re.findall(r"`(\w+)`", text))
-    assert {*policy.Rule.model_fields, *policy.Policy.model_fields} <= named

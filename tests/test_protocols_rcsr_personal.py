@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.log_records import read_log
+from fedmq.wire.log_records import MessageRecord, read_log
 from protocols import _personal
 from tests import threaded_run
 from tests.small_federation import population
@@ -110,8 +110,8 @@ def test_adapters_never_leave_their_silos_and_survive_a_stop(tiny: Path, tmp_pat
         kind
         for silo in scenario.silo_names
         for _, record in read_log(RunFolder(tmp_path / "whole").messages(silo))
-        if record is not None and record["action"] == "sent"
-        for kind, _ in record.get("payloads", ())
+        if isinstance(record, MessageRecord) and record.action == "sent"
+        for kind, _ in record.payloads
     }
     assert not any("adapter" in kind or "personal" in kind for kind in kinds)
     # The silos' own models are measured at the silos; the figures are theirs.

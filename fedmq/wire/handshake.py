@@ -158,11 +158,7 @@ def respond(
         raise RemoteWireError(Reason.WIRE_VERSION, f"wire versions {fields['versions']}, spoken here: {spoken}")
 
     ephemeral = ephemeral or Ephemeral.generate()
-    try:
-        mlkem_secret, ciphertext = MLKEM768PublicKey.from_public_bytes(fields["mlkem768"]).encapsulate()
-        x25519_secret = ephemeral.x25519.exchange(X25519PublicKey.from_public_bytes(fields["x25519"]))
-    except ValueError as error:
-        raise RemoteWireError(Reason.MALFORMED, f"hello: not a usable public key: {error}") from error
+    mlkem_secret, ciphertext, x25519_secret = _agreed_secrets(ephemeral, fields["mlkem768"], fields["x25519"])
     answer = Header(
         run=run,
         kind=Kind.WELCOME,
@@ -191,6 +187,20 @@ def respond(
         wire_version=answer.wire_version,
     )
     return welcome, Responded(session, header.sender, key, transcript)
+
+
+def _agreed_secrets(ephemeral: Ephemeral, mlkem768: bytes, x25519: bytes) -> tuple[bytes, bytes, bytes]:
+    """The ML-KEM secret with its ciphertext, and the X25519 secret, from the public keys of a hello.
+
+    Raises:
+        RemoteWireError: ``malformed``: one of them is no usable public key.
+    """
+    try:
+        mlkem_secret, ciphertext = MLKEM768PublicKey.from_public_bytes(mlkem768).encapsulate()
+        x25519_secret = ephemeral.x25519.exchange(X25519PublicKey.from_public_bytes(x25519))
+    except ValueError as error:
+        raise RemoteWireError(Reason.MALFORMED, f"hello: not a usable public key: {error}") from error
+    return mlkem_secret, ciphertext, x25519_secret
 
 
 def complete(

@@ -12,21 +12,11 @@ from pydantic import Field, RootModel
 
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.evaluation.metrics import Metric, higher_is_better
 from fedmq.storage.run_folder import RunFolder
 from fedmq.storage.json_files import Digest, Stored, read_json, read_lines
 
 CONFIDENCE = 0.95
-#: What is better when it is less; everything else is better when it is more.
-_LESS = (
-    "fairness.std",
-    "fairness.gap",
-    "personal_fairness.std",
-    "personal_fairness.gap",
-    "bytes.",
-    "seconds.",
-    "messages.",
-    "processes.",
-)
 
 
 class _Silo(Stored):
@@ -58,6 +48,8 @@ class _Summary(Stored):
     tasks: Annotated[dict[str, int], Field(default_factory=dict)]
     processes: dict[str, float]
     versions_of: dict[str, str]
+    own_metrics: Annotated[dict[str, Metric], Field(default_factory=dict)]
+    personal_missing: Annotated[dict[str, str], Field(default_factory=dict)]
 
 
 class _MergeLine(Stored):
@@ -112,6 +104,11 @@ def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
         InputError: a line is none of them.
     """
     return list(read_lines(folder.metrics, _Line, "a line of a merge or an evaluation"))
+
+
+def own_metrics_of(summary: Mapping[str, Any]) -> tuple[Metric, ...]:
+    """The entries of the user's own metrics that a run measured, as its summary describes them."""
+    return tuple(Metric(**entry) for entry in summary.get("own_metrics", {}).values())
 
 
 def made_otherwise(made: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
@@ -175,6 +172,11 @@ class FinishedRun:
     evaluations: tuple[EvaluationResult, ...]
     personal: tuple[Personal, ...] = ()
 
+    @property
+    def own_metrics(self) -> tuple[Metric, ...]:
+        """Entries of the user's own metrics that it measured."""
+        return own_metrics_of(self.summary)
+
     def value(self, metric: str) -> float | None:
         """A metric by name: ``mean_r1``, or a place in the summary as ``fairness.worst_r1`` or ``bytes.up``.
 
@@ -202,11 +204,13 @@ class FinishedRun:
         """The same run as of version 0: what the frozen encoders and the initial parameters do by themselves."""
         first = self.evaluations[0]
         figures = {"metrics": first.metrics, "fairness": first.fairness, "per_silo_mean": first.per_silo_mean}
+        if "own_metrics" in self.summary:
+            figures["own_metrics"] = self.summary["own_metrics"]
         return FinishedRun(self.folder, figures, (first,))
 
     def time_to(self, target: Target) -> float | None:
         """The run's time [s] of the first evaluation that reaches a target; None if none does."""
-        sign = -1 if less_is_better(target.metric) else 1
+        sign = 1 if higher_is_better(target.metric, self.own_metrics) else -1
         reached = (now for _, now, value in self.course(target.metric) if sign * (value - target.value) >= 0)
         return next(reached, None)
 
@@ -266,11 +270,6 @@ def unknown_metric(metric: str, outcome: FinishedRun) -> InputError:
     return InputError("--metric", metric, f"{known}, bytes.up, bytes.down, seconds.virtual and the like")
 
 
-def less_is_better(column: str) -> bool:
-    """Whether a smaller value of this column is the better one."""
-    return column.startswith((*_LESS, "seconds to ")) or column.endswith("_medr")
-
-
 @dataclass(frozen=True)
 class Statistic:
     """A column of a row.
@@ -322,8 +321,13 @@ def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None)
     return Statistic(len(own), mean, std, difference, float(interval.low), float(interval.high), len(common))
 
 
-def best(statistics: Sequence[Statistic], column: str) -> set[int]:
+def best(statistics: Sequence[Statistic], column: str, own: Sequence[Metric] = ()) -> set[int]:
     """Which of several rows are best in a column; rows with fewer seeds than the others do not take part.
+
+    Args:
+        statistics: of the rows.
+        column: a metric or a place in the summary.
+        own: entries of the user's own metrics.
 
     Returns:
         Indices; none if there is nothing to compare.
@@ -332,5 +336,5 @@ def best(statistics: Sequence[Statistic], column: str) -> set[int]:
     means = {index: each.mean for index, each in enumerate(statistics) if each.n == most and most > 0}
     if len(means) < 2:
         return set()
-    top = min(means.values()) if less_is_better(column) else max(means.values())
+    top = max(means.values()) if higher_is_better(column, own) else min(means.values())
     return {index for index, mean in means.items() if mean == top}

@@ -34,6 +34,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.encoders.gpu import kind_of
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.evaluation.user_metrics import described, measures_of
 from fedmq.federation import update_transforms
 from fedmq.federation.population import Population, build_population, device_here, device_of, run_name
 from fedmq.federation.protocol import Bulky, Interpreting, Public, Releasing
@@ -94,10 +95,12 @@ def check(scenario: Scenario, population: Population) -> None:
     """Put together all that a run's programs will, to find out whether they can.
 
     Raises:
-        InputError: the backbone does not fit the data, weights are missing or of other shapes, or no silo may be asked.
+        InputError: the backbone does not fit the data, weights are missing or of other shapes, no silo may be asked, or
+            one of the user's own metrics cannot be loaded.
     """
     run_context_of(scenario, population, RunFolder(Path()))
     population.build_model(scenario, device_of(scenario.device), ("image", "text"))
+    measures_of(scenario.evaluation)
 
 
 def run_coordinator(
@@ -407,6 +410,8 @@ def _summary(loop: Loop, population: Population, clock: Clock, told: Mapping[str
         "per_silo_mean": means(last["per_silo"]),
         "fairness": fairness_of(last["per_silo"]),
         **(personal_figures(loop.evaluation.personal) if loop.evaluation.personal else {}),
+        **({"personal_missing": dict(sorted(missing.items()))} if (missing := loop.evaluation.missing) else {}),
+        **({"own_metrics": own} if (own := described(measures_of(scenario.evaluation), last["metrics"])) else {}),
         **_reading_summary(loop.run_context),
         **({"own_only": True} if protocols.own_only(scenario) else {}),
         **_public_summary(loop.run_context),

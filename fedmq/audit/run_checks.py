@@ -19,7 +19,9 @@ from fedmq.config.loader import read_yaml
 from fedmq.config.run_id import name_of
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.evaluation.metrics import Metric, is_known, objection
 from fedmq.runs.model_files import BESIDE, beside, digests_of, parameters
+from fedmq.runs.results import own_metrics_of
 from fedmq.storage.json_files import Digest, Stored, read_json, read_lines
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
@@ -29,6 +31,8 @@ from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind, Metrics, Model, di
 _OF_ANY_RECORD = {"n", "process", "wall", "previous", "hash", "action", "text", "version"}
 #: Of a silo in a summary what is no figure of the evaluator's.
 _OF_A_SILO = {"modalities", "samples", "participations"}
+#: Figures of silos' own models, by silo.
+_OF_OWN_MODELS = ("personal_whole_split", "personal_per_silo")
 #: A finding's place, and what it says.
 Discrepancy = tuple[str, str]
 
@@ -49,6 +53,7 @@ class _Summary(Stored):
     personal_whole_split: _BySilo
     personal_per_silo: _BySilo
     tasks: Annotated[dict[str, int], Field(default_factory=dict)]
+    own_metrics: Annotated[dict[str, Metric], Field(default_factory=dict)]
 
 
 class _Config(Stored):
@@ -186,6 +191,7 @@ def against_the_run(
                 named.setdefault(silo, folder.summary.name)
     if told.lines is not None:
         yield from _course(folder, course, told.lines, inline=inline)
+        yield from _out_of_bounds(str(folder.metrics), told.lines, summary)
         if summary is not None:
             yield from _figures(folder, course, told.lines, summary, inline=inline)
     yield from found
@@ -352,6 +358,18 @@ def _figures(
         lines = [*_of_kind(lines, "personal"), {**summary, "version": summary["versions"]}]
         yield from _not_said_by_silos(place, lines[-1:], course)
         yield from _not_told_of_silos(folder, lines, course)
+
+
+def _out_of_bounds(place: str, lines: list[dict[str, Any]], summary: Mapping[str, Any] | None) -> Iterator[Discrepancy]:
+    """Values that their metrics cannot have; a summary describes the user's own metrics, which others do not know."""
+    own = () if summary is None else own_metrics_of(summary)
+    for line in lines:
+        measured = [line.get("metrics", {}), *line.get("per_silo", {}).values()]
+        measured += [each for key in _OF_OWN_MODELS for each in line.get(key, {}).values()]
+        for values in measured:
+            told = values if summary else {name: value for name, value in values.items() if is_known(name)}
+            if (wrong := objection(told, own)) is not None:
+                yield place, f"a figure of version {line['version']} that cannot be: {wrong}"
 
 
 def own_means(line: Mapping[str, Any]) -> dict[str, dict[str, float] | None]:

@@ -337,7 +337,6 @@ def with_absolute_paths(scenario: Scenario, *, weights: bool) -> Scenario:
     parts = {
         "data": {key: _absolute(f"data.{key}", path) for key, path in places.items() if path},
         "participation": {"trace": _absolute("participation.trace", trace)} if trace else {},
-        "evaluation": {"metrics": tuple(map(_absolute_file, scenario.evaluation.metrics))},
         "backbone": _weights(scenario.backbone) if weights else {},
     }
     return scenario.model_copy(
@@ -352,11 +351,6 @@ def _absolute(key: str, path: Path) -> Path:
     except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a character no path has
         raise InputError(key, str(path)[:200], f"a path ({error})") from None
     return path.absolute()
-
-
-def _absolute_file(source: str) -> str:
-    """A Python file by its absolute path; the name of an installed metric as it is."""
-    return str(_absolute("evaluation.metrics", Path(source))) if source.endswith(".py") else source
 
 
 def _weights(backbone: Backbone) -> dict[str, Any]:

@@ -30,13 +30,7 @@ def facts_of(plain: Mapping[str, Any]) -> dict[str, Any]:
     for key, own in _HERE.items():
         if own and isinstance(facts.get(key), Mapping):
             facts[key] = {name: value for name, value in facts[key].items() if name not in own}
-    facts = without_younger(facts)
-    evaluation = facts.get("evaluation")
-    if isinstance(evaluation, Mapping) and isinstance(evaluation.get("metrics"), list):
-        # Each machine has the files of metrics in a folder of its own.
-        names = [str(source).rpartition("/")[2] for source in evaluation["metrics"]]
-        facts["evaluation"] = {**evaluation, "metrics": names}
-    return facts
+    return without_younger(facts)
 
 
 def without_younger(facts: Mapping[str, Any]) -> dict[str, Any]:

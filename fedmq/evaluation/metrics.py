@@ -226,7 +226,7 @@ def _spreads(items: Measured) -> dict[str, float]:
 
 
 def _label_metrics(items: Measured) -> dict[str, float]:
-    """mAP and NDCG both ways and their means, over the whole list and at each cut-off."""
+    """MAP and NDCG both ways and their means, over the whole list and at each cut-off."""
     if not items.labelled:
         return {}
     evaluation, (i2t, t2i) = items.evaluation, items.rankings.values()

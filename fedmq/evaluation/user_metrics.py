@@ -1,8 +1,8 @@
 """Metrics of the user's own: from a Python file, or from an installed package (entry point group ``fedmq.metrics``).
 
 A scenario names them: ``evaluation: {metrics: [./mine.py, mrr]}``. A file defines ``METRIC``, one
-:class:`~fedmq.evaluation.metrics.Measure`, or ``METRICS``, several; an entry point leads to the same. The coordinator,
-the evaluator and the silos all load them.
+:class:`~fedmq.evaluation.metrics.Measure`, or ``METRICS``, several; an entry point leads to a module that does. The
+coordinator, the evaluator and the silos all load them.
 """
 
 from __future__ import annotations
@@ -12,16 +12,36 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from fedmq.config import user_files
 from fedmq.config.loader import nearest
-from fedmq.config.scenario import Evaluation
-from fedmq.config.user_files import load_user_module
+from fedmq.config.scenario import Evaluation, Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BUILT_IN, Measure, Metric, is_known
 
 #: Entry point group of installed metrics.
 GROUP = "fedmq.metrics"
 _PLACE = "evaluation.metrics"
-_ALLOWED = "a Measure, or a list of them (fedmq.evaluation.metrics)"
+_ALLOWED = "METRIC, a Measure (fedmq.evaluation.metrics), or METRICS, a list of them"
+
+
+def adopted(scenario: Scenario, folder: Path) -> Scenario:
+    """A scenario with references in place of the paths of the user's own metrics (``fedmq.config.user_files``).
+
+    Args:
+        scenario: whose user named the files, so that they may be executed.
+        folder: where relative paths start.
+
+    Raises:
+        InputError: a file cannot be read, or is not Python.
+    """
+    sources = scenario.evaluation.metrics
+    if not any(map(user_files.is_path, sources)):
+        return scenario
+    names = (
+        user_files.adopt(folder / Path(each).expanduser()) if user_files.is_path(each) else each for each in sources
+    )
+    evaluation = scenario.evaluation.model_copy(update={"metrics": tuple(names)})
+    return scenario.model_copy(update={"evaluation": evaluation})
 
 
 def measures_of(evaluation: Evaluation) -> tuple[Measure, ...]:
@@ -47,25 +67,26 @@ def own_metrics(measures: Iterable[Measure]) -> tuple[Metric, ...]:
 
 
 def _loaded(source: str) -> tuple[Measure, ...]:
-    if source.endswith(".py"):
-        module = load_user_module(Path(source), ("METRIC", "METRICS"))
-        found = [*getattr(module, "METRICS", ()), *([module.METRIC] if hasattr(module, "METRIC") else [])]
-        return _checked(source, found)
-    installed = {each.name: each for each in entry_points(group=GROUP)}
-    if source not in installed:
-        known = f"one installed as an entry point {GROUP}: {', '.join(nearest(source, installed)) or 'there is none'}"
-        raise InputError(_PLACE, source, f"a Python file (./mine.py), or {known}")
-    loaded: Any = installed[source].load()
-    return _checked(source, loaded if isinstance(loaded, list | tuple) else [loaded])
-
-
-def _checked(source: str, found: Iterable[object]) -> tuple[Measure, ...]:
-    measures = []
-    for each in found:
-        if not isinstance(each, Measure):
-            raise InputError(f"{_PLACE}: {source}", type(each).__name__, _ALLOWED)
-        measures.append(each)
-    return tuple(measures)
+    """The measures of a reference or of an entry point."""
+    place = f"{_PLACE}: {user_files.label(source)}"
+    if user_files.is_reference(source):
+        module: Any = user_files.load(source)
+    else:
+        installed = {each.name: each for each in entry_points(group=GROUP)}
+        if source not in installed:
+            known = ", ".join(nearest(source, installed)) or "there is none"
+            raise InputError(_PLACE, source, f"a Python file (./mine.py), or an entry point of {GROUP}: {known}")
+        try:
+            module = installed[source].load()
+        except Exception as error:
+            raise InputError(place, f"{type(error).__name__}: {error}", "a package that can be imported") from error
+    found = [*([module.METRIC] if hasattr(module, "METRIC") else []), *getattr(module, "METRICS", ())]
+    if not found:
+        raise InputError(place, "neither METRIC nor METRICS", _ALLOWED)
+    strange = [each for each in found if not isinstance(each, Measure)]
+    if strange:
+        raise InputError(place, f"a {type(strange[0]).__name__}", _ALLOWED)
+    return tuple(found)
 
 
 def described(measures: Iterable[Measure], names: Iterable[str]) -> dict[str, Mapping[str, Any]]:

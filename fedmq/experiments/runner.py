@@ -150,8 +150,6 @@ def run_of(
     facts = named_by(scenario, here)
     if (trace := scenario.participation.trace) is not None:
         facts["participation"]["trace"] = file_digest(trace)  # what is in it, not where it lies
-    if own := scenario.evaluation.metrics:
-        facts["evaluation"]["metrics"] = [file_digest(Path(each)) if each.endswith(".py") else each for each in own]
     name = f"{scenario.name}-{scenario.protocol.name}-seed{seed}-{digest([facts, place.data_digest(scenario)])}"
     title = f"{entry.name}, seed {seed}" + f" ({' '.join(chosen)})" * trial
     return Run(name, title, RunFolder(place.runs / name), scenario)

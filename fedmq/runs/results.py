@@ -13,8 +13,8 @@ from pydantic import Field, RootModel
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.evaluation.metrics import Metric, higher_is_better
-from fedmq.storage.run_folder import RunFolder
 from fedmq.storage.json_files import Digest, Stored, read_json, read_lines
+from fedmq.storage.run_folder import RunFolder
 
 CONFIDENCE = 0.95
 

@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedmq.wire.message_log import INLINE
-from fedmq.errors import InputError
-from fedmq.wire.messages import COORDINATOR
-from fedmq.storage.run_folder import RunFolder
 from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError
 from fedmq.federation.population import run_facts
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.message_log import INLINE
+from fedmq.wire.messages import COORDINATOR
 
 #: Of a coordinator's log; its first notes say how the run began.
 _FIRST_LINES = 8

@@ -1,0 +1,1 @@
+"""Results of finished runs: records, model files, reports."""

@@ -1,7 +1,7 @@
 """Python files of the user's own that a scenario names: a method, an objective or a data set.
 
-A scenario says ``./mine.py``. Where the user names the scenario, :func:`adopt` reads the file, keeps a copy in the cache
-under its SHA-256 and gives its *reference*, ``mine.py@<SHA-256>``, which stands in the resolved scenario from then on.
+A scenario says ``./mine.py``. Where the user names the scenario, :func:`adopt` reads the file, keeps a copy in the
+cache under its SHA-256 and gives its *reference*, ``mine.py@<SHA-256>``, which stands in the resolved scenario from then on.
 So the run's id depends on the file's content but not on where it lies, every process of the run executes the same
 bytes, and a run can be resumed and replayed after the file was edited.
 
@@ -18,6 +18,7 @@ import re
 import sys
 import threading
 import traceback
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -86,10 +87,14 @@ def adopt(path: Path) -> str:
     try:
         if not kept.exists():
             kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(kept, lambda temporary: temporary.write_bytes(source))
+            write_atomically(kept, partial(_write, source=source))
     except OSError as error:
         raise RunError(f"cache {kept.parent} cannot be written: {error.strerror or error}") from error
     return f"{path.name}@{digest}"
+
+
+def _write(path: Path, source: bytes) -> None:
+    path.write_bytes(source)
 
 
 def _copy(digest: str) -> Path:

@@ -37,10 +37,11 @@ def adopted(scenario: Scenario, folder: Path) -> Scenario:
     sources = scenario.evaluation.metrics
     if not any(map(user_files.is_path, sources)):
         return scenario
-    names = (
-        user_files.adopt(folder / Path(each).expanduser()) if user_files.is_path(each) else each for each in sources
-    )
-    evaluation = scenario.evaluation.model_copy(update={"metrics": tuple(names)})
+
+    def named(source: str) -> str:
+        return user_files.adopt(folder / Path(source).expanduser()) if user_files.is_path(source) else source
+
+    evaluation = scenario.evaluation.model_copy(update={"metrics": tuple(map(named, sources))})
     return scenario.model_copy(update={"evaluation": evaluation})
 
 

@@ -19,9 +19,9 @@ from fedmq.config.loader import read_yaml
 from fedmq.config.run_id import name_of
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
-from fedmq.evaluation.metrics import Metric, is_known, objection
+from fedmq.evaluation.metrics import is_known, objection
 from fedmq.runs.model_files import BESIDE, beside, digests_of, parameters
-from fedmq.runs.results import own_metrics_of
+from fedmq.runs.results import OwnMetrics, own_metrics_of
 from fedmq.storage.json_files import Digest, Stored, read_json, read_lines
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
@@ -53,7 +53,7 @@ class _Summary(Stored):
     personal_whole_split: _BySilo
     personal_per_silo: _BySilo
     tasks: Annotated[dict[str, int], Field(default_factory=dict)]
-    own_metrics: Annotated[dict[str, Metric], Field(default_factory=dict)]
+    own_metrics: OwnMetrics
 
 
 class _Config(Stored):

@@ -1,7 +1,8 @@
 """Python files of the user's own that a scenario names: a method, an objective or a data set.
 
 A scenario says ``./mine.py``. Where the user names the scenario, :func:`adopt` reads the file, keeps a copy in the
-cache under its SHA-256 and gives its *reference*, ``mine.py@<SHA-256>``, which stands in the resolved scenario from then on.
+cache under its SHA-256 and gives its *reference*, ``mine.py@<SHA-256>``, which stands in the resolved scenario from
+then on.
 So the run's id depends on the file's content but not on where it lies, every process of the run executes the same
 bytes, and a run can be resumed and replayed after the file was edited.
 

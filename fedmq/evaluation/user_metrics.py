@@ -100,8 +100,3 @@ def described(measures: Iterable[Measure], names: Iterable[str]) -> dict[str, Ma
     own = own_metrics(measures)
     found = ((name, next((hit for each in own if (hit := each.named(name))), None)) for name in names)
     return {name: vars(metric) for name, metric in found if metric is not None}
-
-
-def metrics_described(entries: Mapping[str, Mapping[str, Any]]) -> tuple[Metric, ...]:
-    """The inverse of :func:`described`."""
-    return tuple(Metric(**entry) for entry in entries.values())

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, RootModel
+from pydantic import BeforeValidator, Field, RootModel, TypeAdapter, ValidationError
 
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
@@ -17,6 +17,21 @@ from fedmq.storage.json_files import Digest, Stored, read_json, read_lines
 from fedmq.storage.run_folder import RunFolder
 
 CONFIDENCE = 0.95
+
+
+_METRIC = TypeAdapter(Metric)
+
+
+def _metric(entry: object) -> Metric:
+    """An entry of a metric out of JSON; strict models take dataclasses only as instances."""
+    try:
+        return _METRIC.validate_python(entry)
+    except ValidationError as error:
+        raise ValueError(error.errors(include_url=False)[0]["msg"]) from None
+
+
+#: Entries of the user's own metrics by name, as ``summary.json`` has them.
+OwnMetrics = Annotated[dict[str, Annotated[Metric, BeforeValidator(_metric)]], Field(default_factory=dict)]
 
 
 class _Silo(Stored):
@@ -48,7 +63,7 @@ class _Summary(Stored):
     tasks: Annotated[dict[str, int], Field(default_factory=dict)]
     processes: dict[str, float]
     versions_of: dict[str, str]
-    own_metrics: Annotated[dict[str, Metric], Field(default_factory=dict)]
+    own_metrics: OwnMetrics
     personal_missing: Annotated[dict[str, str], Field(default_factory=dict)]
 
 
@@ -108,7 +123,7 @@ def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
 
 def own_metrics_of(summary: Mapping[str, Any]) -> tuple[Metric, ...]:
     """The entries of the user's own metrics that a run measured, as its summary describes them."""
-    return tuple(Metric(**entry) for entry in summary.get("own_metrics", {}).values())
+    return tuple(map(_metric, summary.get("own_metrics", {}).values()))
 
 
 def made_otherwise(made: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:

@@ -2,9 +2,8 @@
 
 A scenario says ``./mine.py``. Where the user names the scenario, :func:`adopt` reads the file, keeps a copy in the
 cache under its SHA-256 and gives its *reference*, ``mine.py@<SHA-256>``, which stands in the resolved scenario from
-then on.
-So the run's id depends on the file's content but not on where it lies, every process of the run executes the same
-bytes, and a run can be resumed and replayed after the file was edited.
+then on. So the run's id depends on the file's content but not on where it lies, every process of the run executes the
+same bytes, and a run can be replayed after the file was edited.
 
 Only :func:`load` executes such a file, by its reference and from the cache alone. A scenario of a run folder that
 somebody else made may hold any reference; what nobody adopted on this machine is refused. Whoever may write to the
@@ -71,9 +70,7 @@ def adopt(path: Path) -> str:
     try:
         source = path.read_bytes()
     except FileNotFoundError:
-        raise UserFileError(
-            str(path), "no such file", "a Python file; a relative path starts at the scenario"
-        ) from None
+        raise UserFileError(str(path), "no such file", "a Python file, seen from the scenario's folder") from None
     except OSError as error:
         raise UserFileError(str(path), error.strerror or str(error), "a readable Python file") from None
     try:
@@ -88,13 +85,13 @@ def adopt(path: Path) -> str:
     try:
         if not kept.exists():
             kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(kept, partial(_write, source=source))
+            write_atomically(kept, partial(_write, source))
     except OSError as error:
         raise RunError(f"cache {kept.parent} cannot be written: {error.strerror or error}") from error
     return f"{path.name}@{digest}"
 
 
-def _write(path: Path, source: bytes) -> None:
+def _write(source: bytes, path: Path) -> None:
     path.write_bytes(source)
 
 

@@ -6,13 +6,15 @@ measurement is a part of the merge, whose checkpoint waits for it, so that a res
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from coordinator.peers import Peers
 from coordinator.run_context import RunContext
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.evaluation.metrics import HEADLINE, Metric, known_names, objection
+from fedmq.evaluation.user_metrics import measures_of, own_metrics
 from fedmq.federation.protocol import State
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine
@@ -21,45 +23,52 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Error, Header, Kind, Message, Metrics, Payload
 
-#: What a summary cannot be made without.
-_NEEDED = "mean_r1"
-#: Largest median rank taken of a silo, as many as the items that a run may measure by; all other figures are shares.
-_LARGEST_RANK = 2.0**32
-#: By how much a sum of shares may miss 1.
-_ROUNDING = 1e-6
 #: Evaluations under way at most while rounds go on: each keeps a model here, and one on its way.
 UNDER_WAY = 8
 #: Real seconds that are waited for an evaluator that went away, where nothing else is left to do.
 _EVALUATOR_PATIENCE = 60.0
 
 
-def _complete(measured: Metrics, silos: Iterable[str]) -> bool:
-    """Whether a measurement has what the summary needs, of the whole and of each of these silos."""
-    return _NEEDED in measured.values and all(_NEEDED in measured.per_silo.get(name, {}) for name in silos)
+def _wrong_evaluation(
+    payload: Payload | None, silos: Iterable[str], names: Iterable[str], own: Sequence[Metric]
+) -> str | None:
+    """What is wrong with the evaluator's measurement of the shared model; None if nothing is.
+
+    Args:
+        payload: the evaluator's answer.
+        silos: of the run; each has to be measured on its own share.
+        names: of the metrics that may be measured in this run.
+        own: entries of the user's own metrics.
+    """
+    if not isinstance(payload, Metrics):
+        return "no measurement"
+    if HEADLINE not in payload.values or any(HEADLINE not in payload.per_silo.get(name, {}) for name in silos):
+        return f"an evaluation without {HEADLINE} of the whole and of every silo"
+    wrong = (objection(values, own, names) for values in (payload.values, *payload.per_silo.values()))
+    return next((f"an evaluation with {each}" for each in wrong if each is not None), None)
 
 
-def _wrong(said: Payload | None, name: str, like: Metrics) -> str | None:
+def _wrong(payload: Payload | None, name: str, like: Metrics, own: Sequence[Metric]) -> str | None:
     """What is wrong with a silo's measurement of its own model; None if nothing is.
 
     Summaries are means and spreads over silos of figures that all have: one silo's names or numbers are everybody's.
 
     Args:
-        said: the silo's answer.
+        payload: the silo's answer.
         name: of the silo.
         like: an evaluation, which has the figures of the whole and of each silo's share that a silo measures, too.
+        own: entries of the user's own metrics.
     """
-    if not isinstance(said, Metrics):
+    if not isinstance(payload, Metrics):
         return "no measurement"
-    if said.per_silo.keys() != {name}:
+    if payload.per_silo.keys() != {name}:
         return "a measurement without its own share, or with another's"
-    for found, wanted in ((said.values, like.values), (said.per_silo[name], like.per_silo[name])):
+    for found, wanted in ((payload.values, like.values), (payload.per_silo[name], like.per_silo[name])):
         if found.keys() != wanted.keys():
             odd = ", ".join(sorted(found.keys() ^ wanted.keys())[:3])
             return f"a measurement with other figures than an evaluation has: {odd}"
-        for key, value in found.items():
-            most = _LARGEST_RANK if key.endswith("_medr") else 1.0 + _ROUNDING
-            if not 0.0 <= value <= most:
-                return f"a measurement with {key} {value:.4g}, allowed: 0 to {most:.4g}"
+        if (wrong := objection(found, own)) is not None:
+            return f"a measurement with {wrong}"
     return None
 
 
@@ -78,6 +87,10 @@ class EvaluationRequests:
         metrics: of the last version evaluated.
         asked: silos whose own models are being measured.
         personal: what they answered when they were asked last.
+        missing: why silos' own models were not measured, by silo; of several times the last.
+
+    Raises:
+        InputError: one of the user's own metrics cannot be loaded.
     """
 
     def __init__(self, run_context: RunContext, roster: Peers, log: MessageLog, evaluated: Iterable[int]) -> None:
@@ -89,8 +102,12 @@ class EvaluationRequests:
         self.unusable: set[int] = set()
         self.metrics: Mapping[str, float] = {}
         self.personal: dict[str, Metrics] = {}
+        self.missing: dict[str, str] = {}
+        measures = measures_of(run_context.scenario.evaluation)
+        self._names = known_names(run_context.scenario.evaluation, measures)
+        self._own_metrics, self._refusal = own_metrics(measures), ""
         self._like: Metrics | None = None
-        self._early: dict[str, Payload | None] = {}
+        self._early: dict[str, tuple[int, Payload | None]] = {}
 
     @property
     def crowded(self) -> bool:
@@ -123,11 +140,11 @@ class EvaluationRequests:
         version, payload = message.header.base_version, message.payloads[0] if message.payloads else None
         if version not in self.pending:
             return
-        if not isinstance(payload, Metrics) or not _complete(
-            payload, [s.name for s in self._run_context.context.silos]
-        ):
-            detail = f"version {version}: an evaluation without {_NEEDED} of the whole and of every silo"
-            self._roster.refuse(EVALUATOR, RemoteWireError("unexpected", detail), 0)
+        silos = [silo.name for silo in self._run_context.context.silos]
+        wrong = _wrong_evaluation(payload, silos, self._names, self._own_metrics)
+        if wrong is not None or not isinstance(payload, Metrics):
+            self._refusal = f"version {version}: {wrong}"
+            self._roster.refuse(EVALUATOR, RemoteWireError("unexpected", self._refusal), 0)
             self.unusable.add(version)
             return
         self.pending.remove(version)
@@ -139,7 +156,7 @@ class EvaluationRequests:
         append_line(self._run_context.folder.metrics, line.plain())
         self._like = payload
         for name in list(self._early):
-            self._judge(name, self._early.pop(name), payload)
+            self._judge(name, *self._early.pop(name), payload)
 
     def ask_silos(self, gone: Container[str], version: int, state: State, settled: Mapping[str, int]) -> None:
         """Ask the silos of a personalised method how their own models do; each measures its own, where it is.
@@ -201,7 +218,8 @@ class EvaluationRequests:
             if hopeless or (needed and (self.unusable or clock.stopwatch() - away > _EVALUATOR_PATIENCE)):
                 why = "answered with what is no evaluation" if self.unusable else "stayed away"
                 trained = "the model is trained and checkpointed, --resume evaluates it"
-                raise RunError(f"the evaluator {why}; {trained if final else '--resume goes on'}")
+                refused = f" ({self._refusal})" if self.unusable and self._refusal else ""
+                raise RunError(f"the evaluator {why}; {trained if final else '--resume goes on'}{refused}")
         return True
 
     def ask(self, name: str) -> bool:
@@ -213,6 +231,7 @@ class EvaluationRequests:
     def give_up(self, name: str) -> None:
         """A silo stayed away: its own model is not measured."""
         self._log.note(NoteKind.NOT_MEASURED, peer=name)
+        self._lacks(name, self._requests[name][1], "it stayed away")
         self._close(name, answered=False)
 
     def _close(self, name: str, *, answered: bool = True) -> None:
@@ -236,19 +255,26 @@ class EvaluationRequests:
             return True
         if not self._owed(header):
             return False
-        name, payload = message.header.sender, message.payloads[0] if message.payloads else None
+        name, version = header.sender, header.base_version
+        payload = message.payloads[0] if message.payloads else None
         if isinstance(payload, Error):
             self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=payload.text[:300])
+            self._lacks(name, version, payload.text[:300])
         elif self._like is None:  # the evaluator is slower with its first evaluation
-            self._early[name] = payload
+            self._early[name] = version, payload
         else:
-            self._judge(name, payload, self._like)
+            self._judge(name, version, payload, self._like)
         self._close(name)
         return True
 
-    def _judge(self, name: str, payload: Payload | None, like: Metrics) -> None:
+    def _lacks(self, name: str, version: int, why: str) -> None:
+        """Keep why there is no measurement of a silo's own model at a version, to be told at the end of the run."""
+        self.missing[name] = f"version {version}: {why}"
+
+    def _judge(self, name: str, version: int, payload: Payload | None, like: Metrics) -> None:
         """Keep a silo's measurement, or refuse it."""
-        if (wrong := _wrong(payload, name, like)) is not None:
+        if (wrong := _wrong(payload, name, like, self._own_metrics)) is not None:
+            self._lacks(name, version, f"refused: {wrong}")
             self._roster.refuse(name, RemoteWireError("unexpected", wrong), 0)
         elif isinstance(payload, Metrics):
             self.personal[name] = payload
@@ -260,6 +286,7 @@ class EvaluationRequests:
         if header.sender == EVALUATOR and header.base_version in self.pending:
             self.unusable.add(header.base_version)
         elif self._owed(header):
+            self._lacks(header.sender, header.base_version, "refused: its measurement could not be read")
             self._close(header.sender)
         else:
             return False

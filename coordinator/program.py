@@ -31,6 +31,7 @@ from coordinator.summary import summary_of
 from fedmq.clock import Clock, clock_for
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
+from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
 from fedmq.federation.population import Population, build_population, device_of, run_name
 from fedmq.malloc import keep_buffers
@@ -92,10 +93,12 @@ def check(scenario: Scenario, population: Population) -> None:
     """Put together all that a run's programs will, to find out whether they can.
 
     Raises:
-        InputError: the backbone does not fit the data, weights are missing or of other shapes, or no silo may be asked.
+        InputError: the backbone does not fit the data, weights are missing or of other shapes, no silo may be asked, or
+            one of the user's own metrics cannot be loaded.
     """
     run_context_of(scenario, population, RunFolder(Path()))
     population.build_model(scenario, device_of(scenario.device), ("image", "text"))
+    measures_of(scenario.evaluation)
 
 
 def run_coordinator(

@@ -14,6 +14,7 @@ from coordinator.loop import Loop
 from fedmq.clock import Clock
 from fedmq.encoders.gpu import kind_of
 from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.evaluation.user_metrics import described, measures_of
 from fedmq.federation.population import Population, device_here
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
@@ -69,7 +70,7 @@ def summary_of(
         ),
         versions_of=_versions_of(loop),
     )
-    return summary.model_copy(update=_of_some_runs(loop, config, unchanged=unchanged))
+    return summary.model_copy(update=_of_some_runs(loop, config, last, unchanged=unchanged))
 
 
 def _last_evaluation(loop: Loop) -> EvaluationLine:
@@ -124,7 +125,7 @@ def _versions_of(loop: Loop) -> dict[str, str]:
     }
 
 
-def _of_some_runs(loop: Loop, config: ReleaseConfig, *, unchanged: bool) -> dict[str, object]:
+def _of_some_runs(loop: Loop, config: ReleaseConfig, last: EvaluationLine, *, unchanged: bool) -> dict[str, object]:
     """The keys of a summary that are there only where they say something."""
     traits, found = loop.run_context.traits, dict[str, object]()
     if config.released_with:
@@ -134,6 +135,10 @@ def _of_some_runs(loop: Loop, config: ReleaseConfig, *, unchanged: bool) -> dict
     if loop.evaluation.personal:
         line = personal_figures(loop.rounds.version, loop.evaluation.personal)
         found |= {name: value for name, value in line if name.startswith("personal")}
+    if loop.evaluation.missing:
+        found["personal_missing"] = dict(sorted(loop.evaluation.missing.items()))
+    if own_metrics := described(measures_of(loop.run_context.scenario.evaluation), last.metrics):
+        found["own_metrics"] = own_metrics
     if traits.our_reading:
         found["our_reading"] = True
     if traits.own_only:

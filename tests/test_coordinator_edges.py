@@ -30,7 +30,8 @@ from fedmq.clock import VirtualClock, WallClock
 from fedmq.config.faults import AnyFault
 from fedmq.data import partition
 from fedmq.evaluation import recall
-from fedmq.evaluation.program import Embedded, fold_recalls
+from fedmq.evaluation.embedded import Embedded
+from fedmq.evaluation.metrics import fold_recalls
 from fedmq.federation.fault_effects import TaskOutcome, outcome_after
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.population import build_population

@@ -264,7 +264,7 @@ def changed(sealed: Path, tmp_path: Path, change: Callable[[dict[str, Any]], obj
 def test_figures_that_a_silo_never_said_are_found(tmp_path: Path, sealed: Path) -> None:
     def forge(line: dict[str, Any]) -> None:
         if line["kind"] == "personal" and line["version"] == 4:
-            line["personal_whole_split"]["silo-01"]["mean_r1"] += 0.1
+            line["personal_whole_split"]["silo-01"]["mean_r1"] -= 0.1
 
     found = changed(sealed, tmp_path, forge)
     assert found == [

@@ -13,7 +13,9 @@ import torch
 from fedmq.config.loader import load
 from fedmq.config.scenario import Evaluation, Scenario
 from fedmq.errors import InputError
-from fedmq.evaluation.program import Embedded, HeldOut, embed, fold_recalls, measure, rank
+from fedmq.evaluation.embedded import Embedded, embed, rank
+from fedmq.evaluation.metrics import fold_recalls, measure
+from fedmq.evaluation.program import HeldOut
 from fedmq.federation import population as populations
 from fedmq.federation.population import build_population, device_of
 from fedmq.federation.protocol import Encoders

@@ -16,7 +16,8 @@ from rich.console import Console
 
 from fedmq.config.scenario import Evaluation
 from fedmq.errors import InputError
-from fedmq.evaluation.program import Embedded, fold_recalls, measure
+from fedmq.evaluation.embedded import Embedded
+from fedmq.evaluation.metrics import fold_recalls, known_names, measure
 from fedmq.experiments import grid as planning
 from fedmq.experiments import summary as made_rows
 from fedmq.experiments import tables
@@ -141,9 +142,9 @@ def test_what_an_evaluation_measures_is_known_before(tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     image, text = generator.normal(size=(2, 6, 4)).astype(np.float32)
     items = Embedded(image, text, np.arange(6), np.eye(2, dtype=np.uint8)[np.arange(6) % 2], binary=True)
-    assert set(measure(items, asked, items)) == set(planning.known_metrics(asked))
-    with_folds = set(planning.known_metrics(asked.model_copy(update={"fold_size": 2})))
-    assert with_folds == set(planning.known_metrics(asked)) | set(fold_recalls(items, 2))
+    assert set(measure(items, asked, items)) == set(known_names(asked))
+    with_folds = set(known_names(asked.model_copy(update={"fold_size": 2})))
+    assert with_folds == set(known_names(asked)) | set(fold_recalls(items, 2))
 
 
 def test_runs_that_were_not_made_alike_are_named_under_the_table(study: Study) -> None:

@@ -17,7 +17,8 @@ from fedmq.config.scenario import Evaluation, MissingModality, Objective, Traini
 from fedmq.data.label_levels import COARSE
 from fedmq.data.partition import modalities
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.evaluation.program import Embedded, measure
+from fedmq.evaluation.embedded import Embedded
+from fedmq.evaluation.metrics import measure
 from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Reply
 from fedmq.models.hash_networks import signs, straight_through

@@ -19,6 +19,7 @@ from fedmq.config.loader import read_yaml
 from fedmq.config.run_id import name_of
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.evaluation.metrics import is_known, objection
 from fedmq.runs.model_files import BESIDE, beside, digests_by_name, digests_of, parameters
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import (
@@ -168,6 +169,7 @@ def against_the_run(
                 named.setdefault(silo, folder.summary.name)
     if told.lines is not None:
         yield from _course(folder, course, told.lines, inline=inline)
+        yield from _out_of_bounds(str(folder.metrics), told.lines, summary)
         if summary is not None:
             yield from _figures(folder, course, told.lines, summary, inline=inline)
     yield from found
@@ -352,6 +354,27 @@ def _of_the_last_evaluation(
             yield place, f"the figures of {silo} are not those of the last evaluation in {metrics}"
     if shares:
         yield from _made(place, summary, {"per_silo_mean": means(shares), "fairness": fairness_of(shares)})
+
+
+def _out_of_bounds(place: str, lines: Sequence[MetricsLine], summary: RunSummary | None) -> Iterator[Discrepancy]:
+    """Values that their metrics cannot have; a summary describes the user's own metrics, which others do not know."""
+    own = () if summary is None else tuple(summary.own_metrics.values())
+    for line in lines:
+        for values in _measured(line):
+            told = values if summary else {name: value for name, value in values.items() if is_known(name)}
+            if (wrong := objection(told, own)) is not None:
+                yield place, f"a figure of version {line.version} that cannot be: {wrong}"
+
+
+def _measured(line: MetricsLine) -> list[Figures]:
+    """The figures of a line that an evaluator or a silo measured."""
+    match line:
+        case EvaluationLine():
+            return [line.metrics, *line.per_silo.values()]
+        case PersonalLine():
+            return [*line.personal_whole_split.values(), *line.personal_per_silo.values()]
+        case MergeLine():
+            return []
 
 
 def own_means(whole: BySilo, shares: BySilo) -> dict[str, Figures]:

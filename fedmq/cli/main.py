@@ -117,12 +117,19 @@ def _scenario_of(file: Path, settings: list[str] | None, seed: int | None, *, by
     """
     import protocols  # noqa: PLC0415 - all of them bring torch
     from fedmq.config import loader as scenarios  # noqa: PLC0415
+    from fedmq.config import user_files  # noqa: PLC0415
+    from fedmq.evaluation import user_metrics  # noqa: PLC0415
 
     extra = [*(settings or []), *([f"seed={seed}"] if seed is not None else [])]
     raw = scenarios.apply_settings(scenarios.read_yaml(file), extra)
     scenario = scenarios.parse(raw, file)
     try:
         scenario = protocols.resolved(scenario)
+        # What is set on the command line starts at the working directory, what a file says at that file.
+        given = "evaluation.metrics" in raw.overridden or "evaluation" in raw.overridden
+        scenario = user_metrics.adopted(scenario, Path() if given else file.parent)
+    except user_files.UserFileError:
+        raise
     except InputError as error:
         unknown = f"{error.place}.{error.found}"  # of an option that is none, its own setting is its place
         key = unknown if unknown in raw.overridden else error.place

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from rich.console import Console
@@ -13,6 +13,8 @@ from rich.table import Column, Table
 
 from fedmq.audit.log_checks import Audit
 from fedmq.config.scenario import Scenario
+from fedmq.evaluation.metrics import BRIEF, WAYS, Metric, metric_of, shown
+from fedmq.evaluation.user_metrics import measures_of, own_metrics
 from fedmq.runs.run_records import RunSummary
 from fedmq.runs.status import Status
 from fedmq.storage.run_folder import RunFolder
@@ -65,9 +67,7 @@ def _line(status: Status, left: str) -> str:
         return f"waiting for {name_some(status.missing)}{refused}"
     loss = "-" if status.loss is None else f"{status.loss:.3f}"
     recall = ", ".join(
-        f"{name.removeprefix('mean_').upper()} {status.metrics[name]:.3f}"
-        for name in ("mean_r1", "mean_r10")
-        if name in status.metrics
+        f"{metric_of(name).heading} {status.metrics[name]:.3f}" for name in BRIEF if name in status.metrics
     )
     return (
         f"round {status.round}/{status.rounds}  silos: {status.training} training, "
@@ -76,13 +76,14 @@ def _line(status: Status, left: str) -> str:
     )
 
 
-def status_table(status: Status, left: str, title: str) -> Table:
+def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = ()) -> Table:
     """How a run stands, for a terminal that is kept up to date.
 
     Args:
         status: as the coordinator tells it.
         left: the time left, as shown.
         title: of the run.
+        own: entries of the user's own metrics.
     """
     table = Table.grid(padding=(0, 2))
     table.add_row(
@@ -92,12 +93,12 @@ def status_table(status: Status, left: str, title: str) -> Table:
     waiting = max(0, status.online - status.training)
     table.add_row("round", f"{status.round} of {status.rounds}", f"{status.phase}, {status.elapsed:.0f} s")
     table.add_row("silos", f"{status.training} training, {waiting} waiting, {status.lost} lost", f"loss {loss}")
-    recall = "  ".join(
-        f"{name.removeprefix('mean_').upper()} {value:.3f}"
-        for name, value in status.metrics.items()
-        if name.startswith("mean_")
+    measured = "  ".join(
+        f"{metric.heading} {status.metrics[metric.name]:.3f}"
+        for metric in shown(status.metrics, own)
+        if metric.way in ("", "mean")
     )
-    table.add_row("recall", recall or "not measured yet", _bytes(status.bytes))
+    table.add_row("metrics", measured or "not measured yet", _bytes(status.bytes))
     if status.phase == "gathering" and status.missing:
         table.add_row("waiting for", name_some(status.missing))
     if any(status.refused):
@@ -141,29 +142,41 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
 
         yield plain
         return
-    with Live(f"{title}: starting the silos", console=console, refresh_per_second=5, transient=True) as shown:
+    own = own_metrics(measures_of(scenario.evaluation))
+    with Live(f"{title}: starting the silos", console=console, refresh_per_second=5, transient=True) as live:
 
         def update(status: Status) -> None:
             if not first and status.phase != "gathering":
                 first.append((status.round, status.elapsed))
-            shown.update(status_table(status, _left(status, first[0] if first else None), title))
+            live.update(status_table(status, _left(status, first[0] if first else None), title, own))
 
         yield update
 
 
+def _results(models: Sequence[tuple[str, Mapping[str, float]]], own: Sequence[Metric], title: str) -> Table:
+    """Metrics by way of retrieval: a row for each way and model, a column for each metric."""
+    columns: dict[str, dict[str, str]] = {}
+    for metric in shown(models[0][1], own):
+        if metric.way:
+            columns.setdefault(metric.heading, {})[metric.way] = metric.name
+    table = Table("", *columns, title=title)
+    ways = [way for way in WAYS if any(way in names for names in columns.values())]
+    for whose, measured in models:
+        for way in ways:
+            cells = (f"{measured[names[way]]:.4f}" if way in names else "-" for names in columns.values())
+            table.add_row(whose + WAYS[way], *cells)
+    return table
+
+
 def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> None:
     """What a run came to, and where to look further."""
-    labels = "map" in summary.metrics
-    head = ("", "R@1", "R@5", "R@10", *(["mAP"] if labels else []))
-    table = Table(*head, title=escape(f"{summary.scenario}: {summary.protocol}, seed {summary.seed}"))
+    own = tuple(summary.own_metrics.values())
     models = [("", summary.metrics)] + ([("own models, ", summary.personal)] if summary.personal else [])
-    for whose, measured in models:
-        for name, way in (("image to text", "i2t"), ("text to image", "t2i"), ("mean", "mean")):
-            cells = [f"{measured[f'{way}_r{k}']:.4f}" for k in (1, 5, 10)]
-            if labels:
-                cells.append(f"{measured['map' if way == 'mean' else f'map_{way}']:.4f}")
-            table.add_row(whose + name, *cells)
-    console.print(table)
+    console.print(_results(models, own, escape(f"{summary.scenario}: {summary.protocol}, seed {summary.seed}")))
+    for metric in shown(summary.metrics, own):
+        if not metric.way:
+            values = ", ".join(f"{whose}{measured[metric.name]:.4f}" for whose, measured in models)
+            console.print(f"{metric.title}: {values}", highlight=False, markup=False, soft_wrap=True)
     fairness, seconds, traffic, tasks = summary.fairness, summary.seconds, summary.bytes, summary.tasks
     lost = f"tasks: {tasks.merged} merged, {tasks.failed} failed, {tasks.discarded} discarded\n"
     console.print(
@@ -181,6 +194,14 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         markup=False,
         soft_wrap=True,
     )
+    for silo, why in summary.personal_missing.items():
+        console.print(
+            f"{silo}: its own model was not measured, and counts in no mean over silos: {printable(why)}",
+            style="yellow",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     if summary.unchanged:
         console.print(
             "the model is the one the run began with, to the bit: no silo's update changed it. Silos that have nothing "

@@ -17,7 +17,7 @@ _HERE: Mapping[str, tuple[str, ...]] = {
 }
 
 #: Keys that scenarios did not always have, with their defaults.
-_YOUNGER: Mapping[str, Mapping[str, object]] = {"evaluation": {"personal_every": 0}}
+_YOUNGER: Mapping[str, Mapping[str, object]] = {"evaluation": {"personal_every": 0, "metrics": []}}
 
 
 def facts_of(plain: Mapping[str, Any]) -> dict[str, Any]:

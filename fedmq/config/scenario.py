@@ -19,6 +19,8 @@ DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 Device = Annotated[str, Field(pattern=DEVICE)]
 
 
+#: A file of the user's own metrics, or the name of an installed one.
+MetricSource = Annotated[str, Field(min_length=1, max_length=4096)]
 #: Before the name of a timm model in ``backbone.name``.
 TIMM = "timm:"
 #: ``backbone.name`` of an image network in a .mat file of MatConvNet, as CNN-F is distributed.
@@ -271,6 +273,9 @@ class Evaluation(Part):
     )
     ndcg_at: tuple[Count, ...] = Field((), description="cut-offs N of NDCG@N")
     ndcg_ideal: Literal["database", "retrieved"] = Field("database", description="what NDCG's ideal list is made of")
+    metrics: tuple[MetricSource, ...] = Field(
+        (), description="further metrics: Python files (./mine.py) or names of the entry point group fedmq.metrics"
+    )
 
     @model_validator(mode="after")
     def _no_query_finds_itself(self) -> Evaluation:

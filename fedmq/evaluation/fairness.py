@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from fedmq.evaluation.metrics import HEADLINE
+
 
 def means(by_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """Of each metric that all silos have, the mean over them."""
@@ -25,5 +27,5 @@ def fairness(values: Sequence[float] | npt.NDArray[np.float64]) -> dict[str, flo
 
 def fairness_of(per_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
     """``std_r1``, ``worst_r1`` and ``gap_r1`` over the silos whose figures, by name, have a ``mean_r1``."""
-    spread = fairness([own["mean_r1"] for own in per_silo.values() if "mean_r1" in own])
+    spread = fairness([own[HEADLINE] for own in per_silo.values() if HEADLINE in own])
     return {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")}

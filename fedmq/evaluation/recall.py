@@ -85,7 +85,11 @@ def recalls(image: Array, text: Array, owner: Array, ks: Sequence[int] = RECALLS
     """Recall@k both ways and their mean, ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ..., and the median ranks ``i2t_medr``,
     ``t2i_medr``; shapes as in retrieval_ranks.
     """
-    i2t, t2i = retrieval_ranks(image, text, owner)
+    return recalls_of(*retrieval_ranks(image, text, owner), ks)
+
+
+def recalls_of(i2t: I64, t2i: I64, ks: Sequence[int] = RECALLS) -> dict[str, float]:
+    """The same from the ranks [n] and [m] of retrieval_ranks."""
     result: dict[str, float] = {"i2t_medr": float(median_rank(i2t)), "t2i_medr": float(median_rank(t2i))}
     for k in ks:
         result[f"i2t_r{k}"], result[f"t2i_r{k}"] = recall(i2t, k), recall(t2i, k)

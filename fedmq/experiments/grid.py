@@ -24,9 +24,10 @@ import yaml
 
 from fedmq.config.loader import nearest
 from fedmq.config.run_id import without_younger
-from fedmq.config.scenario import Evaluation, Scenario
+from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
-from fedmq.evaluation.recall import RECALLS
+from fedmq.evaluation.metrics import BRIEF, known_names
+from fedmq.evaluation.user_metrics import measures_of
 from fedmq.runs.results import Target
 
 Resolve = Callable[[Path, list[str], int | None], Scenario]
@@ -110,7 +111,7 @@ class ComparisonPlan:
 
     entries: tuple[Entry, ...]
     seeds: tuple[int, ...]
-    metrics: tuple[str, ...] = ("mean_r1", "mean_r10")
+    metrics: tuple[str, ...] = BRIEF
     targets: tuple[Target, ...] = ()
     baseline: str | None = None
     across: str | None = None
@@ -201,22 +202,6 @@ def parse_target(text: str) -> Target:
         raise InputError("--target", text, "metric=value, e.g. mean_r10=0.5") from None
 
 
-def known_metrics(evaluation: Evaluation) -> tuple[str, ...]:
-    """The names that ``evaluation.program.measure`` may give; which of them it does depends on the data's labels."""
-    ways = ("", "_i2t", "_t2i", *(("_i2i", "_t2t") if evaluation.within else ()))
-    return (
-        *(f"{way}_r{k}" for way in ("mean", "i2t", "t2i") for k in RECALLS),
-        *("i2t_medr", "t2i_medr"),
-        *(f"fold_{way}_r{k}" for way in ("mean", "i2t", "t2i") for k in RECALLS if evaluation.fold_size),
-        *(f"fold_{way}_medr" for way in ("i2t", "t2i") if evaluation.fold_size),
-        *("spread_image", "spread_text"),
-        *(f"map{way}" for way in ways),
-        *(f"map_expected{way}" for way in ways),
-        *(f"map_at{n}{way}" for n in evaluation.map_at for way in ways),
-        *(f"ndcg_at{n}{way}" for n in evaluation.ndcg_at for way in ways[:3]),
-    )
-
-
 def scenarios(plan: ComparisonPlan, resolve: Resolve) -> Iterator[Scenario]:
     """Every scenario of the plan, its candidates for a choice included, but for the seeds."""
     variants = dict.fromkeys(
@@ -246,7 +231,8 @@ def check_metrics(plan: ComparisonPlan, resolve: Resolve) -> None:
         InputError: there is no such metric; the nearest ones that there are.
     """
     asked = [*(("--metric", name) for name in plan.metrics), *(("--target", each.metric) for each in plan.targets)]
-    known = dict.fromkeys(name for each in scenarios(plan, resolve) for name in known_metrics(each.evaluation))
+    evaluations = dict.fromkeys(each.evaluation for each in scenarios(plan, resolve))
+    known = dict.fromkeys(name for each in evaluations for name in known_names(each, measures_of(each)))
     for option, name in asked:
         if "." not in name and name not in known:
             more = "cut-offs as evaluation.map_at and evaluation.ndcg_at name them, folds with evaluation.fold_size"

@@ -17,6 +17,7 @@ from typing import IO
 
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
+from fedmq.evaluation.metrics import higher_is_better
 from fedmq.experiments import process_pool as jobs
 from fedmq.experiments.grid import ComparisonPlan, Entry, Resolve, digest, named_by
 from fedmq.experiments.summary import Row, empty_columns, rows
@@ -297,5 +298,6 @@ def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str
     values = {candidate: value for candidate, own in done.items() if (value := own.value(metric)) is not None}
     if done and not values:
         raise results.unknown_metric(metric, next(iter(done.values())))
-    sign = -1 if results.less_is_better(metric) else 1
+    own_metrics = next((own.own_metrics for own in done.values()), ())
+    sign = 1 if higher_is_better(metric, own_metrics) else -1
     return max(values, key=lambda candidate: sign * values[candidate], default=None)

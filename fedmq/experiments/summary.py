@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from fedmq.config.loader import nearest
 from fedmq.errors import InputError
+from fedmq.evaluation.metrics import Metric
 from fedmq.experiments.grid import NO_BASELINE, ComparisonPlan, Entry
 from fedmq.runs import results as outcomes
 from fedmq.runs.results import FinishedRun, Statistic
@@ -93,6 +94,7 @@ def rows(
     if plan.zero_shot:
         results[ZERO_SHOT] = {seed: own.untrained() for seed, own in finished[plan.entries[0].name].items()}
     columns = {name: _columns(own, plan) for name, own in results.items()}
+    own_metrics = tuple({metric for own in results.values() for run in own.values() for metric in run.own_metrics})
     against = baselines(plan)
     statistics = {
         name: {
@@ -107,7 +109,7 @@ def rows(
             chosen.get(entry.name) or (),
             results[entry.name],
             statistics[entry.name],
-            _best_columns(entry, plan, statistics),
+            _best_columns(entry, plan, statistics, own_metrics),
             against[entry.name],
         )
         for entry in entries_of(plan)
@@ -168,7 +170,10 @@ def _names(own: FinishedRun) -> list[str]:
 
 
 def _best_columns(
-    entry: Entry, plan: ComparisonPlan, statistics: Mapping[str, Mapping[str, Statistic]]
+    entry: Entry,
+    plan: ComparisonPlan,
+    statistics: Mapping[str, Mapping[str, Statistic]],
+    own_metrics: Sequence[Metric],
 ) -> frozenset[str]:
     if plan.baseline == NO_BASELINE:
         return frozenset()
@@ -177,5 +182,5 @@ def _best_columns(
     return frozenset(
         column
         for column in statistics[entry.name]
-        if place in outcomes.best([statistics[name][column] for name in peers], column)
+        if place in outcomes.best([statistics[name][column] for name in peers], column, own_metrics)
     )

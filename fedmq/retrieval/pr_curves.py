@@ -15,8 +15,9 @@ from typing import TypeVar
 import numpy as np
 
 from fedmq.errors import InputError
+from fedmq.evaluation.embedded import Way, embed, rank
 from fedmq.evaluation.label_metrics import Curve, RankingMetrics
-from fedmq.evaluation.program import HeldOut, Way, embed, rank
+from fedmq.evaluation.program import HeldOut
 from fedmq.federation.population import Population, build_population
 from fedmq.progress import Progress
 from fedmq.retrieval.released_model import Release

@@ -18,7 +18,7 @@ from fedmq.data.label_levels import fine_columns
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.evaluation.program import embed
+from fedmq.evaluation.embedded import embed
 from fedmq.progress import Progress
 from fedmq.retrieval.pr_curves import labelled_world
 from fedmq.retrieval.released_model import Release

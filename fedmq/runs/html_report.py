@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from fedmq.data.raw_set import read_text
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of
+from fedmq.evaluation.metrics import HEADLINE, Metric, is_known, metric_of, shown
 from fedmq.runs.html_figures import Figure
 from fedmq.runs.results import read_metrics, read_summary
 from fedmq.runs.run_records import EvaluationLine, MergeLine, PersonalLine, RunSummary
@@ -31,24 +32,33 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
     return "<table>" + cells("th", head) + "".join(cells("td", row) for row in rows) + "</table>"
 
 
+def _retrieval(title: str, found: list[tuple[int, dict[str, float]]], own: Sequence[Metric]) -> list[Figure]:
+    """Metrics over merges: a figure of all that are fractions, and one for each that is not."""
+    figures: dict[str, Figure] = {}
+    for metric in shown(found[-1][1], own):
+        if metric.way not in ("", "mean"):
+            continue
+        fraction = (metric.low, metric.high) == (0.0, 1.0)
+        key = "fraction" if fraction else metric.title
+        head = title if fraction else f"{title}: {metric.title}"
+        figure = figures.setdefault(key, Figure(head, "merges", key, _HEIGHT))
+        known = [(version, values[metric.name]) for version, values in found if metric.name in values]
+        x, y = [version for version, _ in known], [value for _, value in known]
+        figure.draw("scatter", x=x, y=y, name=metric.name, mode="lines+markers")
+    return list(figures.values())
+
+
 def _curves(
-    evaluations: Sequence[EvaluationLine], merges: Sequence[MergeLine], personal: Sequence[PersonalLine]
+    evaluations: Sequence[EvaluationLine],
+    merges: Sequence[MergeLine],
+    personal: Sequence[PersonalLine],
+    own: Sequence[Metric],
 ) -> str:
-    versions = [line.version for line in evaluations]
-    recalls = Figure("Retrieval on the held-out split", "merges", "fraction", _HEIGHT)
-    for name in ("mean_r1", "mean_r5", "mean_r10", "map"):
-        if name in evaluations[-1].metrics:
-            values = [line.metrics.get(name) for line in evaluations]
-            recalls.draw("scatter", x=versions, y=values, name=name, mode="lines+markers")
-    figures = [recalls]
+    shared = [(line.version, line.metrics) for line in evaluations]
+    figures = _retrieval("Retrieval on the held-out split", shared, own)
     if len(personal) > 1:
-        figure = Figure("Silos' own models on the held-out split, means over silos", "merges", "fraction", _HEIGHT)
-        for name in ("mean_r1", "mean_r5", "mean_r10", "map"):
-            known = [line for line in personal if name in line.personal]
-            if known:
-                x, y = [line.version for line in known], [line.personal[name] for line in known]
-                figure.draw("scatter", x=x, y=y, name=name, mode="lines+markers")
-        figures.append(figure)
+        theirs = [(line.version, line.personal) for line in personal]
+        figures += _retrieval("Silos' own models on the held-out split, means over silos", theirs, own)
     figures.append(_spread(evaluations, personal))
     losses = {line.version: line.loss for line in merges if line.loss is not None}
     if losses:
@@ -110,7 +120,7 @@ def _silos(summary: RunSummary) -> str:
     figure.draw(
         "bar",
         x=list(silos),
-        y=[own.figures["mean_r1"] for own in silos.values()],
+        y=[own.figures[HEADLINE] for own in silos.values()],
         marker={"color": [colours[len(own.modalities)] for own in silos.values()]},
         hovertext=[
             f"{' + '.join(own.modalities)}, {own.samples} samples, {own.participations} replies"
@@ -118,6 +128,11 @@ def _silos(summary: RunSummary) -> str:
         ],
     )
     return figure.to_html(first=False)
+
+
+def _title(name: str, own: Sequence[Metric] = ()) -> str:
+    """A metric in words; nothing for one of another version of fedmq."""
+    return metric_of(name, own).title if is_known(name, own) else ""
 
 
 def write(folder: RunFolder) -> None:
@@ -132,19 +147,25 @@ def write(folder: RunFolder) -> None:
     personal = [line for line in lines if isinstance(line, PersonalLine)]
     if not evaluations:
         raise InputError(str(folder.metrics), "no evaluation", "the lines of a finished run")
-    first = evaluations[0].metrics
-    rows = [(name, f"{first.get(name, float('nan')):.4f}", f"{value:.4f}") for name, value in summary.metrics.items()]
+    first, own = evaluations[0].metrics, tuple(summary.own_metrics.values())
+    rows = [
+        (name, f"{first.get(name, float('nan')):.4f}", f"{value:.4f}", _title(name, own))
+        for name, value in summary.metrics.items()
+    ]
     up, down = summary.bytes.up, summary.bytes.down
     traffic = [(kind, f"{up.get(kind, 0):,}", f"{down.get(kind, 0):,}") for kind in sorted({*up, *down})]
     body = [
         f"<h1>{html.escape(summary.scenario)}: {html.escape(summary.protocol)}, seed {summary.seed}</h1>",
         f"<p>{summary.versions} merges, {len(summary.per_silo)} silos, "
         f"model digest <code>{html.escape(summary.model_digest)}</code></p>",
-        _curves(evaluations, merges, personal),
+        _curves(evaluations, merges, personal, own),
         "<h2>Retrieval</h2>",
-        _table(("metric", "before training", "after"), rows),
+        _table(("metric", "before training", "after", "what it is"), rows),
         _silos(summary),
-        _table(("fairness over silos", "value"), [(name, f"{value:.4f}") for name, value in summary.fairness.items()]),
+        _table(
+            ("fairness over silos", "value", "what it is"),
+            [(name, f"{value:.4f}", _title(name)) for name, value in summary.fairness.items()],
+        ),
         "<h2>Traffic [bytes of payload tensors]</h2>",
         _table(("payload", "from the silos", "to the silos"), traffic),
         "<h2>Seconds</h2>",

@@ -10,24 +10,12 @@ from functools import cached_property
 
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
+from fedmq.evaluation.metrics import Metric, higher_is_better
 from fedmq.runs.run_records import AnyMetricsLine, EvaluationLine, MergeLine, MetricsLine, PersonalLine, RunSummary
 from fedmq.storage.json_files import read_json, read_lines
 from fedmq.storage.run_folder import RunFolder
 
 CONFIDENCE = 0.95
-#: What is better when it is less; everything else is better when it is more.
-_LESS = (
-    "fairness.std",
-    "fairness.gap",
-    "personal_fairness.std",
-    "personal_fairness.gap",
-    "bytes.",
-    "seconds.",
-    "messages.",
-    "processes.",
-)
-
-
 _FINISHED = "the folder of a finished run"
 
 
@@ -106,12 +94,14 @@ class FinishedRun:
         summary: its ``summary.json``; None of a run as of version 0, which is told by its first evaluation alone.
         evaluations: in order of versions.
         personal: measurements of the silos' own models that are on file, in order of versions.
+        own_metrics: entries of the user's own metrics that it measured.
     """
 
     folder: RunFolder
     summary: RunSummary | None
     evaluations: tuple[EvaluationResult, ...]
     personal: tuple[Personal, ...] = ()
+    own_metrics: tuple[Metric, ...] = ()
 
     @cached_property
     def figures(self) -> Mapping[str, object]:
@@ -146,11 +136,11 @@ class FinishedRun:
 
     def untrained(self) -> FinishedRun:
         """The same run as of version 0: what the frozen encoders and the initial parameters do by themselves."""
-        return FinishedRun(self.folder, None, self.evaluations[:1])
+        return FinishedRun(self.folder, None, self.evaluations[:1], own_metrics=self.own_metrics)
 
     def time_to(self, target: Target) -> float | None:
         """The run's time [s] of the first evaluation that reaches a target; None if none does."""
-        sign = -1 if less_is_better(target.metric) else 1
+        sign = 1 if higher_is_better(target.metric, self.own_metrics) else -1
         reached = (now for _, now, value in self.course(target.metric) if sign * (value - target.value) >= 0)
         return next(reached, None)
 
@@ -201,7 +191,8 @@ def read(folder: RunFolder) -> FinishedRun:
     if not evaluations:
         raise InputError(str(folder.metrics), "no evaluation", _FINISHED)
     ordered = tuple(evaluations[version] for version in sorted(evaluations))
-    return FinishedRun(folder, summary, ordered, tuple(personal[version] for version in sorted(personal)))
+    measured = tuple(personal[version] for version in sorted(personal))
+    return FinishedRun(folder, summary, ordered, measured, tuple(summary.own_metrics.values()))
 
 
 def unknown_metric(metric: str, outcome: FinishedRun) -> InputError:
@@ -209,11 +200,6 @@ def unknown_metric(metric: str, outcome: FinishedRun) -> InputError:
     last = outcome.evaluations[-1] if outcome.summary is None else outcome.summary
     known = ", ".join((*last.metrics, *(f"fairness.{name}" for name in last.fairness)))
     return InputError("--metric", metric, f"{known}, bytes.up, bytes.down, seconds.virtual and the like")
-
-
-def less_is_better(column: str) -> bool:
-    """Whether a smaller value of this column is the better one."""
-    return column.startswith((*_LESS, "seconds to ")) or column.endswith("_medr")
 
 
 @dataclass(frozen=True)
@@ -267,8 +253,13 @@ def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None)
     return Statistic(len(own), mean, std, difference, float(interval.low), float(interval.high), len(common))
 
 
-def best(statistics: Sequence[Statistic], column: str) -> set[int]:
+def best(statistics: Sequence[Statistic], column: str, own: Sequence[Metric] = ()) -> set[int]:
     """Which of several rows are best in a column; rows with fewer seeds than the others do not take part.
+
+    Args:
+        statistics: of the rows.
+        column: a metric or a place in the summary.
+        own: entries of the user's own metrics.
 
     Returns:
         Indices; none if there is nothing to compare.
@@ -277,5 +268,5 @@ def best(statistics: Sequence[Statistic], column: str) -> set[int]:
     means = {index: each.mean for index, each in enumerate(statistics) if each.n == most and most > 0}
     if len(means) < 2:
         return set()
-    top = min(means.values()) if less_is_better(column) else max(means.values())
+    top = max(means.values()) if higher_is_better(column, own) else min(means.values())
     return {index for index, mean in means.items() if mean == top}

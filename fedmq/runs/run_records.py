@@ -10,16 +10,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue, RootModel, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, RootModel, TypeAdapter, ValidationError, model_validator
 
+from fedmq.evaluation.metrics import HEADLINE, Metric
 from fedmq.storage.json_files import Digest, Stored
 
 #: Metric name to value.
 Figures = dict[str, float]
 BySilo = dict[str, Figures]
 
-#: Of a silo's figures, the one that every report shows.
-_NEEDED = "mean_r1"
+_METRIC = TypeAdapter(Metric)
+
+
+def _metric(entry: object) -> Metric:
+    """An entry of a metric from JSON; strict models take dataclasses only as instances."""
+    try:
+        return _METRIC.validate_python(entry)
+    except ValidationError as error:
+        raise ValueError(error.errors(include_url=False)[0]["msg"]) from None
 
 
 class SiloSummary(Stored):
@@ -39,8 +47,8 @@ class SiloSummary(Stored):
 
     @model_validator(mode="after")
     def _has_the_needed_figure(self) -> SiloSummary:
-        if _NEEDED not in self.figures:
-            raise ValueError(f"{_NEEDED} is missing")
+        if HEADLINE not in self.figures:
+            raise ValueError(f"{HEADLINE} is missing")
         return self
 
     @property
@@ -126,6 +134,8 @@ class RunSummary(Stored):
         personal_per_silo: of each silo's own model on its own share.
         personal_per_silo_mean: means of these over silos.
         personal_fairness: as ``fairness``, of the silos' own models.
+        personal_missing: why silos' own models were not measured, by silo.
+        own_metrics: entries of the user's own metrics that were measured, by name.
         our_reading: the method is this project's reading of what its paper leaves open.
         own_only: the method trains no shared model as a whole.
         public_items: size of the public set; None for a method without one.
@@ -155,6 +165,8 @@ class RunSummary(Stored):
     personal_per_silo: BySilo = Field(default_factory=dict)
     personal_per_silo_mean: Figures = Field(default_factory=dict)
     personal_fairness: Figures = Field(default_factory=dict)
+    personal_missing: dict[str, str] = Field(default_factory=dict)
+    own_metrics: dict[str, Annotated[Metric, BeforeValidator(_metric)]] = Field(default_factory=dict)
     our_reading: bool = False
     own_only: bool = False
     public_items: int | None = None

@@ -1,0 +1,476 @@
+"""The registry of metrics: what each is called, which values it can have and which are better, and what computes it.
+
+A metric is added here, in one place: a function of a :class:`Measured` and the :class:`Metric` entries of what it
+returns, together a :class:`Measure` in :data:`BUILT_IN`. Summaries, tables, reports, comparisons and the checks of
+received and recorded values all go by these entries. A user's own file adds more (``fedmq.evaluation.user_metrics``).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from fedmq.config.loader import nearest
+from fedmq.config.scenario import Evaluation
+from fedmq.errors import InputError, RunError
+from fedmq.evaluation import recall
+from fedmq.evaluation.embedded import Embedded, Way, comparable, rank
+from fedmq.evaluation.label_metrics import RankingMetrics
+
+#: The metric that every evaluation has: silos are compared by it.
+HEADLINE = "mean_r1"
+#: Those that one line about a run has room for, and the columns of a comparison unless others are asked for.
+BRIEF = (HEADLINE, "mean_r10")
+#: By how much a computed value may miss its bounds: sums of fractions are rounded.
+ROUNDING = 1e-6
+#: Places of a summary that say what a run cost rather than what it reached: less of it is better.
+_COSTS = ("bytes.", "seconds.", "messages.", "processes.", "seconds to ")
+
+#: Ways of retrieval as names of metrics have them; ``mean`` is the mean of ``i2t`` and ``t2i``.
+WAYS: Mapping[str, str] = {
+    "i2t": "image to text",
+    "t2i": "text to image",
+    "mean": "mean",
+    "i2i": "image to image",
+    "t2t": "text to text",
+}
+_PLACEHOLDERS = {
+    r"\{n\}": r"(?P<n>[1-9]\d{0,17})",
+    r"\{way\}": "(?P<way>mean|i2t|t2i)",
+    r"\{_way\}": "(?:_(?P<way>i2t|t2i|i2i|t2t))?",
+}
+_NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric, or a family of metrics whose names differ in a cut-off or in the way of retrieval.
+
+    Args:
+        name: small letters, digits and ``_``; of a family with the placeholders ``{n}`` (a cut-off), ``{way}`` (mean,
+            i2t or t2i) or ``{_way}`` (nothing for the mean, or _i2t, _t2i, _i2i, _t2t), e.g. ``map_at{n}{_way}``.
+        title: what it is, in words; may have ``{n}``.
+        low: smallest value there is.
+        high: largest value there is.
+        higher_is_better: whether a larger value is the better one.
+        short: heading of its column in tables; may have ``{n}``; the name if it is empty.
+        shown: whether it is in the terminal's tables and in the curves of the report. It is in the summary, in the
+            report's table and in comparisons that ask for it in any case.
+        way: of retrieval, a key of :data:`WAYS`; empty if the metric has none. Names of a family set it.
+
+    Raises:
+        ValueError: the name is none, or there is nothing between the bounds.
+    """
+
+    name: str
+    title: str
+    low: float = 0.0
+    high: float = 1.0
+    higher_is_better: bool = True
+    short: str = ""
+    shown: bool = True
+    way: str = ""
+
+    def __post_init__(self) -> None:
+        if not _NAME.fullmatch(re.sub(r"\{(n|way|_way)\}", "x", self.name)):
+            raise ValueError(f"metric name {self.name!r}: small letters, digits and _ are allowed, a letter first")
+        if not (math.isfinite(self.low) and math.isfinite(self.high) and self.low < self.high):
+            raise ValueError(f"metric {self.name}: low {self.low} and high {self.high} must be finite, low below high")
+
+    @property
+    def is_family(self) -> bool:
+        """Whether its name has a placeholder."""
+        return "{" in self.name
+
+    @property
+    def heading(self) -> str:
+        """Of its column in a table."""
+        return self.short or self.name
+
+    def named(self, name: str) -> Metric | None:
+        """The metric of this name if it is this one or of this family, else None."""
+        if not self.is_family:
+            return self if name == self.name else None
+        match = _pattern(self.name).fullmatch(name)
+        if match is None:
+            return None
+        found = match.groupdict()
+        way = (found["way"] or "mean") if "way" in found else self.way
+        n = found.get("n") or ""
+        title = self.title.replace("{n}", n) + (f", {WAYS[way]}" if way else "")
+        return replace(self, name=name, title=title, short=self.short.replace("{n}", n), way=way)
+
+    def objection(self, value: float) -> str | None:
+        """What is wrong with a value, e.g. ``mean_r1 1.2, allowed: 0 to 1``; None if it is within the bounds."""
+        if self.low - ROUNDING <= value <= self.high + ROUNDING:
+            return None
+        return f"{self.name} {value:.4g}, allowed: {self.low:.10g} to {self.high:.10g}"
+
+
+@lru_cache
+def _pattern(template: str) -> re.Pattern[str]:
+    pattern = re.escape(template)
+    for placeholder, group in _PLACEHOLDERS.items():
+        pattern = pattern.replace(placeholder, group)
+    return re.compile(pattern)
+
+
+# ------------------------------------------------------------------------------------------------- what is measured
+@dataclass(frozen=True)
+class Measured:
+    """One model's embeddings of one set of items, the whole split or a silo's share of it.
+
+    Args:
+        queries: the evaluated items.
+        evaluation: of the scenario: cut-offs and the like.
+        gallery: what label metrics retrieve from; None is the queries' own other modality.
+        seed: of the order of items and captions, which settles ties.
+    """
+
+    queries: Embedded
+    evaluation: Evaluation
+    gallery: Embedded | None = None
+    seed: int = 0
+
+    @cached_property
+    def vectors(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
+        """Images [n, d], captions [m, d] and the captions' images int64 [m], whose inner products rank.
+
+        They are of unit length; of codes, signs as -1 and +1.
+        """
+        return comparable(self.queries, self.seed)
+
+    @cached_property
+    def ranks(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Rank, from 0, of the best placed match: of each image among the captions [n], of each caption's image [m]."""
+        return recall.retrieval_ranks(*self.vectors)
+
+    @cached_property
+    def labelled(self) -> bool:
+        """Whether the items have labels, which say what is relevant in a ranking of the gallery."""
+        return self.queries.labels is not None
+
+    @cached_property
+    def rankings(self) -> Mapping[Way, RankingMetrics]:
+        """What labels say of the rankings from images to texts and back; one text per item.
+
+        Raises:
+            ValueError: the items have no labels.
+        """
+        return rank(self.queries, self.gallery or self.queries, self.evaluation, self.seed, ("i2t", "t2i"))
+
+
+Compute = Callable[[Measured], Mapping[str, float]]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """Metrics that are computed together.
+
+    Args:
+        metrics: entries of all that ``compute`` may return.
+        compute: the values by name. It leaves out what the items do not allow, such as label metrics without labels.
+        names: what ``compute`` may return under a scenario's ``evaluation``; needed where there are families.
+        whole_split_only: whether it is computed for the whole split alone, not for the silos' shares of it.
+
+    Raises:
+        ValueError: a family without ``names``.
+    """
+
+    metrics: tuple[Metric, ...]
+    compute: Compute
+    names: Callable[[Evaluation], Iterable[str]] | None = None
+    whole_split_only: bool = False
+
+    def __post_init__(self) -> None:
+        if self.names is None and any(each.is_family for each in self.metrics):
+            raise ValueError(f"{self.metrics[0].name}: a family of metrics needs `names`")
+
+    def names_under(self, evaluation: Evaluation) -> tuple[str, ...]:
+        """The names of what may be measured under a scenario's ``evaluation``."""
+        return tuple(self.names(evaluation)) if self.names else tuple(each.name for each in self.metrics)
+
+    def of(self, items: Measured) -> dict[str, float]:
+        """Compute the metrics, and hold each value against its entry.
+
+        Raises:
+            RunError: the function returned a name that it has no entry for, or a value out of bounds.
+        """
+        found = self.compute(items)
+        for name, value in found.items():
+            metric = _found(name, self.metrics)
+            if metric is None:
+                raise RunError(f"metric {name}: computed by {_place(self.compute)}, which has no entry for it")
+            if (objection := metric.objection(value)) is not None:
+                raise RunError(f"metric {objection}; computed by {_place(self.compute)}")
+        return {name: float(value) for name, value in found.items()}
+
+
+def _place(function: Compute) -> str:
+    return f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', function)}"
+
+
+def _recalls(items: Measured) -> dict[str, float]:
+    return recall.recalls_of(*items.ranks)
+
+
+def _spreads(items: Measured) -> dict[str, float]:
+    image, text, _ = items.vectors
+    return {"spread_image": recall.spread(image), "spread_text": recall.spread(text)}
+
+
+def _label_metrics(items: Measured) -> dict[str, float]:
+    """MAP and NDCG both ways and their means, over the whole list and at each cut-off."""
+    if not items.labelled:
+        return {}
+    evaluation, (i2t, t2i) = items.evaluation, items.rankings.values()
+    found = {"map_i2t": i2t.map, "map_t2i": t2i.map, "map": (i2t.map + t2i.map) / 2}
+    if items.queries.binary:
+        found |= {"map_expected_i2t": i2t.map_expected, "map_expected_t2i": t2i.map_expected}
+        found["map_expected"] = (i2t.map_expected + t2i.map_expected) / 2
+    for n in evaluation.map_at:
+        found |= {f"map_at{n}_i2t": i2t.map_at[n], f"map_at{n}_t2i": t2i.map_at[n]}
+        found[f"map_at{n}"] = (i2t.map_at[n] + t2i.map_at[n]) / 2
+    for n in evaluation.ndcg_at:
+        ndcg = [(each.ndcg if evaluation.ndcg_ideal == "database" else each.ndcg_retrieved)[n] for each in (i2t, t2i)]
+        found |= {f"ndcg_at{n}_i2t": ndcg[0], f"ndcg_at{n}_t2i": ndcg[1], f"ndcg_at{n}": sum(ndcg) / 2}
+    return found
+
+
+def _within(items: Measured) -> dict[str, float]:
+    """Retrieval within a modality, as image hashing measures it: mAP and its cut-offs."""
+    queries, gallery, evaluation = items.queries, items.gallery, items.evaluation
+    if not items.labelled or gallery is None or not evaluation.within:
+        return {}
+    found: dict[str, float] = {}
+    for way, each in rank(queries, gallery, evaluation, items.seed, ("i2i", "t2t")).items():
+        found |= {f"map_{way}": each.map, **{f"map_at{n}_{way}": each.map_at[n] for n in evaluation.map_at}}
+        if queries.binary:
+            found[f"map_expected_{way}"] = each.map_expected
+    return found
+
+
+def fold_recalls(items: Embedded, size: int, seed: int = 0) -> dict[str, float]:
+    """Recall within consecutive folds of ``size`` items, the mean over the folds that are full.
+
+    COCO's 5,000 test images so make five galleries of 1,000, beside the one of 5,000.
+
+    Args:
+        items: the evaluated items, at least ``size``.
+        size: items of a fold.
+        seed: of the order within a fold, which settles ties.
+
+    Returns:
+        ``fold_i2t_r1``, ``fold_t2i_r1``, ``fold_mean_r1``, ...
+    """
+    starts = range(0, len(items.image) - size + 1, size)
+    found = []
+    for start in starts:
+        found.append(recall.recalls(*comparable(items.subset(np.arange(start, start + size)), seed)))
+    return {f"fold_{name}": float(np.mean([each[name] for each in found])) for name in found[0]}
+
+
+def _folds(items: Measured) -> dict[str, float]:
+    size = items.evaluation.fold_size
+    return fold_recalls(items.queries, size, items.seed) if size else {}
+
+
+# ----------------------------------------------------------------------------------------------------- the registry
+_LARGEST_RANK = 2.0**32  # as many as the items that a run may measure by
+
+
+def _recall_names(prefix: str = "") -> tuple[str, ...]:
+    ranks = (f"{prefix}i2t_medr", f"{prefix}t2i_medr")
+    return (*ranks, *(f"{prefix}{way}_r{k}" for k in recall.RECALLS for way in ("i2t", "t2i", "mean")))
+
+
+def _label_names(evaluation: Evaluation) -> tuple[str, ...]:
+    kinds = ("map", "map_expected", *(f"{kind}_at{n}" for kind in ("map", "ndcg") for n in _cut_offs(evaluation, kind)))
+    return tuple(f"{kind}{way}" for kind in kinds for way in ("_i2t", "_t2i", ""))
+
+
+def _cut_offs(evaluation: Evaluation, kind: str) -> tuple[int, ...]:
+    return evaluation.map_at if kind == "map" else evaluation.ndcg_at
+
+
+def _within_names(evaluation: Evaluation) -> tuple[str, ...]:
+    kinds = ("map", *(f"map_at{n}" for n in evaluation.map_at), "map_expected") if evaluation.within else ()
+    return tuple(f"{kind}_{way}" for way in ("i2i", "t2t") for kind in kinds)
+
+
+_MAPS = (
+    Metric("map{_way}", "mean average precision (mAP)", short="mAP"),
+    Metric("map_expected{_way}", "mAP averaged over the orders of tied items", short="mAP tied", shown=False),
+    Metric("map_at{n}{_way}", "mAP of the first {n} items", short="mAP@{n}", shown=False),
+)
+
+#: In the order of the summary's entries.
+BUILT_IN: tuple[Measure, ...] = (
+    Measure(
+        (
+            Metric(
+                "{way}_medr",
+                "median rank of the first match",
+                high=_LARGEST_RANK,
+                higher_is_better=False,
+                short="median rank",
+                shown=False,
+            ),
+            Metric("{way}_r{n}", "recall@{n}", short="R@{n}"),
+        ),
+        _recalls,
+        lambda _: _recall_names(),
+    ),
+    Measure(
+        (
+            Metric("spread_image", "spread of the images' embeddings", shown=False),
+            Metric("spread_text", "spread of the texts' embeddings", shown=False),
+        ),
+        _spreads,
+    ),
+    Measure(
+        (*_MAPS, Metric("ndcg_at{n}{_way}", "NDCG of the first {n} items", short="NDCG@{n}", shown=False)),
+        _label_metrics,
+        _label_names,
+    ),
+    Measure(_MAPS, _within, _within_names),
+    Measure(
+        (
+            Metric(
+                "fold_{way}_medr",
+                "median rank of the first match, mean over folds",
+                high=_LARGEST_RANK,
+                higher_is_better=False,
+                shown=False,
+            ),
+            Metric("fold_{way}_r{n}", "recall@{n} within folds, mean over folds", shown=False),
+        ),
+        _folds,
+        lambda evaluation: _recall_names("fold_") if evaluation.fold_size else (),
+        whole_split_only=True,
+    ),
+)
+#: How far silos are apart in :data:`HEADLINE`; ``fedmq.evaluation.fairness`` computes it from what silos have.
+OVER_SILOS: tuple[Metric, ...] = (
+    Metric("std_r1", "standard deviation of mean recall@1 over silos", higher_is_better=False, shown=False),
+    Metric("worst_r1", "mean recall@1 of the worst silo", shown=False),
+    Metric("gap_r1", "mean recall@1 of the best silo less that of the worst", higher_is_better=False, shown=False),
+)
+_KNOWN = (*(metric for measure in BUILT_IN for metric in measure.metrics), *OVER_SILOS)
+
+
+def _found(name: str, metrics: Iterable[Metric]) -> Metric | None:
+    return next((found for each in metrics if (found := each.named(name)) is not None), None)
+
+
+def metric_of(name: str, own: Sequence[Metric] = ()) -> Metric:
+    """The entry of a metric.
+
+    Args:
+        name: e.g. ``map_at50_i2t``.
+        own: entries of the user's own metrics.
+
+    Raises:
+        InputError: there is no such metric; the nearest names are told.
+    """
+    found = _found(name, (*_KNOWN, *own))
+    if found is None:
+        known = dict.fromkeys([*known_names(Evaluation()), *(each.name for each in (*OVER_SILOS, *own))])
+        raise InputError("metric", name, f"a metric; did you mean {' or '.join(nearest(name, known)[:3])}?")
+    return found
+
+
+def is_known(name: str, own: Sequence[Metric] = ()) -> bool:
+    """Whether there is a metric of that name."""
+    return _found(name, (*_KNOWN, *own)) is not None
+
+
+def known_names(evaluation: Evaluation, measures: Iterable[Measure] = BUILT_IN) -> tuple[str, ...]:
+    """The names that :func:`measure` may give; which of them it does give depends on the items' labels."""
+    return tuple(dict.fromkeys(name for each in measures for name in each.names_under(evaluation)))
+
+
+def higher_is_better(column: str, own: Sequence[Metric] = ()) -> bool:
+    """Whether a larger value is the better one, of a metric or of a place in the summary.
+
+    Args:
+        column: e.g. ``mean_r1``, ``personal.mean_r1``, ``fairness.std_r1``, ``bytes.up``.
+        own: entries of the user's own metrics.
+    """
+    if column.startswith(_COSTS):
+        return False
+    metric = _found(column.rpartition(".")[2], (*_KNOWN, *own))
+    return metric is None or metric.higher_is_better
+
+
+def shown(values: Mapping[str, float], own: Sequence[Metric] = ()) -> list[Metric]:
+    """Of measured values those that tables and curves show: their entries, in the order of the values.
+
+    Args:
+        values: by name.
+        own: entries of the user's own metrics.
+    """
+    metrics = (*_KNOWN, *own)
+    return [metric for name in values if (metric := _found(name, metrics)) is not None and metric.shown]
+
+
+def measure(
+    queries: Embedded,
+    evaluation: Evaluation,
+    gallery: Embedded | None = None,
+    seed: int = 0,
+    measures: Iterable[Measure] = BUILT_IN,
+    *,
+    whole_split: bool = False,
+) -> dict[str, float]:
+    """Compute all metrics of one set of items.
+
+    Args:
+        queries: the evaluated items.
+        evaluation: cut-offs of the label metrics.
+        gallery: what the label metrics retrieve from; None is the queries' own other modality.
+        seed: of the order of items and captions, which settles ties.
+        measures: what to compute.
+        whole_split: the items are the whole split, of which some metrics are computed alone.
+
+    Returns:
+        ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ...; ``i2t_medr`` and ``t2i_medr``; ``spread_image`` and ``spread_text``;
+        with labels ``map_i2t``, ``map_t2i``, ``map``, the means over tied orders ``map_expected_i2t``, ... of codes,
+        and ``map_at50``, ``ndcg_at50``, ... for each cut-off (means of both ways); with ``evaluation.within`` and a
+        gallery of its own also ``map_i2i``, ``map_t2t``, their cut-offs and of codes their means over tied orders.
+
+    Raises:
+        RunError: a value is out of its metric's bounds.
+    """
+    items = Measured(queries, evaluation, gallery, seed)
+    found: dict[str, float] = {}
+    for each in measures:
+        if whole_split or not each.whole_split_only:
+            found |= each.of(items)
+    return found
+
+
+def objection(
+    values: Mapping[str, float], own: Sequence[Metric] = (), names: Iterable[str] | None = None
+) -> str | None:
+    """What is wrong with measured values that somebody else reports; None if nothing is.
+
+    Args:
+        values: by name.
+        own: entries of the user's own metrics.
+        names: those that may be there; None takes all that are known.
+    """
+    allowed = None if names is None else frozenset(names)
+    for name, value in values.items():
+        metric = _found(name, (*_KNOWN, *own))
+        if metric is None or (allowed is not None and name not in allowed):
+            return f"{name}, which is not measured in this run"
+        if (wrong := metric.objection(value)) is not None:
+            return wrong
+    return None

@@ -1,0 +1,102 @@
+"""Metrics of the user's own: from a Python file, or from an installed package (entry point group ``fedmq.metrics``).
+
+A scenario names them: ``evaluation: {metrics: [./mine.py, mrr]}``. A file defines ``METRIC``, one
+:class:`~fedmq.evaluation.metrics.Measure`, or ``METRICS``, several; an entry point leads to a module that does. The
+coordinator, the evaluator and the silos all load them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from fedmq.config import user_files
+from fedmq.config.loader import nearest
+from fedmq.config.scenario import Evaluation, Scenario
+from fedmq.errors import InputError
+from fedmq.evaluation.metrics import BUILT_IN, Measure, Metric, is_known
+
+#: Entry point group of installed metrics.
+GROUP = "fedmq.metrics"
+_PLACE = "evaluation.metrics"
+_ALLOWED = "METRIC, a Measure (fedmq.evaluation.metrics), or METRICS, a list of them"
+
+
+def adopted(scenario: Scenario, folder: Path) -> Scenario:
+    """A scenario with references in place of the paths of the user's own metrics (``fedmq.config.user_files``).
+
+    Args:
+        scenario: whose user named the files, so that they may be executed.
+        folder: where relative paths start.
+
+    Raises:
+        InputError: a file cannot be read, or is not Python.
+    """
+    sources = scenario.evaluation.metrics
+    if not any(map(user_files.is_path, sources)):
+        return scenario
+
+    def named(source: str) -> str:
+        return user_files.adopt(folder / Path(source).expanduser()) if user_files.is_path(source) else source
+
+    evaluation = scenario.evaluation.model_copy(update={"metrics": tuple(map(named, sources))})
+    return scenario.model_copy(update={"evaluation": evaluation})
+
+
+def measures_of(evaluation: Evaluation) -> tuple[Measure, ...]:
+    """All that a scenario's evaluation measures: the built-in measures, then the user's own.
+
+    Raises:
+        InputError: a file or an entry point is not there, is no measure, or has a metric that there is already.
+    """
+    own = [(source, measure) for source in evaluation.metrics for measure in _loaded(source)]
+    taken: dict[str, str] = {}
+    for source, measure in own:
+        for name in measure.names_under(evaluation):
+            if is_known(name) or name in taken:
+                where = f"of {taken[name]}" if name in taken else "of fedmq's own"
+                raise InputError(f"{_PLACE}: {source}", f"metric {name}", f"a name that is not one {where}")
+            taken[name] = source
+    return (*BUILT_IN, *(measure for _, measure in own))
+
+
+def own_metrics(measures: Iterable[Measure]) -> tuple[Metric, ...]:
+    """The entries of those measures that are the user's own."""
+    return tuple(metric for measure in measures if measure not in BUILT_IN for metric in measure.metrics)
+
+
+def _loaded(source: str) -> tuple[Measure, ...]:
+    """The measures of a reference or of an entry point."""
+    place = f"{_PLACE}: {user_files.label(source)}"
+    if user_files.is_reference(source):
+        module: Any = user_files.load(source)
+    else:
+        installed = {each.name: each for each in entry_points(group=GROUP)}
+        if source not in installed:
+            known = ", ".join(nearest(source, installed)) or "there is none"
+            raise InputError(_PLACE, source, f"a Python file (./mine.py), or an entry point of {GROUP}: {known}")
+        try:
+            module = installed[source].load()
+        except Exception as error:
+            raise InputError(place, f"{type(error).__name__}: {error}", "a package that can be imported") from error
+    found = [*([module.METRIC] if hasattr(module, "METRIC") else []), *getattr(module, "METRICS", ())]
+    if not found:
+        raise InputError(place, "neither METRIC nor METRICS", _ALLOWED)
+    strange = [each for each in found if not isinstance(each, Measure)]
+    if strange:
+        raise InputError(place, f"a {type(strange[0]).__name__}", _ALLOWED)
+    return tuple(found)
+
+
+def described(measures: Iterable[Measure], names: Iterable[str]) -> dict[str, Metric]:
+    """Entries of the user's own metrics by name, for a run's summary: its readers may not have their code.
+
+    Args:
+        measures: of the run.
+        names: measured in the run.
+    """
+    own = own_metrics(measures)
+    found = ((name, next((hit for each in own if (hit := each.named(name))), None)) for name in names)
+    return {name: metric for name, metric in found if metric is not None}

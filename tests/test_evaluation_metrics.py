@@ -1,0 +1,327 @@
+"""The registry of metrics: what an entry says of values, and a metric of the user's own on its way through a run."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from fedmq.audit.log_checks import audit_run
+from fedmq.cli import compare as cli_compare
+from fedmq.cli import main as cli
+from fedmq.cli.terminal import print_summary
+from fedmq.config import user_files
+from fedmq.config.run_id import facts_of
+from fedmq.config.scenario import Evaluation, Scenario
+from fedmq.errors import InputError, RunError
+from fedmq.evaluation import metrics
+from fedmq.evaluation.embedded import Embedded
+from fedmq.evaluation.metrics import BRIEF, Measure, Metric, higher_is_better, metric_of
+from fedmq.evaluation.program import Evaluator
+from fedmq.evaluation.user_metrics import GROUP, adopted, measures_of
+from fedmq.experiments import grid, tables
+from fedmq.experiments import summary as comparisons
+from fedmq.experiments.grid import ComparisonPlan
+from fedmq.runs import results
+from fedmq.storage.run_folder import RunFolder
+from fedmq.wire.messages import Message, Metrics
+from silos.program import Silo
+from tests import in_process_run, threaded_run
+from tests.threaded_run import resolved
+
+#: The file in which somebody adds metrics of their own, and the only place where he does.
+MINE = """
+import numpy as np
+from fedmq.evaluation.metrics import Measure, Metric
+
+
+def reciprocal(items):
+    i2t, t2i = (float(np.mean(1 / (1 + ranks))) for ranks in items.ranks)
+    return {"mrr_i2t": i2t, "mrr_t2i": t2i, "mrr": (i2t + t2i) / 2}
+
+
+def shift(items):
+    image, text, _ = items.vectors
+    return {"shift": float(np.linalg.norm(image.mean(axis=0) - text.mean(axis=0)))}
+
+
+METRICS = [
+    Measure(
+        (Metric("mrr{_way}", "mean reciprocal rank", short="MRR"),),
+        reciprocal,
+        lambda _: ("mrr_i2t", "mrr_t2i", "mrr"),
+    ),
+    Measure((Metric("shift", "distance of the modalities' means", high=2.0, higher_is_better=False),), shift),
+]
+"""
+OWN = {"mrr_i2t", "mrr_t2i", "mrr", "shift"}
+
+
+@pytest.fixture
+def mine(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(MINE)
+    return path
+
+
+def with_own(tiny: Path, mine: Path, *settings: str) -> Scenario:
+    """A short run of a method with models of the silos' own, which measures the metrics of a file, too."""
+    given = ("protocol={name: fedper}", "rounds=2", "participation=1", "evaluation.metrics=[mine.py]", *settings)
+    return adopted(resolved(tiny, *given), mine.parent)
+
+
+def told(run: Path) -> str:
+    text, folder = io.StringIO(), RunFolder(run)
+    print_summary(results.read_summary(folder), folder, Console(file=text, width=120))
+    return text.getvalue()
+
+
+# --------------------------------------------------------------------------------------- a metric of the user's own
+def test_a_metric_defined_in_one_file_is_in_summary_terminal_report_audit_and_comparison(
+    tiny: Path, tmp_path: Path, mine: Path
+) -> None:
+    out = tmp_path / "run"
+    threaded_run.run(with_own(tiny, mine, "evaluation.personal_every=1"), out)
+    summary = json.loads((out / "summary.json").read_text())
+    for values in (summary["metrics"], summary["per_silo_mean"], summary["personal"], summary["per_silo"]["silo-02"]):
+        assert values.keys() >= OWN
+    assert summary["personal_per_silo_mean"].keys() >= OWN
+    assert summary["own_metrics"]["shift"]["title"] == "distance of the modalities' means"
+
+    shown = told(out)
+    assert re.search(r"R@1 .* R@10 .* mAP .* MRR", shown)
+    assert re.search(rf"own models, mean .* {summary['personal']['mrr']:.4f}", shown)
+    shift = f"{summary['metrics']['shift']:.4f}, own models, {summary['personal']['shift']:.4f}"
+    assert f"distance of the modalities' means: {shift}" in shown
+
+    report = (out / "report.html").read_text()
+    assert "<td>mrr_i2t</td>" in report
+    assert "mean reciprocal rank, image to text" in report
+    assert '"name":"mrr"' in report
+    assert "Retrieval on the held-out split: distance of the modalities" in report
+
+    assert audit_run(out).findings == []
+
+    plan, rows = compared(tiny, {0: out}, ("mrr", "personal.shift"))
+    assert tables.grid(rows, plan).head == ("", "mrr", "personal.shift")
+    assert f"{summary['metrics']['mrr']:.4f}" in tables.markdown(tables.grid(rows, plan), "fedmq")
+    assert len(rows[0].outcomes[0].course("shift")) == 2
+
+
+def compared(
+    tiny: Path, runs: dict[int, Path], columns: tuple[str, ...]
+) -> tuple[ComparisonPlan, tuple[comparisons.Row, ...]]:
+    """Runs of one seed each as the rows of a comparison."""
+    varied = [grid.parse_variation("training.learning_rate=" + ",".join(f"0.{each + 1}" for each in runs), "--vary")]
+    entries = grid.entries([tiny], [], varied, [], lambda path, settings, _: resolved(path, *settings))
+    plan = ComparisonPlan(entries, (0,), columns)
+    finished = {
+        entry.name: {0: results.read(RunFolder(folder))} for entry, folder in zip(entries, runs.values(), strict=True)
+    }
+    return plan, comparisons.rows(plan, {}, finished)
+
+
+def test_the_best_row_of_a_comparison_goes_by_the_own_metrics_direction(tiny: Path, tmp_path: Path, mine: Path) -> None:
+    for rounds in (1, 2):
+        scenario = with_own(tiny, mine, f"rounds={rounds}", "training.warmup_rounds=0")
+        in_process_run.run(scenario, tmp_path / str(rounds))
+    _, rows = compared(tiny, {0: tmp_path / "1", 1: tmp_path / "2"}, ("shift",))
+    least = min(row.columns["shift"].mean for row in rows)
+    assert len({row.columns["shift"].mean for row in rows}) == 2
+    assert [row.columns["shift"].mean == least for row in rows] == [bool(row.best) for row in rows]
+
+
+def test_a_value_out_of_an_own_metrics_bounds_is_refused_by_name_and_told_at_the_end(
+    tiny: Path, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure = Silo.measure
+
+    def answer(silo: Silo, message: Message) -> Metrics:
+        found = measure(silo, message)
+        lie = replace(found, values={**found.values, "shift": 2.5})
+        return lie if silo.facts.name == "silo-01" else found
+
+    monkeypatch.setattr(Silo, "measure", answer)
+    summary = in_process_run.run(with_own(tiny, mine), tmp_path / "run").summary.plain()
+    assert sorted(summary["personal_whole_split"]) == ["silo-00", "silo-02", "silo-03"]
+    why = "version 2: refused: a measurement with shift 2.5, allowed: 0 to 2"
+    assert summary["personal_missing"] == {"silo-01": why}
+    assert why in " ".join(told(tmp_path / "run").split())
+
+
+def test_an_own_metric_beyond_the_range_of_fractions_is_taken_of_silos(tiny: Path, tmp_path: Path, mine: Path) -> None:
+    """Silos' measurements used to be refused, all of them, where a metric was no fraction."""
+    mine.write_text(MINE.replace("high=2.0", "low=-50, high=-1").replace('"shift": float(', '"shift": -3 - float('))
+    summary = in_process_run.run(with_own(tiny, mine), tmp_path / "run").summary.plain()
+    assert len(summary["personal_whole_split"]) == 4
+    assert "personal_missing" not in summary
+    assert summary["personal"]["shift"] < -3
+
+
+def test_a_figure_out_of_bounds_in_a_run_folder_is_found_by_the_audit(tiny: Path, tmp_path: Path, mine: Path) -> None:
+    out = tmp_path / "run"
+    in_process_run.run(with_own(tiny, mine), out)
+    assert audit_run(out).findings == []
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    for line in lines:
+        if line["kind"] == "evaluation" and line["version"] == 0:
+            line["per_silo"]["silo-00"]["shift"] = 9.0
+    (out / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (finding,) = audit_run(out).findings
+    assert finding.what == "a figure of version 0 that cannot be: shift 9, allowed: 0 to 2"
+
+
+def test_an_evaluator_that_reports_what_cannot_be_ends_the_run_with_the_metrics_name(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate = Evaluator.evaluate
+
+    def lie(self: Evaluator, payloads: object) -> Metrics:
+        found = evaluate(self, payloads)  # type: ignore[arg-type]
+        return replace(found, values={**found.values, "map": 1.5})
+
+    monkeypatch.setattr(Evaluator, "evaluate", lie)
+    with pytest.raises(RunError, match=r"no evaluation; .*an evaluation with map 1\.5, allowed: 0 to 1"):
+        in_process_run.run(resolved(tiny, "rounds=2"), tmp_path)
+
+
+def test_the_command_line_takes_a_file_beside_the_scenario_and_from_where_it_is_set(tiny: Path, mine: Path) -> None:
+    beside = mine.parent / "own.yaml"
+    beside.write_text(tiny.read_text().replace("every: 2", "every: 2\n  metrics: [mine.py]"))
+    (reference,) = cli._scenario_of(beside, None, None).evaluation.metrics
+    assert re.fullmatch(r"mine\.py@[0-9a-f]{64}", reference)
+    scenario = cli._scenario_of(tiny, [f"evaluation.metrics=[{mine}]"], None)
+    assert scenario.evaluation.metrics == (reference,)
+    assert set(metrics.known_names(scenario.evaluation, measures_of(scenario.evaluation))) >= OWN
+    mine.unlink()
+    with pytest.raises(InputError, match=r"mine\.py: found 'no such file'"):
+        cli._scenario_of(beside, None, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("METRIC = 3", "evaluation.metrics: mine.py: found 'a int', allowed: METRIC, a Measure"),
+        ("", "evaluation.metrics: mine.py: found 'neither METRIC nor METRICS'"),
+        ("1 / 0", "mine.py: line 1: found 'ZeroDivisionError: division by zero'"),
+        (MINE.replace('"shift", "', '"map", "'), "found 'metric map', allowed: a name that is not one of fedmq's own"),
+        (MINE.replace("high=2.0", "high=0.0"), "found 'ValueError: metric shift: low 0.0 and high 0.0 must be finite"),
+        (MINE.replace('"shift", "', '"Shift", "'), "metric name 'Shift': small letters, digits and _ are allowed"),
+    ],
+)
+def test_a_file_that_holds_no_metrics_is_refused_in_one_line(tiny: Path, mine: Path, text: str, error: str) -> None:
+    mine.write_text(text)
+    with pytest.raises(InputError) as caught:
+        measures_of(with_own(tiny, mine).evaluation)
+    assert error in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_installed_package_offers_metrics_by_entry_points(
+    tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine.rename(tmp_path / "installed_metrics_of_a_test.py")
+    info = tmp_path / "own_metrics-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-metrics\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(f"[{GROUP}]\nreciprocal = installed_metrics_of_a_test\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    asked = Evaluation(metrics=("reciprocal",))
+    assert set(metrics.known_names(asked, measures_of(asked))) >= OWN
+    with pytest.raises(InputError, match=r"evaluation\.metrics: found 'reciprocol', allowed: .*: reciprocal"):
+        measures_of(Evaluation(metrics=("reciprocol",)))
+
+
+def test_the_metric_that_contributing_shows_runs_as_printed(mine: Path) -> None:
+    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.partition("## A metric\n")[2].partition("\n## ")[0]
+    mine.write_text("\n".join(line[4:] for line in section.splitlines() if line.startswith("    ") or not line))
+    asked = Evaluation(metrics=(user_files.adopt(mine),))
+    found = metrics.measure(ITEMS, asked, measures=measures_of(asked), whole_split=True)
+    assert (found["mrr_i2t"], found["mrr"]) == (1.0, 1.0)
+    assert "mrr" not in metrics.measure(ITEMS, Evaluation())
+
+
+def test_a_path_that_nobody_adopted_is_not_executed(mine: Path) -> None:
+    """A run folder's scenario, which others may have written, names whatever file it likes."""
+    with pytest.raises(InputError, match=r"evaluation\.metrics: found"):
+        measures_of(Evaluation(metrics=(str(mine),)))
+
+
+def test_a_scenario_without_own_metrics_has_the_name_it_always_had(tiny: Path, mine: Path) -> None:
+    assert "metrics" not in facts_of(resolved(tiny).model_dump(mode="json"))["evaluation"]
+    (reference,) = facts_of(with_own(tiny, mine).model_dump(mode="json"))["evaluation"]["metrics"]
+    assert reference.startswith("mine.py@")
+
+
+# ----------------------------------------------------------------------------------------------------- the registry
+ITEMS = Embedded(np.eye(3, dtype=np.float32), np.eye(3, dtype=np.float32), np.arange(3))
+
+
+def test_a_computed_value_out_of_bounds_or_without_an_entry_is_an_error_that_names_the_function() -> None:
+    def two(_: metrics.Measured) -> dict[str, float]:
+        return {"two": 2.0}
+
+    with pytest.raises(RunError, match=r"metric two 2, allowed: 0 to 1; computed by .*two"):
+        metrics.measure(ITEMS, Evaluation(), measures=[Measure((Metric("two", "two"),), two)])
+    with pytest.raises(RunError, match=r"metric two: computed by .*two, which has no entry for it"):
+        metrics.measure(ITEMS, Evaluation(), measures=[Measure((Metric("one", "one"),), two)])
+    with pytest.raises(RunError, match=r"metric two nan"):
+        entry = Metric("two", "two")
+        metrics.measure(ITEMS, Evaluation(), measures=[Measure((entry,), lambda _: {"two": float("nan")})])
+
+
+@pytest.mark.parametrize(
+    ("name", "title", "way", "high", "higher"),
+    [
+        ("mean_r1", "recall@1, mean", "mean", 1.0, True),
+        ("i2t_medr", "median rank of the first match, image to text", "i2t", 2.0**32, False),
+        ("map", "mean average precision (mAP), mean", "mean", 1.0, True),
+        ("map_at50_t2i", "mAP of the first 50 items, text to image", "t2i", 1.0, True),
+        ("map_expected_i2i", "mAP averaged over the orders of tied items, image to image", "i2i", 1.0, True),
+        ("ndcg_at10", "NDCG of the first 10 items, mean", "mean", 1.0, True),
+        ("fold_mean_r5", "recall@5 within folds, mean over folds, mean", "mean", 1.0, True),
+        ("spread_text", "spread of the texts' embeddings", "", 1.0, True),
+        ("gap_r1", "mean recall@1 of the best silo less that of the worst", "", 1.0, False),
+    ],
+)
+def test_a_name_with_cut_off_and_way_has_an_entry(name: str, title: str, way: str, high: float, higher: bool) -> None:
+    found = metric_of(name)
+    assert (found.name, found.title, found.way, found.high, found.higher_is_better) == (name, title, way, high, higher)
+
+
+def test_every_name_an_evaluation_may_have_has_an_entry() -> None:
+    asked = Evaluation(map_at=(5, 50), ndcg_at=(10,), gallery="database", within=True, fold_size=7)
+    assert [metric_of(name).name for name in metrics.known_names(asked)] == list(metrics.known_names(asked))
+
+
+def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
+    with pytest.raises(InputError, match=r"found 'mean_r11x', allowed: a metric; did you mean mean_r1 or mean_r10"):
+        metric_of("mean_r11x")
+    for name in ("map_at0", "map_at", "i2i_r1", "map_mean", "", "mean_r1 "):
+        with pytest.raises(InputError):
+            metric_of(name)
+
+
+def test_which_columns_are_better_when_they_are_less() -> None:
+    less = ("i2t_medr", "personal.t2i_medr", "fairness.std_r1", "personal_fairness.gap_r1", "bytes.up", "seconds.total")
+    more = ("mean_r1", "fairness.worst_r1", "personal_per_silo_mean.map_at50", "participation", "tasks.merged")
+    assert not any(map(higher_is_better, less))
+    assert not higher_is_better("seconds to mean_r1 0.5")
+    assert all(map(higher_is_better, more))
+
+
+def test_rounding_is_no_value_out_of_bounds() -> None:
+    assert metric_of("mean_r1").objection(1 + 1e-9) is None
+    assert metric_of("mean_r1").objection(1.01) == "mean_r1 1.01, allowed: 0 to 1"
+    assert metric_of("mean_r1").objection(float("nan")) == "mean_r1 nan, allowed: 0 to 1"
+
+
+def test_the_help_names_the_columns_that_a_comparison_has_by_default() -> None:
+    assert tuple(cli_compare._METRIC.split(",")) == BRIEF == ComparisonPlan((), ()).metrics

@@ -263,7 +263,7 @@ def run_silo(
                     progress(f"{arguments.name}: a {message.header.kind} was ignored")
             # The next message may take minutes; release the memory of this one's model.
             del message
-        progress(f"{arguments.name}: told to stop")
+        progress(f"{arguments.name}: stopped by the coordinator")
     finally:
         link.close()
         slots.close()

@@ -1,3 +1,3 @@
-"""fedmq: message-queue based, asynchronous, cross-silo federated cross-modal retrieval."""
+"""fedmq: message-queue based asynchronous cross-silo federated learning of cross-modal retrieval models."""
 
 __version__ = "0.1.0"

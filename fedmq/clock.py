@@ -1,10 +1,8 @@
-"""Time is an injected object. Nothing else that a run does reads a clock.
+"""Clocks, virtual and real, which are passed to all code of a run that needs the time.
 
-Waits for a lock, the pace of a progress line and the seconds of a command are the machine's own.
-
-A clock tells two times: :meth:`Clock.now` is the run's own time (virtual or wall), which the protocol's decisions
-depend on; :meth:`Clock.stopwatch` is real elapsed time, for reports and for liveness, which no decision of a virtual
-run depends on.
+:meth:`Clock.now` is the run's time (virtual or wall), on which the run's decisions depend. :meth:`Clock.stopwatch` is
+real elapsed time, for reports and liveness; no decision of a virtual run depends on it. Only waits for locks, progress
+lines and the duration of commands read the machine's clock directly.
 """
 
 from __future__ import annotations
@@ -15,23 +13,23 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What every clock offers."""
+    """The interface of clocks."""
 
     def now(self) -> float:
         """The run's time [s], from 0."""
         ...
 
     def advance_to(self, at: float) -> None:
-        """Move the run's time forward to ``at`` [s]; a wall clock moves by itself and ignores it."""
+        """Advance the run's time to ``at`` [s]; ignored by a wall clock."""
         ...
 
     @property
     def virtual(self) -> bool:
-        """Whether time moves only when told to."""
+        """Whether time advances only by :meth:`advance_to`."""
         ...
 
     def stopwatch(self) -> float:
-        """Real monotonic seconds, for reports and liveness."""
+        """Real monotonic time [s], for reports and liveness."""
         ...
 
     def utc(self) -> str:
@@ -39,7 +37,7 @@ class Clock(Protocol):
         ...
 
     def pause(self, seconds: float) -> None:
-        """Wait for real seconds, where something outside needs them."""
+        """Sleep for ``seconds`` of real time [s], e.g. until another process is ready."""
         ...
 
 
@@ -55,7 +53,7 @@ class _RealTime:
 
 
 class VirtualClock(_RealTime):
-    """Time that jumps from event to event."""
+    """A simulated clock that jumps from event to event, starting at ``start`` [s]."""
 
     virtual = True
 
@@ -78,7 +76,7 @@ class VirtualClock(_RealTime):
 
 
 class WallClock(_RealTime):
-    """Real time since the clock was made, plus ``start`` (time already spent before a resume)."""
+    """Real time since the clock was created, plus ``start``, the run's time before a resume [s]."""
 
     virtual = False
 
@@ -90,9 +88,9 @@ class WallClock(_RealTime):
         return time.monotonic() - self._origin
 
     def advance_to(self, at: float) -> None:
-        """Nothing: real time moves by itself."""
+        """Do nothing: real time advances by itself."""
 
 
 def clock_for(kind: str, start: float = 0.0) -> Clock:
-    """The clock a scenario asks for: ``virtual`` or ``wall``."""
+    """The clock of a scenario's ``kind``, ``virtual`` or ``wall``, starting at ``start`` [s]."""
     return VirtualClock(start) if kind == "virtual" else WallClock(start)

@@ -1,28 +1,28 @@
-"""The exception tree.
+"""The exception hierarchy.
 
 FedmqError
-├── InputError          a file, option or value the user gave is not allowed      (exit code 2)
-├── RunError            the run itself could not go on                            (exit code 1)
-│   └── DiskError       the disk refused to take a file
+├── InputError          a file, option or value given by the user is not allowed  (exit code 2)
+├── RunError            the run cannot continue                                   (exit code 1)
+│   └── DiskError       a file could not be written
 └── WireError
-    ├── LocalWireError  our own side broke the wire's rules: a bug, raised at once
-    └── RemoteWireError the peer broke them: its message is dropped, the run goes on
+    ├── LocalWireError  this process violated the wire format, which is a bug
+    └── RemoteWireError a peer violated it: its message is dropped, the run continues
 """
 
 from __future__ import annotations
 
 
 class FedmqError(Exception):
-    """Base of every error this project raises on purpose."""
+    """Base of all errors that fedmq raises deliberately."""
 
 
 class InputError(FedmqError):
-    """A user's input is not allowed; one line names the place, the value and what is allowed.
+    """Input by the user is not allowed; the one-line message has the place, the value and what is allowed.
 
     Args:
         place: the file, line, key or option, e.g. ``"scenarios/x.yaml: partition.alpha"``.
-        found: the offending value, as the user wrote it.
-        allowed: what would have been accepted.
+        found: the invalid value, as the user wrote it.
+        allowed: what is accepted, and what to do if that is not obvious.
     """
 
     def __init__(self, place: str, found: object, allowed: str) -> None:
@@ -33,23 +33,23 @@ class InputError(FedmqError):
 
 
 class RunError(FedmqError):
-    """The run failed for a reason outside the user's input."""
+    """The run failed for a reason other than the user's input."""
 
 
 class DiskError(RunError):
-    """A file could not be written: a full or broken disk."""
+    """A file could not be written, e.g. because the disk is full or broken."""
 
 
 class WireError(FedmqError):
-    """A message could not be made or understood."""
+    """A message could not be created or read."""
 
 
 class LocalWireError(WireError):
-    """We tried to put something on the wire that the wire's rules forbid."""
+    """The process itself tried to send something that the wire format does not allow."""
 
 
 class RemoteWireError(WireError):
-    """A peer sent something that the wire's rules forbid.
+    """A peer sent something that the wire format or the protocol does not allow.
 
     Args:
         reason: a short, fixed word for counters and logs, e.g. ``"replay"``.
@@ -63,5 +63,5 @@ class RemoteWireError(WireError):
 
 
 def line_of(error: UnicodeDecodeError) -> int:
-    """The line, from 1, of the first bytes of a file that are no text."""
+    """Number of the line, from 1, with a file's first undecodable bytes."""
     return error.object.count(b"\n", 0, error.start) + 1

@@ -1,4 +1,4 @@
-"""Optional packages, imported when something needs them."""
+"""Imports of optional packages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from fedmq.errors import InputError
 def package(name: str, extra: str, what: str) -> Any:
     """Import an optional package.
 
+    Args:
+        name: the module to import.
+        extra: fedmq's extra that installs it.
+        what: the option, key or file that needs it, for the error.
+
     Raises:
-        InputError: it is not installed; names the extra that brings it.
+        InputError: it is not installed; names the extra.
     """
     try:
         return importlib.import_module(name)
     except ImportError:
         raise InputError(
-            what, f"package {name} missing", f"pip install -e '.[{extra}]', in fedmq's own folder"
+            what, f"package {name} missing", f"run pip install -e '.[{extra}]' in fedmq's folder"
         ) from None

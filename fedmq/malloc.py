@@ -1,4 +1,4 @@
-"""What a process asks of the C library's allocator."""
+"""Tuning of the C library's memory allocator."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ _LARGEST = 1 << 30
 
 
 def keep_buffers(unused: int = _LARGEST) -> None:
-    """Ask the C library to keep freed buffers of a model's size for the next one.
+    """Make the C library reuse freed buffers of a model's size instead of returning them to the kernel.
 
-    Given back to the kernel they would be paged in again, zeroed, for every single message: a quarter of the time of
-    sealing and opening. The process holds at most as many as were ever in use at once.
+    Otherwise the kernel maps and zeroes new pages for every message, a quarter of the time of sealing and opening. The
+    process keeps at most as much memory as it ever used at the same time.
 
     Args:
-        unused: free memory above which the C library gives some back all the same [bytes].
+        unused: amount of free memory above which the C library returns some to the kernel [bytes].
     """
     mmap_threshold, trim_threshold = -3, -1
-    with contextlib.suppress(OSError, AttributeError):  # another C library goes without
+    with contextlib.suppress(OSError, AttributeError):  # other C libraries have no mallopt
         library = ctypes.CDLL(None)
         library.mallopt(mmap_threshold, _LARGEST)
         library.mallopt(trim_threshold, unused)

@@ -1,18 +1,18 @@
-"""How long work reports its progress."""
+"""Progress reporting of long tasks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 Progress = Callable[[str, int, int], None]
-"""Called with what is being done, how much is done, and how much there is."""
+"""Called with a description of the work, the number of items done, and the total number of items."""
 
 
 def tell(progress: Progress | None, what: str, total: int) -> Callable[[int], None]:
-    """A function that is told how many of ``total`` are done and tells ``progress``."""
+    """A function that reports the number of items done, out of ``total``, to ``progress``."""
 
-    def told(done: int) -> None:
+    def report(done: int) -> None:
         if progress is not None:
             progress(what, done, total)
 
-    return told
+    return report

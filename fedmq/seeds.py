@@ -1,4 +1,4 @@
-"""Every random choice of a run derives from the scenario's seed and a path of names."""
+"""Random seeds: all draws of a run derive from the scenario's seed and a path that names the draw."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def derive(seed: int, *path: str | int) -> int:
 
     Args:
         seed: the scenario's seed.
-        path: what the draw is for, e.g. ``("participation", round)``.
+        path: name of the draw, e.g. ``("participation", round)``.
 
     Returns:
         A non-negative integer below 2**63.
@@ -30,10 +30,10 @@ def derive(seed: int, *path: str | int) -> int:
 
 
 def numpy_generator(seed: int, *path: str | int) -> np.random.Generator:
-    """A NumPy generator of its own for ``path``."""
+    """A NumPy generator seeded for ``path``."""
     return np.random.default_rng(derive(seed, *path))
 
 
 def torch_generator(seed: int, *path: str | int) -> torch.Generator:
-    """A CPU torch generator of its own for ``path``."""
+    """A CPU torch generator seeded for ``path``."""
     return torch.Generator().manual_seed(derive(seed, *path))

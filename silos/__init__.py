@@ -1,1 +1,1 @@
-"""The silo program: receive a task, train, reply."""
+"""The silo program: receives tasks, trains and replies."""

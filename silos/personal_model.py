@@ -1,4 +1,4 @@
-"""A silo's own model after its run: what the silo measured at the end, from the personal state in its folder."""
+"""Rebuilds a silo's personal model after a run, as evaluated at its end, from the personal state in its folder."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fedmq.storage.cache import key_of
 from fedmq.wire.messages import Message, digest
 from silos.program import Silo, SiloArguments
 
-#: By how much figures of one model may differ from machine to machine, as a share.
+#: Relative difference that the metrics of a model may have between machines.
 _ROUNDING = 1e-6
 
 
 class _Watched(Mapping[str, torch.Tensor]):
-    """A silo's personal tensors, and whether anybody looked at them."""
+    """A silo's personal tensors; records whether they were read."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors, self.looked_at = tensors, False
@@ -43,18 +43,18 @@ class _Watched(Mapping[str, torch.Tensor]):
 
 
 def own_of(release: Release, population: Population, message: Message) -> Own:
-    """A silo's own model, as the silo measured it.
+    """A silo's personal model, as the silo evaluated it at the end of the run.
 
     Args:
-        release: the run, its folder that of the silo, too.
+        release: the run, whose folder must also be the silo's.
         population: of its scenario.
-        message: what the coordinator asked at the end.
+        message: the coordinator's last evaluate message to the silo.
 
     Raises:
-        InputError: the model needs a personal state that is not there, or is damaged.
+        InputError: the model needs a personal state that is missing or damaged.
     """
     scenario, root, header = release.scenario, release.run.root, message.header
-    # Nothing is sent, so nobody is connected to, no key is needed and no noise is drawn.
+    # Nothing is sent, so there is no connection, no key and no noise.
     arguments = SiloArguments(scenario, header.receiver, "", root, root, release.device)
     model = population.build_model(scenario, release.device, MODALITIES)
     silo = Silo(arguments, population, model, noise=scenario.seed)
@@ -72,9 +72,9 @@ def own_of(release: Release, population: Population, message: Message) -> Own:
 
 
 def _lost(release: Release, silo: Silo, found: Retriever) -> bool:
-    """Whether a model made without any personal state is another than the silo measured at the end.
+    """Whether a model built without a personal state differs from the one that the silo evaluated at the end.
 
-    It need not be: a method may keep nothing for a silo yet, as RCSR-p before its onset.
+    It may be the same, if the method keeps no state for the silo yet, as RCSR-p before its onset.
     """
     summary, name = read_summary(release.run), silo.facts.name
     shared, told = summary.per_silo[name], summary.personal_per_silo.get(name)

@@ -1,7 +1,7 @@
-"""A silo's personal tensors, kept on its own disk so that a restart loses nothing and repeats nothing.
+"""A silo's personal tensors, stored on its disk so that they survive a restart.
 
-The state after task s is stored under s. A task that is handed out again starts from the newest state *before* it,
-so doing it twice gives the same reply twice.
+The state after task s is stored under s. A task that is sent again starts from the newest state *before* it, so a
+repeated task gives the same reply.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from fedmq.storage.run_folder import load_aligned, write_atomically, write_tenso
 
 
 class StateStore:
-    """Personal tensors by task number.
+    """A silo's personal tensors by task number.
 
     Args:
-        folder: the silo's own folder.
+        folder: of this silo alone.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -31,12 +31,12 @@ class StateStore:
         return self._folder / f"task-{sequence:09d}.safetensors"
 
     def _stored(self) -> list[int]:
-        """Task numbers on disk, lowest first."""
+        """Task numbers on disk, in ascending order."""
         numbers = (path.stem.removeprefix("task-") for path in self._folder.glob("task-*.safetensors"))
         return sorted(int(number) for number in numbers if number.isdecimal())
 
     def newest(self, sequence: int) -> int | None:
-        """Number of the newest task up to this one whose state is stored; None if there is none."""
+        """Number of the newest task up to ``sequence`` whose state is stored; None if there is none."""
         return max((number for number in self._stored() if number <= sequence), default=None)
 
     @property
@@ -45,7 +45,7 @@ class StateStore:
         return not self._stored()
 
     def before(self, sequence: int) -> Mapping[str, torch.Tensor]:
-        """The state a task starts from; empty before the first.
+        """The state from which task ``sequence`` starts; empty for the first.
 
         Raises:
             InputError: its file is damaged.
@@ -58,7 +58,7 @@ class StateStore:
             try:
                 self._newest = older[-1], load_aligned(path)
             except (OSError, SafetensorError) as error:
-                allowed = "a whole file; without it the silo goes on from its state before"
+                allowed = "an undamaged file; delete it to continue from the silo's state before it"
                 raise InputError(str(path), f"a damaged personal state ({error})", allowed) from None
         return self._newest[1]
 
@@ -67,19 +67,21 @@ class StateStore:
 
         Args:
             sequence: the task's number.
-            state: what to keep, the store's own from now on; nothing is written when there is nothing and never was.
-            settled: replies up to this number are durably merged, so only the newest state up to it is still needed.
+            state: the tensors, which must not change afterwards; nothing is written if neither this state nor an
+                earlier one has any.
+            settled: replies up to this task number are merged and checkpointed, so of the states up to it only the
+                newest is still needed.
 
         Raises:
-            DiskError: it could not be written, whatever the reason.
+            DiskError: it could not be written, for any reason.
         """
         stored = self._stored()
         if state or stored:
-            owned = {name: tensor.detach().contiguous() for name, tensor in state.items()}
+            contiguous = {name: tensor.detach().contiguous() for name, tensor in state.items()}
             try:
-                write_atomically(self._path(sequence), lambda path: write_tensors(path, owned), durable=True)
+                write_atomically(self._path(sequence), lambda path: write_tensors(path, contiguous), durable=True)
             except InputError as error:
                 raise DiskError(str(error)) from error
-            self._newest = sequence, owned
+            self._newest = sequence, contiguous
         for number in [number for number in stored if number <= settled][:-1]:
             self._path(number).unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""The silo program: load one's own share, connect, and answer tasks until told to stop."""
+"""The silo program: loads the silo's dataset, connects to the coordinator and answers its tasks until it says stop."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ from protocols._missing_branch import shortened
 from silos.personal_state import StateStore
 from silos.slots import Slots, slots_folder
 
-#: Errors of the process, not of a task, which would count as failed: started again, the silo does it from the state
-#: before it. After one of the GPU's own (an illegal address, a failed memory cell) nothing works there any more.
+#: Errors that end the process instead of failing the task: after a restart the silo repeats the task from the state
+#: before it. After a GPU error, e.g. an illegal address or a failed memory cell, the process can no longer use the GPU.
 _ENDING: tuple[type[Exception], ...] = (DiskError, *filter(None, (getattr(torch, "AcceleratorError", None),)))
-#: Unused memory a silo may keep between its tasks, in models. Tasks of RCSR over features take a seventh less time than
-#: with the C library's own limits; with no limit they gain nothing more, and 30 silos hold half a gigabyte more.
+#: Unused memory a silo may keep between tasks, in model sizes. RCSR tasks on features take a seventh less time than
+#: with the C library's limits; without a limit they are no faster, and 30 silos hold half a gigabyte more.
 _KEPT_MODELS = 3
-#: From where an absolute path can begin to the last slash there is: folders may be called anything.
+#: From a possible start of a path to the last slash, since folder names may contain any character.
 _FOLDERS = re.compile(r"(?<![^\s'\"(\[=:])[.~]*/(?:.*/)?", re.DOTALL)
 
 
@@ -57,12 +57,12 @@ class SiloArguments:
 
     Args:
         scenario: as the coordinator has it.
-        name: which silo this is.
+        name: the silo's name.
         connect: the coordinator's URI.
-        keys: folder of its own key and of the coordinator's public key.
+        keys: folder of the silo's key and of the coordinator's public key.
         out: folder for its message log and its personal state.
-        device: ``auto``, ``cpu`` or ``cuda:N``; None takes the scenario's.
-        data: folder of the prepared data where the starter knows it; None finds it.
+        device: ``auto``, ``cpu`` or ``cuda:N``; None for the scenario's.
+        data: folder of the prepared data, if known; None locates it.
     """
 
     scenario: Scenario
@@ -75,13 +75,13 @@ class SiloArguments:
 
 
 class Silo:
-    """A silo with its data loaded, ready for tasks.
+    """A silo with its dataset loaded, ready for tasks.
 
     Args:
         arguments: how it was started.
-        population: the data and who holds what of it.
-        model: the two towers, where silos of one process take turns with one; None builds its own.
-        noise: where the noise on its updates comes from: the scenario's seed, or a secret of the silo's.
+        population: the data and its partition among the silos.
+        model: the two towers, if silos of one process share them; None builds new ones.
+        noise: source of the noise on its updates: the scenario's seed, or a secret of the silo.
     """
 
     def __init__(
@@ -97,13 +97,13 @@ class Silo:
         self._equip(arguments.name, 0)
         self.context = population.context(scenario, self.model)
         self.protocol = protocols.create(scenario.protocol, self.context)
-        # What a model that comes down may be of: the whole model, or the layers that the method shares.
+        # Layouts of downloaded models: of the whole model, and of the layers that the method shares.
         whole, names = self.context.layout, self.protocol.traits().shared_layers
         self.layouts = {each.digest: each for each in (whole, *([whole.part(names)] if names else []))}
         self.store = StateStore(RunFolder(arguments.out).silo_state(self.facts.name))
 
     def _equip(self, name: str, version: int) -> None:
-        """Load what the silo holds at a version; it changes only where the scenario's faults say so."""
+        """Load the silo's dataset and model as of a version; they change only by faults of the scenario."""
         standing = self.script.standing(name, version)
         if standing == self._standing:
             return
@@ -128,10 +128,10 @@ class Silo:
                 self.share = with_noisy_labels(fault, self.share, self.script.generator(place, name))
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
-        """What a message of kind task or evaluate is answered with.
+        """The payloads of the reply to a message of kind task or evaluate.
 
         Raises:
-            RemoteWireError: a model of another layout than this scenario's.
+            RemoteWireError: the message has a model whose layout is not this scenario's.
         """
         for payload in message.payloads:
             if isinstance(payload, Model):
@@ -139,10 +139,10 @@ class Silo:
         return self.answer(message) if message.header.kind is Kind.TASK else (self.measure(message),)
 
     def answer(self, message: Message) -> tuple[Payload, ...]:
-        """Train a task.
+        """Train and return the payloads of the reply.
 
-        A task that is handed out again starts from the same personal state and the same seeds, so it gets the same
-        answer again; no answer is kept in memory for that.
+        A task that is sent again starts from the same personal state and seeds, so the silo computes the same reply
+        again and does not have to store it.
 
         Args:
             message: of kind task.
@@ -154,10 +154,10 @@ class Silo:
         local = Local(self.facts, self.share, self.model, self.store.before(header.sequence))
         trained = self.protocol.train(local, task)
         layout, facts = self.context.layout, self.facts
-        # Before clip and noise: what the silo does not send needs none.
+        # Before clipping and noise, which apply only to what is sent.
         sent = (shortened(payload, layout, facts) for payload in trained.payloads)
         payloads = tuple(self._transform(payload, task) for payload in sent)
-        # A Byzantine silo, if the scenario scripts one, lies after everything else: it would not clip itself.
+        # Scripted Byzantine attacks come last, since an attacker would not clip its own update.
         name, number, version = self.facts.name, header.sequence, header.base_version
         for fault, generator in self.script.poisons(name, number, version, header.sent_at):
             payloads = tuple(tampered(fault, payload, generator) for payload in payloads)
@@ -165,43 +165,43 @@ class Silo:
         return payloads
 
     def measure(self, message: Message) -> Metrics:
-        """Measure the silo's own model on held-out items in both modalities; only the figures leave the silo.
+        """Evaluate the silo's personal model on the held-out set in both modalities; only metrics leave the silo.
 
         Args:
-            message: of kind evaluate; its number is that of the silo's last merged task, its payloads are what a task
-                of now would bring.
+            message: of kind evaluate, with the number of the silo's last merged task and the payloads of a task at the
+                current version.
 
         Raises:
-            RemoteWireError: the method has no models of the silos' own.
+            RemoteWireError: the method has no personal models.
         """
-        # The state after its last merged task: a task still under way must not make a difference.
+        # From the state after its last merged task, so that a pending task has no influence.
         encoders, model = self.own_model(message, self.store.before(message.header.sequence + 1))
         heldout = HeldOut.load(self.scenario, self.population)
         return heldout.measured(encoders, binary=model.binary, names=(self.facts.name,))
 
     def own_model(self, message: Message, state: Mapping[str, torch.Tensor]) -> tuple[Encoders, TwoTower]:
-        """The silo's own model, and the towers that it is made of.
+        """The encoders of the silo's personal model, and the towers that they use.
 
         Args:
             message: of kind evaluate, see :meth:`measure`.
             state: the silo's personal tensors.
 
         Raises:
-            RemoteWireError: the method has no models of the silos' own.
+            RemoteWireError: the method has no personal models.
         """
         if not self.protocol.traits().personalised:
             raise RemoteWireError("unexpected", f"an evaluation at a silo of {self.scenario.protocol.name}")
         self._equip(self.facts.name, message.header.base_version)
         model = self.model
         if self._shared is None and not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
-            # The tower of the modality it lacks was never loaded; it is needed now, and only now.
+            # The evaluation, unlike training, also needs the tower of the modality that the silo lacks.
             model = self.population.build_model(self.scenario, str(model.flat.device), ("image", "text"))
         return self.protocol.encoders(Local(self.facts, self.share, model, state), message.payloads), model
 
     def _transform(self, payload: Payload, task: Task) -> Payload:
         if not isinstance(payload, update_transforms.TRANSFORMED):
             return payload
-        # A second update in one reply must not repeat the first one's noise.
+        # A second update in the same reply needs different noise.
         second = (payload.KIND,) if isinstance(payload, DiscriminatorDelta) else ()
         path = (self.facts.name, task.base_version, task.sequence, *second)
         buffer = update_transforms.transform(np.asarray(payload.buffer), self.scenario.privacy, self._noise, path)
@@ -218,11 +218,11 @@ def run_silo(
 
     Args:
         arguments: how it was started.
-        progress: told one line whenever something worth telling happens.
-        joined: called when the coordinator has taken the silo in.
+        progress: called with one line on each noteworthy event.
+        joined: called when the coordinator has accepted the silo.
 
     Raises:
-        InputError: a key, a name or the data is not as it must be, or the coordinator's model has another layout.
+        InputError: a key, a name or the data is invalid, or the coordinator's model has another layout.
     """
     torch.set_num_threads(1)
     scenario = arguments.scenario
@@ -235,10 +235,10 @@ def run_silo(
     log = MessageLog(RunFolder(arguments.out).messages(arguments.name), arguments.name, clock)
     log.note(NoteKind.STARTED, run=run)
     slots = Slots(slots_folder(run), scenario.slots)
-    # The run's time, as far as a silo knows it, is the time stamped on its last task.
+    # A silo knows the run's time only from the timestamp of its last message.
     link = Channel(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
     try:
-        # Data first: a silo that shakes hands is ready for tasks.
+        # Load the data before the handshake, after which the silo must be ready for tasks.
         silo = _loaded(arguments, identity)
         kept = _keeps_state(silo, log)
         link.start()
@@ -255,22 +255,22 @@ def run_silo(
                     joined()
                 case Kind.TASK | Kind.EVALUATE:
                     _reply(link, silo, slots, message, progress)
-                    give_back()  # what a failed task held
+                    give_back()  # memory of a failed task
                     if not kept and not silo.store.empty:
                         kept = True
                         log.note(NoteKind.STATE_KEPT, task=message.header.sequence)
                 case _:
                     progress(f"{arguments.name}: a {message.header.kind} was ignored")
-            # The next message may be minutes away; a waiting silo should not hold a model it has dealt with.
+            # The next message may take minutes; release the memory of this one's model.
             del message
-        progress(f"{arguments.name}: told to stop")
+        progress(f"{arguments.name}: stopped by the coordinator")
     finally:
         link.close()
         slots.close()
 
 
 def _loaded(arguments: SiloArguments, identity: Identity) -> Silo:
-    """The silo with its data."""
+    """Build the silo and load its data."""
     scenario = arguments.scenario
     pooled = protocols.traits_of(scenario).pooled
     noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
@@ -281,10 +281,10 @@ def _loaded(arguments: SiloArguments, identity: Identity) -> Silo:
 
 
 def _keeps_state(silo: Silo, log: MessageLog) -> bool:
-    """Whether a silo has a personal state that its log tells of; one that is gone is noted, and told of once."""
+    """Whether the silo has a personal state, by its log; if its files are gone, note it in the log and on stderr."""
     kept = any(isinstance(each, NoteRecord) and each.text is NoteKind.STATE_KEPT for _, each in read_log(log.path))
     if kept and silo.store.empty:
-        # The owner may have wanted that; the run is then no longer the one that its scenario gives.
+        # The owner may have deleted it on purpose, but the run can then no longer be reproduced from its scenario.
         log.note(NoteKind.STATE_GONE)
         print(f"{silo.facts.name}: {NoteKind.STATE_GONE}", file=sys.stderr, flush=True)
         return False
@@ -292,10 +292,10 @@ def _keeps_state(silo: Silo, log: MessageLog) -> bool:
 
 
 def told_of(error: Exception) -> str:
-    """What the coordinator is told of an error; the rest stays on the silo's own standard error.
+    """The description of an error that is sent to the coordinator; the full text goes only to the silo's stderr.
 
-    Of files their names without their folders, in which the names of users are; of an error that is not the project's
-    own, whose text nobody here wrote, its type alone.
+    Paths are reduced to file names, since folders may contain user names. Of an error that is not fedmq's, only the
+    type is sent, since its text may contain anything.
     """
     name = type(error).__name__
     match error:
@@ -313,14 +313,14 @@ def _reply(link: Channel, silo: Silo, slots: Slots, message: Message, progress: 
     try:
         with slots.one():
             payloads = silo.respond(message)
-            give_back()  # before the slot is free: the next silo starts at once
+            give_back()  # before the slot is released to the next silo
     except _ENDING:
         raise
     except Exception as error:
         told = told_of(error)
         if not isinstance(error, FedmqError):
             traceback.print_exc(file=sys.stderr)
-        elif told != f"{type(error).__name__}: {error}":  # something was left out of it
+        elif told != f"{type(error).__name__}: {error}":  # parts of the text were removed
             print(f"{silo.facts.name}: task {header.sequence}: {printable(str(error))}", file=sys.stderr, flush=True)
         link.send(
             Kind.ERROR,

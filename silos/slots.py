@@ -1,7 +1,7 @@
-"""At most ``slots`` silos of a machine train at once; a killed silo frees its slot by itself.
+"""Limits the number of silos of a machine that train at the same time to the scenario's ``slots``.
 
-Slots are locked files, which the kernel frees when a process dies. Waiting silos queue on one further lock, so only one
-of them looks often for a free slot; the others look seldom whether it is their turn, which they get in no fixed order.
+A slot is a file lock, which the kernel releases when its silo ends or is killed. Waiting silos queue, in no fixed
+order, on another lock: only its holder polls the slots, at short intervals.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fedmq.errors import InputError
 from fedmq.storage.locks import lock, try_lock, unlock
 from fedmq.storage.run_folder import make_folder, writing
 
-#: Pauses between two looks for a free slot [s]. Each is longer by a fiftieth, so about a fiftieth of the wait so far: a
-#: slot hardly lies idle, and a long wait costs few wake-ups.
+#: Intervals between polls for a free slot [s]. Each is 2% longer than the one before, so about 2% of the wait so far:
+#: slots stay idle only briefly, and a long wait needs few wake-ups.
 _FIRST_PAUSE, _LONGEST_PAUSE, _GROWTH = 0.0005, 0.02, 1.02
 
 
@@ -27,11 +27,11 @@ class Slots:
     """The slots of one run on this machine.
 
     Args:
-        folder: shared by all silos of the run on this machine; made if needed.
-        count: how many train at once.
+        folder: shared by all silos of the run on this machine; created if missing.
+        count: number of slots.
 
     Raises:
-        InputError: the folder is not one that can be written.
+        InputError: the folder cannot be written.
         RunError: the disk is full or broken.
     """
 
@@ -43,16 +43,16 @@ class Slots:
 
     @contextmanager
     def one(self) -> Iterator[None]:
-        """Hold a slot; waits until there is one."""
+        """Hold a slot; waits until one is free."""
         lock(self._queue)
         try:
-            held = self._wait()
+            slot = self._wait()
         finally:
             unlock(self._queue)
         try:
             yield
         finally:
-            unlock(held)
+            unlock(slot)
 
     def _wait(self) -> IO[bytes]:
         pause = _FIRST_PAUSE
@@ -64,30 +64,30 @@ class Slots:
             pause = min(pause * _GROWTH, _LONGEST_PAUSE)
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close all files, which releases their locks."""
         for file in (*self._files, self._queue):
             file.close()
 
 
 def slots_folder(run: str) -> Path:
-    """Where the silos of a run on this machine meet: in a folder of this user alone, made if needed.
+    """Folder of the slots of a run on this machine, inside a private folder of the user that is created if missing.
 
-    It lies in ``$XDG_RUNTIME_DIR``, which a cluster's nodes and ``su`` may name without having it, else in ``$TMPDIR``,
-    else in ``/tmp``.
+    The private folder is in the first usable of ``$XDG_RUNTIME_DIR``, ``$TMPDIR`` and ``/tmp``. On cluster nodes and
+    under ``su``, ``$XDG_RUNTIME_DIR`` may not exist.
 
     Raises:
-        InputError: the user's folder cannot be made, or belongs to somebody else.
+        InputError: the private folder cannot be created, or belongs to another user.
         RunError: the disk is full or broken.
     """
-    named = [Path(os.environ[name]) for name in ("XDG_RUNTIME_DIR", "TMPDIR") if os.environ.get(name)]
-    writable = (place for place in named if place.is_dir() and os.access(place, os.W_OK | os.X_OK))
-    own = next(writable, Path("/tmp")) / f"fedmq-slots-{os.getuid()}"  # noqa: S108 - private by mode 0700
-    with writing(own):
-        own.mkdir(mode=0o700, exist_ok=True)
-        # Anybody may make a folder or a link of that name in a shared place before we do.
-        found = own.lstat()
+    configured = [Path(os.environ[name]) for name in ("XDG_RUNTIME_DIR", "TMPDIR") if os.environ.get(name)]
+    writable = (place for place in configured if place.is_dir() and os.access(place, os.W_OK | os.X_OK))
+    folder = next(writable, Path("/tmp")) / f"fedmq-slots-{os.getuid()}"  # noqa: S108 - private by mode 0700
+    with writing(folder):
+        folder.mkdir(mode=0o700, exist_ok=True)
+        # In a shared folder, another user may already have created a folder or link of this name.
+        found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-            allowed = "a folder of this user alone; with TMPDIR another place is taken"
-            raise InputError(str(own), "a link or a folder of somebody else", allowed)
-        own.chmod(0o700)
-    return own / run
+            allowed = "a folder owned by this user; set TMPDIR to use another place"
+            raise InputError(str(folder), "a link or a folder of another user", allowed)
+        folder.chmod(0o700)
+    return folder / run

@@ -316,14 +316,14 @@ def test_slots_in_a_folder_of_somebody_else_are_refused_in_one_line(
 ) -> None:
     own = places / "shared" / f"fedmq-slots-{os.getuid()}"
     own.symlink_to(places)
-    with pytest.raises(InputError, match=rf"^{own}: found 'a link or a folder of somebody else', allowed: .*TMPDIR"):
+    with pytest.raises(InputError, match=rf"^{own}: found 'a link or a folder of another user', allowed: .*TMPDIR"):
         slots_folder("r")
     own.unlink()
     own.mkdir(mode=0o755)
     user = os.getuid()
     own.rename(places / "shared" / f"fedmq-slots-{user + 1}")
     monkeypatch.setattr(os, "getuid", lambda: user + 1)
-    with pytest.raises(InputError, match="of somebody else"):
+    with pytest.raises(InputError, match="of another user"):
         slots_folder("r")
     assert (places / "shared" / f"fedmq-slots-{user + 1}").stat().st_mode & 0o777 == 0o755
 

@@ -128,7 +128,7 @@ def test_no_common_wire_version_is_refused_by_name(exchange: Exchange, monkeypat
     with monkeypatch.context() as patch:
         patch.setattr(handshake, "WIRE_VERSIONS", (7,))
         hello, _ = exchange.hello()
-    with pytest.raises(RemoteWireError, match="wire version 7, spoken here: 1") as caught:
+    with pytest.raises(RemoteWireError, match="wire version 7, supported here: 1") as caught:
         exchange.welcome(hello)
     assert caught.value.reason == "wire_version"
 

@@ -107,7 +107,7 @@ def test_a_payload_is_declared_in_one_place() -> None:
 
 
 def test_a_payload_is_declared_once_and_says_what_each_field_holds() -> None:
-    with pytest.raises(TypeError, match=r"Again: the payload loss is declared by Loss"):
+    with pytest.raises(TypeError, match=r"Again: the payload loss is already declared by Loss"):
 
         @payload("loss")
         @dataclasses.dataclass(frozen=True, eq=False)

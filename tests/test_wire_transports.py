@@ -456,7 +456,9 @@ def test_no_other_module_knows_zeromq() -> None:
     assert outside == {f"fedmq/wire/transports/{name}.py" for name in ("_zeromq", "memory")}
 
 
-@pytest.mark.parametrize(("scheme", "said"), [("tcp", "taken"), ("queue", "taken"), ("Two words", "no URI scheme")])
+@pytest.mark.parametrize(
+    ("scheme", "said"), [("tcp", "registered"), ("queue", "registered"), ("Two words", "not a URI scheme")]
+)
 def test_a_scheme_is_registered_once_and_is_a_scheme(scheme: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         register(scheme, memory.TRANSPORT)

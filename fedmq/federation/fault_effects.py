@@ -1,8 +1,8 @@
-"""What scripted faults do: to a task's outcome, to a silo's payloads, to the data a silo holds. Pure functions.
+"""Effects of scripted faults on a task's outcome, a silo's payloads and a silo's data, as pure functions.
 
-:mod:`fedmq.config.faults` has their schema, :mod:`fedmq.federation.fault_schedule` which of them strike when.
-A virtual run depends on these functions alone, never on real speed; ``coordinator/fault_injection.py`` and
-``silos/program.py`` carry out the mechanism (a process killed, a frame damaged).
+:mod:`fedmq.config.faults` has their schema, :mod:`fedmq.federation.fault_schedule` decides when each of them occurs.
+Virtual runs depend only on these functions, not on real durations; ``coordinator/fault_injection.py`` and
+``silos/program.py`` carry the faults out, e.g. kill a process or damage a frame.
 """
 
 from __future__ import annotations
@@ -53,29 +53,29 @@ Array = npt.NDArray[Any]
 
 
 class FailureReason(StrEnum):
-    """Why a task brings no usable reply; of a reply that was refused it is the wire's reason instead."""
+    """Why a task has no usable reply; a refused reply has a Reason of the wire instead."""
 
     # By a scripted fault.
     DROPPED = "dropped"  # the reply was lost
-    UNREACHABLE = "unreachable"  # the network was split
+    UNREACHABLE = "unreachable"  # the network was partitioned
     AWAY = "away"  # the silo had left
     # By the run itself.
-    WENT_OFF = "went off"  # the availability trace has the silo off
-    NOT_ELIGIBLE = "not eligible"  # a fault left the silo with data that the method has no use for
-    STAYED_AWAY = "stayed away"  # the silo's connection was lost for too long
-    ERROR = "error"  # the silo said that it failed
+    WENT_OFF = "went off"  # the silo was offline by the availability trace
+    NOT_ELIGIBLE = "not eligible"  # after a fault the silo's data is of no use to the method
+    STAYED_AWAY = "stayed away"  # the silo was disconnected for too long
+    ERROR = "error"  # the silo reported a failure
 
 
 @dataclass(frozen=True)
 class TaskOutcome:
-    """How a task ends, decided when it is handed out.
+    """How a task ends, decided when it is sent.
 
     Args:
-        handed: the run's time when it was handed out [s].
-        work: seconds an undisturbed silo needs for it.
-        due: the run's time when its reply arrives or its failure is noticed [s].
-        fails: why it brings no reply; None if it does.
-        sent: whether the task reaches the silo at all.
+        handed: the run's time when the task was sent [s].
+        work: the task's duration without faults [s].
+        due: the run's time when its reply arrives or its failure is detected [s].
+        fails: why it has no reply; None if it has one.
+        sent: whether the task reaches the silo.
     """
 
     handed: float
@@ -90,12 +90,12 @@ class TaskOutcome:
 
 
 def outcome_after(fault: Timed, outcome: TaskOutcome, phase: float) -> TaskOutcome | None:
-    """The outcome of a task that a fault strikes; None if the fault misses it.
+    """A task's outcome under a fault; None if the fault does not affect it.
 
     Args:
         fault: of the task's link or process.
         outcome: of the task without this fault.
-        phase: of the silo, in [0, 1): where it is in the period of a fault that recurs.
+        phase: the silo's phase in the period of a recurring fault, in [0, 1).
     """
     match fault:
         case Late(seconds=seconds) | Freeze(seconds=seconds) | Reorder(seconds=seconds) | Corrupt(seconds=seconds):
@@ -122,8 +122,8 @@ def outcome_after(fault: Timed, outcome: TaskOutcome, phase: float) -> TaskOutco
 
 
 def _outcome_of_absence(fault: Leave, outcome: TaskOutcome, phase: float) -> TaskOutcome | None:
-    """A task handed out during an absence fails; one that an absence interrupts is done again on the silo's return."""
-    window = _absence(fault, outcome, phase)
+    """A task sent during an absence fails; one interrupted by an absence starts over when the silo returns."""
+    window = _first_absence(fault, outcome, phase)
     if window is None:
         return None
     if window[0] <= outcome.handed:
@@ -131,7 +131,7 @@ def _outcome_of_absence(fault: Leave, outcome: TaskOutcome, phase: float) -> Tas
     return replace(outcome, due=window[1] + outcome.work)
 
 
-def _absence(fault: Leave, outcome: TaskOutcome, phase: float) -> Window | None:
+def _first_absence(fault: Leave, outcome: TaskOutcome, phase: float) -> Window | None:
     """The first absence that overlaps the task."""
     if fault.time is not None:
         return _overlap(outcome, fault.time)
@@ -147,11 +147,11 @@ def _overlap(outcome: TaskOutcome, window: Window) -> Window | None:
 
 
 def tampered(fault: Poison, payload: Payload, generator: np.random.Generator) -> Payload:
-    """A payload as a Byzantine silo sends it: its update, or its prototypes and centroids, replaced.
+    """A payload as sent by a Byzantine silo, with its update, prototypes or centroids replaced.
 
     Args:
         fault: the attack.
-        payload: as an honest silo sends it.
+        payload: of an honest silo.
         generator: of the task and the fault; only ``noise`` draws from it.
     """
     match fault:
@@ -174,14 +174,14 @@ def _noisy(delta: Array, factor: float, generator: np.random.Generator) -> Array
     square = float((delta.astype("float64") ** 2).sum()) / max(1, delta.size)
     deviation = delta.dtype.type(factor * math.sqrt(square))
     drawn: Array = generator.standard_normal(delta.size, dtype=delta.dtype.type)
-    changed: Array = delta + deviation * drawn
-    return changed
+    noisy: Array = delta + deviation * drawn
+    return noisy
 
 
 def _with_reversed_prototypes(payload: Payload, scale: float) -> Payload:
     def reverse(array: Array) -> Array:
-        turned: Array = -array * array.dtype.type(scale)
-        return turned
+        reversed_: Array = -array * array.dtype.type(scale)
+        return reversed_
 
     match payload:
         case ModalityPrototypes(image=image, text=text):
@@ -195,35 +195,38 @@ def _with_reversed_prototypes(payload: Payload, scale: float) -> Payload:
 
 
 def _with_buffer(payload: Payload, change: Callable[[Array], Array]) -> Payload:
-    """An update with its buffer changed; any other payload unchanged."""
+    """An update with ``change`` applied to its buffer; other payloads unchanged."""
     if isinstance(payload, Delta | DiscriminatorDelta | PartialDelta) and payload.buffer.dtype == "float32":
         return replace(payload, buffer=change(payload.buffer))
     return payload
 
 
-def drifted_rows(fault: Drift, own: I64, everybody: I64, generator: np.random.Generator) -> I64:
-    """Rows int64 [n] of the data set that a silo holds once its data has drifted.
+def drifted_rows(fault: Drift, rows: I64, pool: I64, generator: np.random.Generator) -> I64:
+    """Rows of the data set that a silo holds after a drift, int64 [n].
 
     Args:
-        fault: says which share of the rows changes.
-        own: [n] rows the silo held.
-        everybody: [N] rows of all silos, from which the new ones are drawn.
+        fault: has the fraction of rows that change.
+        rows: [n] the silo's rows before the drift.
+        pool: [N] rows of all silos, from which the new ones are drawn.
         generator: of this silo and fault.
     """
-    changed = own.copy()
-    places = generator.permutation(len(own))[: max(1, round(fault.amount * len(own)))]
-    changed[places] = generator.choice(everybody, len(places))
-    return changed
+    drifted = rows.copy()
+    places = generator.permutation(len(rows))[: max(1, round(fault.amount * len(rows)))]
+    drifted[places] = generator.choice(pool, len(places))
+    return drifted
 
 
 def with_noisy_labels(fault: LabelNoise, dataset: SiloDataset, generator: np.random.Generator) -> SiloDataset:
-    """A silo's data with captions and labels exchanged among a share of its samples.
+    """A silo's dataset with captions and labels permuted among a fraction of its samples.
 
-    A silo with one modality and no labels has nothing to exchange.
+    Args:
+        fault: has the fraction.
+        dataset: unchanged if it has one modality and no labels.
+        generator: of this silo and fault.
     """
-    size = len(dataset)
-    chosen = generator.permutation(size)[: round(fault.amount * size)]
-    order = generator.permutation(size)
+    n_samples = len(dataset)
+    chosen = generator.permutation(n_samples)[: round(fault.amount * n_samples)]
+    order = generator.permutation(n_samples)
     order.sort()
     order[chosen[:-1]], order[chosen[-1:]] = chosen[1:], chosen[:1]
     text = None if dataset.text is None or dataset.image is None else dataset.text[order]

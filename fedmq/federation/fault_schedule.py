@@ -1,4 +1,4 @@
-"""Which faults strike what: every draw from the scenario's seed, so that coordinator and silos agree unasked."""
+"""The schedule of a run's faults: drawn from the scenario's seed, so that all processes derive the same one."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _TIMED, _POISON, _STANDING = get_args(Timed), get_args(Poison), get_args(Standin
 
 
 class Strike(NamedTuple):
-    """A fault that strikes a task.
+    """A fault that hits a task.
 
     Args:
-        place: number of the fault in the scenario's list, from 0.
+        place: index of the fault in the scenario's list, from 0.
         fault: the fault.
     """
 
@@ -43,12 +43,12 @@ class Strike(NamedTuple):
 
 @dataclass(frozen=True)
 class FaultSchedule:
-    """The faults of a run.
+    """The faults of a run, by silo, task and round.
 
     Args:
-        faults: as in the scenario.
+        faults: the scenario's list.
         seed: the scenario's seed.
-        silos: facts of all silos as the run begins, in the fixed order.
+        silos: facts about all silos at the start of the run, in the fixed order.
     """
 
     faults: tuple[AnyFault, ...]
@@ -58,23 +58,23 @@ class FaultSchedule:
     @cached_property
     def _targets(self) -> tuple[frozenset[str], ...]:
         return tuple(
-            self._chosen(place, fault) if isinstance(fault, Fault) else frozenset()
+            self._targets_of(place, fault) if isinstance(fault, Fault) else frozenset()
             for place, fault in enumerate(self.faults)
         )
 
-    def _chosen(self, place: int, fault: Fault) -> frozenset[str]:
-        group = [silo.name for silo in self.silos if _belongs(silo, fault)]
+    def _targets_of(self, place: int, fault: Fault) -> frozenset[str]:
+        group = [silo.name for silo in self.silos if _in_group(silo, fault)]
         group.sort(key=lambda silo: seeds.derive(self.seed, "fault-share", place, silo))
         return frozenset(group[: max(1, round(fault.share * len(group)))])
 
     def strikes(self, silo: str, sequence: int, round_: int, handed: float) -> Iterator[Strike]:
-        """The faults whose where and when fit a task.
+        """The faults that apply to a task by silo, round, time and probability.
 
         Args:
-            silo: its name.
+            silo: the silo's name.
             sequence: the task's number.
-            round_: the version it stands on.
-            handed: the run's time when it was handed out [s].
+            round_: the task's base version.
+            handed: the run's time when the task was sent [s].
         """
         for place, fault in enumerate(self.faults):
             if not isinstance(fault, Fault) or silo not in self._targets[place] or not fault.in_rounds(round_):
@@ -86,20 +86,20 @@ class FaultSchedule:
             yield Strike(place, fault)
 
     def _draw(self, place: int, silo: str, what: int | str) -> float:
-        """A number in [0, 1)."""
+        """A uniform draw in [0, 1)."""
         return seeds.derive(self.seed, "fault", place, silo, what) / 2**63
 
     def outcome(
         self, silo: str, sequence: int, round_: int, handed: float, work: float
     ) -> tuple[TaskOutcome, list[Strike]]:
-        """What becomes of a task, and the faults that did it, in the scenario's order.
+        """The outcome of a task, and the faults that affect it, in the scenario's order.
 
         Args:
-            silo: its name.
+            silo: the silo's name.
             sequence: the task's number.
-            round_: the version it stands on.
-            handed: the run's time when it is handed out [s].
-            work: seconds a silo left in peace needs for it.
+            round_: the task's base version.
+            handed: the run's time when the task is sent [s].
+            work: the task's duration without faults [s].
         """
         outcome, struck = TaskOutcome(handed, work, handed + work), list[Strike]()
         for strike in self.strikes(silo, sequence, round_, handed):
@@ -114,20 +114,20 @@ class FaultSchedule:
         return outcome, struck
 
     def facts(self, silo: SiloFacts, round_: int) -> SiloFacts:
-        """The silo as it is in a round, with modalities it lost or gained by then."""
+        """The silo's facts in a round, with the modalities that it has lost or gained by then."""
         for place, fault in enumerate(self.faults):
             if isinstance(fault, ModalityLost | ModalityGained) and (
                 silo.name in self._targets[place] and fault.in_rounds(round_)
             ):
-                owned = isinstance(fault, ModalityGained)
-                silo = replace(silo, image=owned) if fault.modality == "image" else replace(silo, text=owned)
+                has = isinstance(fault, ModalityGained)
+                silo = replace(silo, image=has) if fault.modality == "image" else replace(silo, text=has)
         return silo
 
     def phases(self, silo: SiloFacts, rounds: int) -> frozenset[SiloFacts]:
-        """Every state the silo is in during a run.
+        """All facts that the silo has at some time during a run of ``rounds`` rounds.
 
         Raises:
-            InputError: it would be left without any modality.
+            InputError: the silo would lose its last modality.
         """
         changing = (fault for fault in self.faults if isinstance(fault, ModalityLost | ModalityGained))
         turns = {0, *(turn for fault in changing for turn in fault.turns)}
@@ -137,7 +137,7 @@ class FaultSchedule:
         return states
 
     def poisons(self, silo: str, sequence: int, round_: int, handed: float) -> list[tuple[Poison, np.random.Generator]]:
-        """What a Byzantine silo does to the payloads of a task, each with a generator of its own."""
+        """The attacks of a Byzantine silo on the payloads of a task, each with its own generator."""
         return [
             (strike.fault, seeds.numpy_generator(self.seed, "poison", strike.place, silo, sequence))
             for strike in self.strikes(silo, sequence, round_, handed)
@@ -145,24 +145,24 @@ class FaultSchedule:
         ]
 
     def standing(self, silo: str, round_: int) -> tuple[Strike, ...]:
-        """The faults of a silo's data that are on in a round."""
+        """The faults of a silo's data that are active in a round."""
         return tuple(s for s in self.strikes(silo, 0, round_, 0.0) if isinstance(s.fault, _STANDING))
 
     def generator(self, place: int, silo: str) -> np.random.Generator:
-        """The generator of a fault that stays with a silo's data, the same in every task."""
+        """The generator of a fault of a silo's data, the same for all tasks."""
         return seeds.numpy_generator(self.seed, "fault-data", place, silo)
 
     def crashes(self) -> list[tuple[int, CoordinatorCrash]]:
-        """The coordinator's own crashes, with their places."""
+        """The coordinator's crashes, with their indices in the scenario's list."""
         return [(place, fault) for place, fault in enumerate(self.faults) if isinstance(fault, CoordinatorCrash)]
 
     def refusals(self, version: int) -> list[tuple[int, DiskFull]]:
-        """The disk's refusals of a checkpoint, with their places."""
-        found = [(place, fault) for place, fault in enumerate(self.faults) if isinstance(fault, DiskFull)]
-        return [(place, fault) for place, fault in found if fault.round == version]
+        """The disk-full faults of a version's checkpoint, with their indices in the scenario's list."""
+        full = [(place, fault) for place, fault in enumerate(self.faults) if isinstance(fault, DiskFull)]
+        return [(place, fault) for place, fault in full if fault.round == version]
 
 
-def _belongs(silo: SiloFacts, fault: Fault) -> bool:
+def _in_group(silo: SiloFacts, fault: Fault) -> bool:
     match fault.silos:
         case "all":
             return True

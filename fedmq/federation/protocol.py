@@ -1,7 +1,7 @@
-"""What a federated method is: the interface that every file in ``protocols/`` implements.
+"""The interface of federated methods, which the modules in ``protocols/`` implement.
 
-A method's silo half and coordinator half stand side by side in one class. Both halves are functions of their
-arguments: they hold no sockets, no clock and no generator of their own.
+One class has both a method's silo side and its coordinator side. Its functions depend only on their arguments: they use
+no sockets, no clock and no global random state.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ P = TypeVar("P")
 
 @dataclass(frozen=True)
 class SiloFacts:
-    """What the coordinator and the silo itself both know of a silo.
+    """What both the coordinator and the silo know about a silo.
 
     Args:
         name: ``silo-00``, ``silo-01``, ...
-        index: position in the fixed silo order.
+        index: position in the fixed order of silos.
         image: whether it holds images.
         text: whether it holds captions.
     """
@@ -47,24 +47,24 @@ class SiloFacts:
 
 @dataclass(frozen=True)
 class Context:
-    """Facts fixed for a whole run, the same in every process.
+    """Constants of a run, the same in every process unless noted.
 
     Args:
         seed: the scenario's seed.
-        rounds: how many merges the run makes.
+        rounds: number of merges of the run.
         silos: all silos in their fixed order.
         layout: layout of the shared parameters.
         dim: dimension d of the joint embedding.
         training: optimiser, batch size, local epochs.
         objective: the base loss and its options.
-        label_names: of the data set's L labels, in their order; empty where it has none.
-        cohort: silos of a full synchronous round, for merges of fewer; None takes every merge for a full one.
-        whole_rounds: the scenario's mode merges a round's replies at a time, as ``sync`` does; false of modes without
-            rounds that merge fewer. The coordinator's half alone is told.
-        max_age: versions after which a table of last-known statistics forgets a silo; None keeps all.
-        public: loads the items that belong to no silo and may be seen by all, in both modalities; None where the data
-            set marks none.
-        build: builds the model with both its frozen towers, for a coordinator that trains on public items.
+        label_names: names of the data set's L labels, in order; empty if it has no labels.
+        cohort: number of silos in a full synchronous round, for merges of fewer replies; None if every merge is full.
+        whole_rounds: whether each merge takes all replies of a round, as in mode ``sync``; False in modes without
+            rounds that merge fewer. Set in the coordinator only.
+        max_age: number of versions after which a silo's last known statistics are dropped; None keeps all.
+        public: loads the public items, which belong to no silo, in both modalities; returns None if the data set marks
+            none as public.
+        build: builds the model with both frozen towers, for a coordinator that trains on public items.
     """
 
     seed: int
@@ -84,12 +84,12 @@ class Context:
 
 @dataclass(frozen=True)
 class State:
-    """The coordinator's half of a method between two merges; all of it is checkpointed.
+    """A method's state at the coordinator between two merges; checkpoints contain all of it.
 
     Args:
         theta: float32 [P], the shared parameters in the layout's order.
-        tensors: whatever else the method keeps, by name.
-        values: JSON-serialisable scalars, lists and dicts the method keeps, by name.
+        tensors: further tensors of the method, by name.
+        values: further JSON-serialisable scalars, lists and dicts of the method, by name.
     """
 
     theta: torch.Tensor
@@ -98,10 +98,7 @@ class State:
     _models: dict[str, Model] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def model(self, layout: Layout) -> Model:
-        """The shared parameters as they go down.
-
-        One object however many silos it goes to, so that its contents are checked and hashed once.
-        """
+        """The shared parameters as a payload, cached so that it is checked and hashed once for all silos."""
         if layout.digest not in self._models:
             self._models[layout.digest] = Model(layout.digest, self.theta.numpy())
         return self._models[layout.digest]
@@ -109,14 +106,14 @@ class State:
 
 @dataclass(frozen=True)
 class Task:
-    """What a silo is asked to do.
+    """A training task of a silo.
 
     Args:
         sequence: the task's number, unique per silo.
-        base_version: number of merges in the model it starts from.
-        round: the round (merge number) the task was handed out in, from 0.
+        base_version: version (number of merges) of the model it starts from.
+        round: the round in which the task was sent, from 0.
         learning_rate: of this round.
-        payloads: the model and whatever the method adds.
+        payloads: the model and the method's further payloads.
     """
 
     sequence: int
@@ -128,13 +125,13 @@ class Task:
 
 @dataclass(frozen=True)
 class Local:
-    """A silo's own side: its data, its model object and its personal state.
+    """What a silo trains with: its dataset, its model object and its personal state.
 
     Args:
         silo: facts about the silo.
-        share: its data, without the modality it lacks.
-        model: the two towers; :meth:`TwoTower.load` puts the downloaded parameters into it.
-        state: personal tensors kept from its previous task (empty the first time); never on the wire.
+        share: the silo's dataset, without a modality that it lacks.
+        model: the two towers; :meth:`TwoTower.load` sets the downloaded parameters.
+        state: personal tensors from the silo's previous task, empty at the first one; never sent.
     """
 
     silo: SiloFacts
@@ -145,12 +142,12 @@ class Local:
 
 @dataclass(frozen=True)
 class Trained:
-    """What local training gives.
+    """The result of local training.
 
     Args:
-        payloads: what goes up.
-        state: personal tensors to keep until the next task.
-        loss: mean training loss, for progress displays and the log.
+        payloads: of the reply.
+        state: personal tensors to keep for the next task.
+        loss: mean training loss.
     """
 
     payloads: tuple[Payload, ...]
@@ -160,11 +157,11 @@ class Trained:
 
 @dataclass(frozen=True)
 class Encoders:
-    """How a silo's own, personalised model embeds: what it is measured by.
+    """The encoders of a silo's personal model, by which it is evaluated.
 
     Args:
-        image: a batch of images to what ranks, [B, d].
-        caption: a batch of captions, likewise.
+        image: maps a batch of B images to embeddings [B, d] for ranking.
+        caption: maps a batch of B captions to embeddings [B, d].
     """
 
     image: Callable[[torch.Tensor], torch.Tensor]
@@ -173,18 +170,18 @@ class Encoders:
 
 @dataclass(frozen=True)
 class Reply:
-    """One silo's answer as the merge sees it.
+    """A silo's reply as input of a merge.
 
     Args:
-        silo: who answered.
-        sequence: the task answered.
-        base_version: version the silo started from.
-        staleness: version at merge minus base version.
+        silo: the silo that replied.
+        sequence: number of its task.
+        base_version: version that the silo started from.
+        staleness: version at the merge minus ``base_version``.
         damping: h(staleness), 1 for a fresh reply.
-        payloads: what came up; kinds already checked against :meth:`FederatedProtocol.uploads`.
-        rarity: how much more it counts because its silo replies rarely; 1 unless ``aggregation.balance`` is given.
-        base: the state that its task was made from, for what a stale update has to be seen with; None if that is the
-            state it is merged into.
+        payloads: of kinds already checked against :meth:`FederatedProtocol.uploads`.
+        rarity: weight factor of a rarely replying silo; 1 unless ``aggregation.balance`` is set.
+        base: the state that its task was created from, to interpret a stale update; None if it is the state that the
+            reply is merged into.
     """
 
     silo: SiloFacts
@@ -198,26 +195,26 @@ class Reply:
 
     @property
     def factor(self) -> float:
-        """What its weight is multiplied by before weights are renormalised."""
+        """Factor of the reply's weight, applied before weights are normalised."""
         return self.damping * self.rarity
 
 
 @dataclass(frozen=True)
 class MergeResult:
-    """What a merge gives: the next state and numbers worth a line in ``metrics.jsonl``."""
+    """The result of a merge: the next state, and numbers for ``metrics.jsonl``."""
 
     state: State
     log: Mapping[str, float] = field(default_factory=dict)
 
 
 def encoders_of(model: TwoTower) -> Encoders:
-    """The model's own two towers."""
+    """The encoders of the model's two towers."""
     device = model.flat.device
     return Encoders(lambda x: model.image(x.to(device)), lambda x: model.caption(x.to(device)))
 
 
 def take(payloads: Sequence[Payload], kind: type[P]) -> P:
-    """The one payload of a kind.
+    """Return the only payload of a kind.
 
     Raises:
         RemoteWireError: there is none, or more than one.
@@ -230,23 +227,20 @@ def take(payloads: Sequence[Payload], kind: type[P]) -> P:
 
 @dataclass(frozen=True)
 class Traits:
-    """What a method is and does beyond plain FedAvg; all that the programs know of it besides calling it.
-
-    The defaults describe FedAvg.
+    """Properties of a method that the programs need to know; the defaults describe FedAvg.
 
     Args:
         pooled: the first silo holds the training data of all silos, in both modalities.
-        own_only: the shared model is not trained as a whole, so that retrieval needs a silo's personal model.
-        personalised: silos end up with personal models, which they measure themselves by
-            :meth:`FederatedProtocol.encoders`.
-        shared_layers: names of the layers that replies update, in the layout's order: replies carry a PartialDelta of
-            them. None for the whole model.
-        first_round_selects_all: the first synchronous round selects every eligible silo, whatever the participation.
-        counts_items_twice: a row of class prototypes or of a memory may count an item once for each modality.
-        public_items: number of public items that the method trains on beside the silos' data, reported with its
+        own_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
+        personalised: silos have personal models, which they evaluate with :meth:`FederatedProtocol.encoders`.
+        shared_layers: names of the layers that replies update by a PartialDelta, in the layout's order; None for the
+            whole model.
+        first_round_selects_all: the first synchronous round selects all eligible silos, whatever the participation.
+        counts_items_twice: a row of class prototypes or of a memory may count an item once per modality.
+        public_items: number of public items that the method trains on in addition to the silos' data, reported with its
             results; None for a method without a public set.
-        reply_bytes: bytes of the tensors of its largest reply, where that grows with something other than the model.
-        our_reading: the method was reconstructed from an incomplete description; runs and tables say so.
+        reply_bytes: tensor bytes of its largest reply, if that grows with something other than the model [bytes].
+        our_reading: the method was reconstructed from an incomplete description, which runs and tables report.
     """
 
     pooled: bool = False
@@ -262,15 +256,14 @@ class Traits:
 
 @dataclass(frozen=True)
 class NoOptions:
-    """Options of a method that has none."""
+    """Options of a method without options."""
 
 
 class FederatedProtocol(ABC):
-    """A federated method: what its silos and its coordinator compute.
+    """A federated method: the computations of its silos and of its coordinator.
 
-    A method defines the abstract functions and states in :meth:`traits` what it does beyond FedAvg. The other functions
-    have defaults that suit FedAvg. The programs ask the traits and call these functions; they never look for attributes
-    by name, so a method may give its own attributes any other names.
+    A method defines the abstract functions and describes itself in :meth:`traits`. The other functions have defaults
+    that suit FedAvg. The programs use only the traits and these functions, so all other attribute names are free.
 
     Attributes:
         Options: frozen dataclass, the schema of ``protocol:`` in a scenario.
@@ -283,11 +276,11 @@ class FederatedProtocol(ABC):
 
     @abstractmethod
     def eligible(self, silo: SiloFacts) -> bool:
-        """Whether the method ever selects this silo for training."""
+        """Whether the method can select this silo for training."""
 
     @abstractmethod
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The payload kinds a reply of this silo holds, one of each."""
+        """The payload kinds of this silo's replies, each of which occurs exactly once."""
 
     @abstractmethod
     def initial(self, theta: torch.Tensor) -> State:
@@ -295,19 +288,25 @@ class FederatedProtocol(ABC):
 
     @abstractmethod
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """What goes down to a silo."""
+        """The payloads of a task for a silo."""
 
     @abstractmethod
     def train(self, local: Local, task: Task) -> Trained:
-        """Local training at the silo."""
+        """Train locally, at the silo."""
 
     @abstractmethod
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """Merge replies, given in the fixed silo order; never depends on the order of their arrival."""
+        """Merge replies, at the coordinator.
+
+        Args:
+            state: before the merge.
+            replies: in the fixed order of silos, so that the result does not depend on their order of arrival.
+            round_: number of the merge, from 0.
+        """
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
-        """The traits as far as the options alone tell; ``pooled`` and ``own_only`` are needed before a context exists.
+        """The traits known from the options alone: ``pooled`` and ``own_only`` are needed before there is a context.
 
         Args:
             options: an instance of ``Options``.
@@ -315,43 +314,46 @@ class FederatedProtocol(ABC):
         return Traits()
 
     def traits(self) -> Traits:
-        """The traits of this run, with the same ``pooled`` and ``own_only`` as :meth:`traits_of`."""
+        """All traits in this run, with the same ``pooled`` and ``own_only`` as :meth:`traits_of`."""
         return Traits()
 
     def check(self, payloads: Sequence[Payload]) -> None:
-        """Check a reply's payloads where only the method knows the shapes, as FedHAP's discriminator.
+        """Check those payloads of a reply whose shapes only the method knows, e.g. FedHAP's discriminator.
 
-        Called before a reply counts as one; kinds have been checked, updates are as they travel.
+        Called before a reply is accepted, after its kinds have been checked; updates are as received.
 
         Raises:
-            RemoteWireError: a payload is not of this run's shape; the reply is refused, the run goes on.
+            RemoteWireError: a payload does not have this run's shape; the reply is refused and the run continues.
         """
         return
 
     def release(self, state: State) -> tuple[Payload, ...]:
-        """Payloads that the global model needs at inference besides its parameters, as FedCAFE's memory.
+        """Payloads that the global model needs for inference in addition to its parameters, e.g. FedCAFE's memory.
 
-        They go to the evaluator and into the released folder.
+        They are sent to the evaluator and written to the released model's folder.
         """
         return ()
 
     def followed(self, before: State, after: State, rate: float) -> State:
-        """The state after a merge of whose step only a share was taken (``fedmq.federation.staleness.mixed``).
+        """Adapt the state after a merge whose step was scaled by ``fedmq.federation.staleness.mixed``.
 
-        A method that keeps something beside the model that has to move as far as the model does moves it here.
+        Override it if other parts of the state have to move by the same fraction as the model.
 
         Args:
-            before: the merge.
-            after: the merge, with the model that is kept already.
-            rate: the share, in [0, 1).
+            before: state before the merge.
+            after: state after the merge, with the model already mixed.
+            rate: the mixing rate, in [0, 1).
         """
         return after
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """A silo's personal model, from its state and from what a task of now would bring.
+        """The encoders of a silo's personal model, which the silo evaluates on the held-out set in both modalities.
 
-        Called where the traits say ``personalised``; such a method has to define it. The silo measures the model on
-        held-out items in both modalities; nothing but the figures leaves the silo.
+        Required if the traits say ``personalised``.
+
+        Args:
+            local: the silo's dataset, model and personal state.
+            payloads: those of a task at the current version.
         """
         raise NotImplementedError
 
@@ -364,7 +366,7 @@ def check_class(name: str, kind: type[Any]) -> None:
         kind: the class.
 
     Raises:
-        InputError: it is no subclass of FederatedProtocol, lacks functions that a method needs, or its Options are no
+        InputError: it is not a subclass of FederatedProtocol, lacks abstract functions, or its Options are not a
             dataclass.
     """
     place = f"protocol {name}"
@@ -377,37 +379,37 @@ def check_class(name: str, kind: type[Any]) -> None:
 
 
 def check_traits(name: str, method: FederatedProtocol, options: Any, context: Context) -> None:
-    """Check that a method implements what its traits say.
+    """Check that a method is consistent with its traits.
 
     Args:
         name: of the method, for the error.
-        method: made with ``options`` and ``context``.
+        method: created with ``options`` and ``context``.
         options: of the run.
         context: of the run.
 
     Raises:
-        InputError: it does not.
+        InputError: a trait contradicts the method's functions or another trait.
     """
     place, traits, before = f"protocol {name}: traits", method.traits(), type(method).traits_of(options)
-    for trait, now, early in (
+    for trait, at_run, from_options in (
         ("pooled", traits.pooled, before.pooled),
         ("own_only", traits.own_only, before.own_only),
     ):
-        if now != early:
-            raise InputError(place, f"{trait} {now}, but traits_of says {early}", "the same in both")
+        if at_run != from_options:
+            raise InputError(place, f"{trait} {at_run}, but traits_of says {from_options}", "the same in both")
     if traits.personalised and type(method).encoders is FederatedProtocol.encoders:
         raise InputError(place, "personalised without encoders", "personalised False, or a class that defines encoders")
     if traits.own_only and not traits.personalised:
         raise InputError(place, "own_only without personalised", "personalised True as well, or own_only False")
-    sends = any(PartialDelta in method.uploads(silo) for silo in context.silos if method.eligible(silo))
-    known = [entry.name for entry in context.layout.entries]
+    sends_partial = any(PartialDelta in method.uploads(silo) for silo in context.silos if method.eligible(silo))
+    layer_names = [entry.name for entry in context.layout.entries]
     if traits.shared_layers is None:
-        if sends:
+        if sends_partial:
             raise InputError(place, "a PartialDelta in uploads without shared_layers", "the names of its layers")
         return
-    if not sends and any(map(method.eligible, context.silos)):
+    if not sends_partial and any(map(method.eligible, context.silos)):
         raise InputError(place, "shared_layers without a PartialDelta in uploads", "both, or neither")
     shared = list(traits.shared_layers)
-    if not shared or shared != [name for name in known if name in shared]:
+    if not shared or shared != [name for name in layer_names if name in shared]:
         found = ", ".join(shared) or "no layer"
-        raise InputError(place, f"shared_layers {found}", f"some of {', '.join(known)}, in this order")
+        raise InputError(place, f"shared_layers {found}", f"some of {', '.join(layer_names)}, in this order")

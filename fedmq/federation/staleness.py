@@ -1,8 +1,8 @@
-"""What a stale or a rare reply is worth: damping functions h(s) of the staleness s, the say of silos that reply rarely,
-and the mixing of FedAsync.
+"""Weights of stale and rare replies: damping functions h(s) of the staleness s, the weight of rarely replying silos,
+and FedAsync's mixing.
 
-Both factors multiply a reply's weight before the weights are renormalised, so they decide between the replies of one
-merge. A merge of a lone reply has nothing to decide between: there FedAsync's mixing rate scales the step itself.
+Both factors multiply a reply's weight before weights are normalised, so they have an effect only among the replies of
+one merge. In a merge of a single reply, FedAsync's mixing rate scales the step instead.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def hinge(staleness: float, slope: float, grace: float) -> float:
 
 
 def damping(function: Staleness, staleness: int) -> float:
-    """h(s) as the scenario says; 1 for a fresh reply under every function."""
+    """The scenario's h(s); every function is 1 for a fresh reply, s = 0."""
     match function.kind:
         case "constant":
             return 1.0
@@ -37,27 +37,27 @@ def damping(function: Staleness, staleness: int) -> float:
             assert_never(function.kind)
 
 
-def rarity(own: int, mean: float, most: float) -> float:
-    """What a reply counts more because its silo replied more rarely than others: (mean + 1) / (own + 1).
+def rarity(replies: int, mean: float, cap: float) -> float:
+    """Weight factor of a rarely replying silo: (mean + 1) / (replies + 1), limited to [1/cap, cap].
 
-    Without rounds a silo ten times slower is merged a tenth as often, and the model forgets its data. A weight in
-    proportion to the time between a silo's replies makes up for it, as in FedAU (Wang and Ji, ICLR 2024); like there it
-    is cut off, since one silo's update cannot stand for any number of merges.
+    Without rounds, a silo that is ten times slower is merged a tenth as often, and the model forgets its data. A weight
+    proportional to the interval between a silo's replies compensates for this, as in FedAU (Wang and Ji, ICLR 2024).
+    As there, it is capped, since one update of a silo cannot replace arbitrarily many.
 
     Args:
-        own: the silo's replies merged so far.
-        mean: of all silos that can be asked.
-        most: the cut-off, at least 1; 1/most is the least.
+        replies: number of the silo's merged replies.
+        mean: mean of that number over all eligible silos.
+        cap: largest factor, at least 1; the smallest is 1/cap.
     """
-    return min(most, max(1.0 / most, (mean + 1.0) / (own + 1.0)))
+    return min(cap, max(1.0 / cap, (mean + 1.0) / (replies + 1.0)))
 
 
 def mixed(old: Tensor, merged: Tensor, rate: float) -> Tensor:
-    """A merge's step at a rate: theta + a (theta' - theta) (FedAsync, Xie et al. 2019, algorithm 1).
+    """Scale a merge's step: theta + a (theta' - theta) (FedAsync, Xie et al. 2019, algorithm 1).
 
     Args:
         old: [P] parameters before the merge.
         merged: [P] parameters after it.
-        rate: a = mixing * h(s), in [0, 1]; 1 gives ``merged`` to the bit.
+        rate: a = mixing * h(s), in [0, 1]; 1 returns ``merged`` itself.
     """
     return merged if rate == 1.0 else (old.double() + rate * (merged.double() - old.double())).to(merged.dtype)

@@ -1,4 +1,4 @@
-"""Transforms of a silo's update before it is sealed: clipping, then Gaussian noise."""
+"""Transforms of a silo's update before it is sent: clipping, then Gaussian noise."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from fedmq.config.scenario import Privacy
 from fedmq.wire.messages import Delta, DiscriminatorDelta, PartialDelta
 
 F32 = npt.NDArray[np.float32]
-#: Payloads that are updates, which the scenario's transforms apply to.
+#: Payload types to which the transforms apply: all updates.
 TRANSFORMED = (Delta, PartialDelta, DiscriminatorDelta)
 
 
 def clip(update: F32, norm: float) -> F32:
-    """Scale an update [P] down to an L2 norm of at most ``norm``; a smaller one is returned as it is."""
+    """Scale an update [P] down to an L2 norm of at most ``norm``; return it unchanged if its norm is smaller."""
     length = float(np.linalg.norm(update.astype(np.float64)))
     return update if length <= norm else (update * np.float32(norm / length))
 
@@ -25,14 +25,15 @@ def clip(update: F32, norm: float) -> F32:
 def transform(update: F32, privacy: Privacy, source: int | bytes, path: tuple[str | int, ...]) -> F32:
     """Clip, then add noise of standard deviation ``noise_multiplier * clip_norm`` (DP-FedAvg, McMahan et al. 2018).
 
-    An update of zeros stays one: the silo stood idle by the method's rule, which tells nothing of its data, and with
-    noise it would count as one that trained.
+    An all-zero update is returned unchanged: it means that the method left the silo idle, which reveals nothing about
+    its data, and with noise it would count as a trained update.
 
     Args:
         update: float32 [P].
-        privacy: the scenario's choice; the same array comes back when it asks for nothing.
-        source: the scenario's seed, whose noise hides nothing from whoever knows it, or a secret of 32 bytes.
-        path: silo, base version, sequence: what the noise is drawn for.
+        privacy: the scenario's options; without clipping the same array is returned.
+        source: of the noise: a secret of 32 bytes, or the scenario's seed, which gives no privacy against a party that
+            knows the seed.
+        path: silo, base version and sequence, which name the draw.
     """
     if privacy.clip_norm is None or not update.any():
         return update
@@ -47,17 +48,16 @@ def transform(update: F32, privacy: Privacy, source: int | bytes, path: tuple[st
 
 
 def _secret_noise(secret: bytes, path: tuple[str | int, ...], update: F32) -> F32:
-    """Standard normal noise [P] that nobody without the secret can tell from any other.
+    """Standard normal noise [P] that is pseudorandom to anyone without the secret.
 
-    It depends on the update, too: a task that is answered again is answered alike, so that two answers do not average
-    the noise out, while another update, in another run with the same keys, never gets the noise of this one, which the
-    difference of the two would be free of.
+    It is keyed by the update as well: a repeated task gets the same noise, so that two replies do not average it out; a
+    different update, in another run with the same keys, gets other noise, so that their difference does not cancel it.
     """
     content = blake3(seeds.derive(0, "noise", *path).to_bytes(8, "big"), key=secret)
     content.update(np.ascontiguousarray(update).view(np.uint8).data)
     stream = Cipher(algorithms.AES256(content.digest()), modes.CTR(bytes(16))).encryptor()
     words = np.frombuffer(stream.update(bytes(16 * ((update.size + 1) // 2))), np.uint64)
-    # Box and Muller 1958, on 53-bit numbers in (0, 1].
+    # Box and Muller 1958, from 53-bit uniform numbers in (0, 1].
     uniform = ((words >> np.uint64(11)) + np.uint64(1)) * 2.0**-53
     first, second = np.split(uniform, 2)
     radius, angle = np.sqrt(-2 * np.log(first)), 2 * np.pi * second

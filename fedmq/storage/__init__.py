@@ -1,1 +1,1 @@
-"""Files on disk: the run folder, JSON files, the cache, locks."""
+"""Files on disk: run folder, JSON files, cache, locks."""

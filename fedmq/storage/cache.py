@@ -1,4 +1,4 @@
-"""The cache: content-addressed folders that are there complete or not at all."""
+"""The cache of content-addressed folders, each of which is created atomically."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from typing import Final
 from fedmq.errors import InputError, RunError
 from fedmq.storage.locks import locked
 
-FORMAT: Final = 1  # of the folder; another number makes another folder
+FORMAT: Final = 1  # part of every cache key, so that a change of format makes new folders
 
 
 def cache_folder() -> Path:
-    """Where prepared data and shared weights live: $FEDMQ_CACHE, else $XDG_CACHE_HOME/fedmq, else ~/.cache/fedmq."""
-    if own := os.environ.get("FEDMQ_CACHE"):
-        return Path(own)
+    """Folder of prepared data and shared weights: $FEDMQ_CACHE, else $XDG_CACHE_HOME/fedmq, else ~/.cache/fedmq."""
+    if configured := os.environ.get("FEDMQ_CACHE"):
+        return Path(configured)
     general = os.environ.get("XDG_CACHE_HOME")
     return (Path(general) if general else Path.home() / ".cache") / "fedmq"
 
 
 def build_once(folder: Path, fill: Callable[[Path], None]) -> Path:
-    """Make a folder that is there complete or not at all, once, however many processes ask for it.
+    """Create a folder atomically, and only once even if several processes request it at the same time.
 
     Args:
-        folder: where it will be.
-        fill: writes everything into the empty folder it is given.
+        folder: the folder; returned as it is if it exists.
+        fill: writes the contents into the empty folder that it receives.
 
     Raises:
         RunError: the cache cannot be written.
@@ -40,7 +40,7 @@ def build_once(folder: Path, fill: Callable[[Path], None]) -> Path:
     try:
         with locked(folder.with_name(f"{folder.name}.lock")):
             if not folder.is_dir():
-                # Under the lock nobody else is building this one: what lies there is from a build that died.
+                # No other process holds the lock, so an unfinished folder is left over from a crash.
                 unfinished = folder.with_name(f"{folder.name}.unfinished")
                 shutil.rmtree(unfinished, ignore_errors=True)
                 unfinished.mkdir()
@@ -55,7 +55,7 @@ def build_once(folder: Path, fill: Callable[[Path], None]) -> Path:
 
 
 def key_of(*parts: object) -> str:
-    """SHA-256 (hex) over the canonical JSON of ``parts``: a folder's name in the cache."""
+    """SHA-256 (hex) over the canonical JSON of ``parts``, the name of a folder in the cache."""
     return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
@@ -66,7 +66,7 @@ def file_digest(path: Path) -> str:
         InputError: the file cannot be read.
     """
     try:
-        # A pipe or a device may have no end, and opening it may wait for ever.
+        # Reading or even opening a pipe or device may block forever.
         if not stat.S_ISREG(path.stat().st_mode):
             raise InputError(str(path), "no regular file", "a readable file")
         with path.open("rb") as file:

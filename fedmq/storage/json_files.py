@@ -1,4 +1,4 @@
-"""Read back JSON that fedmq wrote, checked: such files are cut short, edited, and taken from elsewhere."""
+"""Reading and validating JSON files that fedmq wrote, which may since have been truncated, edited or replaced."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from fedmq.text import printable
 
 #: 32 bytes in hexadecimal.
 Digest = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
-_NO_OBJECT = ("model_type", "model_attributes_type")  # pydantic's names of what is wrong
-_SHOWN = 60  # characters of a value that an error shows
+_NOT_AN_OBJECT = ("model_type", "model_attributes_type")  # pydantic's error types
+_MAX_SHOWN = 60  # characters of a value in an error message
 
 
 class Stored(BaseModel):
-    """Base of the records in files: the keys that readers rely on. There may be others, and a record keeps them."""
+    """Base of the records in files: its fields are the keys that readers need; it keeps any other keys."""
 
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     def plain(self) -> dict[str, JsonValue]:
-        """As JSON-serialisable data: the fields that were given, in the order of the type, then the other keys."""
+        """JSON-serialisable data: the fields that were set, in the order of declaration, then the other keys."""
         return self.model_dump(exclude_unset=True)
 
 
@@ -32,15 +32,15 @@ Record = TypeVar("Record", bound=BaseModel)
 
 
 def read_json(path: Path, schema: type[Record], allowed: str) -> Record:
-    """A file with one JSON object.
+    """Read a file with one JSON object.
 
     Args:
         path: the file.
-        schema: what it must hold.
-        allowed: what the user should have given, for the error.
+        schema: type of the object.
+        allowed: what the file should be, for the error.
 
     Raises:
-        InputError: it cannot be read, is no JSON, or holds something else; the first wrong key is named.
+        InputError: the file cannot be read, is not JSON, or does not match the schema; names the first invalid key.
     """
     try:
         text = path.read_bytes()
@@ -50,15 +50,15 @@ def read_json(path: Path, schema: type[Record], allowed: str) -> Record:
 
 
 def read_lines(path: Path, schema: type[Record], allowed: str) -> Iterator[Record]:
-    """The whole JSON lines of a file; a last line that a crash left unfinished is passed over.
+    """Read a file of JSON lines, without a last line that a crash left incomplete.
 
     Args:
-        path: the file; without it there are no lines.
-        schema: what every line must hold.
-        allowed: what should have been there, for the error.
+        path: the file; a missing file has no lines.
+        schema: type of every line's object.
+        allowed: what the file should be, for the error.
 
     Raises:
-        InputError: a line is no JSON object or holds something else, or the file cannot be opened.
+        InputError: the file cannot be opened, or a line is not JSON or does not match the schema.
     """
     if not path.exists():
         return
@@ -83,10 +83,10 @@ def _checked(place: str, text: bytes, schema: type[Record], allowed: str) -> Rec
         first = error.errors(include_url=False)[0]
         key = _short(".".join(map(str, first["loc"])))
         found = "nothing" if first["type"] == "missing" else _short(first["input"])
-        why = "an object" if first["type"] in _NO_OBJECT else first["msg"].lower()
+        why = "an object" if first["type"] in _NOT_AN_OBJECT else first["msg"].lower()
         raise InputError(f"{place}: {key}" if key else place, found, f"{allowed} ({why})") from None
 
 
 def _short(value: object) -> str:
     shown = printable(str(value))
-    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    return shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."

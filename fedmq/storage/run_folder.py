@@ -1,4 +1,4 @@
-"""The run folder: where everything of a run lies, and how files get there whole."""
+"""The run folder: its paths, and atomic writing of its files."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ from fedmq.errors import DiskError, InputError
 if TYPE_CHECKING:
     import torch
 
-#: What the system says of a place that cannot be written because another one should have been named. A full or broken
-#: disk is nobody's input.
+#: Errors of a path that the user should replace by another one, unlike those of a full or broken disk.
 _BAD_PLACE = frozenset(
     {
         errno.EACCES, errno.EEXIST, errno.EINVAL, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENOENT,
@@ -39,7 +38,7 @@ class RunFolder:
 
     @property
     def scenario(self) -> Path:
-        """The scenario as resolved."""
+        """The resolved scenario."""
         return self.root / "scenario.yaml"
 
     @property
@@ -54,12 +53,12 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        """The last two checkpoints, and the silos' personal state."""
+        """The last two checkpoints, and the silos' personal states."""
         return self.root / "checkpoints"
 
     @property
     def faults(self) -> Path:
-        """One line per scripted fault that must not strike again, whoever restarts."""
+        """One line per scripted fault that must not occur again after a restart."""
         return self.root / "faults.jsonl"
 
     @property
@@ -69,7 +68,7 @@ class RunFolder:
 
     @property
     def report(self) -> Path:
-        """The report to look at."""
+        """The HTML report."""
         return self.root / "report.html"
 
     def messages(self, process: str) -> Path:
@@ -77,15 +76,15 @@ class RunFolder:
         return self.root / "messages" / f"{process}.jsonl"
 
     def silo_state(self, silo: str) -> Path:
-        """Folder of a silo's personal state; never read by anyone else."""
+        """Folder of a silo's personal state, which no other process reads."""
         return self.checkpoints / "silos" / silo
 
 
 def open_run(root: Path) -> RunFolder:
-    """An existing run folder.
+    """Open an existing run folder.
 
     Raises:
-        InputError: there is none.
+        InputError: ``root`` is not a run folder.
     """
     folder = RunFolder(root)
     if not folder.scenario.is_file():
@@ -95,14 +94,14 @@ def open_run(root: Path) -> RunFolder:
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around what makes or writes a file or folder: what the system refuses becomes one line that names it.
+    """Turn an OSError within the block, which creates or writes a file or folder, into an error that names it.
 
     Args:
         path: the file or folder, as the user knows it.
 
     Raises:
-        InputError: the place is not one that can be written.
-        DiskError: the system refused for another reason, e.g. a full disk.
+        InputError: the path cannot be written.
+        DiskError: another error, e.g. a full disk.
     """
     try:
         yield
@@ -114,10 +113,10 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def make_folder(path: Path) -> Path:
-    """Make a folder, and those above it, that files can be written into; it may be there already.
+    """Create a folder and its parents unless it exists, and check that it is writable.
 
     Raises:
-        InputError: it cannot be made or written.
+        InputError: it cannot be created or written.
         DiskError: the disk is full or broken.
     """
     with writing(path):
@@ -129,30 +128,30 @@ def make_folder(path: Path) -> Path:
 
 @contextmanager
 def folder_if_used(path: Path) -> Iterator[None]:
-    """Make a folder first, to see that it can be; if all fails and it is empty still, one that was made here goes.
+    """Create a folder before the block runs; remove it again if the block fails, unless it existed or has contents.
 
     Raises:
         InputError: as :func:`make_folder`.
         DiskError: likewise.
     """
-    made = not path.exists()
+    created = not path.exists()
     make_folder(path)
     try:
         yield
     except BaseException:
-        if made:
+        if created:
             with suppress(OSError):
                 path.rmdir()
         raise
 
 
 def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool = False) -> None:
-    """Write a file so that a reader sees the old one or the whole new one, whatever happens in between.
+    """Write a file atomically: readers see either the old content or the complete new content.
 
     Args:
         path: the file.
-        write: writes the given temporary path.
-        durable: also wait until it is on the disk, for what must survive a power cut.
+        write: writes the content to the temporary path that it receives.
+        durable: also wait until the content is on disk, for files that must survive a power failure.
 
     Raises:
         InputError: the file cannot be written there.
@@ -172,7 +171,7 @@ def write_atomically(path: Path, write: Callable[[Path], None], *, durable: bool
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file, UTF-8, whole or not at all.
+    """Write a text file (UTF-8) atomically.
 
     Raises:
         InputError: the file cannot be written there.
@@ -186,21 +185,21 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def load_aligned(path: Path) -> dict[str, torch.Tensor]:
-    """Load a safetensors file into memory of torch's own allocator.
+    """Load a safetensors file into memory from torch's allocator.
 
-    Tensors that safetensors maps from the file start wherever they lie in it, and the order in which a matrix product
-    sums depends on that: a resumed run would differ from an uninterrupted one in the last bit.
+    Memory-mapped tensors have the alignment that they have in the file, and the summation order of a matrix product
+    depends on the alignment: a resumed run would differ from an uninterrupted one in the last bit.
     """
-    from safetensors.torch import load_file  # noqa: PLC0415 - brings torch, which the audit of message logs does without
+    from safetensors.torch import load_file  # noqa: PLC0415 - imports torch, which the audit of message logs avoids
 
     return {name: tensor.clone() for name, tensor in load_file(path).items()}
 
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a safetensors file; what the system refuses is the error that it is of any other file.
+    """Write a safetensors file.
 
     Raises:
-        OSError: the disk is full or broken, which safetensors says in an error of its own that is none.
+        OSError: it cannot be written; safetensors reports this as an error that is not an OSError.
     """
     from safetensors import SafetensorError  # noqa: PLC0415 - as above
     from safetensors.torch import save_file  # noqa: PLC0415
@@ -229,23 +228,23 @@ def _dump(path: Path, value: Any) -> None:
 
 
 def append_line(path: Path, record: Mapping[str, Any], *, durable: bool = False) -> None:
-    """Append one JSON line, whole or not at all.
+    """Append a JSON line; a failed write leaves no part of it.
 
     Args:
         path: the file.
-        record: the line.
-        durable: also wait until it is on the disk, for what must survive a power cut.
+        record: the line's object.
+        durable: also wait until the line is on disk, for files that must survive a power failure.
 
     Raises:
         InputError: the file cannot be written there.
         DiskError: the disk is full or broken.
     """
-    rest = memoryview(json.dumps(record).encode() + b"\n")
+    unwritten = memoryview(json.dumps(record).encode() + b"\n")
     with writing(path), path.open("ab", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         try:
-            while rest:  # a disk that is about to be full takes a part of it
-                rest = rest[file.write(rest) :]
+            while unwritten:  # a nearly full disk accepts only a part
+                unwritten = unwritten[file.write(unwritten) :]
             if durable:
                 os.fsync(file.fileno())
         except BaseException:
@@ -254,7 +253,7 @@ def append_line(path: Path, record: Mapping[str, Any], *, durable: bool = False)
 
 
 def cut_unfinished(path: Path) -> None:
-    """Cut off a last line that a crash left unfinished, so that the next one does not continue it.
+    """Cut off a last line that a crash left incomplete, so that the next line is not appended to it.
 
     Raises:
         InputError: the file cannot be written.

@@ -1,1 +1,1 @@
-"""What passes between processes: messages, frames, keys, sessions, transports, message logs."""
+"""Communication between processes: messages, frames, keys, sessions, transports, message logs."""

@@ -1,7 +1,7 @@
-"""A silo's or the evaluator's line to the coordinator, on a thread of its own.
+"""The channel from a silo or the evaluator to the coordinator, on a thread of its own.
 
-The thread shakes hands, opens and seals, sends heartbeats, and shakes hands again when the coordinator went silent,
-whatever the training thread is doing. The connection is made in the thread and never leaves it.
+Independently of the training thread, this thread performs the handshake, opens and seals messages, sends heartbeats,
+and repeats the handshake when the coordinator goes silent. It makes the connection and is the only thread to use it.
 """
 
 from __future__ import annotations
@@ -24,34 +24,34 @@ from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
 
 BEAT_SECONDS = 2.0
-#: Beats without a word after which a peer counts as lost.
+#: Heartbeat intervals without a message after which a peer counts as lost.
 LOST_BEATS = 2
-#: The same of the coordinator, which answers only between merges; if its process dies, the connection says so.
+#: The same for the coordinator, which answers only between merges; the connection reports the death of its process.
 _COORDINATOR_BEATS = 15
 _HELLO_SECONDS = 2.0
-#: Hellos without an answer after which the silo's own terminal is told, once until there is a session.
-_PATIENT_HELLOS = 5
-#: How long the thread waits before it looks at the clock again [s].
-_TURN_SECONDS = 0.25
-#: Messages taken in a turn: who floods the line must not keep this side from its beats.
-_MESSAGES_AT_ONCE = 256
-#: Turns after which a message that finds no room is given up, and the session with it.
-_PATIENT_TURNS = int(BEAT_SECONDS / _TURN_SECONDS)
+#: Unanswered hellos before ``progress`` reports it, once until there is a session.
+_QUIET_HELLOS = 5
+#: Longest wait of the thread before it checks the clock again [s].
+_STEP_SECONDS = 0.25
+#: Messages received per step: a peer that floods the channel must not keep this side from sending heartbeats.
+_MESSAGES_PER_STEP = 256
+#: Steps after which a message that does not fit into the queue is dropped and its session ended.
+_MAX_SEND_STEPS = int(BEAT_SECONDS / _STEP_SECONDS)
 
 
 class Channel:
-    """One authenticated line to the coordinator that mends itself.
+    """An authenticated channel to the coordinator that re-establishes itself.
 
     Args:
         uri: where the coordinator listens.
         identity: name and key of this process.
-        accepted: public keys accepted here; the coordinator's must be among them.
+        accepted: accepted public keys; the coordinator's must be among them.
         run: the run's name.
-        log: the message log of this process; written by the link's thread only.
+        log: the message log of this process; only the channel's thread writes it.
         clock: for liveness.
         now: the run's time as this process knows it [s].
-        progress: told a line, from the link's thread, when nobody answers for a while. A coordinator that refuses a
-            hello does not answer it: anybody may have sent it.
+        progress: called with one line, in the channel's thread, when the coordinator does not answer for a while. A
+            coordinator does not answer a hello that it refuses, since anyone may have sent it.
     """
 
     def __init__(
@@ -77,19 +77,19 @@ class Channel:
 
         self._session: Session | None = None
         self._initiated: Initiated | None = None
-        self._heard = self._beat = self._asked = 0.0
+        self._received_at = self._beat_at = self._hello_at = 0.0
         self._connections = 1
 
     # ------------------------------------------------------------------------------------- for the training thread
     def start(self) -> None:
-        """Begin to connect."""
+        """Start connecting."""
         self._thread.start()
 
     def receive(self, timeout: float | None = None) -> Message | None:
-        """The next message from the coordinator, or None after ``timeout`` seconds.
+        """Return the next message from the coordinator, or None after ``timeout`` seconds.
 
         Raises:
-            Exception: whatever ended the link's thread.
+            Exception: the error that ended the channel's thread.
         """
         try:
             item = self._inbox.get(timeout=timeout)
@@ -102,7 +102,7 @@ class Channel:
     def send(
         self, kind: Kind, payloads: tuple[Payload, ...], *, sequence: int, reply_to: int | None, base_version: int
     ) -> None:
-        """Queue a message; it leaves once there is a session."""
+        """Queue a message; it is sent once there is a session."""
         header = Header(
             run=self._run,
             kind=kind,
@@ -117,7 +117,7 @@ class Channel:
         self._wake()
 
     def close(self, patience: float = 5.0) -> None:
-        """Send what is queued, then end the thread, if it ever began; at most ``patience`` seconds."""
+        """Send the queued messages, then end the thread if it was started; waits at most ``patience`` seconds."""
         self._closing.set()
         self._wake()
         if self._thread.ident is not None:
@@ -125,51 +125,51 @@ class Channel:
         self._log.close()
 
     def _wake(self) -> None:
-        """Have the link's thread look at once at what there is to do; before it has a connection, it will anyway."""
+        """Wake the channel's thread; before it has a connection, it is awake anyway."""
         if self._connection is not None:
             self._connection.wake()
 
-    # ---------------------------------------------------------------------------------------------- the link's thread
+    # ------------------------------------------------------------------------------------------- the channel's thread
     def _run_thread(self) -> None:
         try:
             connection = self._connection = connect(self._uri)
             try:
-                while not self._over:
-                    self._turn(connection)
+                while not self._finished:
+                    self._step(connection)
             finally:
                 connection.close()
         except BaseException as error:
             self._inbox.put(error)
 
     @property
-    def _over(self) -> bool:
-        # After its stop the coordinator reads nothing more: what is still queued would reach nobody.
+    def _finished(self) -> bool:
+        # After its stop the coordinator reads no messages, so queued ones need not be sent.
         return self._stopped or (self._closing.is_set() and (self._session is None or self._outbox.empty()))
 
-    def _turn(self, connection: Connection) -> None:
-        """Wait for whatever comes first, then do all there is to do."""
+    def _step(self, connection: Connection) -> None:
+        """Wait for a message or a wake-up, then receive and send all pending messages."""
         self._keep_alive(connection, self._clock.stopwatch())
-        self._take_all(connection, _TURN_SECONDS)
+        self._receive_all(connection, _STEP_SECONDS)
         while self._session is not None and not self._stopped and not self._outbox.empty():
-            self._put(connection, self._session, self._outbox.get())
+            self._send_sealed(connection, self._session, self._outbox.get())
 
     def _keep_alive(self, connection: Connection, now: float) -> None:
-        if self._session is not None and now - self._heard > BEAT_SECONDS * _COORDINATOR_BEATS:
-            self._forget(NoteKind.COORDINATOR_SILENT)
-        elif self._session is not None and now - self._beat > BEAT_SECONDS * LOST_BEATS:
-            self._forget(NoteKind.STOOD_STILL)
+        if self._session is not None and now - self._received_at > BEAT_SECONDS * _COORDINATOR_BEATS:
+            self._end_session(NoteKind.COORDINATOR_SILENT)
+        elif self._session is not None and now - self._beat_at > BEAT_SECONDS * LOST_BEATS:
+            self._end_session(NoteKind.STOOD_STILL)
         elif self._session is not None and connection.established() > self._connections:
-            # A new connection is a new peer to the coordinator: the session went with the old one.
-            self._forget(NoteKind.RECONNECTED)
+            # To the coordinator a new connection is a new peer: the session ended with the old connection.
+            self._end_session(NoteKind.RECONNECTED)
         if self._session is None:
-            if self._initiated is None or now - self._asked > _HELLO_SECONDS:
+            if self._initiated is None or now - self._hello_at > _HELLO_SECONDS:
                 frames, self._initiated = initiate(self._identity, COORDINATOR, self._run, self._now())
-                self._asked, self._connections = now, max(1, connection.established())
+                self._hello_at, self._connections = now, max(1, connection.established())
                 self._log.handshake("sent", Kind.HELLO, COORDINATOR, sum(map(len, frames)))
                 connection.send(frames)
-                self._tell_unanswered()
-        elif now - self._beat >= BEAT_SECONDS:
-            self._beat = now
+                self._report_no_answer()
+        elif now - self._beat_at >= BEAT_SECONDS:
+            self._beat_at = now
             header = Header(
                 run=self._run,
                 kind=Kind.HEARTBEAT,
@@ -178,47 +178,45 @@ class Channel:
                 sequence=0,
                 sent_at=self._now(),
             )
-            self._put(connection, self._session, Message(header))
+            self._send_sealed(connection, self._session, Message(header))
 
-    def _tell_unanswered(self) -> None:
+    def _report_no_answer(self) -> None:
         self._unanswered += 1
-        if self._unanswered == _PATIENT_HELLOS + 1:
+        if self._unanswered == _QUIET_HELLOS + 1:
             self._progress(
-                f"{self._identity.name}: no answer from {self._uri} for {_PATIENT_HELLOS * _HELLO_SECONDS:.0f} s: no "
+                f"{self._identity.name}: no answer from {self._uri} for {_QUIET_HELLOS * _HELLO_SECONDS:.0f} s: no "
                 f"coordinator listens there yet, or it runs another scenario (here run {self._run}), or it does not "
-                f"know this key of {self._identity.name}; its own message log says which"
+                f"know this key of {self._identity.name}; see the coordinator's message log"
             )
 
-    def _put(self, connection: Connection, session: Session, message: Message) -> None:
+    def _send_sealed(self, connection: Connection, session: Session, message: Message) -> None:
         sealed = seal_message(session, message)
-        # Logged before it leaves: a log may name a message that never left, never lack one that did.
+        # Logged first: a log may list a message that was not sent, but must not lack one that was.
         self._log.message("sent", replace(message, header=sealed.header), sealed.tag, sealed.size)
-        for _ in range(_PATIENT_TURNS):
-            if connection.send(sealed.frames, timeout_s=_TURN_SECONDS):
+        for _ in range(_MAX_SEND_STEPS):
+            if connection.send(sealed.frames, timeout_s=_STEP_SECONDS):
                 return
-            # One who waits to be heard still listens: there is no room either where the coordinator has just ended,
-            # and its stop can be read by nobody once the session is forgotten.
-            self._take_all(connection)
+            # Keep receiving while the queue is full: it also fills when the coordinator has just ended, and its stop
+            # message cannot be read once the session has been ended.
+            self._receive_all(connection)
             if self._stopped or self._session is not session:
                 return
-        self._forget(NoteKind.QUEUE_FULL)
+        self._end_session(NoteKind.QUEUE_FULL)
 
-    def _forget(self, why: NoteKind) -> None:
-        """Give the session up; the next turn shakes hands again, and an open task is handed out again."""
+    def _end_session(self, why: NoteKind) -> None:
+        """End the session; the next step starts a new handshake, and the coordinator sends a pending task again."""
         self._log.note(why)
         self._session = self._initiated = None
 
-    def _take_all(self, connection: Connection, wait_s: float = 0.0) -> None:
-        """Take what has arrived, so much that there is time for the rest, too; wait for the first message at most so
-        long [s], or until this thread is woken.
-        """
-        for _ in range(_MESSAGES_AT_ONCE):
-            if not self._take(connection, wait_s):
+    def _receive_all(self, connection: Connection, wait_s: float = 0.0) -> None:
+        """Receive arrived messages up to the limit per step; wait for the first one at most ``wait_s`` seconds."""
+        for _ in range(_MESSAGES_PER_STEP):
+            if not self._receive_one(connection, wait_s):
                 return
             wait_s = 0.0
 
-    def _take(self, connection: Connection, wait_s: float) -> bool:
-        """Take one message, if there is one and the last was no stop; returns whether there was."""
+    def _receive_one(self, connection: Connection, wait_s: float) -> bool:
+        """Receive one message unless the coordinator has sent stop; return whether there was one."""
         if self._stopped:
             return False
         size, frames, proven = 0, None, self._session.received if self._session else 0
@@ -228,40 +226,40 @@ class Channel:
                 return False
             size = sum(frame.nbytes for frame in frames)
             if self._session is None:
-                self._welcome(connection, frames, size)
+                self._complete_handshake(connection, frames, size)
                 return True
             message, tag = open_message(self._session, frames)
         except RemoteWireError as error:
             self._log.refused(COORDINATOR, error.reason, error.detail, size)
             if error.reason == Reason.GAP:
-                self._forget(NoteKind.MESSAGE_LOST)
+                self._end_session(NoteKind.MESSAGE_LOST)
             elif frames is not None and self._session is not None and self._session.received > proven:
-                self._unreadable(frames[0], error)
+                self._report_unreadable(frames[0], error)
             return True
-        self._heard = self._clock.stopwatch()
+        self._received_at = self._clock.stopwatch()
         self._log.message("received", message, tag, size)
         self._stopped = message.header.kind is Kind.STOP
         if message.header.kind is not Kind.HEARTBEAT:
             self._inbox.put(message)
         return True
 
-    def _unreadable(self, clear: memoryview, error: RemoteWireError) -> None:
-        """The coordinator's own message cannot be read: who waits for an answer is told, or would wait for ever."""
-        self._heard = self._clock.stopwatch()
+    def _report_unreadable(self, clear: memoryview, error: RemoteWireError) -> None:
+        """Answer an authentic but unreadable message with an error, or the coordinator would wait forever."""
+        self._received_at = self._clock.stopwatch()
         header = decode_header(clear)
         if header.kind in (Kind.TASK, Kind.EVALUATE):
             number, base = header.sequence, header.base_version
-            said = Error.saying("unreadable", f"{header.kind} {number}: {error.detail}")
-            self.send(Kind.ERROR, (said,), sequence=number, reply_to=number, base_version=base)
+            answer = Error.saying("unreadable", f"{header.kind} {number}: {error.detail}")
+            self.send(Kind.ERROR, (answer,), sequence=number, reply_to=number, base_version=base)
 
-    def _welcome(self, connection: Connection, frames: list[memoryview], size: int) -> None:
+    def _complete_handshake(self, connection: Connection, frames: list[memoryview], size: int) -> None:
         if self._initiated is None:
             raise RemoteWireError(Reason.UNEXPECTED, "a frame before hello")
-        # Taken first: whoever stands still from here on has not beaten since, and must notice.
+        # Read the clock first, so that a process suspended from here on notices that it has missed heartbeats.
         now = self._clock.stopwatch()
         ready, session = complete(self._initiated, self._accepted, frames, self._now())
         self._log.handshake("received", Kind.WELCOME, COORDINATOR, size)
         self._log.handshake("sent", Kind.READY, COORDINATOR, sum(memoryview(frame).nbytes for frame in ready))
         connection.send(ready)
         self._session, self._unanswered = session, 0
-        self._heard = self._beat = now
+        self._received_at = self._beat_at = now

@@ -1,8 +1,8 @@
-"""Messages to bytes and back. The header and the body's small parts are msgpack; tensors lie beside them, raw.
+"""Encoding and decoding of messages: header and small fields as msgpack, tensors as raw bytes.
 
-A body is: 4 bytes length (little endian) of the msgpack part, the msgpack part, zeros up to a multiple of 16, then the
-tensors in the order of their declarations, each from a multiple of 16 on. Nothing follows the last tensor.
-Decoding copies no tensor: the arrays of a decoded message are read-only views on the body.
+A body consists of the length of its msgpack part (4 bytes, little endian), the msgpack part, and the tensors in the
+order of their declarations, each zero-padded to start at a multiple of 16 bytes. Nothing follows the last tensor.
+Decoding copies no tensor: the arrays of a decoded message are read-only views of the body.
 """
 
 from __future__ import annotations
@@ -59,12 +59,12 @@ _LENGTH_BYTES = 4
 def decode(header: Header | BytesLike, body: BytesLike, *, max_body: int = MAX_BODY) -> Message:
     """Decode a message from its header and its opened body.
 
-    NaN and infinity are refused wherever floats are declared, in the buffers of models and deltas too (about 0.5 ms for
-    12 MB of float32). Buffers of uint8 are not looked into: only their layout says which bytes are floats.
+    NaN and infinity are refused in all declared floats, including the buffers of models and deltas (about 0.5 ms for
+    12 MB of float32). Buffers of uint8 are not checked: only their layout says which bytes are floats.
 
     Args:
-        header: the clear header, as bytes or decoded.
-        body: the whole body; it stays alive as long as a decoded array does.
+        header: the unencrypted header, as bytes or decoded.
+        body: the decrypted body; it stays alive as long as a decoded array does.
         max_body: largest body accepted [bytes].
 
     Raises:
@@ -90,7 +90,9 @@ def encode_header(header: Header) -> bytes:
 
 
 def decode_header(raw: BytesLike) -> Header:
-    """Decode a clear header. The wire version is looked at before anything else, so that it is refused by name.
+    """Decode an unencrypted header.
+
+    The wire version is checked first, so that a peer of another version gets that reason and not ``malformed``.
 
     Raises:
         RemoteWireError: reason ``oversized``, ``malformed`` or ``wire_version``.
@@ -100,7 +102,7 @@ def decode_header(raw: BytesLike) -> Header:
         raise RemoteWireError(Reason.MALFORMED, "the header is not a map")
     version = plain.get("wire_version")
     if type(version) is int and version not in WIRE_VERSIONS:
-        raise RemoteWireError(Reason.WIRE_VERSION, f"wire version {version}, spoken here: {_spoken()}")
+        raise RemoteWireError(Reason.WIRE_VERSION, f"wire version {version}, supported here: {_versions()}")
     try:
         _require_keys("header", plain, _HEADER_KEYS)
         return Header(**{**plain, "kind": _kind(plain["kind"])})
@@ -114,7 +116,7 @@ def encode_body(message: Message) -> list[BytesLike]:
     """Encode everything but the header.
 
     Returns:
-        Buffers whose concatenation is the body; each tensor is a view on the payload's own array.
+        Buffers whose concatenation is the body; each tensor is a view of the payload's array.
 
     Raises:
         LocalWireError: the body or its msgpack part is larger than the wire allows.
@@ -144,26 +146,26 @@ def encode_body(message: Message) -> list[BytesLike]:
 
 
 def body_size(buffers: Iterable[BytesLike]) -> int:
-    """Bytes of a body [bytes]."""
+    """Total size of buffers [bytes]."""
     return sum(memoryview(buffer).nbytes for buffer in buffers)
 
 
 def byte_view(raw: BytesLike) -> memoryview:
-    """A 1-D view of single bytes (an empty view cannot be cast, and need not be)."""
+    """A 1-D view of single bytes; an empty view cannot be cast and need not be."""
     view = memoryview(raw)
     return view if view.ndim == 1 and view.format == "B" else view.cast("B")
 
 
 def pack(plain: object) -> bytes:
-    """Pack plain data as msgpack, integers and lengths in their shortest form."""
+    """Pack plain data as msgpack, with integers and lengths in their shortest form."""
     return bytes(msgpack.packb(plain, use_bin_type=True))
 
 
 def unpack(raw: BytesLike, longest: int) -> Any:
-    """Unpack untrusted msgpack: bounded lengths, string keys, no extensions, no key twice, nothing left over.
+    """Unpack untrusted msgpack: bounded lengths, string keys, no extensions, no duplicate keys, no trailing bytes.
 
     Raises:
-        RemoteWireError: reason ``oversized`` above ``longest`` bytes, else ``malformed``.
+        RemoteWireError: reason ``oversized`` above ``longest`` bytes, otherwise ``malformed``.
     """
     size = memoryview(raw).nbytes
     if size > longest:
@@ -187,7 +189,7 @@ def unpack(raw: BytesLike, longest: int) -> Any:
 def _unique(pairs: list[tuple[Any, Any]]) -> dict[Any, Any]:
     plain = dict(pairs)
     if len(plain) != len(pairs):
-        raise ValueError("a key comes twice")
+        raise ValueError("a duplicate key")
     return plain
 
 
@@ -197,19 +199,19 @@ def _kind(value: object) -> Kind:
     return Kind(value)
 
 
-def _spoken() -> str:
+def _versions() -> str:
     return ", ".join(map(str, WIRE_VERSIONS))
 
 
 def _require_keys(place: str, plain: object, keys: Iterable[str]) -> None:
-    wanted = set(keys)
-    if not isinstance(plain, dict) or plain.keys() != wanted:
+    expected = set(keys)
+    if not isinstance(plain, dict) or plain.keys() != expected:
         found = sorted(map(repr, plain)) if isinstance(plain, dict) else type(plain).__name__
-        raise FieldError(f"{place}: keys {found!s:.200}, expected {sorted(wanted)}")
+        raise FieldError(f"{place}: keys {found!s:.200}, expected {sorted(expected)}")
 
 
 def _plain(spec: Field, value: Any) -> Any:
-    """A field's value as msgpack carries it."""
+    """A field's value as plain data for msgpack."""
     match spec:
         case Tensor():
             return [value.dtype.name, list(value.shape)]
@@ -229,7 +231,7 @@ def _decode_body(body: memoryview, max_body: int) -> tuple[tuple[Payload, ...], 
     if body.nbytes > max_body:
         raise FieldError(f"body: {body.nbytes} bytes, allowed {max_body}", Reason.OVERSIZED)
     if body.nbytes < _LENGTH_BYTES:
-        raise FieldError("body: no room for the length")
+        raise FieldError(f"body: {body.nbytes} bytes, too short for its length prefix")
     end = _LENGTH_BYTES + int.from_bytes(body[:_LENGTH_BYTES], "little")
     if end > body.nbytes:
         raise FieldError(f"body: {body.nbytes} bytes, its msgpack part ends at {end}")
@@ -253,7 +255,11 @@ def _decode_body(body: memoryview, max_body: int) -> tuple[tuple[Payload, ...], 
 
 
 def _decode_payload(row: object, body: memoryview, end: int) -> tuple[Payload, int]:
-    """One payload from its ``[kind, fields]`` and the tensors that begin after byte ``end`` of the body."""
+    """Decode a payload from its ``[kind, fields]`` and its tensors, which start at or after byte ``end`` of the body.
+
+    Returns:
+        The payload, and the end of its last tensor [bytes].
+    """
     if not isinstance(row, list) or len(row) != 2 or type(row[0]) is not str or row[0] not in PAYLOADS:
         raise FieldError("payloads: an entry is not [known kind, fields]")
     kind, plain = row
@@ -264,7 +270,7 @@ def _decode_payload(row: object, body: memoryview, end: int) -> tuple[Payload, i
         value = plain[name]
         match spec:
             case Tensor():
-                value, end = _view(f"{kind}.{name}", spec, value, body, end)
+                value, end = _array_on(f"{kind}.{name}", spec, value, body, end)
                 if spec.bulk and not all_finite(value):
                     raise FieldError(f"{kind}.{name}: NaN or infinity", Reason.NOT_FINITE)
             case Names():
@@ -275,8 +281,8 @@ def _decode_payload(row: object, body: memoryview, end: int) -> tuple[Payload, i
     return cls(**values), end
 
 
-def _view(place: str, spec: Tensor, claim: object, body: memoryview, end: int) -> tuple[npt.NDArray[Any], int]:
-    """A read-only array on the body, once its claimed dtype and shape are seen to be allowed and to fit."""
+def _array_on(place: str, spec: Tensor, claim: object, body: memoryview, end: int) -> tuple[npt.NDArray[Any], int]:
+    """A read-only view of the body with the declared dtype and shape, after checking that they are allowed and fit."""
     if not isinstance(claim, list) or len(claim) != 2 or not isinstance(claim[1], list):
         raise FieldError(f"{place}: not [dtype, [sizes]]")
     name, shape = claim

@@ -1,4 +1,4 @@
-"""Identities: Ed25519 keys on disk."""
+"""Identities of processes: Ed25519 key files, created, loaded and revoked."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from fedmq.wire.fields import NAME
 from fedmq.wire.sessions import KEY_BYTES
 
 _ACCEPTED = "accepted"
-
-
 _REVOKED = "revoked"
 
 
@@ -33,36 +31,36 @@ class Identity:
 
 
 def init_keys(directory: Path, names: Iterable[str]) -> None:
-    """Make a key pair per name: ``NAME.key`` (PKCS8 PEM, mode 0600) and ``accepted/NAME.pub`` (SPKI PEM).
+    """Create a key pair per name: ``NAME.key`` (PKCS8 PEM, mode 0600) and ``accepted/NAME.pub`` (SPKI PEM).
 
     Nothing is written if any of the keys, private or public, already exists.
 
     Raises:
-        InputError: a name is not allowed, comes twice, or has a key already; or the folder cannot be written.
+        InputError: a name is not allowed, is given twice, or already has a key; or the folder cannot be written.
         RunError: the disk is full or broken.
     """
-    wanted = list(names)
-    for name in wanted:
+    requested = list(names)
+    for name in requested:
         _check_key_name(directory, name)
         for path in (directory / f"{name}.key", directory / _ACCEPTED / f"{name}.pub"):
             if path.exists():
                 raise InputError(str(path), "an existing key", "a folder without that key")
-    if len(set(wanted)) != len(wanted):
-        raise InputError(str(directory), wanted, "names that differ")
-    made: list[Path] = []
+    if len(set(requested)) != len(requested):
+        raise InputError(str(directory), requested, "distinct names")
+    written: list[Path] = []
     try:
         with writing(directory):
             directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             (directory / _ACCEPTED).mkdir(exist_ok=True)
-        for name in wanted:
+        for name in requested:
             key = Ed25519PrivateKey.generate()
             private, public = directory / f"{name}.key", directory / _ACCEPTED / f"{name}.pub"
             _write(private, _private_pem(key), 0o600)
-            made.append(private)
+            written.append(private)
             _write(public, _public_pem(key.public_key()), 0o644)
-            made.append(public)
+            written.append(public)
     except BaseException:
-        for path in made:  # half of them would stop the next try
+        for path in written:  # the next attempt would stop at an existing key
             path.unlink(missing_ok=True)
         raise
 
@@ -82,25 +80,25 @@ def load_identity(directory: Path, name: str) -> Identity:
     except OSError as error:
         raise InputError(str(path), error.strerror, "a readable key file") from error
     if mode & 0o077:
-        raise InputError(str(path), f"mode {mode:04o}", "mode 0600: a private key is its owner's alone")
+        raise InputError(str(path), f"mode {mode:04o}", f"mode 0600: run `chmod 600 {path}`")
     try:
         key = serialization.load_pem_private_key(raw, password=None)
     except (ValueError, TypeError, UnsupportedAlgorithm) as error:
-        raise InputError(str(path), "a file that is no private key", "an Ed25519 key in PKCS8 PEM") from error
+        raise InputError(str(path), "a file that is not a private key", "an Ed25519 key in PKCS8 PEM") from error
     if not isinstance(key, Ed25519PrivateKey):
         raise InputError(str(path), type(key).__name__, "an Ed25519 key in PKCS8 PEM")
     return Identity(name, key)
 
 
 def load_accepted(directory: Path) -> Mapping[str, Ed25519PublicKey]:
-    """Load the public keys that are accepted: every ``accepted/NAME.pub``.
+    """Load the accepted public keys, ``accepted/NAME.pub``, by name.
 
     Raises:
-        InputError: the folder is missing, a file is not an Ed25519 public key, or two names share one key.
+        InputError: the folder is missing, a file is not an Ed25519 public key, or two names share a key.
     """
     folder = directory / _ACCEPTED
     if not folder.is_dir():
-        raise InputError(str(folder), "no such folder", "a folder of NAME.pub files, as `fedmq keys init` makes it")
+        raise InputError(str(folder), "no such folder", "a folder of NAME.pub files, made by `fedmq keys init`")
     accepted: dict[str, Ed25519PublicKey] = {}
     holders: dict[bytes, str] = {}
     for path in sorted(folder.glob("*.pub")):
@@ -111,18 +109,18 @@ def load_accepted(directory: Path) -> Mapping[str, Ed25519PublicKey]:
         except OSError as error:
             raise InputError(str(path), error.strerror, "a readable key file") from error
         except (ValueError, UnsupportedAlgorithm) as error:
-            raise InputError(str(path), "a file that is no public key", "an Ed25519 public key in PEM") from error
+            raise InputError(str(path), "a file that is not a public key", "an Ed25519 public key in PEM") from error
         if not isinstance(key, Ed25519PublicKey):
             raise InputError(str(path), type(key).__name__, "an Ed25519 public key in PEM")
         holder = holders.setdefault(key.public_bytes_raw(), name)
         if holder != name:
-            raise InputError(str(path), f"the same key as {holder}", "a key of its own per name")
+            raise InputError(str(path), f"the same key as {holder}", "a different key for each name")
         accepted[name] = key
     return accepted
 
 
 def revoke(directory: Path, name: str) -> None:
-    """Accept a name's key no longer: its public key moves to ``revoked/`` and its fingerprint stays on record.
+    """Revoke a name's key: move its public key to ``revoked/``, where the file name records its fingerprint.
 
     Raises:
         InputError: the name has no accepted key, or the folder cannot be written.
@@ -134,7 +132,7 @@ def revoke(directory: Path, name: str) -> None:
     key = load_accepted(directory)[name]
     try:
         (directory / _REVOKED).mkdir(exist_ok=True)
-        # The fingerprint is part of the name: a name may be given a new key and lose that one too.
+        # With the fingerprint in the file name, several keys of a name can be revoked.
         path.replace(directory / _REVOKED / f"{name}-{fingerprint(key)[:16]}.pub")
     except OSError as error:
         raise InputError(str(error.filename or directory), error.strerror, "a folder that can be written") from error
@@ -147,7 +145,7 @@ def fingerprint(key: Ed25519PublicKey | Identity) -> str:
 
 
 def noise_key(identity: Identity) -> bytes:
-    """32 bytes that only the holder of a private key can derive, for the noise on what it sends (HKDF, RFC 5869)."""
+    """Derive a secret of 32 bytes from a private key, for the noise on a silo's updates (HKDF, RFC 5869)."""
     derivation = HKDF(algorithm=hashes.SHA256(), length=KEY_BYTES, salt=None, info=b"fedmq noise of updates")
     return derivation.derive(identity.key.private_bytes_raw())
 
@@ -168,10 +166,10 @@ def _public_pem(key: Ed25519PublicKey) -> bytes:
 
 
 def _write(path: Path, raw: bytes, mode: int) -> None:
-    """Write a new file that has its mode from its first byte on, whole or not at all.
+    """Create a file with ``mode`` from the start; a failed write leaves no file.
 
     Raises:
-        InputError: it is there already, or its folder cannot be written.
+        InputError: it already exists, or its folder cannot be written.
         RunError: the disk is full or broken.
     """
     with writing(path):

@@ -1,4 +1,4 @@
-"""Where each parameter lies in a model's one contiguous buffer; agreed once per session, then named by digest."""
+"""Model layouts: where each parameter lies in the model's contiguous buffer; messages name a layout by its digest."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ MAX_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class LayoutEntry:
-    """One parameter.
+    """One parameter of a layout.
 
     Args:
         name: of the form ``[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}``.
-        shape: up to 8 dimensions, each at least 0; ``()`` is one element.
+        shape: up to 8 dimensions, each at least 0; ``()`` for a scalar.
         dtype: one of :data:`DTYPES`.
         offset: first byte in the buffer [bytes].
 
     Raises:
-        FieldError: a part is out of bounds.
+        FieldError: an argument is of the wrong type or out of bounds.
     """
 
     name: str
@@ -65,13 +65,13 @@ class LayoutEntry:
 
 @dataclass(frozen=True)
 class Layout:
-    """A model's entries, one after the other without gaps or overlaps, in the order of the buffer.
+    """The layout of a model: its parameters in the order of the buffer, without gaps or overlaps.
 
     Args:
-        entries: 1 to 8192 entries with different names; each begins where the one before it ends, the first at 0.
+        entries: 1 to 8192 entries with distinct names; the first starts at 0, each other where the previous one ends.
 
     Raises:
-        FieldError: a gap, an overlap, a name that comes twice, or too many entries or bytes.
+        FieldError: a gap, an overlap, a duplicate name, or too many entries or bytes.
     """
 
     entries: tuple[LayoutEntry, ...]
@@ -80,7 +80,7 @@ class Layout:
         if not isinstance(self.entries, tuple) or not 1 <= len(self.entries) <= MAX_ENTRIES:
             raise FieldError(f"layout: not a tuple of 1 to {MAX_ENTRIES} entries")
         if len({entry.name for entry in self.entries}) != len(self.entries):
-            raise FieldError("layout: a name comes twice")
+            raise FieldError("layout: a duplicate name")
         end = 0
         for entry in self.entries:
             if entry.offset != end:
@@ -91,7 +91,7 @@ class Layout:
 
     @classmethod
     def of(cls, parts: Iterable[tuple[str, Sequence[int], str]]) -> Layout:
-        """Lay out ``(name, shape, dtype name)`` parts one after the other, in the order given."""
+        """The layout of consecutive parameters, given as ``(name, shape, dtype name)`` in the order of the buffer."""
         entries = []
         offset = 0
         for name, shape, dtype in parts:
@@ -116,7 +116,7 @@ class Layout:
         return hashlib.sha256(self.canonical()).hexdigest()
 
     def model_digest(self, theta: npt.NDArray[Any]) -> str:
-        """SHA-256 (hex) over the digest and parameters [P]: equal digests, equal models, to the bit."""
+        """SHA-256 (hex) over the layout's digest and the parameters [P]; equal digests mean bit-identical models."""
         return hashlib.sha256(bytes.fromhex(self.digest) + np.ascontiguousarray(theta).tobytes()).hexdigest()
 
     @cached_property
@@ -125,14 +125,14 @@ class Layout:
         return {entry.name: entry for entry in self.entries}
 
     def canonical(self) -> bytes:
-        """The text the digest is taken of: a first line, then one line per entry with tabs between its parts."""
+        """The text that is hashed: a header line, then one line of tab-separated values per entry."""
         lines = ["fedmq layout 1"]
         for entry in self.entries:
             lines.append(f"{entry.name}\t{entry.dtype}\t{','.join(map(str, entry.shape))}\t{entry.offset}")
         return ("\n".join(lines) + "\n").encode()
 
     def part(self, names: Iterable[str]) -> Layout:
-        """The layout of some entries alone, in the order of ``names``.
+        """The layout of the named entries alone, in the order of ``names``.
 
         Raises:
             KeyError: a name is not in the layout.
@@ -141,13 +141,13 @@ class Layout:
         return Layout.of((entry.name, entry.shape, entry.dtype) for entry in chosen)
 
     def views(self, buffer: npt.NDArray[Any]) -> dict[str, npt.NDArray[Any]]:
-        """The entries as views on ``buffer`` (nothing is copied; writable if the buffer is).
+        """The parameters by name, as views of ``buffer``: nothing is copied, and they are writable if the buffer is.
 
         Args:
-            buffer: 1-D contiguous, of :attr:`nbytes` bytes: float32 or uint8.
+            buffer: 1-D, contiguous, float32 or uint8, :attr:`nbytes` bytes.
 
         Raises:
-            LocalWireError: the buffer has another number of bytes.
+            LocalWireError: the buffer's size is not :attr:`nbytes`.
         """
         if buffer.nbytes != self.nbytes:
             raise LocalWireError(f"a buffer of {buffer.nbytes} bytes for a layout of {self.nbytes}")
@@ -158,15 +158,15 @@ class Layout:
         }
 
     def to_plain(self) -> list[list[Any]]:
-        """Lists, strings and integers only, as the codec packs them: ``[name, dtype, [sizes], offset]`` per entry."""
+        """The layout as plain data for the codec: ``[name, dtype, [sizes], offset]`` per entry."""
         return [[entry.name, entry.dtype, list(entry.shape), entry.offset] for entry in self.entries]
 
     @classmethod
     def from_plain(cls, plain: object) -> Layout:
-        """Rebuild a layout from what :meth:`to_plain` gave.
+        """The inverse of :meth:`to_plain`.
 
         Raises:
-            FieldError: of another form, or a bound is broken.
+            FieldError: another form, or a value out of bounds.
         """
         if not isinstance(plain, list) or len(plain) > MAX_ENTRIES:
             raise FieldError(f"layout: not a list of at most {MAX_ENTRIES} entries")
@@ -179,28 +179,28 @@ class Layout:
         return cls(tuple(entries))
 
 
-def agree(told: Layout | None, here: Layout) -> None:
-    """Compare the layout that the coordinator sends with that of the model built here.
+def agree(received: Layout | None, expected: Layout) -> None:
+    """Check that the coordinator's layout is that of the model built by this process.
 
     Raises:
-        InputError: they differ, so the two sides have other scenarios or other weights.
+        InputError: they differ, so the two sides have different scenarios or weights.
     """
-    if told is None or told.digest != here.digest:
-        found = "none" if told is None else f"{len(told.entries)} tensors, {told.size} parameters"
-        allowed = f"{len(here.entries)} tensors, {here.size} parameters as in this scenario"
+    if received is None or received.digest != expected.digest:
+        found = "none" if received is None else f"{len(received.entries)} tensors, {received.size} parameters"
+        allowed = f"{len(expected.entries)} tensors, {expected.size} parameters as in this scenario"
         raise InputError("the coordinator's model layout", found, allowed)
 
 
 def require_layout(layouts: Mapping[str, Layout], digest: str, buffer: npt.NDArray[Any]) -> Layout:
-    """The agreed layout that a peer's buffer claims, once the buffer is seen to fit it.
+    """Return the agreed layout that a peer's payload names, after checking that the payload's buffer fits it.
 
     Args:
-        layouts: the session's layouts by digest.
-        digest: what the payload names.
+        layouts: agreed layouts by digest.
+        digest: the payload's layout digest.
         buffer: the payload's buffer, 1-D.
 
     Raises:
-        RemoteWireError: reason ``layout``: unknown digest, or another number of bytes.
+        RemoteWireError: reason ``layout``: unknown digest, or a buffer of another size.
     """
     layout = layouts.get(digest)
     if layout is None:

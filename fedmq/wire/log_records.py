@@ -1,7 +1,7 @@
-"""The records of a message log: one type per kind of record, and the chain of hashes over them.
+"""The records of a message log: one type per kind of record, and their hash chain.
 
-Logs come from processes that nobody trusts. A line is read as the record that its action says, or it is no record:
-a field is missing or of another type, or the line is not the canonical JSON that fedmq writes of it.
+Logs may come from untrusted processes. A line counts as a record only if it has the fields of its action, each of its
+declared type, and is exactly the canonical JSON that fedmq writes for them.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.messages import SESSION_BYTES, Header, Kind, Reason
 
 GENESIS = "0" * 64
-#: A frame that was sent: sender, receiver, session and counter, which both ends log.
+#: Identifies a sent frame by sender, receiver, session and counter, which both ends log.
 Frame = tuple[str, str, bytes, int]
-#: A fact of a note, as JSON has it.
+#: Value of a further field of a note.
 Fact = str | int | float | None
 
 
 class NoteKind(StrEnum):
-    """What a note says. The values are the texts in the logs, old ones included; readers act on the members alone."""
+    """Kinds of notes. The values are the texts in logs, including those of earlier releases."""
 
     STARTED = "started"
     RESUMED = "resumed"
-    #: Noted by the coordinator of a run without messages. An auditor must not take its silence for a clean record.
+    #: Written by the coordinator of an inline run, so that an audit does not take a log without messages for complete.
     INLINE = "silos run inside the coordinator: no messages are exchanged, none are logged"
     ENDED = "ended"
     RELEASED = "released"
-    # Silos and their tasks, as the coordinator sees them.
+    # About silos and their tasks, written by the coordinator.
     EXPELLED = "expelled"
     PEER_LOST = "peer lost"
     NOT_DELIVERED = "a message could not be delivered"
@@ -56,7 +56,7 @@ class NoteKind(StrEnum):
     # A silo's personal state.
     STATE_KEPT = "personal state kept from here on"
     STATE_GONE = "the personal state of its earlier tasks is gone: it goes on without"
-    # Why a silo or the evaluator ended its session, to shake hands again.
+    # Why a silo or the evaluator ended its session, to start a new handshake.
     COORDINATOR_SILENT = "the coordinator went silent"
     STOOD_STILL = "this process stood still: to the coordinator it was lost"
     RECONNECTED = "the connection was made anew"
@@ -65,7 +65,7 @@ class NoteKind(StrEnum):
 
 
 class EventKind(StrEnum):
-    """Events of the timeline of a run."""
+    """Events on the timeline of a run."""
 
     ARRIVED = "arrived"
     FAILED = "failed"
@@ -74,7 +74,7 @@ class EventKind(StrEnum):
 
 
 def canonical(record: Mapping[str, object]) -> bytes:
-    """A record as a log holds it, without the end of the line."""
+    """A record's line in the log, without the newline."""
     return json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -83,11 +83,11 @@ def chain(previous: str, record: Mapping[str, object]) -> str:
     return hashlib.sha256(previous.encode() + canonical(record)).hexdigest()
 
 
-#: As logs write it, in UTC.
+#: Date and time in UTC, with milliseconds.
 _Wall = Annotated[str, Field(pattern=r"^\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}\+00:00$")]
 _Size = Annotated[int, Field(ge=0)]
-_Way = Literal["sent", "received"]
-# Read from JSON, which has strings and lists where Python has enums and tuples.
+_Direction = Literal["sent", "received"]
+# Not strict: JSON has strings and lists in place of enums and tuples.
 _PayloadSize = Annotated[tuple[str, _Size], Field(strict=False)]
 _Reason = Annotated[Reason, Field(strict=False)]
 _NoteKind = Annotated[NoteKind, Field(strict=False)]
@@ -95,14 +95,14 @@ _EventKind = Annotated[EventKind, Field(strict=False)]
 
 
 class _Record(Stored):
-    """What every record has.
+    """Base of all records.
 
     Args:
         n: number of the record in its log, from 0.
-        process: whose log it is.
-        wall: when it was written: UTC, milliseconds.
-        previous: hash of the record before it; of the first one 64 zeros.
-        hash: of this record, as :func:`chain` takes it.
+        process: name of the process that wrote it.
+        wall: when it was written, UTC with milliseconds.
+        previous: hash of the record before it; 64 zeros for the first one.
+        hash: of this record, by :func:`chain`.
     """
 
     n: int
@@ -117,17 +117,17 @@ class _Record(Stored):
 
     def plain(self) -> dict[str, JsonValue]:
         """As JSON-serialisable data: what the log holds, no more and no less."""
-        given = {name: value for name, value in self.__dict__.items() if name in self.model_fields_set}
-        return {**given, **self._extra}
+        declared = {name: value for name, value in self.__dict__.items() if name in self.model_fields_set}
+        return {**declared, **self._extra}
 
     @property
     def line(self) -> bytes:
-        """As a line of a log."""
+        """The record's line in the log."""
         return canonical(self.plain()) + b"\n"
 
     @property
     def intact(self) -> bool:
-        """Whether the hash is that of the record."""
+        """Whether the stored hash matches the record."""
         return self.hash == _hash(self)
 
 
@@ -138,14 +138,14 @@ def _hash(record: _Record) -> str:
 
 
 class NoteRecord(_Record):
-    """Something that is no message: a start, a lost silo, a release.
+    """A note about something other than a message, e.g. a start, a lost silo, a release.
 
     Args:
         action: ``note``.
-        text: what it says; plain text where another release of fedmq wrote it.
-        version: number of merges, where the note has one.
-        cause: number of the event that it follows from; 0 where none of the run's events caused it, but a silo that
-            joined or was lost, or the operator.
+        text: the kind of note; plain text if another release of fedmq wrote it.
+        version: number of merges, if the note has one.
+        cause: number of the event that caused it; 0 if that was no event of the run but a silo that joined or was
+            lost, or the operator.
     """
 
     action: Literal["note"]
@@ -156,22 +156,22 @@ class NoteRecord(_Record):
 
     @property
     def facts(self) -> Mapping[str, Fact]:
-        """What else it says, by name."""
+        """Its further fields by name."""
         return self._extra
 
 
 class EventRecord(_Record):
-    """An event of the run's timeline as the coordinator deals with it; a replay must have the same ones.
+    """An event on the run's timeline, as processed by the coordinator; a replay must have the same events.
 
     Args:
         action: ``note``.
         text: ``event``.
-        event: what happened; plain text where another release of fedmq wrote it.
-        silo: to whose task; empty for a deadline.
-        sequence: number of that task; 0 where there is none.
+        event: what happened; plain text if another release of fedmq wrote it.
+        silo: the silo whose task it concerns; empty for a deadline.
+        sequence: number of that task; 0 if there is none.
         now: the run's time [s].
         version: number of merges.
-        number: of the event in the run, from 1; notes name it as their cause. Logs of earlier releases have none.
+        number: of the event in the run, from 1; notes refer to it as their cause. None in logs of earlier releases.
     """
 
     action: Literal["note"]
@@ -186,19 +186,19 @@ class EventRecord(_Record):
 
     @property
     def facts(self) -> Mapping[str, Fact]:
-        """What else it says, by name."""
+        """Its further fields by name."""
         return self._extra
 
 
 class RefusedRecord(_Record):
-    """Something that was not accepted.
+    """A refused message.
 
     Args:
         action: ``refused``.
-        peer: whoever it came from, as far as known.
-        reason: the fixed word of the refusal.
-        detail: one line.
-        bytes: of all its frames; 0 where it was refused after it had been taken from the wire and logged.
+        peer: its sender, as far as known.
+        reason: why it was refused.
+        detail: one line for a reader.
+        bytes: of all its frames; 0 if it was refused after it had been received and logged.
     """
 
     action: Literal["refused"]
@@ -218,38 +218,38 @@ def _of_handshake(kind: Kind) -> Kind:
 
 
 class HandshakeRecord(_Record):
-    """A hello, a welcome or a ready.
+    """A handshake message.
 
     Args:
-        action: which way it went.
-        kind: of message.
+        action: its direction.
+        kind: hello, welcome or ready.
         peer: the process at the other end.
         bytes: of all its frames.
     """
 
-    action: _Way
+    action: _Direction
     kind: Annotated[Kind, Field(strict=False), AfterValidator(_of_handshake)]
     peer: str
     bytes: _Size
 
 
-#: Fields of a message's header that its record holds: all but the wire's version.
+#: Fields of a message's header that its record holds: all but the wire version.
 HEADER = tuple(field.name for field in fields(Header) if field.name != "wire_version")
 
 
 class MessageRecord(_Record):
-    """A sealed message. In the log its header's fields stand beside the others.
+    """A sealed message. In the log, its header's fields are at the top level.
 
     Args:
-        action: which way it went.
+        action: its direction.
         header: of the message.
-        payloads: kind and bytes of tensors of each payload.
+        payloads: kind and tensor bytes of each payload.
         digests: of each payload.
         bytes: of all its frames.
         tag: hexadecimal authentication tag of the sealed frame.
     """
 
-    action: _Way
+    action: _Direction
     header: Header
     payloads: list[_PayloadSize]
     digests: list[Digest]
@@ -258,7 +258,7 @@ class MessageRecord(_Record):
 
     @property
     def frame(self) -> Frame:
-        """Which frame it was."""
+        """The frame's identifier, the same in both ends' logs."""
         return self.header.sender, self.header.receiver, self.header.session, self.header.counter
 
     def plain(self) -> dict[str, JsonValue]:
@@ -274,16 +274,16 @@ _Any = TypeVar("_Any", bound=_Record)
 
 
 def sealed(record: type[_Any], /, **values: object) -> _Any:
-    """A record of these values with its hash."""
-    made = record.model_validate({**values, "hash": ""})
-    return made.model_copy(update={"hash": _hash(made)})
+    """Make a record and set its hash."""
+    unhashed = record.model_validate({**values, "hash": ""})
+    return unhashed.model_copy(update={"hash": _hash(unhashed)})
 
 
 def record_of(line: bytes) -> LogRecord | None:
-    """A line as the record it is, None if it is none.
+    """Parse a line of a log; None if it is not a record.
 
-    The chain is over what a line says. So that it is over the line, too, there is one way to write a record: a line
-    with a key twice, or with other spacing, is none.
+    The hashes are over parsed values. To make them cover the bytes of the line as well, only canonical JSON counts as
+    a record: a line with a duplicate key or other spacing does not.
     """
     try:
         record = _parsed(json.loads(line))
@@ -293,15 +293,15 @@ def record_of(line: bytes) -> LogRecord | None:
 
 
 def _parsed(value: Any) -> LogRecord | None:
-    """JSON as a record.
+    """Parsed JSON as a record.
 
     Raises:
-        ValueError: a field is missing or not as it must be.
-        FieldError: so is one of a message's header.
+        ValueError: a field is missing or invalid.
+        FieldError: a field of a message's header is invalid.
     """
     match value:
         case {"action": "sent" | "received", "counter": _}:
-            return MessageRecord.model_validate(_with_header(value))
+            return MessageRecord.model_validate(_with_header_object(value))
         case {"action": "sent" | "received"}:
             return HandshakeRecord.model_validate(value)
         case {"action": "refused"}:
@@ -313,22 +313,22 @@ def _parsed(value: Any) -> LogRecord | None:
     return None
 
 
-def _with_header(value: Mapping[str, Any]) -> dict[str, object]:
-    """A message's record with its header as one."""
+def _with_header_object(value: Mapping[str, Any]) -> dict[str, object]:
+    """The fields of a message's record, with those of its header replaced by a Header."""
     if missing := [name for name in HEADER if name not in value]:
         raise ValueError(f"no {missing[0]}")
     kind, session = Kind(value["kind"]), str(value["session"])
     if kind in _HANDSHAKE or len(session) != 2 * SESSION_BYTES:
-        raise ValueError("no message of a session")
-    own = {**{name: value[name] for name in HEADER}, "kind": kind, "session": bytes.fromhex(session)}
-    return {"header": Header(**own), **{name: each for name, each in value.items() if name not in HEADER}}
+        raise ValueError("not a message of a session")
+    values = {**{name: value[name] for name in HEADER}, "kind": kind, "session": bytes.fromhex(session)}
+    return {"header": Header(**values), **{name: each for name, each in value.items() if name not in HEADER}}
 
 
 def read_log(path: Path) -> Iterator[tuple[int, LogRecord | None]]:
-    """The records of a log with their line numbers; None for a line that is no whole record of a message log.
+    """Read the records of a log with their line numbers, from 1; None for a line that is not a complete record.
 
     Raises:
-        InputError: it cannot be read.
+        InputError: the file cannot be read.
     """
     try:
         file = path.open("rb")

@@ -1,4 +1,4 @@
-"""The structured message log of a process, chained by hashes."""
+"""The message log of a process: JSON lines, linked by a hash chain."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ from fedmq.wire.messages import Kind, Message, digest, tensor_bytes
 
 
 class MessageLog:
-    """Appends records to one process's log, each whole or not at all; from any of the process's threads.
+    """Appends records to a process's log; may be used from all of its threads.
 
-    Every method that records something raises what ``storage.run_folder.writing`` says if the record cannot be written;
-    the log then ends with the record before it.
+    If a record cannot be written, the recording method raises the errors of ``storage.run_folder.writing`` and the log
+    ends with the record before it.
 
     Args:
-        path: of the log; an existing one is continued, after cutting off a last line that a crash left unfinished.
+        path: of the log; an existing log is continued, after cutting off a last line left incomplete by a crash.
         process: name of the process.
-        clock: for the date and time of a record.
-        patience: how long to wait for a process of the same name that is being ended [s].
+        clock: for the date and time of records.
+        patience: how long to wait for an earlier process of the same name to end [s].
 
     Raises:
-        InputError: the log cannot be written there, or another process writes it; two writers would break the chain.
+        InputError: the log cannot be written there, or another process is writing it, which would break the chain.
         RunError: the disk is full or broken.
     """
 
@@ -51,8 +51,8 @@ class MessageLog:
         self.path = path
         self.process = process
         self._clock = clock
-        self._head, self._count, self._size = GENESIS, 0, 0
-        self._one = threading.Lock()
+        self._last_hash, self._count, self._size = GENESIS, 0, 0
+        self._write_lock = threading.Lock()
         make_folder(path.parent)
         with writing(path):
             self._file = path.open("ab", buffering=0)
@@ -64,12 +64,12 @@ class MessageLog:
             raise
 
     def _lock(self, patience: float) -> None:
-        """Hold the log until it is closed; the kernel lets go of it when the process dies."""
+        """Lock the log until it is closed; the kernel releases the lock when the process dies."""
         until = time.monotonic() + patience
         while not try_lock(self._file):
             if time.monotonic() > until:
                 found = f"a log that another {self.process} is writing"
-                raise InputError(str(self.path), found, "one process of a name in a run folder")
+                raise InputError(str(self.path), found, "one process of each name per run folder")
             time.sleep(0.05)
 
     def _continue(self) -> None:
@@ -78,39 +78,39 @@ class MessageLog:
                 if not line.endswith(b"\n"):
                     break
                 record = record_of(line)
-                if record is not None:  # What is none is not ours to mend: the audit will point at it.
-                    self._head, self._count = record.hash, record.n + 1
+                if record is not None:  # invalid lines are left in place for the audit to report
+                    self._last_hash, self._count = record.hash, record.n + 1
                 self._size += len(line)
         os.truncate(self.path, self._size)
 
     @property
     def head(self) -> str:
         """Hash of the last record."""
-        return self._head
+        return self._last_hash
 
     def _append(self, kind: type[LogRecord], /, **values: object) -> None:
-        with self._one:
+        with self._write_lock:
             wall = self._clock.utc()
-            record = sealed(kind, n=self._count, process=self.process, wall=wall, previous=self._head, **values)
+            record = sealed(kind, n=self._count, process=self.process, wall=wall, previous=self._last_hash, **values)
             line = record.line
             with writing(self.path):
                 try:
-                    rest = memoryview(line)
-                    # A disk that is about to be full takes a part of it, and says so at the next write only.
-                    while rest:
-                        rest = rest[self._file.write(rest) :]
+                    unwritten = memoryview(line)
+                    # A nearly full disk accepts part of the line and reports an error only at the next write.
+                    while unwritten:
+                        unwritten = unwritten[self._file.write(unwritten) :]
                 except BaseException:
-                    # Half a record would break the chain for all that follow.
+                    # An incomplete record would break the chain for all later ones.
                     self._file.truncate(self._size)
                     raise
-            self._head, self._count, self._size = record.hash, self._count + 1, self._size + len(line)
+            self._last_hash, self._count, self._size = record.hash, self._count + 1, self._size + len(line)
 
     def message(self, action: Literal["sent", "received"], message: Message, tag: str, size: int) -> None:
         """Record a message.
 
         Args:
-            action: which way it went.
-            message: the message, for its header and the kinds and sizes of its payloads.
+            action: its direction.
+            message: the message, of which the header and each payload's kind, size and digest are recorded.
             tag: hexadecimal authentication tag of the sealed frame.
             size: bytes of all its frames.
         """
@@ -119,32 +119,32 @@ class MessageLog:
             action=action,
             header=message.header,
             payloads=[(payload.KIND, tensor_bytes(payload)) for payload in message.payloads],
-            # At both ends: the tag binds the sealed bytes, which no log has, and nobody else could say what was in.
+            # Recorded at both ends, since the tag authenticates only the sealed bytes, which no log contains.
             digests=[digest(payload) for payload in message.payloads],
             bytes=size,
             tag=tag,
         )
 
     def handshake(self, action: Literal["sent", "received"], kind: Kind, peer: str, size: int) -> None:
-        """Record a hello, a welcome or a ready."""
+        """Record a handshake message."""
         self._append(HandshakeRecord, action=action, kind=kind, peer=peer, bytes=size)
 
     def refused(self, peer: str, reason: str, detail: str, size: int) -> None:
-        """Record something that was not accepted.
+        """Record a refused message.
 
         Args:
-            peer: whoever it came from, as far as known.
-            reason: the fixed word of the refusal.
-            detail: one line.
+            peer: its sender, as far as known.
+            reason: a value of :class:`~fedmq.wire.messages.Reason`.
+            detail: one line for a reader; cut after 300 characters.
             size: bytes of all its frames.
         """
         detail = _encodable(detail[:300])
         self._append(RefusedRecord, action="refused", peer=peer, reason=reason, detail=detail, bytes=size)
 
     def note(self, kind: NoteKind, /, **facts: Fact) -> None:
-        """Record something that is no message: a start, a resume, a lost silo, a stop."""
-        said = {name: _encodable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
-        self._append(NoteRecord, action="note", text=kind, **said)
+        """Record something other than a message, e.g. a start, a resume, a lost silo, a stop."""
+        encodable = {name: _encodable(fact) if isinstance(fact, str) else fact for name, fact in facts.items()}
+        self._append(NoteRecord, action="note", text=kind, **encodable)
 
     def event(self, event: EventKind, *, silo: str, sequence: int, now: float, version: int, number: int) -> None:
         """Record an event of the run; see :class:`EventRecord`."""
@@ -161,7 +161,7 @@ class MessageLog:
         )
 
     def close(self) -> None:
-        """Close the file; every record is already with the operating system."""
+        """Close the file; all records have already been passed to the operating system."""
         self._file.close()
 
     def __enter__(self) -> MessageLog:
@@ -174,5 +174,5 @@ class MessageLog:
 
 
 def _encodable(text: str) -> str:
-    """Text without lone surrogates, which paths with undecodable bytes have and UTF-8 does not."""
+    """Replace lone surrogates, which occur in undecodable paths and cannot be encoded as UTF-8."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")

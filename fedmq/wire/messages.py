@@ -1,6 +1,6 @@
-"""What travels: messages, their headers, and the closed set of payloads; see docs/reference/wire.md.
+"""Messages and their headers; payloads are in :mod:`fedmq.wire.payloads`. See docs/reference/wire.md.
 
-A ``Message`` is a ``Header`` plus a tuple of payloads, plus a ``TaskInfo`` in a task, plus a ``Layout`` in a layout.
+A ``Message`` has a ``Header`` and a tuple of payloads; a task also has a ``TaskInfo``, a layout message a ``Layout``.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fedmq.wire.payloads import (
     tensors,
 )
 
-# One place to import from: whoever makes or takes a message needs its payloads too.
+# Payloads are re-exported because code that handles messages needs them too.
 __all__ = [
     "CARRIES",
     "COORDINATOR",
@@ -80,11 +80,11 @@ __all__ = [
 ]
 
 WIRE_VERSION = 1
-#: Versions this build can speak; the handshake takes the highest that both sides have.
+#: Wire versions supported by this release; the handshake picks the highest common one.
 WIRE_VERSIONS: tuple[int, ...] = (1,)
 SESSION_BYTES = 16
 MAX_PAYLOADS = 64
-#: What the two processes that are no silo are called; every other name is a silo's.
+#: Names of the two processes that are not silos; every other name is a silo's.
 COORDINATOR, EVALUATOR = "coordinator", "evaluator"
 
 
@@ -125,23 +125,23 @@ class Reason(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """The envelope's header: travels in clear, authenticated.
+    """A message's header: authenticated but not encrypted.
 
     Args:
         run: the run's name.
         kind: of message.
         sender: name of the sending process: ``coordinator``, ``evaluator``, ``silo-00``, ...
         receiver: name of the receiving process.
-        sequence: of a task, its number, unique per silo and rising; of others, a number of the sender's choice.
-        sent_at: on the run's clock [s].
-        reply_to: the sequence this message answers; a reply must have it.
-        base_version: version (number of merges) the message stands on.
-        session: 16 bytes from the handshake; empty in hello and welcome. Filled in by sealing.
-        counter: of the AEAD, per direction. Filled in by sealing.
-        wire_version: number of the wire's description.
+        sequence: of a task, its number, unique per silo and increasing; of other kinds, chosen by the sender.
+        sent_at: the run's time [s].
+        reply_to: sequence of the message that this one answers; required in a reply.
+        base_version: version (number of merges) of the model that the message is based on.
+        session: 16 bytes from the handshake; empty in hello and welcome. Set when the message is sealed.
+        counter: of the AEAD, per direction. Set when the message is sealed.
+        wire_version: version of the wire format.
 
     Raises:
-        FieldError: a part is of another type or out of bounds.
+        FieldError: a field is of the wrong type or out of bounds.
     """
 
     run: str
@@ -167,7 +167,7 @@ class Header:
         if self.reply_to is not None:
             check_whole("reply_to", self.reply_to, 0, U64)
         elif self.kind is Kind.REPLY:
-            raise FieldError("reply_to: a reply names the task it answers")
+            raise FieldError("reply_to: missing from a reply")
         check_whole("base_version", self.base_version, 0, I63)
         if type(self.session) is not bytes or len(self.session) not in (0, SESSION_BYTES):
             raise FieldError(f"session: not 0 or {SESSION_BYTES} bytes")
@@ -176,7 +176,7 @@ class Header:
 
 
 _DATA = frozenset(PAYLOADS) - {Error.KIND}
-#: Which payload kinds each kind of message may carry.
+#: Payload kinds allowed in each kind of message.
 CARRIES: Mapping[Kind, frozenset[str]] = {
     Kind.HELLO: frozenset(),
     Kind.WELCOME: frozenset(),
@@ -193,13 +193,13 @@ CARRIES: Mapping[Kind, frozenset[str]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TaskInfo:
-    """The small numbers of a task.
+    """Scalars of a task.
 
     Args:
         round: number of this task's round, from 0.
-        rounds: rounds in all, at least 1.
-        settled: every reply of this silo up to this task sequence is durably merged or given up; 0 says nothing.
-        learning_rate: above 0.
+        rounds: total number of rounds, at least 1.
+        settled: all replies of this silo up to this task number are merged and checkpointed, or discarded; 0 if none.
+        learning_rate: of local training, above 0.
     """
 
     round: int
@@ -218,16 +218,16 @@ class TaskInfo:
 
 @dataclass(frozen=True, eq=False)
 class Message:
-    """A header and what it carries.
+    """A message: a header and its contents.
 
     Args:
         header: of any kind.
-        payloads: at most 64, of the kinds that ``CARRIES`` allows for the header's kind; an error carries exactly one.
-        task: in a task always, in an evaluate if wished, nowhere else.
-        layout: in a layout message always, nowhere else.
+        payloads: at most 64, of the kinds that ``CARRIES`` allows for the header's kind; exactly one in an error.
+        task: required in a task, optional in an evaluate message, None in all others.
+        layout: required in a layout message, None in all others.
 
     Raises:
-        FieldError: a part is missing or out of place.
+        FieldError: an argument is missing or not allowed.
     """
 
     header: Header
@@ -247,6 +247,6 @@ class Message:
         if (kind is Kind.TASK and self.task is None) or (
             kind not in (Kind.TASK, Kind.EVALUATE) and self.task is not None
         ):
-            raise FieldError(f"task: missing from, or out of place in, a message of kind {kind}")
+            raise FieldError(f"task: missing from, or not allowed in, a message of kind {kind}")
         if (kind is Kind.LAYOUT) is (self.layout is None):
-            raise FieldError(f"layout: missing from, or out of place in, a message of kind {kind}")
+            raise FieldError(f"layout: missing from, or not allowed in, a message of kind {kind}")

@@ -1,7 +1,7 @@
-"""The closed set of payloads: what a message can carry. docs/reference/wire.md describes each.
+"""All payloads that messages can carry; docs/reference/wire.md describes each.
 
-A payload is declared here and nowhere else: its kind, and of each field its type and what it may hold. Construction,
-encoding, decoding, digests and the audit's policy all go through that declaration.
+A payload is declared only here, by its kind and the type and allowed values of each field. Construction, encoding,
+decoding, digests and the audit's policy all use this declaration.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ Buffer: TypeAlias = npt.NDArray[np.float32] | npt.NDArray[np.uint8]
 
 
 class Payload:
-    """What a message carries. Each kind is a frozen dataclass, declared with :func:`payload`.
+    """Base of all payloads. Each kind is a frozen dataclass, declared with :func:`payload`.
 
     Attributes:
         KIND: its name on the wire.
-        FIELDS: what each field may hold, in the order of the wire.
+        FIELDS: declarations of its fields by name, in the order of the wire.
 
     Raises:
-        FieldError: on construction: a field is of another type, dtype or shape, or out of bounds.
+        FieldError: on construction: a field has the wrong type, dtype or shape, or is out of bounds.
     """
 
     KIND: ClassVar[str]
@@ -66,20 +66,20 @@ class Payload:
 
 PayloadT = TypeVar("PayloadT", bound=Payload)
 _DECLARED: dict[str, type[Payload]] = {}
-#: Every payload by its kind, in the order of declaration. Messages carry those that are declared in this module.
+#: All payloads by kind, in the order of declaration. Messages carry those declared in this module.
 PAYLOADS: Mapping[str, type[Payload]] = MappingProxyType(_DECLARED)
 
 
 def payload(kind: str) -> Callable[[type[PayloadT]], type[PayloadT]]:
-    """Declare a dataclass as the payload ``kind``; each field is ``Annotated[type, what it may hold]``.
+    """Declare a dataclass as the payload ``kind``; each field is ``Annotated`` with its declaration.
 
     Raises:
-        TypeError: the kind is declared already, or a field does not say what it may hold.
+        TypeError: the kind is already declared, or a field lacks a declaration.
     """
 
     def declare(cls: type[PayloadT]) -> type[PayloadT]:
         if kind in _DECLARED:
-            raise TypeError(f"{cls.__name__}: the payload {kind} is declared by {_DECLARED[kind].__name__}")
+            raise TypeError(f"{cls.__name__}: the payload {kind} is already declared by {_DECLARED[kind].__name__}")
         hints, known = get_type_hints(cls, include_extras=True), get_args(Field)
         specs: dict[str, Field] = {}
         for name in cls.__annotations__:
@@ -121,12 +121,12 @@ class Model(Payload):
 @payload("delta")
 @dataclass(frozen=True, eq=False)
 class Delta(Payload):
-    """A silo's change Δ of all shared parameters.
+    """A silo's update Δ of all shared parameters.
 
     Args:
         layout_digest: of the agreed layout.
         buffer: (n,) float32, or uint8 where the layout mixes dtypes.
-        n_samples: local samples behind it.
+        n_samples: number of local training samples.
     """
 
     layout_digest: Annotated[str, _DIGEST]
@@ -137,13 +137,13 @@ class Delta(Payload):
 @payload("partial_delta")
 @dataclass(frozen=True, eq=False)
 class PartialDelta(Payload):
-    """A silo's change Δ of some layers.
+    """A silo's update Δ of some layers.
 
     Args:
-        layout_digest: of the agreed layout the layers are named in.
-        names: the layers, different, in the order of the buffer; none of a silo that trains no layer that is shared.
-        buffer: (n,) float32 or uint8: the layers one after the other.
-        n_samples: local samples behind it.
+        layout_digest: of the agreed layout that has these layers.
+        names: distinct layer names, in the order of the buffer; empty if the silo trains no shared layer.
+        buffer: (n,) float32 or uint8, the layers concatenated.
+        n_samples: number of local training samples.
     """
 
     layout_digest: Annotated[str, _DIGEST]
@@ -158,9 +158,9 @@ class ModalityPrototypes(Payload):
     """One prototype per modality.
 
     Args:
-        image: (d,) float32; a filler where the mask lacks the bit.
+        image: (d,) float32; a placeholder if its bit of the mask is 0.
         text: (d,) float32; likewise.
-        mask: bit 0 (value 1) image, bit 1 (value 2) text: which of the two are real.
+        mask: which prototypes are present: bit 0 (value 1) image, bit 1 (value 2) text.
     """
 
     image: Annotated[F32, Tensor(("float32",), ("d",))]
@@ -175,7 +175,7 @@ class ClassPrototypes(Payload):
 
     Args:
         prototypes: (C, r) float32.
-        counts: (C,) int64, at least 0; 0 marks an absent row.
+        counts: (C,) int64, samples per class, at least 0; 0 marks an absent row.
         modality: ``image``, ``text`` or ``both``.
     """
 
@@ -191,7 +191,7 @@ class Memory(Payload):
 
     Args:
         centroids: (C, r) float32.
-        support: (C,) int64, at least 0: samples behind each row.
+        support: (C,) int64, samples per centroid, at least 0.
     """
 
     centroids: Annotated[F32, Tensor(("float32",), ("C", "r"))]
@@ -201,12 +201,12 @@ class Memory(Payload):
 @payload("router_statistics")
 @dataclass(frozen=True, eq=False)
 class RouterStatistics(Payload):
-    """What RCSR's router is told beside prototypes, geometry and loss; downwards, what it tells a silo.
+    """Further inputs of RCSR's router, from a silo; or the silo's weight, from the router.
 
     Args:
-        mask: up: modalities the silo has (bit 0 image, bit 1 text).
-        n_samples: up: local samples.
-        weight: down: the silo's own router weight of its last participation, in [0, 1].
+        mask: from a silo: the modalities it has (bit 0 image, bit 1 text).
+        n_samples: from a silo: number of its local samples.
+        weight: to a silo: its router weight at its last participation, in [0, 1].
     """
 
     mask: Annotated[int | None, Whole(0, IMAGE | TEXT, nullable=True)] = None
@@ -217,7 +217,7 @@ class RouterStatistics(Payload):
 @payload("geometry")
 @dataclass(frozen=True, eq=False)
 class Geometry(Payload):
-    """RCSR's four numbers about Δ: values (4,) float32."""
+    """RCSR's four statistics of the update Δ: ``values`` (4,) float32."""
 
     values: Annotated[F32, Tensor(("float32",), (4,))]
 
@@ -263,9 +263,9 @@ class Representations(Payload):
 @payload("discriminator_delta")
 @dataclass(frozen=True, eq=False)
 class DiscriminatorDelta(Payload):
-    """A silo's change of FedHAP's discriminator; fields as in Delta, the layout is the discriminator's own.
+    """A silo's update of FedHAP's discriminator; fields as in Delta, with the discriminator's layout.
 
-    Downwards the shared discriminator's change since it was drawn, with ``n_samples`` 0.
+    To a silo: the change of the shared discriminator since its initialisation, with ``n_samples`` 0.
     """
 
     layout_digest: Annotated[str, _DIGEST]
@@ -280,8 +280,8 @@ class SecretShare(Payload):
 
     Args:
         values: (n,) uint32 or uint64, each below 2**modulus_bits.
-        round: the round the masks belong to.
-        modulus_bits: the sums are taken modulo 2**modulus_bits; 1 to 32 for uint32, to 64 for uint64.
+        round: the round that the masks are for.
+        modulus_bits: sums are modulo 2**modulus_bits; 1 to 32 for uint32, 1 to 64 for uint64.
     """
 
     values: Annotated[npt.NDArray[np.uint32] | npt.NDArray[np.uint64], Tensor(("uint32", "uint64"), ("n",))]
@@ -300,7 +300,7 @@ class SecretShare(Payload):
 @payload("metrics")
 @dataclass(frozen=True, eq=False)
 class Metrics(Payload):
-    """Named numbers, and for each silo its own.
+    """Metrics of a model, overall and per silo.
 
     Args:
         values: metric name to finite float, at most 256.
@@ -314,7 +314,7 @@ class Metrics(Payload):
 @payload("error")
 @dataclass(frozen=True, eq=False)
 class Error(Payload):
-    """Something went wrong on the sender's side.
+    """An error at the sender.
 
     Args:
         code: a short fixed word.
@@ -326,28 +326,28 @@ class Error(Payload):
 
     @classmethod
     def saying(cls, code: str, text: str) -> Error:
-        """An error with a text of any length and any characters, cut and replaced as the wire needs."""
+        """An error with any text, which is cut to 1000 bytes and made valid UTF-8."""
         return cls(code, text.encode(errors="replace")[:1000].decode(errors="ignore"))
 
 
 def tensors(payload: Payload) -> list[npt.NDArray[Any]]:
-    """The payload's arrays in the order of its declaration, which is their order on the wire."""
+    """The payload's arrays in the order of their declaration and of the wire."""
     return [getattr(payload, name) for name, spec in payload.FIELDS.items() if isinstance(spec, Tensor)]
 
 
 def tensor_bytes(payload: Payload) -> int:
-    """Bytes of the payload's tensors; scalars and names are not counted."""
+    """Size of the payload's tensors [bytes], without scalars and names."""
     return sum(array.nbytes for array in tensors(payload))
 
 
-#: Digests of payloads that are still alive: a model that goes to fifteen silos is hashed once.
+#: Digests of live payloads, so that a model sent to many silos is hashed once.
 _DIGESTS: WeakKeyDictionary[Payload, str] = WeakKeyDictionary()
 
 
 def digest(payload: Payload) -> str:
-    """BLAKE3 (hex) over a payload's kind and every field of it: equal digests, equal payloads, to the bit.
+    """BLAKE3 (hex) over a payload's kind and all its fields; equal digests mean bit-identical payloads.
 
-    SHA-256, four times slower on one core, took a third of an update's way from a silo into the sum.
+    SHA-256 is four times slower on one core; it took a third of the time from receiving an update to aggregating it.
     """
     known = _DIGESTS.get(payload)
     if known is None:
@@ -368,13 +368,13 @@ def _digest(payload: Payload) -> str:
 
 
 def _as_decoded(spec: Field, value: Any) -> Any:
-    """A field's value as the receiver has it: both ends of a message log its digest."""
+    """A field's value as the receiver decodes it, so that both ends log the same digest."""
     match spec:
         case Real():
             return None if value is None else float(value)
         case Numbers():
             return {each: float(number) for each, number in sorted(value.items())}
         case NumbersByName():
-            return {each: {own: float(x) for own, x in inner.items()} for each, inner in sorted(value.items())}
+            return {each: {name: float(x) for name, x in inner.items()} for each, inner in sorted(value.items())}
         case _:
             return value

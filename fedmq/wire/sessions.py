@@ -1,7 +1,4 @@
-"""Identities and sessions: Ed25519 keys on disk, and the sealing and opening of envelopes.
-
-The handshake that makes sessions is in fedmq.wire.handshake. Nothing here does I/O but the key functions.
-"""
+"""Sessions: sealing and opening of messages with AES-256-GCM. :mod:`fedmq.wire.handshake` creates them."""
 
 from __future__ import annotations
 
@@ -28,22 +25,22 @@ from fedmq.wire.messages import SESSION_BYTES, WIRE_VERSION, Header, Kind, Messa
 
 TAG_BYTES = 16
 KEY_BYTES = 32
-#: Messages one key may seal: far below AES-GCM's limits, far above any run's needs.
+#: Messages that one key may seal: far below AES-GCM's limits, far above the needs of any run.
 MAX_MESSAGES = 1 << 32
 HANDSHAKE_KINDS = frozenset({Kind.HELLO, Kind.WELCOME, Kind.READY})
 
-# update_into wants room for one block less a byte behind what it writes; the tag takes that room afterwards.
+# update_into needs a block less one byte of extra room after its output; the tag is written there afterwards.
 _SLACK = TAG_BYTES
 
 
 @dataclass(frozen=True)
 class Sealed:
-    """A sealed envelope.
+    """A sealed message.
 
     Args:
         header: as sent, with session and counter.
-        frames: clear header, sealed body.
-        tag: the 16-byte GCM tag in hexadecimal: the message's digest in the logs.
+        frames: unencrypted header, sealed body.
+        tag: the 16-byte GCM tag in hexadecimal, which identifies the message in the logs.
     """
 
     header: Header
@@ -52,13 +49,13 @@ class Sealed:
 
     @property
     def size(self) -> int:
-        """Bytes of all frames."""
+        """Size of all frames [bytes]."""
         return body_size(self.frames)
 
 
 @dataclass(frozen=True)
 class Opened:
-    """An opened envelope: its header, its body as a read-only memoryview, its tag in hexadecimal."""
+    """An opened message: its header, its body as a read-only memoryview, its tag in hexadecimal."""
 
     header: Header
     body: memoryview
@@ -66,16 +63,19 @@ class Opened:
 
 
 class Session:
-    """One connection's keys and counters, for one of its two sides; one thread at a time.
+    """One side's keys and counters of a connection; not thread-safe.
 
     Args:
-        run: the run both sides agreed on.
+        run: the run's name, the same on both sides.
         name: this side's name.
         peer: the other side's name.
-        session: 16 bytes that name the session.
-        send_key: 32 bytes; the peer's receive key.
-        receive_key: 32 bytes.
-        wire_version: what the handshake agreed on.
+        session: identifier, 16 bytes.
+        send_key: 32 bytes, the peer's receive key.
+        receive_key: 32 bytes, the peer's send key.
+        wire_version: negotiated in the handshake.
+
+    Raises:
+        LocalWireError: the identifier or a key has the wrong length.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Session:
         wire_version: int = WIRE_VERSION,
     ) -> None:
         if len(session) != SESSION_BYTES or len(send_key) != KEY_BYTES or len(receive_key) != KEY_BYTES:
-            raise LocalWireError("a session needs 16 bytes of name and two keys of 32 bytes")
+            raise LocalWireError("a session needs an identifier of 16 bytes and two keys of 32 bytes")
         self.run = run
         self.name = name
         self.peer = peer
@@ -108,18 +108,19 @@ class Session:
 
     @property
     def received(self) -> int:
-        """Counter the next message of the peer must have."""
+        """Expected counter of the peer's next message."""
         return self._next_received
 
     def seal(self, header: Header, buffers: Sequence[BytesLike]) -> Sealed:
-        """Seal a body under the next counter; the header's session and counter are filled in here.
+        """Seal a body under the next counter and set the header's session, counter and wire version.
 
         Args:
             header: run, sender and receiver must be the session's.
-            buffers: their concatenation is the body; each is read once, straight into the cipher.
+            buffers: their concatenation is the body; each is passed to the cipher without a copy.
 
         Raises:
-            LocalWireError: a foreign header, a body above the largest, or a key that has sealed all it may.
+            LocalWireError: a header of another session, a body that is too large, or a key that has sealed
+                :data:`MAX_MESSAGES` messages.
         """
         if (header.run, header.sender, header.receiver) != (self.run, self.name, self.peer):
             raise LocalWireError(
@@ -132,7 +133,7 @@ class Session:
             raise LocalWireError(f"the body has {size} bytes, allowed {MAX_BODY}")
         header = replace(header, session=self.session, counter=self._next_sent, wire_version=self.wire_version)
         clear = encode_header(header)
-        # The counter is spent before the key is used: whatever fails below, no nonce ever serves twice.
+        # Incremented before the key is used, so that no failure below can lead to a repeated nonce.
         self._next_sent += 1
         cipher = Cipher(self._send_key, modes.GCM(_nonce(header.counter))).encryptor()
         cipher.authenticate_additional_data(clear)
@@ -145,10 +146,10 @@ class Session:
         return Sealed(header, (clear, sealed), cipher.tag.hex())
 
     def open(self, frames: Sequence[BytesLike], *, max_body: int = MAX_BODY) -> Opened:
-        """Open the peer's next envelope. A refused one changes nothing, except that a gap is stepped over.
+        """Open the peer's next message. A refused one leaves the session unchanged, except that a gap is skipped.
 
         Args:
-            frames: clear header, sealed body.
+            frames: unencrypted header, sealed body.
             max_body: largest body accepted [bytes].
 
         Raises:
@@ -171,15 +172,15 @@ class Session:
                 Reason.TAMPERED, f"message {header.counter} of {self.peer} is not as sealed"
             ) from None
         expected = self._next_received
-        # Stepping over a gap (only once the message proved authentic) costs the message that shows the gap, not the
-        # session: what was lost stays lost, nothing is ever accepted out of order, and the next message is in order.
+        # A gap, shown by an authentic message only, costs that message but not the session: the lost messages stay
+        # lost, no message is accepted out of order, and the next one is in order again.
         self._next_received = header.counter + 1
         if header.counter != expected:
             raise RemoteWireError(Reason.GAP, f"message {header.counter} of {self.peer}, expected {expected}")
         return Opened(header, body.toreadonly(), bytes(sealed[size:]).hex())
 
     def _check(self, header: Header) -> None:
-        """Refuse a header that is not this session's next, before any cipher runs."""
+        """Refuse a header that cannot be this session's next, before decrypting."""
         if header.wire_version != self.wire_version:
             detail = f"wire version {header.wire_version}, agreed on {self.wire_version}"
             raise RemoteWireError(Reason.WIRE_VERSION, detail)
@@ -201,7 +202,7 @@ def seal_message(session: Session, message: Message) -> Sealed:
     """Encode and seal a message.
 
     Raises:
-        LocalWireError: see :meth:`Session.seal`; or a handshake kind, which only the handshake makes.
+        LocalWireError: see :meth:`Session.seal`; or the message is of a handshake kind.
     """
     if message.header.kind in HANDSHAKE_KINDS:
         raise LocalWireError(f"a message of kind {message.header.kind} belongs to the handshake")
@@ -212,7 +213,7 @@ def open_message(session: Session, frames: Sequence[BytesLike], *, max_body: int
     """Open and decode a message.
 
     Returns:
-        The message, its arrays read-only views on the opened body, and its tag in hexadecimal.
+        The message, whose arrays are read-only views of the opened body, and its tag in hexadecimal.
 
     Raises:
         RemoteWireError: see :meth:`Session.open` and :func:`fedmq.wire.codec.decode`.
@@ -230,5 +231,5 @@ def _two(frames: Sequence[BytesLike]) -> tuple[memoryview, memoryview]:
 
 
 def _nonce(counter: int) -> bytes:
-    """12 bytes: four zeros, then the counter, big endian. Each direction has a key of its own, so none repeats."""
+    """12 bytes: four zeros, then the counter, big endian. Each direction has its own key, so no nonce repeats."""
     return counter.to_bytes(12, "big")

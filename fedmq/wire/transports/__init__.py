@@ -1,1 +1,1 @@
-"""Transports by URI scheme: one file a scheme, behind the interface of ``base`` and the registry of ``registry``."""
+"""Transports: one module per URI scheme; their interface is in ``base``, their registry in ``registry``."""

@@ -1,8 +1,8 @@
-"""ZeroMQ's sockets as listeners and connections, shared by the schemes tcp, ipc and memory.
+"""Listeners and connections over ZeroMQ sockets, shared by the schemes tcp, ipc and memory.
 
-Frames are sent and received without copies. ZeroMQ drops the connection of a peer that announces a frame above the
-largest. A socket and, but for memory://, its context are made with the object they belong to, so a process may fork
-before but not after.
+Frames are sent and received without copies. ZeroMQ disconnects a peer that announces a frame above the size limit.
+Each listener or connection creates its socket and, except for memory://, its ZeroMQ context, so a process may fork
+before but not after that.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from fedmq.errors import InputError
 from fedmq.wire.codec import BytesLike
 from fedmq.wire.transports.base import Connection, Listener, check_received, check_sendable
 
-#: How long a closing socket goes on sending what is queued [ms].
+#: How long a closing socket continues to send queued messages [ms].
 _LINGER_MS = 2000
-#: Silence after which TCP and ZeroMQ ask whether the peer is still there [s].
+#: Silence after which TCP and ZeroMQ probe the peer [s].
 _KEEPALIVE_S = 20
 _RECONNECT_MS = (50, 5000)
 
 
 @dataclass(frozen=True)
 class Endpoint:
-    """Where a socket binds or connects, if it is not at the URI as it stands.
+    """A ZeroMQ endpoint other than the URI itself.
 
     Args:
-        name: for ZeroMQ.
-        context: shared with other sockets of this process; the socket leaves it open.
+        name: ZeroMQ's address.
+        context: shared with other sockets of this process; closing a socket leaves it open.
     """
 
     name: str
@@ -52,7 +52,7 @@ class ZeroMQListener(Listener):
         """See the interface."""
         if not self._socket.poll(_milliseconds(timeout_s), zmq.POLLIN):
             return None
-        frames = _taken(self._socket)
+        frames = _received(self._socket)
         if frames is None:
             return None
         peer, *rest = frames
@@ -71,10 +71,10 @@ class ZeroMQConnection(Connection):
     """A DEALER socket; made by :func:`dial`.
 
     Args:
-        socket: not connected yet.
-        context: the socket's own, closed with it; None if others share it.
+        socket: not yet connected.
+        context: closed with the socket; None if other sockets share it.
         uri: of the listener.
-        watched: whether there is a transport connection that may break.
+        watched: whether to count connections, for a transport whose connections can break.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class ZeroMQConnection(Connection):
         self._established = 0
         if watched:
             self._monitor = socket.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        # A ZeroMQ socket is one thread's own; what others may touch is this pipe, as long as it is open.
+        # ZeroMQ sockets are not thread-safe: other threads write to this pipe to wake the socket's thread.
         self._lock = threading.Lock()
         self._wakes, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._open = True
@@ -103,12 +103,12 @@ class ZeroMQConnection(Connection):
         """See the interface."""
         if timeout_s != 0 and self._wakes in dict(self._poller.poll(_milliseconds(timeout_s))):
             os.read(self._wakes, 4096)
-        frames = _taken(self._socket)
+        frames = _received(self._socket)
         return None if frames is None else check_received(frames)
 
     def wake(self) -> None:
         """See the interface."""
-        with self._lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes as well
+        with self._lock, contextlib.suppress(BlockingIOError):  # a full pipe wakes the thread too
             if self._open:
                 os.write(self._wake, b"x")
 
@@ -120,7 +120,7 @@ class ZeroMQConnection(Connection):
         return put(self._socket, sendable)
 
     def established(self) -> int:
-        """See the interface. ZeroMQ reconnects unasked."""
+        """See the interface. ZeroMQ reconnects automatically."""
         if self._monitor is not None:
             while self._monitor.poll(0):
                 parse_monitor_message(self._monitor.recv_multipart())
@@ -142,30 +142,36 @@ class ZeroMQConnection(Connection):
 
 
 def bind(uri: str, max_frame: int, queue: int, endpoint: Endpoint | None = None) -> ZeroMQListener:
-    """A listener at a URI.
+    """Open a listener.
+
+    Args:
+        uri: where to listen.
+        max_frame: largest accepted frame [bytes].
+        queue: messages queued per peer and direction.
+        endpoint: ZeroMQ's endpoint, if it is not ``uri``.
 
     Raises:
-        InputError: the address cannot be had.
+        InputError: the address cannot be bound.
     """
-    socket, own = _socket(uri, zmq.ROUTER, max_frame, queue, endpoint)
-    # Without this a message for a vanished peer would disappear without a word.
+    socket, context = _socket(uri, zmq.ROUTER, max_frame, queue, endpoint)
+    # Without this option ZeroMQ silently drops messages for a disconnected peer.
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     try:
         socket.bind(endpoint.name if endpoint else uri)
     except zmq.ZMQError as error:
-        _close(socket, own)
+        _close(socket, context)
         raise InputError(uri, str(error), "an address that is free and belongs to this machine") from error
-    return ZeroMQListener(socket, own, uri if endpoint else socket.getsockopt_string(zmq.LAST_ENDPOINT))
+    return ZeroMQListener(socket, context, uri if endpoint else socket.getsockopt_string(zmq.LAST_ENDPOINT))
 
 
 def dial(uri: str, max_frame: int, queue: int, endpoint: Endpoint | None = None) -> ZeroMQConnection:
-    """A connection to a URI.
+    """Open a connection; arguments as for :func:`bind`.
 
     Raises:
         InputError: ZeroMQ refuses the address.
     """
-    socket, own = _socket(uri, zmq.DEALER, max_frame, queue, endpoint)
-    connection = ZeroMQConnection(socket, own, uri, watched=endpoint is None)
+    socket, context = _socket(uri, zmq.DEALER, max_frame, queue, endpoint)
+    connection = ZeroMQConnection(socket, context, uri, watched=endpoint is None)
     try:
         socket.connect(endpoint.name if endpoint else uri)
     except zmq.ZMQError as error:
@@ -175,7 +181,7 @@ def dial(uri: str, max_frame: int, queue: int, endpoint: Endpoint | None = None)
 
 
 def put(socket: zmq.Socket[bytes], frames: Sequence[BytesLike]) -> bool:
-    """Queue frames at once; false if the queue is full or the peer is gone."""
+    """Queue frames without waiting; False if the queue is full or the peer is disconnected."""
     try:
         socket.send_multipart(frames, zmq.NOBLOCK, copy=False)
     except zmq.Again:
@@ -190,7 +196,7 @@ def put(socket: zmq.Socket[bytes], frames: Sequence[BytesLike]) -> bool:
 def _socket(
     uri: str, kind: int, max_frame: int, queue: int, endpoint: Endpoint | None
 ) -> tuple[zmq.Socket[bytes], zmq.Context[zmq.Socket[bytes]] | None]:
-    """A socket with its limits set, and its context if it is the socket's own."""
+    """A socket with its options set, and its context unless other sockets share it."""
     context: zmq.Context[zmq.Socket[bytes]] = endpoint.context if endpoint else zmq.Context()
     socket = context.socket(kind)
     options = {
@@ -202,7 +208,7 @@ def _socket(
         zmq.TCP_KEEPALIVE_IDLE: _KEEPALIVE_S,
         zmq.TCP_KEEPALIVE_INTVL: _KEEPALIVE_S // 4,
         zmq.TCP_KEEPALIVE_CNT: 4,
-        # A host that lost its power sends no FIN; without these the queue for it would fill unnoticed.
+        # A host that lost power sends no FIN; without heartbeats its queue would fill unnoticed.
         zmq.HEARTBEAT_IVL: _KEEPALIVE_S * 1000,
         zmq.HEARTBEAT_TIMEOUT: 3 * _KEEPALIVE_S * 1000,
         zmq.RECONNECT_IVL: _RECONNECT_MS[0],
@@ -221,12 +227,12 @@ def _close(socket: zmq.Socket[bytes], context: zmq.Context[zmq.Socket[bytes]] | 
 
 
 def _milliseconds(timeout_s: float | None) -> int | None:
-    # Rounded up: a wait below one millisecond must not become a busy loop.
+    # Rounded up, so that waits below one millisecond do not become a busy loop.
     return None if timeout_s is None else max(0, math.ceil(timeout_s * 1000))
 
 
-def _taken(socket: zmq.Socket[bytes]) -> list[memoryview] | None:
-    """The frames that have arrived, or None."""
+def _received(socket: zmq.Socket[bytes]) -> list[memoryview] | None:
+    """The frames of a message that has arrived, or None."""
     with contextlib.suppress(zmq.Again):
         return [frame.buffer for frame in socket.recv_multipart(zmq.NOBLOCK, copy=False)]
     return None

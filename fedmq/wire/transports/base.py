@@ -1,10 +1,10 @@
-"""What a transport is: a Listener (the coordinator's end), Connections (of silos and the evaluator), how both are made.
+"""The interface of transports: the coordinator's Listener, and the Connections of silos and the evaluator.
 
-A transport carries messages of two frames from process to process. What the frames mean is no concern of it: they are
-sealed before they get here. Whoever uses a transport goes through these two interfaces and no further.
+A transport carries messages of two opaque frames, header and sealed body, between processes. Its users depend only on
+these two interfaces.
 
-A listener or connection is made after a fork, in the thread that uses it, and never leaves that thread;
-:meth:`Connection.wake` alone is called from others.
+A listener or connection is created after any fork and used only by the thread that created it, except for
+:meth:`Connection.wake`.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire.codec import MAX_BODY, BytesLike
 from fedmq.wire.messages import Reason
 
-#: Frames of one message: clear header and body.
+#: Frames of a message: unencrypted header and body.
 FRAMES = 2
-#: Messages queued per peer and direction before the sender waits or is told.
+#: Messages queued per peer and direction before ``send`` waits or returns False.
 QUEUE = 64
-#: Largest frame a peer may send [bytes]: a body and its tag.
+#: Largest frame that a peer may send [bytes]: a body and its tag.
 MAX_FRAME = MAX_BODY + 16
 
 FramesT = TypeVar("FramesT", bound=Sequence[BytesLike])
@@ -32,34 +32,39 @@ class Listener(ABC):
     """The end that many peers connect to.
 
     Attributes:
-        uri: where peers connect, with the port that was taken.
+        uri: where peers connect, with the actual port.
     """
 
     uri: str
 
     @abstractmethod
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
-        """The next message of any peer.
+        """Receive the next message of any peer.
 
         Args:
-            timeout_s: how long to wait [s]; 0 only looks, None waits for ever.
+            timeout_s: how long to wait [s]; 0 polls, None waits forever.
 
         Returns:
-            The peer's address (good for :meth:`send` as long as it is connected) and its two frames, or None.
+            The peer's address (valid for :meth:`send` while it is connected) and its two frames; None if there is no
+            message within ``timeout_s``.
 
         Raises:
-            RemoteWireError: reason ``malformed``: the message has not two frames; it is gone, the next can be read.
+            RemoteWireError: reason ``malformed``: a message without exactly two frames, which is discarded.
         """
 
     @abstractmethod
     def send(self, peer: bytes, frames: Sequence[BytesLike]) -> bool:
-        """Queue a message for a peer; never waits. The frames must not change afterwards: they need not be copied.
+        """Queue a message for a peer without waiting.
+
+        Args:
+            peer: its address, from :meth:`receive`.
+            frames: two; they must not change afterwards, as they may be sent without a copy.
 
         Returns:
-            False if the peer is gone or its queue is full: the message was dropped, the caller decides what follows.
+            False if the peer is disconnected or its queue is full, in which case the message is dropped.
 
         Raises:
-            LocalWireError: not two frames, or a frame above the largest.
+            LocalWireError: not two frames, or a frame above :data:`MAX_FRAME`.
         """
 
     @abstractmethod
@@ -68,7 +73,7 @@ class Listener(ABC):
 
 
 class Connection(ABC):
-    """The end that connects to one listener, and reconnects by itself; the listener may come up later.
+    """The end that connects to a listener and reconnects automatically; the listener may be started later.
 
     Attributes:
         uri: of the listener.
@@ -78,45 +83,49 @@ class Connection(ABC):
 
     @abstractmethod
     def receive(self, timeout_s: float | None = None) -> list[memoryview] | None:
-        """The next message's two frames; None if there is none within ``timeout_s``, or :meth:`wake` was called.
+        """Receive the next message.
 
-        Wait in steps and look at :meth:`established` between them: after a reconnect nothing comes until a new hello.
+        Call it with a timeout and check :meth:`established` between calls: after a reconnect the listener sends
+        nothing until it receives a new hello.
 
         Args:
-            timeout_s: how long to wait [s]; 0 only looks, None waits for ever.
+            timeout_s: how long to wait [s]; 0 polls, None waits forever.
+
+        Returns:
+            The message's two frames; None if there is no message within ``timeout_s`` or :meth:`wake` was called.
 
         Raises:
-            RemoteWireError: reason ``malformed``: the message has not two frames; it is gone, the next can be read.
+            RemoteWireError: reason ``malformed``: a message without exactly two frames, which is discarded.
         """
 
     @abstractmethod
     def wake(self) -> None:
-        """Make the :meth:`receive` that waits, or else the next one, return at once: with a message, or with None.
+        """Make a waiting :meth:`receive`, or otherwise the next one, return immediately with a message or None.
 
-        The only method that other threads may call; it never waits and, after :meth:`close`, does nothing.
+        The only method that other threads may call. It never waits; after :meth:`close` it does nothing.
         """
 
     @abstractmethod
     def send(self, frames: Sequence[BytesLike], timeout_s: float | None = 0.0) -> bool:
-        """Queue a message. The frames must not change afterwards: they need not be copied.
+        """Queue a message.
 
         Args:
-            frames: two.
-            timeout_s: how long to wait for room in the queue [s]; None waits for ever.
+            frames: two; they must not change afterwards, as they may be sent without a copy.
+            timeout_s: how long to wait for room in the queue [s]; None waits forever.
 
         Returns:
-            False if the queue is full: the message was dropped.
+            False if the queue stays full, in which case the message is dropped.
 
         Raises:
-            LocalWireError: not two frames, or a frame above the largest.
+            LocalWireError: not two frames, or a frame above :data:`MAX_FRAME`.
         """
 
     @abstractmethod
     def established(self) -> int:
-        """How many connections to the listener there have been so far: when it rises above 1, the session is gone.
+        """Number of connections made to the listener so far; always 0 for a transport whose connections cannot break.
 
-        After a reconnect the listener sees a new peer, which has to begin with a new hello. Always 0 where a
-        connection cannot break, as within one process.
+        When it increases beyond 1, the session is lost: to the listener the reconnected process is a new peer, which
+        has to start with a hello.
         """
 
     @abstractmethod
@@ -129,14 +138,14 @@ class Transport:
     """One URI scheme.
 
     Args:
-        form: of its URIs, for error lines: ``"tcp://HOST:PORT"``.
-        check: ``(uri, place, listening)``: raises InputError naming ``place`` where the URI is not of that form, or
-            cannot be listened at or connected to.
-        listen: ``(uri, max_frame, queue)``: makes a listener; raises InputError if the address cannot be had.
-        connect: ``(uri, max_frame, queue)``: makes a connection.
+        form: of its URIs, for error messages, e.g. ``"tcp://HOST:PORT"``.
+        check: ``(uri, place, listening)``: raises an InputError that names ``place`` if the URI does not have this
+            form, or one cannot listen at it (``listening``) or connect to it.
+        listen: ``(uri, max_frame, queue)``: opens a listener; raises InputError if the address cannot be bound.
+        connect: ``(uri, max_frame, queue)``: opens a connection.
 
-    ``max_frame`` is the largest frame accepted of a peer [bytes], ``queue`` the messages queued per peer and direction;
-    both functions are called with URIs that ``check`` has passed.
+    ``max_frame`` is the largest frame accepted from a peer [bytes], ``queue`` the number of messages queued per peer
+    and direction. ``listen`` and ``connect`` receive only URIs that ``check`` has accepted.
     """
 
     form: str
@@ -146,10 +155,10 @@ class Transport:
 
 
 def check_received(frames: FramesT) -> FramesT:
-    """The frames of a peer's message, once they are seen to be two.
+    """Check and return the frames of a peer's message.
 
     Raises:
-        RemoteWireError: reason ``malformed``: another number.
+        RemoteWireError: reason ``malformed``: not two frames.
     """
     if len(frames) != FRAMES:
         raise RemoteWireError(Reason.MALFORMED, f"{len(frames)} frames, expected {FRAMES}")
@@ -157,10 +166,10 @@ def check_received(frames: FramesT) -> FramesT:
 
 
 def check_sendable(frames: FramesT) -> FramesT:
-    """The frames of an own message, once they are seen to be two and not too large.
+    """Check and return the frames of a message to be sent.
 
     Raises:
-        LocalWireError: another number, or a frame above :data:`MAX_FRAME`.
+        LocalWireError: not two frames, or a frame above :data:`MAX_FRAME`.
     """
     if len(frames) != FRAMES:
         raise LocalWireError(f"{len(frames)} frames, expected {FRAMES}")

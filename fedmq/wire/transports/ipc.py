@@ -1,4 +1,4 @@
-"""``ipc://PATH``: between processes of one machine, over a Unix socket and ZeroMQ."""
+"""``ipc://PATH``: ZeroMQ over a Unix socket, between processes of one machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from fedmq.errors import InputError
 from fedmq.wire.transports import _zeromq
 from fedmq.wire.transports.base import Listener, Transport
 
-#: sockaddr_un holds 108 bytes with its closing zero on Linux.
+#: Linux's sockaddr_un holds 108 bytes including the terminating zero.
 _PATH_BYTES = 107
 
 
@@ -21,14 +21,14 @@ def _check(uri: str, place: str, listening: bool) -> None:
 
 
 def _listen(uri: str, max_frame: int, queue: int) -> Listener:
-    if _answers(uri.removeprefix("ipc://")):
-        # ZeroMQ would remove the other listener's socket file and take its place without a word.
-        raise InputError(uri, "a path where another process listens", "a path that is free")
+    if _has_listener(uri.removeprefix("ipc://")):
+        # ZeroMQ would silently replace the other listener's socket file.
+        raise InputError(uri, "a path where another process listens", "an unused path")
     return _zeromq.bind(uri, max_frame, queue)
 
 
-def _answers(path: str) -> bool:
-    """Whether somebody listens on a Unix socket; the file of a listener that died does not count."""
+def _has_listener(path: str) -> bool:
+    """Whether a process listens on a Unix socket; the socket file of a dead listener does not count."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

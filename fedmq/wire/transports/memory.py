@@ -1,4 +1,4 @@
-"""``memory://NAME``: between threads of one process, for tests; over ZeroMQ as the others are."""
+"""``memory://NAME``: ZeroMQ between threads of one process, for tests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _check(uri: str, place: str, listening: bool) -> None:
 
 @functools.cache
 def _context(_process: int) -> zmq.Context[zmq.Socket[bytes]]:
-    """The context that the sockets of one process share: inproc names live within a context."""
+    """The context shared by all sockets of a process, since inproc names are local to a context."""
     return zmq.Context()
 
 

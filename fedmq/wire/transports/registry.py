@@ -1,7 +1,7 @@
-"""Transports by URI scheme: those of this package, those registered, and those of installed packages.
+"""Transports by URI scheme: built-in, registered, and provided by installed packages.
 
-An installed package offers a scheme by an entry point of the group ``fedmq.transports``: its name is the scheme, its
-value names a :class:`~fedmq.wire.transports.base.Transport`. It is loaded when a URI of that scheme is first used.
+An installed package provides a scheme by an entry point of the group ``fedmq.transports``, whose name is the scheme and
+whose value is a :class:`~fedmq.wire.transports.base.Transport`. It is loaded when a URI of that scheme is first used.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from fedmq.errors import InputError
 from fedmq.wire.transports import ipc, memory, tcp
 from fedmq.wire.transports.base import MAX_FRAME, QUEUE, Connection, Listener, Transport
 
-#: Group of the entry points of installed packages.
+#: Entry point group of installed packages.
 GROUP = "fedmq.transports"
 
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]*")
@@ -21,20 +21,20 @@ _TRANSPORTS = {"tcp": tcp.TRANSPORT, "ipc": ipc.TRANSPORT, "memory": memory.TRAN
 
 
 def register(scheme: str, transport: Transport) -> None:
-    """Add a scheme in this process.
+    """Register a scheme in this process.
 
     Raises:
-        ValueError: it is no scheme, or is taken.
+        ValueError: not a URI scheme, or already registered.
     """
     if _SCHEME.fullmatch(scheme) is None:
-        raise ValueError(f"{scheme!r} is no URI scheme: a lower-case letter, then letters, digits, + . -")
+        raise ValueError(f"{scheme!r} is not a URI scheme: a lower-case letter, then letters, digits, + . -")
     if scheme in _TRANSPORTS:
-        raise ValueError(f"the scheme {scheme} is taken")
+        raise ValueError(f"the scheme {scheme} is already registered")
     _TRANSPORTS[scheme] = transport
 
 
 def schemes() -> tuple[str, ...]:
-    """The schemes known in this process; entry points that no URI has named yet are not among them."""
+    """The schemes registered in this process, without entry points that have not been loaded yet."""
     return tuple(_TRANSPORTS)
 
 
@@ -42,47 +42,47 @@ def listen(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Liste
     """Open a listener.
 
     Args:
-        uri: ``tcp://HOST:PORT`` (port ``*`` takes a free one; host ``*`` all interfaces), ``ipc://PATH``,
-            ``memory://NAME`` within this process, or of a scheme that was added.
-        max_frame: largest frame accepted [bytes]; who announces a larger one is disconnected before it is read.
+        uri: ``tcp://HOST:PORT`` (port ``*`` is any free port, host ``*`` all interfaces), ``ipc://PATH``,
+            ``memory://NAME`` within this process, or a URI of another registered scheme.
+        max_frame: largest accepted frame [bytes]; a peer that announces a larger one is disconnected before it is read.
         queue: messages queued per peer and direction.
 
     Raises:
-        InputError: an unknown scheme, a bad URI, or an address that cannot be had.
+        InputError: an unknown scheme, a malformed URI, or an address that cannot be bound.
     """
     return _checked(uri, "uri", listening=True).listen(uri, max_frame, queue)
 
 
 def connect(uri: str, *, max_frame: int = MAX_FRAME, queue: int = QUEUE) -> Connection:
-    """Open a connection; the listener may come up later.
+    """Open a connection; the listener may be started later.
 
     Args:
         uri: as for :func:`listen`, without ``*``.
-        max_frame: largest frame accepted [bytes].
-        queue: messages queued in each direction.
+        max_frame: largest accepted frame [bytes].
+        queue: messages queued per direction.
 
     Raises:
-        InputError: an unknown scheme or a bad URI.
+        InputError: an unknown scheme or a malformed URI.
     """
     return _checked(uri, "uri", listening=False).connect(uri, max_frame, queue)
 
 
 def check_uri(uri: str, place: str, *, listening: bool = False) -> None:
-    """Check the form of a URI before anything is begun.
+    """Check the form of a URI before it is used.
 
     Args:
-        uri: as :func:`listen` or :func:`connect` takes it.
-        place: what an error names, e.g. ``"--bind"``.
-        listening: whether it is to be listened at.
+        uri: as for :func:`listen` or :func:`connect`.
+        place: where the URI was given, for the error, e.g. ``"--bind"``.
+        listening: whether it is for :func:`listen`.
 
     Raises:
-        InputError: an unknown scheme or a bad URI.
+        InputError: an unknown scheme or a malformed URI.
     """
     _checked(uri, place, listening=listening)
 
 
 def _checked(uri: str, place: str, *, listening: bool) -> Transport:
-    """The transport of a URI, once the URI is seen to be of its form."""
+    """The transport of a URI, after checking the URI's form."""
     transport = _transport_of(uri, place)
     transport.check(uri, place, listening)
     return transport
@@ -98,12 +98,15 @@ def _transport_of(uri: str, place: str) -> Transport:
         forms += [f"{name}://..." for name in sorted(offered.keys() - _TRANSPORTS.keys())]
         raise InputError(place, uri, f"{', '.join(forms[:-1])} or {forms[-1]}")
     point = offered[scheme]
-    named, allowed = f"{place}: entry point {scheme} of {GROUP}", "the name of a fedmq.wire.transports.base.Transport"
+    entry_place, allowed = (
+        f"{place}: entry point {scheme} of {GROUP}",
+        "the name of a fedmq.wire.transports.base.Transport",
+    )
     try:
         loaded = point.load()
     except Exception as error:
-        raise InputError(named, f"{point.value}: {type(error).__name__}: {error}", allowed) from error
+        raise InputError(entry_place, f"{point.value}: {type(error).__name__}: {error}", allowed) from error
     if not isinstance(loaded, Transport):
-        raise InputError(named, f"{point.value}: a {type(loaded).__name__}", allowed)
+        raise InputError(entry_place, f"{point.value}: a {type(loaded).__name__}", allowed)
     register(scheme, loaded)
     return loaded

@@ -1,4 +1,4 @@
-"""``tcp://HOST:PORT``: between hosts, over ZeroMQ."""
+"""``tcp://HOST:PORT``: ZeroMQ over TCP, between hosts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _check(uri: str, place: str, listening: bool) -> None:
         raise InputError(place, uri, _FORM)
     host, port = match.groups()
     if not listening and (host == "*" or port == "*"):
-        raise InputError(place, uri, f"{_FORM} without * where one connects")
+        raise InputError(place, uri, f"{_FORM} without *, which is for listening only")
     if port != "*" and not (0 if listening else 1) <= int(port) <= 65535:
         raise InputError(place, uri, "a port from 1 to 65535")
 

@@ -39,8 +39,7 @@ def bare(scenario: Scenario, population: Population, threads: int) -> Bare:
     try:
         model = population.build_model(scenario, "cpu", ("image", "text"))
         context = population.context(scenario, model)
-        method_class = protocols.load(scenario.protocol.name)
-        method = method_class(protocols.options_of(method_class, scenario.protocol.options), context)
+        method = protocols.build(scenario, context)
         names = tuple(silo.name for silo in population.silos)
         eligible = tuple(silo.name for silo in population.silos if method.eligible(silo))
         plan = RoundsPlan(scenario.seed, scenario.rounds, names, eligible, scenario.participation.rate)

@@ -30,15 +30,16 @@ from coordinator.roster import Roster
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from fedmq.clock import Clock, clock_for
+from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.encoders.gpu import kind_of
 from fedmq.errors import InputError
 from fedmq.evaluation.fairness import fairness_of, means
 from fedmq.federation import update_transforms
-from fedmq.federation.population import Population, build_population, device_here, device_of, run_name
+from fedmq.federation.population import Population, build_population, device_here, device_of
 from fedmq.federation.protocol import Bulky, Interpreting, Public, Releasing
 from fedmq.malloc import keep_buffers
-from fedmq.models import hash_networks
+from fedmq.models.objectives import OBJECTIVES
 from fedmq.runs import html_report
 from fedmq.runs.results import read_metrics
 from fedmq.runs.status import Status
@@ -61,7 +62,7 @@ class CoordinatorArguments:
     """How a coordinator is started.
 
     Args:
-        scenario: as resolved.
+        run: as resolved.
         bind: URI to listen on.
         keys: folder of its own key and of everybody's public keys.
         out: the run folder; made if needed.
@@ -69,12 +70,17 @@ class CoordinatorArguments:
         data: folder of the prepared data where the starter knows it; None finds it.
     """
 
-    scenario: Scenario
+    run: ResolvedRun
     bind: str
     keys: Path
     out: Path
     resume: bool = False
     data: Path | None = None
+
+    @property
+    def scenario(self) -> Scenario:
+        """The run's scenario, as resolved."""
+        return self.run.scenario
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,7 @@ def run_coordinator(
         _allow_descriptors()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, {}, frozenset[str]())
-    population = build_population(scenario, folder=arguments.data, pooled=protocols.pooled(scenario.protocol.name))
+    population = build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
     run_context, theta = run_context_of(scenario, population, folder)
     if revoked.issuperset(run_context.plan.eligible):
         found = f"no key of any silo that {scenario.protocol.name} may ask"
@@ -144,7 +150,7 @@ def run_coordinator(
     if saved and saved.trace not in ("", run_context.trace_file):
         found = f"another trace than the run began with ({run_context.trace_file[:12]})"
         raise InputError(f"participation.trace: {scenario.participation.trace}", found, f"that ({saved.trace[:12]})")
-    run = run_name(scenario)
+    run = arguments.run.id
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:
         max_body, wire = largest_body(run_context), None
@@ -220,9 +226,7 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
         found = f"bits {scenario.objective.bits}, hidden {scenario.objective.hidden}"
         raise InputError("objective", found, f"a network that can be sent: {error}") from None
     context = population.context(scenario, model)
-    protocol_class = protocols.load(scenario.protocol.name)
-    options = protocols.options_of(protocol_class, scenario.protocol.options)
-    asked = sum(map(protocol_class(options, context).eligible, population.silos))
+    asked = sum(map(protocols.build(scenario, context).eligible, population.silos))
     if not asked:
         allowed = f"at least one silo that {scenario.protocol.name} may ask"
         raise InputError("missing_modality", "no such silo is left", allowed)
@@ -234,11 +238,11 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     digests = population.prepared.digest, "" if path is None else file_digest(path)
     samples = tuple(len(rows) for rows in population.train)
     run_context = RunContext(
-        scenario, protocol_class(options, context), context, samples, cost, folder, trace, *digests
+        scenario, protocols.build(scenario, context), context, samples, cost, folder, trace, *digests
     )
     if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round's cohort may be everybody
         context = replace(context, whole_rounds=False)
-        run_context = replace(run_context, protocol=protocol_class(options, context), context=context)
+        run_context = replace(run_context, protocol=protocols.build(scenario, context), context=context)
     sent = _sent(run_context, population)
     if scenario.privacy.clip_norm is not None and not any(set(update_transforms.TRANSFORMED) & kinds for kinds in sent):
         allowed = f"null: silos of {scenario.protocol.name} send no update that could be clipped"
@@ -252,7 +256,7 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
 def _check_labels(scenario: Scenario, population: Population) -> None:
     """Refuse a base of labels where no training item has one: it would learn of nothing that belongs together."""
     labels, base = population.prepared.labels, scenario.objective.base
-    if labels is None or base in hash_networks.WITHOUT_LABELS:
+    if labels is None or not OBJECTIVES.find(base).needs_labels:
         return
     if not labels[np.concatenate(population.train)].any():
         raise InputError("data", "training items of which none has a label", f"labels, for objective.base {base}")

@@ -16,8 +16,8 @@ import torch
 import protocols
 from fedmq.clock import WallClock
 from fedmq.config.faults import Drift, LabelNoise
+from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.data.label_levels import trained_columns
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.encoders.gpu import give_back
 from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError
@@ -25,7 +25,7 @@ from fedmq.evaluation.program import HeldOut
 from fedmq.federation import update_transforms
 from fedmq.federation.fault_effects import drifted_rows, tampered, with_noisy_labels
 from fedmq.federation.fault_schedule import FaultSchedule, Strike
-from fedmq.federation.population import Population, build_population, device_of, run_name
+from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders, FederatedProtocol, Local, Personalised, Sharing, Task
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
@@ -58,7 +58,7 @@ class SiloArguments:
     """How a silo is started.
 
     Args:
-        scenario: as the coordinator has it.
+        run: as the coordinator has it.
         name: which silo this is.
         connect: the coordinator's URI.
         keys: folder of its own key and of the coordinator's public key.
@@ -67,13 +67,18 @@ class SiloArguments:
         data: folder of the prepared data where the starter knows it; None finds it.
     """
 
-    scenario: Scenario
+    run: ResolvedRun
     name: str
     connect: str
     keys: Path
     out: Path
     device: str | None = None
     data: Path | None = None
+
+    @property
+    def scenario(self) -> Scenario:
+        """The run's scenario, as resolved."""
+        return self.run.scenario
 
 
 class Silo:
@@ -97,11 +102,8 @@ class Silo:
         self._shared, self._noise = model, noise
         self._standing: tuple[Strike, ...] | None = None
         self._equip(arguments.name, 0)
-        protocol_class = protocols.load(scenario.protocol.name)
         self.context = population.context(scenario, self.model)
-        self.protocol: FederatedProtocol = protocol_class(
-            protocols.options_of(protocol_class, scenario.protocol.options), self.context
-        )
+        self.protocol: FederatedProtocol = protocols.build(scenario, self.context)
         # What a model that comes down may be of: the whole model, or the layers that the method shares.
         whole, names = self.context.layout, self.protocol.layers if isinstance(self.protocol, Sharing) else None
         self.layouts = {each.digest: each for each in (whole, *([whole.part(names)] if names else []))}
@@ -124,7 +126,7 @@ class Silo:
                 everybody = np.sort(np.concatenate(population.train))
                 rows = drifted_rows(fault, rows, everybody, self.script.generator(place, name))
         share = load_silo_dataset(population.prepared, rows, image=self.facts.image, text=self.facts.text)
-        columns = trained_columns(self.scenario.objective.base, population.prepared.label_names)
+        columns = population.label_columns(self.scenario)
         if share.labels is not None and len(columns) < share.labels.shape[1]:
             share = replace(share, labels=share.labels[:, columns].contiguous())
         self.share = share
@@ -230,7 +232,7 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
         raise InputError("--name", arguments.name, f"{scenario.silo_names[0]} to {scenario.silo_names[-1]}")
     identity, accepted = load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
     clock = WallClock()
-    run = run_name(scenario)
+    run = arguments.run.id
     told = {"at": 0.0}
     log = MessageLog(RunFolder(arguments.out).messages(arguments.name), arguments.name, clock)
     log.note("started", run=run)
@@ -239,10 +241,9 @@ def run_silo(arguments: SiloArguments, progress: Callable[[str], None] = lambda 
     link = Channel(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
     try:
         # Data first: a silo that shakes hands is ready for tasks.
-        pooled = protocols.pooled(scenario.protocol.name)
         noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
-        silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=pooled), noise=noise)
+        silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=arguments.run.pooled), noise=noise)
         keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
         kept = any(record is not None and record.get("text") == _KEPT for _, record in read_log(log.path))
         if kept and silo.store.empty:

@@ -20,7 +20,7 @@ from fedmq.wire import channel
 from fedmq.wire.messages import Error, Kind, Message
 from fedmq.wire.sessions import open_message, seal_message
 from silos.program import SiloArguments, run_silo
-from tests.threaded_run import joined, resolved, run
+from tests.threaded_run import joined, resolved, run, run_of
 
 pytestmark = pytest.mark.slow
 BEAT = 0.4
@@ -42,7 +42,7 @@ def silent(scenario: Scenario, out: Path, *, returns: bool) -> Callable[[str, Pa
         time.sleep(4 * BEAT)
         if returns:
             connection.close()
-            run_silo(SiloArguments(scenario, "silo-00", uri, keys, out))
+            run_silo(SiloArguments(run_of(scenario), "silo-00", uri, keys, out))
 
     return join
 

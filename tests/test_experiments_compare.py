@@ -25,7 +25,6 @@ from rich.console import Console
 from scipy import stats
 from typer.testing import CliRunner
 
-import protocols
 from fedmq.cli import compare as cli_compare
 from fedmq.cli import main as cli
 from fedmq.config import loader as scenarios
@@ -41,7 +40,7 @@ from fedmq.runs import results
 from fedmq.runs.results import Target
 from fedmq.runs.tables import as_csv
 from fedmq.storage.run_folder import RunFolder
-from tests.threaded_run import resolved, run
+from tests.threaded_run import resolved, run, run_of
 
 ROOT = Path(__file__).parent.parent
 
@@ -58,7 +57,7 @@ def entries(tiny: Path, vary: list[str], select: list[str] | None = None) -> tup
 
 def fully_resolved(file: Path, settings: list[str], seed: int | None) -> Scenario:
     """With the method's options checked."""
-    return protocols.resolved(resolve(file, settings, seed), str(file))
+    return run_of(resolve(file, settings, seed)).scenario
 
 
 def place(folder: Path) -> runner.Workplace:

@@ -15,7 +15,6 @@ from fedmq.data.prepare import prepare
 from fedmq.encoders import matconvnet
 from fedmq.errors import InputError
 from fedmq.federation.population import build_population
-from fedmq.models.hash_networks import PLANS
 from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import open_release
@@ -25,7 +24,7 @@ from tests import in_process_run, layouts
 
 pytest.importorskip("scipy.io")
 
-LABELLED = sorted(base for base, plan in PLANS.items() if not plan.dropout)
+LABELLED = [base for base in protocols.losses() if not protocols.loss(base).on_features]
 
 
 @pytest.fixture

@@ -82,9 +82,7 @@ def methods_page() -> str:
         page.append(_section(name, protocols.summary(name), scenario_keys.options(protocols.load(name).Options)))
     page.append(_LOSSES)
     for name in protocols.losses():
-        page.append(
-            _section(name, protocols.loss_summary(name), scenario_keys.loss(name, protocols.loss_options(name)))
-        )
+        page.append(_section(name, protocols.loss_summary(name), scenario_keys.loss(protocols.loss(name))))
     return "".join(page)
 
 

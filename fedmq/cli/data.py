@@ -4,28 +4,29 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import typer
 from rich.table import Table
 
 from fedmq.cli.console import out, starting
 from fedmq.cli.options import AsJson, Bar, Device, File, Seed, Settings
+from fedmq.cli.scenarios import resolved_file
+
+if TYPE_CHECKING:
+    from fedmq.federation.data_check import Fits
 
 
 def add_data(
     app: typer.Typer,
-    scenario_of: Callable[..., Any],
     bar: Bar,
     bad_input: int,
-    fits: Callable[..., None],
+    fits: Fits,
 ) -> None:
     """Add the commands of ``fedmq data``.
 
     Args:
         app: the group of them.
-        scenario_of: reads a scenario, its settings and its seed.
         bar: makes a progress line.
         bad_input: exit code where a run would refuse the data.
         fits: refuses a scenario that cannot run on the prepared data in a folder.
@@ -59,7 +60,7 @@ def add_data(
         starting()
         from fedmq.federation import data_check  # noqa: PLC0415
 
-        facts = data_check.check(scenario_of(file, settings, seed), fits, bar())
+        facts = data_check.check(resolved_file(file, settings, seed).scenario, fits, bar())
         if as_json:
             print(json.dumps(facts, indent=2))
         else:
@@ -78,7 +79,7 @@ def add_data(
         from fedmq.data.prepare import prepare, text_features  # noqa: PLC0415
         from fedmq.federation.population import device_of  # noqa: PLC0415
 
-        scenario = scenario_of(file, settings, seed)
+        scenario = resolved_file(file, settings, seed).scenario
         place = device_of(device or scenario.device)
         found = prepare(scenario.data, scenario.backbone, None, scenario.seed, bar(), place)
         if scenario.partition.kind == "dir_clusters" and found.meta["text_dtype"] != "float32":

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from fedmq.config.faults import FAULTS
 from fedmq.config.scenario import Backbone, Scenario
 from fedmq.errors import InputError, line_of
+from fedmq.text import did_you_mean, one_of
 
 
 class _Lines(yaml.SafeLoader):
@@ -188,11 +188,6 @@ _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _TRIED = ("str", "int", "float", "bool")
 
 
-def nearest(name: str, known: Collection[str]) -> list[str]:
-    """The names a user may have meant, best first; all of them if none is near."""
-    return difflib.get_close_matches(name, known, n=5) or list(known)
-
-
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
     """The models in a type: of its options, items and values."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
@@ -256,14 +251,15 @@ def input_error(
     elif first["type"] in _UNKNOWN:
         found, message = str(location[-1]), "a known key"
         if model is not None:
-            below = first["loc"][:-1]
-            message += f": {', '.join(nearest(found, _keys_at(model, below)))}"
+            keys = _keys_at(model, first["loc"][:-1])
+            message += f"; {hint}" if (hint := did_you_mean(found, keys)) else f": {', '.join(keys)}"
     elif first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         # Pydantic names the discriminator in quotes.
         context = first["ctx"]
         where = place_of(path, [*location, context["discriminator"].strip("'")], settings)
         found = context.get("tag", "nothing")
-        message = f"one of {context['expected_tags']}" if "tag" in context else "a value is required here"
+        kinds = [each.strip(" '") for each in context["expected_tags"].split(",")]
+        message = one_of(str(found), kinds) if "tag" in context else "a value is required here"
     elif first["type"] in ("model_type", "model_attributes_type"):
         found, message = first["input"], "a mapping"
         if model is not None:

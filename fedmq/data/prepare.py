@@ -52,7 +52,7 @@ def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     from fedmq.data.readers import arrays  # noqa: PLC0415 - loaders are needed for their own sets only
 
     read = arrays.read_arrays(data)
-    entry = catalogue.SETS[data.name]
+    entry = catalogue.find(data.name)
     split = split_of(read.get("split"), len(read["image"]), data, entry.draw)
     found = checked(data.path or Path(data.name), {**read, "split": split}, 0)
     content = hashlib.sha256()

@@ -16,8 +16,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from fedmq.config.scenario import Data, Scenario
-from fedmq.data import extract
-from fedmq.data.catalogue import SETS
+from fedmq.data import catalogue, extract
 from fedmq.data.label_levels import fine_columns
 from fedmq.data.prepared import finish, save_arrays
 from fedmq.data.raw_set import RawSet
@@ -82,7 +81,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> dict[str, Any]:
     Raises:
         InputError: the annotations cannot be read.
     """
-    entry = SETS[data.name]
+    entry = catalogue.find(data.name)
     raw = entry.read(data)
     kind = data.text or entry.text
     missing = [row for row in range(len(raw)) if raw.pictures.missing(row)]
@@ -117,9 +116,9 @@ def _published(data: Data, items: int, labels: int) -> dict[str, int]:
 
     A part of a set is a set, too, and no loader can know that files of it were left out.
     """
-    entry = SETS.get(data.name)
-    if entry is None or data.labelled:
+    if data.name in catalogue.OTHERS or data.labelled:
         return {}
+    entry = catalogue.find(data.name)
     fine = entry.items in (0, items) and (not labels or entry.labels in (0, labels))
     sizes = {"items": entry.items} | ({"labels": entry.labels} if labels and entry.labels else {})
     return {} if fine else sizes

@@ -340,7 +340,7 @@ def test_options_of_methods_and_losses_are_explained(
     assert fedmq(monkeypatch, "losses") == 0
     assert "csq" in capsys.readouterr().out
     assert fedmq(monkeypatch, "protocols", "rcs") == 2
-    assert "found 'rcs', allowed: rcsr" in capsys.readouterr().err
+    assert "fedmq protocols: found 'rcs', allowed: did you mean rcsr?" in capsys.readouterr().err
 
 
 @pytest.mark.slow

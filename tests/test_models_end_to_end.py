@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+import protocols
 from fedmq.config import loader as scenarios
 from fedmq.config.scenario import Scenario
 from fedmq.data.prepare import prepare

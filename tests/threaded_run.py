@@ -87,15 +87,14 @@ def run(
         if over.is_set():  # it came when all was over, so that nobody told it: a real process is ended by a signal
             raise RuntimeError(line)
 
-    targets = [
-        watched(over, run_silo, SiloArguments(run_of(scenario), name, uri, keys, out), unanswered) for name in named
-    ]
-    targets.append(watched(over, run_evaluator, EvaluatorArguments(run_of(scenario), uri, keys, out), unanswered))
+    made = run_of(scenario)
+    targets = [watched(over, run_silo, SiloArguments(made, name, uri, keys, out), unanswered) for name in named]
+    targets.append(watched(over, run_evaluator, EvaluatorArguments(made, uri, keys, out), unanswered))
     targets += [lambda other=other: other(uri, keys) for other in others]  # type: ignore[misc]
     threads = [threading.Thread(target=target, daemon=True) for target in targets]
     try:
         return run_coordinator(
-            CoordinatorArguments(run_of(scenario), uri, keys, out, resume),
+            CoordinatorArguments(made, uri, keys, out, resume),
             listening=lambda _: [thread.start() for thread in threads] and None,
             stop_wanted=stop_wanted,
         )

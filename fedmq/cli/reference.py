@@ -13,6 +13,8 @@ from rich.table import Table
 
 from fedmq.cli.console import out
 from fedmq.cli.options import AsJson
+from fedmq.errors import InputError
+from fedmq.text import one_of
 
 if TYPE_CHECKING:
     from fedmq.cli.scenario_keys import Key
@@ -38,7 +40,7 @@ def add_reference(app: typer.Typer) -> None:
 
         known = {
             label: (protocols.summary(name), scenario_keys.options(protocols.load(name).Options))
-            for label, name in _asked(names, protocols.names()).items()
+            for label, name in _asked("protocols", names, protocols.names()).items()
         }
         _explain("protocols", known, named=bool(names), as_json=as_json)
 
@@ -53,18 +55,28 @@ def add_reference(app: typer.Typer) -> None:
 
         known = {
             label: (protocols.loss_summary(name), scenario_keys.loss(protocols.loss(name)))
-            for label, name in _asked(names, protocols.losses()).items()
+            for label, name in _asked("losses", names, protocols.losses()).items()
         }
         _explain("losses", known, named=bool(names), as_json=as_json)
 
 
-def _asked(names: Sequence[str] | None, known: Sequence[str]) -> dict[str, str]:
-    """The names asked for, or else all; a file of the user's own may be executed from now on, for it is named here."""
+def _asked(command: str, names: Sequence[str] | None, known: Sequence[str]) -> dict[str, str]:
+    """The names asked for, or else all, with what the registries know them by.
+
+    A file of the user's own may be executed from now on, for it is the user who names it here.
+
+    Raises:
+        InputError: there is nothing of a name, or a file cannot be used.
+    """
     from fedmq.config import user_files  # noqa: PLC0415 - --help does without
 
-    if not names:
-        return {name: name for name in known}
-    return {name: user_files.adopt(Path(name).expanduser()) if user_files.is_path(name) else name for name in names}
+    found = {name: name for name in names or known}
+    for name in found:
+        if user_files.is_path(name):
+            found[name] = user_files.adopt(Path(name).expanduser())
+        elif name not in known:
+            raise InputError(f"fedmq {command}", name, one_of(name, known))
+    return found
 
 
 def _facts(key: Key) -> dict[str, Any]:

@@ -258,7 +258,7 @@ def input_error(
         context = first["ctx"]
         where = place_of(path, [*location, context["discriminator"].strip("'")], settings)
         found = context.get("tag", "nothing")
-        kinds = [each.strip(" '") for each in context["expected_tags"].split(",")]
+        kinds = [each.strip(" '") for each in context.get("expected_tags", "").split(",")]
         message = one_of(str(found), kinds) if "tag" in context else "a value is required here"
     elif first["type"] in ("model_type", "model_attributes_type"):
         found, message = first["input"], "a mapping"

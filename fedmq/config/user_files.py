@@ -18,6 +18,7 @@ import re
 import sys
 import threading
 import traceback
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -84,10 +85,14 @@ def adopt(path: Path) -> str:
     try:
         if not kept.exists():
             kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(kept, lambda temporary: temporary.write_bytes(source))
+            write_atomically(kept, partial(_write, source))
     except OSError as error:
         raise RunError(f"cache {kept.parent} cannot be written: {error.strerror or error}") from error
     return f"{path.name}@{digest}"
+
+
+def _write(source: bytes, path: Path) -> None:
+    path.write_bytes(source)
 
 
 def _copy(digest: str) -> Path:

@@ -14,6 +14,7 @@ from rich.console import Console
 
 from fedmq.cli import console
 from fedmq.cli import main as cli
+from fedmq.cli import run as run_commands
 from fedmq.cli.scenarios import resolved_file
 from fedmq.clock import WallClock
 from fedmq.config import loader as scenarios
@@ -120,16 +121,16 @@ def test_a_folder_in_use_is_not_overwritten(tiny: Path, tmp_path: Path, monkeypa
 
 
 def test_runs_that_begin_within_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
-    made = [cli._new_folder(tmp_path, "smoke-20260101-000000").name for _ in range(3)]
+    made = [run_commands._new_folder(tmp_path, "smoke-20260101-000000").name for _ in range(3)]
     assert made == ["smoke-20260101-000000", "smoke-20260101-000000-2", "smoke-20260101-000000-3"]
 
 
 def test_a_folder_that_another_run_took_meanwhile_keeps_its_scenario(tiny: Path, tmp_path: Path) -> None:
     folder, scenario = RunFolder(tmp_path), scenarios.load(tiny)
-    cli._begin(folder, scenario)
+    run_commands._begin(folder, scenario)
     before = folder.scenario.read_text()
     with pytest.raises(InputError, match="another run has taken"):
-        cli._begin(folder, scenario.model_copy(update={"seed": 1}))
+        run_commands._begin(folder, scenario.model_copy(update={"seed": 1}))
     assert folder.scenario.read_text() == before
 
 

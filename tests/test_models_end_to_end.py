@@ -22,6 +22,7 @@ from fedmq.retrieval.released_model import open_release
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.run_folder import load_aligned
 from tests import in_process_run, layouts
+from tests.threaded_run import resolved
 
 pytest.importorskip("scipy.io")
 
@@ -126,7 +127,7 @@ def test_a_silo_without_images_leaves_the_encoder_as_it_is(file: Path, tmp_path:
 )
 def test_what_is_defined_on_frozen_features_is_refused(file: Path, settings: Sequence[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        scenarios.load(file, settings)
+        resolved(file, *settings)
 
 
 def test_features_in_place_of_pictures_are_refused(file: Path, tmp_path: Path) -> None:

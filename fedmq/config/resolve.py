@@ -195,7 +195,7 @@ def _check_objective(scenario: Scenario, facts: ObjectiveFacts) -> None:
         found = f"sizes of a hash network with {objective.base}"
         raise InputError("objective", found, "objective.bits and .hidden with hash networks; here it is backbone.dim")
     if scenario.backbone.end_to_end and facts.on_features:
-        allowed = f"false: it is for hash networks on labels, not objective.base {objective.base}"
+        allowed = f"false: end_to_end is for hash networks on labels, not objective.base {objective.base}"
         raise InputError("backbone.end_to_end", True, allowed)
 
 

@@ -46,11 +46,13 @@ class Registry(Generic[T]):
         self._check, self._expected = check, expected
         self._built_in: Mapping[str, T] = {} if built_in is None else built_in
         self._packages: list[str] = []
+        self._found: dict[str, str] = {}
 
     def add_package(self, package: str) -> None:
         """Add the modules of a package, by their file names; those with a leading underscore are its own."""
         if package not in self._packages:
             self._packages.append(package)
+            self._found = {}
 
     def built_in(self) -> tuple[str, ...]:
         """The built-in names, sorted where they are modules."""
@@ -109,9 +111,11 @@ class Registry(Generic[T]):
 
     def _modules(self) -> dict[str, str]:
         """Built-in modules, with the packages they are of."""
-        return {
-            found.name: package
-            for package in self._packages
-            for found in pkgutil.iter_modules(importlib.import_module(package).__path__)
-            if not found.ispkg and not found.name.startswith("_")
-        }
+        if not self._found:
+            self._found = {
+                found.name: package
+                for package in self._packages
+                for found in pkgutil.iter_modules(importlib.import_module(package).__path__)
+                if not found.ispkg and not found.name.startswith("_")
+            }
+        return self._found

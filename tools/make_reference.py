@@ -21,6 +21,15 @@ A scenario is one YAML file; `fedmq scenario FILE --set KEY=VALUE` changes a key
 and its key, as `--set training.learning_rate=1e-3`. A key that is not given has its default, and `scenario.yaml` in a
 run's folder has every default written out. What is not listed is refused. A page made by `tools/make_reference.py` from
 the code.
+
+`protocol`, `objective` and `data.name` may also name a Python file of your own, `./mine.py`, seen from the scenario's
+folder (from the working directory with `--set`). It holds `PROTOCOL`, `OBJECTIVE` or `DATA_SET`; CONTRIBUTING.md shows
+each. What is executed is a copy in the cache, under the file's SHA-256, which the run's id holds too: another version
+is another run. A run folder executes no file that this machine's user has not named before: `fedmq replay`, `search`
+and `audit --probe` of a run from elsewhere say so, and `fedmq protocols ./mine.py` (or `losses`, or `data list`) lets
+them execute that file. Do not share the cache folder with people whose code you would not run. An installed package
+offers the same by the entry point groups `fedmq.protocols`, `fedmq.objectives` and `fedmq.data_sets`; its names are
+not part of the run's id beyond the name itself.
 """
 _FAULTS = """
 ## faults

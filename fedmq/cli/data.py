@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
@@ -33,18 +34,24 @@ def add_data(
     """
 
     @app.command("list")
-    def data_list() -> None:
-        """List the data sets a scenario can name.
+    def data_list(
+        names: Annotated[
+            list[Path] | None, typer.Argument(metavar="FILE", help="Files of your own, listed too.", show_default=False)
+        ] = None,
+    ) -> None:
+        """List the data sets a scenario can name; files of your own may be named, too.
 
         Example: [bold]fedmq data list[/bold]
         """
+        from fedmq.config import user_files  # noqa: PLC0415
         from fedmq.data import catalogue  # noqa: PLC0415
 
+        own = {file.name: user_files.adopt(file.expanduser()) for file in names or ()}
+        known = own | {name: name for name in catalogue.REGISTRY.names()}
         table = Table("data.name", "what it is")
-        for name, summary in {
-            **{name: found.summary for name, found in catalogue.SETS.items()},
-            **catalogue.OTHERS,
-        }.items():
+        for name, summary in [(shown, catalogue.find(name).summary) for shown, name in known.items()]:
+            table.add_row(name, summary)
+        for name, summary in catalogue.OTHERS.items():
             table.add_row(name, summary)
         out.print(table)
         out.print("docs/data.md shows the layout that each is read from", highlight=False)

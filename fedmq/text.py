@@ -5,6 +5,9 @@ from __future__ import annotations
 import difflib
 from collections.abc import Collection
 
+#: How alike two names must be, as difflib measures it, for one to be suggested for the other.
+_NEAR = 0.7
+
 
 def printable(text: str) -> str:
     """Somebody else's text as one line with nothing in it that a terminal would obey."""
@@ -18,7 +21,7 @@ def nearest(name: str, known: Collection[str]) -> list[str]:
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """``did you mean rcsr?`` where one or several known names are near, else nothing."""
-    near = difflib.get_close_matches(name, known, n=3)
+    near = difflib.get_close_matches(name, known, n=3, cutoff=_NEAR)
     *others, last = near or [""]
     return f"did you mean {', '.join(others)}{' or ' if others else ''}{last}?" if near else ""
 

@@ -84,9 +84,7 @@ def own_only(scenario: Scenario) -> bool:
     Raises:
         InputError: an unknown method, or an option that is unknown or not allowed.
     """
-    kind = load(scenario.protocol.name)
-    options, asked = options_of(kind, scenario.protocol.options), cast(object, kind)
-    return isinstance(asked, OwnOnly) and asked.own_only(options)
+    return method_facts(scenario.protocol, scenario.objective).own_only
 
 
 def summary(name: str) -> str:

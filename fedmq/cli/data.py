@@ -18,6 +18,29 @@ if TYPE_CHECKING:
     from fedmq.federation.data_check import Fits
 
 
+def data_list(
+    names: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE", help="Files of your own, listed too.", show_default=False)
+    ] = None,
+) -> None:
+    """List the data sets a scenario can name; files of your own may be named, too.
+
+    Example: [bold]fedmq data list[/bold]
+    """
+    from fedmq.config import user_files  # noqa: PLC0415
+    from fedmq.data import catalogue  # noqa: PLC0415
+
+    own = {file.name: user_files.adopt(file.expanduser()) for file in names or ()}
+    known = own | {name: name for name in catalogue.REGISTRY.names()}
+    table = Table("data.name", "what it is")
+    for name, summary in [(shown, catalogue.find(name).summary) for shown, name in known.items()]:
+        table.add_row(name, summary)
+    for name, summary in catalogue.OTHERS.items():
+        table.add_row(name, summary)
+    out.print(table)
+    out.print("docs/data.md shows the layout that each is read from", highlight=False)
+
+
 def add_data(
     app: typer.Typer,
     bar: Bar,
@@ -32,29 +55,7 @@ def add_data(
         bad_input: exit code where a run would refuse the data.
         fits: refuses a scenario that cannot run on the prepared data in a folder.
     """
-
-    @app.command("list")
-    def data_list(
-        names: Annotated[
-            list[Path] | None, typer.Argument(metavar="FILE", help="Files of your own, listed too.", show_default=False)
-        ] = None,
-    ) -> None:
-        """List the data sets a scenario can name; files of your own may be named, too.
-
-        Example: [bold]fedmq data list[/bold]
-        """
-        from fedmq.config import user_files  # noqa: PLC0415
-        from fedmq.data import catalogue  # noqa: PLC0415
-
-        own = {file.name: user_files.adopt(file.expanduser()) for file in names or ()}
-        known = own | {name: name for name in catalogue.REGISTRY.names()}
-        table = Table("data.name", "what it is")
-        for name, summary in [(shown, catalogue.find(name).summary) for shown, name in known.items()]:
-            table.add_row(name, summary)
-        for name, summary in catalogue.OTHERS.items():
-            table.add_row(name, summary)
-        out.print(table)
-        out.print("docs/data.md shows the layout that each is read from", highlight=False)
+    app.command("list")(data_list)
 
     @app.command("check")
     def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json: AsJson = False) -> None:

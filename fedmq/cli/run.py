@@ -8,7 +8,7 @@ import json
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -80,22 +80,13 @@ def scenario_command(
     ours = out_dir is None or not out_dir.expanduser().exists()
     folder = _folder_for(scenario, out_dir, resume)
     prepare = processes.population_here if inline else supervisor.prepare_population
-    try:
+    with _removed_if_refused(folder.root if resume is None and ours else None):
         data = prepare(run, None if quiet else bar())
-    except BaseException:
-        if resume is None and ours:
-            with contextlib.suppress(OSError):
-                folder.root.rmdir()  # made to see that it can be; nothing is in it yet
-        raise
     if resume is None:
         _begin(folder, scenario)
     with terminal.display(scenario, err, quiet=quiet) as status:
-        if inline:
-            simulated = supervisor.simulate_inline(run, folder, resume=resume is not None, status=status, data=data)
-        else:
-            simulated = supervisor.simulate(
-                run, folder, resume=resume is not None, status=status, began=_BEGAN, data=data
-            )
+        launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN)
+        simulated = launch(run, folder, resume=resume is not None, status=status, data=data)
     if supervisor.stopped(simulated.outcome):
         goes_on = f"fedmq scenario {folder.scenario} --resume {folder.root}"
         err.print(f"stopped; [bold]{escape(goes_on)}[/bold] goes on", highlight=False, soft_wrap=True)
@@ -106,6 +97,18 @@ def scenario_command(
         print(json.dumps({"folder": str(folder.root), **summary}, indent=2))
     else:
         terminal.print_summary(summary, folder, out)
+
+
+@contextlib.contextmanager
+def _removed_if_refused(root: Path | None) -> Iterator[None]:
+    """Remove a folder that was made to see that it can be, where nothing comes to be in it."""
+    try:
+        yield
+    except BaseException:
+        if root is not None:
+            with contextlib.suppress(OSError):
+                root.rmdir()
+        raise
 
 
 def _folder_for(scenario: Scenario, out_dir: Path | None, resume: Path | None) -> RunFolder:

@@ -70,7 +70,7 @@ def adopt(path: Path) -> str:
     try:
         source = path.read_bytes()
     except FileNotFoundError:
-        raise UserFileError(str(path), "no such file", "a Python file, seen from the scenario's folder") from None
+        raise UserFileError(str(path), "no such file", "a Python file that is there") from None
     except OSError as error:
         raise UserFileError(str(path), error.strerror or str(error), "a readable Python file") from None
     try:

@@ -57,9 +57,19 @@ class DataSet:
         found = found.labelled() if data.labelled else found
         return found if data.captions is None else found.first_captions(data.captions)
 
+    def _checked(self, data: Data) -> RawSet:
+        """What a reader that is not this project's gives, if it is a set."""
+        from fedmq.data.raw_set import RawSet, checked  # noqa: PLC0415 - brings NumPy, which a scenario does without
+
+        found = None if isinstance(self.reader, str) else self.reader(data)
+        if not isinstance(found, RawSet):
+            allowed = "a fedmq.data.raw_set.RawSet of its reader"
+            raise InputError(f"data.name: {user_files.label(data.name)}", type(found).__name__, allowed)
+        return checked(found)
+
     def _reader(self) -> Callable[[Data], RawSet]:
         if not isinstance(self.reader, str):
-            return self.reader
+            return self._checked
         module, _, name = self.reader.partition(".")
         reader: Callable[[Data], RawSet] = getattr(importlib.import_module(f"fedmq.data.readers.{module}"), name)
         return reader

@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Collection
 
 #: How alike two names must be, as difflib measures it, for one to be suggested for the other.
-_NEAR = 0.7
+_NEAR = 0.8
 
 
 def printable(text: str) -> str:

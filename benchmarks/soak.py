@@ -11,7 +11,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 
+import protocols
 from benchmarks.measure import Number, Result
+from fedmq.config.resolve import Source, resolve
 from fedmq.config.scenario import Scenario
 from fedmq.launch import supervisor
 from fedmq.runs.status import Status
@@ -87,7 +89,7 @@ def run() -> Result:
     memory = Memory()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         root = Path(name)
-        made = scenario(root / "soak.npz")
+        made = resolve(Source(root / "soak.yaml", scenario(root / "soak.npz")), protocols)
         data = supervisor.prepare_population(made, None)
         done = supervisor.simulate(made, RunFolder(root / "run"), resume=False, status=memory.look, data=data)
     summary = done.outcome.summary

@@ -26,7 +26,7 @@ def asked_last(release: Release, population: Population, silo: str) -> Message:
     scenario, folder = release.scenario, release.run
     run_context, _ = run_context_of(scenario, population, folder)
     if not run_context.traits.personalised:
-        method = scenario.protocol.name
+        method = scenario.protocol.label
         allowed = f"no --silo: with this run's options silos of {method} have no models of their own"
         raise InputError(f"--silo of {folder.root}", silo, allowed)
     saved = checkpoints.load(folder.checkpoints)

@@ -29,13 +29,14 @@ from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
 from coordinator.summary import summary_of
 from fedmq.clock import Clock, clock_for
+from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation import update_transforms
-from fedmq.federation.population import Population, build_population, device_of, run_name
+from fedmq.federation.population import Population, build_population, device_of
 from fedmq.malloc import keep_buffers
-from fedmq.models import hash_networks
+from fedmq.models.objectives import OBJECTIVES
 from fedmq.runs import html_report
 from fedmq.runs.results import read_metrics
 from fedmq.runs.run_records import EvaluationLine, PersonalLine, ReleaseConfig, RunSummary
@@ -60,7 +61,7 @@ class CoordinatorArguments:
     """How a coordinator is started.
 
     Args:
-        scenario: as resolved.
+        run: as resolved.
         bind: URI to listen on.
         keys: folder of its own key and of everybody's public keys.
         out: the run folder; made if needed.
@@ -68,12 +69,17 @@ class CoordinatorArguments:
         data: folder of the prepared data where the starter knows it; None finds it.
     """
 
-    scenario: Scenario
+    run: ResolvedRun
     bind: str
     keys: Path
     out: Path
     resume: bool = False
     data: Path | None = None
+
+    @property
+    def scenario(self) -> Scenario:
+        """The run's scenario, as resolved."""
+        return self.run.scenario
 
 
 @dataclass(frozen=True)
@@ -131,21 +137,12 @@ def run_coordinator(
         _allow_descriptors()
     scenario, folder = arguments.scenario, RunFolder(arguments.out)
     identity, accepted, revoked = _keys(arguments) if peers is None else (None, {}, frozenset[str]())
-    population = build_population(scenario, folder=arguments.data, pooled=protocols.traits_of(scenario).pooled)
+    population = build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
     run_context, theta = run_context_of(scenario, population, folder)
     if revoked.issuperset(run_context.plan.eligible):
-        found = f"no key of any silo that {scenario.protocol.name} may ask"
-        raise InputError(
-            f"{arguments.keys}: accepted", found, f"that of {run_context.plan.eligible[0]} or another of them"
-        )
-    saved = checkpoints.load(folder.checkpoints) if arguments.resume else None
-    if saved and saved.data not in ("", run_context.data):
-        found = f"data of other content than the run began with ({run_context.data[:12]})"
-        raise InputError(f"{folder.root}: the data", found, f"what was there then ({saved.data[:12]})")
-    if saved and saved.trace not in ("", run_context.trace_file):
-        found = f"another trace than the run began with ({run_context.trace_file[:12]})"
-        raise InputError(f"participation.trace: {scenario.participation.trace}", found, f"that ({saved.trace[:12]})")
-    run = run_name(scenario)
+        found, allowed = f"no key of any silo that {scenario.protocol.label} may ask", run_context.plan.eligible[0]
+        raise InputError(f"{arguments.keys}: accepted", found, f"that of {allowed} or another of them")
+    saved = _checkpoint(run_context) if arguments.resume else None
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:
         max_body, wire = largest_body(run_context), None
@@ -153,30 +150,49 @@ def run_coordinator(
             # Before anything is written, so that an address that cannot be had leaves no folder behind. Frames up to
             # twice the largest body are read, so as to be refused by name and logged; who sends larger ones is cut off.
             wire = closing.enter_context(contextlib.closing(listen(arguments.bind, max_frame=2 * max_body)))
-        if not folder.scenario.exists():
-            write_atomically(folder.scenario, lambda path: _write_text(path, scenario.dump()))
-        log = closing.enter_context(contextlib.closing(MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)))
-        log.note(NoteKind.RESUMED if saved else NoteKind.STARTED, run=run, version=saved.rounds.version if saved else 0)
+        log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
         if peers is not None:
             log.note(NoteKind.INLINE)
-            roster = InProcessPeers(peers(population), run, log, clock)
+            roster = InProcessPeers(peers(population), arguments.run.id, log, clock)
         else:
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
-            roster = Roster(wire, identity, accepted, run, log, clock, max_body)
-        handed = saved.handed if saved else {}
-        fault_injector = FaultInjector(
-            run_context.script, folder, log, clock, order=order, wired=roster.wired, handed=handed
-        )
-        for silo in sorted(revoked):
-            log.note(NoteKind.EXPELLED, peer=silo)
-        loop = _loop(run_context, theta, saved, revoked, clock, roster, log, fault_injector, status, stop_wanted)
+            roster = Roster(wire, identity, accepted, arguments.run.id, log, clock, max_body)
+        loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
         listening(roster.uri)
         phase = loop.run()
         loop.saving.bring_up_to_now()
         summary = _finish(loop, population, clock, theta) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
+
+
+def _checkpoint(run_context: RunContext) -> checkpoints.Checkpoint | None:
+    """The checkpoint that a run goes on from; None if there is none yet.
+
+    Raises:
+        InputError: the data or the trace is not what the run began with.
+    """
+    folder, trace = run_context.folder, run_context.scenario.participation.trace
+    saved = checkpoints.load(folder.checkpoints)
+    if saved and saved.data not in ("", run_context.data):
+        found = f"data of other content than the run began with ({run_context.data[:12]})"
+        raise InputError(f"{folder.root}: the data", found, f"what was there then ({saved.data[:12]})")
+    if saved and saved.trace not in ("", run_context.trace_file):
+        found = f"another trace than the run began with ({run_context.trace_file[:12]})"
+        raise InputError(f"participation.trace: {trace}", found, f"that ({saved.trace[:12]})")
+    return saved
+
+
+def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints.Checkpoint | None) -> MessageLog:
+    """The run's log with a note of its start; the scenario is written beside it if it is not there."""
+    folder = RunFolder(arguments.out)
+    if not folder.scenario.exists():
+        write_atomically(folder.scenario, lambda path: _write_text(path, arguments.scenario.dump()))
+    log = MessageLog(folder.messages(COORDINATOR), COORDINATOR, clock)
+    kind, version = (NoteKind.RESUMED, saved.rounds.version) if saved else (NoteKind.STARTED, 0)
+    log.note(kind, run=arguments.run.id, version=version)
+    return log
 
 
 def _allow_descriptors() -> None:
@@ -223,7 +239,7 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     method = protocols.create(scenario.protocol, context)
     asked = sum(map(method.eligible, population.silos))
     if not asked:
-        allowed = f"at least one silo that {scenario.protocol.name} may ask"
+        allowed = f"at least one silo that {scenario.protocol.label} may ask"
         raise InputError("missing_modality", "no such silo is left", allowed)
     context = replace(context, cohort=cohort_size(scenario.participation.rate, asked))
     size = model.layout.nbytes
@@ -240,10 +256,10 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
         run_context = replace(run_context, protocol=method, context=context)
     sent = _sent(run_context, population)
     if scenario.privacy.clip_norm is not None and not any(set(update_transforms.TRANSFORMED) & kinds for kinds in sent):
-        allowed = f"null: silos of {scenario.protocol.name} send no update that could be clipped"
+        allowed = f"null: silos of {scenario.protocol.label} send no update that could be clipped"
         raise InputError("privacy.clip_norm", scenario.privacy.clip_norm, allowed)
     if scenario.participation.kind == "power_of_choice" and not all(Loss in kinds for kinds in sent):
-        allowed = f"uniform, by_data or availability: {scenario.protocol.name} reports no losses"
+        allowed = f"uniform, by_data or availability: {scenario.protocol.label} reports no losses"
         raise InputError("participation.kind", "power_of_choice", allowed)
     return run_context, model.flat.detach().clone()
 
@@ -251,7 +267,7 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
 def _check_labels(scenario: Scenario, population: Population) -> None:
     """Refuse a base of labels where no training item has one: it would learn of nothing that belongs together."""
     labels, base = population.prepared.labels, scenario.objective.base
-    if labels is None or base in hash_networks.WITHOUT_LABELS:
+    if labels is None or not OBJECTIVES.find(base).needs_labels:
         return
     if not labels[np.concatenate(population.train)].any():
         raise InputError("data", "training items of which none has a label", f"labels, for objective.base {base}")
@@ -270,11 +286,16 @@ def _loop(
     clock: Clock,
     roster: Peers,
     log: MessageLog,
-    fault_injector: FaultInjector,
+    order: Callable[[Order], None] | None,
     status: Callable[[Status], None],
     stop_wanted: Callable[[], bool],
 ) -> Loop:
-    plan = run_context.plan
+    plan, handed = run_context.plan, saved.handed if saved else {}
+    fault_injector = FaultInjector(
+        run_context.script, run_context.folder, log, clock, order=order, wired=roster.wired, handed=handed
+    )
+    for silo in sorted(revoked):
+        log.note(NoteKind.EXPELLED, peer=silo)
     if saved is None:
         rounds, states, due, counters = Rounds(plan), {0: run_context.protocol.initial(theta)}, {}, Counters()
     else:

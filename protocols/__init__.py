@@ -1,40 +1,46 @@
-"""The federated methods, one file each; found by name, so that a new file is all a new method needs."""
+"""The federated methods, one file each; found by name, so that a new file is all a new method needs.
+
+This package is what ``fedmq.config.resolve`` asks about methods and objectives, its ``Known``.
+"""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import pkgutil
 from collections.abc import Mapping
-from typing import Any, get_args
+from typing import Any
 
-from fedmq.config.faults import Fault
-from fedmq.config.scenario import Base, Objective, ProtocolChoice, Scenario
+from fedmq.config.options import as_plain, parsed, without_effect
+from fedmq.config.registry import Registry
+from fedmq.config.resolve import MethodFacts, ObjectiveFacts
+from fedmq.config.scenario import Data, Objective, ProtocolChoice, Scenario
 from fedmq.data import catalogue
-from fedmq.errors import InputError
-from fedmq.federation.protocol import Context, FederatedProtocol, Traits, check_class, check_traits
+from fedmq.federation.protocol import Context, FederatedProtocol, Traits, check_traits, class_problem
+from fedmq.models.objectives import OBJECTIVES, ObjectiveKind, network_of
 from protocols import objectives
-from protocols._options import as_plain, parsed
-from protocols._options import without_effect as _without_effect
+
+METHODS: Registry[type[FederatedProtocol]] = Registry(
+    "protocol.name",
+    "fedmq.protocols",
+    "PROTOCOL",
+    class_problem,
+    "a subclass of fedmq.federation.protocol.FederatedProtocol",
+)
+"""Every method by its name."""
+METHODS.add_package(__name__)
 
 
 def names() -> tuple[str, ...]:
-    """Names of all methods, sorted: every module of this package whose name has no leading underscore."""
-    modules = (found for found in pkgutil.iter_modules(__path__) if not found.ispkg)
-    return tuple(sorted(found.name for found in modules if not found.name.startswith("_")))
+    """Names of all methods: the modules of this package without a leading underscore, then installed packages'."""
+    return METHODS.names()
 
 
 def load(name: str) -> type[FederatedProtocol]:
     """The class of a method.
 
     Raises:
-        InputError: there is no such method, or its class is none.
+        InputError: there is no such method, its file cannot be used, or what it holds is no method.
     """
-    if name not in names():
-        raise InputError("protocol.name", name, ", ".join(names()))
-    protocol: type[FederatedProtocol] = importlib.import_module(f"{__name__}.{name}").PROTOCOL
-    check_class(name, protocol)
-    return protocol
+    return METHODS.find(name)
 
 
 def create(choice: ProtocolChoice, context: Context) -> FederatedProtocol:
@@ -47,7 +53,7 @@ def create(choice: ProtocolChoice, context: Context) -> FederatedProtocol:
     kind = load(choice.name)
     options = options_of(kind, choice.options)
     method = kind(options, context)
-    check_traits(choice.name, method, options, context)
+    check_traits(choice.label, method, options, context)
     return method
 
 
@@ -68,36 +74,37 @@ def summary(name: str) -> str:
         InputError: there is no such method.
     """
     load(name)
-    text = importlib.import_module(f"{__name__}.{name}").__doc__ or ""
-    return text.strip().partition("\n")[0]
+    return _first_line(METHODS.module(name))
 
 
-def losses() -> tuple[Base, ...]:
-    """Names of the base losses with options of their own: all but info_nce, whose temperature is the method's."""
-    return tuple(sorted(set(get_args(Base)) - {"info_nce"}))
+def losses() -> tuple[str, ...]:
+    """Names of the base losses with options of their own: not of one whose loss is the method's."""
+    return tuple(name for name in OBJECTIVES.names() if OBJECTIVES.find(name).begin is not None)
 
 
-def loss_options(name: str) -> type[Any]:
-    """The dataclass of a base loss's own options.
+def loss(name: str) -> ObjectiveKind:
+    """A base loss: its options, its network.
 
     Raises:
-        InputError: there is no such loss, or it has none.
+        InputError: there is none of that name.
     """
-    if name not in losses():
-        raise InputError("objective.base", name, ", ".join(losses()))
-    return objectives.module_of(name).Options
+    return OBJECTIVES.find(name)
 
 
 def loss_summary(name: str) -> str:
     """First line of a base loss's docstring, for ``fedmq losses``.
 
     Raises:
-        InputError: there is no such loss, or it has no options.
+        InputError: there is none of that name.
     """
-    return (inspect.getdoc(inspect.getmodule(loss_options(name))) or "").partition("\n")[0]
+    return _first_line(OBJECTIVES.module(name))
 
 
-def options_of(protocol: type[FederatedProtocol], raw: Mapping[str, Any], place: str = "protocol") -> Any:
+def _first_line(module: object) -> str:
+    return (inspect.getdoc(module) or "").partition("\n")[0]
+
+
+def options_of(protocol: type[FederatedProtocol], raw: Mapping[str, object], place: str = "protocol") -> Any:
     """A method's options from the scenario's ``protocol:`` keys, defaults filled in, types and bounds checked.
 
     Args:
@@ -111,43 +118,42 @@ def options_of(protocol: type[FederatedProtocol], raw: Mapping[str, Any], place:
     return parsed(protocol.Options, raw, place)
 
 
-def resolved(scenario: Scenario, place: str = "") -> Scenario:
-    """The scenario with the defaults of its method's and its base loss's own options written out.
+def method_facts(choice: ProtocolChoice, objective: Objective) -> MethodFacts:
+    """What a run needs to know of its method before there is any data.
 
     Args:
-        scenario: as validated.
-        place: the file it came from, for errors.
+        choice: ``protocol`` of the scenario.
+        objective: ``objective`` of the scenario, on which may depend whether an option has an effect.
 
     Raises:
         InputError: an unknown method, or an option that is unknown or not allowed.
     """
-    prefix = f"{place}: " if place else ""
-    catalogue.check(scenario.data)
-    kind = load(scenario.protocol.name)
-    options = options_of(kind, scenario.protocol.options, f"{prefix}protocol")
-    changes: dict[str, Any] = {"protocol": ProtocolChoice(name=scenario.protocol.name, **as_plain(options))}
-    objective = scenario.objective
-    if objective.base != "info_nce" or objective.options:
-        base = objectives.options_of(objective, f"{prefix}objective")
-        chosen = {"base": objective.base, "bits": objective.bits, "hidden": objective.hidden}
-        changes["objective"] = Objective(**chosen, **as_plain(base))
-    return scenario.model_copy(update=changes)
+    kind = load(choice.name)
+    options = options_of(kind, choice.options)
+    traits = kind.traits_of(options)
+    return MethodFacts(
+        as_plain(options),
+        pooled=traits.pooled,
+        own_only=traits.own_only,
+        without_effect=tuple(without_effect(options, {"objective.base": objective.base})),
+    )
 
 
-def without_effect(scenario: Scenario) -> tuple[str, ...]:
-    """A line for each option of the method that is set though what it is an option of is switched off.
+def objective_facts(objective: Objective) -> ObjectiveFacts:
+    """What a run needs to know of its objective before there is any data.
 
-    And for each fault whose rounds all come after the run's last one.
-
-    Args:
-        scenario: from :func:`resolved`; an option at its default goes without a word.
+    Raises:
+        InputError: an unknown base, or an option that is unknown or not allowed.
     """
-    options = options_of(load(scenario.protocol.name), scenario.protocol.options)
-    found = _without_effect(options, {"objective.base": scenario.objective.base})
-    idle = [f"protocol.{name}: {value} has no effect with {off}" for name, value, off in found]
-    for number, fault in enumerate(scenario.faults):
-        if isinstance(fault, Fault) and not any(map(fault.in_rounds, range(scenario.rounds))):
-            rounds = fault.rounds if isinstance(fault.rounds, str) else ", ".join(map(str, fault.rounds or ()))
-            last = f"rounds: {scenario.rounds}, whose last one is {scenario.rounds - 1}"
-            idle.append(f"faults[{number}].rounds: {rounds} has no effect with {last}")
-    return tuple(idle)
+    kind = OBJECTIVES.find(objective.base)
+    options = objectives.options_of(objective)
+    return ObjectiveFacts(as_plain(options), on_features=kind.on_features, hashes=network_of(objective) is not None)
+
+
+def check_data(data: Data) -> None:
+    """Refuse a choice of data that no reader takes.
+
+    Raises:
+        InputError: an unknown data set, or a key that it does not read.
+    """
+    catalogue.check(data)

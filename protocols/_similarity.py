@@ -14,9 +14,13 @@ from torch import Tensor
 
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.federation.protocol import Local
+from fedmq.models.objectives import TowerPlan
 from fedmq.models.two_tower import Out
 from protocols import _training
 from protocols._losses import EPSILON, unit
+
+#: The towers of DGCPN, DJSRH and JDSH.
+UNSUPERVISED_TOWERS = TowerPlan((4096,), (4096,), tanh=True, dropout=True, last_std=0.3)
 
 
 def cosines(a: Tensor, b: Tensor) -> Tensor:

@@ -38,7 +38,8 @@ from fedmq.federation.protocol import (
     Traits,
     take,
 )
-from fedmq.models.hash_networks import PLANS, Tower
+from fedmq.models.hash_networks import Tower
+from fedmq.models.objectives import OBJECTIVES, TowerPlan, network_of
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import numpy_generator
 from fedmq.wire.messages import Delta, Loss, Memory, Model, Payload
@@ -221,9 +222,11 @@ class FedCafe(FederatedProtocol):
 
     def __init__(self, options: FedCafeOptions, context: Context) -> None:
         base = context.objective.base
-        plan = None if base == "info_nce" else PLANS.get(base)
-        if plan is None or not plan.classifier:
-            known = ", ".join(name for name, each in PLANS.items() if each.classifier)
+        plan = network_of(context.objective)
+        if not isinstance(plan, TowerPlan) or not plan.classifier:
+            kinds = {name: OBJECTIVES.find(name) for name in OBJECTIVES.built_in()}
+            plans = {name: kind.network(kind.options()) for name, kind in kinds.items()}
+            known = ", ".join(name for name, each in plans.items() if isinstance(each, TowerPlan) and each.classifier)
             raise InputError("objective.base", base, f"{known}: FedCAFE needs a classifier in each tower")
         self.options = options
         self.context = context

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from safetensors.torch import save
 
+import protocols
+from fedmq.config.resolve import Source, resolve
 from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError
 from fedmq.evaluation.program import HeldOut
@@ -54,8 +56,9 @@ def own_of(release: Release, population: Population, message: Message) -> Own:
         InputError: the model needs a personal state that is missing or damaged.
     """
     scenario, root, header = release.scenario, release.run.root, message.header
+    run = resolve(Source(release.run.scenario, scenario), protocols, adopt=False)
     # Nothing is sent, so there is no connection, no key and no noise.
-    arguments = SiloArguments(scenario, header.receiver, "", root, root, release.device)
+    arguments = SiloArguments(run, header.receiver, "", root, root, release.device)
     model = population.build_model(scenario, release.device, MODALITIES)
     silo = Silo(arguments, population, model, noise=scenario.seed)
     kept, stored = silo.store.before(header.sequence + 1), silo.store.newest(header.sequence)

@@ -16,8 +16,8 @@ import torch
 import protocols
 from fedmq.clock import WallClock
 from fedmq.config.faults import Drift, LabelNoise
+from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
-from fedmq.data.label_levels import trained_columns
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.encoders.gpu import give_back
 from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError
@@ -25,7 +25,7 @@ from fedmq.evaluation.program import HeldOut
 from fedmq.federation import update_transforms
 from fedmq.federation.fault_effects import drifted_rows, tampered, with_noisy_labels
 from fedmq.federation.fault_schedule import FaultSchedule, Strike
-from fedmq.federation.population import Population, build_population, device_of, run_name
+from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task
 from fedmq.malloc import keep_buffers
 from fedmq.models.two_tower import TwoTower
@@ -56,7 +56,7 @@ class SiloArguments:
     """How a silo is started.
 
     Args:
-        scenario: as the coordinator has it.
+        run: as the coordinator has it.
         name: the silo's name.
         connect: the coordinator's URI.
         keys: folder of the silo's key and of the coordinator's public key.
@@ -65,13 +65,18 @@ class SiloArguments:
         data: folder of the prepared data, if known; None locates it.
     """
 
-    scenario: Scenario
+    run: ResolvedRun
     name: str
     connect: str
     keys: Path
     out: Path
     device: str | None = None
     data: Path | None = None
+
+    @property
+    def scenario(self) -> Scenario:
+        """The run's scenario, as resolved."""
+        return self.run.scenario
 
 
 class Silo:
@@ -119,7 +124,7 @@ class Silo:
                 everybody = np.sort(np.concatenate(population.train))
                 rows = drifted_rows(fault, rows, everybody, self.script.generator(place, name))
         share = load_silo_dataset(population.prepared, rows, image=self.facts.image, text=self.facts.text)
-        columns = trained_columns(self.scenario.objective.base, population.prepared.label_names)
+        columns = population.label_columns(self.scenario)
         if share.labels is not None and len(columns) < share.labels.shape[1]:
             share = replace(share, labels=share.labels[:, columns].contiguous())
         self.share = share
@@ -190,7 +195,7 @@ class Silo:
             RemoteWireError: the method has no personal models.
         """
         if not self.protocol.traits().personalised:
-            raise RemoteWireError("unexpected", f"an evaluation at a silo of {self.scenario.protocol.name}")
+            raise RemoteWireError("unexpected", f"an evaluation at a silo of {self.scenario.protocol.label}")
         self._equip(self.facts.name, message.header.base_version)
         model = self.model
         if self._shared is None and not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
@@ -230,7 +235,7 @@ def run_silo(
         raise InputError("--name", arguments.name, f"{scenario.silo_names[0]} to {scenario.silo_names[-1]}")
     identity, accepted = load_identity(arguments.keys, arguments.name), load_accepted(arguments.keys)
     clock = WallClock()
-    run = run_name(scenario)
+    run = arguments.run.id
     told = {"at": 0.0}
     log = MessageLog(RunFolder(arguments.out).messages(arguments.name), arguments.name, clock)
     log.note(NoteKind.STARTED, run=run)
@@ -272,10 +277,9 @@ def run_silo(
 def _loaded(arguments: SiloArguments, identity: Identity) -> Silo:
     """Build the silo and load its data."""
     scenario = arguments.scenario
-    pooled = protocols.traits_of(scenario).pooled
     noise = noise_key(identity) if scenario.privacy.noise_from == "key" else scenario.seed
     here = scenario.model_copy(update={"device": arguments.device or scenario.device})
-    silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=pooled), noise=noise)
+    silo = Silo(arguments, build_population(here, folder=arguments.data, pooled=arguments.run.pooled), noise=noise)
     keep_buffers(_KEPT_MODELS * silo.model.flat.nbytes)
     return silo
 

@@ -14,6 +14,7 @@ from fedmq.config.scenario import Scenario
 from fedmq.launch.supervisor import inline_peers
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import Fact, NoteKind, NoteRecord, read_log
+from tests.threaded_run import run_of
 
 
 class Killed(Exception):
@@ -30,9 +31,9 @@ def run(
 ) -> CoordinatorResult:
     """Run a scenario to its end, or until something raises."""
     return run_coordinator(
-        CoordinatorArguments(scenario, "inline", out, out, resume),
+        CoordinatorArguments(run_of(scenario), "inline", out, out, resume),
         stop_wanted=stop_wanted,
-        peers=partial(inline_peers, scenario, RunFolder(out), None),
+        peers=partial(inline_peers, run_of(scenario), RunFolder(out), None),
         order=order,
     )
 

@@ -27,7 +27,7 @@ from fedmq.wire.messages import Header, Kind, Message, Metrics
 from silos.program import Silo, SiloArguments, run_silo, told_of
 from tests import in_process_run, threaded_run
 from tests.test_adversary_hostile_peers import joined, within
-from tests.threaded_run import resolved
+from tests.threaded_run import resolved, run_of
 
 # ------------------------------------------------------------------------------------------------ own models' figures
 LIES: dict[str, Callable[[Metrics], Metrics]] = {
@@ -109,7 +109,7 @@ def storming(scenario: Scenario, sent: list[float], done: list[int]) -> Callable
         done.append(len(kept))
         for connection in kept:
             connection.close()
-        run_silo(SiloArguments(scenario, "silo-03", uri, keys, keys.parent))
+        run_silo(SiloArguments(run_of(scenario), "silo-03", uri, keys, keys.parent))
 
     return silo
 

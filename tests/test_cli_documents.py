@@ -14,7 +14,7 @@ import protocols
 from fedmq.cli import compare, scenario_keys
 from fedmq.cli import main as cli
 from fedmq.config import loader as scenarios
-from fedmq.config.scenario import Base, Objective, Scenario
+from fedmq.config.scenario import Objective, Scenario
 from fedmq.encoders.base import InputSpec
 from fedmq.experiments.grid import Entry, parse_metrics
 from fedmq.models import hash_networks
@@ -161,13 +161,13 @@ def test_every_key_and_option_has_a_meaning() -> None:
     keys = [key for _, own in (*scenario_keys.parts().values(), *scenario_keys.faults().values()) for key in own]
     assert len(keys) > 150
     keys += [key for name in protocols.names() for key in scenario_keys.options(protocols.load(name).Options)]
-    keys += [key for name in protocols.losses() for key in scenario_keys.loss(name, protocols.loss_options(name))]
+    keys += [key for name in protocols.losses() for key in scenario_keys.loss(protocols.loss(name))]
     assert not [key.name for key in keys if len(key.meaning) < 4 or not key.values or "anything" in key.values]
 
 
 @pytest.mark.parametrize("name", protocols.losses())
-def test_a_networks_sizes_are_the_ones_that_are_told(name: Base) -> None:
-    told = {key.name: int(key.default) for key in scenario_keys.loss(name, protocols.loss_options(name))[:2]}
+def test_a_networks_sizes_are_the_ones_that_are_told(name: str) -> None:
+    told = {key.name: int(key.default) for key in scenario_keys.loss(protocols.loss(name))[:2]}
     model = hash_networks.build(Objective(base=name), InputSpec((7,), (5,)), 3, 0, torch.device("cpu"))
     assert model.outputs("text", torch.ones(2, 5)).code.shape == (2, told["bits"])
     rows = {entry.shape[0] for entry in model.layout.entries if entry.name.startswith("text.")}

@@ -14,6 +14,8 @@ from rich.console import Console
 
 from fedmq.cli import console
 from fedmq.cli import main as cli
+from fedmq.cli import run as run_commands
+from fedmq.cli.scenarios import resolved_file
 from fedmq.clock import WallClock
 from fedmq.config import loader as scenarios
 from fedmq.data.readers.manifest import read_manifest
@@ -120,16 +122,16 @@ def test_a_folder_in_use_is_not_overwritten(tiny: Path, tmp_path: Path, monkeypa
 
 
 def test_runs_that_begin_within_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
-    made = [cli._new_folder(tmp_path, "smoke-20260101-000000").name for _ in range(3)]
+    made = [run_commands._new_folder(tmp_path, "smoke-20260101-000000").name for _ in range(3)]
     assert made == ["smoke-20260101-000000", "smoke-20260101-000000-2", "smoke-20260101-000000-3"]
 
 
 def test_a_folder_that_another_run_took_meanwhile_keeps_its_scenario(tiny: Path, tmp_path: Path) -> None:
     folder, scenario = RunFolder(tmp_path), scenarios.load(tiny)
-    cli._begin(folder, scenario)
+    run_commands._begin(folder, scenario)
     before = folder.scenario.read_text()
     with pytest.raises(InputError, match="another run has taken"):
-        cli._begin(folder, scenario.model_copy(update={"seed": 1}))
+        run_commands._begin(folder, scenario.model_copy(update={"seed": 1}))
     assert folder.scenario.read_text() == before
 
 
@@ -284,7 +286,7 @@ def test_an_availability_trace_is_found_from_any_folder(
 ) -> None:
     (tmp_path / "trace.csv").write_text("silo,on,off\nsilo-00,0,100\n")
     monkeypatch.chdir(tmp_path)
-    chosen = cli._scenario_of(tiny, ["participation={kind: availability, trace: trace.csv}"], None)
+    chosen = resolved_file(tiny, ["participation={kind: availability, trace: trace.csv}"]).scenario
     assert chosen.participation.trace == tmp_path / "trace.csv"
 
 
@@ -298,7 +300,7 @@ def test_weights_are_found_from_any_folder_and_names_of_tags_left_alone(
 
     def backbone(written: str, *, by_hand: bool = False) -> tuple[str, str | None, Path | None]:
         settings = ["data={name: openmoji}", f"backbone={written}"]
-        found = cli._scenario_of(tiny, settings, None, by_hand=by_hand).backbone
+        found = resolved_file(tiny, settings, by_hand=by_hand).scenario.backbone
         return found.name, found.pretrained, found.text_encoder
 
     of_file = "{name: tower.json, pretrained: w.pt, text_encoder: bert}"
@@ -318,14 +320,14 @@ def test_a_linked_manifest_finds_its_images_beside_the_link(
     (tmp_path / "blobs" / "3fa9").write_text("".join(lines))
     (tmp_path / "set" / "list.jsonl").symlink_to(Path("..", "blobs", "3fa9"))
     monkeypatch.chdir(tmp_path)
-    chosen = cli._scenario_of(tiny, ["data={name: manifest, path: set/list.jsonl}"], None)
+    chosen = resolved_file(tiny, ["data={name: manifest, path: set/list.jsonl}"]).scenario
     assert chosen.data.path == tmp_path / "set" / "list.jsonl"
     pictures = read_manifest(chosen.data).pictures
     assert isinstance(pictures, Files)
     assert pictures.paths == (tmp_path / "set" / "1.png", tmp_path / "set" / "2.png")
     (tmp_path / "round.jsonl").symlink_to("round.jsonl")
     with pytest.raises(InputError, match=r"data\.path: found 'round.jsonl', allowed: a path"):
-        cli._scenario_of(tiny, ["data={name: manifest, path: round.jsonl}"], None)
+        resolved_file(tiny, ["data={name: manifest, path: round.jsonl}"])
 
 
 def test_options_of_methods_and_losses_are_explained(
@@ -340,7 +342,7 @@ def test_options_of_methods_and_losses_are_explained(
     assert fedmq(monkeypatch, "losses") == 0
     assert "csq" in capsys.readouterr().out
     assert fedmq(monkeypatch, "protocols", "rcs") == 2
-    assert "found 'rcs', allowed: rcsr" in capsys.readouterr().err
+    assert "fedmq protocols: found 'rcs', allowed: did you mean rcsr?" in capsys.readouterr().err
 
 
 @pytest.mark.slow

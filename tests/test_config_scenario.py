@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from fedmq.config import loader as scenarios
+from fedmq.config.resolve import read, resolve
 from fedmq.config.scenario import Training
 from fedmq.errors import InputError
 
@@ -99,9 +100,12 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "told"),
     [
-        ("roundz=3", r"--set roundz: found 'roundz', allowed: a known key: rounds$"),
+        ("roundz=3", r"--set roundz: found 'roundz', allowed: a known key; did you mean rounds\?$"),
         ("silos.number=3", r"--set silos\.number: .* a known key: count, slots$"),
-        ("aggregation.staleness.kindd=hinge", r"--set aggregation\.staleness\.kindd: .* a known key: kind$"),
+        (
+            "aggregation.staleness.kindd=hinge",
+            r"--set aggregation\.staleness\.kindd: .* a known key; did you mean kind\?$",
+        ),
         ("rounds=three", "--set rounds: found 'three', .*integer"),
         ("participation=7", r"--set participation: participation\.rate: found 7"),
         ("rounds=true", "--set rounds: found True, allowed: a number"),
@@ -109,7 +113,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("participation=true", "--set participation: found True, allowed: a number"),
         ("rounds=2026-13-01", "--set rounds: found '2026-13-01'"),
         (f"rounds={'[' * 20000}", "--set rounds"),
-        ("faults=[{kind: damage}]", r"--set faults: faults\.0\.kind: found 'damage', allowed: one of 'late', 'drop', "),
+        ("faults=[{kind: damage}]", r"--set faults: faults\.0\.kind: found 'damage', allowed: one of late, drop, "),
+        ("faults=[{kind: droop}]", r"faults\.0\.kind: found 'droop', allowed: did you mean drop\? one of late, "),
         ("faults=[{share: 0.1}]", r"faults\.0\.kind: found 'nothing', allowed: a value is required here$"),
         ("faults=[drop]", r"faults\.0: found 'drop', allowed: a mapping with keys of .*kind, "),
         ("faults={kind: drop}", r"--set faults: found {'kind': 'drop'}, allowed: a list$"),
@@ -128,7 +133,7 @@ def test_a_bad_setting_is_named_as_such_with_the_nearest_keys(tiny: Path, settin
 def test_a_key_of_a_fault_is_known_by_the_faults_kind(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\nfaults:\n- {kind: sign_flip, shar: 0.5}\n")
-    with pytest.raises(InputError, match=r"x\.yaml: line 5: faults\.0\.shar: .* a known key: share$"):
+    with pytest.raises(InputError, match=r"x\.yaml: line 5: faults\.0\.shar: .* a known key; did you mean share\?$"):
         scenarios.load(path)
 
 
@@ -225,10 +230,11 @@ def test_the_learning_rate_falls_along_a_line_or_in_steps() -> None:
 def test_every_scenario_of_the_repository_is_valid(path: Path) -> None:
     import protocols
 
-    scenario = scenarios.load(path)
+    source = read(path)
+    scenario = source.scenario
     # Runs are named after their scenario, so one in a paper's folder may carry the paper's name too.
     assert scenario.name in (path.stem, f"{path.parent.name}-{path.stem}")
-    protocols.resolved(scenario)
+    resolve(source, protocols)
 
 
 def test_a_short_run_has_a_short_warm_up_unless_one_is_chosen(tiny: Path, tmp_path: Path) -> None:
@@ -245,14 +251,18 @@ def test_a_short_run_has_a_short_warm_up_unless_one_is_chosen(tiny: Path, tmp_pa
 @pytest.mark.parametrize(
     ("text", "place", "rest"),
     [
-        ("protocl: rcsr\n", "line 2: protocl", "allowed: a known key: protocol"),
+        ("protocl: rcsr\n", "line 2: protocl", "allowed: a known key; did you mean protocol?"),
         ("protocol: rcsr\nfaults: [{kind: late}]\n", "line 3: faults.0.seconds", "a value is required here"),
         (
             "protocol: rcsr\nfaults:\n  - {kind: late, seconds: 3}\n  - {kind: drop, silos: nobody}\n",
             "line 5: faults.1.silos",
             "'text_only' or 'paired' or a list",
         ),
-        ("protocol: rcsr\nfaults: [{kind: drop, agin: 3}]\n", "line 3: faults.0.agin", "a known key: again"),
+        (
+            "protocol: rcsr\nfaults: [{kind: drop, agin: 3}]\n",
+            "line 3: faults.0.agin",
+            "a known key; did you mean again?",
+        ),
         ("protocol: rcsr\nfaults: [{kind: drop, rounds: 1.5}]\n", "line 3: faults.0.rounds", "list or text"),
     ],
 )

@@ -29,7 +29,7 @@ from fedmq.storage.run_folder import RunFolder
 from protocols import _aggregation, rcsr
 from tests import in_process_run as calls
 from tests.small_federation import equal_states, population
-from tests.threaded_run import resolved, run
+from tests.threaded_run import resolved, run, run_of
 from tests.virtual_time_federation import federation
 
 every_protocol = pytest.mark.parametrize("name", protocols.names())
@@ -155,7 +155,8 @@ STRAGGLER = ("cost.speed_sigma=0", "cost.classes={slow: {silos: [silo-01], slowd
 
 def inline(tiny: Path, out: Path, *settings: str) -> dict[str, Any]:
     scenario = resolved(tiny, "launcher=inline", "evaluation.every=0", "protocol.warmup=2", *settings)
-    return simulate_inline(scenario, RunFolder(out), resume=False, status=lambda _: None).outcome.summary.plain()
+    outcome = simulate_inline(run_of(scenario), RunFolder(out), resume=False, status=lambda _: None).outcome
+    return outcome.summary.plain()
 
 
 def merges(out: Path) -> list[dict[str, Any]]:
@@ -272,12 +273,12 @@ def test_a_run_does_not_go_on_with_another_trace(tiny: Path, tmp_path: Path) -> 
     path, out = tmp_path / "trace.csv", tmp_path / "run"
     path.write_text("silo,on,off\n" + "".join(f"silo-0{index},0,900\n" for index in range(4)))
     scenario = resolved(tiny, "launcher=inline", f"participation={{kind: availability, trace: {path}}}")
-    first = simulate_inline(scenario, RunFolder(out), resume=False, status=lambda _: None).outcome
+    first = simulate_inline(run_of(scenario), RunFolder(out), resume=False, status=lambda _: None).outcome
     assert first.phase is Phase.DONE
     RunFolder(out).summary.unlink()
     path.write_text(path.read_text().replace("900", "9"))
     with pytest.raises(InputError, match=r"participation\.trace: .*trace\.csv: found 'another trace than"):
-        simulate_inline(scenario, RunFolder(out), resume=True, status=lambda _: None)
+        simulate_inline(run_of(scenario), RunFolder(out), resume=True, status=lambda _: None)
 
 
 @pytest.mark.slow
@@ -315,14 +316,14 @@ def test_clipping_is_refused_where_no_silo_sends_an_update(tiny: Path, tmp_path:
     with pytest.raises(
         InputError, match=rf"privacy\.clip_norm: found 1\.0, allowed: null: silos of {protocol} send no"
     ):
-        simulate_inline(resolved(tiny, *settings), RunFolder(tmp_path), resume=False, status=lambda _: None)
+        simulate_inline(run_of(resolved(tiny, *settings)), RunFolder(tmp_path), resume=False, status=lambda _: None)
 
 
 def test_a_coordinator_that_died_after_the_last_merge_ends_the_run_when_it_is_back(tiny: Path, tmp_path: Path) -> None:
     whole = inline(tiny, tmp_path)
     RunFolder(tmp_path).summary.unlink()
     scenario = resolved(tiny, "launcher=inline", "evaluation.every=0", "protocol.warmup=2")
-    again = simulate_inline(scenario, RunFolder(tmp_path), resume=True, status=lambda _: None).outcome
+    again = simulate_inline(run_of(scenario), RunFolder(tmp_path), resume=True, status=lambda _: None).outcome
     assert again.phase is Phase.DONE
     assert again.summary.model_digest == whole["model_digest"]
     assert len(merges(tmp_path)) == 4

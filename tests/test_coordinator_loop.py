@@ -36,7 +36,7 @@ from fedmq.wire.transports import _zeromq
 from fedmq.wire.transports.registry import connect
 from silos.program import SiloArguments, run_silo
 from tests import in_process_run
-from tests.threaded_run import joined, resolved, run
+from tests.threaded_run import joined, resolved, run, run_of
 
 
 @pytest.fixture(scope="module")
@@ -297,7 +297,7 @@ def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_th
         time.sleep(1.0)
         connection.close()
         reasons.append("done")
-        run_silo(SiloArguments(scenario, "silo-00", uri, keys, tmp_path))
+        run_silo(SiloArguments(run_of(scenario), "silo-00", uri, keys, tmp_path))
 
     outcome = run(scenario, tmp_path, silos=scenario.silo_names[1:], others=[silo])
     assert outcome.phase is Phase.DONE

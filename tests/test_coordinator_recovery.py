@@ -19,7 +19,7 @@ from fedmq.wire.log_records import LogRecord, MessageRecord, NoteKind, NoteRecor
 from fedmq.wire.messages import Error, Kind, Message
 from fedmq.wire.sessions import open_message, seal_message
 from silos.program import SiloArguments, run_silo
-from tests.threaded_run import joined, resolved, run
+from tests.threaded_run import joined, resolved, run, run_of
 
 pytestmark = pytest.mark.slow
 BEAT = 0.4
@@ -29,7 +29,7 @@ BEAT = 0.4
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loop, "BEAT_SECONDS", BEAT)
     monkeypatch.setattr(channel, "BEAT_SECONDS", BEAT)
-    monkeypatch.setattr(channel, "_TURN_MILLISECONDS", 50)
+    monkeypatch.setattr(channel, "_TURN_SECONDS", 0.05)
 
 
 def silent(scenario: Scenario, out: Path, *, returns: bool) -> Callable[[str, Path], None]:
@@ -41,7 +41,7 @@ def silent(scenario: Scenario, out: Path, *, returns: bool) -> Callable[[str, Pa
         time.sleep(4 * BEAT)
         if returns:
             connection.close()
-            run_silo(SiloArguments(scenario, "silo-00", uri, keys, out))
+            run_silo(SiloArguments(run_of(scenario), "silo-00", uri, keys, out))
 
     return join
 

@@ -20,7 +20,7 @@ from fedmq.wire.log_records import NoteKind
 from tests import in_process_run, threaded_run
 from tests.test_adversary_hostile_peers import within
 from tests.test_coordinator_rounds import SILOS, gathered, plan
-from tests.threaded_run import resolved
+from tests.threaded_run import resolved, run_of
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -50,7 +50,7 @@ def test_a_run_does_not_go_on_without_any_silo_or_the_evaluator_nor_begin_withou
     init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
 
     def started(*, resume: bool) -> None:
-        run_coordinator(CoordinatorArguments(scenario, "memory://revoked", keys, tmp_path / "run", resume))
+        run_coordinator(CoordinatorArguments(run_of(scenario), "memory://revoked", keys, tmp_path / "run", resume))
 
     revoke(keys, "silo-03")
     with pytest.raises(InputError, match=r"no key of silo-03.*--resume"):
@@ -72,7 +72,7 @@ def test_a_run_does_not_go_on_if_nobody_it_may_ask_is_left(tiny: Path, tmp_path:
     init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
     revoke(keys, "silo-03")
     with pytest.raises(InputError, match="no key of any silo that paired_only may ask', allowed: that of silo-03"):
-        run_coordinator(CoordinatorArguments(scenario, "memory://nobody", keys, tmp_path / "run", resume=True))
+        run_coordinator(CoordinatorArguments(run_of(scenario), "memory://nobody", keys, tmp_path / "run", resume=True))
 
 
 def test_a_resumed_run_begins_without_the_silos_it_had_given_up() -> None:

@@ -21,7 +21,8 @@ def check_queues_give_the_digest_of_memory(scenario: Scenario, folder: Path) -> 
     for scheme in ("memory", "queue"):
         outcome = threaded_run.run(scenario, folder / scheme, scheme=scheme)
         assert outcome.phase is Phase.DONE
-        summaries[scheme] = outcome.summary
+        assert outcome.summary is not None
+        summaries[scheme] = outcome.summary.plain()
         audit = audit_run(folder / scheme)
         assert not audit.findings
     memory, queue = summaries["memory"], summaries["queue"]

@@ -24,7 +24,7 @@ from fedmq.evaluation import metrics
 from fedmq.evaluation.embedded import Embedded
 from fedmq.evaluation.metrics import BRIEF, Measure, Metric, higher_is_better, metric_of
 from fedmq.evaluation.program import Evaluator
-from fedmq.evaluation.user_metrics import GROUP, adopted, measures_of
+from fedmq.evaluation.user_metrics import GROUP, measures_of
 from fedmq.experiments import grid, tables
 from fedmq.experiments import summary as comparisons
 from fedmq.experiments.grid import ComparisonPlan
@@ -72,8 +72,8 @@ def mine(tmp_path: Path) -> Path:
 
 def with_own(tiny: Path, mine: Path, *settings: str) -> Scenario:
     """A short run of a method with models of the silos' own, which measures the metrics of a file, too."""
-    given = ("protocol={name: fedper}", "rounds=2", "participation=1", "evaluation.metrics=[mine.py]", *settings)
-    return adopted(resolved(tiny, *given), mine.parent)
+    given = ("protocol={name: fedper}", "rounds=2", "participation=1", f"evaluation.metrics=[{mine}]", *settings)
+    return resolved(tiny, *given)
 
 
 def told(run: Path) -> str:

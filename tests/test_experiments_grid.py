@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-import protocols
 from fedmq.cli import main as cli
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
@@ -17,11 +16,12 @@ from fedmq.experiments import runner
 from fedmq.experiments.grid import ComparisonPlan
 from fedmq.federation.population import build_population
 from tests.comparisons import entries, place, resolve
+from tests.threaded_run import run_of
 
 
 def fully_resolved(file: Path, settings: list[str], seed: int | None) -> Scenario:
     """With the method's options checked."""
-    return protocols.resolved(resolve(file, settings, seed), str(file))
+    return run_of(resolve(file, settings, seed)).scenario
 
 
 @pytest.mark.parametrize("text", ["rounds", "rounds=", "=3", "a b=3", "rounds=[", "rounds=3,3", "x:=1"])

@@ -9,23 +9,24 @@ import numpy as np
 import pytest
 import torch
 
+import protocols
 from fedmq.config import loader as scenarios
 from fedmq.config.scenario import Scenario
 from fedmq.data.prepare import prepare
 from fedmq.encoders import matconvnet
 from fedmq.errors import InputError
 from fedmq.federation.population import build_population
-from fedmq.models.hash_networks import PLANS
 from fedmq.models.two_tower import TwoTower
 from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import open_release
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.run_folder import load_aligned
 from tests import data_set_folders, in_process_run
+from tests.threaded_run import resolved
 
 pytest.importorskip("scipy.io")
 
-LABELLED = sorted(base for base, plan in PLANS.items() if not plan.dropout)
+LABELLED = [base for base in protocols.losses() if not protocols.loss(base).on_features]
 
 
 @pytest.fixture
@@ -126,7 +127,7 @@ def test_a_silo_without_images_leaves_the_encoder_as_it_is(file: Path, tmp_path:
 )
 def test_what_is_defined_on_frozen_features_is_refused(file: Path, settings: Sequence[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        scenarios.load(file, settings)
+        resolved(file, *settings)
 
 
 def test_features_in_place_of_pictures_are_refused(file: Path, tmp_path: Path) -> None:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import types
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
 import protocols
-from fedmq.config.scenario import Base, Objective, Privacy, ProtocolChoice, Training
+from fedmq.config.scenario import Objective, Privacy, ProtocolChoice, Training
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import Reply, Task
 from fedmq.federation.update_transforms import transform
@@ -80,7 +80,7 @@ def test_other_baselines_run_on_a_supervised_base(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("base", [base for base in get_args(Base) if base != "info_nce"])
+@pytest.mark.parametrize("base", protocols.losses())
 @pytest.mark.parametrize("name", ["central", "fedprox", "local", "moon"])
 def test_general_baselines_run_on_every_base(name: str, base: str) -> None:
     run = population(name, objective=Objective.model_validate({"base": base, "bits": 8, "hidden": 16}))

@@ -421,9 +421,9 @@ def test_levels_are_told_apart_by_the_names() -> None:
     assert fine_columns(LEVELS) == [0, 2]
     assert (coarse_columns(LABELS), fine_columns(LABELS)) == ([], [0, 1, 2, 3])
     assert (hash_networks.classes_of(LEVELS), hash_networks.classes_of(LABELS)) == (2, 4)
-    assert trained_columns("shdch", LEVELS) == [0, 1, 2, 3]
-    assert trained_columns("dpsh", LEVELS) == [0, 2]
-    assert trained_columns("dpsh", LABELS) == [0, 1, 2, 3]
+    assert trained_columns(LEVELS, both_levels=True) == [0, 1, 2, 3]
+    assert trained_columns(LEVELS, both_levels=False) == [0, 2]
+    assert trained_columns(LABELS, both_levels=False) == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("base", ["dpsh", "dch", "csq", "greedyhash", "triplet", "dscmr", "dcmh", "shdch"])

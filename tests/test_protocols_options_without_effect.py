@@ -13,12 +13,12 @@ import torch
 
 import protocols
 from fedmq.cli import main as cli
+from fedmq.config.options import without_effect
 from fedmq.config.scenario import Objective
 from protocols import _personal
-from protocols._options import without_effect
 from protocols._personal_model import OWN
 from tests.small_federation import OBJECTIVES, population
-from tests.threaded_run import resolved
+from tests.threaded_run import resolved, run_of
 
 METHODS = [name for name in protocols.names() if hasattr(protocols.load(name).Options, "OF")]
 
@@ -104,15 +104,15 @@ def test_an_option_whose_switch_is_off_has_no_effect_and_says_so(name: str, cond
 
 
 def test_what_has_an_effect_goes_without_a_word(tiny: Path) -> None:
-    assert protocols.without_effect(resolved(tiny, "protocol={name: rcsr, personal: fixed, lambda_p: 0.4}")) == ()
-    assert protocols.without_effect(resolved(tiny, "protocol={name: rcsr, personal: fixed, s_norm: relative}")) == (
+    assert run_of(resolved(tiny, "protocol={name: rcsr, personal: fixed, lambda_p: 0.4}")).warnings == ()
+    assert run_of(resolved(tiny, "protocol={name: rcsr, personal: fixed, s_norm: relative}")).warnings == (
         "protocol.s_norm: relative has no effect with personal: fixed",
     )
-    assert protocols.without_effect(resolved(tiny, "protocol={name: rcsr, router: uniform, warmup: 3}")) == (
+    assert run_of(resolved(tiny, "protocol={name: rcsr, router: uniform, warmup: 3}")).warnings == (
         "protocol.warmup: 3 has no effect with router: uniform and anchor: true",
     )
     csq = "objective={base: csq, bits: 8, hidden: 16}"
-    assert protocols.without_effect(resolved(tiny, csq, "protocol={name: moon, tau: 0.05, mu: 0, buffer: 2}")) == (
+    assert run_of(resolved(tiny, csq, "protocol={name: moon, tau: 0.05, mu: 0, buffer: 2}")).warnings == (
         "protocol.tau: 0.05 has no effect with objective.base: csq",
         "protocol.buffer: 2 has no effect with mu: 0.0",
     )
@@ -142,8 +142,8 @@ def test_the_command_line_says_it_once_and_runs(
 def test_a_fault_after_the_last_round_is_told_of(tiny: Path) -> None:
     late = "faults=[{kind: drop, rounds: 4-}, {kind: drop, rounds: [3, 9]}, {kind: late, seconds: 2.0, rounds: [7]}]"
     said = "has no effect with rounds: 4, whose last one is 3"
-    assert protocols.without_effect(resolved(tiny, "rounds=4", late)) == (
+    assert run_of(resolved(tiny, "rounds=4", late)).warnings == (
         f"faults[0].rounds: 4- {said}",
         f"faults[2].rounds: 7 {said}",
     )
-    assert protocols.without_effect(resolved(tiny, "rounds=8", late)) == ()
+    assert run_of(resolved(tiny, "rounds=8", late)).warnings == ()

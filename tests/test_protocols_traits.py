@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ import pytest
 import torch
 
 import protocols
+from fedmq.config import user_files
 from fedmq.config.scenario import ProtocolChoice
 from fedmq.errors import InputError
 from fedmq.federation.protocol import (
@@ -22,8 +22,8 @@ from fedmq.federation.protocol import (
     NoOptions,
     Task,
     Traits,
-    check_class,
     check_traits,
+    class_problem,
 )
 from fedmq.models.two_tower import Out
 from fedmq.wire.messages import Payload
@@ -36,6 +36,7 @@ from tests.threaded_run import resolved
 
 #: A method of its own file that is FedAvg with attributes of its own, named as other methods' traits were once.
 MINE = '''"""Mine: FedAvg with attributes of any name."""
+
 from protocols.fedavg import FedAvg
 
 class Mine(FedAvg):
@@ -49,23 +50,22 @@ PROTOCOL = Mine
 
 
 @pytest.fixture
-def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Adds a method ``mine`` whose file has this text."""
-    monkeypatch.setattr(protocols, "__path__", [*protocols.__path__, str(tmp_path)])
-    monkeypatch.delitem(sys.modules, "protocols.mine", raising=False)
+def mine(tmp_path: Path) -> Callable[[str], str]:
+    """Gives a method in a file of the user's own, ``mine.py`` with this text, by its reference."""
 
-    def write(text: str) -> None:
+    def write(text: str) -> str:
         (tmp_path / "mine.py").write_text(text)
+        return user_files.adopt(tmp_path / "mine.py")
 
     return write
 
 
 def test_a_method_may_name_its_own_attributes_as_it_likes(
-    mine: Callable[[str], None], tiny: Path, tmp_path: Path
+    mine: Callable[[str], str], tiny: Path, tmp_path: Path
 ) -> None:
-    mine(MINE)
-    plain = in_process_run.run(resolved(tiny, "protocol={name: fedavg}"), tmp_path / "fedavg").summary
-    summary = in_process_run.run(resolved(tiny, "protocol={name: mine}"), tmp_path / "mine").summary
+    name = mine(MINE)
+    plain = in_process_run.run(resolved(tiny, "protocol={name: fedavg}"), tmp_path / "fedavg").summary.plain()
+    summary = in_process_run.run(resolved(tiny, f"protocol={{name: {name}}}"), tmp_path / "mine").summary.plain()
     assert summary["model_digest"] == plain["model_digest"]
     assert summary["per_silo"] == plain["per_silo"]  # participations among them
     assert summary["messages"] == plain["messages"]
@@ -119,18 +119,32 @@ def test_shared_layers_are_those_of_the_model_in_its_order(layers: tuple[str, ..
         check_traits("fedper", method(options, run.context), options, run.context)
 
 
-def test_a_file_without_a_method_is_refused_when_it_is_loaded(mine: Callable[[str], None]) -> None:
-    mine("from fedmq.federation.protocol import FederatedProtocol\nclass PROTOCOL(FederatedProtocol): pass\n")
-    with pytest.raises(InputError, match=r"protocol mine: .*PROTOCOL without .*eligible.*merge.*train"):
-        protocols.load("mine")
+def test_a_file_without_a_method_is_refused_when_it_is_loaded(mine: Callable[[str], str]) -> None:
+    name = mine("from fedmq.federation.protocol import FederatedProtocol\nclass PROTOCOL(FederatedProtocol): pass\n")
+    with pytest.raises(InputError, match=r"mine\.py: PROTOCOL: .*class PROTOCOL without .*eligible.*merge.*train"):
+        protocols.load(name)
 
 
-@pytest.mark.parametrize(("given", "told"), [(int, "subclass of FederatedProtocol"), ("mine", "subclass")])
-def test_what_is_no_method_is_refused(given: Any, told: str) -> None:
-    with pytest.raises(InputError, match=told):
-        check_class("mine", given)
-    with pytest.raises(InputError, match="frozen dataclass"):
-        check_class("mine", type("Mine", (FedAvg,), {"Options": int}))
+@dataclass(frozen=True)
+class Undecided:
+    """Options of which one has no default."""
+
+    strength: float
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (int, "class int, which is no subclass of FederatedProtocol"),
+        ("mine", "an object of type str, no class"),
+        (type("Mine", (FedAvg,), {"Options": int}), "class Mine, whose Options are no dataclass"),
+        (type("Mine", (FedAvg,), {"Options": Undecided}), "Options are a dataclass with no default for strength"),
+        (FedAvg, None),
+    ],
+)
+def test_what_is_no_method_is_told(given: object, told: str | None) -> None:
+    problem = class_problem(given)
+    assert problem is None if told is None else told in str(problem)
 
 
 def test_the_hooks_of_a_method_without_traits_do_nothing() -> None:
@@ -173,7 +187,7 @@ def made(kind: type[FederatedProtocol], options: Any) -> Any:
 def test_a_variant_of_fedavg_is_a_term_and_a_choice_of_silos() -> None:
     kind = variant(SmallOptions, extra_loss=shrinking, eligible=lambda silo: silo.paired)
     assert kind.__name__ == "Small"
-    check_class("small", kind)
+    assert class_problem(kind) is None
     runs = [made(kind, SmallOptions(weight=weight)) for weight in (0.0, 100.0)]
     plain = population("fedavg")
     for run in (*runs, plain):
@@ -196,10 +210,10 @@ def test_a_personalised_variant_needs_encoders() -> None:
     assert run.protocol.traits().personalised
 
 
-def test_a_method_of_a_file_is_created_by_its_name(mine: Callable[[str], None]) -> None:
-    mine('"""Mine: paired silos alone."""\nfrom protocols._variant import variant\n'
+def test_a_method_of_a_file_is_created_by_its_name(mine: Callable[[str], str]) -> None:
+    name = mine('"""Mine: paired silos alone."""\nfrom protocols._variant import variant\n'
          "from protocols.fedavg import FedAvgOptions\n"
          "PROTOCOL = variant(FedAvgOptions, eligible=lambda silo: silo.paired)\n")  # fmt: skip
     context = population("fedavg").context
-    method = protocols.create(ProtocolChoice(name="mine", tau=0.1), context)
+    method = protocols.create(ProtocolChoice(name=name, tau=0.1), context)
     assert [silo.index for silo in context.silos if method.eligible(silo)] == [0, 3]

@@ -28,7 +28,7 @@ from fedmq.storage.json_files import Stored, read_lines
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from tests.threaded_run import resolved, run
+from tests.threaded_run import resolved, run, run_of
 
 
 class Counted(Stored):
@@ -164,7 +164,7 @@ def test_a_release_whose_tensors_are_others_is_refused_by_name(finished: Path, t
     root = tmp_path / "run"
     shutil.copytree(finished, root)
     opened = released_model.open_release(root)
-    prepared = open_prepared(population_here(opened.scenario, None))
+    prepared = open_prepared(population_here(run_of(opened.scenario), None))
     path = root / "model" / "model.safetensors"
     tensors = load_file(path)
     name = sorted(tensors)[0]

@@ -30,7 +30,7 @@ from fedmq.wire.messages import COORDINATOR, Error, Kind, Message
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
 from silos.program import SiloArguments, run_silo
-from tests.threaded_run import resolved
+from tests.threaded_run import resolved, run_of
 
 SILO, RUN = "silo-00", "link-0-0123456789ab"
 #: Fewer messages than fill the queue: the handshake's two count until ZeroMQ next tells that they were read.
@@ -210,8 +210,8 @@ def test_who_cannot_read_its_data_says_so_and_nothing_else(tiny: Path, tmp_path:
     uri = "memory://nobody"
     with pytest.raises(InputError, match=r"nothing\.npz"):
         if program == "silo":
-            run_silo(SiloArguments(scenario, SILO, uri, keys, tmp_path))
+            run_silo(SiloArguments(run_of(scenario), SILO, uri, keys, tmp_path))
         else:
-            run_evaluator(EvaluatorArguments(scenario, uri, keys, tmp_path))
+            run_evaluator(EvaluatorArguments(run_of(scenario), uri, keys, tmp_path))
     # Sockets of tests before may be closed meanwhile.
     assert len(list(Path("/proc/self/fd").iterdir())) <= descriptors

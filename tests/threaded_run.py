@@ -12,7 +12,7 @@ from typing import Any
 
 import protocols
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
-from fedmq.config import loader as scenarios
+from fedmq.config.resolve import ResolvedRun, Source, read, resolve
 from fedmq.config.scenario import Scenario
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.federation.population import run_name
@@ -29,7 +29,12 @@ _LIVES = 3
 
 
 def resolved(path: Path, *settings: str) -> Scenario:
-    return protocols.resolved(scenarios.load(path, settings))
+    return resolve(read(path, settings), protocols, weights=False).scenario
+
+
+def run_of(scenario: Scenario) -> ResolvedRun:
+    """The run of a scenario that a test has in hand."""
+    return resolve(Source(Path(f"{scenario.name}.yaml"), scenario), protocols)
 
 
 def watched(over: threading.Event, function: Callable[..., Any], *arguments: object) -> Callable[[], None]:
@@ -83,13 +88,14 @@ def run(
         if over.is_set():  # it came when all was over, so that nobody told it: a real process is ended by a signal
             raise RuntimeError(line)
 
-    targets = [watched(over, run_silo, SiloArguments(scenario, name, uri, keys, out), unanswered) for name in named]
-    targets.append(watched(over, run_evaluator, EvaluatorArguments(scenario, uri, keys, out), unanswered))
+    made = run_of(scenario)
+    targets = [watched(over, run_silo, SiloArguments(made, name, uri, keys, out), unanswered) for name in named]
+    targets.append(watched(over, run_evaluator, EvaluatorArguments(made, uri, keys, out), unanswered))
     targets += [lambda other=other: other(uri, keys) for other in others]  # type: ignore[misc]
     threads = [threading.Thread(target=target, daemon=True) for target in targets]
     try:
         return run_coordinator(
-            CoordinatorArguments(scenario, uri, keys, out, resume),
+            CoordinatorArguments(made, uri, keys, out, resume),
             listening=lambda _: [thread.start() for thread in threads] and None,
             stop_wanted=stop_wanted,
         )

@@ -29,6 +29,9 @@ A scenario is one YAML file; `fedmq scenario FILE --set KEY=VALUE` changes a key
 and its key, as `--set training.learning_rate=1e-3`. A key that is not given has its default, and `scenario.yaml` in a
 run's folder has every default written out. Keys that are not listed here are refused.
 
+`protocol`, `objective` and `data.name` may also name a Python file of your own, `./mine.py`:
+[your own methods](../howto/own_methods.md) shows one of each, and says what is executed and when.
+
 Each entry gives the key, its values and default, and its meaning. `tools/make_reference.py` writes this page from the
 code.
 """
@@ -99,9 +102,7 @@ def methods_page() -> str:
         page.append(_section(name, protocols.summary(name), scenario_keys.options(protocols.load(name).Options)))
     page.append(_LOSSES)
     for name in protocols.losses():
-        page.append(
-            _section(name, protocols.loss_summary(name), scenario_keys.loss(name, protocols.loss_options(name)))
-        )
+        page.append(_section(name, protocols.loss_summary(name), scenario_keys.loss(protocols.loss(name))))
     return "".join(page)
 
 

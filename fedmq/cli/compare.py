@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
@@ -22,6 +22,7 @@ from fedmq.clock import WallClock
 from fedmq.errors import InputError
 
 if TYPE_CHECKING:
+    from fedmq.config.scenario import Scenario
     from fedmq.experiments.grid import ComparisonPlan, Resolve
     from fedmq.experiments.process_pool import JobProgress
     from fedmq.experiments.runner import CheckPartition, Comparison, Prepare
@@ -166,7 +167,7 @@ class Roots:
     prepare: Callable[[bool], Prepare]
     share: CheckPartition
     until_stopped: Callable[[], Callable[[], bool]]
-    warn: Callable[[Iterable[Any]], None]
+    warn: Callable[[Iterable[Scenario]], None]
 
 
 def add_compare(app: typer.Typer, roots: Roots) -> None:

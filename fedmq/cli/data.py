@@ -4,43 +4,59 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
 
 from fedmq.cli.console import out, starting
 from fedmq.cli.options import AsJson, Bar, Device, File, Seed, Settings
+from fedmq.cli.scenarios import resolved_file
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
+    from fedmq.federation.data_check import Fits
+
+
+def data_list(
+    names: Annotated[
+        list[Path] | None, typer.Argument(metavar="FILE", help="Files of your own, listed too.", show_default=False)
+    ] = None,
+) -> None:
+    """List the data sets a scenario can name; files of your own may be named, too.
+
+    Example: [bold]fedmq data list[/bold]
+    """
+    from fedmq.config import user_files  # noqa: PLC0415
+    from fedmq.data import catalogue  # noqa: PLC0415
+
+    own = {file.name: user_files.adopt(file.expanduser()) for file in names or ()}
+    known = own | {name: name for name in catalogue.REGISTRY.names()}
+    table = Table("data.name", "what it is")
+    for name, summary in [(shown, catalogue.find(name).summary) for shown, name in known.items()]:
+        table.add_row(name, summary)
+    for name, summary in catalogue.OTHERS.items():
+        table.add_row(name, summary)
+    out.print(table)
+    out.print("docs/reference/data_sets.md shows the layout that each is read from", highlight=False)
 
 
 def add_data(
     app: typer.Typer,
-    scenario_of: Callable[..., Any],
     bar: Bar,
     bad_input: int,
-    fits: Callable[..., None],
+    fits: Fits,
 ) -> None:
     """Add the commands of ``fedmq data``.
 
     Args:
         app: the group of them.
-        scenario_of: reads a scenario, its settings and its seed.
         bar: makes a progress line.
         bad_input: exit code where a run would refuse the data.
         fits: refuses a scenario that cannot run on the prepared data in a folder.
     """
-
-    @app.command("list")
-    def data_list() -> None:
-        """List the data sets a scenario can name.
-
-        Example: [bold]fedmq data list[/bold]
-        """
-        _list()
+    app.command("list")(data_list)
 
     @app.command("check")
     def data_check(file: File, settings: Settings = None, seed: Seed = None, as_json: AsJson = False) -> None:
@@ -53,7 +69,7 @@ def add_data(
         starting()
         from fedmq.federation import data_check  # noqa: PLC0415
 
-        facts = data_check.check(scenario_of(file, settings, seed), fits, bar())
+        facts = data_check.check(resolved_file(file, settings, seed).scenario, fits, bar())
         if as_json:
             print(json.dumps(facts.to_plain(), indent=2))
         else:
@@ -69,21 +85,7 @@ def add_data(
 
         Example: [bold]fedmq data features scenarios/fedcafe/mirflickr.yaml --device cuda:0[/bold]
         """
-        _extract(scenario_of(file, settings, seed), device, bar, as_json=as_json)
-
-
-def _list() -> None:
-    """Print the data sets that a scenario can name."""
-    from fedmq.data import catalogue  # noqa: PLC0415
-
-    table = Table("data.name", "what it is")
-    for name, summary in {
-        **{name: found.summary for name, found in catalogue.SETS.items()},
-        **catalogue.OTHERS,
-    }.items():
-        table.add_row(name, summary)
-    out.print(table)
-    out.print("docs/reference/data_sets.md shows the layout that each is read from", highlight=False)
+        _extract(resolved_file(file, settings, seed).scenario, device, bar, as_json=as_json)
 
 
 def _extract(scenario: Scenario, device: str | None, bar: Bar, *, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -13,6 +14,7 @@ from rich.table import Table
 from fedmq.cli.console import out
 from fedmq.cli.options import AsJson
 from fedmq.errors import InputError
+from fedmq.text import one_of
 
 if TYPE_CHECKING:
     from fedmq.cli.scenario_keys import Key
@@ -27,33 +29,54 @@ def add_reference(app: typer.Typer) -> None:
 
     @app.command("protocols")
     def protocols_command(names: Names = None, as_json: AsJson = False) -> None:
-        """List the federated methods, or explain the options of those named.
+        """List the federated methods, or explain the options of those named; a file of your own may be named, too.
 
         Example: [bold]fedmq protocols rcsr[/bold]
+
+        Example: [bold]fedmq protocols ./mine.py[/bold]
         """
         import protocols  # noqa: PLC0415
         from fedmq.cli import scenario_keys  # noqa: PLC0415 - brings the whole scenario, likewise
 
         known = {
-            name: (protocols.summary(name), scenario_keys.options(protocols.load(name).Options))
-            for name in protocols.names()
+            label: (protocols.summary(name), scenario_keys.options(protocols.load(name).Options))
+            for label, name in _asked("protocols", names, protocols.names()).items()
         }
-        _explain("protocols", known, names or [], as_json=as_json)
+        _explain("protocols", known, named=bool(names), as_json=as_json)
 
     @app.command("losses")
     def losses_command(names: Names = None, as_json: AsJson = False) -> None:
-        """List the base losses, or explain the options of those named.
+        """List the base losses, or explain the options of those named; a file of your own may be named, too.
 
         Example: [bold]fedmq losses dcmh[/bold]
         """
         import protocols  # noqa: PLC0415
         from fedmq.cli import scenario_keys  # noqa: PLC0415 - brings the whole scenario, likewise
 
-        known: dict[str, tuple[str, tuple[Key, ...]]] = {
-            name: (protocols.loss_summary(name), scenario_keys.loss(name, protocols.loss_options(name)))
-            for name in protocols.losses()
+        known = {
+            label: (protocols.loss_summary(name), scenario_keys.loss(protocols.loss(name)))
+            for label, name in _asked("losses", names, protocols.losses()).items()
         }
-        _explain("losses", known, names or [], as_json=as_json)
+        _explain("losses", known, named=bool(names), as_json=as_json)
+
+
+def _asked(command: str, names: Sequence[str] | None, known: Sequence[str]) -> dict[str, str]:
+    """The names asked for, or else all, with what the registries know them by.
+
+    A file of the user's own may be executed from now on, for it is the user who names it here.
+
+    Raises:
+        InputError: there is nothing of a name, or a file cannot be used.
+    """
+    from fedmq.config import user_files  # noqa: PLC0415 - --help does without
+
+    found = {name: name for name in names or known}
+    for name in found:
+        if user_files.is_path(name):
+            found[name] = user_files.adopt(Path(name).expanduser())
+        elif name not in known:
+            raise InputError(f"fedmq {command}", name, one_of(name, known))
+    return found
 
 
 def _facts(key: Key) -> dict[str, Any]:
@@ -65,20 +88,8 @@ def _facts(key: Key) -> dict[str, Any]:
     return {"values": key.values, "default": default, "meaning": key.meaning}
 
 
-def _explain(
-    command: str, known: Mapping[str, tuple[str, tuple[Key, ...]]], names: Sequence[str], *, as_json: bool
-) -> None:
-    """Print what there is; of those named, every option.
-
-    Raises:
-        InputError: there is nothing of a name.
-    """
-    from fedmq.config.loader import nearest  # noqa: PLC0415
-
-    for name in names:
-        if name not in known:
-            raise InputError(f"fedmq {command}", name, ", ".join(nearest(name, known)))
-    chosen = {name: known[name] for name in names or known}
+def _explain(command: str, chosen: Mapping[str, tuple[str, tuple[Key, ...]]], *, named: bool, as_json: bool) -> None:
+    """Print what there is; of those named, every option."""
     if as_json:
         facts = {
             name: {"summary": summary, "options": {key.name: _facts(key) for key in keys}}
@@ -88,12 +99,12 @@ def _explain(
         return
     for name, (summary, keys) in chosen.items():
         out.print(f"[bold]{name}[/bold]  {escape(summary)}", highlight=False)
-        if names:
+        if named:
             table = Table("option", "values", "default", "meaning")
             for key in keys:
                 table.add_row(*(escape(cell) for cell in (key.name, key.values, key.default, key.meaning)))
             out.print(table)
         else:
             out.print("    " + ", ".join(f"{key.name}: {key.default}" for key in keys), highlight=False, style="dim")
-    if not names:
+    if not named:
         out.print(f"fedmq {command} NAME explains the options of one", highlight=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,19 +13,17 @@ import typer
 
 from fedmq.cli.console import DIFFERENT, bar, err, out
 from fedmq.cli.options import AsJson, Quiet, Run
+from fedmq.cli.scenarios import resolved
 from fedmq.errors import RunError
 from fedmq.launch.interrupts import FAILED
 
 if TYPE_CHECKING:
     from fedmq.audit.replay import Difference, Record
-    from fedmq.config.scenario import Scenario
+    from fedmq.config.resolve import ResolvedRun
     from fedmq.storage.run_folder import RunFolder
 
-#: Reads a scenario of a run folder, with every default written out.
-ScenarioOf = Callable[[Path, list[str] | None, int | None], "Scenario"]
 
-
-def add_replay(app: typer.Typer, scenario_of: ScenarioOf) -> None:
+def add_replay(app: typer.Typer) -> None:
     """Add ``fedmq replay`` to the command line."""
 
     @app.command("replay")
@@ -36,21 +34,21 @@ def add_replay(app: typer.Typer, scenario_of: ScenarioOf) -> None:
 
         Example: [bold]fedmq replay runs/smoke-20260101-120000[/bold]
         """
-        from fedmq.config import loader as scenarios  # noqa: PLC0415 - --help does without
+        from fedmq.config.resolve import read  # noqa: PLC0415 - --help does without
         from fedmq.launch import forkserver  # noqa: PLC0415
 
-        chosen = scenarios.load(run / "scenario.yaml")
-        if chosen.launcher != "inline":
-            forkserver.warm_up(chosen.backbone.name)
+        source = read(run / "scenario.yaml")
+        if source.scenario.launcher != "inline":
+            forkserver.warm_up(source.scenario.backbone.name)
         from fedmq.audit import replay  # noqa: PLC0415
         from fedmq.runs import results  # noqa: PLC0415
         from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
         folder = open_run(run)
-        scenario = scenario_of(folder.scenario, None, None)
-        replay.require_repeatable(scenario, folder)
+        chosen = resolved(source, adopt=False)
+        replay.require_repeatable(chosen.scenario, folder)
         before = replay.read_record(folder)
-        after = _done_again(scenario, folder.root.name, before.resumed, quiet=quiet)
+        after = _done_again(chosen, folder.root.name, before.resumed, quiet=quiet)
         if after is None:
             err.print("stopped before the end; nothing was compared")
             sys.exit(FAILED)
@@ -70,11 +68,11 @@ def add_replay(app: typer.Typer, scenario_of: ScenarioOf) -> None:
             sys.exit(DIFFERENT)
 
 
-def _done_again(scenario: Scenario, name: str, resumed: int, *, quiet: bool) -> Record | None:
+def _done_again(run: ResolvedRun, name: str, resumed: int, *, quiet: bool) -> Record | None:
     """Do a run again in a folder that is gone afterwards; None if it was stopped before its end.
 
     Args:
-        scenario: as resolved.
+        run: as resolved.
         name: of the run's folder.
         resumed: how often somebody went on with it.
         quiet: without progress.
@@ -84,17 +82,17 @@ def _done_again(scenario: Scenario, name: str, resumed: int, *, quiet: bool) -> 
     from fedmq.launch import processes, supervisor  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder, write_json, write_text  # noqa: PLC0415
 
-    inline = scenario.launcher == "inline"
-    data = (processes.population_here if inline else supervisor.prepare_population)(scenario, None if quiet else bar())
+    inline = run.scenario.launcher == "inline"
+    data = (processes.population_here if inline else supervisor.prepare_population)(run, None if quiet else bar())
     launch = supervisor.simulate_inline if inline else supervisor.simulate
     with tempfile.TemporaryDirectory(prefix="fedmq-replay-") as place:
         again: RunFolder = RunFolder(Path(place) / name)
         again.root.mkdir()
-        write_text(again.scenario, scenario.dump())
-        with terminal.display(scenario, err, quiet=quiet) as status:
+        write_text(again.scenario, run.scenario.dump())
+        with terminal.display(run.scenario, err, quiet=quiet) as status:
             for left in reversed(range(resumed + 1)):
                 try:
-                    simulated = launch(scenario, again, resume=left < resumed, status=status, data=data)
+                    simulated = launch(run, again, resume=left < resumed, status=status, data=data)
                     break
                 except RunError:
                     # Where its scripted disk was full the run stopped, and somebody went on with it.

@@ -16,8 +16,8 @@ from pydantic import BaseModel, TypeAdapter
 
 from fedmq.config.faults import FAULTS
 from fedmq.config.parts import Part
-from fedmq.config.scenario import Base, Objective, ProtocolChoice, Scenario
-from fedmq.models.hash_networks import widths_of
+from fedmq.config.scenario import Objective, ProtocolChoice, Scenario
+from fedmq.models.objectives import CommonSpacePlan, ObjectiveKind
 
 #: Stands where there is no default: the key must be given.
 REQUIRED = "required"
@@ -60,24 +60,23 @@ def options(schema: type[Any]) -> tuple[Key, ...]:
             field.name,
             _values(TypeAdapter(hints[field.name]).json_schema()),
             _written(field.default),
-            said[field.name],
+            said.get(field.name, ""),
         )
         for field in dataclasses.fields(schema)
     )
 
 
-def loss(base: Base, schema: type[Any]) -> tuple[Key, ...]:
-    """What may be set of a base loss: the sizes of its network, then its own options.
-
-    Args:
-        base: its name.
-        schema: the dataclass of its options.
-    """
-    bits, image, (text,) = widths_of(base)
-    code = "width of the common space." if base == "dscmr" else "length of a code."
+def loss(kind: ObjectiveKind) -> tuple[Key, ...]:
+    """What may be set of a base loss: the sizes of its network if it has one of its own, then its own options."""
+    own, plan = options(kind.options), kind.network(kind.options())
+    if plan is None:
+        return own
+    if isinstance(plan, CommonSpacePlan):
+        code, hidden, image = "width of the common space.", str(plan.hidden), True
+    else:
+        code, hidden, image = "length of a code.", ", ".join(map(str, plan.text)), bool(plan.image)
     before = "width of the layer before it" + ("." if image else ", which the text tower alone has.")
-    sizes = Key("bits", "integer ≥ 1", str(bits), code), Key("hidden", "integer ≥ 1", str(text), before)
-    return (*sizes, *options(schema))
+    return Key("bits", "integer ≥ 1", str(plan.bits), code), Key("hidden", "integer ≥ 1", hidden, before), *own
 
 
 def parts() -> dict[str, tuple[str, tuple[Key, ...]]]:

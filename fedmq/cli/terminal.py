@@ -120,7 +120,7 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
         return
     if scenario.faults and scenario.clock == "wall":
         console.print("wall clock: the faults are real, but this run cannot be replayed", highlight=False)
-    title = f"{scenario.name} ({scenario.protocol.name}, {scenario.silos.count} silos, seed {scenario.seed})"
+    title = f"{scenario.name} ({scenario.protocol.label}, {scenario.silos.count} silos, seed {scenario.seed})"
     first: list[tuple[int, float]] = []
     if not console.is_terminal or console.is_dumb_terminal:
         console.print(title, highlight=False)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,6 +14,7 @@ from pydantic import BaseModel, ValidationError
 from fedmq.config.faults import FAULTS
 from fedmq.config.scenario import Backbone, Scenario
 from fedmq.errors import InputError, line_of
+from fedmq.text import did_you_mean, one_of
 
 
 class _Lines(yaml.SafeLoader):
@@ -66,7 +66,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return loaded
 
 
-class Overridden(dict[str, Any]):
+class Overridden(dict[str, object]):
     """A raw scenario that knows which of its keys were set over the file's, for errors to name the right place.
 
     Args:
@@ -74,12 +74,12 @@ class Overridden(dict[str, Any]):
         keys: as ``--set`` names them, the last one last.
     """
 
-    def __init__(self, values: Mapping[str, Any], keys: Sequence[str]) -> None:
+    def __init__(self, values: Mapping[str, object], keys: Sequence[str]) -> None:
         super().__init__(values)
         self.overridden = tuple(keys)
 
 
-def apply_settings(raw: Mapping[str, Any], settings: Sequence[str]) -> Overridden:
+def apply_settings(raw: Mapping[str, object], settings: Sequence[str]) -> Overridden:
     """Apply ``key.sub=value`` settings (``--set``) to a raw scenario; values are read as YAML.
 
     Of one key the last setting counts. One of a whole key, such as ``protocol``, goes before those below it, such as
@@ -88,7 +88,7 @@ def apply_settings(raw: Mapping[str, Any], settings: Sequence[str]) -> Overridde
     Raises:
         InputError: a setting is not ``key=value``, or goes below something that is no mapping.
     """
-    result: dict[str, Any] = {**raw}
+    result: dict[str, object] = {**raw}
     keys = [*(raw.overridden if isinstance(raw, Overridden) else ())]
     for key, value in _in_order([_read_setting(setting) for setting in settings]):
         place = result
@@ -97,14 +97,15 @@ def apply_settings(raw: Mapping[str, Any], settings: Sequence[str]) -> Overridde
             below = _long_form(parent, place.get(parent)) if place is result else place.get(parent)
             if below is not None and not isinstance(below, dict):
                 raise InputError(f"--set {key}", value, f"no key below {parent}, which holds none")
-            place[parent] = {**(below or {})}
-            place = place[parent]
+            inner: dict[str, object] = {**(below or {})}
+            place[parent] = inner
+            place = inner
         place[leaf] = value
         keys.append(key)
     return Overridden(result, keys)
 
 
-def _read_setting(setting: str) -> tuple[str, Any]:
+def _read_setting(setting: str) -> tuple[str, object]:
     key, equals, text = setting.partition("=")
     if not equals or not key:
         raise InputError("--set", setting, "key=value, e.g. --set training.learning_rate=0.001")
@@ -116,7 +117,7 @@ def _read_setting(setting: str) -> tuple[str, Any]:
     return key, _long_form(key, value)
 
 
-def _long_form(key: str, value: Any) -> Any:
+def _long_form(key: str, value: object) -> object:
     """A mapping in place of the short form that some keys of a scenario have."""
     if isinstance(value, str) and key in ("protocol", "objective"):
         return {"name" if key == "protocol" else "base": value}
@@ -125,7 +126,7 @@ def _long_form(key: str, value: Any) -> Any:
     return value
 
 
-def _in_order(settings: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
+def _in_order(settings: Sequence[tuple[str, object]]) -> list[tuple[str, object]]:
     """Settings as they are applied: a whole key before what is below it.
 
     What is below falls away where a later setting of the whole key holds that place itself.
@@ -140,7 +141,7 @@ def _in_order(settings: Sequence[tuple[str, Any]]) -> list[tuple[str, Any]]:
     return sorted(kept, key=lambda setting: setting[0].count("."))
 
 
-def _holds(value: Any, key: str) -> bool:
+def _holds(value: object, key: str) -> bool:
     """Whether a value has a place of its own for a key below it; one that is no mapping leaves no room for any."""
     for part in key.split("."):
         if not isinstance(value, Mapping):
@@ -186,11 +187,6 @@ def _as_written(location: Sequence[str | int]) -> list[str | int]:
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 #: Types that it names where a value may be of several.
 _TRIED = ("str", "int", "float", "bool")
-
-
-def nearest(name: str, known: Collection[str]) -> list[str]:
-    """The names a user may have meant, best first; all of them if none is near."""
-    return difflib.get_close_matches(name, known, n=5) or list(known)
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
@@ -256,14 +252,15 @@ def input_error(
     elif first["type"] in _UNKNOWN:
         found, message = str(location[-1]), "a known key"
         if model is not None:
-            below = first["loc"][:-1]
-            message += f": {', '.join(nearest(found, _keys_at(model, below)))}"
+            keys = _keys_at(model, first["loc"][:-1])
+            message += f"; {hint}" if (hint := did_you_mean(found, keys)) else f": {', '.join(keys)}"
     elif first["type"] in ("union_tag_invalid", "union_tag_not_found"):
         # Pydantic names the discriminator in quotes.
         context = first["ctx"]
         where = place_of(path, [*location, context["discriminator"].strip("'")], settings)
         found = context.get("tag", "nothing")
-        message = f"one of {context['expected_tags']}" if "tag" in context else "a value is required here"
+        kinds = [each.strip(" '") for each in context.get("expected_tags", "").split(",")]
+        message = one_of(str(found), kinds) if "tag" in context else "a value is required here"
     elif first["type"] in ("model_type", "model_attributes_type"):
         found, message = first["input"], "a mapping"
         if model is not None:
@@ -277,7 +274,7 @@ def input_error(
     return InputError(where, found, message[0].lower() + message[1:])
 
 
-def parse(raw: Mapping[str, Any], path: Path) -> Scenario:
+def parse(raw: Mapping[str, object], path: Path) -> Scenario:
     """Validate a raw scenario.
 
     Raises:
@@ -296,7 +293,9 @@ def parse(raw: Mapping[str, Any], path: Path) -> Scenario:
     return scenario
 
 
-def _truths_for_numbers(raw: Any, made: Any, above: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, bool]]:
+def _truths_for_numbers(
+    raw: object, made: object, above: tuple[str | int, ...] = ()
+) -> Iterator[tuple[tuple[str | int, ...], bool]]:
     """Where a raw value is true or false and became something else: pydantic takes them for 1 and 0.
 
     Its strict mode would also refuse ``1e-4``, which is a text to YAML 1.1, and a path, which always is.
@@ -353,9 +352,9 @@ def _absolute(key: str, path: Path) -> Path:
     return path.absolute()
 
 
-def _weights(backbone: Backbone) -> dict[str, Any]:
+def _weights(backbone: Backbone) -> dict[str, object]:
     """The backbone's files and folders that are there, absolute. Names of models and tags are left alone."""
-    found: dict[str, Any] = {}
+    found: dict[str, object] = {}
     name, pretrained, text_encoder = backbone.name, backbone.pretrained, backbone.text_encoder
     # A tag has neither dot nor slash, and comes before a file that is called like it.
     if pretrained and re.search(r"[./]", pretrained) and Path(pretrained).is_file():

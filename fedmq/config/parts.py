@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -148,7 +148,7 @@ class DeviceClass(Part):
 
 
 #: Rough orders of magnitude, not measurements. Any value written beside a preset replaces the preset's.
-COST_PRESETS: Mapping[str, Mapping[str, Any]] = {
+COST_PRESETS: Mapping[str, Mapping[str, float | str]] = {
     "hospital": {
         "seconds_per_sample": 0.02,
         "jitter_sigma": 0.2,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from typing import Any
 
 #: What a scenario says of where it runs and where its files lie; of a mapping, keys of it.
 _HERE: Mapping[str, tuple[str, ...]] = {
@@ -20,7 +19,7 @@ _HERE: Mapping[str, tuple[str, ...]] = {
 _YOUNGER: Mapping[str, Mapping[str, object]] = {"evaluation": {"personal_every": 0, "metrics": []}}
 
 
-def facts_of(plain: Mapping[str, Any]) -> dict[str, Any]:
+def facts_of(plain: Mapping[str, object]) -> dict[str, object]:
     """What a run is a run of.
 
     Args:
@@ -28,25 +27,27 @@ def facts_of(plain: Mapping[str, Any]) -> dict[str, Any]:
     """
     facts = {key: value for key, value in plain.items() if _HERE.get(key, ("",)) != ()}
     for key, own in _HERE.items():
-        if own and isinstance(facts.get(key), Mapping):
-            facts[key] = {name: value for name, value in facts[key].items() if name not in own}
+        part = facts.get(key)
+        if own and isinstance(part, Mapping):
+            facts[key] = {name: value for name, value in part.items() if name not in own}
     return without_younger(facts)
 
 
-def without_younger(facts: Mapping[str, Any]) -> dict[str, Any]:
+def without_younger(facts: Mapping[str, object]) -> dict[str, object]:
     """A scenario as plain data without keys at their defaults that scenarios did not always have.
 
     With them no run that was named before would be found again.
     """
     kept = dict(facts)
     for key, younger in _YOUNGER.items():
-        if isinstance(kept.get(key), Mapping):
-            own = kept[key].items()
+        part = kept.get(key)
+        if isinstance(part, Mapping):
+            own = part.items()
             kept[key] = {name: value for name, value in own if name not in younger or value != younger[name]}
     return kept
 
 
-def name_of(plain: Mapping[str, Any]) -> str:
+def name_of(plain: Mapping[str, object]) -> str:
     """The run's name on the wire: equal only for equal scenarios, wherever they run and wherever their files lie.
 
     Args:

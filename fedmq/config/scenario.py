@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from fedmq.config.faults import AnyFault, named_silos
 from fedmq.config.parts import Aggregation, Cost, Count, Fraction, Name, NonNegative, Part, Participation, Positive
+from fedmq.config.user_files import label
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 #: What a device may be called.
@@ -31,18 +33,27 @@ class ProtocolChoice(BaseModel):
     """Which federated method runs; the other keys are that method's own options, checked by its dataclass."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: Name = Field(description="of a method; fedmq protocols lists them")
+    name: str = Field(min_length=1, description="of a method, of fedmq protocols, or a file of your own: ./mine.py")
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Mapping[str, object]:
         """The method's own options as written."""
         return dict(self.model_extra or {})
+
+    @property
+    def label(self) -> str:
+        """The method's name for people and for file names."""
+        return label(self.name)
+
+    def with_options(self, options: Mapping[str, object]) -> ProtocolChoice:
+        """The same method with other options."""
+        return ProtocolChoice.model_validate({"name": self.name, **options})
 
 
 class Data(Part):
     """Which data set the silos share out among themselves, and where it lies. Layouts: docs/reference/data_sets.md."""
 
-    name: str = Field(description="data set, of fedmq data list")
+    name: str = Field(description="data set, of fedmq data list, or a file of your own: ./mine.py")
     path: Path | None = Field(None, description="folder or file of the data set")
     annotations: Path | None = Field(None, description="captions or labels where they are not in their usual place")
     images: Path | None = Field(None, description="folder of the images or videos, likewise")
@@ -107,15 +118,6 @@ class Backbone(Part):
         return self
 
 
-Base = Literal[
-    "info_nce", "dcmh", "shdch", "dscmr", "dpsh", "dch", "greedyhash", "csq", "triplet", "dgcpn", "djsrh", "jdsh"
-]
-
-
-#: Bases that are defined on frozen features: adapters behind an encoder, DSCMR's towers, similarities of features.
-_ON_FEATURES = ("info_nce", "dscmr", "dgcpn", "djsrh", "jdsh")
-
-
 class Objective(BaseModel):
     """What the silos learn: a base loss with its network; the other keys are that loss's own options.
 
@@ -123,22 +125,24 @@ class Objective(BaseModel):
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, validate_default=True)
-    base: Base = Field(
-        "info_nce", description="base loss: info_nce trains adapters and heads, the others hash networks"
+    base: str = Field(
+        "info_nce",
+        min_length=1,
+        description="base loss: info_nce trains adapters and heads, those of fedmq losses mostly hash networks; or a "
+        "file of your own: ./mine.py",
     )
     bits: Count | None = Field(None, description="length of a code; null: the base's own default (`fedmq losses`)")
     hidden: Count | None = Field(None, description="width of the layer before the code; likewise")
 
     @property
-    def options(self) -> dict[str, Any]:
+    def options(self) -> Mapping[str, object]:
         """The base loss's own options as written."""
         return dict(self.model_extra or {})
 
-    @model_validator(mode="after")
-    def _fits(self) -> Objective:
-        if self.base == "info_nce" and (self.bits or self.hidden):
-            raise ValueError("objective.bits and objective.hidden belong to hash networks; info_nce has backbone.dim")
-        return self
+    def with_options(self, options: Mapping[str, object]) -> Objective:
+        """The same base and sizes with other options."""
+        sizes = {"base": self.base, "bits": self.bits, "hidden": self.hidden}
+        return Objective.model_validate({**sizes, **options})
 
 
 class Silos(Part):
@@ -369,13 +373,6 @@ class Scenario(Part):
     @classmethod
     def _short_participation(cls, value: object) -> object:
         return value if isinstance(value, dict | Participation) else {"rate": value}
-
-    @model_validator(mode="after")
-    def _trains_end_to_end(self) -> Scenario:
-        base = self.objective.base
-        if self.backbone.end_to_end and base in _ON_FEATURES:
-            raise ValueError(f"backbone.end_to_end is for hash networks on labels, not objective.base {base}")
-        return self
 
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:

@@ -7,15 +7,17 @@ scenarios are read before both.
 
 from __future__ import annotations
 
-import difflib
 import importlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from fedmq.config import user_files
+from fedmq.config.registry import Registry
 from fedmq.config.scenario import Data
 from fedmq.data.splits import OWN, Draw
 from fedmq.errors import InputError
+from fedmq.text import one_of
 
 if TYPE_CHECKING:
     from fedmq.data.raw_set import RawSet
@@ -29,7 +31,8 @@ class DataSet:
 
     Args:
         summary: for ``fedmq data list``.
-        reader: ``module.function`` below ``fedmq.data``.
+        reader: makes a :class:`~fedmq.data.raw_set.RawSet` of the scenario's ``data``; of a built-in set the name
+            ``module.function`` below ``fedmq.data.readers``, which is imported when it is read.
         draw: how its papers split it, where it has no split of its own.
         text: what a method sees of an item's text unless ``data.text`` says otherwise.
         val_apart: validation items are no part of the gallery, as where they come out of the list of queries.
@@ -38,7 +41,7 @@ class DataSet:
     """
 
     summary: str
-    reader: str
+    reader: str | Callable[[Data], RawSet]
     draw: Draw = OWN
     text: TextKind = "sentences"
     val_apart: bool = False
@@ -51,10 +54,26 @@ class DataSet:
         Raises:
             InputError: something is missing or of another form, or ``data.labelled`` leaves nothing.
         """
-        module, _, name = self.reader.partition(".")
-        found: RawSet = getattr(importlib.import_module(f"fedmq.data.readers.{module}"), name)(data)
+        found = self._reader()(data)
         found = found.labelled() if data.labelled else found
         return found if data.captions is None else found.first_captions(data.captions)
+
+    def _checked(self, data: Data) -> RawSet:
+        """What a reader that is not this project's gives, if it is a set."""
+        from fedmq.data.raw_set import RawSet, checked  # noqa: PLC0415 - brings NumPy, which a scenario does without
+
+        found = None if isinstance(self.reader, str) else self.reader(data)
+        if not isinstance(found, RawSet):
+            allowed = "a fedmq.data.raw_set.RawSet of its reader"
+            raise InputError(f"data.name: {user_files.label(data.name)}", type(found).__name__, allowed)
+        return checked(found)
+
+    def _reader(self) -> Callable[[Data], RawSet]:
+        if not isinstance(self.reader, str):
+            return self._checked
+        module, _, name = self.reader.partition(".")
+        reader: Callable[[Data], RawSet] = getattr(importlib.import_module(f"fedmq.data.readers.{module}"), name)
+        return reader
 
 
 SETS: Mapping[str, DataSet] = {
@@ -127,9 +146,28 @@ OTHERS: Mapping[str, str] = {
 }
 
 
+def _wrong(found: object) -> str | None:
+    return None if isinstance(found, DataSet) else f"an object of type {type(found).__name__}"
+
+
+REGISTRY: Registry[DataSet] = Registry(
+    "data.name", "fedmq.data_sets", "DATA_SET", _wrong, "a fedmq.data.catalogue.DataSet", SETS
+)
+"""The sets above, and those of installed packages and of the user's own files."""
+
+
 def names() -> tuple[str, ...]:
-    """All names that ``data.name`` may take."""
-    return (*SETS, *OTHERS)
+    """All names that ``data.name`` may take, but for a user's own files."""
+    return (*REGISTRY.names(), *OTHERS)
+
+
+def find(name: str) -> DataSet:
+    """A data set by the name in a resolved scenario; there is none for :data:`OTHERS`.
+
+    Raises:
+        InputError: an unknown name, or a file or package that does not hold a data set.
+    """
+    return REGISTRY.find(name)
 
 
 def check(data: Data) -> None:
@@ -139,9 +177,12 @@ def check(data: Data) -> None:
         InputError: an unknown name, a path missing or not allowed, or a key that the named data set does not read.
     """
     name = data.name
-    if name not in names():
-        near = difflib.get_close_matches(name, names(), n=1)
-        raise InputError("data.name", name, f"{f'did you mean {near[0]}? ' if near else ''}one of {', '.join(names())}")
+    if name not in SETS and name not in OTHERS:
+        if not user_files.is_reference(name) and name not in names():
+            allowed = f"{one_of(name, names())}, or the path of a file of your own, ./mine.py"
+            raise InputError("data.name", name, allowed)
+        find(name)
+        return  # whether it needs a path or takes other keys its own reader knows
     if data.path is None and name != "openmoji":
         layout = "a path; docs/reference/data_sets.md shows its layout"
         what = "a .npz or .safetensors file" if name == "features" else layout

@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.config.scenario import Backbone, Data
-from fedmq.data.catalogue import SETS, TextKind
+from fedmq.data import catalogue
+from fedmq.data.catalogue import TextKind
 from fedmq.data.prepared import Prepared, finish, open_prepared, save_arrays
 from fedmq.data.raw_set import RawSet, array_digest
 from fedmq.data.readers.openmoji import Drawings
@@ -200,7 +201,7 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
     Raises:
         InputError: the set is not complete, or set and backbone do not go together.
     """
-    entry = SETS[data.name]
+    entry = catalogue.find(data.name)
     kind: TextKind = data.text or entry.text
     raw = complete(entry.read(data), data, kind)
     blocks = backbone.adapter_site == "blocks"
@@ -279,7 +280,7 @@ def prepare_raw(
             "backbone": backbone.model_dump(mode="json"),
             "weights": [made.image.digest, made.text.digest if made.text else None],
             "seed": seed,
-            "val_apart": SETS[data.name].val_apart,
+            "val_apart": catalogue.find(data.name).val_apart,
         }
         finish(into, made.digest, source, raw.keys, raw.label_names, mean=made.image.mean, std=made.image.std)
 

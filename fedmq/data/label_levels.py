@@ -18,6 +18,6 @@ def fine_columns(names: Sequence[str]) -> list[int]:
     return [column for column, name in enumerate(names) if not name.startswith(COARSE)]
 
 
-def trained_columns(base: str, names: Sequence[str]) -> list[int]:
-    """Columns that a base's silos train on: both levels for SHDCH, and for any other those that say what is alike."""
-    return list(range(len(names))) if base == "shdch" else fine_columns(names)
+def trained_columns(names: Sequence[str], *, both_levels: bool) -> list[int]:
+    """Columns that silos train on: those of both levels for an objective that wants them, else the lower level's."""
+    return list(range(len(names))) if both_levels else fine_columns(names)

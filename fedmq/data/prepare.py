@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from fedmq.config.scenario import Backbone, Data
+from fedmq.config.user_files import label
+from fedmq.data import catalogue
 from fedmq.data.prepared import Array, Prepared, finish, open_prepared, save_arrays
 from fedmq.data.readers.features import FeatureSet, checked, read_features
 from fedmq.data.splits import split_of
@@ -48,11 +50,10 @@ def _spread(rows: Array, counts: npt.NDArray[np.int64]) -> Array:
 
 def _prepare_arrays(data: Data, cache: Path) -> Prepared:
     """Precomputed features of a named set, in the .mat, .h5 and .npz files that circulate."""
-    from fedmq.data import catalogue  # noqa: PLC0415 - loaders are needed for their own sets only
     from fedmq.data.readers import arrays  # noqa: PLC0415 - loaders are needed for their own sets only
 
     read = arrays.read_arrays(data)
-    entry = catalogue.SETS[data.name]
+    entry = catalogue.find(data.name)
     split = split_of(read.get("split"), len(read["image"]), data, entry.draw)
     found = checked(data.path or Path(data.name), {**read, "split": split}, 0)
     content = hashlib.sha256()
@@ -104,6 +105,9 @@ def prepare(
         )
     if data.name == "openmoji" and backbone.name == "features":
         raise InputError("backbone.name", "features with data.name openmoji", "an encoder, e.g. lite")
+    if backbone.name == "features" and data.name not in (*catalogue.SETS, *catalogue.OTHERS):
+        allowed = "an encoder, e.g. lite: a data set of your own is read as pictures and texts"
+        raise InputError("backbone.name", f"features with data.name {label(data.name)}", allowed)
     if data.name == "features":
         if data.path is None:
             raise InputError("data.path", None, "a .npz or .safetensors file")

@@ -16,12 +16,12 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from fedmq.config.loader import nearest
 from fedmq.config.scenario import Evaluation
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation import recall
 from fedmq.evaluation.embedded import Embedded, Way, comparable, rank
 from fedmq.evaluation.label_metrics import RankingMetrics
+from fedmq.text import nearest
 
 #: The metric that every evaluation has: silos are compared by it.
 HEADLINE = "mean_r1"

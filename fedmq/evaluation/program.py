@@ -11,6 +11,7 @@ import torch
 from torch.nn.functional import normalize
 
 from fedmq.clock import WallClock
+from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data.label_levels import fine_columns
 from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
@@ -19,7 +20,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.evaluation.embedded import embed
 from fedmq.evaluation.metrics import Measure, measure
 from fedmq.evaluation.user_metrics import measures_of
-from fedmq.federation.population import Population, build_population, device_of, run_name
+from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders, encoders_of, take
 from fedmq.models.hash_networks import Tower
 from fedmq.models.query_bank import Bank
@@ -38,7 +39,7 @@ class EvaluatorArguments:
     """How the evaluator is started.
 
     Args:
-        scenario: as the coordinator has it.
+        run: as the coordinator has it.
         connect: the coordinator's URI.
         keys: folder of its own key and of the coordinator's public key.
         out: folder for its message log.
@@ -46,12 +47,17 @@ class EvaluatorArguments:
         data: folder of the prepared data where the starter knows it; None finds it.
     """
 
-    scenario: Scenario
+    run: ResolvedRun
     connect: str
     keys: Path
     out: Path
     device: str | None = None
     data: Path | None = None
+
+    @property
+    def scenario(self) -> Scenario:
+        """The run's scenario, as resolved."""
+        return self.run.scenario
 
 
 def _judged(population: Population, rows: np.ndarray) -> SiloDataset:
@@ -208,7 +214,7 @@ def run_evaluator(
     identity, accepted = load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
     clock = WallClock()
     told = {"at": 0.0}
-    run = run_name(scenario)
+    run = arguments.run.id
     log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock)
     log.note(NoteKind.STARTED, run=run)
     link = Channel(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)

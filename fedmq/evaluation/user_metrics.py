@@ -9,40 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib.metadata import entry_points
-from pathlib import Path
 from typing import Any
 
 from fedmq.config import user_files
-from fedmq.config.loader import nearest
-from fedmq.config.scenario import Evaluation, Scenario
+from fedmq.config.scenario import Evaluation
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BUILT_IN, Measure, Metric, is_known
+from fedmq.text import nearest
 
 #: Entry point group of installed metrics.
 GROUP = "fedmq.metrics"
 _PLACE = "evaluation.metrics"
 _ALLOWED = "METRIC, a Measure (fedmq.evaluation.metrics), or METRICS, a list of them"
-
-
-def adopted(scenario: Scenario, folder: Path) -> Scenario:
-    """A scenario with references in place of the paths of the user's own metrics (``fedmq.config.user_files``).
-
-    Args:
-        scenario: whose user named the files, so that they may be executed.
-        folder: where relative paths start.
-
-    Raises:
-        InputError: a file cannot be read, or is not Python.
-    """
-    sources = scenario.evaluation.metrics
-    if not any(map(user_files.is_path, sources)):
-        return scenario
-
-    def named(source: str) -> str:
-        return user_files.adopt(folder / Path(source).expanduser()) if user_files.is_path(source) else source
-
-    evaluation = scenario.evaluation.model_copy(update={"metrics": tuple(map(named, sources))})
-    return scenario.model_copy(update={"evaluation": evaluation})
 
 
 def measures_of(evaluation: Evaluation) -> tuple[Measure, ...]:

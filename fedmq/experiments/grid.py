@@ -22,13 +22,13 @@ from typing import Any
 
 import yaml
 
-from fedmq.config.loader import nearest
 from fedmq.config.run_id import without_younger
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import BRIEF, known_names
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.runs.results import Target
+from fedmq.text import did_you_mean, nearest
 
 Resolve = Callable[[Path, list[str], int | None], Scenario]
 """A scenario file with settings and a seed, every default written out."""
@@ -236,7 +236,9 @@ def check_metrics(plan: ComparisonPlan, resolve: Resolve) -> None:
     for option, name in asked:
         if "." not in name and name not in known:
             more = "cut-offs as evaluation.map_at and evaluation.ndcg_at name them, folds with evaluation.fold_size"
-            raise InputError(option, name, f"a metric, e.g. {', '.join(nearest(name, known))}; {more}")
+            listed = f"a metric, e.g. {', '.join(nearest(name, known))}; {more}"
+            hint = did_you_mean(name, known)
+            raise InputError(option, name, f"{listed}; {hint}" if hint else listed)
 
 
 def entries(
@@ -264,7 +266,7 @@ def entries(
     wide = [f"{key}." for each in varied for key in each.keys]
     own_settings = [setting for setting in settings if not _key(setting).startswith(tuple(wide))]
     scenarios = {file: resolve(file, own_settings, None) for file in files}
-    names_of = {file: {own.name, own.protocol.name} for file, own in scenarios.items()}
+    names_of = {file: {own.name, own.protocol.label} for file, own in scenarios.items()}
     _refuse_idle("--vary", varied, {name for names in names_of.values() for name in names})
     drafts = [
         _Draft(file, scenarios[file].name, tuple(zip(own, values, strict=True)))
@@ -281,7 +283,7 @@ def entries(
         name = ", ".join([*whole, *(f"{key}={text}" for key, text in draft.point)])
         own = (*settings, *draft.settings)
         with _blaming("--vary", draft.settings), _pointing(name, own, varied):
-            names = {resolve(draft.file, list(own), None).protocol.name, draft.scenario, method, name}
+            names = {resolve(draft.file, list(own), None).protocol.label, draft.scenario, method, name}
         known |= names
         candidates = tuple(itertools.product(*(each.settings for each in _fitting(select, names))))
         runs: list[str] = []

@@ -154,7 +154,7 @@ def run_of(
     facts = named_by(scenario, _HERE)
     if (trace := scenario.participation.trace) is not None:
         facts["participation"]["trace"] = file_digest(trace)  # what is in it, not where it lies
-    name = f"{scenario.name}-{scenario.protocol.name}-seed{seed}-{digest([facts, place.data_digest(scenario)])}"
+    name = f"{scenario.name}-{scenario.protocol.label}-seed{seed}-{digest([facts, place.data_digest(scenario)])}"
     title = f"{entry.name}, seed {seed}" + f" ({' '.join(chosen)})" * trial
     return Run(name, title, RunFolder(place.runs / name), scenario)
 

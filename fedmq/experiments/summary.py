@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedmq.config.loader import nearest
 from fedmq.errors import InputError
 from fedmq.evaluation.metrics import Metric
 from fedmq.experiments.grid import NO_BASELINE, ComparisonPlan, Entry
 from fedmq.runs import results as outcomes
 from fedmq.runs.results import FinishedRun, Statistic
+from fedmq.text import nearest
 
 ZERO_SHOT = "zero-shot"
 

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from fedmq.config import user_files
 from fedmq.config.scenario import Data, Scenario
-from fedmq.data import extract
-from fedmq.data.catalogue import SETS
+from fedmq.data import catalogue, extract
 from fedmq.data.label_levels import fine_columns
 from fedmq.data.prepared import finish, save_arrays
 from fedmq.data.raw_set import RawSet
@@ -135,7 +135,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
     Raises:
         InputError: the annotations cannot be read.
     """
-    entry = SETS[data.name]
+    entry = catalogue.find(data.name)
     raw = entry.read(data)
     kind = data.text or entry.text
     missing = [row for row in range(len(raw)) if raw.pictures.missing(row)]
@@ -171,9 +171,9 @@ def _published(data: Data, items: int, labels: int) -> dict[str, int]:
 
     A part of a set is a set, too, and no loader can know that files of it were left out.
     """
-    entry = SETS.get(data.name)
-    if entry is None or data.labelled:
+    if data.name in catalogue.OTHERS or data.labelled:
         return {}
+    entry = catalogue.find(data.name)
     fine = entry.items in (0, items) and (not labels or entry.labels in (0, labels))
     sizes = {"items": entry.items} | ({"labels": entry.labels} if labels and entry.labels else {})
     return {} if fine else sizes
@@ -340,7 +340,9 @@ def _shared_by_all(facts: DataFacts) -> list[str]:
 def show(facts: DataFacts, out: Console) -> None:
     """Print the facts of :func:`check`."""
     splits = ", ".join(f"{count} {name}" for name, count in facts.splits.items() if count)
-    line = f"{facts.data}: {facts.items} items, {facts.captions} captions" + (splits and f" ({splits})")
+    line = f"{user_files.label(facts.data)}: {facts.items} items, {facts.captions} captions" + (
+        splits and f" ({splits})"
+    )
     if facts.labels:
         line += f", {len(facts.labels)} labels, {facts.without_labels} items without one"
     out.print(line, highlight=False, markup=False)

@@ -32,6 +32,7 @@ from fedmq.errors import InputError, RunError
 from fedmq.federation.protocol import Context, SiloFacts
 from fedmq.models import hash_networks
 from fedmq.models.build import build
+from fedmq.models.objectives import OBJECTIVES, network_of
 from fedmq.models.two_tower import TwoTower
 from fedmq.storage.cache import cache_folder
 from fedmq.storage.locks import locked
@@ -78,7 +79,7 @@ class Population:
         self, scenario: Scenario, device: str, modalities: tuple[Literal["image", "text"], ...]
     ) -> TwoTower:
         """The two towers with their initial parameters; frozen encoders only for the modalities asked for."""
-        if scenario.objective.base != "info_nce":
+        if network_of(scenario.objective) is not None:
             classes = hash_networks.classes_of(self.prepared.label_names)
             return hash_networks.build(
                 scenario.objective,
@@ -108,11 +109,16 @@ class Population:
             model.dim,
             scenario.training,
             scenario.objective,
-            tuple(names[column] for column in trained_columns(scenario.objective.base, names)),
+            tuple(names[column] for column in self.label_columns(scenario)),
             max_age=scenario.aggregation.max_age,
             public=self.public_dataset,
             build=partial(self.build_model, scenario, "cpu", ("image", "text")),
         )
+
+    def label_columns(self, scenario: Scenario) -> list[int]:
+        """Columns of the data set's labels that the scenario's objective trains on."""
+        kind = OBJECTIVES.find(scenario.objective.base)
+        return trained_columns(self.prepared.label_names, both_levels=kind.both_levels)
 
     def public_dataset(self) -> SiloDataset | None:
         """The items of the split ``public``, which belong to no silo; None where there are none."""

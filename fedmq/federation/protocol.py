@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
 import torch
 
+from fedmq.config.options import schema_problem
 from fedmq.config.scenario import Objective, Training
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import InputError, RemoteWireError
@@ -266,7 +267,7 @@ class FederatedProtocol(ABC):
     that suit FedAvg. The programs use only the traits and these functions, so all other attribute names are free.
 
     Attributes:
-        Options: frozen dataclass, the schema of ``protocol:`` in a scenario.
+        Options: frozen dataclass, the schema of ``protocol:`` in a scenario; every option has a default.
     """
 
     Options: ClassVar[type[Any]] = NoOptions
@@ -358,24 +359,16 @@ class FederatedProtocol(ABC):
         raise NotImplementedError
 
 
-def check_class(name: str, kind: type[Any]) -> None:
-    """Check that a class is a federated method.
-
-    Args:
-        name: of the method, for the error.
-        kind: the class.
-
-    Raises:
-        InputError: it is not a subclass of FederatedProtocol, lacks abstract functions, or its Options are not a
-            dataclass.
-    """
-    place = f"protocol {name}"
-    if not (isinstance(kind, type) and issubclass(kind, FederatedProtocol)):
-        raise InputError(place, str(kind), "a subclass of FederatedProtocol as PROTOCOL")
-    if missing := sorted(kind.__abstractmethods__):
-        raise InputError(place, f"{kind.__name__} without {', '.join(missing)}", "a class that defines these functions")
-    if not is_dataclass(kind.Options):
-        raise InputError(place, f"Options {kind.Options}", "a frozen dataclass, each option with a default")
+def class_problem(found: object) -> str | None:
+    """What keeps an object from being the class of a federated method; None if nothing does."""
+    if not isinstance(found, type):
+        return f"an object of type {type(found).__name__}, no class"
+    if not issubclass(found, FederatedProtocol):
+        return f"class {found.__name__}, which is no subclass of FederatedProtocol"
+    if missing := sorted(found.__abstractmethods__):
+        return f"class {found.__name__} without {', '.join(missing)}"
+    problem = schema_problem(found.Options)
+    return problem and f"class {found.__name__}, whose Options are {problem}"
 
 
 def check_traits(name: str, method: FederatedProtocol, options: Any, context: Context) -> None:

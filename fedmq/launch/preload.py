@@ -30,7 +30,7 @@ _MODULES = (
 
 for _name in _MODULES:
     importlib.import_module(_name)
-for _name in importlib.import_module("protocols").names():
+for _name in importlib.import_module("protocols").METHODS.built_in():
     importlib.import_module(f"protocols.{_name}")
 # What lives now lives for good: the collector must not write to these pages in every child.
 gc.collect()

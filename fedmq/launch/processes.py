@@ -16,10 +16,9 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import protocols
 from coordinator.fault_injection import Order
 from coordinator.program import CoordinatorArguments, check, run_coordinator
-from fedmq.config.scenario import Scenario
+from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import FedmqError, InputError
 from fedmq.evaluation.program import EvaluatorArguments, run_evaluator
 from fedmq.federation.population import build_population
@@ -126,11 +125,11 @@ def evaluator_process(arguments: EvaluatorArguments) -> None:
         sys.exit(_say(error))
 
 
-def world_process(scenario: Scenario, line: Connection) -> None:
+def world_process(run: ResolvedRun, line: Connection) -> None:
     """Prepares the data; the line tells progress, and at last the folder or what went wrong."""
     _settle_in()
     try:
-        folder = population_here(scenario, lambda what, done, total: _tell(line, (what, done, total)))
+        folder = population_here(run, lambda what, done, total: _tell(line, (what, done, total)))
     except InputError as error:
         _tell(line, ("input", error.place, str(error.found), error.allowed))
     except FedmqError as error:
@@ -140,18 +139,18 @@ def world_process(scenario: Scenario, line: Connection) -> None:
 
 
 def population_here(
-    scenario: Scenario, progress: Callable[[str, int, int], None] | None, folder: Path | None = None
+    run: ResolvedRun, progress: Callable[[str, int, int], None] | None, folder: Path | None = None
 ) -> Path:
     """Make the run's world in the cache, in this process; as ``fedmq.launch.supervisor.prepare_population`` otherwise.
 
     Args:
-        scenario: as resolved.
+        run: as resolved.
         progress: told during anything long.
         folder: of the prepared data, if it is there.
 
     Raises:
         InputError: the data, or the scenario with these data, would be refused by a run's programs.
     """
-    population = build_population(scenario, progress, folder=folder, pooled=protocols.traits_of(scenario).pooled)
-    check(scenario, population)
+    population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled)
+    check(run.scenario, population)
     return population.prepared.folder

@@ -26,7 +26,7 @@ import psutil
 from coordinator.fault_injection import Order
 from coordinator.in_process_peers import Answer, InProcessPeers
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
-from fedmq.config.scenario import Scenario
+from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import InputError, RunError
 from fedmq.evaluation.program import Evaluator, EvaluatorArguments
 from fedmq.federation.population import Population, device_of
@@ -55,11 +55,11 @@ _PRIVATE = "fedmq-run-"
 _LOCK = "lock"
 
 
-def prepare_population(scenario: Scenario, progress: Callable[[str, int, int], None] | None) -> Path:
+def prepare_population(run: ResolvedRun, progress: Callable[[str, int, int], None] | None) -> Path:
     """Make the run's world in the cache, in a process of its own: extracting features loads what nobody else needs.
 
     Args:
-        scenario: as resolved.
+        run: as resolved.
         progress: told (what, done, total) during anything long.
 
     Returns:
@@ -70,7 +70,7 @@ def prepare_population(scenario: Scenario, progress: Callable[[str, int, int], N
         RunError: the process died.
     """
     line, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=children.world_process, args=(scenario, theirs), daemon=True)
+    process = CONTEXT.Process(target=children.world_process, args=(run, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -100,14 +100,14 @@ class _Supervisor:
     """The processes of one run.
 
     Args:
-        scenario: as resolved.
+        run: as resolved.
         folder: the run folder.
         keys: a private folder of keys made for this run.
         resume: go on from the last checkpoint.
         data: folder of the prepared data; None lets every process find it.
     """
 
-    scenario: Scenario
+    run: ResolvedRun
     folder: RunFolder
     keys: Path
     resume: bool
@@ -124,7 +124,7 @@ class _Supervisor:
         """Start the coordinator; returns the line it reports on."""
         ours, theirs = CONTEXT.Pipe()
         bind = f"ipc://{self.keys.parent / 'wire'}"
-        arguments = CoordinatorArguments(self.scenario, bind, self.keys, self.folder.root, self.resume, self.data)
+        arguments = CoordinatorArguments(self.run, bind, self.keys, self.folder.root, self.resume, self.data)
         self._start(COORDINATOR, children.coordinator_process, arguments, theirs)
         theirs.close()
         return ours
@@ -132,17 +132,17 @@ class _Supervisor:
     def start_peers(self, uri: str) -> None:
         """Start the evaluator and every silo that does not run yet."""
         self.uri = uri
-        for name in (EVALUATOR, *self.scenario.silo_names):
+        for name in (EVALUATOR, *self.run.scenario.silo_names):
             if name not in self.processes:
                 self.start_peer(name)
 
     def start_peer(self, name: str) -> None:
         """Start, or start again, a silo or the evaluator."""
         if name == EVALUATOR:
-            evaluator = EvaluatorArguments(self.scenario, self.uri, self.keys, self.folder.root, data=self.data)
+            evaluator = EvaluatorArguments(self.run, self.uri, self.keys, self.folder.root, data=self.data)
             self._start(name, children.evaluator_process, evaluator)
         else:
-            silo = SiloArguments(self.scenario, name, self.uri, self.keys, self.folder.root, data=self.data)
+            silo = SiloArguments(self.run, name, self.uri, self.keys, self.folder.root, data=self.data)
             self._start(name, children.silo_process, silo)
 
     def carry_out(self, order: Order) -> Connection | None:
@@ -314,7 +314,7 @@ def private_folder() -> Iterator[Path]:
 
 
 def simulate(
-    scenario: Scenario,
+    run: ResolvedRun,
     folder: RunFolder,
     *,
     resume: bool,
@@ -325,7 +325,7 @@ def simulate(
     """Run a scenario with real processes on this machine.
 
     Args:
-        scenario: as resolved; its world is in the cache already.
+        run: as resolved; its world is in the cache already.
         folder: the run folder.
         resume: go on from its last checkpoint.
         status: told how things stand, a few times a second.
@@ -337,11 +337,11 @@ def simulate(
         InputError: somebody found its input wrong.
     """
     began = time.monotonic() if began is None else began
-    warm_up(scenario.backbone.name)
+    warm_up(run.scenario.backbone.name)
     with private_folder() as private:
         keys = private / "keys"
-        init_keys(keys, (COORDINATOR, EVALUATOR, *scenario.silo_names))
-        supervisor = _Supervisor(scenario, folder, keys, resume, data)
+        init_keys(keys, (COORDINATOR, EVALUATOR, *run.scenario.silo_names))
+        supervisor = _Supervisor(run, folder, keys, resume, data)
         try:
             with _signals() as caught:
                 outcome, ready = _watch(supervisor, status, caught, began)
@@ -354,20 +354,21 @@ def simulate(
     return Simulated(outcome, time.monotonic() - began, ready, supervisor.peak_pss / 2**20)
 
 
-def inline_peers(scenario: Scenario, folder: RunFolder, data: Path | None, population: Population) -> dict[str, Answer]:
+def inline_peers(run: ResolvedRun, folder: RunFolder, data: Path | None, population: Population) -> dict[str, Answer]:
     """The evaluator and every silo of a run as functions, by name; they take turns with one model."""
+    scenario = run.scenario
     device = device_of(scenario.device)
     model = population.build_model(scenario, device, ("image", "text"))
     evaluator = Evaluator(scenario, population, device)
     answers: dict[str, Answer] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
     for name in scenario.silo_names:
-        arguments = SiloArguments(scenario, name, InProcessPeers.uri, folder.root, folder.root, data=data)
+        arguments = SiloArguments(run, name, InProcessPeers.uri, folder.root, folder.root, data=data)
         answers[name] = Silo(arguments, population, model, noise=scenario.seed).respond
     return answers
 
 
 def simulate_inline(
-    scenario: Scenario, folder: RunFolder, *, resume: bool, status: Callable[[Status], None], data: Path | None = None
+    run: ResolvedRun, folder: RunFolder, *, resume: bool, status: Callable[[Status], None], data: Path | None = None
 ) -> Simulated:
     """Run a scenario in this process alone: silos and evaluator are calls, nothing is sent or sealed.
 
@@ -378,10 +379,10 @@ def simulate_inline(
 
     with _signals() as caught:
         outcome = run_coordinator(
-            CoordinatorArguments(scenario, InProcessPeers.uri, folder.root, folder.root, resume, data),
+            CoordinatorArguments(run, InProcessPeers.uri, folder.root, folder.root, resume, data),
             status=status,
             stop_wanted=lambda: bool(caught),
-            peers=partial(inline_peers, scenario, folder, data),
+            peers=partial(inline_peers, run, folder, data),
         )
     memory = psutil.Process().memory_full_info().pss / 2**20
     return Simulated(outcome, time.monotonic() - began, None, memory)
@@ -409,7 +410,7 @@ def _watch(
                 line = supervisor.carry_out(item) or line
                 asked_to_stop = asked_to_stop and item.what != "die"
             case Status():
-                if ready is None and item.online == supervisor.scenario.silos.count:
+                if ready is None and item.online == supervisor.run.scenario.silos.count:
                     ready = time.monotonic() - began
                     supervisor.weigh()
                 status(item)

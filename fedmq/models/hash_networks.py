@@ -1,14 +1,14 @@
 """The networks of the hashing and supervised bases: small towers in one flat buffer, over frozen features.
 
 A scenario may have the image encoder trained, too; it is a part of the image tower then. Each base loss has its own
-network; the widths are the papers', the scenario may give others.
+network, which it registers with ``fedmq.models.objectives``; the scenario may give other widths than its plan has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
 
@@ -16,81 +16,28 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedmq.config.scenario import Backbone, Base, Objective
+from fedmq.config.scenario import Backbone, Objective
 from fedmq.data.label_levels import fine_columns
 from fedmq.encoders import matconvnet
 from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
+from fedmq.models.objectives import OBJECTIVES, CommonSpacePlan, TowerPlan, network_of
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import torch_generator
 from fedmq.wire.layout import Layout
 
 #: Rate of the dropout before the last layer of the unsupervised bases' networks: one random bit per unit says it.
 DROPOUT = 0.5
-#: Bases that train without labels.
-WITHOUT_LABELS = ("info_nce", "dgcpn", "djsrh", "jdsh")
-
-
-@dataclass(frozen=True)
-class TowerPlan:
-    """What a base's towers look like.
-
-    Args:
-        image: widths of the image tower's hidden layers (ReLU).
-        text: widths of the text tower's.
-        bits: default length of the code.
-        tanh: the code is squashed.
-        classifier: each tower ends in a linear classifier of its code.
-        dropout: before the last layer.
-        std: of all weights and biases, normal; None draws uniformly within 1/sqrt(fan in), as torch does.
-        last_std: of the last layer's weights alone, normal, its bias zero; None as the others.
-    """
-
-    image: tuple[int, ...] = (1024,)
-    text: tuple[int, ...] = (1024,)
-    bits: int = 64
-    tanh: bool = False
-    classifier: bool = False
-    dropout: bool = False
-    std: float | None = None
-    last_std: float | None = None
-
-
 # Name prefix of an encoder's parameters where it is trained.
 _ENCODER = "visual.encoder."
-_HASH = TowerPlan()
-_UNSUPERVISED = TowerPlan((4096,), (4096,), tanh=True, dropout=True, last_std=0.3)
-PLANS: Mapping[Base, TowerPlan] = {
-    "dcmh": TowerPlan((), (8192,), classifier=True, std=0.01),
-    "shdch": TowerPlan((), (8192,), tanh=True, classifier=True, std=0.01),
-    "dpsh": _HASH,
-    "dch": _HASH,
-    "greedyhash": _HASH,
-    "csq": _HASH,
-    "triplet": TowerPlan(bits=48),
-    "dgcpn": _UNSUPERVISED,
-    "djsrh": _UNSUPERVISED,
-    "jdsh": _UNSUPERVISED,
-}
-# DSCMR's first layers, which it has beside a network of its own, and its common space.
-_DSCMR = TowerPlan((2048,), (2048,), bits=1024)
-
-
-def widths_of(base: Base) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """A hash base's default length of a code, and of the hidden layers of its image and its text tower."""
-    plan = _DSCMR if base == "dscmr" else PLANS[base]
-    return plan.bits, plan.image, plan.text
 
 
 def plans_of(objective: Objective) -> tuple[TowerPlan, TowerPlan] | None:
-    """Plans of the image and the text tower of a scenario's base; None for those that have a network of their own.
-
-    SHDCH's option ``tanh: text`` squashes the text tower's outputs alone.
-    """
-    plan = PLANS.get(objective.base)
-    if plan is None:
+    """Plans of the image and the text tower of a scenario's objective; None for those with another network."""
+    plan = network_of(objective)
+    if not isinstance(plan, TowerPlan):
         return None
-    return (replace(plan, tanh=False) if objective.options.get("tanh") == "text" else plan), plan
+    return (replace(plan, tanh=False) if plan.squashed == "text" else plan), plan
 
 
 class Tower(nn.Module):
@@ -341,12 +288,15 @@ def build(
             found = f"items of shape {list(shape)}"
             raise InputError(f"data: {what}", found, f"features [d] with base {objective.base}")
     widths = inputs.image_shape[0] if encoder is None else encoder.width, inputs.text_shape[0]
-    if objective.base not in WITHOUT_LABELS and classes == 0:
-        raise InputError("objective.base", objective.base, "dgcpn, djsrh, jdsh or info_nce: the data set has no labels")
-    if objective.base == "dscmr":
-        return _dscmr(objective, widths, classes, seed, device)
-    plans = plans_of(objective)
-    assert plans is not None  # noqa: S101 - info_nce is built in two_tower
+    if OBJECTIVES.find(objective.base).needs_labels and classes == 0:
+        free = [name for name in OBJECTIVES.built_in() if not OBJECTIVES.find(name).needs_labels]
+        allowed = f"{', '.join(free[:-1])} or {free[-1]}: the data set has no labels"
+        raise InputError("objective.base", objective.base, allowed)
+    network, plans = network_of(objective), plans_of(objective)
+    if isinstance(network, CommonSpacePlan):
+        return _common_space(objective, network, widths, classes, seed, device)
+    if plans is None:
+        raise InputError("objective.base", objective.base, "an objective with a hash network, not adapters and heads")
     plan = plans[0]
     bits = objective.bits or plan.bits
     towers = [
@@ -360,16 +310,22 @@ def build(
         )
         for width, hidden, own, below in zip(widths, (plan.image, plan.text), plans, (encoder, None), strict=True)
     ]
-    shared = SignHead(bits, classes) if objective.base == "greedyhash" else None
+    shared = SignHead(bits, classes) if plan.sign_head else None
     model = TwoTower(towers[0], towers[1], bits, device, shared=shared, binary=True)
     return _drawn(model, partial(initial_parameters, model.layout, plan, seed, trained))
 
 
-def _dscmr(objective: Objective, widths: tuple[int, int], classes: int, seed: int, device: torch.device) -> TwoTower:
-    hidden, dim = objective.hidden or _DSCMR.image[0], objective.bits or _DSCMR.bits
-    enhance, leaky = bool(objective.options.get("enhance")), bool(objective.options.get("leaky"))
-    towers = [FirstLayer(width, hidden, dim, enhance) for width in widths]
-    shared = CommonSpace(hidden, dim, classes, enhance=enhance, leaky=leaky)
+def _common_space(
+    objective: Objective,
+    plan: CommonSpacePlan,
+    widths: tuple[int, int],
+    classes: int,
+    seed: int,
+    device: torch.device,
+) -> TwoTower:
+    hidden, dim = objective.hidden or plan.hidden, objective.bits or plan.bits
+    towers = [FirstLayer(width, hidden, dim, plan.enhance) for width in widths]
+    shared = CommonSpace(hidden, dim, classes, enhance=plan.enhance, leaky=plan.leaky)
     model = TwoTower(towers[0], towers[1], dim, device, shared=shared)
     return _drawn(model, partial(initial_parameters, model.layout, TowerPlan(), seed))
 

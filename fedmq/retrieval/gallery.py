@@ -147,9 +147,9 @@ def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[
     """Captions of each item as texts; empty where a data set has vectors only, as any has under ``features``."""
     known: dict[str, tuple[str, ...]] = {}
     if backbone.name != "features":
-        from fedmq.data.catalogue import SETS  # noqa: PLC0415 - loaders need optional packages
+        from fedmq.data import catalogue  # noqa: PLC0415 - loaders need optional packages
 
-        found = SETS[data.name].read(data)
+        found = catalogue.find(data.name).read(data)
         known = dict(zip(found.keys, found.captions, strict=True))
     return tuple(known.get(key, ()) for key in keys)
 

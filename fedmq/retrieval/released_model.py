@@ -12,7 +12,7 @@ from torch import Tensor
 from fedmq.config.loader import load
 from fedmq.config.parts import Modality
 from fedmq.config.scenario import Data, Scenario
-from fedmq.data.catalogue import SETS
+from fedmq.data import catalogue
 from fedmq.data.prepared import Prepared
 from fedmq.encoders.base import MODALITIES, Encoder
 from fedmq.encoders.select import image_encoder, text_encoder
@@ -194,7 +194,7 @@ class Release:
 
 
 def _kind_of_text(data: Data) -> str:
-    return data.text or (SETS[data.name].text if data.name in SETS else "sentences")
+    return data.text or ("sentences" if data.name in catalogue.OTHERS else catalogue.find(data.name).text)
 
 
 def open_release(root: Path, device: str | None = None) -> Release:

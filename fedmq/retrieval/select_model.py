@@ -52,7 +52,7 @@ def opened(
     names, bare = scenario.silo_names, programs.traits_of(scenario).own_only
     if silo is None:
         if bare:
-            method = scenario.protocol.name
+            method = scenario.protocol.label
             allowed = f"--silo NAME ({names[0]} to {names[-1]}): silos of {method} keep models of their own"
             raise InputError(str(root), f"a shared model that {method} trains in part or not at all", allowed)
         return release

@@ -1,53 +1,45 @@
 """Base losses: what a silo minimises, whatever federated method it takes part in. One module per base.
 
-A module ``protocols/objectives/<base>.py`` holds a frozen dataclass ``Options`` and a function
-``begin(options, local, context, task) -> Work | None``: the base at work in one task of one silo. Its equations are
-module-level functions, checked against golden values. ``fedmq.config.scenario.Base`` names the bases and
-``fedmq.models.hash_networks`` their networks; info_nce, which needs none, is in ``protocols/fedavg.py``.
+A module ``protocols/objectives/<base>.py`` registers itself by ``OBJECTIVE``, an
+:class:`~fedmq.models.objectives.ObjectiveKind`: its options, its network, and ``begin(options, local, context, task)``,
+the base at work in one task of one silo. Its equations are module-level functions, checked against golden values.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import Any, Protocol, cast
+import dataclasses
+from typing import Any
 
+from fedmq.config.options import parsed
 from fedmq.config.scenario import Objective
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Context, Local, Task
-from protocols._options import parsed
+from fedmq.models.objectives import OBJECTIVES
 from protocols._training import Work
 
-
-class Base(Protocol):
-    """What a module of this package offers."""
-
-    Options: type[Any]
-
-    def begin(self, options: Any, local: Local, context: Context, task: Task) -> Work | None:
-        """The base at work; None when this silo has nothing to minimise, as one that lacks a modality it needs."""
-        ...
-
-
-def module_of(base: str) -> Base:
-    """The module of a base.
-
-    Raises:
-        InputError: info_nce, which has no options of its own.
-    """
-    if base == "info_nce":
-        raise InputError("objective", "options", "none with base info_nce; its temperature is the method's")
-    return cast(Base, importlib.import_module(f"protocols.objectives.{base}"))
+OBJECTIVES.add_package(__name__)
 
 
 def options_of(objective: Objective, place: str = "objective") -> Any:
     """A base's options, checked.
 
     Raises:
-        InputError: an unknown option, or a value that is not allowed.
+        InputError: an unknown base or option, or a value that is not allowed.
     """
-    return parsed(module_of(objective.base).Options, objective.options, place)
+    kind = OBJECTIVES.find(objective.base)
+    if objective.options and not dataclasses.fields(kind.options):
+        raise InputError(place, "options", f"none with base {objective.base}; its temperature is the method's")
+    return parsed(kind.options, objective.options, place)
 
 
 def begin(options: Any, local: Local, context: Context, task: Task) -> Work | None:
-    """The scenario's base at work in one task of one silo."""
-    return module_of(context.objective.base).begin(options, local, context, task)
+    """The scenario's base at work in one task of one silo.
+
+    Returns:
+        None when this silo has nothing to minimise, as one that lacks a modality it needs.
+    """
+    begun = OBJECTIVES.find(context.objective.base).begin
+    if begun is None:
+        raise ValueError(f"the loss of base {context.objective.base} is the method's")
+    work: Work | None = begun(options, local, context, task)
+    return work

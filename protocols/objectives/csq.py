@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.federation.protocol import Context, Local, Task
+from fedmq.models.objectives import ObjectiveKind, TowerPlan
 from fedmq.seeds import numpy_generator
 from protocols._options import check
 from protocols.objectives._labelled import LabelledBatches, Samples
@@ -107,3 +108,6 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Label
         return loss(samples.codes, samples.labels, centres, ties, options)
 
     return LabelledBatches(local, context.training.batch_size, batch_loss)
+
+
+OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan())

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from fedmq.federation.protocol import Context, Local, Task
+from fedmq.models.objectives import ObjectiveKind, TowerPlan
 from protocols._losses import unit
 from protocols._options import check
 from protocols.objectives._labelled import LabelledBatches, Samples
@@ -70,3 +71,6 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Label
         return loss(samples.codes, samples.labels, options)
 
     return LabelledBatches(local, context.training.batch_size, batch_loss)
+
+
+OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan())

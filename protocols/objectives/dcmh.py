@@ -16,6 +16,7 @@ from torch.nn import functional
 from fedmq.config.parts import Modality
 from fedmq.data.label_levels import fine_columns
 from fedmq.federation.protocol import Context, Local, Task
+from fedmq.models.objectives import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from protocols import _training
 from protocols._options import check
@@ -132,3 +133,6 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dcmh:
         buffers=found,
         codes=_alternating.common_codes(found),
     )
+
+
+OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan((), (8192,), classifier=True, std=0.01))

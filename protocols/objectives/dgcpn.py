@@ -15,11 +15,12 @@ from torch import Tensor
 
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
+from fedmq.models.objectives import ObjectiveKind
 from fedmq.models.two_tower import Out
 from protocols import _training
 from protocols._losses import unit
 from protocols._options import check
-from protocols._similarity import Graph, codes, cosines, item_features, mean_square
+from protocols._similarity import UNSUPERVISED_TOWERS, Graph, codes, cosines, item_features, mean_square
 
 
 @dataclass(frozen=True)
@@ -206,3 +207,6 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn
         image, text = (each.to(local.model.flat.device) for each in item_features(local.share))
         graph = graph_of(image, text, options)
     return Dgcpn(options, local, context.training.batch_size, graph)
+
+
+OBJECTIVE = ObjectiveKind(Options, begin, lambda options: UNSUPERVISED_TOWERS, needs_labels=False, on_features=True)

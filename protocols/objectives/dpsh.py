@@ -12,6 +12,7 @@ from torch.nn import functional
 
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
+from fedmq.models.objectives import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from protocols import _training
 from protocols._options import check
@@ -106,3 +107,6 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
             if (old := local.state.get(f"{_BANK}.{modality}")) is not None:
                 codes.copy_(old)
     return Dpsh(local, context.training.batch_size, options.alpha, bank.to(local.model.flat.device))
+
+
+OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan())

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.federation.protocol import Context, Local, Task
+from fedmq.models.objectives import CommonSpacePlan, ObjectiveKind
 from fedmq.models.two_tower import Out
 from protocols._losses import unit
 from protocols._options import check
@@ -94,3 +95,11 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Every
     """DSCMR at work in one task; every silo can train it, with what it has."""
     rows = np.arange(len(local.share))
     return EveryLabelledBatch(local, context.training.batch_size, partial(loss, options=options), rows)
+
+
+def network(options: Options) -> CommonSpacePlan:
+    """DSCMR's own network, or FedSCMR's and FedCMR's variants of it."""
+    return CommonSpacePlan(enhance=options.enhance, leaky=options.leaky)
+
+
+OBJECTIVE = ObjectiveKind(Options, begin, network, on_features=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from fedmq.federation.protocol import Context, Local, Task
+from fedmq.models.objectives import ObjectiveKind, TowerPlan
 from protocols._options import check
 from protocols.objectives._labelled import LabelledBatches, Samples
 
@@ -67,3 +68,6 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Label
         return loss(samples.codes, samples.logits, samples.labels, options)
 
     return LabelledBatches(local, context.training.batch_size, batch_loss)
+
+
+OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan(sign_head=True))

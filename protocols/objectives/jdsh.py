@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from fedmq.federation.protocol import Context, Local, Task
+from fedmq.models.objectives import ObjectiveKind
 from protocols._options import check
-from protocols._similarity import affinity, cosines, mean_square
+from protocols._similarity import UNSUPERVISED_TOWERS, affinity, cosines, mean_square
 from protocols.objectives._reconstruction import Reconstruction
 
 
@@ -107,3 +108,6 @@ def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Op
 def begin(options: Options, local: Local, context: Context, task: Task) -> Reconstruction:
     """JDSH at work in one task; every silo can train it, with what it has."""
     return Reconstruction(local, context.training, partial(target, options=options), partial(loss, options=options))
+
+
+OBJECTIVE = ObjectiveKind(Options, begin, lambda options: UNSUPERVISED_TOWERS, needs_labels=False, on_features=True)

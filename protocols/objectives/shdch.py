@@ -20,6 +20,7 @@ from fedmq.config.parts import Modality
 from fedmq.data.label_levels import coarse_columns, fine_columns
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Context, Local, Task
+from fedmq.models.objectives import ObjectiveKind, TowerPlan
 from fedmq.models.two_tower import Out
 from fedmq.seeds import torch_generator
 from protocols import _training
@@ -232,3 +233,11 @@ def first_codes(context: Context, place: int, classes: int) -> Tensor:
     generator = torch_generator(context.seed, "shdch", place)
     drawn = torch.randint(0, 2, (classes, context.dim), generator=generator)
     return drawn.float() * 2 - 1
+
+
+def network(options: Options) -> TowerPlan:
+    """DCMH's widths, with tanh in both towers or, as SHDCH's own code has it, in the text tower alone."""
+    return TowerPlan((), (8192,), tanh=True, classifier=True, std=0.01, squashed=options.tanh)
+
+
+OBJECTIVE = ObjectiveKind(Options, begin, network, both_levels=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedmq.federation.protocol import Context, Local, Task
 from fedmq.models.hash_networks import signs
+from fedmq.models.objectives import ObjectiveKind, TowerPlan
 from protocols._losses import unit
 from protocols._options import check
 from protocols.objectives._labelled import LabelledBatches, Samples
@@ -134,3 +135,6 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Label
         return loss(samples, options, generator)
 
     return LabelledBatches(local, context.training.batch_size, batch_loss)
+
+
+OBJECTIVE = ObjectiveKind(Options, begin, lambda options: TowerPlan(bits=48))

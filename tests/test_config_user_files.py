@@ -1,0 +1,284 @@
+"""Methods, objectives and data sets from the user's own files: they run, and nothing else is executed."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import textwrap
+from collections.abc import Sequence
+from importlib.metadata import EntryPoint
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+
+import protocols
+from fedmq.cli import main as cli
+from fedmq.config import registry, user_files
+from fedmq.config.resolve import Source, read, resolve
+from fedmq.config.scenario import Scenario
+from fedmq.errors import InputError
+from fedmq.storage.run_folder import RunFolder
+from tests import data_set_folders, in_process_run
+from tests.threaded_run import resolved
+
+PAGE = (Path(__file__).parent.parent / "docs" / "howto" / "own_methods.md").read_text()
+
+
+def printed(heading: str) -> str:
+    """The file that the page prints under a heading: its first block of code."""
+    below = PAGE.partition(f"\n## {heading}\n")[2]
+    block = re.search(r'^    """(?:.*\n(?=    |\n))*.*\n', below, flags=re.MULTILINE)
+    assert block is not None
+    return textwrap.dedent(block[0])
+
+
+METHOD = printed("A method")
+OBJECTIVE = printed("An objective")
+DATA_SET = printed("A data set").replace("Draw(queries=1000)", "Draw(4, 2)")
+MARKED = "from pathlib import Path\nPath({path!r}).touch()\n"
+
+
+def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        cli.main()
+    return int(caught.value.code or 0)
+
+
+@pytest.fixture
+def file(tiny: Path, tmp_path: Path) -> Path:
+    """The tiny scenario in a folder of its own, with a method beside it."""
+    raw = yaml.safe_load(tiny.read_text())
+    raw["protocol"] = {"name": "./half.py", "share": 0.25}
+    path = tmp_path / "scenario.yaml"
+    path.write_text(yaml.safe_dump(raw))
+    (tmp_path / "half.py").write_text(METHOD)
+    return path
+
+
+def digest_of(scenario: Scenario, out: Path) -> str:
+    return str(in_process_run.run(scenario, out).summary.model_digest)
+
+
+# ------------------------------------------------------------------------------------------------------------ methods
+def test_a_method_of_the_users_own_file_runs(file: Path, tmp_path: Path) -> None:
+    half = resolved(file)
+    assert half.protocol.label == "half.py"
+    whole = resolved(file, "protocol.share=1.0")
+    plain = resolved(file, "protocol=fedavg")
+    found = [digest_of(each, tmp_path / name) for name, each in (("half", half), ("whole", whole), ("plain", plain))]
+    assert found[1] == found[2] != found[0], "a share of 1 is FedAvg"
+    assert str(tmp_path) not in RunFolder(tmp_path / "half").scenario.read_text().partition("data:")[0]
+
+
+@pytest.mark.slow
+def test_every_process_of_a_run_executes_the_file_and_the_run_can_be_replayed(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+    assert fedmq(monkeypatch, "scenario", file, "--out", run, "--quiet") == 0
+    (tmp_path / "half.py").write_text("raise RuntimeError('edited')")
+    assert fedmq(monkeypatch, "replay", run, "--quiet") == 0, "the copy of that time is executed"
+    assert fedmq(monkeypatch, "audit", run) == 0
+    again = tmp_path / "again"
+    assert fedmq(monkeypatch, "scenario", run / "scenario.yaml", "--out", again, "--quiet") == 0
+    digests = [json.loads(RunFolder(each).summary.read_text())["model_digest"] for each in (run, again)]
+    assert digests[0] == digests[1]
+
+
+def test_two_versions_of_a_file_are_different_runs_wherever_it_lies(file: Path, tmp_path: Path) -> None:
+    first = resolve(read(file), protocols)
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "half.py").write_text(METHOD)
+    (tmp_path / "half.py").write_text(METHOD + "# another version\n")
+    second = resolve(read(file), protocols)
+    assert first.id != second.id
+    assert first.scenario.protocol.label == second.scenario.protocol.label
+    there = file.rename(tmp_path / "elsewhere" / "scenario.yaml")
+    assert resolve(read(there), protocols).id == first.id
+
+
+def test_a_changed_file_does_not_go_on_with_a_run(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    run.scenario.write_text(resolved(file, "launcher=inline").dump())
+    (tmp_path / "half.py").write_text(METHOD + "# another version\n")
+    assert fedmq(monkeypatch, "scenario", file, "--set", "launcher=inline", "--resume", run.root) == 2
+    told = capsys.readouterr().err
+    assert "a run of another scenario: protocol.name is half.py@" in told
+    assert told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (None, r"half\.py: found 'no such file', allowed: a Python file"),
+        ("def f(:\n", r"half\.py: line 1: found 'invalid syntax', allowed: valid Python"),
+        ("x = 1\n\nimport no_such_module\n", r"half\.py: line 3: found \"ModuleNotFoundError: No module"),
+        ("x = 1\n", r"half\.py: found 'no PROTOCOL', allowed: PROTOCOL = \.\.\., a subclass of"),
+        ("PROTOCOL = 3\n", r"half\.py: PROTOCOL: found 'an object of type int, no class'"),
+        (METHOD.replace("Half(FedAvg)", "Half"), r"half\.py: PROTOCOL: found 'class Half, which is no subclass of Fed"),
+        (
+            "from fedmq.federation.protocol import FederatedProtocol\n"
+            + METHOD.replace("Half(FedAvg)", "Half(FederatedProtocol)"),
+            r"half\.py: PROTOCOL: found 'class Half without __init__, eligible, initial, task, train, uploads'",
+        ),
+        (METHOD.replace("share: float = 0.5", "share: str").replace("(FedAvgOptions)", ""), "no default for share"),
+        (METHOD.replace("Options = HalfOptions", "Options = dict"), "class Half, whose Options are no dataclass'"),
+    ],
+)
+def test_a_file_that_is_no_method_is_one_clear_line(file: Path, text: str | None, told: str) -> None:
+    (file.parent / "half.py").unlink()
+    if text is not None:
+        (file.parent / "half.py").write_text(text)
+    with pytest.raises(InputError, match=told) as caught:
+        resolve(read(file), protocols)
+    assert "\n" not in str(caught.value)
+
+
+def test_its_options_are_checked_at_their_line(file: Path) -> None:
+    file.write_text(file.read_text().replace("share: 0.25", "shar: 0.25"))
+    with pytest.raises(
+        InputError, match=r"scenario\.yaml: line \d+: protocol: found 'shar', allowed: did you mean share"
+    ):
+        resolve(read(file), protocols)
+
+
+def test_its_options_are_explained_without_a_docstring(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fedmq(monkeypatch, "protocols", file.parent / "half.py", "--json") == 0
+    (explained,) = json.loads(capsys.readouterr().out).values()
+    assert explained["summary"] == "Half: FedAvg whose merges go a share of the way."
+    assert explained["options"]["share"] == {"values": "number", "default": 0.5, "meaning": ""}
+
+
+# ----------------------------------------------------------------------------------- objectives, data sets, packages
+def test_an_objective_of_the_users_own_file_runs(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "pulled.py").write_text(OBJECTIVE)
+    raw = {**yaml.safe_load(file.read_text()), "protocol": "fedavg", "objective": {"base": "pulled.py", "weight": 2}}
+    file.write_text(yaml.safe_dump(raw))
+    scenario = resolved(file)
+    assert scenario.objective.options == {"weight": 2.0}
+    summary = in_process_run.run(scenario, tmp_path / "run").summary
+    assert summary.per_silo["silo-00"].participations > 0
+    assert digest_of(resolved(file, "objective.weight=1"), tmp_path / "other") != summary.model_digest
+    with pytest.raises(InputError, match=r"objective\.wight: found 'wight', allowed: did you mean weight\?"):
+        resolved(file, "objective.wight=1")
+
+
+def test_an_objective_without_a_plan_is_one_clear_line(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "pulled.py").write_text(OBJECTIVE.replace("ObjectiveKind(Options, begin, ", "ObjectiveKind(Options, "))
+    raw = {**yaml.safe_load(file.read_text()), "protocol": "fedavg", "objective": "./pulled.py"}
+    file.write_text(yaml.safe_dump(raw))
+    with pytest.raises(InputError, match=r"pulled\.py: line \d+: found .*") as caught:
+        resolve(read(file), protocols)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_data_set_of_the_users_own_file_is_read(file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "set"
+    folder.mkdir()
+    entries = []
+    for number in range(16):
+        data_set_folders.photo(folder / "photos" / f"{number}.png", number)
+        entries.append({"file": f"{number}.png", "class": f"{number % 2}", "text": f"picture number {number}"})
+    (folder / "list.json").write_text(json.dumps(entries))
+    (tmp_path / "pairs.py").write_text(DATA_SET)
+    raw = yaml.safe_load(file.read_text())
+    raw |= {"protocol": "fedavg", "data": {"name": "./pairs.py", "path": str(folder)}, "backbone": "lite"}
+    raw |= {"backbone": {"name": "lite"}, "silos": {"count": 2}, "partition": {"kind": "iid"}, "missing_modality": {}}
+    file.write_text(yaml.safe_dump(raw))
+    summary = in_process_run.run(resolved(file, "rounds=1", "training.warmup_rounds=0"), tmp_path / "run").summary
+    assert sum(each.samples for each in summary.per_silo.values()) == 10
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (["protocol=fedagv"], r"--set protocol: protocol\.name: found 'fedagv', allowed: did you mean fedavg"),
+        (["objective=dcmhh"], r"--set objective: objective\.base: found 'dcmhh', allowed: did you mean dcmh"),
+        (["data.name=feature"], r"--set data\.name: found 'feature', allowed: did you mean features\?"),
+        (["protocol={name: fedprox, muu: 1}"], r"found 'muu', allowed: did you mean mu\?"),
+    ],
+)
+def test_a_name_that_is_nearly_right_is_suggested(tiny: Path, settings: Sequence[str], told: str) -> None:
+    with pytest.raises(InputError, match=told):
+        resolve(read(tiny, settings), protocols)
+
+
+def test_a_method_of_an_installed_package_is_found_by_its_entry_point(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = ModuleType("somebodys_half")
+    monkeypatch.setitem(sys.modules, "somebodys_half", module)
+    exec(METHOD, vars(module))
+
+    def entry_points(*, group: str, **params: Any) -> list[EntryPoint]:
+        found = [EntryPoint("half", "somebodys_half", "fedmq.protocols"), EntryPoint("fedavg", "os", "fedmq.protocols")]
+        return [each for each in found if each.group == group and params.get("name", each.name) == each.name]
+
+    monkeypatch.setattr(registry, "entry_points", entry_points)
+    assert "half" in protocols.names()
+    assert protocols.names().count("fedavg") == 1
+    assert resolved(tiny, "protocol={name: half, share: 0.5}").protocol.options["share"] == 0.5
+    assert protocols.load("fedavg").__module__ == "protocols.fedavg", "a built-in name is nobody else's"
+
+
+# ------------------------------------------------------------------------------------------------ what is not executed
+def test_a_run_folder_of_somebody_else_executes_nothing(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = tmp_path / "executed"
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    evil = run.root / "evil.py"
+    evil.write_text(METHOD + MARKED.format(path=str(trace)))
+    raw = resolved(file, "launcher=inline").model_dump(mode="json")
+    for name in (str(evil), "./evil.py", f"evil.py@{'0' * 64}"):
+        run.scenario.write_text(yaml.safe_dump({**raw, "protocol": {"name": name}}))
+        assert fedmq(monkeypatch, "replay", run.root, "--quiet") == 2
+        told = capsys.readouterr().err
+        assert "evil.py" in told
+        assert told.count("\n") == 1
+        assert fedmq(monkeypatch, "scenario", file, "--set", "launcher=inline", "--resume", run.root) == 2
+        assert "evil.py" in capsys.readouterr().err
+        assert not trace.exists()
+
+
+def test_what_nobody_adopted_here_is_refused_until_the_user_names_the_file(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "first"))
+    text = METHOD + f"# {tmp_path}\n"
+    (tmp_path / "half.py").write_text(text)
+    reference = user_files.adopt(tmp_path / "half.py")
+    raw = yaml.safe_load(file.read_text())
+    raw["protocol"] = {"name": reference}
+    monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "second"))
+    source = Source(file, Scenario.model_validate(raw))
+    with pytest.raises(
+        InputError, match=r"half\.py: found 'content with SHA-256 .*, unknown here', allowed: .*fedmq protocols"
+    ):
+        resolve(source, protocols, adopt=False)
+    assert fedmq(monkeypatch, "protocols", tmp_path / "half.py") == 0
+    assert resolve(source, protocols, adopt=False).scenario.protocol.name == reference
+
+
+def test_a_copy_that_was_tampered_with_is_not_executed(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "half.py").write_text(METHOD + f"# tampered {tmp_path}\n")
+    reference = user_files.adopt(tmp_path / "half.py")
+    (copy,) = (tmp_path / "cache" / "code").glob("*.py")
+    copy.write_text(METHOD + MARKED.format(path=str(tmp_path / "executed")))
+    with pytest.raises(InputError, match="unknown here"):
+        user_files.load(reference)
+    assert not (tmp_path / "executed").exists()

@@ -1,8 +1,8 @@
 """open_clip models as frozen backbones whose weights are shared by all processes of a machine.
 
-A model's weights are converted once to two safetensors files in the cache, one per tower. Each process builds the module
-on the meta device and assigns memory maps of these files, so that pages are read once per machine, and only for the
-towers in use. With ``adapter_site: blocks``, a bottleneck adapter follows every transformer block: x <- block(x);
+A model's weights are converted once to two safetensors files in the cache, one per tower. Each process builds the
+module on the meta device and assigns memory maps of these files, so that pages are read once per machine, and only for
+the towers in use. With ``adapter_site: blocks``, a bottleneck adapter follows every transformer block: x <- block(x);
 x <- x + up(gelu(down(x))). Source: RCSR.
 """
 
@@ -92,7 +92,7 @@ class Frozen(nn.Module):
         return encoded.float()
 
 
-def _tower_of(model: nn.Module, modality: Modality) -> nn.Module:
+def tower_of(model: nn.Module, modality: Modality) -> nn.Module:
     """Extract one tower from a complete model and drop the other."""
     if modality == "image":
         visual: nn.Module = model.visual  # type: ignore[assignment]
@@ -158,7 +158,7 @@ def load_tower(
     model = skeleton(weights.name, weights.config)
     _assign(model, weights.folder / f"{modality}.safetensors")
     scales = (weights.mean, weights.std) if modality == "image" else ((), ())
-    frozen = Frozen(_tower_of(model, modality), *scales, half=half)
+    frozen = Frozen(tower_of(model, modality), *scales, half=half)
     for scale in SCALES:
         # Still on the meta device, so .to() would fail; no tower needs them.
         if hasattr(frozen.tower, scale):

@@ -148,7 +148,7 @@ def _tags_of(name: str) -> list[str]:
 
 
 def preprocessing(backbone: Backbone) -> Preprocessing:
-    """Preprocessing for a backbone's weights: the tag's; for a file, the values that all tags of its architecture share.
+    """Preprocessing for a backbone's weights: the tag's; for a file, the values that all tags of the model share.
 
     Values that differ between tags, and all values for random weights, are open_clip's defaults (OpenAI's values).
 

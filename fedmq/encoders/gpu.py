@@ -19,7 +19,7 @@ def repeatable() -> None:
     torch.set_deterministic_debug_mode("warn")
     # No code here reads uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # With warn_only these three use their nondeterministic kernels; at fifty patches, plain attention costs little more.
+    # In warn mode these three use nondeterministic kernels; at fifty patches, plain attention costs little more.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)

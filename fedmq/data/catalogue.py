@@ -123,7 +123,7 @@ SETS: Mapping[str, DataSet] = {
 
 #: Not a :class:`RawSet`: precomputed features need no encoder, see ``fedmq.data.readers.features``.
 OTHERS: Mapping[str, str] = {
-    "features": "your own vectors: data.path names an .npz or .safetensors of image and text features",
+    "features": "precomputed features: data.path names an .npz or .safetensors file of image and text features",
 }
 
 

@@ -95,13 +95,13 @@ class Stored:
         if is_hdf5(self.path):
             h5py = package("h5py", "formats", str(self.path))
             with h5py.File(self.path, "r") as opened:
-                inside = opened[self.key]
-                if isinstance(inside, h5py.Group):
-                    value = sparse.hdf5_dense(self.place, inside)
-                elif h5py.check_string_dtype(inside.dtype) is not None:
-                    return np.array(inside.asstr()[()], dtype=np.str_)
+                node = opened[self.key]
+                if isinstance(node, h5py.Group):
+                    value = sparse.hdf5_dense(self.place, node)
+                elif h5py.check_string_dtype(node.dtype) is not None:
+                    return np.array(node.asstr()[()], dtype=np.str_)
                 else:
-                    value = np.asarray(inside[()])
+                    value = np.asarray(node[()])
             value = value.transpose() if self.matlab else value
             return _strings(value) if self.strings else value
         value = package("scipy.io", "formats", str(self.path)).loadmat(self.path, variable_names=[self.key])[self.key]
@@ -340,7 +340,7 @@ def _all_or_parts(known: Sequence[tuple[tuple[str, Role], Stored]], place: str) 
     parts = [array.key for (part, _), array in known if part != "all"]
     if without and parts:
         words = "; ".join(f"{part}: {', '.join(sorted(known_as))}" for part, known_as in PARTS.items())
-        mixed = f"{', '.join(without)} of no part that is known beside {', '.join(parts)}"
+        mixed = f"{', '.join(without)} without a known part next to {', '.join(parts)}"
         raise InputError(place, mixed, f"a part in every name, or in none ({words})")
 
 

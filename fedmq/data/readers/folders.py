@@ -28,8 +28,8 @@ def plain(marked: str) -> str:
 
 def element(text: str, name: str) -> str:
     """Plain text of the first ``<name>`` element; empty if there is none."""
-    found = re.search(rf"<{name}>(.*?)</{name}>", text, flags=re.DOTALL | re.IGNORECASE)
-    return plain(found[1]) if found else ""
+    match = re.search(rf"<{name}>(.*?)</{name}>", text, flags=re.DOTALL | re.IGNORECASE)
+    return plain(match[1]) if match else ""
 
 
 # --- IAPR TC-12 -----------------------------------------------------------------------------------------------------

@@ -83,14 +83,14 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Record]]:
 
 def _strings(place: str, record: Record, *names: str) -> tuple[str, ...]:
     """The distinct non-empty strings of the given fields, in order."""
-    found: list[str] = []
+    strings: list[str] = []
     for name in names:
         value = record.get(name)
         value = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise InputError(f"{place}: {name}", repr(value)[:80], "a string or a list of strings")
-        found += [whole(item.strip(), f"{place}: {name}") for item in value]
-    return tuple(dict.fromkeys(filter(None, found)))
+        strings += [whole(item.strip(), f"{place}: {name}") for item in value]
+    return tuple(dict.fromkeys(filter(None, strings)))
 
 
 def _key(place: str, record: Record, image: str) -> str:
@@ -133,7 +133,7 @@ def read_manifest(data: Data) -> RawSet:
             raise InputError(f"{place}: image", image, "the path of an image, a video or a folder of frames")
         key = _key(place, record, image)
         if key in keys:
-            allowed = "every item once, with all its captions; or a key of its own for each"
+            allowed = "every item once, with all its captions; or a different key for each"
             raise InputError(place, f"{key!a} again, as in line {keys[key]}", allowed)
         keys[key] = number
         paths.append(path_of)

@@ -27,13 +27,13 @@ def _annotations(data: Data, folder: Path) -> list[Path]:
         return [data.annotations]
     start = data.annotations or folder
     places = [start, *(start / name for name in FOLDERS)]
-    found = [place / name for place in places for name in NAMES if (place / name).is_file()]
-    if not found:
+    files = [place / name for place in places for name in NAMES if (place / name).is_file()]
+    if not files:
         raise InputError("data.annotations", "no annotation file", f"{' or '.join(NAMES)} in {start}")
     # A complete file replaces partial ones in any folder. Of files with the same name, the first is used.
-    complete = [path for path in found if path.name in NAMES[:2]]
+    complete = [path for path in files if path.name in NAMES[:2]]
     parts: dict[str, Path] = {}
-    for path in found:
+    for path in files:
         parts.setdefault(path.name, path)
     return complete[:1] or list(parts.values())
 

@@ -94,10 +94,10 @@ def character_of(key: str) -> str:
 
 def split_of(key: str) -> Split:
     """The split of a drawing, from a hash of its key."""
-    place = seeds.derive(_SPLIT_SEED, "openmoji", "split", key) / 2**63
-    if place < TRAIN_BELOW:
+    fraction = seeds.derive(_SPLIT_SEED, "openmoji", "split", key) / 2**63
+    if fraction < TRAIN_BELOW:
         return "train"
-    return "val" if place < VAL_BELOW else "test"
+    return "val" if fraction < VAL_BELOW else "test"
 
 
 def _plain(label: str) -> str:
@@ -127,15 +127,15 @@ def caption_candidates(names: Sequence[str], keywords: Sequence[str], subcategor
     """
     name, *aliases = names
     new = [word for word in keywords if not _tokens(word) <= _tokens(name)]
-    found = [name, *aliases[:2]]
+    captions = [name, *aliases[:2]]
     if new:
-        found.append(f"a drawing of {name}, as in {' or '.join(new[:2])}")
-        found.append(f"{subcategory.replace('-', ' ')}: {_enumerate(new[:6])}")
+        captions.append(f"a drawing of {name}, as in {' or '.join(new[:2])}")
+        captions.append(f"{subcategory.replace('-', ' ')}: {_enumerate(new[:6])}")
     if len(new) > 2:
-        found.append(_enumerate(new[2:6]))
-    found.append(f"a drawing of {name}")
+        captions.append(_enumerate(new[2:6]))
+    captions.append(f"a drawing of {name}")
     distinct: dict[frozenset[str], str] = {}
-    for caption in found:
+    for caption in captions:
         distinct.setdefault(_tokens(caption), caption)
     return list(distinct.values())
 

@@ -101,14 +101,14 @@ def test_a_database_has_many_names(word: str, tmp_path: Path) -> None:
 def test_parts_are_never_lost_beside_arrays_of_no_part(more: dict[str, Any], ending: str, tmp_path: Path) -> None:
     # HDF5 lists names in the order of the alphabet.
     order = sorted if ending == "h5" else list
-    found = f"'{', '.join(order(more))} of no part that is known beside {', '.join(order(parts()))}'"
+    found = f"'{', '.join(order(more))} without a known part next to {', '.join(order(parts()))}'"
     path = saved(tmp_path / f"a.{ending}", {**parts(), **more})
     refused(path, rf"{found}, allowed: a part in every name, or in none \(train: tr, tra, .*database: base, database")
 
 
 def test_parts_of_pixels_are_never_lost_either(tmp_path: Path) -> None:
     arrays = {"I_te": PIXELS, "T_te": np.eye(6), "L_te": np.eye(6), "I_foo": PIXELS, "T_foo": np.eye(6)}
-    with pytest.raises(InputError, match="I_foo, T_foo of no part that is known beside I_te, T_te, L_te"):
+    with pytest.raises(InputError, match="I_foo, T_foo without a known part next to I_te, T_te, L_te"):
         read_pixels(Data(name="mirflickr", path=saved(tmp_path / "a.mat", arrays)))
 
 

@@ -207,7 +207,7 @@ def test_a_silo_without_images_loads_no_image_tower(tiny: Path, cache: Path) -> 
     assert model.visual.frozen is None
     assert torch.equal(model.flat, make(tiny, cache).flat)
     assert model.caption(captions(tiny)).shape == (3, 32)
-    with pytest.raises(RuntimeError, match="left out at build"):
+    with pytest.raises(RuntimeError, match="pass its modality to build"):
         model.image(PIXELS)
 
 

@@ -236,5 +236,5 @@ def test_an_optimiser_without_a_branch_is_refused() -> None:
 
 
 def test_moving_the_model_is_refused_as_it_would_tear_the_views() -> None:
-    with pytest.raises(RuntimeError, match="stays on the device"):
+    with pytest.raises(RuntimeError, match="cannot change its device"):
         small().double()

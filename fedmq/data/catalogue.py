@@ -1,8 +1,8 @@
-"""The data sets a scenario can name: one line for each.
+"""The catalogue of data sets that ``data.name`` accepts.
 
-Queries are the ``test`` split, and what a paper retrieves from without training on it is ``database``.
-``docs/reference/data_sets.md`` gives layouts, sizes and sources. Importing this module brings no loader and no torch:
-scenarios are read before both.
+The ``test`` split holds the queries; ``database`` holds items that papers retrieve from but do not train on.
+``docs/reference/data_sets.md`` gives layouts, sizes and sources. This module imports neither readers nor torch, so that
+scenarios can be validated quickly.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ TextKind = Literal["sentences", "bag"]
 
 @dataclass(frozen=True)
 class DataSet:
-    """One data set.
+    """One entry of the catalogue.
 
     Args:
-        summary: for ``fedmq data list``.
+        summary: one line for ``fedmq data list``.
         reader: makes a :class:`~fedmq.data.raw_set.RawSet` of the scenario's ``data``; of a built-in set the name
             ``module.function`` below ``fedmq.data.readers``, which is imported when it is read.
-        draw: how its papers split it, where it has no split of its own.
-        text: what a method sees of an item's text unless ``data.text`` says otherwise.
-        val_apart: validation items are no part of the gallery, as where they come out of the list of queries.
-        items: how many its papers use; 0 where there is no such number.
-        labels: how many labels these have, likewise.
+        draw: split sizes used in the literature, for sets distributed without a split.
+        text: default text representation; ``data.text`` overrides it.
+        val_apart: exclude validation items from the gallery, e.g. because they were taken from the query list.
+        items: number of items used in the literature; 0 if it varies.
+        labels: number of labels of these items; 0 if there are none or it varies.
     """
 
     summary: str
@@ -49,10 +49,10 @@ class DataSet:
     labels: int = 0
 
     def read(self, data: Data) -> RawSet:
-        """Read the set from ``data.path``: its annotations, not its pictures.
+        """Read the annotations of the set at ``data.path``; pictures are not opened.
 
         Raises:
-            InputError: something is missing or of another form, or ``data.labelled`` leaves nothing.
+            InputError: a file is missing or malformed, or ``data.labelled`` leaves too few items.
         """
         found = self._reader()(data)
         found = found.labelled() if data.labelled else found
@@ -137,12 +137,12 @@ SETS: Mapping[str, DataSet] = {
         items=1000,
         labels=20,
     ),
-    "manifest": DataSet("anything: a CSV or JSONL file of images, captions, labels, split", "manifest.read_manifest"),
+    "manifest": DataSet("any set: a CSV or JSONL file of images, captions, labels, split", "manifest.read_manifest"),
 }
 
-#: Prepared in a way of its own: ``fedmq.data.readers.features``.
+#: Not a :class:`RawSet`: precomputed features need no encoder, see ``fedmq.data.readers.features``.
 OTHERS: Mapping[str, str] = {
-    "features": "your own vectors: data.path names an .npz or .safetensors of image and text features",
+    "features": "precomputed features: data.path names an .npz or .safetensors file of image and text features",
 }
 
 
@@ -171,10 +171,10 @@ def find(name: str) -> DataSet:
 
 
 def check(data: Data) -> None:
-    """Refuse a choice of data that no reader takes.
+    """Validate the ``data`` section of a scenario.
 
     Raises:
-        InputError: an unknown name, a path missing or not allowed, or a key that the named data set does not read.
+        InputError: the name is unknown, the path is missing or not allowed, or a key does not apply to the data set.
     """
     name = data.name
     if name not in SETS and name not in OTHERS:
@@ -193,7 +193,7 @@ def check(data: Data) -> None:
         allowed = "no such key with data.name manifest: data.path is the file of annotations"
         raise InputError("data.annotations", str(data.annotations), allowed)
     if name in ("openmoji", "features"):
-        drawn = {"split_seed"} if name == "features" else set[str]()  # where the file has no split
-        unread = data.model_dump(exclude={"name", "path", *drawn}, exclude_defaults=True)
-        for key, value in unread.items():
+        seed_keys = {"split_seed"} if name == "features" else set[str]()  # used if the file has no split
+        unused = data.model_dump(exclude={"name", "path", *seed_keys}, exclude_defaults=True)
+        for key, value in unused.items():
             raise InputError(f"data.{key}", value, f"no such key with data.name {name}, which does not read it")

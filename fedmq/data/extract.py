@@ -1,7 +1,7 @@
-"""Frozen features of a raw set, computed once: in chunks, so that an extraction that was killed goes on where it was.
+"""Extract frozen features of a raw set chunk by chunk, so that an interrupted extraction can resume.
 
-Rows lie in ``features/<key>.npy`` of the cache, where the key is the digest of the pictures (or captions) and of the
-weights: scenarios with other splits, labels or methods share them. A prepared folder links to them.
+Features are cached in ``features/<key>.npy``. The key is the digest of the pictures (or captions) and of the encoder's
+weights, so scenarios that differ in split, labels or method share them. Prepared folders link to these files.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from fedmq.storage.locks import locked
 
 Array = npt.NDArray[Any]
 
-CHUNK = 128  # pictures decoded and encoded before the next mark; captions go by twice as many items
-READERS = min(16, os.cpu_count() or 4)  # threads that decode pictures: Pillow lets go of the interpreter while it does
+CHUNK = 128  # pictures per checkpoint; captions use twice as many items
+READERS = min(16, os.cpu_count() or 4)  # decoding threads: Pillow releases the GIL while it decodes
 
 
 # --- rows in the cache ----------------------------------------------------------------------------------------------
 
 
-def store(path: Path, n: int, chunk: int, encode: Callable[[range], Array], told: Callable[[int], None]) -> Path:
-    """Compute an array of n rows chunk by chunk, once; what is finished survives a kill.
+def store(path: Path, n: int, chunk: int, encode: Callable[[range], Array], on_progress: Callable[[int], None]) -> Path:
+    """Compute an array of n rows chunk by chunk; finished chunks survive a crash.
 
     Args:
-        path: of the finished ``.npy``.
-        n: rows.
-        chunk: rows computed at once. It stays the same when a run goes on, so the same rows meet in a batch.
-        encode: a range of rows to their values [len(range), ...].
-        told: called with the number of rows done.
+        path: the finished ``.npy`` file.
+        n: number of rows.
+        chunk: rows per call of ``encode``. Resuming uses the same chunks, so batches have the same rows.
+        encode: maps a range of rows to their values [len(range), ...].
+        on_progress: receives the number of rows computed so far.
 
     Returns:
         ``path``.
@@ -69,15 +69,15 @@ def store(path: Path, n: int, chunk: int, encode: Callable[[range], Array], told
                 values = encode(range(done, min(done + chunk, n)))
                 if mapped is None:
                     mapped = np.lib.format.open_memmap(partial, "w+", values.dtype, (n, *values.shape[1:]))
-                    # All of its room now: a disk found full when a page is written kills the process without a word.
+                    # Reserve the space now: on a full disk, writing a mapped page kills the process (SIGBUS).
                     with partial.open("r+b") as file:
                         os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
                 mapped[done : done + len(values)] = values
                 done += len(values)
-                # The rows first, then the mark that counts them: a mark never promises rows that are not there.
+                # Flush the rows before the mark, so that the mark never counts rows that are not on disk.
                 mapped.flush()
                 _write_mark(mark, done)
-                told(done)
+                on_progress(done)
             partial.replace(path)
             mark.unlink(missing_ok=True)
     except OSError as error:
@@ -86,14 +86,14 @@ def store(path: Path, n: int, chunk: int, encode: Callable[[range], Array], told
 
 
 def _marked(mark: Path, partial: Path, n: int) -> int:
-    """How many rows are finished; none where a crash of the machine damaged the mark or the rows."""
+    """Number of finished rows; 0 if a crash damaged the mark or the rows."""
     try:
         done = int(mark.read_text(encoding="ascii"))
-        # Opened to read first: opened to write, a file that is too short would be filled up with zeros.
-        found = np.load(partial, mmap_mode="r", allow_pickle=False)
+        # Open read-only first: opening a truncated file for writing would pad it with zeros.
+        rows = np.load(partial, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return 0
-    return done if len(found) == n and 0 < done <= n else 0
+    return done if len(rows) == n and 0 < done <= n else 0
 
 
 def _write_mark(mark: Path, done: int) -> None:
@@ -103,14 +103,14 @@ def _write_mark(mark: Path, done: int) -> None:
 
 
 def pooled(vectors: Array, counts: Sequence[int]) -> Array:
-    """Videos from their frames: the mean of the frames' embeddings, then unit length (RCSR, MSR-VTT).
+    """Video embeddings: the L2-normalised mean of each video's frame embeddings (RCSR, MSR-VTT).
 
     Args:
-        vectors: float32 [sum(counts), d].
-        counts: frames of each video.
+        vectors: float32 [sum(counts), d], frame embeddings.
+        counts: number of frames of each video.
 
     Returns:
-        float32 [len(counts), d].
+        float32 [len(counts), d], unit length.
     """
     ends = np.cumsum(counts)
     means = np.stack([vectors[end - count : end].mean(axis=0) for end, count in zip(ends, counts, strict=True)])
@@ -125,12 +125,12 @@ def _image_rows(raw: RawSet, encoder: Encoder, stacked: int, rows: range) -> Arr
     with ThreadPoolExecutor(READERS) as pool:
         frames = list(pool.map(read, rows))
     if stacked:
-        # As many of each, in a row of its own; a shorter video's are repeated evenly.
-        frames = [[own[(2 * i + 1) * len(own) // (2 * stacked)] for i in range(stacked)] for own in frames]
-    encoded = encoder.encode([frame for own in frames for frame in own])
+        # The array needs the same number of frames per video: frames of shorter videos are repeated evenly.
+        frames = [[clip[(2 * i + 1) * len(clip) // (2 * stacked)] for i in range(stacked)] for clip in frames]
+    encoded = encoder.encode([frame for clip in frames for frame in clip])
     if stacked:
         return encoded.reshape(len(rows), stacked, *encoded.shape[1:])
-    return pooled(encoded, [len(own) for own in frames]) if raw.pictures.clips else encoded
+    return pooled(encoded, [len(clip) for clip in frames]) if raw.pictures.clips else encoded
 
 
 def _text_rows(raw: RawSet, encoder: Encoder, most: int, rows: range) -> Array:
@@ -145,44 +145,44 @@ def _text_rows(raw: RawSet, encoder: Encoder, most: int, rows: range) -> Array:
 
 
 def complete(raw: RawSet, data: Data, kind: TextKind) -> RawSet:
-    """The items that can be used.
+    """The set without incomplete items if ``data.missing`` is ``skip``; otherwise every item must be complete.
 
     Raises:
-        InputError: an item lacks its picture or its text and ``data.missing`` is ``refuse``.
+        InputError: an item lacks its picture or its text (``data.missing: refuse``), or the kind of text is invalid.
     """
     if kind == "bag" and raw.bag is None:
         raise InputError("data.text", "bag", f"sentences: {data.name} has no bag of words")
     if kind == "bag" and data.captions is not None:
         raise InputError("data.captions", str(data.captions), "null: a bag of words is one text")
-    absent = [row for row in range(len(raw)) if raw.pictures.missing(row)]
-    silent = [row for row in range(len(raw)) if not raw.captions[row]] if kind == "sentences" else []
+    no_picture = [row for row in range(len(raw)) if raw.pictures.missing(row)]
+    no_caption = [row for row in range(len(raw)) if not raw.captions[row]] if kind == "sentences" else []
     if data.missing == "skip":
-        left_out = {*absent, *silent}
+        left_out = {*no_picture, *no_caption}
         if len(raw) - len(left_out) < 2:
             raise InputError(raw.place, f"{len(raw) - len(left_out)} items with picture and caption", "at least 2")
         return raw.subset([row for row in range(len(raw)) if row not in left_out]) if left_out else raw
     hint = "data.missing: skip leaves such items out, fedmq data check lists them"
-    if absent:
-        others = f" and {len(absent) - 1} more" if len(absent) > 1 else ""
-        raise InputError(raw.pictures.name(absent[0]) + others, "no such file", f"the items of {raw.place}; {hint}")
-    if silent:
-        raise InputError(f"{raw.place}: {raw.keys[silent[0]]}", "no caption", f"at least one for each item; {hint}")
+    if no_picture:
+        others = f" and {len(no_picture) - 1} more" if len(no_picture) > 1 else ""
+        raise InputError(raw.pictures.name(no_picture[0]) + others, "no such file", f"the items of {raw.place}; {hint}")
+    if no_caption:
+        raise InputError(f"{raw.place}: {raw.keys[no_caption[0]]}", "no caption", f"at least one for each item; {hint}")
     return raw
 
 
 @dataclass(frozen=True, eq=False)
 class ExtractionPlan:
-    """What a raw set becomes, before anything is computed.
+    """What to extract from a raw set, and under which cache keys.
 
     Args:
-        raw: the items that are used.
-        kind: of text.
-        split: uint8 [n].
-        image: encoder of the pictures.
-        text: encoder of the captions, or None for bags.
-        image_key: name of the pictures' rows in the cache.
-        text_key: name of the texts' rows.
-        digest: of the prepared folder.
+        raw: the items to use.
+        kind: kind of text.
+        split: uint8 [n], indices into ``SPLITS``.
+        image: image encoder.
+        text: text encoder; None for bags of words.
+        image_key: cache key of the image features.
+        text_key: cache key of the text features.
+        digest: digest of the prepared folder.
     """
 
     raw: RawSet
@@ -196,10 +196,10 @@ class ExtractionPlan:
 
 
 def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "cpu") -> ExtractionPlan:
-    """Read a set's annotations and name everything that would be made of it.
+    """Read a set's annotations and derive its extraction plan; computes no features.
 
     Raises:
-        InputError: the set is not complete, or set and backbone do not go together.
+        InputError: the set is incomplete, or it is incompatible with the backbone.
     """
     entry = catalogue.find(data.name)
     kind: TextKind = data.text or entry.text
@@ -219,7 +219,7 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
     image_key = key_of("rows", raw.image_digest, image.digest)
     text_key = key_of("rows", raw.text_digest(kind), text.digest if text else "bag")
     labels = None if raw.labels is None else array_digest(raw.labels)
-    # Pixels and token ids are shared whatever network sees them; what is made with its weights later is not.
+    # Pixels and token ids are shared between models, but the prepared folder also depends on the model applied later.
     later = (image.later,) if image.later else ()
     apart = ("val apart",) if entry.val_apart else ()
     facts = (raw.keys, array_digest(split), labels, raw.label_names, backbone.adapter_site, *later, *apart)
@@ -230,65 +230,66 @@ def plan(data: Data, backbone: Backbone, cache: Path, seed: int, device: str = "
 def prepare_raw(
     data: Data, backbone: Backbone, cache: Path, seed: int, progress: Progress | None, device: str = "cpu"
 ) -> Prepared:
-    """Turn a set on disk into a prepared folder, or find it in the cache.
+    """Prepare a data set on disk, or reuse its prepared folder from the cache.
 
     Args:
-        data: of the scenario.
-        backbone: whose features are computed.
-        cache: folder.
-        seed: of random weights.
-        progress: told while encoding.
-        device: where frozen encoders compute. It is no part of the key: whoever comes first decides the last digits.
+        data: the scenario's data section.
+        backbone: frozen encoders to apply.
+        cache: cache folder.
+        seed: seed of random weights.
+        progress: receives progress while encoding.
+        device: device of the frozen encoders. It is not part of the cache key: the process that extracts first
+            determines the floating-point rounding.
 
     Raises:
-        InputError: anything about the set or the backbone is not allowed; an unreadable picture is named.
+        InputError: the set or the backbone is invalid, or a picture is unreadable (the message names it).
         RunError: the cache cannot be written.
     """
-    made = plan(data, backbone, cache, seed, device)
-    folder = cache / "data" / made.digest
+    todo = plan(data, backbone, cache, seed, device)
+    folder = cache / "data" / todo.digest
     if folder.is_dir():
         return open_prepared(folder)
-    raw, n, rows = made.raw, len(made.raw), cache / "features"
-    counts = np.array([len(own) for own in raw.captions] if made.text else [1] * n, dtype=np.int64)
+    raw, n, rows = todo.raw, len(todo.raw), cache / "features"
+    counts = np.array([len(captions) for captions in raw.captions] if todo.text else [1] * n, dtype=np.int64)
     most, frames = int(counts.max()), data.frames if raw.pictures.clips else 1
-    # With adapters in the blocks frames are pooled after the tower, so that their pixels are kept.
+    # With adapters in the blocks, frames are pooled after the tower, so all frames' pixels are stored.
     stacked = frames if backbone.adapter_site == "blocks" and raw.pictures.clips else 0
     image_rows = store(
-        rows / f"{made.image_key}.npy",
+        rows / f"{todo.image_key}.npy",
         n,
         max(1, CHUNK // frames),
-        lambda part: _image_rows(raw, made.image, stacked, part),
+        lambda part: _image_rows(raw, todo.image, stacked, part),
         tell(progress, "images", n),
     )
-    text_encoding, bag = made.text, raw.bag
+    text_encoding, bag = todo.text, raw.bag
 
     def text_chunk(part: range) -> Array:
         if text_encoding is not None:
             return _text_rows(raw, text_encoding, most, part)
-        assert bag is not None  # noqa: S101 - `complete` saw to it
+        assert bag is not None  # noqa: S101 - checked by `complete`
         return bag[part.start : part.stop, None].astype(np.float32)
 
-    text_rows = store(rows / f"{made.text_key}.npy", n, 2 * CHUNK, text_chunk, tell(progress, "captions", n))
+    text_rows = store(rows / f"{todo.text_key}.npy", n, 2 * CHUNK, text_chunk, tell(progress, "captions", n))
 
     def fill(into: Path) -> None:
         _link(image_rows, into / "image.npy")
         _link(text_rows, into / "text.npy")
-        save_arrays(into, captions=counts, labels=raw.labels, split=made.split)
+        save_arrays(into, captions=counts, labels=raw.labels, split=todo.split)
         source = {
             "data": data.name,
-            "content": [raw.image_digest, raw.text_digest(made.kind)],
+            "content": [raw.image_digest, raw.text_digest(todo.kind)],
             "backbone": backbone.model_dump(mode="json"),
-            "weights": [made.image.digest, made.text.digest if made.text else None],
+            "weights": [todo.image.digest, todo.text.digest if todo.text else None],
             "seed": seed,
             "val_apart": catalogue.find(data.name).val_apart,
         }
-        finish(into, made.digest, source, raw.keys, raw.label_names, mean=made.image.mean, std=made.image.std)
+        finish(into, todo.digest, source, raw.keys, raw.label_names, mean=todo.image.mean, std=todo.image.std)
 
     return open_prepared(build_once(folder, fill))
 
 
 def _link(source: Path, target: Path) -> None:
-    """The same bytes under another name; a copy where the file system has no links."""
+    """Hard-link a file, or copy it if the file system has no links."""
     try:
         os.link(source, target)
     except OSError:

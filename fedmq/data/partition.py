@@ -1,9 +1,9 @@
-"""How samples are shared out among silos, and which silos lack a modality.
+"""Partition samples among silos, and choose which silos lack a modality.
 
-Every sample belongs to a group: its label, its text cluster, or one group for all. A :class:`PartitionPlan` fixes,
-from the training split and the seed, how much of each group each silo gets; :func:`deal` then shares out any split by
-it, so that a silo's held-out share follows the proportions of its training share. Shares of one split are disjoint
-and no share is empty.
+Every sample belongs to a group: its label, its text cluster, or one group for all. A :class:`PartitionPlan` fixes each
+silo's proportion of each group from the training split and the seed. :func:`deal` then partitions any split by these
+proportions, so that a silo's held-out set has the distribution of its training set. The silo datasets of a split are
+disjoint and, unless stated otherwise, not empty.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from fedmq.seeds import derive, numpy_generator
 I64 = npt.NDArray[np.int64]
 F64 = npt.NDArray[np.float64]
 
-#: The balanced variant draws again until every silo has this many samples (NIID-Bench), or half an equal share.
+#: The balanced variant resamples until every silo has this many samples (NIID-Bench), or half of n/K if that is less.
 LEAST_BALANCED = 10
-#: Draws before the balanced variant keeps the best one seen instead of looping for ever.
+#: Maximum number of draws of the balanced variant; it then keeps the best one.
 MOST_DRAWS = 100
 
 
 @dataclass(frozen=True, eq=False)
 class PartitionPlan:
-    """How a partition shares out any split.
+    """Proportions by which :func:`deal` partitions any split.
 
     Args:
-        partition: the scenario's choice.
+        partition: the scenario's partition section.
         silos: number K of silos.
-        proportions: float64 [G, K]. Of ``dir_class`` and ``shards_classes`` row g says how group g is cut over the
-            silos (sum 1); of ``dir_clusters`` column k is silo k's own distribution over groups (sum 1).
+        proportions: float64 [G, K]. With ``dir_class`` and ``shards_classes``, row g is group g's distribution over
+            silos (rows sum to 1); with ``dir_clusters``, column k is silo k's distribution over groups (columns sum
+            to 1).
         seed: the scenario's seed.
     """
 
@@ -51,11 +52,14 @@ class PartitionPlan:
 
 # --------------------------------------------------------------------------- groups
 def rarest_label(labels: npt.NDArray[Any], frequency: I64 | None = None) -> I64:
-    """One group per multi-hot label row [n, C]: its rarest label, the lowest among equals; C where it has none.
+    """Group of each multi-hot row: its rarest label (ties: the lowest index), or C if it has no label.
 
     Args:
         labels: 0/1 [n, C].
-        frequency: [C] counts of the training split; None counts ``labels`` themselves.
+        frequency: int64 [C], label counts of the training split; None counts ``labels``.
+
+    Returns:
+        int64 [n], 0 to C.
     """
     hot = np.asarray(labels) > 0
     counts = hot.sum(axis=0) if frequency is None else frequency
@@ -65,7 +69,7 @@ def rarest_label(labels: npt.NDArray[Any], frequency: I64 | None = None) -> I64:
 
 
 def first_label(labels: npt.NDArray[Any]) -> I64:
-    """One group per multi-hot label row [n, C]: its first label in the set's order; C where it has none."""
+    """Group of each multi-hot row [n, C]: its first label in column order, or C if it has no label; int64 [n]."""
     hot = np.asarray(labels) > 0
     groups: I64 = np.where(hot.any(axis=1), hot.argmax(axis=1), hot.shape[1]).astype(np.int64)
     return groups
@@ -76,12 +80,12 @@ def label_groups(
     train_labels: npt.NDArray[Any] | None = None,
     by: Literal["rarest", "first"] = "rarest",
 ) -> I64:
-    """Groups [n] from labels: int [n] as they are, multi-hot [n, C] by one label of each row.
+    """Groups int64 [n] from class numbers [n] (unchanged) or from multi-hot labels [n, C] (one label per row).
 
     Args:
         labels: int [n] or 0/1 [n, C].
-        train_labels: 0/1 [n', C], whose counts say which label is rare; None counts ``labels`` themselves.
-        by: :func:`rarest_label` or :func:`first_label`.
+        train_labels: 0/1 [n', C], the labels whose counts determine rarity; None counts ``labels``.
+        by: choose the label by :func:`rarest_label` or by :func:`first_label`.
     """
     labels = np.asarray(labels)
     if labels.ndim == 1:
@@ -93,9 +97,9 @@ def label_groups(
 
 
 def cluster_centres(features: npt.NDArray[Any], clusters: int, seed: int) -> npt.NDArray[np.float32]:
-    """K-means centres [min(clusters, n), d] of the training split's text features [n, d], n_init 10, seeded.
+    """K-means centres float32 [min(clusters, n), d] of the training split's text features [n, d]; n_init is 10.
 
-    One thread, because threads of K-means add their partial sums in no fixed order.
+    Runs on one thread: with several threads the order of the partial sums, and so the result, would vary.
     """
     from sklearn.cluster import KMeans  # noqa: PLC0415 - takes a second to import, and only this partition needs it
     from sklearn.exceptions import ConvergenceWarning  # noqa: PLC0415
@@ -110,7 +114,7 @@ def cluster_centres(features: npt.NDArray[Any], clusters: int, seed: int) -> npt
 
 
 def nearest_centre(features: npt.NDArray[Any], centres: npt.NDArray[Any]) -> I64:
-    """Index of the nearest centre [n]; features [n, d], centres [G, d]; the lowest among equals."""
+    """Index of the nearest centre, int64 [n], of features [n, d] and centres [G, d]; ties go to the lowest index."""
     x, c = np.asarray(features, dtype=np.float64), np.asarray(centres, dtype=np.float64)
     nearest: I64 = ((c**2).sum(axis=1)[None] - 2 * x @ c.T).argmin(axis=1).astype(np.int64)
     return nearest
@@ -118,40 +122,40 @@ def nearest_centre(features: npt.NDArray[Any], centres: npt.NDArray[Any]) -> I64
 
 # --------------------------------------------------------------------------- proportions and counts
 def class_proportions(groups: int, silos: int, alpha: float, generator: np.random.Generator) -> F64:
-    """For each group a draw from Dir(alpha) over silos -> [G, K], rows sum to 1."""
+    """Sample each group's distribution over silos from Dir(alpha): float64 [G, K], rows sum to 1."""
     return generator.dirichlet(np.full(silos, alpha), size=groups)
 
 
 def cluster_proportions(groups: int, silos: int, alpha: float, generator: np.random.Generator) -> F64:
-    """For each silo a draw from Dir(alpha) over groups -> [G, K], columns sum to 1 (RCSR)."""
+    """Sample each silo's distribution over groups from Dir(alpha): float64 [G, K], columns sum to 1 (RCSR)."""
     return np.ascontiguousarray(generator.dirichlet(np.full(groups, alpha), size=silos).T)
 
 
 def shard_proportions(groups: int, silos: int, per_silo: int, generator: np.random.Generator) -> F64:
-    """Each silo gets ``per_silo`` different groups, each group shared equally by its silos -> [G, K].
+    """Assign ``per_silo`` distinct groups to each silo; a group is split equally among its silos: float64 [G, K].
 
-    Silos choose in turn among the groups chosen least so far, at random among equals, so that every group finds a silo
-    and no group is in much more demand than another.
+    Silos choose in turn among the groups chosen least often so far (ties at random), so that every group is assigned
+    and the groups have nearly equal numbers of silos.
     """
     chosen = np.zeros((groups, silos))
     for silo in range(silos):
         order = np.lexsort((generator.random(groups), chosen.sum(axis=1)))
         chosen[order[:per_silo], silo] = 1
-    shares: F64 = chosen / np.maximum(chosen.sum(axis=1, keepdims=True), 1)
-    return shares
+    proportions: F64 = chosen / np.maximum(chosen.sum(axis=1, keepdims=True), 1)
+    return proportions
 
 
 def sorted_shard_proportions(sizes: I64, silos: int, per_silo: int, generator: np.random.Generator) -> F64:
-    """Samples sorted by group are cut into ``per_silo`` equal shards per silo and dealt out at random -> [G, K].
+    """Sort samples by group, cut them into K * ``per_silo`` equal shards and assign these at random: float64 [G, K].
 
-    That is FedAvg's way, for more groups than silos have places: a silo holds few groups, of one shard seldom more than
-    two, though small groups may lie together in one; what is large is in many shards.
+    Used as in FedAvg if there are more groups than K * ``per_silo``. A large group spans many shards; a shard may hold
+    several small groups.
 
     Args:
-        sizes: int64 [G] samples of each group.
-        silos: K.
-        per_silo: shards of each silo.
-        generator: deals.
+        sizes: int64 [G], samples of each group.
+        silos: number K of silos.
+        per_silo: shards per silo.
+        generator: assigns the shards.
     """
     shards = silos * per_silo
     ends = np.cumsum(sizes)
@@ -160,16 +164,19 @@ def sorted_shard_proportions(sizes: I64, silos: int, per_silo: int, generator: n
     owners = generator.permutation(np.repeat(np.arange(silos), per_silo))
     held = np.zeros((len(sizes), silos))
     np.add.at(held.T, owners, np.maximum(common, 0).T)
-    shares: F64 = held / np.maximum(held.sum(axis=1, keepdims=True), 1)
-    return shares
+    proportions: F64 = held / np.maximum(held.sum(axis=1, keepdims=True), 1)
+    return proportions
 
 
 def split_counts(sizes: npt.ArrayLike, proportions: F64) -> I64:
-    """Samples of each group for each silo [G, K]: cut at floor(cumsum(p) n_c), the last silo takes the rest.
+    """Number of samples of each group for each silo: cuts at floor(cumsum(p) n_g), remainder to the last silo.
 
     Args:
-        sizes: [G] samples of each group.
-        proportions: [G, K], rows sum to 1.
+        sizes: int [G], samples of each group.
+        proportions: float64 [G, K], rows sum to 1.
+
+    Returns:
+        int64 [G, K].
     """
     sizes = np.asarray(sizes, dtype=np.int64)
     cuts = (np.cumsum(proportions, axis=1)[:, :-1] * sizes[:, None]).astype(np.int64)
@@ -178,23 +185,23 @@ def split_counts(sizes: npt.ArrayLike, proportions: F64) -> I64:
 
 
 def split_counts_balanced(sizes: npt.ArrayLike, proportions: F64) -> I64:
-    """As :func:`split_counts`, but a silo that already holds n/K samples gets no more (MOON, NIID-Bench)."""
+    """Like :func:`split_counts`, but silos that already hold n/K samples receive no more (MOON, NIID-Bench)."""
     sizes = np.asarray(sizes, dtype=np.int64)
     silos = proportions.shape[1]
     result = np.zeros(proportions.shape, dtype=np.int64)
     held = np.zeros(silos, dtype=np.int64)
     for group, size in enumerate(sizes):
-        share = proportions[group] * (held < sizes.sum() / silos)
-        if share.sum() == 0:  # all its mass lies on silos that are full, or everybody is
-            share = np.where(held == held.min(), 1.0, 0.0)
-        result[group] = split_counts([size], (share / share.sum())[None])[0]
+        mass = proportions[group] * (held < sizes.sum() / silos)
+        if mass.sum() == 0:  # all of the group's silos are full
+            mass = np.where(held == held.min(), 1.0, 0.0)
+        result[group] = split_counts([size], (mass / mass.sum())[None])[0]
         held += result[group]
     return result
 
 
-# --------------------------------------------------------------------------- dealing
+# --------------------------------------------------------------------------- assignment of samples
 def _by_counts(groups: I64, counts: I64, generator: np.random.Generator) -> list[I64]:
-    """Shuffle each group and cut it by the counts [G, K]; what they leave over is nobody's."""
+    """Shuffle each group and cut it by the counts [G, K]; samples beyond the counts stay unassigned."""
     parts: list[list[I64]] = [[] for _ in range(counts.shape[1])]
     for group in range(len(counts)):
         rows = generator.permutation(np.flatnonzero(groups == group))
@@ -205,21 +212,21 @@ def _by_counts(groups: I64, counts: I64, generator: np.random.Generator) -> list
 
 
 def _equal_sizes(total: int, silos: int) -> list[int]:
-    """Sizes n // K, the first n % K silos one more."""
+    """K sizes of n // K; the first n % K silos get one more."""
     return [total // silos + (silo < total % silos) for silo in range(silos)]
 
 
 def _in_turn(groups: I64, proportions: F64, generator: np.random.Generator) -> list[I64]:
-    """Equal shares, silos drawing one sample each in turn, without replacement (RCSR, as we read it).
+    """Equal-sized silo datasets, sampled round-robin without replacement (our reading of RCSR).
 
-    A silo draws a group from its own distribution, renormalised over the groups that still have samples, then takes the
-    next of the group's shuffled samples. Taking turns, rather than one silo after the other, keeps the last silos from
-    getting only what the others left. A silo whose groups are all exhausted draws by what is left.
+    In its turn a silo samples a group from its distribution, renormalised over the groups that still have samples, and
+    takes the next of the group's shuffled samples. Round-robin keeps the last silos from receiving only leftovers. A
+    silo whose groups are all exhausted samples in proportion to the remaining samples.
     """
     count, silos = proportions.shape
     stock = [generator.permutation(np.flatnonzero(groups == group)).tolist() for group in range(count)]
     sizes = _equal_sizes(len(groups), silos)
-    shares: list[list[int]] = [[] for _ in range(silos)]
+    assigned: list[list[int]] = [[] for _ in range(silos)]
     uniform = generator.random(len(groups)).tolist()
     cumulative: list[list[float]] = []
 
@@ -232,26 +239,26 @@ def _in_turn(groups: I64, proportions: F64, generator: np.random.Generator) -> l
 
     renormalise()
     for drawn in range(len(groups)):
-        silo = drawn % silos  # the first n % K silos come one turn more often, which is _equal_sizes
+        silo = drawn % silos  # the first n % K silos have one more turn, as in _equal_sizes
         edges = cumulative[silo]
         group = min(bisect_right(edges, uniform[drawn] * edges[-1]), count - 1)
-        while not stock[group]:  # rounding put the draw on an edge
+        while not stock[group]:  # rounding moved the draw onto an edge
             group -= 1
-        shares[silo].append(stock[group].pop())
+        assigned[silo].append(stock[group].pop())
         if not stock[group]:
             renormalise()
-    assert [len(share) for share in shares] == sizes  # noqa: S101 - turns and equal sizes are one rule
-    return [np.array(share, dtype=np.int64) for share in shares]
+    assert [len(rows) for rows in assigned] == sizes  # noqa: S101 - round-robin gives equal sizes
+    return [np.array(rows, dtype=np.int64) for rows in assigned]
 
 
-def never_empty(shares: Sequence[I64]) -> list[I64]:
-    """Give each empty share one sample: the last one of the then largest share (the first among equals).
+def never_empty(parts: Sequence[I64]) -> list[I64]:
+    """Move one sample to each empty silo dataset: the last one of the largest (ties: the first) silo dataset.
 
-    A silo without data could not train, report a prototype or be evaluated, yet would still be asked to.
+    A silo without data could be selected, yet could neither train nor be evaluated.
     """
-    result = list(shares)
-    for silo, share in enumerate(result):
-        if not len(share):
+    result = list(parts)
+    for silo, rows in enumerate(result):
+        if not len(rows):
             giver = int(np.argmax([len(other) for other in result]))
             result[silo], result[giver] = result[giver][-1:], result[giver][:-1]
     return result
@@ -263,16 +270,16 @@ def _check(partition: Partition, silos: int, samples: int, split: str) -> None:
 
 
 def plan(partition: Partition, silos: int, groups: I64, seed: int) -> PartitionPlan:
-    """Fix the proportions from the training split.
+    """Determine the proportions from the training split.
 
     Args:
-        partition: the scenario's choice.
+        partition: the scenario's partition section.
         silos: number of silos.
-        groups: int64 [n] group of each training sample, from 0.
+        groups: int64 [n], group of each training sample, from 0.
         seed: the scenario's seed.
 
     Raises:
-        InputError: more silos than samples, or a number of classes per silo that cannot be dealt out.
+        InputError: more silos than samples, or more classes per silo than there are classes.
     """
     _check(partition, silos, len(groups), "training")
     generator = numpy_generator(seed, "partition", "proportions")
@@ -283,7 +290,7 @@ def plan(partition: Partition, silos: int, groups: I64, seed: int) -> PartitionP
         case "dir_clusters":
             proportions = cluster_proportions(count, silos, partition.alpha, generator)
         case "shards_classes":
-            # Labels that are no sample's rarest, as those of a coarse level, are no class that could be dealt out.
+            # Labels that are no sample's rarest, e.g. coarse labels, have no samples to assign.
             each, present = partition.classes_per_silo, np.unique(groups)
             if each > len(present):
                 raise InputError("partition.classes_per_silo", each, f"1 to {len(present)} for {len(present)} classes")
@@ -302,7 +309,7 @@ def plan(partition: Partition, silos: int, groups: I64, seed: int) -> PartitionP
 
 
 def until_balanced(sizes: I64, proportions: F64, alpha: float, generator: np.random.Generator) -> F64:
-    """Draw again until the smallest silo has 10 samples (or half an equal share); else the best of 100 draws."""
+    """Resample until the smallest silo has :data:`LEAST_BALANCED` samples; else the best of :data:`MOST_DRAWS`."""
     silos = proportions.shape[1]
     wanted = min(LEAST_BALANCED, int(sizes.sum()) // silos // 2)
     best, best_least = proportions, -1
@@ -317,17 +324,17 @@ def until_balanced(sizes: I64, proportions: F64, alpha: float, generator: np.ran
 
 
 def deal(plan_: PartitionPlan, groups: I64, split: str = "train", *, sparse: bool = False) -> list[I64]:
-    """Share out one split by a plan.
+    """Partition one split among the silos.
 
     Args:
         plan_: from :func:`plan`.
-        groups: int64 [n] group of each sample of the split; a group the training split lacks is dealt out evenly.
-        split: its name; names the random draws, so that splits are dealt independently.
-        sparse: some silos may get none.
+        groups: int64 [n], group of each sample of the split; groups absent from the training split are spread evenly.
+        split: name of the split; part of the RNG path, so that splits are partitioned independently.
+        sparse: allow silos without samples.
 
     Returns:
-        For each silo its positions in the split, ascending; disjoint, none empty unless ``sparse``, and together the
-        whole split, unless ``partition.shots`` leaves training samples over.
+        Each silo's positions in the split, int64, ascending. They are disjoint, not empty unless ``sparse``, and cover
+        the split unless ``partition.shots`` limits the training samples.
 
     Raises:
         InputError: more silos than samples, unless ``sparse``.
@@ -341,23 +348,23 @@ def deal(plan_: PartitionPlan, groups: I64, split: str = "train", *, sparse: boo
     proportions[: len(plan_.proportions)] = plan_.proportions
     match partition.kind:
         case "iid":
-            shares = np.array_split(generator.permutation(len(groups)), silos)
+            parts = np.array_split(generator.permutation(len(groups)), silos)
         case "dir_clusters":
             proportions[len(plan_.proportions) :] = 0
-            shares = _in_turn(groups, proportions, generator)
+            parts = _in_turn(groups, proportions, generator)
         case "shards_classes":
             counts = _shard_counts(np.bincount(groups, minlength=count), proportions)
             if split == "train" and partition.shots is not None:
                 counts = np.minimum(counts, partition.shots)
-            shares = _by_counts(groups, counts, generator)
+            parts = _by_counts(groups, counts, generator)
         case "dir_class":
             cut = split_counts_balanced if partition.balanced else split_counts
-            shares = _by_counts(groups, cut(np.bincount(groups, minlength=count), proportions), generator)
-    return [np.sort(share).astype(np.int64) for share in (shares if sparse else never_empty(shares))]
+            parts = _by_counts(groups, cut(np.bincount(groups, minlength=count), proportions), generator)
+    return [np.sort(rows).astype(np.int64) for rows in (parts if sparse else never_empty(parts))]
 
 
 def _shard_counts(sizes: I64, proportions: F64) -> I64:
-    """Whole-number shares of each group among the silos that hold it -> [G, K]; no rounding to non-holders."""
+    """Number of samples of each group for the silos that hold it: int64 [G, K]; other silos get none by rounding."""
     counts = np.zeros(proportions.shape, dtype=np.int64)
     for group, size in enumerate(sizes):
         holders = np.flatnonzero(proportions[group] > 0)
@@ -365,16 +372,20 @@ def _shard_counts(sizes: I64, proportions: F64) -> I64:
         if (shares == shares[0]).all():
             counts[group, holders] = _equal_sizes(int(size), len(holders))
         else:
-            # Rounded: of the split they were made of, these are whole numbers but for the last bits.
+            # For the split that the proportions come from, these are integers up to floating-point error.
             counts[group, holders] = np.diff(np.rint(np.cumsum(shares) * size).astype(np.int64), prepend=0)
     return counts
 
 
 # --------------------------------------------------------------------------- missing modalities
 def modalities(missing: MissingModality, names: Sequence[str]) -> tuple[tuple[bool, bool], ...]:
-    """(image, text) of each silo: listed by name, or round(rate K) silos, either alike unless ``only`` says which.
+    """Whether each silo has images and whether it has texts.
 
-    The draw has its own seed, so that changing the run's seed leaves it alone (RCSR uses 42 throughout).
+    Silos with one modality are listed by name, or round(rate * K) of them are sampled and keep ``missing.only``, or
+    either modality with equal probability. Sampling has its own seed, independent of the run's (RCSR always uses 42).
+
+    Returns:
+        (image, text) of each silo, in the order of ``names``.
     """
     if missing.silos:
         only = dict(missing.silos)

@@ -1,4 +1,4 @@
-"""Turn a data set into arrays once, or find them in the cache."""
+"""Prepare a data set as arrays in the cache, or reuse the cached arrays."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fedmq.errors import InputError
 from fedmq.progress import Progress, tell
 from fedmq.storage.cache import build_once, cache_folder, file_digest, key_of
 
-ITEMS = 256  # whose captions are encoded before the next mark
+ITEMS = 256  # items per checkpoint while captions are encoded
 
 
 def _prepare_features(path: Path, cache: Path, seed: int) -> Prepared:
-    # The whole file is checked before anything is written, and its seed counts only where it drew the split.
+    # The seed is part of the key only if it determined the split, which is known once the file has been read.
     content = file_digest(path)
     for known in (key_of("features", content), key_of("features", content, seed)):
         if (cache / "data" / known).is_dir():
@@ -42,14 +42,14 @@ def _prepare_features(path: Path, cache: Path, seed: int) -> Prepared:
 
 
 def _spread(rows: Array, counts: npt.NDArray[np.int64]) -> Array:
-    """Rows of all captions one after the other [sum(counts), ...] to [n, C, ...], padded with zeros."""
+    """Concatenated caption rows [sum(counts), ...] as [n, C, ...], padded with zeros."""
     spread = np.zeros((len(counts), int(counts.max()), *rows.shape[1:]), dtype=rows.dtype)
     spread[np.arange(spread.shape[1]) < counts[:, None]] = rows
     return spread
 
 
 def _prepare_arrays(data: Data, cache: Path) -> Prepared:
-    """Precomputed features of a named set, in the .mat, .h5 and .npz files that circulate."""
+    """Prepare precomputed features of a named set from published .mat, .h5 or .npz files."""
     from fedmq.data.readers import arrays  # noqa: PLC0415 - loaders are needed for their own sets only
 
     read = arrays.read_arrays(data)
@@ -81,23 +81,23 @@ def prepare(
     progress: Progress | None = None,
     device: str = "cpu",
 ) -> Prepared:
-    """Turn a data set into arrays, or find them in the cache. Several processes may call this at once.
+    """Prepare a data set, or reuse its prepared folder from the cache; safe to call from several processes.
 
     Args:
-        data: which data set.
-        backbone: which frozen encoder; with ``features`` the data set is a file of features itself.
-        cache: folder; None means :func:`cache_folder`.
-        seed: of a split that a ``features`` file does not say, and of random weights.
-        progress: told while encoding.
-        device: where the frozen encoders of a set on disk compute.
+        data: the scenario's data section.
+        backbone: frozen encoders; ``features`` if the data set already consists of features.
+        cache: cache folder; None means :func:`cache_folder`.
+        seed: seed of random weights.
+        progress: receives progress while encoding.
+        device: device of the frozen encoders.
 
     Raises:
-        InputError: data and backbone do not go together, or the data or the weights are not allowed.
+        InputError: data and backbone are incompatible, or the data or the weights are invalid.
         RunError: the cache cannot be written.
     """
     cache = cache_folder() if cache is None else cache
     if data.path is not None and not data.path.exists():
-        allowed = f"a file or folder that is there; docs/reference/data_sets.md shows the layout of {data.name}"
+        allowed = f"an existing file or folder; docs/reference/data_sets.md shows the layout of {data.name}"
         raise InputError("data.path", str(data.path), allowed)
     if data.name == "features" and backbone.name != "features":
         raise InputError(
@@ -127,18 +127,18 @@ def text_features(
     progress: Progress | None = None,
     device: str = "cpu",
 ) -> npt.NDArray[np.float32]:
-    """One text vector per item, the mean of its captions' frozen features, for clustering in the partition.
+    """One text vector per item (the mean of its captions' frozen features), used for clustering in the partition.
 
-    Token ids are encoded once by the frozen text tower, chunk by chunk, so that it goes on where it was stopped; the
-    result is kept beside the data.
+    Token ids are encoded by the frozen text tower chunk by chunk, so that an interrupted computation can resume. The
+    result is stored in the prepared folder.
 
     Args:
         prepared: the data set.
-        backbone: which it was prepared with. The folder names one, too, but its weights may lie elsewhere by now.
-        seed: of random weights.
+        backbone: backbone it was prepared with. ``meta.json`` records one too, but its weights may have moved since.
+        seed: seed of random weights.
         cache: folder with the tower's weights; None means the one that holds ``prepared``.
-        progress: told while encoding.
-        device: where the tower computes.
+        progress: receives progress while encoding.
+        device: device of the tower.
 
     Returns:
         float32 [n, d].
@@ -154,22 +154,22 @@ def text_features(
 
     @functools.cache
     def tower() -> clip.Frozen:
-        found = clip_weights.weights(backbone, seed, cache or prepared.folder.parent.parent)
-        return clip.load_tower(found, "text", device)
+        stored = clip_weights.weights(backbone, seed, cache or prepared.folder.parent.parent)
+        return clip.load_tower(stored, "text", device)
 
     def encoded(part: range) -> Array:
-        own, tokens = counts[part.start : part.stop], prepared.text[part.start : part.stop]
-        seen = np.arange(tokens.shape[1]) < own[:, None]
-        return _mean_of(_spread(clip.encode_texts(tower(), tokens[seen], BATCH, device), own), own)
+        some, tokens = counts[part.start : part.stop], prepared.text[part.start : part.stop]
+        used = np.arange(tokens.shape[1]) < some[:, None]
+        return _mean_of(_spread(clip.encode_texts(tower(), tokens[used], BATCH, device), some), some)
 
-    told = tell(progress, "captions for the clusters", prepared.n)
-    kept = store(prepared.folder / "text_features.npy", prepared.n, ITEMS, encoded, told)
-    found: npt.NDArray[np.float32] = np.load(kept, allow_pickle=False)
-    return found
+    on_progress = tell(progress, "captions for the clusters", prepared.n)
+    path = store(prepared.folder / "text_features.npy", prepared.n, ITEMS, encoded, on_progress)
+    features: npt.NDArray[np.float32] = np.load(path, allow_pickle=False)
+    return features
 
 
 def _mean_of(text: Array, counts: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
     """Mean over each item's captions: [n, C, d] and int64 [n] to float32 [n, d]."""
-    # Rows beyond an item's captions are zero, so the sum over all C is the sum over its captions.
+    # Padding rows are zero, so the sum over all C is the sum over the item's captions.
     mean: npt.NDArray[np.float32] = (text.sum(axis=1, dtype=np.float32) / counts[:, None]).astype(np.float32)
     return mean

@@ -1,9 +1,9 @@
-"""A prepared data set: memory-mapped arrays in the cache, which all silo processes of a machine share.
+"""Prepared data sets: memory-mapped arrays in the cache, shared by all silo processes of a machine.
 
-A folder of the cache holds ``image.npy`` [n, ...], ``text.npy`` [n, C, ...], ``captions.npy`` int64 [n], ``split.npy``
-uint8 [n], ``labels.npy`` uint8 [n, L] (where there are labels), ``keys.json`` and ``meta.json``. Features are float32
-whatever the source had: torch trains in float32, and widening once is cheaper than at every batch. The folder's name is
-the digest of everything it was made from; it appears complete, by one rename, or not at all.
+A prepared folder holds ``image.npy`` [n, ...], ``text.npy`` [n, C, ...], ``captions.npy`` int64 [n], ``split.npy``
+uint8 [n], ``labels.npy`` uint8 [n, L] (if there are labels), ``keys.json`` and ``meta.json``. Features are always
+float32: torch trains in float32, and converting once is cheaper than converting every batch. The folder is named by the
+digest of its sources and is created atomically by a rename.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from fedmq.errors import InputError
 from fedmq.storage.cache import FORMAT
 from fedmq.storage.json_files import Stored, read_json
 
-_AGAIN = "a prepared data set; delete the folder to make it again"
+_AGAIN = "a prepared data set; delete the folder to prepare it again"
 
 
 class PreparedMeta(Stored):
-    """``meta.json``: what a prepared data set holds.
+    """``meta.json``: metadata of a prepared data set.
 
     Args:
-        format: of the folder.
-        digest: SHA-256 (hex) of everything the arrays were made from.
-        source: what that was.
-        n: items.
-        image_shape: of one image's input.
-        text_shape: of one caption's input.
-        image_dtype: name of its dtype.
-        text_dtype: likewise.
-        captions: the most that an item has.
-        label_names: of the L labels.
-        mean: of each image channel, where pictures are normalised.
-        std: likewise.
+        format: format version of the folder.
+        digest: SHA-256 (hex) of the sources of the arrays.
+        source: description of the sources.
+        n: number of items.
+        image_shape: shape of one image input.
+        text_shape: shape of one caption input.
+        image_dtype: dtype name of the image inputs.
+        text_dtype: dtype name of the caption inputs.
+        captions: maximum number of captions of an item.
+        label_names: names of the L labels.
+        mean: mean of each image channel; empty for features.
+        std: standard deviation of each image channel; empty for features.
     """
 
     format: Literal[1]
@@ -66,11 +66,11 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared data set; arrays are opened when asked for, as read-only memory maps.
+    """A prepared data set; its arrays are opened lazily as read-only memory maps.
 
     Args:
-        folder: in the cache.
-        meta: ``meta.json``.
+        folder: folder in the cache.
+        meta: contents of ``meta.json``.
     """
 
     folder: Path
@@ -83,32 +83,32 @@ class Prepared:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of everything the arrays were made from; the folder's name."""
+        """SHA-256 (hex) of the sources of the arrays; the folder's name."""
         return self.meta.digest
 
     @cached_property
     def content(self) -> str:
-        """SHA-256 (hex) of what is the same wherever and whenever the set is prepared.
+        """SHA-256 (hex) of the parts that do not depend on the machine that prepared the set.
 
-        Its items' names, captions' numbers, labels and splits, and the content of a file of vectors or arrays. Pictures
-        and captions are not in it: what a frozen encoder makes of them differs in the last digits from machine to
-        machine, and :attr:`digest` knows pictures by the sizes and times of their files.
+        These are item keys, caption counts, labels and splits, and the content of a file of features. Extracted
+        features are excluded: their floating-point rounding differs between machines. :attr:`digest` does depend on
+        the machine, as it identifies pictures by size and modification time.
         """
         facts = [list(self.keys), list(self.label_names), self.meta.source.get("content")]
-        found = hashlib.sha256(json.dumps(facts).encode())
+        digest = hashlib.sha256(json.dumps(facts).encode())
         for part in (self.captions, self.split, self.labels):
             if part is not None:
-                found.update(f"{part.dtype.name} {part.shape}".encode() + np.ascontiguousarray(part).data)
-        return found.hexdigest()
+                digest.update(f"{part.dtype.name} {part.shape}".encode() + np.ascontiguousarray(part).data)
+        return digest.hexdigest()
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """Names of the L labels; empty where the data set has none."""
+        """Names of the L labels; empty if the data set has none."""
         return tuple(self.meta.label_names)
 
     @property
     def inputs(self) -> InputSpec:
-        """What one item looks like to the model."""
+        """Shapes and dtypes of one item's model inputs."""
         return InputSpec(
             image_shape=tuple(self.meta.image_shape),
             text_shape=tuple(self.meta.text_shape),
@@ -123,37 +123,37 @@ class Prepared:
 
     @property
     def val_apart(self) -> bool:
-        """Whether validation items are no part of the gallery."""
+        """Whether the gallery excludes validation items."""
         return bool(self.meta.source.get("val_apart"))
 
     @cached_property
     def image(self) -> Array:
-        """[n, *image_shape], read-only."""
+        """Image inputs [n, *image_shape], read-only."""
         return self._map("image.npy")
 
     @cached_property
     def text(self) -> Array:
-        """[n, C, *text_shape], read-only; rows beyond an item's captions are zero."""
+        """Caption inputs [n, C, *text_shape], read-only; rows beyond an item's captions are zero."""
         return self._map("text.npy")
 
     @cached_property
     def captions(self) -> npt.NDArray[np.int64]:
-        """int64 [n]: captions of each item."""
+        """int64 [n]: number of captions of each item."""
         return self._map("captions.npy")
 
     @cached_property
     def labels(self) -> npt.NDArray[np.uint8] | None:
-        """uint8 [n, L] multi-hot, or None."""
+        """Multi-hot labels uint8 [n, L], or None if there are none."""
         return self._map("labels.npy") if self.label_names else None
 
     @cached_property
     def split(self) -> npt.NDArray[np.uint8]:
-        """uint8 [n]: 0 train, 1 val, 2 test, 3 public, 4 database."""
+        """uint8 [n], indices into ``SPLITS``: 0 train, 1 val, 2 test, 3 public, 4 database."""
         return self._map("split.npy")
 
     @cached_property
     def keys(self) -> tuple[str, ...]:
-        """Names of the n items."""
+        """Keys of the n items."""
         path = self.folder / "keys.json"
         try:
             return tuple(json.loads(path.read_text(encoding="utf-8")))
@@ -161,10 +161,10 @@ class Prepared:
             raise InputError(str(path), str(error), _AGAIN) from None
 
     def rows(self, split: str) -> npt.NDArray[np.int64]:
-        """Rows of a split, ascending: int64 [m].
+        """Rows of a split: int64 [m], ascending.
 
         Raises:
-            InputError: no such split.
+            InputError: unknown split.
         """
         if split not in SPLITS:
             raise InputError("split", split, ", ".join(SPLITS))
@@ -172,23 +172,23 @@ class Prepared:
 
 
 def mapped(path: Path) -> Array:
-    """An array of prepared data, on disk.
+    """Memory-map an array of prepared data, read-only.
 
     Raises:
-        InputError: it is missing or damaged.
+        InputError: the file is missing or damaged.
     """
     try:
-        found: Array = np.load(path, mmap_mode="r", allow_pickle=False)
+        array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise InputError(str(path), str(error) or type(error).__name__, _AGAIN) from None
-    return found
+    return array
 
 
 def open_prepared(folder: Path) -> Prepared:
-    """Open a folder that :func:`prepare` made, in this process or another.
+    """Open a prepared folder.
 
     Raises:
-        InputError: it is not such a folder.
+        InputError: ``meta.json`` is missing or damaged.
     """
     return Prepared(folder, read_json(folder / "meta.json", PreparedMeta, _AGAIN))
 
@@ -203,7 +203,7 @@ def finish(
     mean: Sequence[float] = (),
     std: Sequence[float] = (),
 ) -> None:
-    """Write ``keys.json`` and, last, ``meta.json`` beside the arrays."""
+    """Write ``keys.json`` and then ``meta.json`` for the arrays already in ``folder``."""
     image, text = (np.load(folder / name, mmap_mode="r", allow_pickle=False) for name in ("image.npy", "text.npy"))
     meta = PreparedMeta(
         format=FORMAT,
@@ -224,7 +224,7 @@ def finish(
 
 
 def save_arrays(folder: Path, **arrays: Array | None) -> None:
-    """Write each array that is there as ``<name>.npy``."""
+    """Save each array that is not None as ``<name>.npy``."""
     for name, value in arrays.items():
         if value is not None:
             np.save(folder / f"{name}.npy", value, allow_pickle=False)

@@ -1,7 +1,6 @@
-"""A data set as it lies on a user's disk: pictures, captions or tags, labels, split; before any encoder.
+"""The :class:`RawSet` that readers return (pictures, captions or tags, labels, split), and helpers for readers.
 
-Every loader returns a :class:`RawSet`; what is common to all of them is here: the check of a set, splits drawn as
-papers draw them, labels from names, reading text and JSON files with errors of one line.
+The helpers validate sets, encode labels, and read text and JSON files with one-line errors.
 """
 
 from __future__ import annotations
@@ -29,23 +28,23 @@ U8 = npt.NDArray[np.uint8]
 
 
 def is_number(text: str) -> bool:
-    """Whether a word of a list is a number: plain digits, and no more than an index or a class has."""
+    """Whether a token is a non-negative integer of at most 18 ASCII digits, so that it fits int64."""
     return text.isascii() and text.isdecimal() and len(text) < 19
 
 
 @dataclass(frozen=True, eq=False)
 class RawSet:
-    """Items of a data set, in a fixed order.
+    """A data set before encoding, its items in a fixed order.
 
     Args:
-        place: what an error names, e.g. the annotation file.
-        keys: n names of the items, all different.
+        place: source named in error messages, e.g. the annotation file.
+        keys: n unique item keys.
         pictures: n images or videos.
         captions: n tuples of captions, possibly empty.
-        bag: [n, V] bag of words (0/1 or counts), or None where the set has none.
-        labels: uint8 [n, L] multi-hot, or None.
-        label_names: L names; two levels are told apart by ``coarse:`` and ``fine:`` before the name.
-        split: uint8 [n], places in ``SPLITS``, or None where the set has no split of its own.
+        bag: bag of words [n, V] (0/1 or counts), or None.
+        labels: multi-hot uint8 [n, L], or None.
+        label_names: L names; names of two-level labels start with ``coarse:`` or ``fine:``.
+        split: uint8 [n], indices into ``SPLITS``; None if the set has no official split.
     """
 
     place: str
@@ -61,7 +60,7 @@ class RawSet:
         return len(self.keys)
 
     def subset(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> RawSet:
-        """Some of the items, in the order asked for."""
+        """The items of the given rows, in the given order."""
         chosen = np.asarray(rows, dtype=np.int64)
         return replace(
             self,
@@ -77,17 +76,17 @@ class RawSet:
         """The items that have a label.
 
         Raises:
-            InputError: fewer than two have one.
+            InputError: fewer than two items have a label.
         """
         return self.subset(labelled_rows(self.labels, self.place))
 
     def first_captions(self, most: int) -> RawSet:
-        """The items with at most so many captions each, the first ones."""
-        return replace(self, captions=tuple(own[:most] for own in self.captions))
+        """The set with only the first ``most`` captions of each item."""
+        return replace(self, captions=tuple(captions[:most] for captions in self.captions))
 
     @cached_property
     def image_digest(self) -> str:
-        """SHA-256 (hex) of which pictures these are: names, sizes and times of change, not every pixel."""
+        """SHA-256 (hex) of the pictures' names, sizes and modification times; pixels are not read."""
         return _digest(self.pictures.stamp(row) for row in range(len(self)))
 
     def text_digest(self, kind: str) -> str:
@@ -98,51 +97,51 @@ class RawSet:
 
 
 def array_digest(value: Array) -> str:
-    """SHA-256 (hex) of an array's type, shape and values."""
-    found = hashlib.sha256(repr((value.shape, value.dtype.name)).encode())
-    found.update(np.ascontiguousarray(value).data)
-    return found.hexdigest()
+    """SHA-256 (hex) of an array's dtype, shape and values."""
+    digest = hashlib.sha256(repr((value.shape, value.dtype.name)).encode())
+    digest.update(np.ascontiguousarray(value).data)
+    return digest.hexdigest()
 
 
 def _digest(lines: Iterable[str]) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for line in lines:
-        # A name on disk may be of any bytes.
-        found.update(f"{line}\n".encode(errors="surrogateescape"))
-    return found.hexdigest()
+        # File names may hold arbitrary bytes.
+        digest.update(f"{line}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
 
 
-def checked(found: RawSet) -> RawSet:
-    """A loader's result, if it is one.
+def checked(raw: RawSet) -> RawSet:
+    """Validate a reader's result and return it.
 
     Raises:
-        InputError: fewer than two items, a key twice, too many labels, or half a character somewhere.
+        InputError: fewer than two items, a duplicate key, too many labels, or text with an incomplete character.
     """
-    if len(found) < 2:
-        raise InputError(found.place, f"{len(found)} items", "at least 2: one to train on, one to test on")
-    twice = [key for key, count in Counter(found.keys).items() if count > 1]
+    if len(raw) < 2:
+        raise InputError(raw.place, f"{len(raw)} items", "at least 2: one to train on, one to test on")
+    twice = [key for key, count in Counter(raw.keys).items() if count > 1]
     if twice:
-        raise InputError(found.place, f"{twice[0]!r} twice ({len(twice)} keys in all)", "every item once")
-    if len(found.label_names) > MAX_LABELS:
-        raise InputError(found.place, f"{len(found.label_names)} labels", f"at most {MAX_LABELS}")
-    for row, key in enumerate(found.keys):
-        for text in (key, *found.captions[row]):
-            whole(text, f"{found.place}: {key!a}")
+        raise InputError(raw.place, f"{twice[0]!r} twice ({len(twice)} keys in all)", "every item once")
+    if len(raw.label_names) > MAX_LABELS:
+        raise InputError(raw.place, f"{len(raw.label_names)} labels", f"at most {MAX_LABELS}")
+    for row, key in enumerate(raw.keys):
+        for text in (key, *raw.captions[row]):
+            whole(text, f"{raw.place}: {key!a}")
         try:
-            # A name on disk may be of any bytes, which Python keeps; these could come from no disk.
-            os.fsencode(found.pictures.name(row))
+            # Python can represent file names of arbitrary bytes, but other lone surrogates never name a file.
+            os.fsencode(raw.pictures.name(row))
         except UnicodeEncodeError:
-            raise InputError(f"{found.place}: {key!a}", found.pictures.name(row), "the name of a file") from None
-    for name in found.label_names:
-        whole(name, f"{found.place}: labels")
-    return found
+            raise InputError(f"{raw.place}: {key!a}", raw.pictures.name(row), "the name of a file") from None
+    for name in raw.label_names:
+        whole(name, f"{raw.place}: labels")
+    return raw
 
 
 def whole(text: str, place: str) -> str:
-    """A text of whole characters: a string cut in the middle of one, or of bytes that are no UTF-8, is not.
+    """Return ``text`` if it can be encoded as UTF-8.
 
     Raises:
-        InputError: it holds half a character, which can neither be encoded nor printed.
+        InputError: it holds a lone surrogate, e.g. because it was cut in the middle of a character.
     """
     try:
         text.encode()
@@ -152,41 +151,38 @@ def whole(text: str, place: str) -> str:
     return text
 
 
-# --- splits ---------------------------------------------------------------------------------------------------------
-
-
 # --- labels and files -----------------------------------------------------------------------------------------------
 
 
 def multi_hot(
     labels: Sequence[Collection[str]], names: Sequence[str] | None = None
 ) -> tuple[U8 | None, tuple[str, ...]]:
-    """Label names of each item to columns.
+    """Encode each item's label names as a multi-hot array.
 
     Args:
-        labels: [n] names of each item.
-        names: all names in their order; None takes those that occur, sorted.
+        labels: label names of each of the n items.
+        names: all label names in column order; None means the names that occur, sorted.
 
     Returns:
-        uint8 [n, L] and the L names; None and none where nobody has a label.
+        uint8 [n, L] and the L names; None and an empty tuple if there are no labels.
     """
-    names = tuple(sorted({name for own in labels for name in own}) if names is None else names)
+    names = tuple(sorted({name for item in labels for name in item}) if names is None else names)
     if not names:
         return None, ()
     column = {name: index for index, name in enumerate(names)}
     hot = np.zeros((len(labels), len(names)), dtype=np.uint8)
-    for row, own in enumerate(labels):
-        for name in own:
+    for row, item in enumerate(labels):
+        for name in item:
             hot[row, column[name]] = 1
     return hot, names
 
 
 def labelled_rows(labels: Array | None, place: str) -> npt.NDArray[np.int64]:
-    """The items that ``data.labelled`` keeps.
+    """Rows of the items that ``data.labelled`` keeps: int64, ascending.
 
     Args:
-        labels: [n, L] multi-hot, or class numbers [n], of which everybody has one.
-        place: what an error names.
+        labels: multi-hot [n, L], class numbers [n] (every item has one), or None.
+        place: source named in error messages.
 
     Raises:
         InputError: fewer than two items have a label.
@@ -200,10 +196,10 @@ def labelled_rows(labels: Array | None, place: str) -> npt.NDArray[np.int64]:
 
 
 def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
-    """A whole text file; the mark that Windows sets before UTF-8 is passed over.
+    """Read a text file; by default UTF-8 with or without a byte order mark.
 
     Raises:
-        InputError: missing or unreadable.
+        InputError: the file is missing, unreadable or in another encoding.
     """
     try:
         return path.read_text(encoding=encoding)
@@ -220,10 +216,10 @@ def read_text(path: Path, encoding: str = "utf-8-sig") -> str:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON file.
+    """Read a JSON file.
 
     Raises:
-        InputError: missing, unreadable or no JSON.
+        InputError: the file is missing, unreadable or not valid JSON.
     """
     try:
         return json.loads(read_text(path))
@@ -232,10 +228,10 @@ def read_json(path: Path) -> Any:
 
 
 def folder_of(data: Data) -> Path:
-    """``data.path`` where it must be a folder.
+    """Return ``data.path``, which must be a folder.
 
     Raises:
-        InputError: it is none.
+        InputError: it is not a folder.
     """
     if data.path is None or not data.path.is_dir():
         allowed = f"the folder of {data.name}; see docs/reference/data_sets.md for its layout"
@@ -244,15 +240,15 @@ def folder_of(data: Data) -> Path:
 
 
 def refuse_keys(data: Data, names: Iterable[str], what: str) -> None:
-    """Refuse keys of ``data`` that say nothing about how a set is stored here.
+    """Reject keys of ``data`` that do not apply to the way the set is stored.
 
     Args:
-        data: of the scenario.
-        names: the keys.
-        what: how the set is stored, for the message.
+        data: the scenario's data section.
+        names: the keys that do not apply.
+        what: how the set is stored, for the error message.
 
     Raises:
-        InputError: one of them is given.
+        InputError: one of the keys is set.
     """
     for name in names:
         value = getattr(data, name)
@@ -264,7 +260,7 @@ def first_existing(paths: Sequence[Path], place: str, what: str) -> Path:
     """The first path that exists.
 
     Raises:
-        InputError: none does; all are listed.
+        InputError: none exists; the message lists all of them.
     """
     for path in paths:
         if path.exists():

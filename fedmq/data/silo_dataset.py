@@ -1,4 +1,4 @@
-"""One silo's part of the data, in memory, without the modality it lacks."""
+"""One silo's dataset, in memory, without the modality that the silo lacks."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from fedmq.data.prepared import Prepared, mapped
 
 @dataclass(frozen=True)
 class SiloDataset:
-    """One silo's data.
+    """One silo's dataset.
 
     Args:
-        image: [n, *image_shape] in the prepared data's type, or None where the silo has no images.
-        text: [n, C, *text_shape], C the most captions an item of the data set has, or None without captions.
-        captions: int64 [n], how many of an item's C rows of ``text`` are captions, 1 to C; all 1 without captions.
-        labels: uint8 [n, L], multi-hot, or None where the data set has none.
-        rows: int64 [n], the items' rows in the data set.
+        image: [n, *image_shape] in the prepared dtype; None if the silo has no images.
+        text: [n, C, *text_shape] in the prepared dtype, C being the data set's maximum number of captions; None if the
+            silo has no captions.
+        captions: int64 [n], number of captions of each item, 1 to C; all 1 if the silo has no captions.
+        labels: multi-hot uint8 [n, L]; None if the data set has no labels.
+        rows: int64 [n], rows of the items in the data set.
     """
 
     image: Tensor | None
@@ -38,26 +39,26 @@ class SiloDataset:
 
 
 def _rows_of(path: Path, rows: npt.NDArray[np.int64]) -> Tensor:
-    """Copy some rows of an array on disk into memory; only their pages are read."""
+    """Copy rows of an array on disk into memory; reads only the pages that hold them."""
     return torch.from_numpy(np.ascontiguousarray(np.asarray(mapped(path))[rows]))
 
 
 def load_silo_dataset(
     prepared: Prepared, rows: Sequence[int] | npt.NDArray[np.integer[Any]] | Tensor, image: bool, text: bool
 ) -> SiloDataset:
-    """Load one silo's rows; a modality's file is opened only where the silo has that modality.
+    """Load one silo's rows; files of a modality that the silo lacks are not opened.
 
     Args:
         prepared: the data set.
-        rows: [n], rows of the data set, kept in this order.
+        rows: int [n], rows of the data set, in the order to keep.
         image: whether the silo has images.
         text: whether the silo has captions.
 
     Raises:
-        ValueError: neither modality, or a row that is not in the data set.
+        ValueError: both modalities are missing, or a row is out of range.
     """
     if not (image or text):
-        raise ValueError("a share has images, captions or both")
+        raise ValueError("a silo dataset needs images, captions or both")
     chosen = np.array(rows, dtype=np.int64).reshape(-1)
     if len(chosen) and not (chosen.min() >= 0 and chosen.max() < prepared.n):
         raise ValueError(f"rows {chosen.min()} to {chosen.max()} of a data set of {prepared.n} items")

@@ -1,4 +1,4 @@
-"""Splits of a data set: given by its files, or drawn from a seed."""
+"""Splits of a data set: read from its files or sampled from a seed."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ U8 = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Draw:
-    """How many items a set's papers draw for each split, where the set comes without one.
+    """Number of items to sample for each split of a set that is distributed without one.
 
     Args:
-        queries: test items; None draws 80/10/10.
+        queries: test items; None means a 80/10/10 split.
         val: validation items.
-        train: training items; the rest is ``database``. None trains on the whole rest.
+        train: training items; the rest becomes ``database``. None trains on the whole rest.
     """
 
     queries: int | None = None
@@ -33,24 +33,24 @@ class Draw:
     train: int | None = None
 
 
-#: For sets that come with a split, and for those nobody has drawn before us.
+#: For sets distributed with a split, and for sets without published split sizes.
 OWN = Draw()
 
 
-# A split's number is its place here. `database` is neither trained on nor queried: it only stands in the gallery.
+# A split's code is its index here. `database` items belong to the gallery only: no training, no queries.
 SPLITS = ("train", "val", "test", "public", "database")
 
 
 def split_codes(path: Path, value: Array, n: int) -> npt.NDArray[np.uint8]:
-    """A file's ``split`` as places in ``SPLITS``.
+    """A file's ``split`` array as indices into ``SPLITS``: uint8 [n].
 
     Args:
-        path: what an error names.
-        value: [n] names or numbers.
-        n: items.
+        path: the file, for error messages.
+        value: [n] names or codes.
+        n: number of items.
 
     Raises:
-        InputError: another shape or type, an unknown value, or no item to train on or to test on.
+        InputError: wrong shape or dtype, an unknown value, or no training or no test item.
     """
     place, allowed = f"{path}: split", f"[{n}] of {', '.join(SPLITS)}, or of their numbers 0 to {len(SPLITS) - 1}"
     if value.shape != (n,) or value.dtype.kind not in "USiu":
@@ -70,10 +70,10 @@ def split_codes(path: Path, value: Array, n: int) -> npt.NDArray[np.uint8]:
 
 
 def draw_split(n: int, seed: int) -> npt.NDArray[np.uint8]:
-    """A seeded split: a tenth val, a tenth (at least one item) test, the rest train.
+    """Sample a split: 10 % validation, 10 % (at least one item) test, the rest training.
 
     Returns:
-        uint8 [n], places in ``SPLITS``.
+        uint8 [n], indices into ``SPLITS``.
     """
     test, val = max(1, n // 10), n // 10
     split = np.zeros(n, dtype=np.uint8)
@@ -84,18 +84,18 @@ def draw_split(n: int, seed: int) -> npt.NDArray[np.uint8]:
 
 
 def draw_parts(n: int, sizes: Draw, seed: int) -> U8:
-    """Queries, validation and training items drawn at random, in this order; what is left is ``database``.
+    """Sample test, validation and training items, in this order; the rest becomes ``database``.
 
     Args:
-        n: items.
-        sizes: how many of each.
-        seed: ``data.split_seed``, apart from the run's seed: runs of several seeds share one split.
+        n: number of items.
+        sizes: number of items of each split.
+        seed: ``data.split_seed``, separate from the run's seed so that runs with different seeds share the split.
 
     Returns:
-        uint8 [n], places in ``SPLITS``.
+        uint8 [n], indices into ``SPLITS``.
 
     Raises:
-        InputError: the set is too small for these numbers.
+        InputError: the set is too small for these sizes.
     """
     queries = sizes.queries or 0
     rest = n - queries - sizes.val
@@ -110,27 +110,27 @@ def draw_parts(n: int, sizes: Draw, seed: int) -> U8:
     return split
 
 
-def split_of(own: U8 | None, n: int, data: Data, usual: Draw) -> U8:
-    """The split in use: the scenario's numbers, else the set's own, else the numbers its papers use.
+def split_of(official: U8 | None, n: int, data: Data, usual: Draw) -> U8:
+    """The split to use: sampled by the scenario's sizes, else the official split, else sampled by the usual sizes.
 
     Args:
-        own: uint8 [n] of the set, or None.
-        n: items.
-        data: of the scenario; any of queries, val, train replaces the set's own split.
-        usual: of the data set.
+        official: uint8 [n], the split distributed with the set, or None.
+        n: number of items.
+        data: the scenario's data section; any of queries, val and train overrides the official split.
+        usual: the data set's split sizes from the literature.
 
     Returns:
-        uint8 [n], places in ``SPLITS``.
+        uint8 [n], indices into ``SPLITS``.
 
     Raises:
-        InputError: no number of queries, or the set is too small.
+        InputError: the number of queries is missing, the set is too small, or there is no training or no test item.
     """
     given = (data.queries, data.val, data.train) != (None, None, None)
-    if own is not None and not given:
+    if official is not None and not given:
         for name in ("train", "test"):
-            if not (own == SPLITS.index(name)).any():
+            if not (official == SPLITS.index(name)).any():
                 raise InputError(f"data: {data.name}", f"no {name} item", "at least one train and one test item")
-        return own
+        return official
     if not given and usual.queries is None:
         return draw_split(n, data.split_seed)
     queries = data.queries if data.queries is not None else usual.queries
@@ -143,16 +143,16 @@ def split_of(own: U8 | None, n: int, data: Data, usual: Draw) -> U8:
 def split_numbers(
     place: str, names: Sequence[str], aliases: Mapping[str, str], lines: Sequence[int] | None = None
 ) -> U8:
-    """Split names to places in ``SPLITS``.
+    """Map a file's split names to indices into ``SPLITS``: uint8 [n].
 
     Args:
-        place: what an error names.
-        names: [n], as the file has them.
-        aliases: the file's own words for ours.
-        lines: [n], where the items stand in a file that has one in a line.
+        place: the file, for error messages.
+        names: [n] split names as in the file.
+        aliases: the file's split names mapped to those of ``SPLITS``.
+        lines: [n] line numbers of the items, for error messages; None numbers the items instead.
 
     Raises:
-        InputError: an unknown word, with its item's line or number.
+        InputError: an unknown name; the message gives the item's line or number.
     """
     known = {**{name: name for name in SPLITS}, **aliases}
     for row, name in enumerate(names):

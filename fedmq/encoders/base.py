@@ -1,4 +1,4 @@
-"""What every frozen encoder has in common."""
+"""Types shared by all frozen encoders."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from fedmq.encoders.images import Pixels
 
 Array = npt.NDArray[Any]
 
-BATCH = 32  # captions encoded at once
+BATCH = 32  # items per forward pass
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """One modality's frozen encoder.
+    """A frozen encoder of one modality.
 
     Args:
-        digest: of its weights and of whatever else changes its rows.
-        encode: items to rows [n, ...]; a row depends on nothing but its item and its place in the call.
-        fit: what happens to a picture right after it was read.
-        mean: per channel, where rows are pixels that are normalised later; else empty.
-        std: likewise.
-        edge: in pixels, of the pictures that need no scaling; drawings are rendered so.
-        later: digest of the weights that a model puts over the rows, where rows are pixels; else empty.
-        width: of a row, where it is known before there is one; else 0.
+        digest: digest of the weights and of everything else that affects the encoder's rows.
+        encode: maps items to rows [n, ...]; a row depends only on its item and its position in the call.
+        fit: resizes a picture right after decoding.
+        mean: mean per channel if rows are pixels that the model normalises; else empty.
+        std: standard deviation per channel if rows are pixels that the model normalises; else empty.
+        edge: edge length [pixels] of pictures that need no resizing; drawings are rendered at this size.
+        later: digest of the weights that the model applies to the rows if these are pixels; else empty.
+        width: length of a row if known before encoding; else 0.
     """
 
     digest: str
@@ -46,15 +46,15 @@ MODALITIES: tuple[Modality, Modality] = ("image", "text")
 
 @dataclass(frozen=True)
 class InputSpec:
-    """What one item looks like to the model.
+    """Shapes and dtypes of the model inputs of one item.
 
     Args:
-        image_shape: ``(d,)`` for features, ``(3, S, S)`` for pixels, ``(F, 3, S, S)`` for those of a video's frames.
+        image_shape: ``(d,)`` for features, ``(3, S, S)`` for pixels, ``(F, 3, S, S)`` for the frames of a video.
         text_shape: ``(d,)`` for features of one caption, ``(77,)`` for token ids.
         image_dtype: ``float32`` for features, ``uint8`` for pixels.
         text_dtype: ``float32`` for features, ``int32`` for token ids.
-        mean: per channel, of pixels scaled to [0, 1]; empty for features.
-        std: per channel, as ``mean``.
+        mean: mean per channel of pixels scaled to [0, 1]; empty for features.
+        std: standard deviation per channel of pixels scaled to [0, 1]; empty for features.
     """
 
     image_shape: tuple[int, ...]

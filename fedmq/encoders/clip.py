@@ -1,9 +1,9 @@
-"""open_clip models as frozen backbones, their weights shared by all processes of a machine.
+"""open_clip models as frozen backbones whose weights are shared by all processes of a machine.
 
-A model's weights are converted once to two safetensors files in the cache, one per tower. A process then builds the
-module on the meta device and assigns tensors that are memory maps of these files: pages are read once per machine, and
-only for the towers that the process has. With ``adapter_site: blocks`` a bottleneck adapter follows every transformer
-block: x <- block(x); x <- x + up(gelu(down(x))). Source: RCSR.
+A model's weights are converted once to two safetensors files in the cache, one per tower. Each process builds the
+module on the meta device and assigns memory maps of these files, so that pages are read once per machine, and only for
+the towers in use. With ``adapter_site: blocks``, a bottleneck adapter follows every transformer block: x <- block(x);
+x <- x + up(gelu(down(x))). Source: RCSR.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ Tokens = npt.NDArray[np.int32]
 # --- towers ---------------------------------------------------------------------------------------------------------
 
 
-#: Frames of videos in one pass: a batch of videos has a dozen times as many pictures as one of photos.
+#: Video frames per forward pass: a batch of videos has about twelve times the pictures of a batch of photos.
 FRAMES_AT_ONCE = 256
 
 
 class Frozen(nn.Module):
-    """One frozen tower: always in eval mode, its weights mapped from the cache.
+    """One frozen tower, always in eval mode, its weights memory-mapped from the cache.
 
     Args:
-        tower: open_clip's module; its parameters need no gradient.
-        mean: of an image tower, per channel; empty for a text tower.
-        std: likewise.
-        half: products in bfloat16 by autocast, those of the adapters inside included; a transformer's sums and all
-            outputs stay float32.
+        tower: open_clip module without trainable parameters.
+        mean: mean per channel of an image tower; empty for a text tower.
+        std: standard deviation per channel of an image tower; empty for a text tower.
+        half: use bfloat16 autocast, also for adapters inside the tower; residual sums and outputs stay float32.
     """
 
     mean: Tensor
@@ -58,27 +57,31 @@ class Frozen(nn.Module):
         self.tower = tower
         self.half_products = half
         if half and isinstance(tower, open_clip.transformer.VisionTransformer):
-            # Its sums take the type of what enters them, and bfloat16 would round off what adapters add.
+            # Residual sums take the dtype of their input; in bfloat16 the adapters' small changes would be rounded off.
             tower.conv1.register_forward_hook(lambda _module, _inputs, output: output.float())
         self.register_buffer("mean", 255 * torch.tensor(mean).view(-1, 1, 1))
         self.register_buffer("std", 255 * torch.tensor(std).view(-1, 1, 1))
         self.eval()
 
     def train(self, mode: bool = True) -> Self:
-        """Stays in eval mode: dropout and batch norms of a frozen tower never train."""
+        """Stay in eval mode: dropout and batch norms of a frozen tower never train."""
         del mode
         return super().train(False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Pixels uint8 [B, 3, S, S], frames of videos [B, F, 3, S, S] or token ids int [B, 77] to float32 [B, e].
+        """Encode a batch; a video's embedding is the normalised mean of its frames' embeddings (RCSR, MSR-VTT).
 
-        A video's vector is the mean of its frames', scaled to unit length (RCSR, MSR-VTT).
+        Args:
+            x: pixels uint8 [B, 3, S, S], video frames uint8 [B, F, 3, S, S], or token ids int [B, 77].
+
+        Returns:
+            float32 [B, e].
         """
         if x.ndim == 5:
             frames = x.shape[1]
-            several = torch.split(x, max(1, FRAMES_AT_ONCE // frames))
-            each = torch.cat([self(part.flatten(0, 1)) for part in several])
-            return nn.functional.normalize(each.view(len(x), frames, -1).mean(1), dim=-1)
+            parts = torch.split(x, max(1, FRAMES_AT_ONCE // frames))
+            encoded_frames = torch.cat([self(part.flatten(0, 1)) for part in parts])
+            return nn.functional.normalize(encoded_frames.view(len(x), frames, -1).mean(1), dim=-1)
         with torch.autocast(x.device.type, torch.bfloat16, enabled=self.half_products):
             if isinstance(self.tower, CLIP):
                 encoded: Tensor = self.tower.encode_text(x.long())
@@ -89,30 +92,30 @@ class Frozen(nn.Module):
         return encoded.float()
 
 
-def _tower_of(model: nn.Module, modality: Modality) -> nn.Module:
-    """The part of a whole model that is one tower; the other tower is let go."""
+def tower_of(model: nn.Module, modality: Modality) -> nn.Module:
+    """Extract one tower from a complete model and drop the other."""
     if modality == "image":
         visual: nn.Module = model.visual  # type: ignore[assignment]
         return visual
     if hasattr(model, "text"):
         text: nn.Module = model.text  # type: ignore[assignment]
         return text
-    # CLIP keeps its text tower's parts at its own top level.
+    # CLIP has its text tower's modules at its top level.
     model.visual = nn.Identity()
     return model
 
 
 def blocks_of(tower: nn.Module, name: str) -> tuple[list[nn.Module], int]:
-    """The transformer blocks of a tower and their width.
+    """The transformer blocks of a tower, and their width.
 
     Raises:
-        InputError: the tower has none that an adapter could follow.
+        InputError: the tower has no blocks to which adapters can be attached.
     """
     transformer = getattr(tower, "transformer", None)
     trunk = getattr(tower, "trunk", None)
     if isinstance(getattr(transformer, "resblocks", None), nn.ModuleList):
         return list(transformer.resblocks), int(transformer.width)  # type: ignore[union-attr]
-    # timm's plain vision transformers keep one width throughout; its staged models have blocks of other shapes.
+    # timm's plain vision transformers have one width throughout, unlike its staged models.
     if type(trunk).__name__ in ("VisionTransformer", "Eva") and isinstance(trunk.blocks, nn.Module):  # type: ignore[union-attr]
         return list(trunk.blocks.children()), int(trunk.embed_dim)  # type: ignore[union-attr]
     found = type(trunk if trunk is not None else tower).__name__
@@ -124,7 +127,7 @@ def blocks_of(tower: nn.Module, name: str) -> tuple[list[nn.Module], int]:
 
 
 def _assign(model: nn.Module, path: Path) -> None:
-    """Replace a tower's tensors by memory maps of a file."""
+    """Replace a tower's tensors by memory maps of a safetensors file."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a mapping
@@ -135,27 +138,29 @@ def _assign(model: nn.Module, path: Path) -> None:
                 else:
                     module._buffers[leaf] = value
     except (OSError, safetensors.SafetensorError, AttributeError) as error:
-        raise RunError(f"{path} cannot be read ({error}): delete its folder, it is made again") from error
+        raise RunError(f"{path} cannot be read ({error}): delete its folder, and it will be created again") from error
 
 
-def load_tower(found: Weights, modality: Modality, device: str | torch.device = "cpu", *, half: bool = False) -> Frozen:
-    """One frozen tower; on the CPU its weights are shared with every process that loads it.
+def load_tower(
+    weights: Weights, modality: Modality, device: str | torch.device = "cpu", *, half: bool = False
+) -> Frozen:
+    """Load one frozen tower; on the CPU, all processes that load it share the memory of its weights.
 
     Args:
-        found: the model's weights in the cache.
-        modality: which tower.
-        device: where it computes.
-        half: products in bfloat16.
+        weights: the model's weights in the cache.
+        modality: the tower to load.
+        device: device to compute on.
+        half: use bfloat16 autocast.
 
     Raises:
         RunError: the cached file is damaged.
     """
-    model = skeleton(found.name, found.config)
-    _assign(model, found.folder / f"{modality}.safetensors")
-    scales = (found.mean, found.std) if modality == "image" else ((), ())
-    frozen = Frozen(_tower_of(model, modality), *scales, half=half)
+    model = skeleton(weights.name, weights.config)
+    _assign(model, weights.folder / f"{modality}.safetensors")
+    scales = (weights.mean, weights.std) if modality == "image" else ((), ())
+    frozen = Frozen(tower_of(model, modality), *scales, half=half)
     for scale in SCALES:
-        # Left on the meta device, which cannot be moved; no tower needs them.
+        # Still on the meta device, so .to() would fail; no tower needs them.
         if hasattr(frozen.tower, scale):
             setattr(frozen.tower, scale, None)
     return frozen.to(device)
@@ -165,17 +170,17 @@ def load_tower(found: Weights, modality: Modality, device: str | torch.device = 
 
 
 def tokenise(name: str, texts: Sequence[str]) -> Tokens:
-    """Token ids by CLIP's own tokeniser, which open_clip brings along.
+    """Token ids from CLIP's tokeniser, which is part of open_clip.
 
     Args:
-        name: of the model.
-        texts: cut at the model's context length.
+        name: name of the model.
+        texts: texts, truncated to the model's context length.
 
     Returns:
-        int32 [n, 77] (or the model's context length).
+        int32 [n, context length], usually [n, 77].
 
     Raises:
-        InputError: the model needs a tokeniser from a model hub, or has too few tokens.
+        InputError: the model needs a tokeniser from a model hub, or its vocabulary is too small.
     """
     config = config_of(name)
     text = config["text_cfg"]
@@ -195,10 +200,10 @@ def encode_texts(frozen: Frozen, tokens: npt.NDArray[Any], rows: int, device: st
     """Features of the frozen text tower, after its projection.
 
     Args:
-        frozen: the tower.
+        frozen: the text tower.
         tokens: int [n, 77].
-        rows: captions encoded at once.
-        device: where the tower is.
+        rows: captions per forward pass.
+        device: device of the tower.
 
     Returns:
         float32 [n, e].

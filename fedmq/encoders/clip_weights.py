@@ -1,4 +1,4 @@
-"""The weights of open_clip models: read and checked once, kept in the cache as one safetensors file per tower."""
+"""Load and validate the weights of open_clip models, and cache them as one safetensors file per tower."""
 
 import difflib
 import functools
@@ -28,22 +28,23 @@ from fedmq.storage.cache import build_once, file_digest, key_of
 from fedmq.storage.locks import locked
 
 CONFIG_KEYS = ("embed_dim", "vision_cfg", "text_cfg")
-# In checkpoints but no part of either tower.
+# In checkpoints, but not part of either tower.
 SCALES = ("logit_scale", "logit_bias")
-# In the files that OpenAI published, and in no others.
+# Only in the files that OpenAI published.
 OPENAI_MARKS = ("input_resolution", "context_length", "vocab_size")
-# In old checkpoints; computed, or of no use to the model.
-PASSED_OVER = (*OPENAI_MARKS, "attn_mask", "text.attn_mask")
+# In old checkpoints; the model computes or does not need them.
+IGNORED = (*OPENAI_MARKS, "attn_mask", "text.attn_mask")
 
 
 def config_of(name: str) -> dict[str, Any]:
     """The architecture of an open_clip model.
 
     Args:
-        name: of ``open_clip.list_models()``, or the path of a .json file of the same form.
+        name: name in ``open_clip.list_models()``, or path of a .json model configuration.
 
     Raises:
-        InputError: unknown name (close ones are listed), unreadable file, or a kind of model that cannot be used here.
+        InputError: the name is unknown (similar names are listed), the file is unreadable, or this kind of model is not
+            supported.
     """
     if name.endswith(".json"):
         try:
@@ -70,16 +71,16 @@ def config_of(name: str) -> dict[str, Any]:
         raise InputError(
             "backbone.name", name, "a model whose text tower is open_clip's own; this one needs a model hub"
         )
-    # Weights come from backbone.pretrained alone: nothing else is ever fetched.
+    # Weights come from backbone.pretrained only; do not let timm download any.
     config["vision_cfg"].pop("timm_model_pretrained", None)
     return dict(config)
 
 
 def _construct(name: str, config: Mapping[str, Any]) -> nn.Module:
-    """The whole model, on torch's current default device.
+    """Construct the complete model on torch's current default device.
 
     Raises:
-        InputError: the configuration does not make a model.
+        InputError: the configuration is invalid.
     """
     arguments = deepcopy(dict(config))
     kind = CustomTextCLIP if arguments.pop("custom_text", False) else CLIP
@@ -91,12 +92,12 @@ def _construct(name: str, config: Mapping[str, Any]) -> nn.Module:
 
 
 def skeleton(name: str, config: Mapping[str, Any]) -> nn.Module:
-    """The model without memory for its weights."""
+    """Construct the model on the meta device, without memory for its weights, where possible."""
     try:
         with torch.device("meta"):
             return _construct(name, config)
     except (RuntimeError, NotImplementedError):
-        # Some timm models compute with their own weights while they are built.
+        # Some timm models use the values of their weights during construction.
         return _construct(name, config)
 
 
@@ -108,11 +109,11 @@ class Weights:
     """Frozen weights in the cache.
 
     Args:
-        folder: holds ``image.safetensors`` and ``text.safetensors``.
-        name: of the model.
-        config: its architecture.
-        mean: per channel, of pixels scaled to [0, 1].
-        std: likewise.
+        folder: folder with ``image.safetensors`` and ``text.safetensors``.
+        name: name of the model.
+        config: architecture of the model.
+        mean: mean per channel of pixels scaled to [0, 1].
+        std: standard deviation per channel of pixels scaled to [0, 1].
     """
 
     folder: Path
@@ -124,14 +125,15 @@ class Weights:
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """How a model's pictures are made.
+    """Preprocessing of a model's pictures.
 
     Args:
-        mean: per channel, of pixels scaled to [0, 1].
-        std: likewise.
+        mean: mean per channel of pixels scaled to [0, 1].
+        std: standard deviation per channel of pixels scaled to [0, 1].
         interpolation: bicubic or bilinear.
-        resize_mode: ``shortest``, whose middle is cut out, or ``squash``: the whole picture as a square.
-        unnamed: mean and std where neither the name of the weights nor open_clip's default says them.
+        resize_mode: ``shortest`` (resize the shorter side, then centre-crop) or ``squash`` (resize both sides).
+        unnamed: mean and std if neither the tag of the weights nor open_clip's default implies them; part of cache
+            keys.
     """
 
     mean: tuple[float, ...] = OPENAI_DATASET_MEAN
@@ -146,12 +148,12 @@ def _tags_of(name: str) -> list[str]:
 
 
 def preprocessing(backbone: Backbone) -> Preprocessing:
-    """How pictures are made for these weights: as the tag says; for a file, as all tags of its architecture agree.
+    """Preprocessing for a backbone's weights: the tag's; for a file, the values that all tags of the model share.
 
-    What they do not agree on, and everything for random weights, is open_clip's default: OpenAI's values.
+    Values that differ between tags, and all values for random weights, are open_clip's defaults (OpenAI's values).
 
     Raises:
-        InputError: unknown model, tag or file, or a way to scale pictures that cannot be had here.
+        InputError: the model, tag or file is unknown, or its resizing is not supported.
     """
     kind, what = _source_of(backbone)
     tags = {"tag": [what], "file": _tags_of(backbone.name), "random": []}[kind]
@@ -160,19 +162,19 @@ def preprocessing(backbone: Backbone) -> Preprocessing:
 
     def agreed(key: str) -> Any:
         default = getattr(usual, key)
-        found = [type(default)(one.get(key) or default) for one in trained]
-        return found[0] if found and found.count(found[0]) == len(found) else default
+        values = [type(default)(config.get(key) or default) for config in trained]
+        return values[0] if values and values.count(values[0]) == len(values) else default
 
-    made = Preprocessing(*(agreed(key) for key in ("mean", "std", "interpolation", "resize_mode")))
-    if made.resize_mode not in ("shortest", "squash") or made.interpolation not in ("bicubic", "bilinear"):
-        found = f"{what or backbone.name}, whose pictures are scaled by {made.resize_mode}, {made.interpolation}"
+    shared = Preprocessing(*(agreed(key) for key in ("mean", "std", "interpolation", "resize_mode")))
+    if shared.resize_mode not in ("shortest", "squash") or shared.interpolation not in ("bicubic", "bilinear"):
+        found = f"{what or backbone.name}, whose pictures are scaled by {shared.resize_mode}, {shared.interpolation}"
         raise InputError("backbone.pretrained", found, "weights for shortest or squash, bicubic or bilinear")
-    own = kind == "tag" or (made.mean, made.std) == (usual.mean, usual.std)
-    return made if own else replace(made, unnamed=(*made.mean, *made.std))
+    implied = kind == "tag" or (shared.mean, shared.std) == (usual.mean, usual.std)
+    return shared if implied else replace(shared, unnamed=(*shared.mean, *shared.std))
 
 
 def _is_torchscript(path: Path) -> bool:
-    """Whether a file is a program with weights, as OpenAI published CLIP, and no state dict."""
+    """Whether a file is a TorchScript archive, as published by OpenAI, instead of a state dict."""
     if not zipfile.is_zipfile(path):
         return False
     with zipfile.ZipFile(path) as archive:
@@ -180,10 +182,10 @@ def _is_torchscript(path: Path) -> bool:
 
 
 def read_checkpoint(path: Path) -> dict[str, Tensor]:
-    """The state dict of a local file, never unpickled beyond tensors.
+    """Load the state dict of a local file, without unpickling anything but tensors.
 
     Raises:
-        InputError: unreadable, or no state dict.
+        InputError: the file is unreadable or not a state dict.
     """
     place = f"backbone.pretrained: {path}"
     try:
@@ -194,14 +196,14 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
             allowed = f"a state dict, which {once} makes of it once; for OpenAI's CLIP also the tag openai"
             raise InputError(place, "a TorchScript archive", allowed)
         else:
-            # Mapped where the format allows it: a model and its checkpoint need not be in memory together.
+            # Memory-mapped where possible, so that the checkpoint and the model need not be in memory together.
             state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
     except InputError:
         raise
-    except Exception as error:  # torch.load raises whatever its readers raise on a corrupt file
+    except Exception as error:  # torch.load raises various exceptions on a corrupt file
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         if "weights_only" in str(error):
-            reason = "something other than tensors"  # torch advises to switch the check off
+            reason = "something other than tensors"  # torch's own message advises to disable the check
         raise InputError(place, reason, "a state dict (.safetensors, or .pt readable with weights_only)") from None
     if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
         state = state["state_dict"]
@@ -211,10 +213,10 @@ def read_checkpoint(path: Path) -> dict[str, Tensor]:
 
 
 def _names_in(path: Path) -> frozenset[str]:
-    """Names of a local file's parameters; read again only when the file was changed.
+    """Names of the parameters in a local file, cached until the file changes.
 
     Raises:
-        InputError: unreadable, or no state dict.
+        InputError: the file is unreadable or not a state dict.
     """
     about = path.stat()
     return _names_read(path, about.st_size, about.st_mtime_ns)
@@ -232,15 +234,15 @@ def _names_read(path: Path, _size: int, _changed: int) -> frozenset[str]:
 
 
 def _load_checkpoint(model: nn.Module, path: Path) -> None:
-    """Put a local file's weights into the model; every name and shape must fit.
+    """Load a local file's weights into the model; all names and shapes must match.
 
     Raises:
-        InputError: a parameter is missing, unknown or of another shape.
+        InputError: a parameter is missing, unknown or has the wrong shape.
     """
     state = convert_state_dict(model, read_checkpoint(path))
     if "positional_embedding" in state and not hasattr(model, "positional_embedding"):
         state = convert_to_custom_text_state_dict(state)
-    state = {name: value for name, value in state.items() if name not in (*SCALES, *PASSED_OVER)}
+    state = {name: value for name, value in state.items() if name not in (*SCALES, *IGNORED)}
     wanted = {name: value for name, value in model.state_dict().items() if name not in SCALES}
     place = f"backbone.pretrained: {path}"
     for name, value in wanted.items():
@@ -254,10 +256,10 @@ def _load_checkpoint(model: nn.Module, path: Path) -> None:
 
 
 def _source_of(backbone: Backbone) -> tuple[str, str]:
-    """Where weights come from: ``("random", "")``, ``("tag", tag)`` or ``("file", path)``.
+    """Source of the weights: ``("random", "")``, ``("tag", tag)`` or ``("file", path)``.
 
     Raises:
-        InputError: neither a tag of the model nor a readable file, or trained with another activation.
+        InputError: ``pretrained`` is neither a tag of the model nor a file, or its weights need another activation.
     """
     wanted = backbone.pretrained
     if wanted is None:
@@ -266,14 +268,14 @@ def _source_of(backbone: Backbone) -> tuple[str, str]:
     if wanted in tags:
         trained = bool(open_clip.get_pretrained_cfg(backbone.name, wanted).get("quick_gelu", False))
         if trained != quick:
-            # open_clip only warns; the features would be wrong without a sign of it.
+            # open_clip only warns, and the features would be wrong.
             other = f"{backbone.name}-quickgelu" if trained else backbone.name.removesuffix("-quickgelu")
             raise InputError(
                 "backbone.name", backbone.name, f"{other} for the weights {wanted}, which had its activation"
             )
         return "tag", wanted
     if Path(wanted).is_file():
-        # Looked for here and not when the weights are read: rows that were made with them may be in the cache already.
+        # Checked here, not on loading: with cached features the weights are never loaded.
         if not quick and _names_in(Path(wanted)).issuperset(OPENAI_MARKS):
             other = f"{backbone.name}-quickgelu"
             if other not in open_clip.list_models():
@@ -286,7 +288,7 @@ def _source_of(backbone: Backbone) -> tuple[str, str]:
 
 
 def digest_of(path: Path, cache: Path) -> str:
-    """SHA-256 (hex) of a file, kept by path, size and time of change: thirty silos need not read it thirty times."""
+    """SHA-256 (hex) of a file, cached by path, size and modification time, so that not every silo hashes it."""
     about = path.stat()
     kept = cache / "digests" / key_of(str(path.resolve()), about.st_size, about.st_mtime_ns)
     with locked(kept.with_suffix(".lock")):
@@ -298,10 +300,10 @@ def digest_of(path: Path, cache: Path) -> str:
 
 
 def weights_digest(backbone: Backbone, seed: int, cache: Path) -> str:
-    """SHA-256 (hex) of what the frozen weights are made from: a key for caches.
+    """SHA-256 (hex) of the source of the frozen weights, used as a cache key.
 
     Raises:
-        InputError: unknown model, tag or file.
+        InputError: the model, tag or file is unknown.
     """
     config = config_of(backbone.name)
     kind, what = _source_of(backbone)
@@ -309,23 +311,23 @@ def weights_digest(backbone: Backbone, seed: int, cache: Path) -> str:
         what = str(seed)
     elif kind == "file":
         what = digest_of(Path(what), cache)
-    # Where a model is a file its contents are the configuration; random weights are drawn by its name, as written.
+    # For a .json model the configuration identifies it. Random weights also depend on its name, which seeds them.
     name = "" if kind == "file" and backbone.name.endswith(".json") else backbone.name
     return key_of("weights", open_clip.__version__, name, config, kind, what)
 
 
 def _full_model(backbone: Backbone, config: Mapping[str, Any], seed: int) -> nn.Module:
-    """The whole model on the CPU with its weights."""
+    """The complete model on the CPU, with its weights."""
     kind, what = _source_of(backbone)
     if kind == "tag":
         try:
             fetched: nn.Module = open_clip.create_model(backbone.name, pretrained=what, weights_only=True)
         except (RuntimeError, OSError, ValueError) as error:
-            instead = "a local file does without: --set backbone.pretrained=FILE"
+            instead = "to use a local file: --set backbone.pretrained=FILE"
             why = f"backbone.pretrained: {what} of {backbone.name} could not be fetched ({error}); {instead}"
             raise RunError(why) from error
         return fetched.eval().requires_grad_(False)
-    # open_clip draws from the global generator and takes no other: it is put back as it was.
+    # open_clip initialises from the global generator, whose state fork_rng restores.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "backbone", backbone.name))
         model = _construct(backbone.name, config)
@@ -339,13 +341,13 @@ def _modality_of(name: str) -> Modality:
 
 
 def _tensors(model: nn.Module) -> dict[Modality, dict[str, Tensor]]:
-    """All parameters and buffers of each tower, also buffers that a state dict leaves out (masks, rotary tables)."""
+    """All parameters and buffers of each tower, including non-persistent buffers (masks, rotary tables)."""
     towers: dict[Modality, dict[str, Tensor]] = {modality: {} for modality in MODALITIES}
     seen: set[int] = set()
     parts = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
     for name, value in parts:
         if name not in SCALES:
-            # The format refuses tensors that share memory, which tied weights do.
+            # Safetensors rejects tensors that share memory, as tied weights do.
             tied = value.data_ptr() in seen
             seen.add(value.data_ptr())
             towers[_modality_of(name)][name] = (value.detach().clone() if tied else value.detach()).contiguous()
@@ -353,7 +355,7 @@ def _tensors(model: nn.Module) -> dict[Modality, dict[str, Tensor]]:
 
 
 def image_size(name: str, config: Mapping[str, Any]) -> int:
-    """Edge of the square pictures a model takes [pixels]."""
+    """Edge length of a model's square input pictures [pixels]."""
     size = config["vision_cfg"].get("image_size", 224)
     edges = set(size) if isinstance(size, list | tuple) else {size}
     if len(edges) != 1:
@@ -362,23 +364,23 @@ def image_size(name: str, config: Mapping[str, Any]) -> int:
 
 
 def context_length(config: Mapping[str, Any]) -> int:
-    """Tokens of one caption."""
+    """Number of tokens of one caption."""
     return int(config["text_cfg"].get("context_length", 77))
 
 
 def weights(backbone: Backbone, seed: int, cache: Path) -> Weights:
-    """The frozen weights in the cache, converted if they are not there yet.
+    """Get the frozen weights from the cache, converting them first if necessary.
 
     Args:
-        backbone: name and ``pretrained``: a tag, a local file, or null for random weights drawn from the seed.
-        seed: the scenario's seed; counts for random weights only.
-        cache: folder.
+        backbone: name and ``pretrained``: a tag, a local file, or null for random weights.
+        seed: the scenario's seed, used for random weights only.
+        cache: cache folder.
 
     Raises:
-        InputError: unknown model, tag or file, or a file that does not fit the model.
-        RunError: a tag's weights could not be fetched, or the cache cannot be written.
+        InputError: the model, tag or file is unknown, or the file does not match the model.
+        RunError: a tag's weights could not be downloaded, or the cache cannot be written.
     """
-    config, made = config_of(backbone.name), preprocessing(backbone)
+    config, how = config_of(backbone.name), preprocessing(backbone)
 
     def fill(folder: Path) -> None:
         for modality, tensors in _tensors(_full_model(backbone, config, seed)).items():
@@ -388,6 +390,6 @@ def weights(backbone: Backbone, seed: int, cache: Path) -> Weights:
         folder=build_once(cache / "weights" / weights_digest(backbone, seed, cache), fill),
         name=backbone.name,
         config=config,
-        mean=made.mean,
-        std=made.std,
+        mean=how.mean,
+        std=how.std,
     )

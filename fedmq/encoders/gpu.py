@@ -1,4 +1,4 @@
-"""What a GPU has to be told to compute as a CPU does: the same sums in the same order, in full float32."""
+"""Settings for reproducible GPU computation: deterministic kernels, full float32."""
 
 from __future__ import annotations
 
@@ -8,20 +8,18 @@ import torch
 
 
 def repeatable() -> None:
-    """Have this process's GPUs repeat to the bit, from here on.
+    """Make this process's GPU computations bitwise reproducible.
 
-    Gradients of an index, of a scatter and of the fused kinds of attention are summed by atomic additions otherwise, in
-    whatever order threads come, and convolutions are rounded to TF32's ten bits. An operation that has no ordered
-    kernel warns, once, and goes on.
+    By default, gradients of indexing, scatter and fused attention are summed by atomic additions in varying order, and
+    convolutions round to TF32's 10-bit mantissa. Operations without a deterministic kernel warn once.
     """
-    # Read when cuBLAS is first used; without it products of one shape may be summed in another order.
+    # Read when cuBLAS is first used; without it the order of sums in matrix products may vary.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    # As use_deterministic_algorithms(True, warn_only=True), without its import of torch._inductor: 2 s and 150 MB.
+    # Same as use_deterministic_algorithms(True, warn_only=True) without importing torch._inductor (2 s, 150 MB).
     torch.set_deterministic_debug_mode("warn")
-    # Nothing here reads memory that nobody wrote.
+    # No code here reads uninitialised memory.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
-    # All three have ordered kernels only where whatever has none raises; fifty patches' attention costs next to
-    # nothing anyway.
+    # In warn mode these three use nondeterministic kernels; at fifty patches, plain attention costs little more.
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_mem_efficient_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
@@ -32,7 +30,7 @@ def repeatable() -> None:
 
 
 def kind_of(device: str) -> dict[str, str]:
-    """What a GPU is called, as ``gpu``, for the record; nothing for the CPU.
+    """The GPU's name under the key ``gpu``, for the run's records; empty for the CPU.
 
     Args:
         device: ``cpu`` or ``cuda:N``.
@@ -41,8 +39,8 @@ def kind_of(device: str) -> dict[str, str]:
 
 
 def give_back() -> None:
-    """Let other processes have the GPU memory that nothing here uses; does nothing where no GPU was used.
+    """Return torch's cached, unused GPU memory to the device; does nothing if no GPU was used.
 
-    Torch keeps what it once had: of thirty silos that share a GPU each would hold a task's peak until the run ends.
+    Otherwise each of the silos that share a GPU would hold a task's peak memory until the run ends.
     """
     torch.cuda.empty_cache()

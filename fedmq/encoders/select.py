@@ -1,4 +1,4 @@
-"""Frozen encoders behind one interface: pictures to rows, captions to rows; loaded when the first row is asked for."""
+"""Select a backbone's frozen image and text encoders; weights are loaded when the first row is encoded."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _channels_first(pictures: Sequence[Pixels]) -> Array:
 
 
 def _timm_images(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
-    from fedmq.encoders import timm_images  # noqa: PLC0415 - seconds to import, and only this backbone needs it
+    from fedmq.encoders import timm_images  # noqa: PLC0415 - slow to import, only this backbone needs it
 
     loaded = functools.cache(lambda: timm_images.load(backbone, seed, device)[0])
     how = timm_images.preprocessing(backbone)
     edge, crop, squash = int(how["input_size"][-1]), float(how["crop_pct"]), how["crop_mode"] == "squash"
 
-    def fitted(picture: Pixels) -> Pixels:
+    def preprocess(picture: Pixels) -> Pixels:
         return fit(picture, edge, crop, str(how["interpolation"]).upper(), squash=squash)
 
     def encode(pictures: Sequence[Pixels]) -> Array:
@@ -42,39 +42,39 @@ def _timm_images(backbone: Backbone, seed: int, cache: Path, device: str) -> Enc
             lambda rows: model((torch.from_numpy(rows).to(device).float() - mean) / std), _channels_first(pictures)
         )
 
-    # Drawings, too, are cut out of a larger square here: the version counts whatever pictures these are.
+    # Centre cropping applies to rendered drawings too, so the key has the version for all kinds of pictures.
     facts = (PIXELS_VERSION, "squash") if squash else (PIXELS_VERSION,)
-    return Encoder(key_of(timm_images.weights_digest(backbone, seed, cache), *facts), encode, fitted)
+    return Encoder(key_of(timm_images.weights_digest(backbone, seed, cache), *facts), encode, preprocess)
 
 
 def _matconvnet_images(backbone: Backbone, device: str) -> Encoder:
     from fedmq.encoders import matconvnet  # noqa: PLC0415
 
-    def fitted(picture: Pixels) -> Pixels:
+    def preprocess(picture: Pixels) -> Pixels:
         return fit(picture, matconvnet.EDGE)
 
     if backbone.end_to_end:
         later = matconvnet.weights_digest(backbone)
-        return Encoder(key_of("pixels", matconvnet.EDGE), _channels_first, fitted, later=later)
+        return Encoder(key_of("pixels", matconvnet.EDGE), _channels_first, preprocess, later=later)
     loaded = functools.cache(lambda: matconvnet.load(backbone, device))
 
     def encode(pictures: Sequence[Pixels]) -> Array:
         return _batches(lambda rows: loaded()(torch.from_numpy(rows).to(device)), _channels_first(pictures))
 
-    return Encoder(matconvnet.weights_digest(backbone), encode, fitted)
+    return Encoder(matconvnet.weights_digest(backbone), encode, preprocess)
 
 
 def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
-    """The image side of a backbone.
+    """The image encoder of a backbone.
 
     Args:
-        backbone: of the scenario; not ``features``.
-        seed: of random weights.
+        backbone: the scenario's backbone section; not ``features``.
+        seed: seed of random weights.
         cache: folder of shared weights.
-        device: where open_clip and timm models compute; lite always computes on the CPU.
+        device: device of the encoder; lite always computes on the CPU.
 
     Raises:
-        InputError: unknown model, tag or file, or a package is missing.
+        InputError: the model, tag or file is unknown, or a package is missing.
     """
     if backbone.name == "lite":
         from fedmq.encoders import lite  # noqa: PLC0415
@@ -89,19 +89,19 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
     size = clip_weights.image_size(backbone.name, clip_weights.config_of(backbone.name))
     digest = clip_weights.weights_digest(backbone, seed, cache)
     how = clip_weights.preprocessing(backbone)
-    way = (how.interpolation, how.resize_mode)
-    # What most models want is in no key: rows of theirs were made before there was a choice.
-    scaled = () if way == ("bicubic", "shortest") else way
+    resizing = (how.interpolation, how.resize_mode)
+    # The default resizing is not part of the key, which keeps existing caches valid.
+    resizing_key = () if resizing == ("bicubic", "shortest") else resizing
 
-    def fitted(picture: Pixels) -> Pixels:
+    def preprocess(picture: Pixels) -> Pixels:
         return fit(picture, size, resample=how.interpolation.upper(), squash=how.resize_mode == "squash")
 
     if backbone.adapter_site == "blocks":
         frozen = clip_weights.weights(backbone, seed, cache)
         return Encoder(
-            key_of("pixels", size, *scaled),
+            key_of("pixels", size, *resizing_key),
             _channels_first,
-            fitted,
+            preprocess,
             frozen.mean,
             frozen.std,
             size,
@@ -113,22 +113,24 @@ def image_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> En
         return _batches(lambda rows: tower()(torch.from_numpy(rows).to(device)), _channels_first(pictures))
 
     width = int(clip_weights.config_of(backbone.name)["embed_dim"])
-    return Encoder(key_of("image", digest, size, *scaled, *how.unnamed), encode, fitted, edge=size, width=width)
+    return Encoder(
+        key_of("image", digest, size, *resizing_key, *how.unnamed), encode, preprocess, edge=size, width=width
+    )
 
 
 def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Encoder:
-    """The text side of a backbone; beside a timm model or a MatConvNet file it is lite's sentence encoder.
+    """The text encoder of a backbone; for timm and MatConvNet image encoders, lite's sentence encoder.
 
-    ``backbone.text_encoder`` takes the place of any.
+    ``backbone.text_encoder`` overrides the backbone's text encoder.
 
     Args:
-        backbone: of the scenario; not ``features``.
-        seed: of random weights.
+        backbone: the scenario's backbone section; not ``features``.
+        seed: seed of random weights.
         cache: folder of shared weights.
-        device: where open_clip models compute.
+        device: device of the encoder; lite always computes on the CPU.
 
     Raises:
-        InputError: unknown model, tag or file, or a package is missing.
+        InputError: the model, tag or file is unknown, or a package is missing.
     """
     if (folder := backbone.text_encoder) is not None:
         from fedmq.encoders import sentences  # noqa: PLC0415
@@ -142,7 +144,7 @@ def text_encoder(backbone: Backbone, seed: int, cache: Path, device: str) -> Enc
     if backbone.name in ("lite", MATCONVNET) or backbone.name.startswith(TIMM):
         from fedmq.encoders import lite  # noqa: PLC0415
 
-        # Lite's heads were aligned with lite's own images; beside another encoder the plain sentence vector is honest.
+        # Lite's text head is aligned with lite's image head only; other image encoders get plain sentence embeddings.
         plain = backbone.name != "lite"
         encode = lite.text_features if plain else lite.encode_texts
         width = lite.TEXT_DIM if plain else lite.DIM

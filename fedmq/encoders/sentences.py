@@ -1,7 +1,8 @@
-"""Any sentence encoder of a local folder, as BERT's are distributed: config.json, tokenizer, model.safetensors.
+"""Sentence encoders from a local folder, as saved by ``sentence-transformers`` or ``transformers``.
 
-FedSCMR and FedCMR encode texts with a sentence-BERT of 1,024 dimensions, FedUCH's COCO and IAPR TC-12 with BERT. The
-folder is what ``sentence-transformers`` or ``transformers`` save; without a pooling of its own tokens are averaged.
+The folder holds config.json, a tokenizer and model.safetensors; without a pooling configuration, token embeddings are
+averaged. FedSCMR and FedCMR encode texts with a Sentence-BERT of 1,024 dimensions; FedUCH encodes COCO and IAPR TC-12
+with BERT.
 """
 
 from __future__ import annotations
@@ -20,15 +21,15 @@ from fedmq.storage.cache import file_digest, key_of
 Encode = Callable[[Sequence[str]], npt.NDArray[np.float32]]
 
 _PLACE = "backbone.text_encoder"
-# What decides a vector: weights, their configuration, the tokeniser's vocabulary and the pooling.
+# Files that determine embeddings: weights, configuration, vocabulary and pooling.
 _ENDINGS = frozenset({".safetensors", ".json", ".txt", ".model"})
 
 
 def weights_digest(folder: Path) -> str:
-    """SHA-256 (hex) over the folder's weights, configuration and vocabulary: a key for caches.
+    """SHA-256 (hex) of the folder's weights, configuration and vocabulary, used as a cache key.
 
     Raises:
-        InputError: no such folder, or no weights in it that can be read safely.
+        InputError: the folder does not exist or has no safetensors weights.
     """
     files = sorted(path for path in folder.rglob("*") if path.suffix in _ENDINGS and path.is_file())
     if not any(path.suffix == ".safetensors" for path in files):
@@ -38,18 +39,18 @@ def weights_digest(folder: Path) -> str:
 
 
 def load(folder: Path, device: str) -> Encode:
-    """The encoder: texts to float32 [n, d], as the folder's own pooling and scaling have them.
+    """Load an encoder from texts to float32 [n, d], with the folder's pooling and normalisation.
 
     Args:
-        folder: as :func:`weights_digest` takes it.
-        device: where it computes.
+        folder: folder of the encoder.
+        device: device to compute on.
 
     Raises:
-        InputError: sentence-transformers is not installed, or the folder holds no such encoder.
+        InputError: sentence-transformers is not installed, or it cannot load the folder.
     """
     library = package("sentence_transformers", "bert", str(folder))
     try:
-        # Nothing is fetched, no code of the folder is run, and no pickled weights are read.
+        # Downloads nothing, runs no code from the folder, and unpickles nothing.
         model = library.SentenceTransformer(
             str(folder),
             device=device,
@@ -57,12 +58,12 @@ def load(folder: Path, device: str) -> Encode:
             trust_remote_code=False,
             model_kwargs={"use_safetensors": True},
         )
-    except Exception as error:  # the library raises whatever its parts do on a folder that is no encoder
+    except Exception as error:  # the library raises various exceptions on an invalid folder
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise InputError(f"{_PLACE}: {folder}", reason, "a sentence encoder that sentence-transformers loads") from None
 
     def encode(texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        found = model.encode(list(texts), batch_size=BATCH, show_progress_bar=False, convert_to_numpy=True)
-        return np.asarray(found, dtype=np.float32)
+        vectors = model.encode(list(texts), batch_size=BATCH, show_progress_bar=False, convert_to_numpy=True)
+        return np.asarray(vectors, dtype=np.float32)
 
     return encode

@@ -1,7 +1,7 @@
-"""Any timm model as a frozen image encoder: its features before the classifier.
+"""timm models as frozen image encoders: the features before the classifier.
 
-``timm:vgg19`` gives VGG-19's fc7 (4,096, after its ReLU), also from torchvision's file. Weights come from
-``backbone.pretrained``: a local file, one of timm's tags for the model, or null for random weights.
+``timm:vgg19`` gives VGG-19's fc7 (4,096, after its ReLU), also with torchvision's weights. ``backbone.pretrained`` is a
+local file, one of timm's tags for the model, or null for random weights.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from fedmq.storage.cache import key_of
 
 
 def architecture(backbone: Backbone) -> str:
-    """The model's name without its prefix.
+    """The model's timm name, without the prefix ``timm:``.
 
     Raises:
-        InputError: timm is not installed or knows no such model; close names are listed.
+        InputError: timm is not installed or has no such model; the message lists similar names.
     """
     timm = package("timm", "embedded", "backbone.name")
     name = backbone.name.removeprefix(TIMM)
@@ -40,16 +40,16 @@ def architecture(backbone: Backbone) -> str:
 
 
 def _source(backbone: Backbone) -> tuple[str, str]:
-    """``("random", "")``, ``("tag", tag)`` or ``("file", path)``.
+    """Source of the weights: ``("random", "")``, ``("tag", tag)`` or ``("file", path)``.
 
     Raises:
-        InputError: neither a file nor a tag of the model.
+        InputError: ``pretrained`` is neither a file nor a tag of the model.
     """
     name, wanted = architecture(backbone), backbone.pretrained
     if wanted is None:
         return "random", ""
     tags = [
-        found.partition(".")[2] for found in package("timm", "embedded", "backbone.name").list_pretrained(f"{name}.*")
+        model.partition(".")[2] for model in package("timm", "embedded", "backbone.name").list_pretrained(f"{name}.*")
     ]
     if wanted in tags:
         return "tag", wanted
@@ -59,34 +59,34 @@ def _source(backbone: Backbone) -> tuple[str, str]:
 
 
 def preprocessing(backbone: Backbone) -> Mapping[str, Any]:
-    """How the model's pictures are made: timm's data configuration, of the tag or of the model's first one.
+    """The model's preprocessing: timm's data configuration of the tag, or of the model's default tag.
 
     Returns:
         timm's ``input_size``, ``mean``, ``std``, ``crop_pct``, ``crop_mode`` and ``interpolation``.
 
     Raises:
-        InputError: unknown model, tag or file, or a way to scale pictures that cannot be had here.
+        InputError: the model, tag or file is unknown, or its resizing is not supported.
     """
     timm, name, (kind, what) = package("timm", "embedded", "backbone.name"), architecture(backbone), _source(backbone)
-    found = timm.get_pretrained_cfg(f"{name}.{what}" if kind == "tag" else name)
-    if found is None:
-        # A name from before timm had tags: only the model that it stands for knows.
+    config = timm.get_pretrained_cfg(f"{name}.{what}" if kind == "tag" else name)
+    if config is None:
+        # Deprecated model names have no configuration; the model they resolve to has one.
         with torch.random.fork_rng(devices=[]):
             how: Mapping[str, Any] = timm.data.resolve_model_data_config(timm.create_model(name))
     else:
-        how = timm.data.resolve_data_config(pretrained_cfg=found.to_dict())
+        how = timm.data.resolve_data_config(pretrained_cfg=config.to_dict())
     _, height, width = how["input_size"]
     if how["crop_mode"] not in ("center", "squash") or height != width:
-        made = f"{backbone.name}, whose pictures are {width} x {height} with crop_mode {how['crop_mode']}"
-        raise InputError("backbone.name", made, "a model of square pictures with crop_mode center or squash")
+        found = f"{backbone.name}, whose pictures are {width} x {height} with crop_mode {how['crop_mode']}"
+        raise InputError("backbone.name", found, "a model of square pictures with crop_mode center or squash")
     return how
 
 
 def weights_digest(backbone: Backbone, seed: int, cache: Path) -> str:
-    """SHA-256 (hex) of what the weights are made from: a key for caches.
+    """SHA-256 (hex) of the source of the weights, used as a cache key.
 
     Raises:
-        InputError: unknown model, tag or file.
+        InputError: the model, tag or file is unknown.
     """
     kind, what = _source(backbone)
     version = package("timm", "embedded", "backbone.name").__version__
@@ -100,18 +100,18 @@ def weights_digest(backbone: Backbone, seed: int, cache: Path) -> str:
 
 
 def _load(model: nn.Module, path: Path) -> None:
-    """Put a file's weights into the model; all but the classifier must fit.
+    """Load a file's weights into the model; all parameters but the classifier's must match.
 
     Raises:
-        InputError: a parameter is missing or of another shape.
+        InputError: a parameter is missing or has the wrong shape.
     """
     state: Mapping[str, Tensor] = read_checkpoint(path)
     wanted = model.state_dict()
     if set(wanted) - set(state):
-        # timm's own translation of other projects' names, where it has one.
+        # Use timm's conversion of other projects' parameter names, if it has one.
         module = importlib.import_module(type(model).__module__)
-        translate = getattr(module, "checkpoint_filter_fn", None)
-        state = translate(state, model) if translate else getattr(module, "_filter_fn", lambda same: same)(state)
+        convert = getattr(module, "checkpoint_filter_fn", None)
+        state = convert(state, model) if convert else getattr(module, "_filter_fn", lambda same: same)(state)
     for name, value in wanted.items():
         if name not in state or state[name].shape != value.shape:
             found = f"shape {list(state[name].shape)}" if name in state else "no such parameter"
@@ -120,23 +120,23 @@ def _load(model: nn.Module, path: Path) -> None:
 
 
 def load(backbone: Backbone, seed: int, device: str) -> tuple[nn.Module, Mapping[str, Any]]:
-    """The model without its classifier, and how its pictures are made.
+    """Load a model without its classifier.
 
     Args:
         backbone: ``timm:NAME`` and ``pretrained``.
-        seed: of random weights.
-        device: where it computes.
+        seed: seed of random weights.
+        device: device to compute on.
 
     Returns:
-        The frozen model, and what :func:`preprocessing` says.
+        The frozen model, and its :func:`preprocessing`.
 
     Raises:
-        InputError: unknown model, tag or file, or a file that does not fit.
-        RunError: a tag's weights could not be fetched.
+        InputError: the model, tag or file is unknown, or the file does not match the model.
+        RunError: a tag's weights could not be downloaded.
     """
     timm = package("timm", "embedded", "backbone.name")
     name, (kind, what), how = architecture(backbone), _source(backbone), preprocessing(backbone)
-    # timm draws from the global generator and takes no other: it is put back as it was.
+    # timm initialises from the global generator, whose state fork_rng restores.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive(seed, "backbone", backbone.name))
         try:

@@ -1,1 +1,1 @@
-"""The trainable models over frozen encoders."""
+"""Trainable models on top of frozen encoders."""

@@ -1,4 +1,4 @@
-"""Bottleneck adapters: each tower's own (RCSR), or multi-modal with a middle layer both towers share (pFedMMA)."""
+"""Bottleneck adapters, separate per tower (RCSR) or multi-modal with a middle layer shared by both towers (pFedMMA)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Layer = Callable[[Tensor], Tensor]
 
 
 class Adapter(nn.Module):
-    """Bottleneck adapter: x + up(gelu(down(x))).
+    """Bottleneck adapter: x + up(gelu(down(x))) (RCSR).
 
     Args:
-        width: last dimension of x.
+        width: size of the last dimension of x.
         bottleneck: width of the bottleneck.
     """
 
@@ -27,22 +27,22 @@ class Adapter(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """float32 [..., width] to the same shape."""
-        change: Tensor = self.up(F.gelu(self.down(x)))
-        return x + change
+        update: Tensor = self.up(F.gelu(self.down(x)))
+        return x + update
 
 
 def through_shared(x: Tensor, down: Layer, shared: Layer, up: Layer, scale: float) -> Tensor:
-    """Multi-modal adapter x + s up(relu(shared(relu(down x)))) of x [..., width] (pFedMMA)."""
+    """Multi-modal adapter x + scale * up(relu(shared(relu(down(x))))) of x [..., width] (pFedMMA)."""
     return x + scale * up(F.relu(shared(F.relu(down(x)))))
 
 
 class SharedAdapters(nn.Module):
-    """The middle layers of multi-modal adapters, one per site, that both towers go through.
+    """Middle layers of multi-modal adapters, one per site, shared by both towers (pFedMMA).
 
     Args:
-        sites: how many adapters a tower has.
+        sites: number of adapters per tower.
         bottleneck: width of the layers.
-        scale: s of every adapter.
+        scale: scale of every adapter's update.
     """
 
     def __init__(self, sites: int, bottleneck: int, scale: float) -> None:
@@ -52,26 +52,26 @@ class SharedAdapters(nn.Module):
         self.scale = scale
 
     def forward(self, out: T, tower: nn.Module) -> T:
-        """What a tower made, as it is: the layers did their part inside it."""
+        """Return a tower's output unchanged: the shared layers are applied inside the tower."""
         del tower
         return out
 
 
 class MultiModalAdapter(nn.Module):
-    """One tower's layers of a multi-modal adapter, around one that belongs to both towers.
+    """One tower's layers of a multi-modal adapter, around a middle layer shared by both towers (pFedMMA).
 
     Args:
-        width: last dimension of x.
+        width: size of the last dimension of x.
         bottleneck: width of the middle layer.
-        shared: the middle layer; a parameter of :class:`SharedAdapters`, not of this module.
-        scale: s.
+        shared: the middle layer, a submodule of :class:`SharedAdapters` and not of this module.
+        scale: scale of the adapter's update.
     """
 
     def __init__(self, width: int, bottleneck: int, shared: Layer, scale: float) -> None:
         super().__init__()
         self.down = nn.Linear(width, bottleneck, device="meta")
         self.up = nn.Linear(bottleneck, width, device="meta")
-        self._shared = (shared,)  # in a tuple, so that torch does not list its parameters here too
+        self._shared = (shared,)  # in a tuple, so that torch does not register its parameters here too
         self._scale = scale
 
     def forward(self, x: Tensor) -> Tensor:
@@ -80,5 +80,5 @@ class MultiModalAdapter(nn.Module):
 
 
 def site(index: int) -> str:
-    """Name of an adapter site; two digits, for the layout sorts by name and a reader expects 2 before 10."""
+    """Name of an adapter site: two digits, so that sorting by name sorts by index."""
     return f"{index:02d}"

@@ -1,4 +1,4 @@
-"""The model that a scenario asks for."""
+"""Build the model of a scenario."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fedmq.config.parts import Modality
 from fedmq.config.scenario import Backbone
 from fedmq.encoders.base import MODALITIES, InputSpec
 from fedmq.errors import InputError
-from fedmq.models.two_tower import TwoTower, _feature_towers, initial_parameters, joint_dim
+from fedmq.models.two_tower import TwoTower, feature_towers, initial_parameters, joint_dim
 
 
 def build(
@@ -27,19 +27,19 @@ def build(
     """Build the model with its initial parameters, the same in every process.
 
     Args:
-        backbone: of the scenario.
-        inputs: what the prepared data look like.
+        backbone: the scenario's backbone section.
+        inputs: shapes and dtypes of the prepared data.
         seed: the scenario's seed.
-        device: where it computes.
-        modalities: whose frozen towers are loaded. The trainable parameters of both are always there.
+        device: device of the model.
+        modalities: modalities whose frozen towers are loaded. The model always has the trainable parameters of both.
         cache: folder of the shared frozen weights; None means ``fedmq.storage.cache.cache_folder()``.
 
     Raises:
-        InputError: head, dimensions or open_clip model do not go together.
+        InputError: head, dimensions and backbone are incompatible.
     """
     place = torch.device(device)
     if backbone.adapter_site == "blocks":
-        from fedmq.models import clip_two_tower  # noqa: PLC0415 - open_clip takes seconds to import and features need none of it
+        from fedmq.models import clip_two_tower  # noqa: PLC0415 - open_clip is slow to import and not needed for features
 
         model = clip_two_tower.build(backbone, inputs, seed, place, modalities, cache=cache)
     else:
@@ -49,7 +49,7 @@ def build(
                     f"data: {what}", f"items of shape {list(shape)}", "features [d] with adapter_site feature"
                 )
         dim = joint_dim(backbone, inputs.image_shape[0], inputs.text_shape[0])
-        model = _feature_towers(backbone, inputs, dim, place)
+        model = feature_towers(backbone, inputs, dim, place)
     model.initial = partial(initial_parameters, model.layout, backbone, seed)
     model.load(model.initial())
     return model

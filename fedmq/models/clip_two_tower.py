@@ -1,4 +1,4 @@
-"""Two towers over an open_clip model with an adapter in every block (RCSR, section 4.2)."""
+"""Two-tower models over open_clip with an adapter after every block (RCSR, section 4.2)."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from fedmq.config.parts import Modality
 from fedmq.config.scenario import Backbone
 from fedmq.encoders.base import MODALITIES, InputSpec
-from fedmq.encoders.clip import _tower_of, blocks_of, load_tower
+from fedmq.encoders.clip import blocks_of, load_tower, tower_of
 from fedmq.encoders.clip_weights import config_of, context_length, image_size, skeleton, weights
 from fedmq.errors import InputError
 from fedmq.models.two_tower import Branch, TwoTower, joint_dim, shared_adapters
 from fedmq.storage.cache import cache_folder
 
 
-def _follow(block: nn.Module, adapter: nn.Module) -> None:
-    """Let an adapter run after a block, whoever calls the block."""
+def _attach(block: nn.Module, adapter: nn.Module) -> None:
+    """Apply an adapter to the output of a block, by a forward hook."""
 
     def after(_module: nn.Module, _inputs: tuple[Any, ...], output: Tensor) -> Tensor:
         adapted: Tensor = adapter(output)
@@ -30,10 +30,10 @@ def _follow(block: nn.Module, adapter: nn.Module) -> None:
 
 
 def adapted(backbone: Backbone, device: str | torch.device = "cpu") -> TwoTower:
-    """The two towers with one adapter per block, without frozen weights, parameters not yet drawn.
+    """The model with one adapter per block, without frozen weights; trainable parameters are not yet initialised.
 
     Raises:
-        InputError: unknown model, or one without such blocks.
+        InputError: the model is unknown or has no transformer blocks.
     """
     config = config_of(backbone.name)
     bare = skeleton(backbone.name, config)
@@ -41,9 +41,9 @@ def adapted(backbone: Backbone, device: str | torch.device = "cpu") -> TwoTower:
     dim = joint_dim(backbone, width, width)
     sites = []
     for modality in MODALITIES:
-        blocks, block_width = blocks_of(_tower_of(bare, modality), backbone.name)
+        blocks, block_width = blocks_of(tower_of(bare, modality), backbone.name)
         sites.append([block_width] * len(blocks))
-    # Where one tower has more blocks, the layers of its last ones are shared with nobody.
+    # If one tower has more blocks, the middle layers of its last blocks are used by that tower only.
     shared, residual = shared_adapters(backbone, max(map(len, sites))), backbone.head == "residual"
     branches = [
         Branch(widths, backbone.bottleneck, width, dim, residual=residual, blocks=True, shared=shared)
@@ -61,28 +61,36 @@ def build(
     *,
     cache: Path | None = None,
 ) -> TwoTower:
-    """The two towers with adapters in their blocks, parameters not yet drawn; see ``two_tower.build``.
+    """The model with adapters in its blocks; trainable parameters are not yet initialised.
+
+    Args:
+        backbone: the scenario's backbone section.
+        inputs: shapes and dtypes of the prepared data.
+        seed: the scenario's seed, used for random frozen weights.
+        device: device of the model.
+        modalities: modalities whose frozen towers are loaded.
+        cache: folder of the shared frozen weights; None means ``cache_folder()``.
 
     Raises:
-        InputError: the model has no such blocks, or the data are not pixels and token ids of its size.
+        InputError: the model has no transformer blocks, or the data are not pixels and token ids of its size.
     """
     config = config_of(backbone.name)
     edge = image_size(backbone.name, config)
     for what, shape, expected in (
-        # Before a picture's own three there may be one for the frames of a video.
+        # Videos have an additional leading dimension for frames.
         ("image", inputs.image_shape[-3:], (3, edge, edge)),
         ("text", inputs.text_shape, (context_length(config),)),
     ):
         if tuple(shape) != expected:
             raise InputError(f"data: {what}", f"items of shape {list(shape)}", f"{list(expected)} for {backbone.name}")
     model = adapted(backbone, device)
-    # The coordinator trains nothing: it needs the parameters alone, and no weights are made or read for it.
+    # The coordinator passes no modalities: it needs only the trainable parameters, and no frozen weights are loaded.
     for modality in modalities:
-        found = weights(backbone, seed, cache_folder() if cache is None else cache)
+        stored = weights(backbone, seed, cache_folder() if cache is None else cache)
         branch = model.visual if modality == "image" else model.text
-        assert isinstance(branch, Branch)  # noqa: S101 - `adapted` made it
-        branch.frozen = load_tower(found, modality, device, half=backbone.precision == "bfloat16")
-        blocks, _ = blocks_of(branch.frozen.tower, found.name)
+        assert isinstance(branch, Branch)  # noqa: S101 - `adapted` returns branches
+        branch.frozen = load_tower(stored, modality, device, half=backbone.precision == "bfloat16")
+        blocks, _ = blocks_of(branch.frozen.tower, stored.name)
         for block, adapter in zip(blocks, branch.adapters.values(), strict=True):
-            _follow(block, adapter)
+            _attach(block, adapter)
     return model

@@ -1,4 +1,4 @@
-"""Optimisers over tensors, and over branches of a model's flat buffer: torch's fused steps without its classes."""
+"""Optimisers for lists of tensors and for branches of a model, using torch's fused step functions."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from fedmq.models.two_tower import TwoTower
 
 
 class FusedOptimiser:
-    """Torch's fused steps over a few tensors.
+    """SGD, Adam or AdamW with torch's fused step functions.
 
-    It calls the functions that ``torch.optim``'s classes end in, with their defaults, so the numbers are theirs. The
-    classes themselves import ``torch._dynamo`` on first use: two seconds and seventy megabytes for nothing.
+    Calls the functions behind ``torch.optim``'s classes with their defaults, so results are identical. The classes
+    themselves import ``torch._dynamo`` on first use, which takes two seconds and 70 MB.
 
     Args:
-        parameters: float32, changed in place by the gradients in their ``.grad``; without one, by a gradient of zero.
-        training: kind of optimiser and weight decay.
-        learning_rate: of all steps.
+        parameters: float32 tensors, updated in place from their ``.grad``; None counts as a zero gradient.
+        training: optimiser, momentum or betas, and weight decay.
+        learning_rate: learning rate of all steps.
     """
 
     def __init__(self, parameters: Sequence[Tensor], training: Training, learning_rate: float) -> None:
@@ -35,8 +35,8 @@ class FusedOptimiser:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step in place."""
-        gradients = [torch.zeros_like(each) if each.grad is None else each.grad for each in self._parameters]
+        """Update the parameters in place."""
+        gradients = [torch.zeros_like(part) if part.grad is None else part.grad for part in self._parameters]
         if self._training.optimizer == "sgd":
             sgd(
                 self._parameters,
@@ -58,7 +58,7 @@ class FusedOptimiser:
             self._second,
             [],
             self._steps,
-            # Fused: one pass over each tensor; the loops over tensors cost more than the arithmetic at this size.
+            # The unfused loops over tensors cost more than the arithmetic at this size.
             fused=True,
             decoupled_weight_decay=self._training.optimizer == "adamw",
             amsgrad=False,
@@ -72,19 +72,19 @@ class FusedOptimiser:
 
 
 def optimiser(model: TwoTower, training: Training, learning_rate: float, branches: Sequence[slice]) -> FusedOptimiser:
-    """An optimiser over whole branches of a model.
+    """Create an optimiser for some branches of a model.
 
-    Parameters outside ``branches`` are never touched, not even by weight decay. Weight decay reaches biases too, as in
+    Parameters outside ``branches`` do not change, not even by weight decay. Weight decay also applies to biases, as in
     RCSR's code.
 
     Args:
-        model: whose ``flat`` is trained, with its parameters' gradients.
-        training: kind of optimiser and weight decay.
-        learning_rate: of this round.
-        branches: of :meth:`TwoTower.branch`; empty ones are passed over.
+        model: model to train.
+        training: optimiser, momentum or betas, and weight decay.
+        learning_rate: learning rate of this round.
+        branches: ranges from :meth:`TwoTower.branch`; empty ones are ignored.
 
     Raises:
-        ValueError: nothing to train.
+        ValueError: the branches contain no parameters.
     """
     parameters = model.within(branches)
     if not parameters:

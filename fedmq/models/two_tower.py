@@ -1,8 +1,8 @@
-"""Two towers over a frozen backbone: all that trains lives in one flat buffer.
+"""Two-tower model over a frozen backbone, with all trainable parameters in one flat buffer.
 
-Per tower: bottleneck adapters, then a head, then unit length. The frozen part lies before the adapters (features
-computed once, ``adapter_site: feature``) or around them (``adapter_site: blocks``, see ``fedmq.encoders.clip``).
-Source: RCSR, "frozen CLIP + adapters".
+Each tower consists of bottleneck adapters, a head and L2 normalisation. The frozen encoder precedes the adapters
+(precomputed features, ``adapter_site: feature``) or contains them (``adapter_site: blocks``, see
+``fedmq.encoders.clip``). Source: RCSR, "frozen CLIP + adapters".
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from fedmq.models.query_bank import Bank
 from fedmq.seeds import torch_generator
 from fedmq.wire.layout import Layout
 
-# Name prefixes of a modality's trainable parameters; each branch is one contiguous range of the flat buffer.
+# Name prefix of each modality's trainable parameters, which are one contiguous range of the flat buffer.
 BRANCHES: Mapping[Modality, str] = {"image": "visual.", "text": "text."}
-# Name prefix of layers that both modalities go through.
+# Name prefix of layers shared by both modalities.
 SHARED = "shared."
-# Joint dimension of an mlp head where the two towers' own dimensions differ and the scenario names none.
+# Joint dimension of an mlp head if the towers' dimensions differ and the scenario sets none.
 DEFAULT_DIM = 512
 
 
 @dataclass(frozen=True)
 class Out:
-    """What a tower makes of a batch.
+    """Outputs of one tower for a batch, all float32.
 
     Args:
-        hidden: [B, h], the projection's output before the last layer: what MOON and FedUCH contrast. With ``info_nce``
-            the embedding itself.
-        raw: [B, d], the last layer's output before anything squashes or enhances it.
-        code: [B, d], what retrieval ranks by.
-        logits: [B, C] of the tower's classifier; None where it has none.
-        before: [B, d], the code before a memory enhanced it; None where none did.
+        hidden: [B, h], input of the projection's last layer, contrasted by MOON and FedUCH; the embedding itself with
+            ``info_nce``.
+        raw: [B, d], output of the last layer before any activation or enhancement.
+        code: [B, d], used for ranking.
+        logits: [B, C], output of the tower's classifier; None if it has none.
+        before: [B, d], code before enhancement by a memory; None without a memory.
     """
 
     hidden: Tensor
@@ -56,21 +56,21 @@ class Out:
 
     @property
     def plain(self) -> Tensor:
-        """The code [B, d] without any memory's part."""
+        """The code [B, d] before any enhancement by a memory."""
         return self.code if self.before is None else self.before
 
 
 class Branch(nn.Module):
-    """One tower: frozen encoder (if any), adapters, head, unit length.
+    """One tower: frozen encoder (if any), adapters, head, L2 normalisation.
 
     Args:
-        widths: last dimension at each adapter site, in order.
-        bottleneck: width of the adapters.
-        head_in: dimension that enters the head.
+        widths: feature width at each adapter site, in order.
+        bottleneck: bottleneck width of the adapters.
+        head_in: input dimension of the head.
         dim: joint dimension d.
-        residual: z = x + W2 relu(W1 x) instead of z = W2 relu(W1 x).
-        blocks: the adapters sit inside ``frozen``, which runs them itself.
-        shared: middle layers of multi-modal adapters; None has adapters of the tower's own alone.
+        residual: use z = x + W2 relu(W1 x) instead of z = W2 relu(W1 x).
+        blocks: the adapters are attached inside ``frozen``, which applies them.
+        shared: middle layers of multi-modal adapters; None for plain adapters.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Branch(nn.Module):
         self.frozen: nn.Module | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """One batch of inputs [B, ...] to float32 [B, d] of unit length."""
+        """A batch of inputs [B, ...] to float32 [B, d], unit length."""
         if self.blocks:
             if self.frozen is None:
-                raise RuntimeError("this tower's frozen weights were not loaded: its modality was left out at build")
+                raise RuntimeError("the frozen weights of this tower are not loaded: pass its modality to build()")
             x = self.frozen(x)
         else:
             for adapter in self.adapters.values():
@@ -115,49 +115,49 @@ class Branch(nn.Module):
 
 
 def branch(layout: Layout, prefix: str) -> slice:
-    """Elements of the flat buffer whose names start with ``prefix``.
+    """The range of the flat buffer that holds the parameters whose names start with ``prefix``.
 
     Args:
-        layout: of the flat buffer.
-        prefix: e.g. ``"visual."``.
+        layout: layout of the flat buffer.
+        prefix: name prefix, e.g. ``"visual."``.
 
     Returns:
-        A slice counted in elements; empty where no name starts so.
+        A slice in elements; empty if no name has the prefix.
 
     Raises:
-        ValueError: the names do not lie side by side.
+        ValueError: these parameters are not contiguous.
     """
-    offset, found = 0, []
+    offset, ranges = 0, []
     for entry in layout.entries:
         if entry.name.startswith(prefix):
-            found.append((offset, offset + entry.size))
+            ranges.append((offset, offset + entry.size))
         offset += entry.size
-    if not found:
+    if not ranges:
         return slice(0, 0)
-    if sum(stop - start for start, stop in found) != found[-1][1] - found[0][0]:
-        raise ValueError(f"entries of branch {prefix!r} do not lie side by side")
-    return slice(found[0][0], found[-1][1])
+    if sum(stop - start for start, stop in ranges) != ranges[-1][1] - ranges[0][0]:
+        raise ValueError(f"entries of branch {prefix!r} are not contiguous")
+    return slice(ranges[0][0], ranges[-1][1])
 
 
 class TwoTower(nn.Module):
     """Image and text tower; all trainable parameters are views of one flat float32 buffer.
 
     Args:
-        visual: the image tower, a module from a batch to its embeddings or to an :class:`Out`; its parameters are
-            still on the meta device.
-        text: the text tower, likewise.
+        visual: image tower, a module from a batch to embeddings or to an :class:`Out`, with parameters on the meta
+            device.
+        text: text tower, of the same kind.
         dim: joint dimension d.
-        device: where the buffers are.
-        shared: layers that both modalities go through, a module from (Out, tower) to Out; None where there are none.
-        binary: retrieval ranks by the signs of the codes, in Hamming distance, instead of by their cosines.
+        device: device of the parameters.
+        shared: layers shared by both modalities, a module from (Out, tower) to Out; None if there are none.
+        binary: rank by Hamming distance between the signs of the codes instead of by cosine similarity.
 
     Attributes:
-        layout: names and shapes of the flat buffer, sorted by name.
+        layout: names and shapes of the parameters in the flat buffer, sorted by name.
         dim: joint dimension d.
-        binary: as above.
-        initial: draws the initial parameters float32 [P] again, the same in every process.
+        binary: whether ranking uses Hamming distance.
+        initial: returns the initial parameters float32 [P], the same in every process.
         flat: float32 [P], contiguous; the parameters are views of it.
-        bank: what a released model corrects its embeddings by; None where it has none, as in all training.
+        bank: query bank of a released model; None during training.
     """
 
     initial: Callable[[], Tensor]
@@ -190,7 +190,7 @@ class TwoTower(nn.Module):
             setattr(self.get_submodule(owner), leaf, parameter)
 
     def branch(self, name: str) -> slice:
-        """Where a branch lies in :attr:`flat`: ``image``, ``text``, ``shared``, or a name prefix (``visual.``)."""
+        """Range of a branch in :attr:`flat`: ``image``, ``text``, ``shared``, or a name prefix (``visual.``)."""
         prefix = SHARED if name == "shared" else next((BRANCHES[each] for each in MODALITIES if each == name), name)
         return branch(self.layout, prefix)
 
@@ -198,15 +198,15 @@ class TwoTower(nn.Module):
         """Copy parameters into :attr:`flat`.
 
         Args:
-            theta: [P], cast to float32; left as it is.
+            theta: [P], any numeric dtype; copied as float32.
 
         Raises:
-            ValueError: another shape than [P].
+            ValueError: the shape is not [P].
         """
         if tuple(theta.shape) != tuple(self.flat.shape):
             raise ValueError(f"parameters of shape {list(theta.shape)} for a model of [{self.flat.numel()}]")
         if isinstance(theta, np.ndarray) and self.flat.device.type == "cpu":
-            # A buffer off the wire is read-only, which torch cannot wrap without a warning; NumPy need not wrap it.
+            # Buffers from the wire are read-only, and torch warns when it wraps those; NumPy copies them directly.
             np.copyto(self.flat.detach().numpy(), theta, casting="unsafe")
             return
         source = torch.tensor(theta) if isinstance(theta, np.ndarray) else theta
@@ -215,13 +215,13 @@ class TwoTower(nn.Module):
 
     @contextmanager
     def computing_with(self, theta: Tensor) -> Iterator[None]:
-        """Compute with other parameters for a while; :attr:`flat` stays as it is, and nothing is copied.
+        """Temporarily compute with other parameters, without copying them and without changing :attr:`flat`.
 
-        A graph made before may be alive: autograd, which would count an exchange of numbers as a change of its saved
-        tensors, sees the parameters it knows again before its backward pass.
+        Autograd graphs created before stay valid: copying values into :attr:`flat` would count as an in-place change of
+        saved tensors, whereas here the original tensors are restored before the backward pass.
 
         Args:
-            theta: float32 [P], in memory of torch's own allocator.
+            theta: float32 [P], in memory allocated by torch.
         """
         self._point_to(theta.to(self.flat.device))
         try:
@@ -234,34 +234,34 @@ class TwoTower(nn.Module):
             parameter.data = flat[part].view(parameter.shape)
 
     def outputs(self, modality: Modality, x: Tensor) -> Out:
-        """All that one tower makes of a batch.
+        """All outputs of one tower for a batch.
 
         Args:
-            modality: which tower.
+            modality: the tower to use.
             x: images or captions, as in :meth:`image` and :meth:`caption`.
 
         Raises:
-            RuntimeError: built without the frozen tower that this needs.
+            RuntimeError: the model was built without the frozen weights of this tower.
         """
         tower = self.visual if modality == "image" else self.text
-        found = tower(x)
-        out = Out(found, found, found) if isinstance(found, Tensor) else found
-        finished: Out = out if self.shared is None else self.shared(out, tower)
-        return finished
+        result = tower(x)
+        out = Out(result, result, result) if isinstance(result, Tensor) else result
+        final: Out = out if self.shared is None else self.shared(out, tower)
+        return final
 
     def image(self, x: Tensor) -> Tensor:
         """Embed images.
 
         Args:
-            x: float32 features [B, d_i], or uint8 pixels [B, 3, S, S] with adapters in the blocks, of videos
-                [B, F, 3, S, S].
+            x: float32 features [B, d_i]; with adapters in the blocks uint8 pixels [B, 3, S, S], or [B, F, 3, S, S] for
+                videos.
 
         Returns:
-            float32 [B, d]: unit length, or codes whose signs rank where :attr:`binary`; four numbers longer with a
+            float32 [B, d], unit length, or codes ranked by their signs if :attr:`binary`; [B, d + 4] with a
             :attr:`bank`.
 
         Raises:
-            RuntimeError: built without the frozen image tower that this needs.
+            RuntimeError: the model was built without the frozen weights of the image tower.
         """
         code = self.outputs("image", x).code
         return code if self.bank is None else self.bank.images(code)
@@ -270,51 +270,51 @@ class TwoTower(nn.Module):
         """Embed captions.
 
         Args:
-            x: float32 features [B, d_t], or token ids [B, 77] with adapters in the blocks.
+            x: float32 features [B, d_t]; with adapters in the blocks int32 token ids [B, 77].
 
         Returns:
             float32 [B, d], as :meth:`image`.
 
         Raises:
-            RuntimeError: built without the frozen text tower that this needs.
+            RuntimeError: the model was built without the frozen weights of the text tower.
         """
         code = self.outputs("text", x).code
         return code if self.bank is None else self.bank.texts(code)
 
     def within(self, branches: Sequence[slice]) -> list[nn.Parameter]:
-        """The parameters that lie in some ranges of :attr:`flat`, in its order."""
-        return [held for held, part in self._parts if any(r.start <= part.start < r.stop for r in branches)]
+        """The parameters in the given ranges of :attr:`flat`, in the order of :attr:`flat`."""
+        return [parameter for parameter, part in self._parts if any(r.start <= part.start < r.stop for r in branches)]
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop all gradients. Autograd then hands over the tensors it makes instead of adding them to others.
+        """Set all gradients to None (``set_to_none`` has no effect), so that autograd stores instead of adds gradients.
 
-        Zeroing and adding are four more passes over memory for every parameter and step, a tenth of a step's time where
-        the layers are wide and the batches small.
+        Zeroing and accumulating cost four more passes over memory per step, a tenth of a step's time with wide layers
+        and small batches.
         """
         for parameter, _ in self._parts:
             parameter.grad = None
 
     def add_gradient(self, gradient: Tensor) -> None:
-        """Add a gradient found outside autograd.
+        """Add a gradient computed without autograd.
 
         Args:
-            gradient: float32 [P]; not to be changed before the next :meth:`zero_grad`: a parameter without a gradient
-                takes its part over.
+            gradient: float32 [P]; must not change before the next :meth:`zero_grad`, as parameters without a gradient
+                store views of it.
         """
         for parameter, part in self._parts:
-            more = gradient[part].view(parameter.shape)
-            parameter.grad = more if parameter.grad is None else parameter.grad.add_(more)
+            addition = gradient[part].view(parameter.shape)
+            parameter.grad = addition if parameter.grad is None else parameter.grad.add_(addition)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        # .to() and .float() would replace the parameters by tensors that are no longer views of the buffer.
-        raise RuntimeError("a TwoTower stays on the device and in the type it was built with")
+        # .to() and .float() would replace the parameters by tensors that are not views of the buffer.
+        raise RuntimeError("a TwoTower cannot change its device or dtype: pass the device to build()")
 
 
 def joint_dim(backbone: Backbone, image_dim: int, text_dim: int) -> int:
     """Dimension of the joint embedding.
 
     Raises:
-        InputError: a residual head, and the towers' dimensions differ or ``backbone.dim`` is another.
+        InputError: with a residual head, the towers' dimensions differ from each other or from ``backbone.dim``.
     """
     if backbone.head == "residual":
         if image_dim != text_dim:
@@ -330,11 +330,11 @@ def joint_dim(backbone: Backbone, image_dim: int, text_dim: int) -> int:
 
 
 def initial_parameters(layout: Layout, backbone: Backbone, seed: int) -> Tensor:
-    """The initial parameters float32 [P]: adapters N(0, adapter_std), heads N(0, head_std), biases zero.
+    """Initial parameters float32 [P]: adapters N(0, adapter_std^2), heads N(0, head_std^2), biases zero.
 
-    Each parameter has a generator of its own, so it is the same whatever else the model holds. Heads on features that
-    are not aligned use the same rule: the towers end in unit length and the head has no scale of its own, so a small
-    standard deviation costs nothing.
+    Each parameter has its own generator, so its value does not depend on the other parameters. Heads on features that
+    are not aligned are initialised in the same way: as embeddings are normalised, a small standard deviation does no
+    harm.
     """
     parts = []
     for entry in layout.entries:
@@ -347,13 +347,14 @@ def initial_parameters(layout: Layout, backbone: Backbone, seed: int) -> Tensor:
 
 
 def shared_adapters(backbone: Backbone, sites: int) -> SharedAdapters | None:
-    """The layers that multi-modal adapters share between the towers; None where adapters are each tower's own."""
+    """The middle layers of multi-modal adapters, shared by both towers; None for plain adapters."""
     if backbone.adapter == "bottleneck":
         return None
     return SharedAdapters(sites, backbone.bottleneck, backbone.adapter_scale)
 
 
-def _feature_towers(backbone: Backbone, inputs: InputSpec, dim: int, device: torch.device) -> TwoTower:
+def feature_towers(backbone: Backbone, inputs: InputSpec, dim: int, device: torch.device) -> TwoTower:
+    """The model over precomputed features; trainable parameters are not yet initialised."""
     shared, residual = shared_adapters(backbone, 1), backbone.head == "residual"
     towers = [
         Branch([width], backbone.bottleneck, width, dim, residual=residual, blocks=False, shared=shared)

@@ -1,4 +1,4 @@
-"""Read and check a file of precomputed features: the user's own image-text pairs, whatever encoder made them."""
+"""Read and validate a file of precomputed image and text features, from any encoder."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ Array = npt.NDArray[Any]
 KNOWN = ("image", "text", "captions", "labels", "label_names", "split", "keys", "filename")
 MAX_LABELS = 10_000
 FLOATS = ("float16", "float32", "float64")
-CHUNK = 4096  # rows checked at once
+CHUNK = 4096  # rows per check for finite values
 
 
 @dataclass(frozen=True)
 class FeatureSet:
-    """Checked features.
+    """Validated features.
 
     Args:
         image: float32 [n, d_i], finite.
-        text: float32 [n, C, d_t], finite; rows of an item beyond its captions are zero.
-        captions: int64 [n], captions of each item, 1 to C.
-        labels: uint8 [n, L] multi-hot, or None.
+        text: float32 [n, C, d_t], finite; rows beyond an item's captions are zero.
+        captions: int64 [n], number of captions of each item, 1 to C.
+        labels: multi-hot uint8 [n, L], or None.
         label_names: L names; empty without labels.
-        split: uint8 [n], places in ``SPLITS``.
-        split_given: whether the file says the split; otherwise it was drawn.
-        keys: n names of the items.
+        split: uint8 [n], indices into ``SPLITS``.
+        split_given: whether the file contains the split; otherwise it was sampled.
+        keys: n unique item keys.
     """
 
     image: npt.NDArray[np.float32]
@@ -54,7 +54,7 @@ class FeatureSet:
     keys: tuple[str, ...]
 
 
-#: What NumPy and zipfile raise on a damaged .npz file.
+#: Exceptions that NumPy and zipfile raise on a damaged .npz file.
 BROKEN_NPZ = (
     OSError, ValueError, EOFError, KeyError, TypeError, NotImplementedError, RuntimeError, MemoryError, AttributeError,
     SyntaxError, zipfile.BadZipFile, zlib.error, tokenize.TokenError,
@@ -64,8 +64,8 @@ BROKEN_NPZ = (
 def _open_npz(path: Path) -> tuple[list[str], Callable[[str], Array]]:
     def read(key: str) -> Array:
         with np.load(path, allow_pickle=False) as opened:
-            found: Array = opened[key]
-        return found
+            array: Array = opened[key]
+        return array
 
     opened = np.load(path, allow_pickle=False)
     if not isinstance(opened, np.lib.npyio.NpzFile):
@@ -77,24 +77,25 @@ def _open_npz(path: Path) -> tuple[list[str], Callable[[str], Array]]:
 def _open_safetensors(path: Path) -> tuple[list[str], Callable[[str], Array]]:
     with safetensors.safe_open(path, framework="numpy") as opened:
         metadata, names = opened.metadata() or {}, list(opened.keys())
-    # The format has no strings; its metadata has.
+    # Safetensors has no string arrays, but string metadata.
     strings = {"label_names": np.array(json.loads(metadata["label_names"]))} if "label_names" in metadata else {}
 
     def read(key: str) -> Array:
         if key in strings:
             return strings[key]
         with safetensors.safe_open(path, framework="numpy") as opened:
-            found: Array = opened.get_tensor(key)
-        return found
+            array: Array = opened.get_tensor(key)
+        return array
 
     return [*names, *strings], read
 
 
 def _read_arrays(path: Path) -> dict[str, Array]:
-    """The known keys of the file.
+    """Read the arrays of the known keys.
 
     Raises:
-        InputError: missing, unreadable or corrupt file, unknown ending, a misspelt key, an array of Python objects.
+        InputError: the file is missing, unreadable or of unknown type, a key is misspelt, or an array holds Python
+            objects.
     """
     openers = {".npz": _open_npz, ".safetensors": _open_safetensors}
     if path.suffix not in openers:
@@ -118,7 +119,7 @@ def _read_arrays(path: Path) -> dict[str, Array]:
             arrays[name] = read(name)
         except broken as error:
             if "allow_pickle" in str(error):
-                # Reading a pickle can run any code: there is no safe way to look inside.
+                # Unpickling can execute arbitrary code.
                 allowed = "a plain array of numbers or strings; arrays of Python objects are pickles and are never read"
                 raise InputError(f"{path}: {name}", "an array of Python objects", allowed) from None
             raise InputError(f"{path}: {name}", _line(error), "a readable array") from None
@@ -130,7 +131,7 @@ def _line(error: BaseException) -> str:
 
 
 def _floats(path: Path, name: str, value: Array, dimensions: tuple[int, ...]) -> npt.NDArray[np.float32]:
-    """Features as float32, whose values must be finite in that type."""
+    """Convert features to float32, in which all values must be finite."""
     allowed = f"{' or '.join(map(str, dimensions))} dimensions, none of size 0"
     if value.ndim not in dimensions or 0 in value.shape:
         raise InputError(f"{path}: {name}", f"shape {list(value.shape)}", allowed)
@@ -179,7 +180,7 @@ def _names(path: Path, name: str, value: Array, count: int) -> tuple[str, ...]:
 
 
 def _labels(path: Path, value: Array, n: int, names: Array | None) -> tuple[npt.NDArray[np.uint8], tuple[str, ...]]:
-    """Multi-hot labels and their names, from class numbers [n] or multi-hot [n, L]."""
+    """Multi-hot labels uint8 [n, L] and their names, from class numbers [n] or multi-hot labels [n, L]."""
     place = f"{path}: labels"
     if value.dtype.kind not in "iub" or value.ndim not in (1, 2) or len(value) != n:
         raise InputError(place, f"{value.dtype} {list(value.shape)}", f"class numbers [{n}] or multi-hot 0/1 [{n}, L]")
@@ -203,12 +204,12 @@ def _labels(path: Path, value: Array, n: int, names: Array | None) -> tuple[npt.
 
 
 def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
-    """Check arrays by the keys of :func:`read_features`, whatever file they came from.
+    """Validate arrays with the keys of :func:`read_features`, from any kind of file.
 
     Args:
-        path: what an error names.
-        arrays: by key.
-        seed: of the split, where ``arrays`` has none.
+        path: the file, for error messages.
+        arrays: arrays by key.
+        seed: seed of the split if ``arrays`` has none.
 
     Raises:
         InputError: as :func:`read_features`.
@@ -226,7 +227,7 @@ def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
     text = text if text.ndim == 3 else text[:, None, :]
     captions = _captions(path, arrays.get("captions"), n, text.shape[1])
     if (captions < text.shape[1]).any():
-        # Padding may hold anything in the file; zeros are the same in every cache.
+        # Padding in the file may hold any values.
         text = np.where((np.arange(text.shape[1]) < captions[:, None])[..., None], text, np.float32(0))
     labels: npt.NDArray[np.uint8] | None = None
     label_names: tuple[str, ...] = ()
@@ -248,16 +249,16 @@ def checked(path: Path, arrays: Mapping[str, Array], seed: int) -> FeatureSet:
 def read_features(path: Path, seed: int = 0) -> FeatureSet:
     """Read a ``features`` data set.
 
-    Keys: ``image`` [n, d_i] and ``text`` [n, d_t] or [n, C, d_t] in float16, float32 or float64; optionally
-    ``captions`` int [n], ``labels`` int [n] or 0/1 [n, L], ``label_names`` strings [L] (in a .safetensors file a JSON
-    list in the metadata), ``split`` [n] of train, val, test, public, database or 0 to 4, ``keys`` (or ``filename``)
-    strings [n]. Further keys are passed over.
+    Required keys: ``image`` [n, d_i] and ``text`` [n, d_t] or [n, C, d_t], both float16, float32 or float64. Optional:
+    ``captions`` int [n]; ``labels`` int [n] or 0/1 [n, L]; ``label_names`` strings [L] (in a .safetensors file a JSON
+    list in the metadata); ``split`` [n] of train, val, test, public, database or 0 to 4; ``keys`` (or ``filename``)
+    strings [n]. Other keys are ignored.
 
     Args:
-        path: a .npz or .safetensors file.
-        seed: of the 80/10/10 split, where the file says none.
+        path: .npz or .safetensors file.
+        seed: seed of the 80/10/10 split if the file has no ``split``.
 
     Raises:
-        InputError: anything is not as above; names file, key, what was found and what is allowed.
+        InputError: the file or an array is invalid; the message gives file, key, found and allowed values.
     """
     return checked(path, _read_arrays(path), seed)

@@ -1,6 +1,6 @@
-"""Flickr8k: Karpathy's JSON, or the captions and lists of photos of its official release.
+"""Read Flickr8k from Karpathy's JSON, or from the captions and photo lists of the official release.
 
-Source of the release and its splits: Hodosh, Young and Hockenmaier 2013. Both have the same numbers of photos.
+Source of the release and its splits: Hodosh, Young and Hockenmaier 2013. Both formats have splits of the same sizes.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ LISTS = {
 
 
 def read_flickr8k(data: Data) -> RawSet:
-    """Flickr8k as it lies there; the JSON where both do, or what ``data.annotations`` names.
+    """Read Flickr8k from the file ``data.annotations``, else from the JSON, else from the release's files.
 
     Raises:
-        InputError: neither a JSON nor the release's captions, no folder of images, or a file of another structure.
+        InputError: there is no annotation file or no image folder, or a file is malformed.
     """
     folder = folder_of(data)
     if data.annotations is not None:
@@ -35,18 +35,18 @@ def read_flickr8k(data: Data) -> RawSet:
         return _release(data, folder, named) if named.suffix == ".txt" else read_karpathy(data)
     usual = annotation_files(folder, data.name)
     choices = [*usual, folder / "Flickr8k_text" / TOKENS, folder / TOKENS]
-    found = first_existing(choices, "data.annotations", "annotation file")
-    return read_karpathy(data) if found in usual else _release(data, folder, found)
+    file = first_existing(choices, "data.annotations", "annotation file")
+    return read_karpathy(data) if file in usual else _release(data, folder, file)
 
 
 def _release(data: Data, folder: Path, tokens: Path) -> RawSet:
-    """The photos of the three lists, in their order, with the captions of ``Flickr8k.token.txt``.
+    """The photos of the three lists, in list order, with the captions of ``Flickr8k.token.txt``.
 
-    Photos and captions of no list are left out: the release has some 90 more of them, and captions of one photo,
-    ``2258277193_586949ec62.jpg.1``, which it does not have.
+    Photos and captions outside the lists are skipped: the release has about 90 such photos, and captions of a photo
+    that it lacks, ``2258277193_586949ec62.jpg.1``.
 
     Raises:
-        InputError: a list or the folder of images is missing, or a line is of another form.
+        InputError: a list or the image folder is missing, or a line is malformed.
     """
     images = data.images or first_existing(
         [folder / name for name in FOLDERS[data.name]], "data.images", "folder of images"
@@ -56,9 +56,9 @@ def _release(data: Data, folder: Path, tokens: Path) -> RawSet:
     splits: list[str] = []
     for split, name in LISTS.items():
         path = first_existing([tokens.parent / name, folder / name], "data.annotations", f"list {name}")
-        own = _photos(path)
-        keys += own
-        splits += [split] * len(own)
+        photos = _photos(path)
+        keys += photos
+        splits += [split] * len(photos)
     return checked(
         RawSet(
             place=str(tokens),
@@ -71,12 +71,12 @@ def _release(data: Data, folder: Path, tokens: Path) -> RawSet:
 
 
 def _captions(path: Path) -> dict[str, list[str]]:
-    """The captions of each photo's name, in the file's order.
+    """Captions by photo name, in file order.
 
     Raises:
-        InputError: a line of another form.
+        InputError: a line is malformed.
     """
-    found: dict[str, list[str]] = defaultdict(list)
+    captions: dict[str, list[str]] = defaultdict(list)
     for number, line in enumerate(read_text(path).splitlines(), 1):
         if not line.strip():
             continue
@@ -85,20 +85,20 @@ def _captions(path: Path) -> dict[str, list[str]]:
         if not tab or not name or not is_number(count):
             raise InputError(f"{path}: line {number}", line[:80], "a photo's name, # and a number, a tab, a caption")
         if caption.strip():
-            found[name].append(caption.strip())
-    return found
+            captions[name].append(caption.strip())
+    return captions
 
 
 def _photos(path: Path) -> list[str]:
-    """The photos of a list.
+    """The photo names of a list file.
 
     Raises:
-        InputError: a line is no name of a file.
+        InputError: a line is not a file name.
     """
-    found = []
+    names = []
     for number, line in enumerate(read_text(path).splitlines(), 1):
         name = line.strip()
         if name and (Path(name).name != name or name == ".."):
             raise InputError(f"{path}: line {number}", name[:80], "the name of a photo, without a folder")
-        found += [name] if name else []
-    return found
+        names += [name] if name else []
+    return names

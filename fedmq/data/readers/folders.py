@@ -1,4 +1,4 @@
-"""Sets whose texts lie in one small file per item: IAPR TC-12, Wikipedia, Pascal Sentence."""
+"""Read data sets with one text file per item: IAPR TC-12, Wikipedia, Pascal Sentence."""
 
 from __future__ import annotations
 
@@ -22,50 +22,50 @@ WIKIPEDIA_LISTS = {"train": "trainset_txt_img_cat.list", "test": "testset_txt_im
 
 
 def plain(marked: str) -> str:
-    """Text without tags and with its entities read; the files of both sets are not valid XML throughout."""
+    """Remove tags and decode entities; an XML parser would fail, as the files are not always valid XML."""
     return re.sub(r"\s+", " ", html.unescape(re.sub(r"<[^>]*>", " ", marked))).strip()
 
 
 def element(text: str, name: str) -> str:
-    """Content of the first ``<name>`` of a file; empty where there is none."""
-    found = re.search(rf"<{name}>(.*?)</{name}>", text, flags=re.DOTALL | re.IGNORECASE)
-    return plain(found[1]) if found else ""
+    """Plain text of the first ``<name>`` element; empty if there is none."""
+    match = re.search(rf"<{name}>(.*?)</{name}>", text, flags=re.DOTALL | re.IGNORECASE)
+    return plain(match[1]) if match else ""
 
 
 # --- IAPR TC-12 -----------------------------------------------------------------------------------------------------
 
 
 def _regions(folder: Path) -> dict[str, set[str]]:
-    """Label names of each image number, from the SAIAPR annotation where it is there.
+    """Label names by image number, from the SAIAPR annotations if present.
 
-    ``labels.txt`` of each folder has lines of image, region and label number; ``wlist.txt`` names the numbers.
+    Each folder's ``labels.txt`` has lines of image, region and label number; ``wlist.txt`` maps label numbers to names.
 
     Raises:
-        InputError: a line of another form.
+        InputError: a line is malformed.
     """
     names: dict[str, str] = {}
     lists = [path for path in sorted(files_below(folder)) if path.name in ("wlist.txt", "labels.txt")]
     for path in (path for path in lists if path.name == "wlist.txt"):
         lines = (line.split(maxsplit=1) for line in read_text(path).splitlines())
         names.update((parts[0], parts[1]) for parts in lines if len(parts) == 2)
-    found: dict[str, set[str]] = defaultdict(set)
+    labels: dict[str, set[str]] = defaultdict(set)
     for path in (path for path in lists if path.name == "labels.txt"):
         for number, line in enumerate(read_text(path).splitlines(), 1):
             parts = line.split()
             if parts and (len(parts) < 3 or not is_number(parts[2])):
                 raise InputError(f"{path}: line {number}", line, "image, region and label number")
             if parts:
-                found[parts[0]].add(names.get(parts[2], f"label-{int(parts[2]):03d}").strip())
-    return found
+                labels[parts[0]].add(names.get(parts[2], f"label-{int(parts[2]):03d}").strip())
+    return labels
 
 
-def _western(path: Path) -> str:
-    """A file of IAPR TC-12, which is in Windows' western encoding, or in UTF-8 where somebody has converted it.
+def _read_western(path: Path) -> str:
+    """Read a text file in UTF-8 or in Windows-1252, the original encoding of IAPR TC-12.
 
     Raises:
-        InputError: unreadable.
+        InputError: the file is unreadable.
     """
-    # Western text with accents is never valid UTF-8 by chance. Latin-1 has the bytes that Windows leaves undefined.
+    # Accented Windows-1252 text is practically never valid UTF-8. Latin-1 covers the bytes that Windows-1252 lacks.
     for encoding in ("utf-8-sig", "cp1252"):
         try:
             return read_text(path, encoding)
@@ -76,26 +76,26 @@ def _western(path: Path) -> str:
 
 
 def _iapr_image(images: Path, named: str) -> Path:
-    """Where ``images/00/25.jpg`` of an annotation lies: in ``data.images``, or in a folder ``images`` inside that."""
+    """Path of an annotation's ``images/00/25.jpg``: below ``data.images``, with or without the folder ``images``."""
     path = Path(named)
     inside = images / (path.relative_to("images") if path.is_relative_to("images") else path)
     return images / path if not exists(inside) and exists(images / path) else inside
 
 
 def read_iapr(data: Data) -> RawSet:
-    """IAPR TC-12 (Grubinger et al. 2006): ``images/NN/N.jpg`` and ``annotations_complete_eng/NN/N.eng``.
+    """Read IAPR TC-12 (Grubinger et al. 2006): ``images/NN/N.jpg`` and ``annotations_complete_eng/NN/N.eng``.
 
-    The description is the one caption, or the title where it is empty. The set has no split of its own.
+    The only caption is the description, or the title if that is empty. The set has no official split.
 
     Raises:
-        InputError: no annotations, or one that names no image.
+        InputError: there are no annotations, or one names no image.
     """
     folder = folder_of(data)
     names = ("annotations_complete_eng", "iaprtc12/annotations_complete_eng", "annotations")
     notes = data.annotations or first_existing([folder / name for name in names], "data.path", "annotations")
     keys, paths, captions = [], [], []
     for path in sorted(path for path in files_below(notes) if path.suffix == ".eng"):
-        text = _western(path)
+        text = _read_western(path)
         image = element(text, "IMAGE")
         if not image or Path(image).is_absolute() or ".." in Path(image).parts:
             raise InputError(f"{path}: IMAGE", image, "a path like images/00/25.jpg")
@@ -115,40 +115,40 @@ def read_iapr(data: Data) -> RawSet:
 
 
 def wikipedia_split(train: int, test: int) -> U8:
-    """Train items, then the test list: its first third is validation, the rest queries.
+    """Split of the concatenated lists, uint8: the training list, then a third of the test list as val, then test.
 
-    Source: MRL's and DSCMR's reading of the 693 test pairs as 231 + 462, which FedSCMR and FedUCH follow.
+    Source: MRL and DSCMR divide the 693 test pairs into 231 + 462; FedSCMR and FedUCH follow them.
     """
     parts = [("train", train), ("val", test // 3), ("test", test - test // 3)]
     return np.concatenate([np.full(size, SPLITS.index(name), np.uint8) for name, size in parts])
 
 
 def wikipedia_lists(folder: Path) -> dict[str, list[tuple[str, str, int]]]:
-    """Text, image and class (from 0) of each pair, by ``train`` and ``test``.
+    """Text, image and class (from 0) of each pair, for ``train`` and ``test``.
 
     Raises:
-        InputError: a list is missing or has a line of another form.
+        InputError: a list is missing or has a malformed line.
     """
-    found: dict[str, list[tuple[str, str, int]]] = {}
+    pairs: dict[str, list[tuple[str, str, int]]] = {}
     for split, name in WIKIPEDIA_LISTS.items():
-        found[split] = []
+        pairs[split] = []
         for number, line in enumerate(read_text(folder / name).splitlines(), 1):
             parts = line.split()
             if not parts:
                 continue
             if len(parts) != 3 or not is_number(parts[2]) or not 1 <= int(parts[2]) <= len(WIKIPEDIA_CLASSES):
                 raise InputError(f"{folder / name}: line {number}", line, "text, image and a class from 1 to 10")
-            found[split].append((parts[0], parts[1], int(parts[2]) - 1))
-    return found
+            pairs[split].append((parts[0], parts[1], int(parts[2]) - 1))
+    return pairs
 
 
 def wikipedia_photos(data: Data) -> RawSet:
-    """Wikipedia (Rasiwasia et al. 2010): ``images/<class>/*.jpg``, ``texts/*.xml`` and the two list files.
+    """Read Wikipedia (Rasiwasia et al. 2010): ``images/<class>/*.jpg``, ``texts/*.xml`` and the two list files.
 
-    A text that is not there is an item without a caption.
+    An item whose text file is missing has no caption.
 
     Raises:
-        InputError: a list is missing or of another form, there is no folder of texts, or a text is unreadable.
+        InputError: a list is missing or malformed, the folder of texts is missing, or a text is unreadable.
     """
     folder = folder_of(data)
     notes = data.annotations or folder
@@ -163,13 +163,13 @@ def wikipedia_photos(data: Data) -> RawSet:
         paths.append(flat if not exists(inside) and exists(flat) else inside)
         written = texts / f"{text}.xml"
         content = read_text(written) if exists(written) else ""
-        said = element(content, "text") or plain(content)
-        captions.append((said,) if said else ())
+        caption = element(content, "text") or plain(content)
+        captions.append((caption,) if caption else ())
     labels, names = multi_hot([{WIKIPEDIA_CLASSES[number]} for _, _, number in pairs], WIKIPEDIA_CLASSES)
     return checked(
         RawSet(
             place=str(folder),
-            # A text may stand beside several images and an image beside several texts.
+            # Texts and images both occur in several pairs.
             keys=tuple(f"{text}/{image}" for text, image, _ in pairs),
             pictures=Files(tuple(paths), root),
             captions=tuple(captions),
@@ -184,9 +184,9 @@ def wikipedia_photos(data: Data) -> RawSet:
 
 
 def read_pascal(data: Data) -> RawSet:
-    """Pascal Sentence (Rashtchian et al. 2010): an image folder and a text folder, both with one folder per class.
+    """Read Pascal Sentence (Rashtchian et al. 2010): an image folder and a text folder, each with one folder per class.
 
-    A text file has the name of its image and one sentence a line. The set has no split of its own.
+    A text file has the stem of its image and one sentence per line. The set has no official split.
 
     Raises:
         InputError: a folder is missing.
@@ -196,7 +196,7 @@ def read_pascal(data: Data) -> RawSet:
     root = data.images or first_existing(choices, "data.images", "folder of images")
     choices = [folder / name for name in ("sentence", "sentences", "texts")]
     texts = data.annotations or first_existing(choices, "data.annotations", "folder of sentences")
-    # A thumbnail list or a checksum beside an image has its stem too.
+    # Thumbnail lists and checksum files share the stems of images.
     pictures = [path for path in files_below(root) if path.suffix.lower() in IMAGE_ENDINGS]
     endings = {path.relative_to(root).with_suffix(""): path for path in pictures}
     written = {path.relative_to(texts).with_suffix(""): path for path in files_below(texts) if path.suffix == ".txt"}

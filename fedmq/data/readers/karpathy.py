@@ -1,7 +1,7 @@
-"""Flickr8k, Flickr30K and MS-COCO: Karpathy's JSON of captions and splits beside a folder of images.
+"""Read Flickr8k, Flickr30K and MS-COCO: Karpathy's JSON of captions and splits, and a folder of images.
 
-Source of the splits: Karpathy and Fei-Fei 2015 (``dataset_<name>.json``); COCO's ``restval`` is trained on, which
-makes 113,287 / 5,000 / 5,000. Labels of COCO: the categories of ``instances_*.json``, where these files are there.
+Source of the splits: Karpathy and Fei-Fei 2015 (``dataset_<name>.json``). COCO's ``restval`` belongs to the training
+split, which gives 113,287 / 5,000 / 5,000. COCO's labels are the categories of ``instances_*.json``, if present.
 """
 
 from __future__ import annotations
@@ -17,82 +17,82 @@ from fedmq.data.splits import split_numbers
 from fedmq.encoders.images import Files
 from fedmq.errors import InputError
 
-#: Folders in which the images of each set usually lie; "." is ``data.path`` itself.
+#: Usual image folders of each set below ``data.path``.
 FOLDERS: Mapping[str, Sequence[str]] = {
     "flickr8k": ("Flicker8k_Dataset", "Flickr8k_Dataset", "images", "."),
     "flickr30k": ("flickr30k-images", "flickr30k_images", "images", "."),
-    "coco": ("images", "."),  # with train2014 and val2014 in it
+    "coco": ("images", "."),  # contains train2014 and val2014
 }
 
 
-def _wrong(entry: Any) -> tuple[str, Any] | None:
-    """Where an entry is not as it must be, as `.split`, and what is there; None where all is well."""
+def _invalid_field(entry: Any) -> tuple[str, Any] | None:
+    """The first invalid field of an entry, e.g. `.split`, and its value; None if the entry is valid."""
     if not isinstance(entry, dict):
         return "", entry
     name, sentences = entry.get("filename"), entry.get("sentences")
-    fine = {
+    valid = {
         "filename": isinstance(name, str) and bool(name.strip()),
         "filepath": isinstance(entry.get("filepath"), str | None),
         "split": isinstance(entry.get("split"), str),
         "sentences": isinstance(sentences, list),
     }
-    for field, well in fine.items():
-        if not well:
+    for field, ok in valid.items():
+        if not ok:
             return f".{field}", entry.get(field)
-    for index, said in enumerate(sentences or ()):
-        if not (isinstance(said, dict) and isinstance(said.get("raw"), str)):
-            return f".sentences[{index}]", said
+    for index, sentence in enumerate(sentences or ()):
+        if not (isinstance(sentence, dict) and isinstance(sentence.get("raw"), str)):
+            return f".sentences[{index}]", sentence
     return None
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    """The ``images`` of a Karpathy file, each with the fields that are used.
+    """The validated ``images`` entries of a Karpathy file.
 
     Raises:
-        InputError: another structure; names the first entry that is wrong.
+        InputError: the file is malformed; the message gives the first invalid entry.
     """
     loaded = read_json(path)
     images = loaded.get("images") if isinstance(loaded, dict) else None
     if not isinstance(images, list):
         raise InputError(str(path), type(loaded).__name__, "Karpathy's JSON: an object with a list `images`")
     for index, entry in enumerate(images):
-        if wrong := _wrong(entry):
-            place, found = wrong
+        if invalid := _invalid_field(entry):
+            field, found = invalid
             allowed = "an object with filename, split and sentences, each with raw"
             short = repr(found)[:80] if isinstance(found, dict | list) else found
-            raise InputError(f"{path}: images[{index}]{place}", short, allowed)
+            raise InputError(f"{path}: images[{index}]{field}", short, allowed)
     return images
 
 
 def _categories(folders: Sequence[Path]) -> dict[str, set[str]]:
-    """COCO's category names of each image number, from ``instances_*.json`` files in any of the folders.
+    """COCO category names by image number, from the ``instances_*.json`` files in any of the folders.
 
     Raises:
-        InputError: a file has another structure.
+        InputError: a file is malformed.
     """
-    found: dict[str, set[str]] = defaultdict(set)
+    categories: dict[str, set[str]] = defaultdict(set)
     for path in sorted({path.resolve() for folder in folders for path in folder.glob("instances_*.json")}):
         loaded = read_json(path)
         try:
             names = {entry["id"]: str(entry["name"]) for entry in loaded["categories"]}
             for entry in loaded["annotations"]:
-                found[str(entry["image_id"])].add(names[entry["category_id"]])
+                categories[str(entry["image_id"])].add(names[entry["category_id"]])
         except (KeyError, TypeError, ValueError) as error:
             allowed = "COCO's instances: annotations with image_id and category_id, categories with id and name"
             raise InputError(str(path), f"{type(error).__name__}: {error}", allowed) from None
-    return found
+    return categories
 
 
 def annotation_files(folder: Path, name: str) -> list[Path]:
-    """Where Karpathy's JSON of a set usually lies, the likeliest place first."""
+    """Usual paths of a set's Karpathy JSON, most likely first."""
     return [folder / f"dataset_{name}.json", folder / "dataset.json"]
 
 
 def read_karpathy(data: Data) -> RawSet:
-    """One of the three sets.
+    """Read one of the three sets.
 
     Raises:
-        InputError: no annotation file or image folder, or a file of another structure.
+        InputError: the annotation file or the image folder is missing, or a file is malformed.
     """
     folder = folder_of(data)
     usual = annotation_files(folder, data.name)
@@ -101,11 +101,10 @@ def read_karpathy(data: Data) -> RawSet:
     images = data.images or first_existing(choices, "data.images", "folder of images")
     entries = _entries(path)
     split = split_numbers(str(path), [entry["split"] for entry in entries], {"restval": "train"})
-    # COCO's images lie in train2014 and val2014, which `filepath` names.
+    # COCO's `filepath` is train2014 or val2014; the other sets have none.
     files = tuple(images / str(entry.get("filepath") or "") / entry["filename"] for entry in entries)
-    beside = [folder, path.parent]
-    noted = [inner for each in beside for inner in (each, each / "annotations")]
-    categories = _categories(noted) if data.name == "coco" else {}
+    folders = [inner for each in (folder, path.parent) for inner in (each, each / "annotations")]
+    categories = _categories(folders) if data.name == "coco" else {}
     labels, names = multi_hot([categories.get(str(entry.get("cocoid")), set()) for entry in entries])
     return checked(
         RawSet(
@@ -113,7 +112,7 @@ def read_karpathy(data: Data) -> RawSet:
             keys=tuple(entry["filename"] for entry in entries),
             pictures=Files(files, images),
             captions=tuple(
-                tuple(said["raw"].strip() for said in entry["sentences"] if said["raw"].strip()) for entry in entries
+                tuple(text for sentence in entry["sentences"] if (text := sentence["raw"].strip())) for entry in entries
             ),
             labels=labels,
             label_names=names,

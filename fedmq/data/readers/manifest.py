@@ -1,9 +1,9 @@
-"""Any other set: one CSV or JSONL file that says of each item its image, captions, labels and split.
+"""Read any data set described by a CSV or JSONL file with the image, captions, labels and split of each item.
 
-CSV: a header line with ``image`` and any of ``captions`` (or ``caption``), ``labels``, ``split``, ``key``; several
-captions or labels of one item are separated by ``|``, or captions by columns. JSONL: one object a line with the same
-names, where captions and labels are a string or a list. Videos and folders of frames are read like MSR-VTT's. Relative
-paths start at the file's folder.
+CSV: a header line with ``image`` and any of ``captions`` (or ``caption``), ``labels``, ``split``, ``key``. Several
+captions or labels of an item are separated by ``|``; captions may also have several columns. JSONL: one object per line
+with the same fields; captions and labels are a string or a list. Videos and folders of frames are read as for MSR-VTT.
+Relative paths are relative to the file's folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedmq.errors import InputError
 CAPTIONS = ("captions", "caption")
 KNOWN = ("image", *CAPTIONS, "labels", "label", "split", "key")
 
-#: What a manifest says of an item, by the names of its fields; their values are checked where they are used.
+#: Field values of one item by name, not yet validated.
 Record = Mapping[str, object]
 
 
@@ -45,7 +45,7 @@ def _csv(path: Path) -> Iterator[tuple[int, Record]]:
         for fields in reader:
             if not fields:
                 continue
-            # One that is cut off would lose its labels without a word.
+            # A truncated line would silently lose labels.
             if len(fields) != len(header):
                 allowed = f"as many fields as the header has, {len(header)}"
                 raise InputError(f"{path}: line {reader.line_num}", f"{len(fields)} fields", allowed)
@@ -54,14 +54,14 @@ def _csv(path: Path) -> Iterator[tuple[int, Record]]:
                 if name in ("image", "split", "key"):
                     single[name] = value
                 else:
-                    # Columns of either name are joined in the order in which they stand.
+                    # Columns `captions` and `caption` are joined in column order.
                     several.setdefault(CAPTIONS[0] if name in CAPTIONS else name, []).extend(value.split("|"))
             yield reader.line_num, {**single, **several}
     except csv.Error as error:
         raise InputError(f"{path}: line {reader.line_num}", str(error), "valid CSV") from None
 
 
-def _once(pairs: list[tuple[str, object]]) -> Record:
+def _unique_fields(pairs: list[tuple[str, object]]) -> Record:
     record = dict(pairs)
     if len(record) < len(pairs):
         twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
@@ -73,7 +73,7 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Record]]:
     for number, line in enumerate(read_text(path).split("\n"), 1):
         if line.strip():
             try:
-                record = json.loads(line, object_pairs_hook=_once)
+                record = json.loads(line, object_pairs_hook=_unique_fields)
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{path}: line {number}", str(error), "valid JSON, each field once") from None
             if not isinstance(record, dict):
@@ -82,36 +82,36 @@ def _jsonl(path: Path) -> Iterator[tuple[int, Record]]:
 
 
 def _strings(place: str, record: Record, *names: str) -> tuple[str, ...]:
-    """The strings of all these fields, each once."""
-    found: list[str] = []
+    """The distinct non-empty strings of the given fields, in order."""
+    strings: list[str] = []
     for name in names:
         value = record.get(name)
         value = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
             raise InputError(f"{place}: {name}", repr(value)[:80], "a string or a list of strings")
-        found += [whole(item.strip(), f"{place}: {name}") for item in value]
-    return tuple(dict.fromkeys(filter(None, found)))
+        strings += [whole(item.strip(), f"{place}: {name}") for item in value]
+    return tuple(dict.fromkeys(filter(None, strings)))
 
 
 def _key(place: str, record: Record, image: str) -> str:
     key = record.get("key")
     if not isinstance(key, str | int | float | None) or isinstance(key, bool):
         raise InputError(f"{place}: key", repr(key)[:80], "a string or a number")
-    # Two spellings of a path are one picture: it must not be trained on and tested with.
+    # Normalised, so that one picture under two spellings of its path is not in both the training and the test set.
     return os.path.normpath(image) if key is None or key == "" else str(key)
 
 
-def _above(path: Path, root: Path) -> bool:
-    """Whether this is the folder that the manifest's paths start at, or one above: of no item's frames."""
+def _contains_root(path: Path, root: Path) -> bool:
+    """Whether ``path`` is the manifest's root folder or above it, so that it cannot be a folder of frames."""
     normal, start = (Path(os.path.normpath(each.absolute())) for each in (path, root))
     return normal == start or normal in start.parents
 
 
 def read_manifest(data: Data) -> RawSet:
-    """The items in the file's order.
+    """Read the items in file order.
 
     Raises:
-        InputError: the file is of another form (line and field are named), or only some items have a split.
+        InputError: the file is malformed (the message gives line and field), or only some items have a split.
     """
     path = data.path
     readers = {".csv": _csv, ".jsonl": _jsonl, ".ndjson": _jsonl}
@@ -129,11 +129,11 @@ def read_manifest(data: Data) -> RawSet:
             raise InputError(f"{place}: image", image, "the path of an image")
         image = whole(image.strip(), f"{place}: image")
         path_of = root / image
-        if _above(path_of, root):
+        if _contains_root(path_of, root):
             raise InputError(f"{place}: image", image, "the path of an image, a video or a folder of frames")
         key = _key(place, record, image)
         if key in keys:
-            allowed = "every item once, with all its captions; or a key of its own for each"
+            allowed = "every item once, with all its captions; or a different key for each"
             raise InputError(place, f"{key!a} again, as in line {keys[key]}", allowed)
         keys[key] = number
         paths.append(path_of)

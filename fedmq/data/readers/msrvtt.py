@@ -1,7 +1,7 @@
-"""MSR-VTT: one or two JSON files of captions, and videos or one folder of frames per video.
+"""Read MSR-VTT: one or two JSON files of captions, and videos or one folder of frames per video.
 
-Source of the split: the files' own ``split`` (Xu et al. 2016: 6,513 train, 497 validate, 2,990 test). A video's vector
-is the mean of its frames' embeddings, scaled to unit length (``fedmq.data.extract``).
+Source of the split: the files' ``split`` field (Xu et al. 2016: 6,513 train, 497 validate, 2,990 test). A video's
+embedding is the normalised mean of its frames' embeddings (``fedmq.data.extract``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fedmq.encoders.images import IMAGE_ENDINGS, VIDEO_ENDINGS, Files, files_bel
 from fedmq.errors import InputError
 
 NAMES = ("MSRVTT_data.json", "videodatainfo.json", "train_val_videodatainfo.json", "test_videodatainfo.json")
-#: Where they may lie below ``data.path``; the last two are the names of their archives.
+#: Folders below ``data.path`` to search; the last two are named after the archives.
 FOLDERS = ("annotation", "annotations", "train_val_annotation", "test_videodatainfo")
 
 
@@ -27,50 +27,50 @@ def _annotations(data: Data, folder: Path) -> list[Path]:
         return [data.annotations]
     start = data.annotations or folder
     places = [start, *(start / name for name in FOLDERS)]
-    found = [place / name for place in places for name in NAMES if (place / name).is_file()]
-    if not found:
+    files = [place / name for place in places for name in NAMES if (place / name).is_file()]
+    if not files:
         raise InputError("data.annotations", "no annotation file", f"{' or '.join(NAMES)} in {start}")
-    # A file of everything makes its parts superfluous, wherever they lie, and the first of two of one name is it.
-    whole = [path for path in found if path.name in NAMES[:2]]
+    # A complete file replaces partial ones in any folder. Of files with the same name, the first is used.
+    complete = [path for path in files if path.name in NAMES[:2]]
     parts: dict[str, Path] = {}
-    for path in found:
+    for path in files:
         parts.setdefault(path.name, path)
-    return whole[:1] or list(parts.values())
+    return complete[:1] or list(parts.values())
 
 
 def _places(folder: Path) -> dict[str, Path]:
-    """Where each video lies, by its name: a video file, or a folder with images."""
-    found: dict[str, Path] = {}
+    """Paths by video name: a video file, or a folder of frames."""
+    videos: dict[str, Path] = {}
     framed: dict[str, Path] = {}
     for path in files_below(folder):
         if path.suffix.lower() in VIDEO_ENDINGS:
-            found[path.stem] = path
+            videos[path.stem] = path
         elif path.suffix.lower() in IMAGE_ENDINGS:
             framed.setdefault(path.parent.name, path.parent)
-    # Whoever took frames out of a video means them to be used, whatever became of the video.
-    return found | framed
+    # Extracted frames take precedence over the video.
+    return videos | framed
 
 
 @dataclass(frozen=True)
 class _Video:
-    """A video of the annotations; ``category`` is its number as text, None where it has none."""
+    """A video entry of the annotations; ``category`` is its number as a string, None if there is none."""
 
     split: str
     key: str
     category: str | None
 
     @classmethod
-    def of(cls, told: Mapping[str, object]) -> _Video:
-        """From an entry of the file; raises KeyError or TypeError where it is none."""
-        category = str(told["category"]) if "category" in told else None
-        return cls(str(told["split"]), str(told["video_id"]), category)
+    def of(cls, entry: Mapping[str, object]) -> _Video:
+        """Parse an entry; raises KeyError or TypeError if it is invalid."""
+        category = str(entry["category"]) if "category" in entry else None
+        return cls(str(entry["split"]), str(entry["video_id"]), category)
 
 
 def read_msrvtt(data: Data) -> RawSet:
-    """The set, in the order of its files.
+    """Read MSR-VTT, in the order of its annotation files.
 
     Raises:
-        InputError: no annotation file, or one of another structure.
+        InputError: there is no annotation file, or one is malformed.
     """
     folder = folder_of(data)
     paths = _annotations(data, folder)
@@ -80,11 +80,11 @@ def read_msrvtt(data: Data) -> RawSet:
         loaded = read_json(path)
         try:
             videos += [_Video.of(video) for video in loaded["videos"]]
-            for said in loaded["sentences"]:
-                if not isinstance(said["caption"], str):
-                    raise TypeError(f"the caption {said['caption']!r:.40} of {said['video_id']!r:.40}")
-                if text := said["caption"].strip():
-                    captions[str(said["video_id"])].append(text)
+            for sentence in loaded["sentences"]:
+                if not isinstance(sentence["caption"], str):
+                    raise TypeError(f"the caption {sentence['caption']!r:.40} of {sentence['video_id']!r:.40}")
+                if text := sentence["caption"].strip():
+                    captions[str(sentence["video_id"])].append(text)
         except (KeyError, TypeError) as error:
             allowed = "MSR-VTT's JSON: videos with video_id and split, sentences with video_id and caption"
             raise InputError(str(path), f"{type(error).__name__}: {error}", allowed) from None

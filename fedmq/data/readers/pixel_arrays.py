@@ -1,4 +1,4 @@
-"""Pictures that are stored as one array of pixels in a .mat, .h5 or .npz file."""
+"""Pictures stored as one pixel array in a .mat, .h5 or .npz file."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _ALLOWED = "whole numbers 0 to 255 in three channels"
 
 
 @dataclass(frozen=True)
-class Pile:
-    """Pictures of one stored array, for ``pictures.Rows``; rows of an HDF5 file are read one by one.
+class PixelArray:
+    """Pictures in one stored array, for ``images.Rows``; pictures in an HDF5 file are read one by one.
 
     Args:
-        stored: of four dimensions; one of the ends counts the pictures, one of the rest the three channels.
-        n: pictures.
+        stored: array of four dimensions: pictures first or last, and three channels before or after height and width.
+        n: number of pictures.
     """
 
     stored: Stored
@@ -35,12 +35,12 @@ class Pile:
 
     @property
     def place(self) -> str:
-        """What a message calls it."""
+        """Name of the array in error messages."""
         return self.stored.place
 
     @cached_property
     def stamp(self) -> str:
-        """The file's name, size and time of change, and the array's name."""
+        """The file's name, size and modification time, and the array's name."""
         about = self.stored.path.stat()
         return f"{self.stored.path.name}|{about.st_size}|{about.st_mtime_ns}|{self.stored.key}"
 
@@ -51,44 +51,44 @@ class Pile:
             return guarded(path, lambda: package("h5py", "formats", str(path)).File(path, "r")[self.stored.key])
         return self.stored.read()
 
-    def checked(self) -> Pile:
-        """The pile itself, if it looks like pictures: else one line for the whole array, and not one for each picture.
+    def checked(self) -> PixelArray:
+        """Validate the array, so that it is reported once and not for each picture, and return it.
 
         Raises:
-            InputError: no side counts three channels; or the type is none of whole numbers, and the first, the middle
-                or the last picture has other values than those from 0 to 255.
+            InputError: there is no channel axis of size 3, or the dtype is not an integer type and the first, middle or
+                last picture has values other than integers from 0 to 255.
         """
         shape = self.stored.shape[::-1] if self.stored.matlab else self.stored.shape
         rest = shape[1:] if shape[0] == self.n else shape[:-1]
         if 3 not in (rest[0], rest[2]) or 0 in shape:
             raise InputError(self.place, f"shape {list(self.stored.shape)}", _ALLOWED)
         if not self.stored.integers:
-            # MATLAB's own type is double. To look at all of a large file would take as long as its extraction.
+            # MATLAB's default type is double. Checking every picture would take as long as the extraction.
             for row in sorted({0, self.n // 2, self.n - 1}):
                 self.picture(row)
         return self
 
     def picture(self, row: int) -> Pixels:
-        """uint8 [height, width, 3].
+        """Read one picture: uint8 [height, width, 3].
 
         Raises:
-            InputError: it cannot be read, or its values are no whole numbers from 0 to 255.
+            InputError: the picture cannot be read, or its values are not integers from 0 to 255.
         """
-        # A file of version 5 is read as a whole: once, not by every thread that asks first.
+        # Version 5 .mat files can only be read as a whole; the lock keeps threads from doing so several times.
         with _OPENING:
             source = self._source
-        found = guarded(
+        picture = guarded(
             self.stored.path, lambda: np.asarray(source[row] if source.shape[0] == self.n else source[..., row])
         )
-        # A picture that MATLAB stored in HDF5 comes with all its axes the other way round.
-        found = found.transpose() if self.stored.matlab else found
-        found = found.transpose(1, 2, 0) if found.shape[2] != 3 and found.shape[0] == 3 else found
+        # MATLAB stores arrays in HDF5 with reversed axes.
+        picture = picture.transpose() if self.stored.matlab else picture
+        picture = picture.transpose(1, 2, 0) if picture.shape[2] != 3 and picture.shape[0] == 3 else picture
         place = f"{self.place}[{row}]"
-        if found.ndim != 3 or found.shape[2] != 3 or found.dtype.kind not in "uif":
-            raise InputError(place, f"{found.dtype} {list(found.shape)}", _ALLOWED)
-        if found.dtype != np.uint8:
-            low, high = found.min(), found.max()
-            # Neither holds of a value that is no number.
-            if not (low >= 0 and high <= 255 and (found == np.round(found)).all()):
-                raise InputError(place, f"{found.dtype} values from {low:.6g} to {high:.6g}", _ALLOWED)
-        return np.ascontiguousarray(found.astype(np.uint8))
+        if picture.ndim != 3 or picture.shape[2] != 3 or picture.dtype.kind not in "uif":
+            raise InputError(place, f"{picture.dtype} {list(picture.shape)}", _ALLOWED)
+        if picture.dtype != np.uint8:
+            low, high = picture.min(), picture.max()
+            # The comparisons are false for NaN.
+            if not (low >= 0 and high <= 255 and (picture == np.round(picture)).all()):
+                raise InputError(place, f"{picture.dtype} values from {low:.6g} to {high:.6g}", _ALLOWED)
+        return np.ascontiguousarray(picture.astype(np.uint8))

@@ -1,6 +1,6 @@
-"""MATLAB's sparse arrays, column by column: the values, ``ir`` the row of each, ``jc`` where each column begins.
+"""Convert MATLAB's sparse arrays (compressed columns: values, row indices ``ir``, column offsets ``jc``) to dense ones.
 
-The numbers come from a file that anybody may have written: nothing is allocated or indexed by one that is not checked.
+Files are not trusted: every size and index is checked before it is used.
 """
 
 from __future__ import annotations
@@ -14,26 +14,26 @@ from fedmq.errors import InputError
 
 Array = npt.NDArray[Any]
 
-#: Values of an array written out, 8 GiB of doubles: four times those of all NUS-WIDE with 1,000 tags.
+#: Maximum number of values of a dense array, 8 GiB of doubles: four times the size of NUS-WIDE with 1,000 tags.
 MAX_VALUES = 2**30
 _FORM = "MATLAB's sparse array: data, ir and jc, and the number of rows as MATLAB_sparse"
 
 
 def dense(place: str, rows: int, data: Array, ir: Array, jc: Array) -> Array:
-    """A sparse array written out, the axes the other way round.
+    """The transposed dense form of a sparse array.
 
     Args:
-        place: what an error names.
-        rows: of the array.
-        data: values [nnz], of any type.
-        ir: integers [nnz], the row of each value.
-        jc: integers [columns + 1], where the values of each column begin; the last is their number.
+        place: the array, for error messages.
+        rows: number of rows.
+        data: values [nnz], any dtype.
+        ir: integers [nnz], row index of each value.
+        jc: integers [columns + 1], offset of each column's first value; the last is the number of values.
 
     Returns:
-        [columns, rows], of the type of ``data``.
+        [columns, rows], dtype of ``data``.
 
     Raises:
-        InputError: a row or a place that is not there, or an array too large to be written out.
+        InputError: an index or offset is out of range, or the dense array is too large.
     """
     columns = len(jc) - 1
     bounded(place, rows, columns)
@@ -44,19 +44,19 @@ def dense(place: str, rows: int, data: Array, ir: Array, jc: Array) -> Array:
     if used and (ir.min() < 0 or ir.max() >= rows):
         wrong = int(ir.max() if ir.min() >= 0 else ir.min())
         raise InputError(f"{place}: ir", f"row {wrong}", f"0 to {rows - 1}: the array has {rows} rows")
-    found = np.zeros((columns, rows), dtype=data.dtype)
+    values = np.zeros((columns, rows), dtype=data.dtype)
     counts = (jc[1:] - jc[:-1]).astype(np.int64)
-    found[np.repeat(np.arange(columns), counts), ir.astype(np.int64)] = data
-    return found
+    values[np.repeat(np.arange(columns), counts), ir.astype(np.int64)] = data
+    return values
 
 
 def bounded(place: str, rows: int, columns: int) -> None:
-    """Refuse an array too large to be written out.
+    """Reject a sparse array whose dense form is too large.
 
     Raises:
-        InputError: it is, or has fewer than no rows or columns.
+        InputError: the array is too large, or a dimension is negative.
     """
-    # An array without rows has no values, but its columns are counted all the same.
+    # An array without rows has no values, but still allocates one offset per column.
     if min(rows, columns) < 0 or max(rows, 1) * max(columns, 1) > MAX_VALUES:
         raise InputError(
             place, f"a sparse array of {rows} x {columns}", f"at most {MAX_VALUES} values when written out"
@@ -64,35 +64,35 @@ def bounded(place: str, rows: int, columns: int) -> None:
 
 
 def hdf5_shape(place: str, group: Any) -> tuple[int, int]:
-    """Rows and columns of a sparse array in HDF5, as it says; nothing is read but its number of rows.
+    """Rows and columns of a sparse array in HDF5, from its metadata alone.
 
     Args:
-        place: what an error names.
-        group: of h5py; the attribute ``MATLAB_sparse`` tells a sparse array from other groups.
+        place: the array, for error messages.
+        group: h5py group with the attribute ``MATLAB_sparse``, which marks sparse arrays and holds the number of rows.
 
     Raises:
-        InputError: it is not stored as MATLAB does.
+        InputError: the group is not a sparse array as MATLAB stores it.
     """
     rows = np.asarray(group.attrs.get("MATLAB_sparse", np.nan))
     wrong = [name for name in ("data", "ir", "jc") if name in group and len(getattr(group[name], "shape", ())) != 1]
     wrong += [
         name for name in ("ir", "jc") if name in group and name not in wrong and group[name].dtype.kind not in "iu"
     ]
-    # MATLAB leaves data and ir away where every value is 0.
+    # MATLAB omits data and ir if all values are 0.
     if wrong or rows.size != 1 or rows.dtype.kind not in "iu" or "jc" not in group or not len(group["jc"]):
         raise InputError(place, f"a group of {', '.join(group)} (wrong: {', '.join(wrong) or 'jc or rows'})", _FORM)
     return int(rows.reshape(-1)[0]), len(group["jc"]) - 1
 
 
 def hdf5_dense(place: str, group: Any) -> Array:
-    """A sparse array in HDF5, written out as HDF5 stores MATLAB's arrays: [columns, rows].
+    """Read a sparse array in HDF5 as a dense one, [columns, rows], as HDF5 stores MATLAB's dense arrays.
 
     Args:
-        place: what an error names.
-        group: of h5py, with the attribute ``MATLAB_sparse``.
+        place: the array, for error messages.
+        group: h5py group with the attribute ``MATLAB_sparse``.
 
     Raises:
-        InputError: as :func:`hdf5_shape` and :func:`dense`, or the values are no real numbers.
+        InputError: as :func:`hdf5_shape` and :func:`dense`, or the values are not real numbers.
     """
     rows, columns = hdf5_shape(place, group)
     bounded(place, rows, columns)

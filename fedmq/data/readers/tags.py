@@ -1,6 +1,6 @@
-"""MIRFlickr-25K and NUS-WIDE as they are distributed: photos with users' tags, and label lists.
+"""Read MIRFlickr-25K and NUS-WIDE as distributed: photos with user tags, and label lists.
 
-Tags are the text: as a bag of words for the hashing methods, or joined to one caption for a sentence encoder.
+The tags are the text: a bag of words for hashing methods, or joined to one caption for a sentence encoder.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from fedmq.data.readers.arrays import holds_pixels, read_pixels
 from fedmq.encoders.images import Files, is_leftover
 from fedmq.errors import InputError
 
-#: Labels kept of NUS-WIDE's 81: the most frequent ones, as in DCMH.
+#: Number of NUS-WIDE's 81 labels to keep, the most frequent ones, as in DCMH.
 NUS_LABELS = 21
 
 
 def _bags(tags: Sequence[Sequence[str]], vocabulary: Sequence[str]) -> U8:
-    """0/1 [n, V]: which words of the vocabulary an item has."""
+    """Bags of words: 0/1 uint8 [n, V] over the vocabulary."""
     column = {word: index for index, word in enumerate(vocabulary)}
     bag = np.zeros((len(tags), len(vocabulary)), dtype=np.uint8)
-    for row, own in enumerate(tags):
-        bag[row, [column[word] for word in own]] = 1
+    for row, words in enumerate(tags):
+        bag[row, [column[word] for word in words]] = 1
     return bag
 
 
 def read_mirflickr(data: Data) -> RawSet:
-    """MIRFlickr-25K, as distributed or as arrays of pixels, tags and labels.
+    """Read MIRFlickr-25K, as distributed or as arrays of pixels, tags and labels.
 
     Raises:
         InputError: as :func:`mirflickr_photos` and ``arrays.read_pixels``.
@@ -40,7 +40,7 @@ def read_mirflickr(data: Data) -> RawSet:
 
 
 def read_nuswide(data: Data) -> RawSet:
-    """NUS-WIDE-21, as distributed or as arrays of pixels, tags and labels.
+    """Read NUS-WIDE-21, as distributed or as arrays of pixels, tags and labels.
 
     Raises:
         InputError: as :func:`nuswide_photos` and ``arrays.read_pixels``.
@@ -49,12 +49,12 @@ def read_nuswide(data: Data) -> RawSet:
 
 
 def mirflickr_photos(data: Data) -> RawSet:
-    """MIRFlickr-25K (Huiskes and Lew 2008).
+    """Read MIRFlickr-25K (Huiskes and Lew 2008) as distributed.
 
-    ``im<N>.jpg``, ``meta/tags/tags<N>.txt``, ``doc/common_tags.txt`` (the 1,386 tags that occur at least 20 times) and
+    Files: ``im<N>.jpg``, ``meta/tags/tags<N>.txt``, ``doc/common_tags.txt`` (1,386 tags that occur at least 20 times),
     ``annotations`` or ``mirflickr25k_annotations_v080``: one file of image numbers for each of the 24 labels; the
-    stricter ``_r1`` files are not used. Items without a common tag or without a label are left out, which leaves
-    20,015 (DCMH).
+    stricter ``_r1`` files are not used. Items without a common tag or without a label are skipped, which leaves 20,015
+    (DCMH).
 
     Raises:
         InputError: a folder or file is missing or empty, or a label file holds no numbers.
@@ -75,10 +75,10 @@ def mirflickr_photos(data: Data) -> RawSet:
     numbered = {}
     for path in (inner / "meta" / "tags").glob("tags*.txt"):
         if found := re.fullmatch(r"tags(\d+)", path.stem):
-            # In the file's order, which is the user's; a tag twice counts once.
-            own = list(dict.fromkeys(word for word in read_text(path).split() if word in known))
-            if own:
-                numbered[int(found[1])] = own
+            # In file order, without duplicates.
+            tags_of_image = list(dict.fromkeys(word for word in read_text(path).split() if word in known))
+            if tags_of_image:
+                numbered[int(found[1])] = tags_of_image
     if not numbered:
         raise InputError(str(inner / "meta" / "tags"), "no tagsN.txt with a common tag", "one such file for each image")
     numbers = sorted(numbered)
@@ -102,7 +102,7 @@ def mirflickr_photos(data: Data) -> RawSet:
             place=str(inner),
             keys=tuple(f"im{number}" for number in numbers),
             pictures=Files(tuple(root / f"im{number}.jpg" for number in numbers), root),
-            captions=tuple((" ".join(own),) for own in tags),
+            captions=tuple((" ".join(words),) for words in tags),
             bag=_bags(tags, vocabulary),
             labels=labels,
             label_names=tuple(path.stem for path in files),
@@ -111,12 +111,12 @@ def mirflickr_photos(data: Data) -> RawSet:
 
 
 def _digits(path: Path, width: int | None) -> U8:
-    """A file of lines of 0 and 1, however they are separated: [lines, width]."""
+    """Read a file of lines of 0/1 digits, with or without separators: uint8 [lines, width]."""
     rows = []
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                # Half a million lines of a thousand digits: splitting each would take minutes.
+                # Splitting half a million lines of a thousand digits would take minutes.
                 digits = np.frombuffer(line.translate(None, b" \t\r\n"), dtype=np.uint8) - ord("0")
                 width = len(digits) if width is None else width
                 if not len(digits):
@@ -137,18 +137,18 @@ def _first(folder: Path, *names: str) -> Path:
 
 
 def nuswide_photos(data: Data) -> RawSet:
-    """NUS-WIDE (Chua et al. 2009), cut to its 21 most frequent labels.
+    """Read NUS-WIDE (Chua et al. 2009) as distributed, with its 21 most frequent labels.
 
-    ``ImageList/Imagelist.txt``, ``NUS_WID_Tags/AllTags1k.txt`` (and ``TagList1k.txt``),
-    ``Groundtruth/AllLabels/Labels_*.txt``, and the images below ``Flickr``. Items with none of the 21 labels are left
-    out, which leaves 195,834 (DCMH).
+    Files: ``ImageList/Imagelist.txt``, ``NUS_WID_Tags/AllTags1k.txt`` (and ``TagList1k.txt``),
+    ``Groundtruth/AllLabels/Labels_*.txt``, and the images below ``Flickr``. Items without any of the 21 labels are
+    skipped, which leaves 195,834 (DCMH).
 
     Raises:
-        InputError: a folder or file is missing, or two files differ in their number of items.
+        InputError: a folder or file is missing or malformed, or two files differ in their number of items.
     """
     folder = folder_of(data)
     listed = _first(folder, "ImageList/Imagelist.txt", "ImageList/ImageList.txt", "Imagelist.txt")
-    # The list was written on Windows.
+    # The list has Windows path separators.
     names = [line.strip().replace("\\", "/") for line in read_text(listed, "latin-1").splitlines() if line.strip()]
     notes = data.annotations or folder
     inner = [notes / "Groundtruth" / "AllLabels", notes / "AllLabels", *([notes] if data.annotations else [])]
@@ -161,7 +161,7 @@ def nuswide_photos(data: Data) -> RawSet:
     for path, found in (*zip(files, map(len, columns), strict=True), (tags_path, len(bag))):
         if found != len(names):
             raise InputError(str(path), f"{found} lines", f"{len(names)}, as {listed.name} has")
-    # Most frequent first; among equals the first by name. Then by name, as in the files.
+    # The most frequent labels (ties by name), in name order.
     top = sorted(sorted(range(len(files)), key=lambda index: (-int(columns[index].sum()), index))[:NUS_LABELS])
     labels = np.stack([columns[index] for index in top], axis=1)
     kept = np.flatnonzero(labels.any(axis=1))

@@ -1,4 +1,4 @@
-"""Option values: read from a scenario into a dataclass, and checked in words that make one line for the user."""
+"""Parsing of options from a scenario into a dataclass, with one-line errors for wrong values."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def check(option: str, value: float, low: float, high: float = math.inf, *, open
 
 
 def refuse_other_bases(protocol: str, context: Context) -> None:
-    """Refuse every base loss but ``info_nce`` for a method whose silos' loss is its own reading of that one.
+    """Reject every base loss but ``info_nce``, for methods that define their own variant of it.
 
     Raises:
-        InputError: the scenario's objective is another.
+        InputError: the scenario's objective has another base.
     """
     base = context.objective.base
     if base != "info_nce":
-        raise InputError("objective.base", base, f"info_nce, of which {protocol}'s own loss is made")
+        raise InputError("objective.base", base, f"info_nce, the base that {protocol}'s loss is a variant of")
 
 
 def parsed(schema: type[T], raw: Mapping[str, Any], place: str) -> T:
-    """An options dataclass from a scenario's keys, defaults filled in, types and bounds checked.
+    """Build an options dataclass from a scenario's keys; fills in defaults and checks types and bounds.
 
     Args:
         schema: a frozen dataclass.
-        raw: option name to value as YAML gives it.
-        place: what the names stand under, for the error.
+        raw: option name to value as parsed from YAML.
+        place: the options' parent key, for the error.
 
     Raises:
         InputError: an unknown option, a wrong type or a value out of bounds.
@@ -73,30 +73,30 @@ def parsed(schema: type[T], raw: Mapping[str, Any], place: str) -> T:
 
 
 def without_effect(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str, object, str]]:
-    """Options that are set to something of their own though what they are of is off.
+    """Options that are set to a non-default value but have no effect, because the feature they belong to is off.
 
-    An options dataclass says in ``OF`` what its options are of: condition to patterns of options. A condition is
-    ``switch``, on unless it is false, 0 or "none", or ``switch=value``, or several of these with "|" between them,
-    of which one must hold. A switch is another option, or a key of ``around``.
+    An options dataclass declares in ``OF`` when its options have an effect: condition to patterns of option names. A
+    condition is ``switch``, which holds unless it is false, 0 or "none", or ``switch=value``, or several of these
+    separated by "|", of which one must hold. A switch is another option, or a key of ``around``.
 
     Args:
-        options: a frozen dataclass's instance.
+        options: an instance of a frozen dataclass.
         around: other keys of the scenario to their values.
 
     Yields:
-        The option, its value, and the switches with the values they have, as a scenario writes them.
+        The option, its value, and the switches with their current values, as written in a scenario.
     """
     values = {**around, **vars(options)}
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
-    told = set()
+    reported = set()
     for condition, names in getattr(options, "OF", {}).items():
         terms = [term.partition("=")[::2] for term in condition.split("|")]
         if any(_written(values[switch]) == wanted if wanted else _on(values[switch]) for switch, wanted in terms):
             continue
         off = " and ".join(dict.fromkeys(f"{switch}: {_written(values[switch])}" for switch, _ in terms))
         for name in (option for pattern in names for option in fnmatch.filter(defaults, pattern)):
-            if name not in told and values[name] != defaults[name]:
-                told.add(name)
+            if name not in reported and values[name] != defaults[name]:
+                reported.add(name)
                 yield name, values[name], off
 
 
@@ -109,7 +109,7 @@ def _written(value: object) -> str:
 
 
 def _number(value: object) -> object:
-    """YAML 1.1 reads ``1e-3`` as a string; take it for the number it means."""
+    """Convert a numeric string to float: YAML 1.1 reads ``1e-3`` as a string."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -119,5 +119,5 @@ def _number(value: object) -> object:
 
 
 def as_plain(options: Any) -> dict[str, Any]:
-    """An options dataclass as a scenario writes it: JSON-serialisable, tuples as lists."""
+    """An options dataclass as a JSON-serialisable dict, tuples as lists."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}

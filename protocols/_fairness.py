@@ -16,8 +16,8 @@ from fedmq.federation.protocol import SiloFacts
 #: A loss is capped at this multiple of its group's running mean, so that one reply cannot dominate the merge. If half
 #: of the group's silos would be capped, the running mean is too low and is raised.
 LARGEST = 10.0
-#: The running mean is capped at this multiple of the group's median, so that one reply cannot distort it for the rest of
-#: the run. The factor is large because honest losses of anchored silos differ by orders of magnitude.
+#: The running mean is capped at this multiple of the group's median, so that one reply cannot distort it for the rest
+#: of the run. The factor is large because honest losses of anchored silos differ by orders of magnitude.
 FARTHEST = 1000.0
 #: Minimum number of losses for a median: of two losses, an outlier cannot be told from an honest one.
 FEWEST = 3

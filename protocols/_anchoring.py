@@ -92,8 +92,8 @@ class Anchoring:
         """
         if not self._active:
             return ()
-        own = _training.own_prototypes(local, self.context, task)
-        return (_prototypes.upload(own, self._received(task) if filled else (None, None)),)
+        prototypes = _training.own_prototypes(local, self.context, task)
+        return (_prototypes.upload(prototypes, self._received(task) if filled else (None, None)),)
 
     def _received(self, task: Task) -> tuple[Tensor | None, Tensor | None]:
         return _prototypes.read_download(take(task.payloads, ModalityPrototypes)) if self._active else (None, None)

@@ -172,7 +172,7 @@ def check(payloads: Sequence[Payload], count: int, dim: int) -> None:
 
 
 def initial(context: Context, count: int) -> dict[str, Tensor]:
-    """Nobody's centroids yet: float32 [silos, 2, count, d], samples behind them, and each report's version."""
+    """Empty table: centroids float32 [silos, 2, count, d], their sample counts, and each report's base version."""
     silos = len(context.silos)
     return {
         CENTROIDS: torch.zeros(silos, 2, count, context.dim),

@@ -150,11 +150,11 @@ def longest_output(dim: int) -> float:
     return LOOSE * math.sqrt(dim)
 
 
-def check_rows(found: ClassPrototypes, rows: int, dim: int, longest: float = 1.0) -> None:
+def check_rows(sent: ClassPrototypes, rows: int, dim: int, longest: float = 1.0) -> None:
     """Validate a reply's prototypes.
 
     Args:
-        found: float32 [rows, dim] prototypes and int64 [rows] counts of a reply.
+        sent: float32 [rows, dim] prototypes and int64 [rows] counts of a reply.
         rows: expected.
         dim: expected.
         longest: maximum length of the features they are means of, see :func:`longest_code`; 1 for unit vectors.
@@ -163,27 +163,27 @@ def check_rows(found: ClassPrototypes, rows: int, dim: int, longest: float = 1.0
         RemoteWireError: ``layout`` for a wrong number of rows or columns; ``malformed`` for a row longer than
             ``longest``, absent rows included, or a count above :data:`MOST_SAMPLES`.
     """
-    _check_shape(found, rows, dim)
-    length, bound = float(lengths(found.prototypes).max()), longest * (1 + TOLERANCE)
+    _check_shape(sent, rows, dim)
+    length, bound = float(lengths(sent.prototypes).max()), longest * (1 + TOLERANCE)
     if length > bound:
         raise RemoteWireError("malformed", f"a class prototype of length {length:.4g}, allowed: at most {bound:.4g}")
-    if (count := int(found.counts.max())) > MOST_SAMPLES:
+    if (count := int(sent.counts.max())) > MOST_SAMPLES:
         raise RemoteWireError("malformed", f"a class prototype of {count} samples, allowed: at most {MOST_SAMPLES}")
 
 
-def _check_shape(found: ClassPrototypes, rows: int, dim: int) -> None:
-    if found.prototypes.shape != (rows, dim):
-        raise RemoteWireError("layout", f"class prototypes of shape {found.prototypes.shape}, expected ({rows}, {dim})")
+def _check_shape(sent: ClassPrototypes, rows: int, dim: int) -> None:
+    if sent.prototypes.shape != (rows, dim):
+        raise RemoteWireError("layout", f"class prototypes of shape {sent.prototypes.shape}, expected ({rows}, {dim})")
 
 
 def own_rows(reply: Reply) -> ClassPrototypes:
     """A reply's prototypes, with counts set to 0 for a modality that the silo lacks."""
-    found = take(reply.payloads, ClassPrototypes)
-    half = len(found.counts) // 2
-    counts = np.array(found.counts)
+    sent = take(reply.payloads, ClassPrototypes)
+    half = len(sent.counts) // 2
+    counts = np.array(sent.counts)
     counts[:half] *= reply.silo.image
     counts[half:] *= reply.silo.text
-    return replace(found, counts=counts)
+    return replace(sent, counts=counts)
 
 
 def updated(
@@ -207,12 +207,12 @@ def updated(
         RemoteWireError: prototypes of a wrong shape.
     """
     table, counts, versions = (tensors[name].clone() for name in (TABLE, COUNTS, VERSIONS))
-    for reply, found in replies:
-        _check_shape(found, table.shape[1], table.shape[2])
+    for reply, sent in replies:
+        _check_shape(sent, table.shape[1], table.shape[2])
         row = reply.silo.index
         if reply.base_version < int(versions[row]):
             continue
-        table[row], counts[row] = as_tensor(found.prototypes), as_tensor(found.counts)
+        table[row], counts[row] = as_tensor(sent.prototypes), as_tensor(sent.counts)
         versions[row] = reply.base_version
     alive = torch.where(still_known(versions, version, max_age)[:, None], counts, 0)
     means, valid = global_means(table.double(), alive, weighted=weighted)

@@ -80,15 +80,15 @@ def scores(flat: Tensor, shape: Layout, names: Sequence[str]) -> Tensor:
     )
 
 
-def shares(found: Tensor, allowed: Tensor) -> Tensor:
+def shares(raw: Tensor, allowed: Tensor) -> Tensor:
     """Scores [blocks, K] normalised to sum to 1 over the silos ``allowed``, bool [K]; equal weights if all are zero.
 
     A block's scores are all zero once its ReLUs are dead; without the equal weights the silo's model would become zero.
     """
-    kept = found * allowed
+    kept = raw * allowed
     total = kept.sum(1, keepdim=True)
-    equal = (allowed / allowed.sum()).to(found.dtype).expand_as(found)
-    return torch.where(total > 0, kept / total.clamp(min=torch.finfo(found.dtype).tiny), equal)
+    equal = (allowed / allowed.sum()).to(raw.dtype).expand_as(raw)
+    return torch.where(total > 0, kept / total.clamp(min=torch.finfo(raw.dtype).tiny), equal)
 
 
 def mixed(weights: Tensor, models: Tensor, parts: Mapping[str, slice]) -> dict[str, Tensor]:

@@ -206,15 +206,15 @@ def capped(weights: Tensor, limits: Tensor) -> Tensor:
         weights: [M].
         limits: [M], at least 1 / M each, so that the weights can still sum to 1; infinite for no limit.
     """
-    held, result = torch.zeros(len(weights), dtype=torch.bool), weights
-    while not bool(held.all()):
-        free, rest = 1 - limits[held].sum(), weights[~held].sum()
-        others = weights / rest if float(rest) > 0 else torch.ones_like(weights) / (~held).sum()
-        result = torch.where(held, limits, others * free)
-        over = (result > limits) & ~held
+    at_limit, result = torch.zeros(len(weights), dtype=torch.bool), weights
+    while not bool(at_limit.all()):
+        free, rest = 1 - limits[at_limit].sum(), weights[~at_limit].sum()
+        others = weights / rest if float(rest) > 0 else torch.ones_like(weights) / (~at_limit).sum()
+        result = torch.where(at_limit, limits, others * free)
+        over = (result > limits) & ~at_limit
         if not bool(over.any()):
             break
-        held = held | over
+        at_limit = at_limit | over
     return result
 
 

@@ -58,14 +58,16 @@ def read_download(payload: ModalityPrototypes) -> tuple[Tensor | None, Tensor | 
     return image, text
 
 
-def upload(own: tuple[Tensor | None, Tensor | None], filler: tuple[Tensor | None, Tensor | None]) -> ModalityPrototypes:
+def upload(
+    local: tuple[Tensor | None, Tensor | None], filler: tuple[Tensor | None, Tensor | None]
+) -> ModalityPrototypes:
     """Upload payload of the silo's prototypes [d] (RCSR eq 6); a missing modality has the filler [d], or zeros."""
-    dim = next(each for each in own if each is not None).shape[0]
+    dim = next(each for each in local if each is not None).shape[0]
     rows: list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = []
-    for mine, other in zip(own, filler, strict=True):
-        chosen = mine if mine is not None else other
+    for prototype, substitute in zip(local, filler, strict=True):
+        chosen = prototype if prototype is not None else substitute
         rows.append(np.zeros(dim, np.float32) if chosen is None else chosen.detach().cpu().float().numpy())
-    return ModalityPrototypes(image=rows[0], text=rows[1], mask=mask_bits(own[0] is not None, own[1] is not None))
+    return ModalityPrototypes(image=rows[0], text=rows[1], mask=mask_bits(local[0] is not None, local[1] is not None))
 
 
 def has(silo: SiloFacts) -> tuple[bool, bool]:

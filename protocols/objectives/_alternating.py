@@ -26,7 +26,7 @@ Which = Literal["plain", "enhanced"]
 Scale = Literal["one", "silos"]
 
 
-def held(local: Local) -> tuple[Modality, ...]:
+def modalities_of(local: Local) -> tuple[Modality, ...]:
     """The modalities a silo has, image first."""
     owned = {"image": local.silo.image, "text": local.silo.text}
     return tuple(modality for modality in MODALITIES if owned[modality])
@@ -85,7 +85,7 @@ def passes(
             raise ValueError(f"the {modality} tower was not run in its own step")
         return loss(modality, rows, out)
 
-    for modality in held(local):
+    for modality in modalities_of(local):
         for rows in drawn(len(local.share), batch_size, draws, generator):
             bound = partial(step_loss, modality=modality, rows=rows)
             yield _training.Step(rows, caption, bound, runs=(modality,), trains=(modality,))
@@ -105,7 +105,7 @@ def buffers(local: Local, prefix: str, chosen: Callable[[Out], Tensor]) -> dict[
     result = {}
     first = np.zeros(len(local.share), np.int64)
     same = same_items(local, prefix)
-    for modality in held(local):
+    for modality in modalities_of(local):
         name = f"{prefix}.{modality}"
         if same and name in local.state:
             result[modality] = local.state[name].to(local.model.flat.device, copy=True)

@@ -51,12 +51,12 @@ class Options:
         check("eta", self.eta, 0.0)
 
 
-def terms(outputs: Tensor, own: Tensor, other: Tensor, codes: Tensor, similar: Tensor, rows: Tensor) -> Tensor:
+def terms(outputs: Tensor, buffer: Tensor, other: Tensor, codes: Tensor, similar: Tensor, rows: Tensor) -> Tensor:
     """Negative log-likelihood, quantisation and balance of one batch of one modality, unweighted sums [3].
 
     Args:
         outputs: [B, r] of the batch.
-        own: [n, r] buffer of the same modality; the batch's rows are excluded.
+        buffer: [n, r] buffer of the same modality; the batch's rows are excluded.
         other: [n, r] buffer to form pairs with.
         codes: [B, r] common codes of the batch.
         similar: [B, n] 1 if two items share a label.
@@ -65,7 +65,7 @@ def terms(outputs: Tensor, own: Tensor, other: Tensor, codes: Tensor, similar: T
     theta = 0.5 * outputs @ other.T
     likelihood = (functional.softplus(theta) - similar * theta).sum()
     quantisation = (codes - outputs).square().sum()
-    balance = (outputs.sum(0) + own.index_fill(0, rows, 0.0).sum(0)).square().sum()
+    balance = (outputs.sum(0) + buffer.index_fill(0, rows, 0.0).sum(0)).square().sum()
     return torch.stack([likelihood, quantisation, balance])
 
 

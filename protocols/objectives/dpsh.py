@@ -91,7 +91,9 @@ class Dpsh(_training.Work):
     def kept(self) -> Mapping[str, Tensor]:
         """The bank of each modality and the rows of its items."""
         codes = [each.clone() for each in self.bank]
-        return _alternating.kept(self.local, _BANK, dict(zip(_alternating.held(self.local), codes, strict=True)))
+        return _alternating.kept(
+            self.local, _BANK, dict(zip(_alternating.modalities_of(self.local), codes, strict=True))
+        )
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
@@ -99,7 +101,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
 
     The bank of an earlier task is discarded if the silo's items have changed, as after a scenario's drift.
     """
-    modalities = _alternating.held(local)
+    modalities = _alternating.modalities_of(local)
     bank = torch.zeros(len(modalities), len(local.share), context.dim)
     if _alternating.same_items(local, _BANK):
         for codes, modality in zip(bank, modalities, strict=True):

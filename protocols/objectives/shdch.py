@@ -111,7 +111,7 @@ def swept_codes(
     Args:
         level: the level whose codes change.
         outputs: H [n, r] of each modality.
-        other: codes Y' [C', r] of the other level; no rows where there is none.
+        other: codes Y' [C', r] of the other level; no rows if there is none.
         inclusion: S [C, C'], 1 if a class belongs to one of the other level.
         eta: weight of the tie of each class, [C, 1].
         sweeps: maximum number of sweeps; stops when no bit changes.
@@ -119,13 +119,13 @@ def swept_codes(
     codes, bits = level.codes.clone(), level.codes.shape[1]
     off_diagonal = 1 - torch.eye(bits, dtype=codes.dtype, device=codes.device)
     total = torch.stack(list(outputs)).sum(0)
-    own = level.weight * torch.stack([each.T @ each for each in outputs]).sum(0) * off_diagonal
+    gram = level.weight * torch.stack([each.T @ each for each in outputs]).sum(0) * off_diagonal
     tied = (other.T @ other) * off_diagonal
     target = bits * (level.weight * level.labels.T @ total + eta * (inclusion @ other))
     for _ in range(sweeps):
         before = codes.clone()
         for bit in range(bits):
-            value = target[:, bit] - codes @ own[:, bit] - eta[:, 0] * (codes @ tied[:, bit])
+            value = target[:, bit] - codes @ gram[:, bit] - eta[:, 0] * (codes @ tied[:, bit])
             codes[:, bit] = torch.where(value > 0, 1.0, torch.where(value < 0, -1.0, codes[:, bit]))
         if torch.equal(codes, before):
             break

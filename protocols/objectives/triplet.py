@@ -70,12 +70,12 @@ def triplet_loss(positive: Tensor, negative: Tensor, margin: float, reduce: Redu
 
 
 def mined(
-    found: Tensor, positive: Tensor, negative: Tensor, mining: Mining, generator: np.random.Generator
+    apart: Tensor, positive: Tensor, negative: Tensor, mining: Mining, generator: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
     """Distances d+ and d- of triplets, [T] each; anchors without a positive or a negative are left out.
 
     Args:
-        found: [A, M] distances of anchors to candidates.
+        apart: [A, M] distances of anchors to candidates.
         positive: bool [A, M], which candidates are positives.
         negative: bool [A, M], which are negatives.
         mining: see :class:`Options`.
@@ -83,18 +83,18 @@ def mined(
     """
     if mining == "all":
         triplets = positive[:, :, None] & negative[:, None, :]
-        return found[:, :, None].expand(triplets.shape)[triplets], found[:, None, :].expand(triplets.shape)[triplets]
+        return apart[:, :, None].expand(triplets.shape)[triplets], apart[:, None, :].expand(triplets.shape)[triplets]
     anchors = positive.any(1) & negative.any(1)
     if mining in ("hard", "nearest"):
-        farthest = found.masked_fill(~positive, -torch.inf).amax(1)
-        matched = farthest if mining == "hard" else found.masked_fill(~positive, torch.inf).amin(1)
-        nearest = found.masked_fill(~negative, torch.inf).amin(1)
+        farthest = apart.masked_fill(~positive, -torch.inf).amax(1)
+        matched = farthest if mining == "hard" else apart.masked_fill(~positive, torch.inf).amin(1)
+        nearest = apart.masked_fill(~negative, torch.inf).amin(1)
         return matched[anchors], nearest[anchors]
     chosen = [
-        torch.from_numpy(generator.random(found.shape)).to(found.device).masked_fill(~mask, -1.0).argmax(1)[anchors]
+        torch.from_numpy(generator.random(apart.shape)).to(apart.device).masked_fill(~mask, -1.0).argmax(1)[anchors]
         for mask in (positive, negative)
     ]
-    rows = found[anchors]
+    rows = apart[anchors]
     return rows.gather(1, chosen[0][:, None])[:, 0], rows.gather(1, chosen[1][:, None])[:, 0]
 
 

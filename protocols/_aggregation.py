@@ -1,7 +1,7 @@
-"""The coordinator's half that most methods share: weights of the replies and the sum of their updates.
+"""Coordinator-side functions that most methods share: weights of the replies and the weighted sum of their updates.
 
-Weights are float64 [M], one per reply; updates are flat float32 buffers [P]. Sums run in the order given, which is the
-fixed silo order, so that a merge never depends on who answered first.
+Weights are float64 [M], one per reply; updates are flat float32 buffers [P]. Sums run in the fixed silo order, so that
+a merge never depends on the order of arrival.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from fedmq.wire.fields import all_finite
 from fedmq.wire.layout import Layout
 from fedmq.wire.messages import Delta, Model, PartialDelta
 
-#: Elements summed at a time.
+#: Elements per block of a sum.
 _BLOCK = 1 << 16
 
 
 @dataclass(frozen=True)
 class Update:
-    """One reply's update, checked.
+    """A validated update from one reply.
 
     Args:
-        silo: who sent it.
+        silo: the sender.
         delta: float32 [P].
-        samples: local samples behind it.
-        factor: the reply's, from its staleness and its silo's rarity.
+        samples: number of local samples it was trained on.
+        factor: weight factor of the reply, from its staleness and how rarely its silo replies.
     """
 
     silo: SiloFacts
@@ -46,58 +46,58 @@ class Update:
 
 
 def branch_slices(layout: Layout) -> dict[str, slice]:
-    """Where each branch lies in the flat buffer: ``image``, ``text``, and ``shared`` if the network has such layers."""
-    found: dict[str, slice] = {modality: branch(layout, BRANCHES[modality]) for modality in MODALITIES}
+    """Range of each branch in the flat buffer: ``image``, ``text``, and ``shared`` if the network has shared layers."""
+    slices: dict[str, slice] = {modality: branch(layout, BRANCHES[modality]) for modality in MODALITIES}
     shared = branch(layout, SHARED)
-    return {**found, "shared": shared} if shared.stop > shared.start else found
+    return {**slices, "shared": shared} if shared.stop > shared.start else slices
 
 
 def module_slices(layout: Layout) -> dict[str, slice]:
-    """Where each module of each branch lies: ``visual.first``, ``shared.base``, ... in the layout's order.
+    """Range of each module in the flat buffer: ``visual.first``, ``shared.base``, ... in the layout's order.
 
-    A silo may train some modules of a branch and not others: in FedSCMR, without both modalities, not the EnhanceNet.
+    A silo may train only some modules of a branch: in FedSCMR a single-modality silo does not train the EnhanceNet.
     """
-    found, offset = dict[str, slice](), 0
+    slices, offset = dict[str, slice](), 0
     for entry in layout.entries:
         module = ".".join(entry.name.split(".")[:2])
-        start = found[module].start if module in found else offset
+        start = slices[module].start if module in slices else offset
         offset += entry.size
-        found[module] = slice(start, offset)
-    return found
+        slices[module] = slice(start, offset)
+    return slices
 
 
 def owns(silo: SiloFacts, name: str) -> bool:
-    """Whether a silo trains a branch or module: of a modality it has, a shared one; with both only, an EnhanceNet."""
+    """Whether a silo trains a branch or module: one of its modalities', or a shared one; EnhanceNets need both."""
     where, _, module = name.partition(".")
     has = {**dict.fromkeys(("image", "visual"), silo.image), "text": silo.text}.get(where, True)
     return has and (silo.paired or module != "enhance")
 
 
 def ordered(replies: Sequence[Reply]) -> list[Reply]:
-    """Replies in the fixed silo order, whatever the order of arrival.
+    """Sort replies into the fixed silo order.
 
     Raises:
-        RemoteWireError: one silo's task is there twice.
+        RemoteWireError: two replies are of the same task.
     """
     result = sorted(replies, key=lambda reply: (reply.silo.index, reply.sequence))
     keys = [(reply.silo.index, reply.sequence) for reply in result]
     if len(set(keys)) != len(keys):
-        raise RemoteWireError("replay", "one task of a silo is merged twice")
+        raise RemoteWireError("replay", "two replies to the same task in one merge")
     return result
 
 
 def update_of(reply: Reply, layout: Layout) -> Update:
-    """The reply's update, checked against the layout.
+    """Extract and validate the update of a reply.
 
     Raises:
-        RemoteWireError: no Δ, another layout, a wrong size or dtype, NaN or infinity, or no samples behind it.
+        RemoteWireError: no Delta, a different layout, a wrong size or dtype, NaN or infinity, or ``n_samples`` below 1.
     """
     payload = take(reply.payloads, Delta)
     if payload.layout_digest != layout.digest:
         raise RemoteWireError("layout", f"{reply.silo.name}: delta of another layout")
     if payload.buffer.dtype != np.float32 or payload.buffer.shape != (layout.size,):
-        found = f"{payload.buffer.dtype} {payload.buffer.shape}"
-        raise RemoteWireError("layout", f"{reply.silo.name}: delta is {found}, expected float32 ({layout.size},)")
+        actual = f"{payload.buffer.dtype} {payload.buffer.shape}"
+        raise RemoteWireError("layout", f"{reply.silo.name}: delta is {actual}, expected float32 ({layout.size},)")
     if payload.n_samples < 1:
         raise RemoteWireError("malformed", f"{reply.silo.name}: delta of no samples")
     if not all_finite(payload.buffer):
@@ -107,46 +107,47 @@ def update_of(reply: Reply, layout: Layout) -> Update:
 
 
 def partial_update_of(reply: Reply, layout: Layout, names: Sequence[str]) -> Update:
-    """The reply's update of some layers, checked; its delta is float32 [size of ``layout.part(names)``].
+    """Extract and validate a reply's update of some layers; its delta is float32 [size of ``layout.part(names)``].
 
     Args:
         reply: with a PartialDelta.
         layout: of the whole model.
-        names: the layers that are shared, sorted as the layout sorts them.
+        names: the shared layers, in the layout's order.
 
     Raises:
-        RemoteWireError: no PartialDelta, other layers, a wrong size or dtype, NaN or infinity, or no samples behind it.
+        RemoteWireError: no PartialDelta, different layers, a wrong size or dtype, NaN or infinity, or ``n_samples``
+            below 1.
     """
     payload = take(reply.payloads, PartialDelta)
     part = layout.part(names)
     if payload.layout_digest != layout.digest or payload.names != tuple(entry.name for entry in part.entries):
         raise RemoteWireError("layout", f"{reply.silo.name}: partial delta of other layers")
-    whole = Delta(part.digest, payload.buffer, payload.n_samples)
-    return update_of(replace(reply, payloads=(whole,)), part)
+    delta = Delta(part.digest, payload.buffer, payload.n_samples)
+    return update_of(replace(reply, payloads=(delta,)), part)
 
 
 def partial_model(layout: Layout, names: Sequence[str], theta: Tensor) -> Model:
-    """The shared layers of a model as they go down: a buffer of ``layout.part(names)``, named by its digest."""
+    """Download payload with the shared layers of a model: a buffer of ``layout.part(names)`` and its digest."""
     return Model(layout.part(names).digest, extract(theta, layout, names).numpy())
 
 
 def places(layout: Layout, names: Sequence[str]) -> list[slice]:
-    """Where some layers lie in the flat buffer, in elements, in the layout's order."""
-    wanted, found, offset = set(names), [], 0
+    """Ranges of some layers in the flat buffer, in elements, in the layout's order."""
+    wanted, slices, offset = set(names), [], 0
     for entry in layout.entries:
         if entry.name in wanted:
-            found.append(slice(offset, offset + entry.size))
+            slices.append(slice(offset, offset + entry.size))
         offset += entry.size
-    return found
+    return slices
 
 
 def extract(theta: Tensor, layout: Layout, names: Sequence[str]) -> Tensor:
-    """Some layers of a flat buffer [P], one after the other, as ``layout.part(names)`` has them."""
+    """Some layers of a flat buffer [P], concatenated in the order of ``layout.part(names)``."""
     return torch.cat([theta[:0], *(theta[part] for part in places(layout, names))])
 
 
 def insert(theta: Tensor, layout: Layout, names: Sequence[str], values: Tensor) -> None:
-    """Replace some layers of a flat buffer [P] by ``values``, the counterpart of :func:`extract`."""
+    """Replace some layers of a flat buffer [P] in place by ``values``; the inverse of :func:`extract`."""
     offset = 0
     for part in places(layout, names):
         size = part.stop - part.start
@@ -162,17 +163,17 @@ def inserted(theta: Tensor, layout: Layout, names: Sequence[str], values: Tensor
 
 
 def read_only(array: npt.NDArray[Any]) -> Tensor:
-    """An array from the wire as a tensor without copying it: for sums alone, which do not depend on where it starts."""
+    """View a received array as a tensor without copying; use it in element-wise sums only, see :func:`as_tensor`."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # torch warns of read-only arrays; nobody writes to this one
+        warnings.simplefilter("ignore", UserWarning)  # torch warns about read-only arrays; this one is never written
         return torch.from_numpy(array)
 
 
 def as_tensor(array: npt.NDArray[Any]) -> Tensor:
-    """A copy in memory of torch's own allocator.
+    """Copy an array into memory from torch's allocator.
 
-    Arrays from the wire are read-only views that start wherever their message put them, and the order in which a matrix
-    product sums depends on where its operands start: the same numbers must always lie alike.
+    A received array is a read-only view with arbitrary alignment, and the summation order of a matrix product depends
+    on the alignment of its operands: results are reproducible only if operands are always aligned the same way.
     """
     copy = torch.empty(array.shape, dtype=torch.from_numpy(np.empty(0, array.dtype)).dtype)
     copy.numpy()[...] = array
@@ -180,24 +181,24 @@ def as_tensor(array: npt.NDArray[Any]) -> Tensor:
 
 
 def sample_weights(samples: Sequence[int]) -> Tensor:
-    """n_k / n over the reporters -> float64 [M] (FedAvg, McMahan et al. 2017, algorithm 1)."""
+    """n_k / n over the replying silos -> float64 [M] (FedAvg, McMahan et al. 2017, algorithm 1)."""
     counts = torch.tensor(samples, dtype=torch.float64)
     return counts / counts.sum()
 
 
 def damped(weights: Tensor, factors: Tensor) -> Tensor:
-    """w_k h_k / sum_j w_j h_j: weights [M] scaled by the replies' factors [M] and renormalised."""
+    """w_k h_k / sum_j w_j h_j: weights [M] multiplied by the replies' factors [M] and renormalised."""
     scaled = weights * factors
     return scaled / scaled.sum()
 
 
 def kept_share(rate: float, replies: int, cohort: int | None) -> float:
-    """mu^(M / |S|): what a moving average keeps at a merge of M replies so that it forgets mu per full round.
+    """mu^(M / |S|): decay of a moving average at a merge of M replies, so that a full round decays it by mu.
 
     Args:
-        rate: mu, the share kept at a full round.
+        rate: mu, the fraction of the old value kept over a full round.
         replies: M.
-        cohort: |S|, the silos of a full round; None takes this merge for one.
+        cohort: |S|, the number of silos in a full round; None treats this merge as a full round.
     """
     return rate if cohort is None else float(rate ** (replies / cohort))
 
@@ -205,15 +206,15 @@ def kept_share(rate: float, replies: int, cohort: int | None) -> float:
 def heard(
     versions: Tensor | None, table: Tensor, replies: Sequence[Reply], version: int, max_age: int | None
 ) -> tuple[Tensor, Tensor]:
-    """The versions that a table's rows stand on after a merge, int64 [N], and which of them count, bool [N].
+    """Base versions of a table's rows after a merge, int64 [N], and which rows are still in use, bool [N].
 
-    The merge's own replies count however old they are.
+    Rows of silos that reply in this merge are always used, whatever their age.
 
     Args:
-        versions: before; a checkpoint from before rows had versions lacks them, and its rows count as of now.
-        table: [N] before, below 0 where nothing is known of a silo.
+        versions: before the merge; None in old checkpoints, whose rows count as reported at the current version.
+        table: [N] before the merge, below 0 for silos that have not reported.
         replies: of the merge.
-        version: of now.
+        version: current model version.
         max_age: see :func:`still_known`.
     """
     versions = torch.where(table >= 0, version, -1) if versions is None else versions.clone()
@@ -225,20 +226,20 @@ def heard(
 
 
 def still_known(versions: Tensor, version: int, max_age: int | None) -> Tensor:
-    """Which rows of a table of silos' last statistics count, bool [N]: heard of, and not too long ago.
+    """Which rows of a table of silos' last statistics are in use, bool [N]: those reported at most ``max_age`` ago.
 
     Args:
-        versions: int64 [N], the version a row stands on; -1 where nothing is known.
-        version: of now.
-        max_age: versions after which a row no longer counts; None keeps all.
+        versions: int64 [N], the model version each row was reported for; -1 for silos that have not reported.
+        version: current model version.
+        max_age: oldest row in use, in versions; None sets no limit.
     """
     known = versions >= 0
     return known if max_age is None else known & (version - versions <= max_age)
 
 
 def trained(delta: Tensor, part: slice, has_modality: bool) -> bool:
-    """Whether an update changes a branch: the silo has the modality and Δ is not all zero there."""
-    # The first few elements nearly always answer it; a full pass over float32 costs more than adding the update.
+    """Whether an update changes a branch: the silo has the modality and Δ is not zero throughout the branch."""
+    # The first elements nearly always decide; a full pass over float32 costs more than adding the update.
     values = delta[part]
     return has_modality and (bool(values[:256].any()) or bool(values.any()))
 
@@ -251,14 +252,14 @@ def weighted_sum(parts: Sequence[Tensor], weights: Tensor) -> Tensor:
 
 
 def add_weighted(total: Tensor, parts: Sequence[Tensor], weights: Tensor) -> None:
-    """Add sum_k w_k parts_k to a float64 total [P] in place; what weighs nothing is not looked at."""
+    """Add sum_k w_k parts_k to a float64 total [P] in place; parts of weight 0 are skipped, even if not finite."""
     accumulate(total, [pair for pair in zip(parts, weights.tolist(), strict=True) if pair[1] != 0.0])
 
 
 def accumulate(total: Tensor, pairs: Sequence[tuple[Tensor, float]]) -> None:
     """Add weighted parts [P] to a float64 total [P] in place, in the order given.
 
-    Block by block, so that the float64 copies torch makes of the parts stay in cache; the sums are the same.
+    It works block by block so that torch's float64 copies of the parts stay in cache; the result is the same.
     """
     for start in range(0, total.numel(), _BLOCK):
         block = slice(start, start + _BLOCK)
@@ -267,11 +268,11 @@ def accumulate(total: Tensor, pairs: Sequence[tuple[Tensor, float]]) -> None:
 
 
 def branch_weights(weights: Tensor, took_part: Tensor) -> Tensor:
-    """Weights of a branch that is averaged over those that trained it alone; all zero if nobody did.
+    """Weights of a branch renormalised among the silos that trained it; all zero if no silo did.
 
     Args:
         weights: [M].
-        took_part: [M] bool or 0/1.
+        took_part: [M] bool or 0/1, which silos trained the branch.
     """
     kept = weights * took_part
     total = kept.sum()
@@ -284,14 +285,14 @@ def merge_updates(
     """Add the weighted updates: theta + sum_k w_k Δ_k, branch by branch (RCSR eq 11, FedAvg).
 
     A silo's Δ is zero on the branch of a modality it lacks. With ``branch_renorm`` such zeros do not shrink the step:
-    the weights are renormalised among those that trained the branch; without it the sum is taken as the papers print
-    it. What a silo sends for a branch it does not have is never used, so noise on it cannot enter.
+    weights are renormalised among the silos that trained the branch. Without it, the sum is the plain one of the
+    papers. Values that a silo sends for a branch it lacks are ignored, so that noise on them has no effect.
 
     Args:
         theta: float32 [P].
         updates: M of them, in the fixed silo order.
         weights: float64 [M], sum 1.
-        branches: each branch's slice; together they are the whole buffer.
+        branches: each branch's slice; together they cover the buffer.
         branch_renorm: see above.
 
     Returns:

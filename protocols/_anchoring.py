@@ -1,8 +1,8 @@
-"""Anchoring of silos that lack a modality, as RCSR's baselines do it; composed onto FedAvg and its variants.
+"""Anchoring of single-modality silos as in RCSR's baselines; FedAvg and its variants use it.
 
-Under the base info_nce a silo with one modality has no pairs to contrast. Anchored, it draws its embeddings to the
-global prototype of the modality it lacks (RCSR eq 3); every silo reports its prototypes, and the coordinator keeps
-their moving average (RCSR, below eq 11). Not anchored, it stays idle: it takes part, and replies with a zero update.
+Under the base info_nce a single-modality silo has no pairs to contrast. With anchoring, it pulls its embeddings towards
+the global prototype of the modality it lacks (RCSR eq 3); every silo reports its prototypes, and the coordinator keeps
+their moving average (RCSR, below eq 11). Without anchoring it idles: it is selected and replies with a zero update.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from protocols._options import check
 
 @dataclass(frozen=True)
 class InfoNceOptions:
-    """What silos minimise under the base info_nce.
+    """Options of local training under the base info_nce.
 
     Args:
-        tau: temperature of InfoNCE; this and the next four are of the base ``info_nce`` alone.
-        single_modality: what silos with one modality do, ``anchor`` or ``idle``.
-        lambda_anc: weight of the anchoring loss; this and the next two are of ``anchor`` alone.
-        ema: share of the old global prototype kept at a full round.
-        proto_unit: global prototypes are kept at length 1.
+        tau: temperature of InfoNCE. This and the next four options apply to the base ``info_nce`` only.
+        single_modality: what single-modality silos do: ``anchor`` or ``idle``.
+        lambda_anc: weight of the anchoring loss. This and the next two options apply to ``anchor`` only.
+        ema: fraction of the old global prototype kept over a full round.
+        proto_unit: normalise global prototypes to unit length.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -52,14 +52,14 @@ class InfoNceOptions:
 
 def anchored_loss(image: Tensor | None, text: Tensor | None, missing: Tensor, weight: float) -> Tensor:
     """RCSR eq 3 for a single-modality silo's batch [B, d] and the prototype [d] of the modality it lacks."""
-    held = image if image is not None else text
-    if held is None:
+    present = image if image is not None else text
+    if present is None:
         raise ValueError("a silo has at least one modality")
-    return weight * anchor(held, missing)
+    return weight * anchor(present, missing)
 
 
 class Anchoring:
-    """Both halves of anchoring; all of them empty where silos with one modality stay idle or the base is another.
+    """Anchoring at the silo and at the coordinator; does nothing if single-modality silos idle or under other bases.
 
     Attributes:
         uploads: payload kinds it adds to every reply.
@@ -71,9 +71,9 @@ class Anchoring:
         self._active = context.objective.base == "info_nce" and options.single_modality == "anchor"
         self.uploads: frozenset[type[Payload]] = frozenset({ModalityPrototypes} if self._active else ())
 
-    # ----------------------------------------------------------------------- the silo's half
+    # ----------------------------------------------------------------------- silo side
     def work(self, local: Local, task: Task) -> _training.Work | None:
-        """The loss of a silo with one modality; None if it idles, or while there is no prototype of what it lacks."""
+        """Local training of a single-modality silo; None if it idles or its missing modality has no prototype yet."""
         image, text = self._received(task)
         missing = text if local.silo.image else image
         if missing is None:
@@ -82,23 +82,23 @@ class Anchoring:
         return _training.EveryBatch(local, self.context.training.batch_size, loss)
 
     def report(self, local: Local, task: Task, *, filled: bool = True) -> tuple[Payload, ...]:
-        """The silo's prototypes, by the model as training left it.
+        """The silo's prototypes under the trained model.
 
         Args:
-            local: the silo.
+            local: the silo; its model holds the trained parameters.
             task: with the global prototypes.
-            filled: the row of a modality that the silo lacks holds the global prototype; zeros if false. The
-                coordinator reads neither.
+            filled: fill the row of a missing modality with the global prototype, otherwise with zeros. The coordinator
+                ignores that row.
         """
         if not self._active:
             return ()
-        own = _training.own_prototypes(local, self.context, task)
-        return (_prototypes.upload(own, self._received(task) if filled else (None, None)),)
+        prototypes = _training.own_prototypes(local, self.context, task)
+        return (_prototypes.upload(prototypes, self._received(task) if filled else (None, None)),)
 
     def _received(self, task: Task) -> tuple[Tensor | None, Tensor | None]:
         return _prototypes.read_download(take(task.payloads, ModalityPrototypes)) if self._active else (None, None)
 
-    # ----------------------------------------------------------------------- the coordinator's half
+    # ----------------------------------------------------------------------- coordinator side
     def initial(self) -> Mapping[str, Tensor]:
         """The coordinator's tensors before the first round: no prototype yet."""
         return _prototypes.initial(self.context.dim) if self._active else {}

@@ -1,9 +1,9 @@
-"""Class prototypes: silos' means per class and modality, the coordinator's table of them, and what goes down again.
+"""Class prototypes: silos' means per class and modality, the coordinator's table of them, and the global averages.
 
-On the wire both modalities' prototypes of C classes are one payload of 2 C rows, ``modality: both``: images' rows
-first, then texts'. FedHAP's are C rows, of which ``modality`` says what they are means of. A row of count 0 is absent.
+On the wire, both modalities' prototypes of C classes are one payload of 2 C rows, ``modality: both``, image rows before
+text rows. FedHAP sends C rows, and ``modality`` names the modality they are means of. A row of count 0 is absent.
 
-A row is a mean of what a tower gives, and no longer than the longest thing it may give. Longer ones are refused: one
+A row is a mean of tower outputs, so its length cannot exceed the longest possible output. Longer rows are rejected: one
 row of 1e30 would stay in the table and make every honest silo's loss infinite from then on.
 """
 
@@ -30,12 +30,12 @@ VERSIONS = "table_class_versions"
 GLOBAL = "class_prototypes"
 VALID = "class_prototypes_valid"
 
-#: Root mean square of the entries of an output that nothing bounds, at most. Losses pull codes to -1 and 1 and common
-#: spaces to few units: on every base honest means stay near 1, and below 30 where features are thirty times too long.
-#: Adam's steps do not grow with what pulls, so that a lie of this size spoils a mean and not the run; steps of plain
-#: SGD do, and no bound that leaves honest silos room makes them safe at every learning rate.
+#: Largest accepted root mean square of the entries of an unbounded output. Losses pull codes to -1 and 1 and common
+#: spaces to a few units: honest means stay near 1 on every base, and below 30 if features are thirty times too long.
+#: Adam's steps do not grow with the gradient, so a forged row of this size spoils a mean but not the run. Plain SGD's
+#: do, and no bound that leaves room for honest silos makes SGD safe at every learning rate.
 LOOSE = 1e2
-#: Samples behind one row, at most: sums over all silos that a run may have stay within int64.
+#: Maximum samples per row, so that sums over all silos of a run fit in int64.
 MOST_SAMPLES = (1 << 31) - 1
 
 
@@ -55,15 +55,15 @@ def class_means(features: Tensor, members: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def global_means(prototypes: Tensor, counts: Tensor, *, weighted: bool) -> tuple[Tensor, Tensor]:
-    """The silos' prototypes averaged class by class over those that have the class (FedProto eq 6).
+    """Average the silos' prototypes, class by class, over the silos that have the class (FedProto eq 6).
 
     Args:
         prototypes: [K, C, d].
         counts: [K, C], 0 where a silo lacks a class.
-        weighted: by samples, as the paper prints it; equally, as its code does, if false.
+        weighted: weight by samples, as in the paper; false weights equally, as in its code.
 
     Returns:
-        [C, d], zero where nobody has the class, and bool [C], whether anybody does.
+        [C, d], zero for classes that no silo has, and bool [C], whether any silo has the class.
     """
     weights = (counts if weighted else counts > 0).to(prototypes.dtype)
     total = (prototypes * weights[..., None]).sum(0)
@@ -88,13 +88,13 @@ class Shared:
 
 
 def payload(prototypes: Tensor, counts: Tensor, modality: str = "both") -> ClassPrototypes:
-    """Prototypes [rows, d] with counts [rows] as they travel."""
+    """Wire payload of prototypes [rows, d] with counts [rows]."""
     rows = prototypes.detach().cpu().float().contiguous().numpy()
     return ClassPrototypes(rows, counts.cpu().to(torch.int64).numpy(), modality)
 
 
 def of_features(features: Sequence[Tensor | None], members: Tensor, dim: int) -> ClassPrototypes:
-    """A silo's prototypes of both modalities as they travel; rows of one that it lacks are absent.
+    """Wire payload of a silo's prototypes of both modalities; rows of a missing modality are absent.
 
     Args:
         features: of images and of texts, [n, d] each; None for a modality that the silo lacks.
@@ -102,25 +102,25 @@ def of_features(features: Sequence[Tensor | None], members: Tensor, dim: int) ->
         dim: d.
     """
     absent = torch.zeros(members.shape[1], dim), torch.zeros(members.shape[1], dtype=torch.int64)
-    found = [absent if own is None else class_means(own, members) for own in features]
-    means, counts = zip(*found, strict=True)
+    both = [absent if rows is None else class_means(rows, members) for rows in features]
+    means, counts = zip(*both, strict=True)
     return payload(torch.cat(means), torch.cat(counts))
 
 
 def download(tensors: Mapping[str, Tensor]) -> ClassPrototypes:
-    """The global prototypes as a payload."""
+    """Download payload of the global prototypes."""
     return payload(tensors[GLOBAL], tensors[VALID])
 
 
 def read_download(received: ClassPrototypes, device: torch.device) -> Shared:
-    """The global prototypes at a silo."""
+    """Read the global prototypes at a silo."""
     image, text = as_tensor(received.prototypes).to(device).chunk(2)
     image_valid, text_valid = torch.from_numpy(np.asarray(received.counts) > 0).to(device).chunk(2)
     return Shared(image, text, image_valid, text_valid)
 
 
 def initial(silos: int, rows: int, dim: int) -> dict[str, Tensor]:
-    """An empty table of K silos and no global prototype yet: a row for each class, or for it in each modality."""
+    """An empty table of K silos and no global prototypes; ``rows`` is C, or 2 C for two modalities."""
     return {
         TABLE: torch.zeros(silos, rows, dim),
         COUNTS: torch.zeros(silos, rows, dtype=torch.int64),
@@ -131,59 +131,59 @@ def initial(silos: int, rows: int, dim: int) -> dict[str, Tensor]:
 
 
 def longest_code(context: Context) -> float:
-    """Length that no code of the run's base exceeds, and hence no mean of codes.
+    """Upper bound of the length of codes under the run's base, and hence of their means.
 
-    1 for the embeddings of ``info_nce``, which are of unit length; sqrt(d) where both towers end in tanh; and
-    :func:`longest_output` where nothing bounds it.
+    1 for the unit-length embeddings of ``info_nce``, sqrt(d) if both towers end in tanh, otherwise
+    :func:`longest_output`.
     """
     base = context.objective.base
     if base == "info_nce":
         return 1.0
-    # DSCMR's own network has no plan; its common space is not squashed.
+    # DSCMR's network has no plan; its common space has no tanh.
     plans = plans_of(context.objective)
     squashed = plans is not None and all(plan.tanh for plan in plans)
     return math.sqrt(context.dim) if squashed else longest_output(context.dim)
 
 
 def longest_output(dim: int) -> float:
-    """Length that no output of a last layer [d] exceeds in a run that goes well, see :data:`LOOSE`."""
+    """Largest accepted length of an unbounded last layer's output [d], see :data:`LOOSE`."""
     return LOOSE * math.sqrt(dim)
 
 
-def check_rows(found: ClassPrototypes, rows: int, dim: int, longest: float = 1.0) -> None:
-    """Check a reply's prototypes against what the run expects.
+def check_rows(sent: ClassPrototypes, rows: int, dim: int, longest: float = 1.0) -> None:
+    """Validate a reply's prototypes.
 
     Args:
-        found: float32 [rows, dim] prototypes and int64 [rows] counts of a reply.
+        sent: float32 [rows, dim] prototypes and int64 [rows] counts of a reply.
         rows: expected.
         dim: expected.
-        longest: length of the longest feature they may be means of, see :func:`longest_code`; 1 for unit vectors.
+        longest: maximum length of the features they are means of, see :func:`longest_code`; 1 for unit vectors.
 
     Raises:
-        RemoteWireError: ``layout`` for another number of rows or columns; ``malformed`` for a row that no mean of such
-            features is as long as, absent ones included, or for more samples than a silo may have.
+        RemoteWireError: ``layout`` for a wrong number of rows or columns; ``malformed`` for a row longer than
+            ``longest``, absent rows included, or a count above :data:`MOST_SAMPLES`.
     """
-    _check_shape(found, rows, dim)
-    length, bound = float(lengths(found.prototypes).max()), longest * (1 + TOLERANCE)
+    _check_shape(sent, rows, dim)
+    length, bound = float(lengths(sent.prototypes).max()), longest * (1 + TOLERANCE)
     if length > bound:
-        raise RemoteWireError("malformed", f"a class prototype of length {length:.4g}, here at most {bound:.4g}")
-    if (count := int(found.counts.max())) > MOST_SAMPLES:
-        raise RemoteWireError("malformed", f"a class prototype of {count} samples, at most {MOST_SAMPLES}")
+        raise RemoteWireError("malformed", f"a class prototype of length {length:.4g}, allowed: at most {bound:.4g}")
+    if (count := int(sent.counts.max())) > MOST_SAMPLES:
+        raise RemoteWireError("malformed", f"a class prototype of {count} samples, allowed: at most {MOST_SAMPLES}")
 
 
-def _check_shape(found: ClassPrototypes, rows: int, dim: int) -> None:
-    if found.prototypes.shape != (rows, dim):
-        raise RemoteWireError("layout", f"class prototypes of shape {found.prototypes.shape}, here ({rows}, {dim})")
+def _check_shape(sent: ClassPrototypes, rows: int, dim: int) -> None:
+    if sent.prototypes.shape != (rows, dim):
+        raise RemoteWireError("layout", f"class prototypes of shape {sent.prototypes.shape}, expected ({rows}, {dim})")
 
 
 def own_rows(reply: Reply) -> ClassPrototypes:
-    """A reply's prototypes without the rows of a modality that the silo lacks, whatever it sent there."""
-    found = take(reply.payloads, ClassPrototypes)
-    half = len(found.counts) // 2
-    counts = np.array(found.counts)
+    """A reply's prototypes, with counts set to 0 for a modality that the silo lacks."""
+    sent = take(reply.payloads, ClassPrototypes)
+    half = len(sent.counts) // 2
+    counts = np.array(sent.counts)
     counts[:half] *= reply.silo.image
     counts[half:] *= reply.silo.text
-    return replace(found, counts=counts)
+    return replace(sent, counts=counts)
 
 
 def updated(
@@ -194,25 +194,25 @@ def updated(
     max_age: int | None,
     weighted: bool,
 ) -> dict[str, Tensor]:
-    """Table and global prototypes after a merge; a reply older than its silo's entry leaves the entry alone.
+    """Table and global prototypes after a merge; replies older than their silo's entry are ignored.
 
     Args:
-        tensors: of :func:`initial` or a merge before.
+        tensors: from :func:`initial` or an earlier merge.
         replies: in the fixed silo order, each with its prototypes.
         version: of the model before this merge.
-        max_age: versions after which an entry no longer counts; None keeps all.
+        max_age: maximum age of entries in use, in versions; None sets no limit.
         weighted: see :func:`global_means`.
 
     Raises:
-        RemoteWireError: prototypes of another shape.
+        RemoteWireError: prototypes of a wrong shape.
     """
     table, counts, versions = (tensors[name].clone() for name in (TABLE, COUNTS, VERSIONS))
-    for reply, found in replies:
-        _check_shape(found, table.shape[1], table.shape[2])
+    for reply, sent in replies:
+        _check_shape(sent, table.shape[1], table.shape[2])
         row = reply.silo.index
         if reply.base_version < int(versions[row]):
             continue
-        table[row], counts[row] = as_tensor(found.prototypes), as_tensor(found.counts)
+        table[row], counts[row] = as_tensor(sent.prototypes), as_tensor(sent.counts)
         versions[row] = reply.base_version
     alive = torch.where(still_known(versions, version, max_age)[:, None], counts, 0)
     means, valid = global_means(table.double(), alive, weighted=weighted)

@@ -1,4 +1,4 @@
-"""Seeded K-means on weighted points, small enough to run in a silo or in a merge."""
+"""Seeded K-means on weighted points, small enough to run at a silo or in a merge."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ITERATIONS = 50
 
 
 def nearest(points: Tensor, centres: Tensor) -> Tensor:
-    """Index int64 [n] of the nearest centre, the lowest among equals; points [n, d], centres [C, d]."""
+    """Index int64 [n] of the nearest centre, ties to the lowest index; points [n, d], centres [C, d]."""
     x, c = points.double(), centres.double()
     return (c.square().sum(1)[None] - 2 * x @ c.T).argmin(1)
 
@@ -21,12 +21,12 @@ def k_means(points: Tensor, weights: Tensor, count: int, generator: np.random.Ge
     Args:
         points: [n, d], at least one.
         weights: [n], above 0.
-        count: clusters wanted.
+        count: number of clusters.
         generator: draws the seeds.
 
     Returns:
-        Centres float64 [count, d] and the weight in each float64 [count]; rows of weight 0 are zero: there are fewer
-        distinct points than clusters, or a cluster lost all of its points.
+        Centres float64 [count, d] and the total weight of each cluster float64 [count]. Rows of weight 0 are zero:
+        there are fewer distinct points than clusters, or a cluster lost all its points.
     """
     x, mass = points.double(), weights.double()
     centres = x[_seeds(x, mass, count, generator)]
@@ -43,7 +43,7 @@ def k_means(points: Tensor, weights: Tensor, count: int, generator: np.random.Ge
 
 
 def _seeds(x: Tensor, mass: Tensor, count: int, generator: np.random.Generator) -> list[int]:
-    """Rows to start from: each drawn by weight times squared distance to those before it, fewer where points repeat."""
+    """k-means++ seeds, each row drawn by weight times squared distance to the nearest seed; fewer if points repeat."""
     chosen: list[int] = []
     distance = torch.ones_like(mass)
     for _ in range(count):
@@ -58,7 +58,7 @@ def _seeds(x: Tensor, mass: Tensor, count: int, generator: np.random.Generator) 
 
 
 def _means(x: Tensor, mass: Tensor, owner: Tensor, before: Tensor) -> tuple[Tensor, Tensor]:
-    """Centres and weights of the clusters; a cluster without points stays where it was."""
+    """Centres and weights of the clusters; an empty cluster keeps its previous centre."""
     held = torch.zeros(len(before), dtype=x.dtype).index_add_(0, owner, mass)
     total = torch.zeros_like(before).index_add_(0, owner, x * mass[:, None])
     return torch.where(held[:, None] > 0, total / held.clamp(min=1e-300)[:, None], before), held

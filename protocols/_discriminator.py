@@ -1,7 +1,7 @@
-"""FedHAP's discriminator: tells silos' codes of a class from the class's global prototype (eq 8).
+"""FedHAP's discriminator: distinguishes silos' codes of a class from the class's global prototype (eq 8).
 
-Two layers over [code ; label vector], in a flat buffer with a layout of its own. Its initial parameters are drawn from
-the run's seed in every process; on the wire it travels as its change since then.
+Two layers over [code ; label vector], in a flat buffer with a separate layout. Every process draws its initial
+parameters from the run's seed; only the change from them is sent.
 """
 
 from __future__ import annotations
@@ -54,15 +54,15 @@ def logits(theta: Tensor, layout: Layout, codes: Tensor, labels: Tensor) -> Tens
 
 
 def label_vectors(labels: Tensor) -> Tensor:
-    """What stands beside a code: its labels [B, C] sharing 1; nothing for a sample without a label."""
+    """Labels [B, C] normalised to sum to 1 per sample; zero for a sample without labels."""
     return labels / labels.sum(1, keepdim=True).clamp_min(1)
 
 
 def discriminator_loss(local: Tensor, prototypes: Tensor, eq8: Eq8 = "corrected") -> Tensor:
     """Cross-entropy with local codes as 0 and prototypes as 1 (eq 8), from log-odds [B] and [C].
 
-    Printed is 1 - log D where log(1 - D) is meant; that falls as D takes local codes for prototypes and cannot be
-    trained with.
+    The paper prints 1 - log D instead of log(1 - D); that loss falls when D mistakes local codes for prototypes, so it
+    cannot train D.
     """
     real = functional.softplus(-prototypes).mean()
     if eq8 == "printed":
@@ -71,13 +71,13 @@ def discriminator_loss(local: Tensor, prototypes: Tensor, eq8: Eq8 = "corrected"
 
 
 def generator_loss(local: Tensor, prototypes: Tensor, kind: Adversarial, eq8: Eq8 = "corrected") -> Tensor:
-    """What the hashing network gets out of fooling the discriminator, from log-odds [B] and [C].
+    """Adversarial loss of the hashing network, from the discriminator's log-odds [B] and [C].
 
     Args:
         local: of the batch's codes.
         prototypes: of the prototypes.
         kind: ``nonsat`` is -mean log D, ``minimax`` mean log(1 - D); ``literal`` takes L_d itself, as algorithm 1 does,
-            with which the network helps the discriminator.
+            which trains the network to help the discriminator.
         eq8: the form of L_d.
     """
     match kind:
@@ -90,10 +90,10 @@ def generator_loss(local: Tensor, prototypes: Tensor, kind: Adversarial, eq8: Eq
 
 
 class Discriminator:
-    """A discriminator in local training, with its own optimiser.
+    """A discriminator in local training, with its optimiser.
 
     Args:
-        theta: float32 [Q] parameters to start from; left as they are.
+        theta: float32 [Q] initial parameters; not modified.
         layout: of the discriminator.
         prototypes: [V, r] valid global prototypes.
         prototype_labels: [V, C] their one-hot labels.
@@ -116,14 +116,14 @@ class Discriminator:
         self._optimiser = FusedOptimiser([self.theta], training, learning_rate)
 
     def step(self, codes: Tensor, labels: Tensor, eq8: Eq8) -> None:
-        """One step on eq 8 for binary codes [B, r] and label vectors [B, C], neither of which is changed by it."""
+        """Take one optimiser step on eq 8 for binary codes [B, r] and label vectors [B, C]."""
         theta = self.theta.clone().requires_grad_()
         lost = discriminator_loss(self._logits(theta, codes, labels), self._real(theta), eq8)
         (self.theta.grad,) = torch.autograd.grad(lost, theta)
         self._optimiser.step()
 
     def fooled(self, codes: Tensor, labels: Tensor, kind: Adversarial, eq8: Eq8) -> Tensor:
-        """The hashing network's adversarial loss for codes [B, r]; the discriminator stands still."""
+        """The hashing network's adversarial loss for codes [B, r], with the discriminator frozen."""
         return generator_loss(self._logits(self.theta, codes, labels), self._real(self.theta), kind, eq8)
 
     def _logits(self, theta: Tensor, codes: Tensor, labels: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""PLFedCMH's server side: one small network per silo and branch says how to mix the silos' layers for that silo.
+"""PLFedCMH's hypernetworks at the coordinator: per silo and branch, weights for mixing all silos' layers.
 
-A network is an embedding, three ReLU layers and one linear layer per block of the model, all in one flat buffer. It is
-trained by the silo's own update of the mixture it was sent.
+A hypernetwork is an embedding, three ReLU layers and one linear layer per block of the model, all in one flat buffer.
+Its gradient comes from the silo's update of the mixed model it received.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ HIDDEN = 3
 
 
 def blocks(layout: Layout, part: slice) -> dict[str, slice]:
-    """The blocks of a branch: each layer's weight and bias together, as ranges of the model's flat buffer.
+    """Blocks of a branch as ranges of the model's flat buffer; a block is one layer's weight and bias.
 
     Args:
         layout: of the model.
         part: the branch's range.
     """
-    found: dict[str, slice] = {}
+    slices: dict[str, slice] = {}
     offset = 0
     for entry in layout.entries:
         end = offset + entry.size
         if part.start <= offset < part.stop:
             owner = entry.name.rpartition(".")[0]
-            start = found[owner].start if owner in found else offset
-            found[owner] = slice(start, end)
+            start = slices[owner].start if owner in slices else offset
+            slices[owner] = slice(start, end)
         offset = end
-    return found
+    return slices
 
 
 def layout(names: Sequence[str], silos: int) -> Layout:
@@ -45,7 +45,7 @@ def layout(names: Sequence[str], silos: int) -> Layout:
 
     Args:
         names: of the blocks.
-        silos: K, how many are mixed.
+        silos: K, number of silos.
     """
     shapes: dict[str, tuple[int, ...]] = {"embedding": (WIDTH,)}
     for index in range(HIDDEN):
@@ -70,7 +70,7 @@ def initial(shape: Layout, generator: torch.Generator) -> Tensor:
 
 
 def scores(flat: Tensor, shape: Layout, names: Sequence[str]) -> Tensor:
-    """Scores a [blocks, K], at least 0: how much of each silo's block goes into the mixture."""
+    """Unnormalised mixing weights a [blocks, K], at least 0."""
     p = views(flat, shape)
     x = p["embedding"]
     for index in range(HIDDEN):
@@ -80,15 +80,15 @@ def scores(flat: Tensor, shape: Layout, names: Sequence[str]) -> Tensor:
     )
 
 
-def shares(found: Tensor, allowed: Tensor) -> Tensor:
-    """Scores [blocks, K] made to sum to 1 over the silos that may be mixed, bool [K]; equal ones where all are zero.
+def shares(raw: Tensor, allowed: Tensor) -> Tensor:
+    """Scores [blocks, K] normalised to sum to 1 over the silos ``allowed``, bool [K]; equal weights if all are zero.
 
-    All are zero once every ReLU of a block is dead, which would otherwise be the end of the silo's model.
+    A block's scores are all zero once its ReLUs are dead; without the equal weights the silo's model would become zero.
     """
-    kept = found * allowed
+    kept = raw * allowed
     total = kept.sum(1, keepdim=True)
-    equal = (allowed / allowed.sum()).to(found.dtype).expand_as(found)
-    return torch.where(total > 0, kept / total.clamp(min=torch.finfo(found.dtype).tiny), equal)
+    equal = (allowed / allowed.sum()).to(raw.dtype).expand_as(raw)
+    return torch.where(total > 0, kept / total.clamp(min=torch.finfo(raw.dtype).tiny), equal)
 
 
 def mixed(weights: Tensor, models: Tensor, parts: Mapping[str, slice]) -> dict[str, Tensor]:
@@ -96,7 +96,7 @@ def mixed(weights: Tensor, models: Tensor, parts: Mapping[str, slice]) -> dict[s
 
     Args:
         weights: [blocks, K] of :func:`shares`.
-        models: [K, P] every silo's last model.
+        models: [K, P] the last model of every silo.
         parts: each block's range of P.
     """
     return {name: weights[row] @ models[:, part] for row, (name, part) in enumerate(parts.items())}
@@ -117,15 +117,15 @@ def gradient(
         flat: phi [H].
         shape: its layout.
         parts: the branch's blocks.
-        models: [K, P] what was mixed.
-        allowed: bool [K].
-        direction: g [P]; minus the silo's update descends.
+        models: [K, P] the mixed models.
+        allowed: bool [K], silos that may be mixed.
+        direction: g [P]; the negative of the silo's update for descent.
     """
-    # <g, theta~> depends on phi through the mixing weights alone: one number per block and silo is all that is needed.
+    # <g, theta~> depends on phi only through the mixing weights, so one number per block and silo suffices.
     along = torch.stack([models[:, part] @ direction[part] for part in parts.values()])
     values = flat.clone().requires_grad_()
     total = (shares(scores(values, shape, list(parts)), allowed) * along).sum()
     if not total.requires_grad:
         return torch.zeros_like(flat)
-    (found,) = torch.autograd.grad(total, values)
-    return found
+    (result,) = torch.autograd.grad(total, values)
+    return result

@@ -37,9 +37,9 @@ def info_nce(image: Tensor, text: Tensor, tau: float) -> Tensor:
 
 
 def anchor(z: Tensor, missing: Tensor) -> Tensor:
-    """Anchoring of a single-modality silo to the prototype of the modality it lacks (RCSR eq 3).
+    """Anchoring loss of a single-modality silo towards the prototype of the modality it lacks (RCSR eq 3).
 
-    Its minimum is the collapse of all of ``z`` onto one vector, so it wants a modest weight.
+    It is minimal when all rows of ``z`` collapse onto one vector, so its weight should be modest.
 
     Args:
         z: [B, d] embeddings of the modality the silo has.
@@ -49,7 +49,7 @@ def anchor(z: Tensor, missing: Tensor) -> Tensor:
 
 
 def nearest_anchor(z: Tensor, missing: Tensor) -> Tensor:
-    """RCSR's eq 3 with many prototypes: each sample is drawn to the one it is nearest to (not the paper's).
+    """RCSR's eq 3 with several prototypes: pulls each sample towards its nearest one (not in the paper).
 
     Args:
         z: [B, d] embeddings of the modality the silo has.
@@ -76,7 +76,7 @@ def proximal(drift: Tensor, lambda_s: float) -> Tensor:
 
 
 def proximal_gradient(drift: Tensor, lambda_s: float) -> Tensor:
-    """Gradient of :func:`proximal` [P], in place of ``drift``; cheaper by hand than through autograd."""
+    """Gradient of :func:`proximal` [P], computed in place in ``drift``; cheaper than autograd."""
     return drift.mul_(2 * lambda_s)
 
 

@@ -1,8 +1,8 @@
-"""FedCAFE's memories: centroids of enhanced features, one row per class, at a silo and over all silos.
+"""FedCAFE's memories: centroids of enhanced features, one row per class, per silo and global.
 
-Plain K-means gives rows without a class, yet eqs 3 and 9 speak of row c as class c. So K-means starts from class means,
-which keeps the order of classes; the paper's two stages and its code's random start are there too. A row that nothing
-stands behind has support 0 and is left out of what follows.
+Eqs 3 and 9 treat row c as class c, but plain K-means does not tie rows to classes. By default K-means therefore starts
+from class means, which keeps the order of classes; the paper's two stages and its code's random start are options. A
+row without samples has support 0 and is not used.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch.nn import functional
 from protocols._class_prototypes import class_means
 from protocols._losses import unit
 
-#: How memories are made: cosine K-means from class means, class means alone, K-means from random rows as FedCAFE's
-#: code, or K-means of each modality and of the two results as its paper.
+#: How memories are computed: cosine K-means from class means; class means only; K-means from random rows, as in
+#: FedCAFE's code; or K-means per modality and then over both results, as in its paper.
 Kind = Literal["kmeans_seeded", "class_mean", "kmeans_random", "kmeans_two_stage"]
 #: Rows [C, r] and their supports int64 [C].
 Rows = tuple[Tensor, Tensor]
@@ -29,21 +29,21 @@ _ITERATIONS = 20
 
 
 def has_classes(kind: Kind) -> bool:
-    """Whether row c of such memories stands for class c."""
+    """Whether row c of these memories represents class c."""
     return kind in ("kmeans_seeded", "class_mean")
 
 
 def fused(features: Sequence[Tensor]) -> Tensor:
-    """Unit-length mean over the modalities that are there of their enhanced features, [n, r] each."""
+    """Unit-length mean of the available modalities' enhanced features, [n, r] each."""
     return unit(torch.stack(list(features)).mean(0))
 
 
 def spherical_kmeans(points: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosine K-means from given centroids; an empty cluster keeps its own, and row c goes on being seed c.
+    """Cosine K-means from given centroids; an empty cluster keeps its centroid, and row c continues seed c.
 
     Args:
-        points: [n, r], scaled to unit length here.
-        seeds: [C, r], likewise.
+        points: [n, r], normalised here.
+        seeds: [C, r], normalised here.
 
     Returns:
         Centroids [C, r] of unit length, and the cluster int64 [n] of each point.
@@ -62,7 +62,7 @@ def spherical_kmeans(points: Tensor, seeds: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def nearest(points: Tensor, centroids: Tensor) -> Tensor:
-    """The centroid [C, r] of largest cosine for each point [n, r] -> int64 [n]."""
+    """Index of the centroid [C, r] of largest cosine for each point [n, r] -> int64 [n]."""
     return (unit(points) @ unit(centroids).T).argmax(1)
 
 
@@ -81,11 +81,11 @@ def local_memory(
         features: enhanced features V_E [n, r] of each modality the silo has.
         labels: multi-hot [n, C].
         kind: see :data:`Kind`.
-        generator: of random seeds.
+        generator: for random seeds.
 
     Returns:
-        Centroids [C, r] and supports int64 [C]: samples of the class, or of the cluster where rows have no class. Rows
-        of support 0 are zero.
+        Centroids [C, r] and supports int64 [C]: samples per class, or per cluster if rows have no class. Rows of
+        support 0 are zero.
     """
     classes, width = labels.shape[1], features[0].shape[1]
     centroids = torch.zeros(classes, width, dtype=features[0].dtype)
@@ -99,34 +99,34 @@ def local_memory(
                 means[present] = spherical_kmeans(points, means[present])[0]
             return means, counts
         case "kmeans_random":
-            found, assigned = random_kmeans(fused(features), classes, generator)
-            counts = torch.bincount(assigned, minlength=len(found))
+            centres, assigned = random_kmeans(fused(features), classes, generator)
+            counts = torch.bincount(assigned, minlength=len(centres))
         case "kmeans_two_stage":
             stages = [random_kmeans(each, classes, generator) for each in features]
             sizes = torch.cat([torch.bincount(assigned, minlength=len(rows)) for rows, assigned in stages])
-            found, assigned = random_kmeans(torch.cat([rows for rows, _ in stages]), classes, generator)
-            counts = torch.zeros(len(found), dtype=torch.int64).index_add_(0, assigned, sizes)
+            centres, assigned = random_kmeans(torch.cat([rows for rows, _ in stages]), classes, generator)
+            counts = torch.zeros(len(centres), dtype=torch.int64).index_add_(0, assigned, sizes)
     filled = counts > 0
-    centroids[: len(found)][filled], support[: len(found)] = found[filled], counts
+    centroids[: len(centres)][filled], support[: len(centres)] = centres[filled], counts
     return centroids, support
 
 
 def global_memory(
     rows: Tensor, support: Tensor, previous: Tensor, kind: Kind, generator: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
-    """The global memory P_g over the silos' last memories.
+    """The global memory P_g from the silos' last memories.
 
-    Class by class, K-means starts from the means of the silos' rows weighted by their supports, so row c keeps class c.
+    K-means starts from the support-weighted class means of the silos' rows, so that row c remains class c.
 
     Args:
         rows: [K, C, r] memories.
         support: int64 [K, C].
-        previous: [C, r] memory so far; rows that nobody supports keep it.
+        previous: [C, r] memory before; rows that no silo supports keep their values.
         kind: see :data:`Kind`.
-        generator: of random seeds.
+        generator: for random seeds.
 
     Returns:
-        P_g [C, r], rows of unit length, and bool [C], which of them are supported now.
+        P_g [C, r], rows of unit length, and bool [C], which rows at least one silo supports.
     """
     memory, filled = previous.clone(), torch.zeros(len(previous), dtype=torch.bool)
     points = rows[support > 0]
@@ -139,59 +139,60 @@ def global_memory(
         means = torch.stack([weights[k][:, None] * rows[k] for k in range(len(rows))]).sum(0)[filled]
         memory[filled] = unit(means) if kind == "class_mean" else spherical_kmeans(points, means)[0]
     else:
-        found, _ = random_kmeans(points, len(memory), generator)
-        memory[: len(found)], filled[: len(found)] = found, True
+        centres, _ = random_kmeans(points, len(memory), generator)
+        memory[: len(centres)], filled[: len(centres)] = centres, True
     return memory, filled
 
 
 def difference(local: Tensor, shared: Tensor, similar: Tensor) -> Tensor:
     """Sim_k = -sum_ij [S_ij theta_ij - log(1 + e^theta_ij)], theta = P_k P_g^T / 2 (FedCAFE eq 9).
 
-    A negative log-likelihood: the larger, the less alike, in spite of the paper's name for it.
+    A negative log-likelihood: larger means less similar, although the paper calls it a similarity.
 
     Args:
         local: [i, r] rows of a silo's memory.
-        shared: [j, r] rows of the global one.
-        similar: [i, j] S, 1 where two rows should be alike.
+        shared: [j, r] rows of the global memory.
+        similar: [i, j] S, 1 where two rows should be similar.
     """
     theta = 0.5 * local @ shared.T
     return (functional.softplus(theta) - similar * theta).sum()
 
 
 def differences(memories: Sequence[Rows], shared: Tensor, filled: Tensor, *, by_class: bool) -> Tensor:
-    """:func:`difference` of each reporter's memory, over the rows that have support, scaled to C x C pairs.
+    """:func:`difference` of each replying silo's memory over its supported rows, scaled to C x C pairs.
 
-    The scaling keeps a silo that lacks classes from looking alike merely because it has fewer pairs.
+    Without the scaling, a silo that lacks classes would appear more similar because it has fewer pairs.
 
     Args:
-        memories: (rows [C, r], support [C]) of M reporters.
+        memories: (rows [C, r], support [C]) of M replying silos.
         shared: [C, r] global memory.
-        filled: bool [C], rows of it that are supported.
-        by_class: rows of one index are alike (S = identity); otherwise each local row and its nearest global one.
+        filled: bool [C], supported rows of the global memory.
+        by_class: rows with the same index are similar (S = identity); otherwise each local row and its nearest global
+            row are.
 
     Returns:
-        float64 [M]; log 2 per pair where a silo has no row, as for rows that are neither alike nor different.
+        float64 [M]; log 2 per pair for a silo without rows, as for rows that are neither similar nor different.
     """
     classes = len(shared)
     columns = filled.nonzero().squeeze(1)
-    found = []
+    result = []
     for rows, support in memories:
         present = (support > 0).nonzero().squeeze(1)
         if len(present) == 0 or len(columns) == 0:
-            found.append(torch.tensor(classes**2 * math.log(2.0), dtype=torch.float64))
+            result.append(torch.tensor(classes**2 * math.log(2.0), dtype=torch.float64))
             continue
-        own, common = rows[present].double(), shared[columns].double()
-        index = present if by_class else columns[nearest(own, common)]
+        local, common = rows[present].double(), shared[columns].double()
+        index = present if by_class else columns[nearest(local, common)]
         similar = (index[:, None] == columns[None]).double()
-        found.append(difference(own, common, similar) * classes**2 / (len(present) * len(columns)))
-    return torch.stack(found)
+        result.append(difference(local, common, similar) * classes**2 / (len(present) * len(columns)))
+    return torch.stack(result)
 
 
 def shares(differences_: Tensor, weight: Literal["linear", "softmax"], temperature: float = 1.0) -> Tensor:
-    """Weights alpha_k [M] of the reporters (FedCAFE eq 10).
+    """Weights alpha_k [M] of the replying silos (FedCAFE eq 10).
 
-    ``softmax`` as printed, which saturates: differences are in the hundreds. ``linear`` is Sim_k / sum Sim, what the
-    released code's softmax of logarithms amounts to.
+    ``softmax`` is as printed; it saturates, because differences are in the hundreds. ``linear`` is Sim_k / sum Sim,
+    which equals the released code's softmax of logarithms.
     """
     if weight == "linear":
         return differences_ / differences_.sum()
@@ -199,29 +200,29 @@ def shares(differences_: Tensor, weight: Literal["linear", "softmax"], temperatu
 
 
 def capped(weights: Tensor, limits: Tensor) -> Tensor:
-    """Weights [M] of sum 1 held below limits [M], what is cut off going to the others in proportion.
+    """Weights [M] of sum 1 capped at limits [M], the excess redistributed to the others in proportion.
 
     Args:
         weights: [M].
-        limits: [M]; infinite where there is none, and at least 1 / M each, so that the sum can be kept.
+        limits: [M], at least 1 / M each, so that the weights can still sum to 1; infinite for no limit.
     """
-    held, result = torch.zeros(len(weights), dtype=torch.bool), weights
-    while not bool(held.all()):
-        free, rest = 1 - limits[held].sum(), weights[~held].sum()
-        others = weights / rest if float(rest) > 0 else torch.ones_like(weights) / (~held).sum()
-        result = torch.where(held, limits, others * free)
-        over = (result > limits) & ~held
+    at_limit, result = torch.zeros(len(weights), dtype=torch.bool), weights
+    while not bool(at_limit.all()):
+        free, rest = 1 - limits[at_limit].sum(), weights[~at_limit].sum()
+        others = weights / rest if float(rest) > 0 else torch.ones_like(weights) / (~at_limit).sum()
+        result = torch.where(at_limit, limits, others * free)
+        over = (result > limits) & ~at_limit
         if not bool(over.any()):
             break
-        held = held | over
+        at_limit = at_limit | over
     return result
 
 
 def updated_table(table: Mapping[str, Tensor], reports: Sequence[tuple[int, int, Rows]]) -> dict[str, Tensor]:
-    """The table of last memories after a merge; a report older than the entry leaves it alone.
+    """The table of last memories after a merge; reports older than a silo's entry are ignored.
 
     Args:
-        table: ``rows`` [K, C, r], ``support`` int64 [K, C], ``versions`` int64 [K], -1 where nothing is known.
+        table: ``rows`` [K, C, r], ``support`` int64 [K, C], ``versions`` int64 [K], -1 before a silo's first report.
         reports: (silo index, base version, memory) each.
     """
     result = {name: tensor.clone() for name, tensor in table.items()}

@@ -1,7 +1,7 @@
-"""What a silo that lacks a modality leaves out of its updates: the branch it has no data for.
+"""Shorten updates of single-modality silos by the branch that they have no data for.
 
-Nothing trains that branch, so its change is exactly zero and need not travel: the update goes up as a
-partial delta of the layers the silo trains, and the coordinator, which knows what it lacks, puts the zeros back.
+Nothing trains that branch, so its change is exactly zero and is not sent: the silo uploads a partial delta of the
+layers it trains, and the coordinator, which knows the silo's modalities, restores the zeros.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from protocols import _aggregation
 
 
 def layers_of(layout: Layout, layers: Sequence[str] | None) -> tuple[str, ...]:
-    """The layers that a method's updates are of.
+    """The layers that a method's updates cover.
 
     Args:
         layout: of the whole model.
-        layers: of a method that shares some of them; None where it shares all.
+        layers: the method's shared layers; None if it shares all.
     """
     return tuple(layout.by_name) if layers is None else tuple(layers)
 
 
 def trainable(layers: Sequence[str], silo: SiloFacts) -> tuple[str, ...]:
-    """Those of some layers that a silo trains; none where all that a method shares is of the modality it lacks."""
+    """The subset of ``layers`` that a silo trains; empty if all of them are of the modality it lacks."""
     lacked = tuple(prefix for modality, prefix in BRANCHES.items() if not getattr(silo, modality))
     return tuple(name for name in layers if not name.startswith(lacked))
 
 
 def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
-    """A silo's payload as it travels: of an update only the layers the silo trains; all else as it is.
+    """Reduce an update to the layers that the silo trains; other payloads are returned unchanged.
 
     Args:
-        payload: as the method made it; an update's buffer is float32.
+        payload: from the method; an update's buffer is float32.
         layout: of the whole model.
-        silo: whose payload it is.
+        silo: the sender.
     """
     if not isinstance(payload, Delta | PartialDelta):
         return payload
@@ -52,13 +52,13 @@ def shortened(payload: Payload, layout: Layout, silo: SiloFacts) -> Payload:
 
 
 def completed(payload: Payload, layout: Layout, layers: Sequence[str] | None, silo: SiloFacts) -> Payload:
-    """The inverse of :func:`shortened` at the coordinator: the update as the method made it, with zeros put back.
+    """Inverse of :func:`shortened`, at the coordinator: restore the method's update with zeros for the missing branch.
 
     Args:
-        payload: as it came, checked by ``coordinator.reply_validation``.
+        payload: as received, checked by ``coordinator.reply_validation``.
         layout: of the whole model.
-        layers: that the method's updates are of; None for the whole model.
-        silo: whose payload it is.
+        layers: that the method's updates cover; None for the whole model.
+        silo: the sender.
     """
     names = layers_of(layout, layers)
     if not isinstance(payload, PartialDelta) or trainable(names, silo) == names:

@@ -1,4 +1,4 @@
-"""Option values, checked in words that make one line for the user."""
+"""Checks of option values, with one-line errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ def check(option: str, value: float, low: float, high: float = math.inf, *, open
 
 
 def refuse_other_bases(protocol: str, context: Context) -> None:
-    """Refuse every base loss but ``info_nce`` for a method whose silos' loss is its own reading of that one.
+    """Reject every base loss but ``info_nce``, for methods that define their own variant of it.
 
     Raises:
-        InputError: the scenario's objective is another.
+        InputError: the scenario's objective has another base.
     """
     base = context.objective.base
     if base != "info_nce":
-        raise InputError("objective.base", base, f"info_nce, of which {protocol}'s own loss is made")
+        raise InputError("objective.base", base, f"info_nce, the base that {protocol}'s loss is a variant of")

@@ -1,4 +1,4 @@
-"""FedAvg over some layers; the others stay in the silos, and nothing of them is ever sent, not even zeros."""
+"""FedAvg of the shared layers only; personal layers stay at their silos and are never sent, not even as zeros."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ Opts = TypeVar("Opts", bound=fedavg.FedAvgOptions)
 
 
 class PartialFedAvg:
-    """FedAvg of some layers, for methods whose silos keep the rest.
+    """FedAvg of the shared layers, for methods with personal layers.
 
-    The coordinator's theta is of the whole model, its personal layers as they were drawn. A silo's personal layers are
-    those that its last task left, before the first the initial ones.
+    The coordinator's theta covers the whole model, with initial values in the personal layers. A silo starts from its
+    personal layers after its last task, or from the initial ones.
 
     Args:
-        options: FedAvg's, or more.
+        options: FedAvg's, or a superset.
         context: of the run.
         names: the shared layers, at least one, in the layout's order.
-        modules: each module is averaged as a branch by itself, over the silos that train it.
+        modules: average each module like a branch, over the silos that train it.
     """
 
     def __init__(
@@ -54,26 +54,26 @@ class PartialFedAvg:
         self.branches = slices(context.layout.part(self.shared))
 
     def uploads(self) -> frozenset[type[Payload]]:
-        """FedAvg's, the update of the shared layers alone."""
+        """FedAvg's, with a PartialDelta instead of a Delta."""
         kinds = self.fedavg.uploads(self.context.silos[0])
         return kinds - {Delta} | {PartialDelta}
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The shared layers, and the prototypes if anybody is anchored to them."""
+        """The shared layers, and the global prototypes if anchoring is on."""
         model = _aggregation.partial_model(self.context.layout, self.shared, state.theta)
         return (model, *self.fedavg.anchoring.download(state.tensors))
 
     def parameters(self, local: Local, payloads: Sequence[Payload]) -> Tensor:
-        """The silo's whole model float32 [P]: downloaded layers and its own."""
+        """The silo's whole model float32 [P]: downloaded shared layers and its personal layers."""
         layout, theta = self.context.layout, local.model.initial()
-        own = local.state.get(_personal_model.OWN)
-        if own is not None and self.personal:
-            theta = _aggregation.inserted(theta, layout, self.personal, own)
+        personal = local.state.get(_personal_model.OWN)
+        if personal is not None and self.personal:
+            theta = _aggregation.inserted(theta, layout, self.personal, personal)
         received = _aggregation.as_tensor(take(payloads, Model).buffer)
         return _aggregation.inserted(theta, layout, self.shared, received)
 
     def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs on the base loss, over all layers; the shared ones' change goes up, the others are kept."""
+        """Local epochs on the base loss over all layers; uploads the shared layers' change, keeps the personal ones."""
         layout, model = self.context.layout, local.model
         model.load(self.parameters(local, task.payloads))
         base = model.flat.detach().clone()
@@ -88,12 +88,12 @@ class PartialFedAvg:
         return Trained(up, state, outcome.loss)
 
     def merge(self, state: State, replies: Sequence[Reply], weights: Tensor | None = None) -> MergeResult:
-        """The weighted average of the shared layers' updates, stale ones damped.
+        """Add the weighted average of the shared layers' updates, with stale updates damped.
 
         Args:
-            state: before.
+            state: before the merge.
             replies: in any order.
-            weights: float64 [M] of the replies in the fixed silo order; None weighs as FedAvg.
+            weights: float64 [M] of the replies in the fixed silo order; None uses FedAvg's.
         """
         layout, replies = self.context.layout, _aggregation.ordered(replies)
         updates = [_aggregation.partial_update_of(reply, layout, self.shared) for reply in replies]
@@ -110,12 +110,12 @@ class PartialFedAvg:
         return MergeResult(State(theta, tensors, state.values))
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The silo's own model: downloaded layers and its own."""
+        """Encoders of the silo's personal model: downloaded shared layers and its personal layers."""
         return _personal_model.encoders_of(local, self.parameters(local, payloads))
 
 
 class LayersMethod(FederatedProtocol):
-    """FedAvg of some layers as a whole method; :func:`averaging` says of which."""
+    """A method that is FedAvg of the layers given to :func:`averaging`."""
 
     layers_of: ClassVar[Callable[[Any, Layout], Sequence[str]]]
 
@@ -124,15 +124,15 @@ class LayersMethod(FederatedProtocol):
         self.partial = PartialFedAvg(options, context, type(self).layers_of(options, context.layout))
 
     def traits(self) -> Traits:
-        """The layers that are shared; the rest of the model is the silos' own."""
+        """As the options say, with the names of the shared layers."""
         return replace(self.traits_of(self.options), shared_layers=self.partial.shared)
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """As FedAvg: every silo."""
         return self.partial.fedavg.eligible(silo)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The update of the shared layers; otherwise as FedAvg."""
+        """The shared layers' update; otherwise as FedAvg."""
         return self.partial.uploads()
 
     def initial(self, theta: Tensor) -> State:
@@ -152,18 +152,18 @@ class LayersMethod(FederatedProtocol):
         return self.partial.merge(state, replies)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The shared layers of now with the silo's own."""
+        """Encoders of the personal model: the downloaded shared layers with the silo's personal layers."""
         return self.partial.encoders(local, payloads)
 
 
 def averaging(
     options: type[Opts], layers: Callable[[Opts, Layout], Sequence[str]], *, first_round_selects_all: bool = False
 ) -> type[FederatedProtocol]:
-    """A method that averages some layers while all others stay personal.
+    """Define a method that averages some layers and keeps all others personal.
 
     Args:
         options: its options, a frozen dataclass.
-        layers: names of the layers that are averaged, at least one, in the layout's order; raises InputError where the
+        layers: returns the names of the averaged layers, at least one, in the layout's order; raises InputError if the
             model has none.
         first_round_selects_all: see :class:`Traits`.
     """

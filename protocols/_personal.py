@@ -20,7 +20,7 @@ from protocols._losses import unit
 STATE = "personal_adapter"
 #: Initial standard deviation of W2; the paper says near zero.
 _STD = 1e-3
-#: Strength never exceeds this (eq 13).
+#: Upper bound of the strength (eq 13).
 STRONGEST = 0.5
 
 
@@ -37,7 +37,7 @@ def correction(z: Tensor, first: Tensor, second: Tensor) -> Tensor:
 
 
 def corrected(z: Tensor, first: Tensor, second: Tensor, strength: float) -> Tensor:
-    """Embeddings plus their correction, z + s_k A_k(z), [B, d], not yet of unit length (RCSR eq 12)."""
+    """Embeddings plus their correction, z + s_k A_k(z), [B, d], before normalisation (RCSR eq 12)."""
     return z + strength * correction(z, first, second)
 
 
@@ -47,23 +47,23 @@ def strength(lambda_p: float, weight: float) -> float:
 
 
 def initial(dim: int, hidden: int, generator: torch.Generator) -> Tensor:
-    """An adapter that begins as nearly no correction, float32 [2, h, d]: W1 of deviation 1/sqrt(d), W2 of 1e-3."""
+    """Initial adapter float32 [2, h, d], nearly no correction: standard deviation 1/sqrt(d) for W1, 1e-3 for W2."""
     drawn = torch.randn(2, hidden, dim, generator=generator)
     return drawn * torch.tensor([1 / math.sqrt(dim), _STD]).view(2, 1, 1)
 
 
 def embed(z: Tensor, adapter: Tensor, strength_: float) -> Tensor:
-    """Personalised embeddings of unit length, [B, d], by an adapter [2, h, d]."""
+    """Personalised unit-length embeddings [B, d] from an adapter [2, h, d]."""
     return unit(corrected(z, adapter[0], adapter[1].T, strength_))
 
 
 def kept(local: Local) -> dict[str, Tensor]:
-    """The silo's adapter as it is; nothing where there is none yet."""
+    """The silo's adapter for its state; empty if it has none yet."""
     return {STATE: local.state[STATE]} if STATE in local.state else {}
 
 
 def encoders(local: Local, strength_: float) -> Encoders:
-    """The model that the silo holds, with its own adapter behind both towers (RCSR eq 12); without one, as it is."""
+    """Encoders of the silo's model with its adapter, if it has one, applied to both towers' outputs (RCSR eq 12)."""
     shared, adapter = encoders_of(local.model), local.state.get(STATE)
     if adapter is None:
         return shared
@@ -75,12 +75,12 @@ def encoders(local: Local, strength_: float) -> Encoders:
 
 @dataclass(frozen=True)
 class Tuning:
-    """How an adapter is fine-tuned.
+    """Fine-tuning of an adapter.
 
     Args:
         hidden: width h.
         epochs: over the silo's samples, after each local training.
-        rate: share of the round's learning rate.
+        rate: learning rate as a fraction of the round's.
     """
 
     hidden: int
@@ -96,15 +96,15 @@ def fine_tuned(
     strength_: float,
     loss: Callable[[Tensor | None, Tensor | None], Tensor],
 ) -> Tensor:
-    """The silo's adapter after fine-tuning on its own samples, the shared model standing still.
+    """Fine-tune the silo's adapter on its samples with the shared model frozen.
 
-    Only the adapter moves: the shared model's embeddings, of captions drawn anew in each epoch, have no gradient.
+    Captions are drawn again in each epoch.
 
     Args:
-        local: the silo; its model holds what local training gave.
+        local: the silo; its model holds the locally trained parameters.
         context: optimiser and batch size.
-        task: learning rate, and the seed of the order.
-        tuning: see there.
+        task: learning rate and seed.
+        tuning: see :class:`Tuning`.
         strength_: s_k.
         loss: of a batch's personalised embeddings.
 

@@ -1,4 +1,4 @@
-"""What methods share whose silos keep models of their own, or compare with what other or earlier models made."""
+"""Helpers for methods with personal models, and for methods that compare with the outputs of other models."""
 
 from __future__ import annotations
 
@@ -19,52 +19,51 @@ from fedmq.models.two_tower import Out
 from fedmq.wire.messages import Model, Payload
 from protocols import _training
 
-#: Name of a silo's own parameters [P], or its own part of them, among its personal tensors.
+#: Name of a silo's personal parameters [P], or its personal layers, in the silo's state.
 OWN = "own_model"
 
-#: Most inputs (items times captions) whose outputs a reference keeps: 64 MB of 4,096 numbers each.
+#: Maximum number of inputs (items times captions) whose outputs a reference caches: 64 MB at 4,096 numbers each.
 KEPT = 4096
 
 
 def own_parameters(local: Local) -> Tensor:
-    """The silo's own whole model float32 [P]: that of its last task, before the first the initial one."""
-    own = local.state.get(OWN)
-    return local.model.initial() if own is None else own
+    """The silo's personal model float32 [P] after its last task; the initial parameters before the first."""
+    personal = local.state.get(OWN)
+    return local.model.initial() if personal is None else personal
 
 
 def kept(local: Local) -> dict[str, Tensor]:
-    """The silo's whole model as it is now, for its personal state."""
+    """Copy the silo's current model for its state."""
     return {OWN: local.model.flat.detach().cpu().clone()}
 
 
 def kept_or_before(local: Local, *, newest: bool) -> dict[str, Tensor]:
-    """:func:`kept` of a silo that has trained; one that has not holds the download, and keeps what it had, if any."""
-    return kept(local) if newest else {name: own for name, own in local.state.items() if name == OWN}
+    """:func:`kept` if the silo trained (``newest``); otherwise its model is the download, so the old one is kept."""
+    return kept(local) if newest else {name: tensor for name, tensor in local.state.items() if name == OWN}
 
 
 def encoders_of(local: Local, theta: Tensor | npt.NDArray[Any]) -> Encoders:
-    """The silo's model with parameters [P] as what it is measured by."""
+    """Encoders of the silo's model with parameters [P], for evaluation."""
     local.model.load(theta)
     return protocol.encoders_of(local.model)
 
 
 def last_encoders(local: Local, payloads: Sequence[Payload]) -> Encoders:
-    """The silo's model as its last training left it; the global one before the first."""
-    own = local.state.get(OWN)
-    return encoders_of(local, take(payloads, Model).buffer if own is None else own)
+    """Encoders of the silo's model after its last training; of the global model before the first."""
+    personal = local.state.get(OWN)
+    return encoders_of(local, take(payloads, Model).buffer if personal is None else personal)
 
 
 def unsharpened(local: Local, image: Out | None, text: Out | None) -> _training.Outs:
-    """A step's outputs with codes as they are outside training, for a comparison with what was made there.
+    """A step's outputs with codes of sharpness 1, for comparison with codes computed outside training.
 
-    DJSRH and JDSH train ever sharper codes. Banks and prototypes are of codes of sharpness 1: compared with the sharp
-    ones they would pull back what enters tanh, the more the sharper, even where it is the very same. Everywhere else
-    the outputs are what they were.
+    DJSRH and JDSH increase the sharpness of codes during training, while banks and prototypes hold codes of sharpness
+    1. Comparing the two would pull the inputs of tanh towards 0 even if they agree. Other bases' outputs are unchanged.
 
     Args:
         local: the silo.
-        image: of its image tower; None for what the step does not run or the silo lacks.
-        text: likewise.
+        image: of its image tower; None if the tower was not run.
+        text: of its text tower; None if the tower was not run.
     """
     return _plain(image, local.model.visual), _plain(text, local.model.text)
 
@@ -77,16 +76,16 @@ def _plain(out: Out | None, tower: nn.Module) -> Out | None:
 
 @dataclass(frozen=True)
 class Reference:
-    """What other parameters make of a silo's batches, without gradient and without dropout.
+    """Outputs of other parameters on a silo's batches, without gradient and dropout.
 
-    Neither they nor the silo's items change within a task. Where that is less work than batch after batch (more epochs
-    than captions per item; of images, more than one) and takes little memory, all inputs of a modality go through once,
-    before the first batch.
+    Neither the parameters nor the silo's items change within a task. So a modality's outputs are computed once and
+    cached if that is less work than computing them per batch (more epochs than captions per item; for images, more than
+    one epoch) and they fit in :data:`KEPT` inputs.
 
     Args:
         local: the silo.
         theta: float32 [P], the other parameters.
-        epochs: how often a task goes through the silo's items.
+        epochs: passes over the silo's items in a task.
     """
 
     local: Local
@@ -94,42 +93,42 @@ class Reference:
     epochs: int
 
     def __call__(self, step: _training.Step) -> _training.Outs:
-        """Image and text outputs of a step's batch; None for what the step does not run or the silo lacks."""
+        """Image and text outputs of a step's batch; None for a tower that the step does not run or the silo lacks."""
         share, model = self.local.share, self.local.model
-        kept: list[Modality] = [name for name in step.runs if self._once(name)]
-        anew = [name for name in step.runs if name not in kept]
+        cached: list[Modality] = [name for name in step.runs if self._cached(name)]
+        computed = [name for name in step.runs if name not in cached]
         image: Out | None = None
         text: Out | None = None
-        if anew:
+        if computed:
             with _training.parameters(self.local, self.theta), torch.no_grad():
-                image, text = _training.outputs(self.local, step.rows, step.caption, anew)
+                image, text = _training.outputs(self.local, step.rows, step.caption, computed)
         rows = torch.from_numpy(step.rows)
-        if "image" in kept and share.image is not None:
+        if "image" in cached and share.image is not None:
             image = _picked(self._images, rows, model.visual)
-        if "text" in kept and share.text is not None and step.caption is not None:
+        if "text" in cached and share.text is not None and step.caption is not None:
             text = _picked(
                 self._texts, rows * share.text.shape[1] + torch.from_numpy(step.caption[step.rows]), model.text
             )
         return image, text
 
-    def _once(self, modality: Modality) -> bool:
-        """Whether all inputs of a modality go through once."""
+    def _cached(self, modality: Modality) -> bool:
+        """Whether the outputs of a modality are computed once and cached."""
         text = self.local.share.text
         captions = 1 if modality == "image" or text is None else text.shape[1]
         return self.epochs > captions and len(self.local.share) * captions <= KEPT
 
     @cached_property
     def _images(self) -> Out:
-        return self._whole("image", self.local.share.image)
+        return self._all_outputs("image", self.local.share.image)
 
     @cached_property
     def _texts(self) -> Out:
         text = self.local.share.text
-        return self._whole("text", None if text is None else text.flatten(0, 1))
+        return self._all_outputs("text", None if text is None else text.flatten(0, 1))
 
-    def _whole(self, modality: Modality, items: Tensor | None) -> Out:
+    def _all_outputs(self, modality: Modality, items: Tensor | None) -> Out:
         if items is None:
-            raise ValueError(f"a silo without {modality}")
+            raise ValueError(f"the silo has no {modality} items")
         with _training.parameters(self.local, self.theta):
             parts = list(_training.in_blocks(self.local.model, modality, items))
         logits = [part.logits for part in parts if part.logits is not None]
@@ -141,6 +140,6 @@ def _picked(out: Out, rows: Tensor, tower: nn.Module) -> Out:
     rows = rows.to(out.code.device)
     hidden, raw, code = out.hidden[rows], out.raw[rows], out.code[rows]
     if isinstance(tower, Tower) and tower.sharpness != 1.0:
-        # It grows from epoch to epoch (DJSRH, JDSH), and these outputs are of the task's first.
+        # The sharpness grows with every epoch (DJSRH, JDSH), and the cached codes are from the task's first epoch.
         code = tower.squashed(raw)
     return Out(hidden, raw, code, None if out.logits is None else out.logits[rows])

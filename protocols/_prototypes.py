@@ -1,7 +1,7 @@
-"""Modality prototypes: what a silo reports of its embeddings, and the coordinator's moving average of them.
+"""Modality prototypes: silos' mean embeddings per modality, and the coordinator's moving average of them.
 
-RCSR keeps them as its common reference; FedAvg with anchored single-modality silos borrows them. Order of modalities is
-image, text throughout. The coordinator never uses what a silo sends for a modality it lacks.
+RCSR and FedAvg with anchored single-modality silos use them. The order of modalities is image, text throughout. The
+coordinator ignores prototypes of modalities that the sender lacks.
 """
 
 from __future__ import annotations
@@ -21,73 +21,75 @@ from protocols._losses import unit
 
 PROTOTYPES = "prototypes"
 VALID = "prototypes_valid"
-#: How far from 1 the length of what is said to be of unit length may be: sums of float32, and float16 on the way.
+#: Accepted deviation of a unit vector's length from 1, from float32 sums and float16 on the wire.
 TOLERANCE = 1e-3
 
 
 def lengths(rows: np.ndarray[Any, np.dtype[Any]]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Euclidean lengths float64 [n] of rows float16 or float32 [n, d] off the wire, whatever they are.
+    """Euclidean lengths float64 [n] of received rows float16 or float32 [n, d], which may hold any values.
 
-    In float64 the square of no float32 is infinite or lost.
+    In float64, squares of float32 values neither overflow nor underflow.
     """
-    found: np.ndarray[Any, np.dtype[np.float64]] = np.sqrt(np.einsum("nd,nd->n", rows, rows, dtype=np.float64))
-    return found
+    result: np.ndarray[Any, np.dtype[np.float64]] = np.sqrt(np.einsum("nd,nd->n", rows, rows, dtype=np.float64))
+    return result
 
 
 def mask_bits(image: bool, text: bool) -> int:
-    """Two flags as the wire's bits."""
+    """The wire's bit mask of two flags."""
     return IMAGE * image | TEXT * text
 
 
 def initial(dim: int) -> dict[str, Tensor]:
-    """No prototype yet: ``prototypes`` float32 [2, d] zero and ``prototypes_valid`` bool [2] false."""
+    """State tensors before the first merge: ``prototypes`` float32 [2, d] zero, ``prototypes_valid`` bool [2] false."""
     return {PROTOTYPES: torch.zeros(2, dim), VALID: torch.zeros(2, dtype=torch.bool)}
 
 
 def download(tensors: Mapping[str, Tensor]) -> ModalityPrototypes:
-    """The global prototypes as a payload; its mask says which are valid."""
+    """Download payload of the global prototypes; its mask marks the valid ones."""
     image, text = (bool(flag) for flag in tensors[VALID])
     rows = tensors[PROTOTYPES].numpy()
     return ModalityPrototypes(image=rows[0].copy(), text=rows[1].copy(), mask=mask_bits(image, text))
 
 
 def read_download(payload: ModalityPrototypes) -> tuple[Tensor | None, Tensor | None]:
-    """Global prototypes [d] of image and text at the silo; None where not yet valid."""
+    """Read the global prototypes [d] of image and text at a silo; None for one that is not valid yet."""
     image = as_tensor(payload.image) if payload.mask & IMAGE else None
     text = as_tensor(payload.text) if payload.mask & TEXT else None
     return image, text
 
 
-def upload(own: tuple[Tensor | None, Tensor | None], filler: tuple[Tensor | None, Tensor | None]) -> ModalityPrototypes:
-    """The silo's prototypes as a payload (RCSR eq 6): its own [d], fillers [d] or zeros for a modality it lacks."""
-    dim = next(each for each in own if each is not None).shape[0]
+def upload(
+    local: tuple[Tensor | None, Tensor | None], filler: tuple[Tensor | None, Tensor | None]
+) -> ModalityPrototypes:
+    """Upload payload of the silo's prototypes [d] (RCSR eq 6); a missing modality has the filler [d], or zeros."""
+    dim = next(each for each in local if each is not None).shape[0]
     rows: list[np.ndarray[tuple[int, ...], np.dtype[np.float32]]] = []
-    for mine, other in zip(own, filler, strict=True):
-        chosen = mine if mine is not None else other
+    for prototype, substitute in zip(local, filler, strict=True):
+        chosen = prototype if prototype is not None else substitute
         rows.append(np.zeros(dim, np.float32) if chosen is None else chosen.detach().cpu().float().numpy())
-    return ModalityPrototypes(image=rows[0], text=rows[1], mask=mask_bits(own[0] is not None, own[1] is not None))
+    return ModalityPrototypes(image=rows[0], text=rows[1], mask=mask_bits(local[0] is not None, local[1] is not None))
 
 
 def has(silo: SiloFacts) -> tuple[bool, bool]:
-    """(image, text) of a silo."""
+    """Whether a silo has images and texts."""
     return silo.image, silo.text
 
 
 def read_uploads(replies: Sequence[Reply], dim: int) -> tuple[Tensor, Tensor]:
-    """All reporters' prototypes: float32 [M, 2, d], zero where filled, and mask bool [M, 2].
+    """All replies' prototypes: float32 [M, 2, d], zero where filled, and mask bool [M, 2].
 
-    A prototype counts if the silo marks it as real and has the modality according to the roster. It is of unit length
-    (RCSR eq 6), so one that is longer or shorter counts by its direction alone: nobody outvotes the others by length.
+    A prototype is used if the silo marks it as real and has the modality according to the roster. Prototypes have unit
+    length (RCSR eq 6); others are normalised, so that no silo gains weight by a long vector.
 
     Raises:
-        RemoteWireError: a payload is missing or of another dimension.
+        RemoteWireError: a payload is missing or has a wrong dimension.
     """
     rows, mask = torch.zeros(len(replies), 2, dim), torch.zeros(len(replies), 2, dtype=torch.bool)
     for index, reply in enumerate(replies):
         payload = take(reply.payloads, ModalityPrototypes)
         if payload.image.shape != (dim,):
             raise RemoteWireError(
-                "layout", f"{reply.silo.name}: prototypes of shape {payload.image.shape}, not ({dim},)"
+                "layout", f"{reply.silo.name}: prototypes of shape {payload.image.shape}, expected ({dim},)"
             )
         sent = (payload.mask & IMAGE, payload.mask & TEXT)
         values = (payload.image, payload.text)
@@ -99,22 +101,22 @@ def read_uploads(replies: Sequence[Reply], dim: int) -> tuple[Tensor, Tensor]:
 
 
 def _of_unit_length(row: Tensor) -> Tensor:
-    """A prototype float32 [d] as it is if its length is 1, to the bit: a second division would change its last ones."""
+    """Normalise a prototype float32 [d]; unit vectors are returned unchanged, since dividing would round them again."""
     row_f64 = row.double()
     near = abs(float(torch.linalg.vector_norm(row_f64)) - 1) <= TOLERANCE
     return row if near else unit(row_f64).float()
 
 
 def moving_average(old: Tensor, local: Tensor, weights: Tensor, rate: float, mask: Tensor | None = None) -> Tensor:
-    """Average in: mu * old + (1 - mu) * sum_k w_k p_k (RCSR, below eq 11).
+    """Moving average mu * old + (1 - mu) * sum_k w_k p_k (RCSR, below eq 11).
 
     Args:
         old: [d] global prototype of one modality.
-        local: [M, d] the reporters' prototypes.
+        local: [M, d] the replying silos' prototypes.
         weights: [M], sum 1.
         rate: mu.
-        mask: 0/1 [M]: only real prototypes count, weights renormalised among them; ``old`` stays if there is none.
-            None takes all of them, fillers included, as the paper prints it.
+        mask: 0/1 [M], real prototypes: only these are averaged, with renormalised weights; ``old`` is returned if there
+            are none. None averages all of them, fillers included, as printed in the paper.
 
     Returns:
         [d], not normalised.
@@ -138,24 +140,24 @@ def updated(
     unit_length: bool = True,
     masked: bool = True,
 ) -> dict[str, Tensor]:
-    """The global prototypes after a merge: the first observation is taken as it is, later ones averaged in.
+    """The global prototypes after a merge: the first observation is used directly, later ones enter the moving average.
 
     Args:
-        tensors: holding ``prototypes`` and ``prototypes_valid``.
+        tensors: with ``prototypes`` and ``prototypes_valid``.
         local: [M, 2, d]; rows that are not real hold the filler.
-        mask: bool [M, 2], which are real.
+        mask: bool [M, 2], which rows are real.
         weights: float64 [M].
         rate: mu.
         unit_length: renormalise, so that fillers are as long as real prototypes.
         masked: leave fillers out, see :func:`moving_average`.
 
     Returns:
-        The two tensors, new.
+        New versions of the two tensors.
     """
     prototypes, valid = tensors[PROTOTYPES].clone(), tensors[VALID].clone()
     for modality in (0, 1):
         real = mask[:, modality]
-        if float((weights * real).sum()) == 0.0:  # nobody has the modality, or nobody who does has a say
+        if float((weights * real).sum()) == 0.0:  # no replying silo of non-zero weight has the modality
             continue
         first = not bool(valid[modality])
         chosen = real.double() if masked or first else None

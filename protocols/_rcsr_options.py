@@ -1,4 +1,4 @@
-"""Options of RCSR: the paper's numbers and, where it leaves a choice open, ours."""
+"""Options of RCSR."""
 
 from __future__ import annotations
 
@@ -12,67 +12,69 @@ from protocols._options import check
 
 @dataclass(frozen=True)
 class RcsrOptions:
-    """Options of RCSR; defaults are the paper's numbers and, where it leaves a choice open, ours.
+    """Options of RCSR; defaults are the paper's values, or our choice where the paper gives none.
 
     Args:
-        router: weigh by the router; without it by samples, or, ``uniform``, all reporters alike.
-        minimax: multiply by the fairness weights q.
-        client_align: the regulariser towards global prototypes (lambda_a of eq 4).
-        anchor: anchoring of single-modality silos (eq 3), without which their personal adapters stay as they are, and
-            they idle if there is no client_align either. ``multi`` anchors each sample to the nearest of all silos'
-            centroids of the missing modality, which one prototype draws onto one point; not the paper's. Silos cluster
-            each item once, when the warm-up is over; until there are centroids the one prototype stands.
-        anchor_centroids: of ``multi``, a silo's centroids of a modality, at most.
-        anchor_support: of ``multi``, least samples behind a centroid. Beside the prototype of eq 6, the mean of all
-            items of a silo of 128 or fewer, it hides no item that alone is in no centroid.
-        filler: what stands for a missing modality's prototype at the coordinator: the global ``ema``, ``zero``, or a
+        router: weight replies by the router; ``false`` weights by samples, ``uniform`` weights all replies equally.
+        minimax: multiply the weights by the fairness weights q.
+        client_align: regularise towards global prototypes (lambda_a of eq 4).
+        anchor: anchor single-modality silos (eq 3). Without it their personal adapters do not train, and without
+            client_align as well they idle. ``multi`` (not in the paper) anchors each sample to the nearest of all
+            silos' centroids of the missing modality, whereas a single prototype pulls all samples to one point. Silos
+            cluster each item once, after the warm-up; until there are centroids the single prototype is used.
+        anchor_centroids: maximum centroids per silo and modality; ``multi`` only.
+        anchor_support: minimum samples per centroid; ``multi`` only. It does not hide a single item outside all
+            centroids from a coordinator that also has the prototype of eq 6, the mean of all items of a silo with at
+            most 128 items.
+        filler: the coordinator's substitute for the prototype of a missing modality: the global ``ema``, ``zero``, or a
             vector ``learned`` together with the router (our reading: the paper does not say where it is trained).
         tau: temperature of InfoNCE.
-        lambda_anc: weight of the anchoring loss, of ``anchor`` alone.
-        lambda_a: weight of the prototype regulariser, of ``client_align`` alone (the paper's table: lambda_align).
-        lambda_s: weight of the proximal term, squared norm as eq 4 prints it.
-        warmup: merges during which n_k weights stand in for the router's, which is not trained meanwhile (algorithm 1).
-            Of ``router: true`` alone, as are beta1, beta2, beta4, beta5 and router_*; but ``multi`` clusters when it is
-            over.
-        ema: share of the old global prototype kept at a full round.
-        proto_unit: global prototypes are kept at length 1.
-        masked_ema: fillers stay out of the moving average; included, as printed, if false.
+        lambda_anc: weight of the anchoring loss; ``anchor`` only.
+        lambda_a: weight of the prototype regulariser, lambda_align in the paper's table; ``client_align`` only.
+        lambda_s: weight of the proximal term, a squared norm as in eq 4.
+        warmup: number of merges that use n_k weights and do not train the router (algorithm 1). Applies to
+            ``router: true`` only, like beta1, beta2, beta4, beta5 and router_*; ``anchor: multi`` starts clustering
+            after it.
+        ema: fraction of the old global prototype kept over a full round.
+        proto_unit: normalise global prototypes to unit length.
+        masked_ema: exclude fillers from the moving average; false includes them, as printed.
         beta1: weight of the image prototype in eq 8.
         beta2: weight of the text prototype in eq 8.
         beta4: weight of the router's entropy in eq 8.
         beta5: weight of the alignment loss (eq 9).
-        masked_pc: fillers stay out of eq 8; included, as printed, if false.
-        eq9_half: halve eq 9, as the released code does.
-        router_softplus: put softplus around the router's loss, as the released code does.
+        masked_pc: exclude fillers from eq 8; false includes them, as printed.
+        eq9_half: halve eq 9, as in the released code.
+        router_softplus: apply softplus to the router's loss, as in the released code.
         router_rate: Adam's learning rate for the router.
-        router_mask: ``input`` hides filled prototypes from the router, ``none`` shows it the fillers.
-        router_over: ``reporters`` of the round, as printed, or the ``table`` of all silos' last statistics, restricted
-            to the reporters and renormalised; the latter keeps a meaning when few replies are merged at a time. A lone
-            reply's weight is 1 by either, and whatever ``minimax`` says: in ``async`` mode ``minimax`` acts on no model
-            and this, by eq 13, on the silos' own alone. Not given, it is the table where merges are of fewer replies
-            than a round has.
-        fair_eta: step size of q; like all that begins with fair, of ``minimax`` alone.
-        fair_tau: weight of q's entropy; not used by ``fair_update: paper``. With ``entropic`` it pulls reporters alone,
-            towards equal weights and, silos that report more often than others, beyond them: of 30 silos with equal
-            losses 5 that are in each of 200 merges have 20 times the q of those in a fifth of them. 0 where silos
-            report unequally often. At most 1 / fair_eta, beyond which q would swing.
-        fair_ema: share of the old group mean loss kept at a full round.
-        fair_update: ``entropic``, an exact step with q's entropy; ``paper``, as printed, without it; ``code``, raw
-            losses and q to the power 1 / (1 + fair_tau). The printed formula has no bounds and ``paper`` none; with
-            ``entropic`` a loss counts at most 10 times its group's running mean, which is held between a tenth and
-            1000 times the median of the group's last losses, and one of 1e-6 or less as average: else one absurd
-            reply would take the merge, or be what its group is measured by for the rest of the run.
-        fair_center: pull by the normalised loss minus 1, so that an average loss pulls nowhere however often it is
-            reported; the normalised loss itself, as printed, if false. Not used by ``code``, which takes raw losses.
-        branch_renorm: each branch is averaged over the silos that trained it; the paper's plain sum if false.
-        personal: RCSR-p's adapters: ``none``, of ``fixed`` strength lambda_p, or weighed by the ``router`` (eq 13).
-        lambda_p: strength of personalisation; like all that begins with personal, of ``personal`` other than ``none``.
+        router_mask: ``input`` hides fillers from the router, ``none`` does not.
+        router_over: apply the router to the round's replies (``reporters``), as printed, or to the ``table`` of all
+            silos' last statistics, restricted to the replying silos and renormalised; the table remains useful when a
+            merge has few replies. A single reply has weight 1 either way and whatever ``minimax`` is: in ``async`` mode
+            ``minimax`` affects no model, and the router affects personal models only (eq 13). Default: the table if
+            merges have fewer replies than a round.
+        fair_eta: step size of q; fair_* options apply to ``minimax`` only.
+        fair_tau: weight of q's entropy; not used by ``fair_update: paper``. With ``entropic`` it acts on replying silos
+            only: it pulls them towards equal weights, and silos that reply more often than others beyond that. Of 30
+            silos with equal losses, 5 that reply in each of 200 merges have 20 times the q of silos that reply in a
+            fifth of them. Set it to 0 if silos reply at unequal rates. At most 1 / fair_eta, above which q oscillates.
+        fair_ema: fraction of the old group mean loss kept over a full round.
+        fair_update: ``entropic``, an exact step with q's entropy; ``paper``, as printed, without entropy or bounds;
+            ``code``, raw losses and q to the power 1 / (1 + fair_tau). ``entropic`` caps a loss at 10 times its group's
+            running mean, clamps that mean to between 0.1 and 1000 times the median of the group's last losses, and
+            counts a loss of at most 1e-6 as average, so that one outlier can neither dominate a merge nor distort its
+            group's mean for the rest of the run.
+        fair_center: use the normalised loss minus 1 as the gradient of q, so that average losses leave q unchanged
+            however often they are reported; false uses the normalised loss, as printed. Not used by ``code``, which
+            uses raw losses.
+        branch_renorm: average each branch over the silos that trained it; false takes the paper's plain sum.
+        personal: RCSR-p's adapters: ``none``, of ``fixed`` strength lambda_p, or weighted by the ``router`` (eq 13).
+        lambda_p: strength of personalisation. This and personal_* apply if ``personal`` is not ``none``.
         personal_onset: round T_p from which adapters are fine-tuned.
         personal_hidden: width of an adapter.
         personal_epochs: epochs of fine-tuning after each local training.
-        personal_rate: learning rate of fine-tuning, as a share of the round's.
-        s_norm: router weights enter eq 13 ``plain``, as printed, or ``relative`` to a uniform weight, w_k |S|: with 15
-            reporters every plain weight is near 1/15 and eq 13 nearly constant. Of ``personal: router`` alone.
+        personal_rate: learning rate of fine-tuning, as a fraction of the round's.
+        s_norm: use router weights in eq 13 ``plain``, as printed, or ``relative`` to a uniform weight, w_k |S|: with 15
+            replies every plain weight is near 1/15 and eq 13 is nearly constant. ``personal: router`` only.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {

@@ -1,12 +1,12 @@
-"""Robust merges: replies are changed or left out before a method merges them, so that every method has them.
+"""Robust aggregation: changes or drops replies before a method merges them, so that it works with every method.
 
-``norm_bound`` scales updates, ``krum`` leaves replies out, ``median`` and ``trimmed_mean`` put one robust update in the
-place of everybody's: whatever weights a method then gives them, weights that sum to 1 over the silos that train a
-module give that update back (with ``branch_renorm``; the papers' plain sum shrinks it where modalities are missing).
+``norm_bound`` scales updates, ``krum`` drops replies, ``median`` and ``trimmed_mean`` replace every update by the same
+robust update: any method weights that sum to 1 over the silos that train a module then yield that update (with
+``branch_renorm``; the papers' plain sum shrinks it if modalities are missing).
 
-A silo counts for a module of the network only if it trained it, so that silos which lack a modality neither outvote
-those that have it nor look like outliers. An idle silo's reply, whose update is zero throughout, passes as it came and
-is not counted at all: not in the median length, nor among Krum's M. Arithmetic is in float64, in the fixed silo order.
+A silo counts for a module of the network only if it trained it, so that silos that lack a modality neither outvote the
+others nor appear as outliers. An idle silo's reply, whose update is zero throughout, passes unchanged and is not
+counted, neither in the median norm nor in Krum's M. Arithmetic is in float64, in the fixed silo order.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from protocols._aggregation import module_slices, ordered, owns
 F32 = npt.NDArray[np.float32]
 F64 = npt.NDArray[np.float64]
 
-#: Elements of each update looked at together.
+#: Elements per block of each update.
 _BLOCK = 1 << 16
 
 
@@ -36,7 +36,7 @@ def norm_bound_factors(norms: F64, bound: float | None) -> F64:
 
     Args:
         norms: L2 norms [M].
-        bound: c; None takes the median of the norms, of silos that trained.
+        bound: c; None uses the median norm of the silos that trained.
     """
     limit = float(np.median(norms)) if bound is None else bound
     return np.divide(limit, norms, out=np.ones_like(norms), where=norms > limit)
@@ -49,7 +49,7 @@ def coordinate_median(updates: F64) -> F64:
 
 
 def trimmed_mean(updates: F64, trim: float) -> F64:
-    """Coordinate-wise mean of updates [M, n] without its ⌊trim M⌋ least and greatest (Yin et al. 2018, def. 2)."""
+    """Coordinate-wise mean of updates [M, n] without the ⌊trim M⌋ smallest and largest (Yin et al. 2018, def. 2)."""
     cut = math.floor(trim * len(updates) + 1e-9)
     ranked = np.sort(updates, axis=0)
     result: F64 = ranked[cut : len(updates) - cut].mean(axis=0)
@@ -57,16 +57,16 @@ def trimmed_mean(updates: F64, trim: float) -> F64:
 
 
 def krum_scores(distances: F64, byzantine: int) -> F64:
-    """Krum's score of each update: its squared distances to its M - f - 2 nearest (Blanchard et al. 2017, sec. 4).
+    """Krum's scores: squared distances of each update to its M - f - 2 nearest (Blanchard et al. 2017, sec. 4).
 
-    The mean instead of the sum, which ranks alike, and is fair to updates that can be compared with fewer others.
+    Uses the mean instead of the sum: the ranking is the same, without favouring updates comparable with fewer others.
 
     Args:
-        distances: squared distances [M, M]; NaN where two updates share no module and cannot be compared.
+        distances: squared distances [M, M]; NaN if two updates share no module and cannot be compared.
         byzantine: f.
 
     Returns:
-        [M]; infinite for an update that can be compared with none.
+        [M]; infinite for an update that cannot be compared with any other.
     """
     scores = np.full(len(distances), math.inf)
     for k, row in enumerate(distances):
@@ -78,20 +78,20 @@ def krum_scores(distances: F64, byzantine: int) -> F64:
 
 
 def multi_krum(scores: F64, keep: int) -> list[int]:
-    """The ``keep`` lowest scores' places, in order; keep = 1 is Krum (Blanchard et al. 2017, section 4)."""
+    """Sorted indices of the ``keep`` lowest scores; keep = 1 is Krum (Blanchard et al. 2017, section 4)."""
     return sorted(np.argsort(scores, kind="stable")[:keep].tolist())
 
 
 def distances(updates: Sequence[F32], active: Mapping[str, npt.NDArray[np.bool_]], modules: Mapping[str, slice]) -> F64:
-    """Mean squared distance per coordinate of each two updates over the modules that both trained -> [M, M].
+    """Mean squared distance per coordinate of each pair of updates over the modules that both trained.
 
     Args:
-        updates: M of float32 [P].
-        active: who trained a module, [M] each.
+        updates: M updates float32 [P].
+        active: which silos trained each module, bool [M].
         modules: each module's slice.
 
     Returns:
-        NaN where two share no module.
+        [M, M]; NaN for pairs that share no module.
     """
     count = len(updates)
     total, size = np.zeros((count, count)), np.zeros((count, count))
@@ -107,20 +107,20 @@ def distances(updates: Sequence[F32], active: Mapping[str, npt.NDArray[np.bool_]
 
 
 def robust_replies(replies: Sequence[Reply], rule: Robust, layout: Layout) -> list[Reply]:
-    """The replies a method merges in place of those that came.
+    """Apply a robust aggregation rule to the replies of a merge.
 
     Args:
-        replies: as they came. Of their payloads only updates (Delta, PartialDelta) are looked at and changed, and only
-            if all are of the same parameters; those that are zero throughout are left as they are.
-        rule: as in the scenario.
+        replies: as received. Only their updates (Delta, PartialDelta) are read and changed, and only if all cover the
+            same parameters; updates that are zero throughout stay unchanged.
+        rule: from the scenario.
         layout: of the shared parameters.
 
     Returns:
-        In the fixed silo order; the same objects where nothing is changed.
+        The replies to merge, in the fixed silo order; unchanged replies are the same objects.
     """
     replies = ordered(replies)
-    found = [(place, _update(reply)) for place, reply in enumerate(replies)]
-    sent = [(place, update) for place, update in found if update is not None and update.buffer.any()]
+    updated = [(place, _update(reply)) for place, reply in enumerate(replies)]
+    sent = [(place, update) for place, update in updated if update is not None and update.buffer.any()]
     named = {update.names if isinstance(update, PartialDelta) else None for _, update in sent}
     if rule.rule == "none" or len(named) != 1:
         return replies
@@ -131,8 +131,8 @@ def robust_replies(replies: Sequence[Reply], rule: Robust, layout: Layout) -> li
     active = {name: owners[name] & [bool(u[part].any()) for u in updates] for name, part in modules.items()}
     if rule.rule == "krum":
         kept = _krum(distances(updates, active, modules), rule)
-        left_out = {place for k, (place, _) in enumerate(sent) if k not in kept}
-        return [reply for place, reply in enumerate(replies) if place not in left_out]
+        dropped = {place for k, (place, _) in enumerate(sent) if k not in kept}
+        return [reply for place, reply in enumerate(replies) if place not in dropped]
     if rule.rule == "norm_bound":
         changed = _bounded(updates, rule)
     else:
@@ -144,7 +144,7 @@ def robust_replies(replies: Sequence[Reply], rule: Robust, layout: Layout) -> li
 
 
 def _krum(apart: F64, rule: Robust) -> list[int]:
-    """The updates Krum keeps, from their distances [M, M]."""
+    """Indices of the updates that Krum keeps, from their distances [M, M]."""
     byzantine = math.ceil(rule.byzantine * len(apart) - 1e-9)
     return multi_krum(krum_scores(apart, byzantine), rule.keep or max(1, len(apart) - byzantine))
 
@@ -162,7 +162,7 @@ def _replaced(
     modules: Mapping[str, slice],
     rule: Robust,
 ) -> list[F32]:
-    """One update in the place of everybody's, module by module: of those that trained it, for all that could."""
+    """Replace the updates of each module by the robust update of the silos that trained it, for all that could."""
     changed = [np.zeros_like(update) for update in updates]
     for module, part in modules.items():
         members = np.flatnonzero(active[module]).tolist()
@@ -181,12 +181,12 @@ def _blocks(part: slice) -> list[slice]:
 
 
 def _update(reply: Reply) -> Delta | PartialDelta | None:
-    """The update that a reply brings, if it brings one."""
+    """A reply's update, if it has one."""
     return next((payload for payload in reply.payloads if isinstance(payload, Delta | PartialDelta)), None)
 
 
 def _with_update(reply: Reply, update: F32) -> Reply:
-    def exchanged(payload: Payload) -> Payload:
+    def replaced(payload: Payload) -> Payload:
         return replace(payload, buffer=update) if isinstance(payload, Delta | PartialDelta) else payload
 
-    return replace(reply, payloads=tuple(exchanged(payload) for payload in reply.payloads))
+    return replace(reply, payloads=tuple(replaced(payload) for payload in reply.payloads))

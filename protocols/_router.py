@@ -1,8 +1,8 @@
-"""RCSR's router: a small attention network over the silos' statistics, and the losses it is trained on (eqs 7 to 9).
+"""RCSR's router: a small attention network over the silos' statistics, and its training losses (eqs 7 to 9).
 
-Its parameters live in one flat float32 buffer, so that the coordinator's state holds them, and Adam's moments beside
-them, as three tensors that a checkpoint keeps to the bit. Dropout draws from a generator that is passed in; without one
-the network is in evaluation mode. Tokens are the silos, [M, 2d + 8]; M needs no padding and so no attention mask.
+Its parameters are one flat float32 buffer, so that the coordinator's state and checkpoints hold them and Adam's moments
+as three tensors. Dropout draws from a generator argument; without one the network is in evaluation mode. Each silo is a
+token, [M, 2d + 8]; there is no padding and hence no attention mask.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADS = 4
 BLOCKS = 2
 EXPANSION = 4
 DROPOUT = 0.1
-#: Largest norm or loss a token holds: beyond it a silo is broken, and LayerNorm would overflow in float32.
+#: Norms and losses in tokens are clipped at this value: larger ones are faulty and would overflow LayerNorm in float32.
 LARGEST = 1e4
 
 
@@ -62,7 +62,7 @@ def layout(dim: int, learned_filler: bool) -> Layout:
 
 
 def initial(shape: Layout, generator: torch.Generator) -> Tensor:
-    """Parameters [R]: weights uniform in +-1/sqrt(fan in), gains 1, biases 0, fillers normal."""
+    """Initial parameters [R]: weights uniform in +-1/sqrt(fan in), gains 1, biases 0, fillers normal."""
     flat = torch.zeros(shape.size)
     for name, view in views(flat, shape).items():
         if name.endswith("gain"):
@@ -104,7 +104,7 @@ def attention(x: Tensor, p: Mapping[str, Tensor], block: str, generator: torch.G
 
 
 def logits(p: Mapping[str, Tensor], tokens: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """Scores [M] of silos from their tokens [M, 2d + 8]; equivariant under a permutation of the silos."""
+    """Scores [M] of silos from their tokens [M, 2d + 8]; equivariant under permutations of the silos."""
     x = functional.gelu(_norm(_linear(tokens, p, "input.0"), p, "input.norm"))
     x = _linear(x, p, "input.1")
     for index in range(BLOCKS):
@@ -115,13 +115,13 @@ def logits(p: Mapping[str, Tensor], tokens: Tensor, generator: torch.Generator |
     return _linear(x, p, "score").squeeze(-1)
 
 
-# --------------------------------------------------------------------------- what goes in
+# --------------------------------------------------------------------------- inputs
 def geometry(delta: Tensor, previous: Tensor | None, visual: slice, text: slice, samples: int) -> Tensor:
-    """Four numbers about an update (RCSR, released code).
+    """Four statistics of an update (RCSR, released code).
 
     Args:
         delta: [P] the update.
-        previous: [P] the silo's update before it; None the first time.
+        previous: [P] the silo's previous update; None the first time.
         visual: the image branch's range.
         text: the text branch's range.
         samples: n_k.
@@ -132,7 +132,7 @@ def geometry(delta: Tensor, previous: Tensor | None, visual: slice, text: slice,
     length = delta.norm()
     ratio = delta[visual].norm() / (delta[text].norm() + 1e-8)
     turn = torch.zeros_like(length)
-    if previous is not None:  # as `cosine`, without more vectors of a model's size
+    if previous is not None:  # same as `cosine`, without its temporaries of the model's size
         turn = torch.dot(delta, previous) / (length.clamp_min(EPSILON) * previous.norm().clamp_min(EPSILON))
     return torch.stack([length, ratio, turn, length / (math.sqrt(samples) + 1e-8)])
 
@@ -152,7 +152,7 @@ def tokens(prototypes: Tensor, mask: Tensor, numbers: Tensor, losses: Tensor, hi
         mask: bool [M, 2].
         numbers: [M, 4] geometry as reported.
         losses: [M].
-        hide_filled: zero the filled prototypes, so that the router sees them through the mask alone.
+        hide_filled: zero the filled prototypes, so that only the mask tells the router about them.
     """
     shown = prototypes * mask[..., None] if hide_filled else prototypes
     bounded = numbers.clamp(-LARGEST, LARGEST)
@@ -167,14 +167,14 @@ def tokens(prototypes: Tensor, mask: Tensor, numbers: Tensor, losses: Tensor, hi
     return torch.cat(columns, dim=1)
 
 
-# --------------------------------------------------------------------------- what it is trained on
+# --------------------------------------------------------------------------- losses
 def weights(scores: Tensor) -> Tensor:
     """Softmax over silos of the router's scores: w, float64 [M] (RCSR eq 7)."""
     return scores.double().softmax(0)
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """H(w) = -sum_k w_k log w_k of weights [M]; a weight of 0 adds 0 and has a finite gradient."""
+    """H(w) = -sum_k w_k log w_k of weights [M]; a weight of 0 contributes 0 and has a finite gradient."""
     return -(weights * weights.clamp_min(1e-30).log()).sum()
 
 
@@ -193,10 +193,10 @@ def prototype_consistency(
         weights: [M].
         prototypes: [M, 2, d], filled.
         target: [2, d] global prototypes, constants.
-        mask: 0/1 [M, 2]: filled slots drop out of the sum. None leaves them in as printed; they equal the target then,
-            and reward the router for picking silos that lack a modality.
-        beta: of image and text.
-        beta4: of the entropy.
+        mask: 0/1 [M, 2], excludes filled slots from the sum. None includes them, as printed; since they may equal the
+            target, this rewards the router for weighting silos that lack a modality.
+        beta: weights of image and text.
+        beta4: weight of the entropy.
     """
     kept = weights[:, None] if mask is None else weights[:, None] * mask
     mixed = (kept[..., None] * prototypes).sum(0)
@@ -229,7 +229,7 @@ class Adam:
         values: [R] parameters.
         first: [R] mean of gradients.
         second: [R] mean of squared gradients.
-        steps: taken so far.
+        steps: number of steps so far.
     """
 
     values: Tensor

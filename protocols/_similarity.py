@@ -1,7 +1,7 @@
 """Similarities of unlabelled pairs, the targets of the unsupervised hashing bases.
 
-Features are frozen, so a silo's targets never change. DGCPN's look at the silo's whole training set; they are made for
-one batch at a time, because nobody needs more than the batch's own rows and columns of the n x n matrix.
+Features are frozen, so a silo's targets do not change. DGCPN's targets depend on the silo's whole training set; they
+are computed per batch, since a step only needs the batch's rows and columns of the n x n matrix.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ def cosines(a: Tensor, b: Tensor) -> Tensor:
 
 
 def mean_square(a: Tensor, b: Tensor) -> Tensor:
-    """MSE over all entries of two matrices of one shape."""
+    """MSE over all entries of two matrices of the same shape."""
     return (a - b).square().mean()
 
 
 def codes(image: Out | None, text: Out | None) -> tuple[Tensor | None, Tensor | None]:
-    """Relaxed codes [B, r] of a batch, None for what was not run."""
+    """Relaxed codes [B, r] of a batch; None for a tower that was not run."""
     return None if image is None else image.code, None if text is None else text.code
 
 
 def affinity(features: Tensor) -> Tensor:
-    """S_m = 2 F F^T - 1 with the rows of F [B, d] at length 1 -> [B, B] (DJSRH, JDSH)."""
+    """S_m = 2 F F^T - 1 with the rows of F [B, d] normalised -> [B, B] (DJSRH, JDSH)."""
     return 2 * cosines(features, features) - 1
 
 
 # --------------------------------------------------------------------------------------------------- batch features
 def batch_features(local: Local, step_rows: _training.I64, caption: _training.I64 | None) -> tuple[Tensor, Tensor]:
-    """Image and text features [B, d_i] and [B, d_t] of a batch; what a silo lacks is stood in for by what it has.
+    """Image and text features [B, d_i] and [B, d_t] of a batch; a missing modality is replaced by the other one.
 
-    A similarity mixed from both modalities so becomes that of the one, whatever the weights of the mixture.
+    For a single-modality silo, a weighted similarity of both modalities thus becomes that of its modality.
 
     Args:
         local: the silo.
         step_rows: int64 [B].
-        caption: int64 [n], the caption taken of every item; None where the silo has no text.
+        caption: int64 [n], the caption index of every item; None if the silo has no text.
     """
     rows = torch.from_numpy(step_rows)
     image = text = None
@@ -64,9 +64,9 @@ def batch_features(local: Local, step_rows: _training.I64, caption: _training.I6
 
 
 def item_features(share: SiloDataset) -> tuple[Tensor, Tensor]:
-    """Features of all items [n, d_i] and [n, d_t]; of several captions the mean, each at unit length.
+    """Features of all items [n, d_i] and [n, d_t]; several captions are normalised and summed.
 
-    What a silo lacks is stood in for by what it has. Nothing is copied where an item has one caption.
+    A missing modality is replaced by the other one. Items with one caption each are not copied.
     """
     image = None if share.image is None else share.image.float()
     return _both(image, None if share.text is None else _mean_caption(share.text, share.captions))
@@ -77,21 +77,22 @@ def _mean_caption(text: Tensor, counts: Tensor) -> Tensor:
         return text[:, 0].float()
     total = torch.zeros(text.shape[0], text.shape[2])
     for number in range(text.shape[1]):
-        held = (number < counts)[:, None]
-        total += torch.where(held, unit(text[:, number].float()), 0)
+        exists = (number < counts)[:, None]
+        total += torch.where(exists, unit(text[:, number].float()), 0)
     return total
 
 
 def _both(image: Tensor | None, text: Tensor | None) -> tuple[Tensor, Tensor]:
-    held = image if image is not None else text
-    if held is None:
+    """Replace a missing modality's features by the other's."""
+    present = image if image is not None else text
+    if present is None:
         raise ValueError("a silo has at least one modality")
-    return held if image is None else image, held if text is None else text
+    return present if image is None else image, present if text is None else text
 
 
 # --------------------------------------------------------------------------------------------------- DGCPN's graph
 def smallest(values: Tensor, count: int) -> Tensor:
-    """Mask of the ``count`` smallest entries in each row [B, n], the first among equals, as a stable sort has them."""
+    """Mask of the ``count`` smallest entries in each row [B, n], ties to the lowest index as in a stable sort."""
     if count == 0:
         return torch.zeros_like(values, dtype=torch.bool)
     threshold = values.kthvalue(count, dim=1, keepdim=True).values
@@ -102,19 +103,18 @@ def smallest(values: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Graph:
-    """DGCPN's similarity over a silo's whole training set, given out batch by batch.
+    """DGCPN's similarity over a silo's whole training set, computed batch by batch.
 
-    A batch costs memory for [B, n]; the rows of a batch are computed again whenever it comes, which is cheap beside the
-    networks, and n x n numbers are never there. Nor is a second copy of the features: what is scaled to unit length is
-    their products.
+    A batch needs memory for [B, n]; the n x n matrix is never stored. Rows are recomputed for every batch, which is
+    cheap compared with the networks. Products of features are normalised, which avoids a normalised copy of them.
 
     Args:
         image: [n, d_i] features of any length.
-        text: [n, d_t] likewise.
-        a1: share of the text in the pairwise similarity.
-        a2: share of the neighbours' agreement in the result.
+        text: [n, d_t] features of any length.
+        a1: weight of the text in the pairwise similarity.
+        a2: weight of the neighbours' agreement in the result.
         scale_share: rho / n, the scale of the neighbours' agreement.
-        zeroed_share: z / rho, the entries of a row that are dropped as too small.
+        zeroed_share: z / rho, the fraction of a row's smallest entries that are set to 0.
     """
 
     image: Tensor
@@ -131,7 +131,7 @@ class Graph:
 
     @property
     def zeroed(self) -> int:
-        """The number z of entries dropped from a row."""
+        """The number z of entries per row that are set to 0."""
         return min(round(self.zeroed_share * self.scale), len(self.image))
 
     def pairs(self, rows: Tensor) -> Tensor:
@@ -145,15 +145,15 @@ class Graph:
 
     @cached_property
     def _lengths(self) -> tuple[Tensor, Tensor]:
-        """Lengths of the images' and the texts' rows, each [n]."""
+        """Lengths of the image and the text features, each [n]."""
         image, text = (torch.linalg.vector_norm(each, dim=1).clamp_min(EPSILON) for each in (self.image, self.text))
         return image, text
 
     def neighbours(self, rows: Tensor, pairs: Tensor) -> Tensor:
         """A[rows]: P without each row's z smallest entries and the item itself, rows summing to 1 -> [B, n].
 
-        An item is the largest entry of its own row. Entries below 0 are no neighbours; the features of the papers have
-        none, and a row whose entries sum to nearly 0 could not be scaled.
+        Negative entries are dropped too: the papers' features have none, and a row whose entries sum to nearly 0 could
+        not be normalised.
 
         Args:
             rows: int64 [B].
@@ -164,12 +164,12 @@ class Graph:
         return kept / kept.sum(1, keepdim=True).clamp_min(EPSILON)
 
     def agreement(self, rows: Tensor, pairs: Tensor) -> Tensor:
-        """The neighbours' agreement rho A A^T among some rows -> [B, B]."""
+        """The neighbours' agreement rho A A^T between the given rows -> [B, B]."""
         near = self.neighbours(rows, pairs)
         return self.scale * near @ near.T
 
     def similarity(self, rows: Tensor) -> Tensor:
-        """S = 2 [(1 - a2) P + a2 rho A A^T] - 1 among some rows -> [B, B].
+        """S = 2 [(1 - a2) P + a2 rho A A^T] - 1 between the given rows -> [B, B].
 
         Args:
             rows: int64 [B].

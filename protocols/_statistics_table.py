@@ -1,4 +1,4 @@
-"""What RCSR's coordinator knows of its silos: the reports of a merge, and the table of everybody's last one (eq 6)."""
+"""Silo statistics at RCSR's coordinator: the reports of a merge, and the table of every silo's last report (eq 6)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Statistics:
-    """What the coordinator knows of M silos, in silo order.
+    """Statistics of M silos, in silo order.
 
     Args:
-        prototypes: float32 [M, 2, d], zero where the silo lacks the modality.
-        mask: bool [M, 2].
-        geometry: float32 [M, 4].
+        prototypes: float32 [M, 2, d], zero for modalities the silo lacks.
+        mask: bool [M, 2], which prototypes are real.
+        geometry: float32 [M, 4], see :func:`protocols._router.geometry`.
         losses: float64 [M].
     """
 
@@ -28,13 +28,13 @@ class Statistics:
 def updated_table(
     tensors: Mapping[str, Tensor], rows: Tensor, statistics: Statistics, versions: Sequence[int]
 ) -> dict[str, Tensor]:
-    """The table of last-known statistics after a merge; a reply older than the entry leaves it alone.
+    """The table of last-known statistics after a merge; replies older than a silo's entry are ignored.
 
     Args:
-        tensors: holding the table, ``table_mask`` included.
+        tensors: with the table's ``table_*`` tensors.
         rows: int64 [M] silo of each report.
         statistics: the reports.
-        versions: [M] the version each stands on.
+        versions: [M] base version of each report.
     """
     table = {name: tensors[name].clone() for name in tensors if name.startswith("table_")}
     for at, (row, version) in enumerate(zip(rows.tolist(), versions, strict=True)):

@@ -1,4 +1,4 @@
-"""The silo's half that most methods share: local epochs over its own share, and what it reports of its embeddings."""
+"""Local training shared by most methods: epochs over the silo's dataset, outputs of its towers, and its prototypes."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ from protocols._losses import local_prototype, proximal, proximal_gradient
 I64 = npt.NDArray[np.int64]
 Outs = tuple[Out | None, Out | None]
 
-#: loss of a batch from its image and text embeddings [B, d], None for a modality the silo lacks.
+#: Loss of a batch from its image and text embeddings [B, d], None for a modality the silo lacks.
 LossFunction = Callable[[Tensor | None, Tensor | None], Tensor]
-#: loss of a batch from all that the towers make of it, None for a modality that was not run.
+#: Loss of a batch from its tower outputs, None for a tower that was not run.
 OutLoss = Callable[[Out | None, Out | None], Tensor]
-#: what a method adds to a base's loss in a step; None adds nothing.
+#: A method's extra term in a step's loss; None adds nothing.
 Extra = Callable[["Step", Out | None, Out | None], Tensor | None]
 
-#: Samples a silo's prototypes are computed from (RCSR's released code).
+#: Maximum samples for a silo's prototypes (RCSR's released code).
 PROTOTYPE_SAMPLES = 128
 _BLOCK = 256
-#: Of a silo's own, which are vectors and few numbers each, more go through at a time.
+#: Block size for a silo's items; larger, because their features are small vectors.
 _ITEMS = 1024
 
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What local epochs give.
+    """Result of local epochs.
 
     Args:
-        delta: float32 [P] on the CPU, exactly zero outside the branches trained.
-        loss: mean over all samples seen; 0 if nothing was trained.
-        last_loss: the same of the last epoch alone.
+        delta: float32 [P] on the CPU, exactly zero outside the trained branches.
+        loss: mean over all samples of all epochs; 0 if nothing was trained.
+        last_loss: mean over the last epoch.
     """
 
     delta: Tensor
@@ -60,14 +60,14 @@ class TrainingResult:
 
 
 def generator_of(context: Context, local: Local, task: Task, purpose: str) -> np.random.Generator:
-    """A generator of this task's own; depends on nothing but the run's seed, the silo and the task."""
+    """A generator for one purpose in this task, seeded by the run's seed, the silo and the task only."""
     return numpy_generator(context.seed, purpose, local.silo.name, task.base_version, task.sequence)
 
 
 def batches(size: int, batch_size: int, generator: np.random.Generator) -> Iterator[I64]:
-    """Rows of each batch over one permutation; the last batch is never dropped, however small.
+    """Rows of each batch of one permutation; the last batch is kept, however small.
 
-    Dropping it would leave a silo with fewer samples than one batch untrained for ever, as public code does.
+    Public code drops it, so that a silo with fewer samples than one batch never trains.
     """
     order = generator.permutation(size)
     for start in range(0, size, batch_size):
@@ -75,7 +75,7 @@ def batches(size: int, batch_size: int, generator: np.random.Generator) -> Itera
 
 
 def choose_captions(local: Local, generator: np.random.Generator) -> I64 | None:
-    """One caption at random for each of the silo's items [n]; None where it has no text."""
+    """A random caption index for each of the silo's items, int64 [n]; None if it has no text."""
     if local.share.text is None:
         return None
     counts = local.share.captions.numpy()
@@ -84,12 +84,12 @@ def choose_captions(local: Local, generator: np.random.Generator) -> I64 | None:
 
 
 def embed(local: Local, rows: I64, caption: I64 | None) -> tuple[Tensor | None, Tensor | None]:
-    """Embeddings [B, d] of some rows in the modalities the silo has.
+    """Embeddings [B, d] of some rows in the silo's modalities.
 
     Args:
         local: the silo.
         rows: int64 [B].
-        caption: int64 [n], the caption to take of every item; None where the silo has no text.
+        caption: int64 [n], the caption index of every item; None if the silo has no text.
     """
     image, text = outputs(local, rows, caption)
     return None if image is None else image.code, None if text is None else text.code
@@ -103,26 +103,26 @@ def outputs_of_all(
     block: int = _ITEMS,
     runs: Sequence[Modality] = MODALITIES,
 ) -> tuple[Tensor | None, Tensor | None]:
-    """What the towers make of all the silo's items [n, d], with the model as it is, on the CPU, without gradient.
+    """Outputs [n, d] of the current model on all the silo's items, on the CPU, without gradient.
 
     Args:
         local: the silo.
-        caption: int64 [n], the caption to take of every item; None where the silo has no text.
-        chosen: which of a tower's outputs is wanted, [B, d] of B items.
-        block: items that go through at a time.
-        runs: towers wanted.
+        caption: int64 [n], the caption index of every item; None if the silo has no text.
+        chosen: selects one of a tower's outputs, [B, d].
+        block: items per forward pass.
+        runs: towers to run.
 
     Returns:
-        Of images and of texts; None for a modality that the silo lacks or whose tower is not run.
+        Outputs of images and of texts; None for a modality that the silo lacks or whose tower is not run.
     """
-    found: tuple[list[Tensor], list[Tensor]] = ([], [])
+    blocks: tuple[list[Tensor], list[Tensor]] = ([], [])
     with torch.no_grad():
         for start in range(0, len(local.share), block):
             rows = np.arange(start, min(start + block, len(local.share)))
-            for parts, out in zip(found, outputs(local, rows, caption, runs), strict=True):
+            for parts, out in zip(blocks, outputs(local, rows, caption, runs), strict=True):
                 if out is not None:
                     parts.append(chosen(out).cpu())
-    image, text = (torch.cat(parts) if parts else None for parts in found)
+    image, text = (torch.cat(parts) if parts else None for parts in blocks)
     return image, text
 
 
@@ -133,15 +133,15 @@ def embed_all(local: Local, caption: I64 | None, batch_size: int) -> tuple[Tenso
 
 @dataclass(frozen=True)
 class Step:
-    """One optimiser step of local training, as a base loss asks for it.
+    """One optimiser step of local training, requested by a base loss.
 
     Args:
         rows: int64 [B], the silo's items in the batch.
-        caption: int64 [n], the caption to take of every item; None where the silo has no text.
+        caption: int64 [n], the caption index of every item; None if the silo has no text.
         loss: of the batch.
-        runs: towers that are run on the batch; those of modalities the silo lacks are left out by themselves.
-        trains: branches of the flat buffer that the step changes: ``image``, ``text``, ``shared``.
-        main: a method's own terms are added here; a base with several steps per batch has them in one only.
+        runs: towers to run on the batch; towers of modalities that the silo lacks are skipped.
+        trains: branches of the flat buffer that the step updates: ``image``, ``text``, ``shared``.
+        main: whether the method's extra terms are added; true for one step per batch.
     """
 
     rows: I64
@@ -153,30 +153,30 @@ class Step:
 
 
 class Work(ABC):
-    """A base loss at work in one task of one silo; holds what the silo keeps between tasks."""
+    """A base loss in one task of one silo, with the tensors that the silo keeps between tasks."""
 
     @abstractmethod
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[Step]:
-        """The steps of one local epoch; resumed after each step is taken."""
+        """Yield the steps of one local epoch; each is taken before the next is requested."""
 
     def kept(self) -> Mapping[str, Tensor]:
-        """Personal tensors for the silo's state; never on the wire. None by default."""
+        """Tensors for the silo's state, which are never sent; empty by default."""
         return {}
 
     @property
     def batches(self) -> int | None:
-        """Batches of one pass over the silo's n items; None for ceil(n / B), with B the batch size."""
+        """Batches per pass over the silo's n items; None for ceil(n / B), with B the batch size."""
         return None
 
 
 def batches_of(work: Work, size: int, batch_size: int) -> int:
-    """Batches of one pass of a base loss over a silo's items."""
+    """Batches per pass of a base loss over a silo's items."""
     return -(-size // batch_size) if work.batches is None else work.batches
 
 
 @dataclass(frozen=True)
 class EveryBatch(Work):
-    """The plainest work: one step per batch over a permutation, one random caption per item and epoch.
+    """The default: one step per batch of a permutation, with one random caption per item and epoch.
 
     Args:
         local: the silo.
@@ -189,7 +189,7 @@ class EveryBatch(Work):
     loss: LossFunction
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[Step]:
-        """One step per batch; the last batch is never dropped."""
+        """One step per batch; the last batch is kept."""
         caption = choose_captions(self.local, generator)
         for rows in batches(len(self.local.share), self.batch_size, generator):
             yield Step(rows, caption, self._loss)
@@ -210,20 +210,20 @@ def labels_of(local: Local, rows: I64) -> Tensor:
 
 
 def categories(local: Local, context: Context) -> int:
-    """c_k, how many categories a silo has items of; of two label levels those of the lower, which say what is alike."""
+    """c_k, the number of categories among a silo's items; with two label levels, of the fine level."""
     if local.share.labels is None:
         return 0
     return int(local.share.labels[:, fine_columns(context.label_names)].any(0).sum())
 
 
 def outputs(local: Local, rows: I64, caption: I64 | None, runs: Sequence[Modality] = MODALITIES) -> Outs:
-    """What the towers make of some rows, in the modalities the silo has.
+    """Tower outputs of some rows in the silo's modalities.
 
     Args:
         local: the silo.
         rows: int64 [B].
-        caption: int64 [n], the caption to take of every item; None where the silo has no text.
-        runs: towers wanted.
+        caption: int64 [n], the caption index of every item; None if the silo has no text.
+        runs: towers to run.
     """
     index = torch.from_numpy(rows)
     share, model = local.share, local.model
@@ -237,36 +237,33 @@ def outputs(local: Local, rows: I64, caption: I64 | None, runs: Sequence[Modalit
 
 
 def in_blocks(model: TwoTower, modality: Modality, items: Tensor) -> Iterator[Out]:
-    """What a tower makes of many items [n, ...], block after block, without gradient."""
+    """Outputs of a tower for many items [n, ...], block by block, without gradient."""
     for block in torch.split(items, _BLOCK):
         with torch.no_grad():
-            found = model.outputs(modality, block.to(model.flat.device))
-        yield found
+            out = model.outputs(modality, block.to(model.flat.device))
+        yield out
 
 
 @contextmanager
 def parameters(local: Local, theta: Tensor) -> Iterator[None]:
-    """The silo's model with other parameters [P] for a while, as the global or the previous net of a contrast.
-
-    Dropout is off meanwhile.
-    """
+    """Run the silo's model with other parameters [P] and without dropout, e.g. the global or the previous model's."""
     with local.model.computing_with(theta), _dropout(local.model, None):
         yield
 
 
 def branches_of(local: Local) -> dict[str, slice]:
-    """Ranges of the flat buffer that the silo trains: what is shared and the branches of the modalities it has."""
+    """Ranges of the flat buffer that the silo trains: shared layers and the branches of its modalities."""
     owned = {"image": local.silo.image, "text": local.silo.text, "shared": True}
-    found = {name: local.model.branch(name) for name, has in owned.items() if has}
-    return {name: part for name, part in found.items() if part.stop > part.start}
+    slices = {name: local.model.branch(name) for name, has in owned.items() if has}
+    return {name: part for name, part in slices.items() if part.stop > part.start}
 
 
 def load_model(local: Local, buffer: npt.NDArray[Any]) -> Tensor:
-    """Put the downloaded parameters into the model.
+    """Load the downloaded parameters into the model.
 
     Returns:
-        The parameters, float32 [P] on the model's device: nobody's to write to, and to subtract only, for where they
-        start in memory is up to the message they came in.
+        The parameters, float32 [P] on the model's device. Read-only and of arbitrary alignment: use them for
+        subtraction only, see :func:`protocols._aggregation.as_tensor`.
     """
     local.model.load(buffer)
     return _aggregation.read_only(buffer).to(local.model.flat.device, torch.float32)
@@ -282,20 +279,20 @@ def train_epochs(
     extra: Extra | None = None,
     lambda_s: float = 0.0,
 ) -> TrainingResult:
-    """Local epochs from ``base``, which the model already holds.
+    """Train for the local epochs from ``base``, which the model already holds.
 
     Args:
         local: the silo.
         context: optimiser, batch size, epochs, seed.
         task: its learning rate; its number seeds the order of samples and the choice of captions.
-        base: float32 [P] parameters the silo started from.
-        work: the base loss; None when the method has nothing for this silo to minimise yet, which leaves the model as
-            it is (an optimiser with weight decay would otherwise still move it).
-        extra: the method's own terms, added in each batch's main step.
-        lambda_s: weight of the proximal term lambda_s * ||theta - base||^2, whose gradient is added by hand.
+        base: float32 [P] parameters before training.
+        work: the base loss; None if this silo has nothing to minimise yet, which leaves the model unchanged (even with
+            weight decay).
+        extra: the method's extra loss terms, added in each batch's main step.
+        lambda_s: weight of the proximal term lambda_s * ||theta - base||^2, whose gradient is added without autograd.
 
     Raises:
-        RunError: the loss or the update is no longer finite.
+        RunError: the loss or the update is not finite.
     """
     if work is None:
         return TrainingResult(torch.zeros(base.shape), 0.0, 0.0)
@@ -305,7 +302,7 @@ def train_epochs(
         name: optimiser(model, training, task.learning_rate, [part]) for name, part in branches_of(local).items()
     }
     total, seen, moved = torch.zeros((), dtype=torch.float64, device=base.device), 0, False
-    change = torch.empty_like(base)  # one buffer for all differences: a new one for each costs more than they do
+    change = torch.empty_like(base)  # reused for all differences: allocating costs more than subtracting
     before, seen_before = total, seen
     path = ("dropout", local.silo.name, task.base_version, task.sequence)
     with _dropout(model, torch_generator(context.seed, *path)):
@@ -313,7 +310,7 @@ def train_epochs(
             before, seen_before = total.clone(), seen
             for step in work.steps(epoch, generator):
                 value = _backward(local, step, extra)
-                if lambda_s and moved:  # at the first step theta is the base: neither value nor gradient
+                if lambda_s and moved:  # before the first step theta is the base: the term and its gradient are zero
                     drift = torch.sub(model.flat.detach(), base, out=change)
                     value = value + proximal(drift, lambda_s)
                     model.add_gradient(proximal_gradient(drift, lambda_s))
@@ -323,10 +320,10 @@ def train_epochs(
                 moved = True
                 total += value.double() * len(step.rows)
                 seen += len(step.rows)
-    model.zero_grad()  # gradients may lie in the buffer
+    model.zero_grad()  # gradients may be views of `change`, which is overwritten next
     delta = torch.sub(model.flat.detach(), base, out=change).cpu()
     mean, last = float(total) / max(1, seen), float(total - before) / max(1, seen - seen_before)
-    # Least and greatest are finite if and only if all are (NaN is passed on): one pass, no mask.
+    # Minimum and maximum are finite if and only if all values are (NaN propagates): one pass, no mask.
     least, greatest = torch.aminmax(delta)
     if not (math.isfinite(mean) and math.isfinite(float(least)) and math.isfinite(float(greatest))):
         raise RunError(f"training diverged at {local.silo.name}: loss {mean}; lower training.learning_rate")
@@ -334,7 +331,7 @@ def train_epochs(
 
 
 def _backward(local: Local, step: Step, extra: Extra | None) -> Tensor:
-    """A step's loss with the method's terms; its gradient is in the model then."""
+    """Compute a step's loss with the method's terms and accumulate its gradient in the model."""
     local.model.zero_grad()
     image, text = outputs(local, step.rows, step.caption, step.runs)
     value = step.loss(image, text)
@@ -347,7 +344,7 @@ def _backward(local: Local, step: Step, extra: Extra | None) -> Tensor:
 
 @contextmanager
 def _dropout(model: TwoTower, noise: torch.Generator | None) -> Iterator[None]:
-    """Dropout masks from a generator while training (all towers draw from the one), or none for a while."""
+    """Let all towers draw dropout masks from one generator; None turns dropout off."""
     towers = [tower for tower in (model.visual, model.text) if isinstance(tower, Tower)]
     before = [tower.noise for tower in towers]
     for tower in towers:
@@ -360,9 +357,9 @@ def _dropout(model: TwoTower, noise: torch.Generator | None) -> Iterator[None]:
 
 
 def own_prototypes(local: Local, context: Context, task: Task) -> tuple[Tensor | None, Tensor | None]:
-    """Image and text prototype [d] of the silo, with the model as it is now (RCSR eq 6).
+    """Image and text prototype [d] of the silo under its current model (RCSR eq 6).
 
-    Unit-length mean over at most 128 random local samples, one caption each; None for a modality the silo lacks.
+    Unit-length mean over at most 128 random local samples, with one caption each; None for a missing modality.
     """
     generator = generator_of(context, local, task, "prototypes")
     rows = np.sort(generator.permutation(len(local.share))[:PROTOTYPE_SAMPLES])
@@ -376,5 +373,5 @@ def own_prototypes(local: Local, context: Context, task: Task) -> tuple[Tensor |
 
 
 def delta_payload(context: Context, outcome: TrainingResult, samples: int) -> Delta:
-    """The update as it goes up."""
+    """Upload payload of the update."""
     return Delta(layout_digest=context.layout.digest, buffer=outcome.delta.numpy(), n_samples=samples)

@@ -1,4 +1,4 @@
-"""Variants of FedAvg: methods that differ from it in a loss term, in which silos take part, or in local training."""
+"""Variants of FedAvg: methods that differ from it in a loss term, in the eligible silos, or in local training."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ class Variant(FederatedProtocol):
 
     @staticmethod
     def refuse(options: Any, context: Context) -> None:
-        """Nothing is refused."""
+        """Refuse nothing."""
 
     @staticmethod
     def fedavg_options(options: Any) -> FedAvgOptions:
-        """The method's own, which are FedAvg's and more."""
+        """The method's options, a superset of FedAvg's."""
         chosen: FedAvgOptions = options
         return chosen
 
     def traits(self) -> Traits:
-        """What the options alone tell."""
+        """As the options say."""
         return self.traits_of(self.options)
 
     def eligible(self, silo: SiloFacts) -> bool:
@@ -73,16 +73,16 @@ class Variant(FederatedProtocol):
         return self.fedavg.task(state, silo)
 
     def train(self, local: Local, task: Task) -> Trained:
-        """FedAvg's local epochs with the extra loss; the silo keeps what the method wants kept."""
-        changes = type(self)  # plain functions; found on the instance they would be methods
+        """FedAvg's local epochs with the extra loss; adds the method's tensors to the silo's state."""
+        changes = type(self)  # accessed on the instance, the functions would be bound methods
         if changes.training is not None:
             return changes.training(self.fedavg, self.options, local, task)
         extra = None if changes.extra_loss is None else changes.extra_loss(self.options, self.context, local, task)
         trained = self.fedavg.trained(local, task, extra=extra)
         if changes.kept is None:
             return trained
-        own = changes.kept(self.options, local, has_trained(self.fedavg, local, task, trained))
-        return replace(trained, state={**trained.state, **own})
+        kept = changes.kept(self.options, local, has_trained(self.fedavg, local, task, trained))
+        return replace(trained, state={**trained.state, **kept})
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """As FedAvg."""
@@ -90,7 +90,7 @@ class Variant(FederatedProtocol):
 
 
 def has_trained(method: FedAvg, local: Local, task: Task, trained: Trained) -> bool:
-    """Whether a silo trained, so that its model is its own: one with nothing to minimise still holds the download."""
+    """Whether a silo trained; with nothing to minimise, its model is still the downloaded one."""
     return bool(take(trained.payloads, Delta).buffer.any()) or method.work(local, task) is not None
 
 
@@ -106,19 +106,19 @@ def variant(
     fedavg_options: Callable[[Opts], FedAvgOptions] | None = None,
     refuse: Callable[[Opts, Context], None] | None = None,
 ) -> type[FederatedProtocol]:
-    """A method that is FedAvg but for what is given.
+    """Define a method as FedAvg with the given changes.
 
     Args:
         options: its options, a frozen dataclass; a subclass of FedAvgOptions unless ``fedavg_options`` is given.
-        extra_loss: made once a task, the term that is added to the base loss in each batch's main step; None adds none.
-        kept: personal tensors a silo keeps after its local epochs; told the silo as the task found it, whose model is
-            now the trained one, and whether it trained at all.
-        train: local training, in place of FedAvg's epochs with the extra loss.
+        extra_loss: called once per task; returns the term added to the base loss in each batch's main step, or None.
+        kept: returns the tensors a silo keeps after local training; called with the silo, whose model is the trained
+            one and whose state is from before the task, and whether it trained.
+        train: local training, instead of FedAvg's epochs with the extra loss.
         eligible: whether the method ever selects a silo for training.
-        traits: what it does beyond FedAvg, by its options.
-        encoders: a silo's personal model, where the traits say ``personalised``.
-        fedavg_options: FedAvg's options by the method's own.
-        refuse: raises InputError for options or a run that the method is not made for.
+        traits: the method's traits, by its options.
+        encoders: a silo's personal model; required if the traits say ``personalised``.
+        fedavg_options: derives FedAvg's options from the method's.
+        refuse: raises InputError for options or runs that the method does not support.
     """
     given = {
         "extra_loss": extra_loss,

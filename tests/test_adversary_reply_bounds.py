@@ -113,7 +113,7 @@ def test_huge_prototypes_of_one_silo_do_not_end_the_run(name: str, tiny: Path, t
         ("silo-00", "malformed")
     }
     assert {(peer, reason) for peer, reason, _ in refusals(tmp_path)} == {("silo-00", "malformed")}
-    assert all(detail.endswith("here at most 1.001") for _, _, detail in refusals(tmp_path))
+    assert all(detail.endswith("allowed: at most 1.001") for _, _, detail in refusals(tmp_path))
 
 
 @every_bound

@@ -1,4 +1,4 @@
-"""What DCMH and SHDCH share: passes over one tower at a time, beside buffers of both towers' outputs on all items."""
+"""Alternating training of DCMH and SHDCH: passes over one tower at a time, and buffers of both towers' outputs."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from protocols._training import I64
 
 #: How the batches of a pass are drawn.
 Draws = Literal["permutation", "fresh"]
-#: Which of a tower's outputs: its own, or with FedCAFE's memory; without a memory they are the same.
+#: A tower's output without or with FedCAFE's memory; without a memory the two are the same.
 Which = Literal["plain", "enhanced"]
-#: Factor of the hash loss: 1, or one over the number of silos.
+#: Factor of the hash loss: 1, or 1 over the number of silos.
 Scale = Literal["one", "silos"]
 
 
-def held(local: Local) -> tuple[Modality, ...]:
+def modalities_of(local: Local) -> tuple[Modality, ...]:
     """The modalities a silo has, image first."""
     owned = {"image": local.silo.image, "text": local.silo.text}
     return tuple(modality for modality in MODALITIES if owned[modality])
 
 
 def factor(scale: Scale, context: Context) -> float:
-    """What the hash loss is multiplied by."""
+    """Factor of the hash loss."""
     return 1.0 if scale == "one" else 1.0 / len(context.silos)
 
 
 def output(out: Out, which: Which) -> Tensor:
-    """The output [B, r] that is asked for."""
+    """The selected output [B, r]."""
     return out.code if which == "enhanced" else out.plain
 
 
 def drawn(size: int, batch_size: int, draws: Draws, generator: np.random.Generator) -> Iterator[I64]:
     """Rows of each batch of a pass.
 
-    ``permutation`` sees every item once. ``fresh`` draws each of floor(n / B) batches from a permutation of its own, as
-    DCMH's released code does; with B = min(batch size, n), so that small silos train too.
+    ``permutation`` visits every item once. ``fresh`` draws each of floor(n / B) batches from a new permutation, as in
+    DCMH's released code, with B = min(batch size, n), so that small silos train too.
     """
     if draws == "permutation":
         yield from _training.batches(size, batch_size, generator)
@@ -57,7 +57,7 @@ def drawn(size: int, batch_size: int, draws: Draws, generator: np.random.Generat
 
 
 def batches(size: int, batch_size: int, draws: Draws) -> int:
-    """How many batches :func:`drawn` makes."""
+    """Number of batches of :func:`drawn`."""
     return -(-size // batch_size) if draws == "permutation" else size // min(batch_size, size)
 
 
@@ -68,73 +68,73 @@ def passes(
     generator: np.random.Generator,
     loss: Callable[[Modality, I64, Out], Tensor],
 ) -> Iterator[_training.Step]:
-    """One local epoch: all batches of the image tower, then all of the text tower, as far as the silo has them.
+    """One local epoch: all batches of the image tower, then all of the text tower, for the silo's modalities.
 
     Args:
         local: the silo.
         batch_size: of the scenario.
         draws: see :func:`drawn`.
-        generator: of samples and captions.
-        loss: of a modality's rows and what its tower makes of them.
+        generator: draws samples and captions.
+        loss: of a modality, the batch's rows and the tower's outputs.
     """
     caption = _training.choose_captions(local, generator)
 
     def step_loss(image: Out | None, text: Out | None, modality: Modality, rows: I64) -> Tensor:
         out = image if modality == "image" else text
         if out is None:
-            raise ValueError(f"no {modality} in a step of the {modality} tower")
+            raise ValueError(f"the {modality} tower was not run in its own step")
         return loss(modality, rows, out)
 
-    for modality in held(local):
+    for modality in modalities_of(local):
         for rows in drawn(len(local.share), batch_size, draws, generator):
             bound = partial(step_loss, modality=modality, rows=rows)
             yield _training.Step(rows, caption, bound, runs=(modality,), trains=(modality,))
 
 
 def buffers(local: Local, prefix: str, chosen: Callable[[Out], Tensor]) -> dict[Modality, Tensor]:
-    """Outputs [n, r] of each tower on all local items: those kept from the last task, else the downloaded model's.
+    """Outputs [n, r] of each tower on all local items: those kept from the last task, otherwise the downloaded model's.
 
-    The kept ones outlive the download of a model: they are the silo's own record of its items. They are of no use once
-    the silo holds other items, as after a scenario's drift.
+    Kept outputs are used even though the model has changed since. They are discarded if the silo's items have changed,
+    as after a scenario's drift.
 
     Args:
         local: the silo; its model holds the downloaded parameters.
         prefix: of the names in the silo's state.
-        chosen: which of a tower's outputs is kept.
+        chosen: selects one of a tower's outputs.
     """
-    found = {}
+    result = {}
     first = np.zeros(len(local.share), np.int64)
     same = same_items(local, prefix)
-    for modality in held(local):
+    for modality in modalities_of(local):
         name = f"{prefix}.{modality}"
         if same and name in local.state:
-            found[modality] = local.state[name].to(local.model.flat.device, copy=True)
+            result[modality] = local.state[name].to(local.model.flat.device, copy=True)
             continue
         image, text = _training.outputs_of_all(local, first, chosen, runs=(modality,))
-        made = image if modality == "image" else text
-        if made is not None:
-            found[modality] = made.to(local.model.flat.device)
-    return found
+        computed = image if modality == "image" else text
+        if computed is not None:
+            result[modality] = computed.to(local.model.flat.device)
+    return result
 
 
 def kept(local: Local, prefix: str, tensors: Mapping[Modality, Tensor]) -> dict[str, Tensor]:
-    """Buffers as the silo's state holds them, the counterpart of :func:`buffers`.
+    """Buffers as stored in the silo's state; the counterpart of :func:`buffers`.
 
-    Those of a modality that the silo has lost stay for when it is back, as far as its items are still the same.
+    Buffers of a modality that the silo has lost are kept in case it returns, while the silo's items are the same.
     """
     names = {modality: f"{prefix}.{modality}" for modality in MODALITIES}
     lost = [name for modality, name in names.items() if modality not in tensors and name in local.state]
     before = {name: local.state[name] for name in lost} if same_items(local, prefix) else {}
-    found = {names[modality]: tensor.cpu() for modality, tensor in tensors.items()}
-    return {**before, **found, f"{prefix}.rows": local.share.rows.clone()}
+    current = {names[modality]: tensor.cpu() for modality, tensor in tensors.items()}
+    return {**before, **current, f"{prefix}.rows": local.share.rows.clone()}
 
 
 def same_items(local: Local, prefix: str) -> bool:
-    """Whether the buffers of :func:`kept` in the silo's state are of the items that it holds now."""
+    """Whether the buffers in the silo's state were computed for its current items."""
     rows = local.state.get(f"{prefix}.rows")
     return rows is not None and torch.equal(rows, local.share.rows)
 
 
 def common_codes(outputs: Mapping[Modality, Tensor]) -> Tensor:
-    """B = sign(F + G) in {-1, 1} [n, r], of the one buffer where there is one; sign(0) = +1."""
+    """B = sign(F + G) in {-1, 1} [n, r], or the sign of the only buffer; sign(0) = +1."""
     return signs(torch.stack(list(outputs.values())).sum(0))

@@ -1,8 +1,7 @@
-"""Supervised bases at work on one labelled batch at a time: DSCMR, and triplet, DCH, GreedyHash and CSQ.
+"""Local training of supervised bases that use one labelled batch at a time: DSCMR, triplet, DCH, GreedyHash and CSQ.
 
-The losses of the latter four come from image hashing and know one kind of sample. With two modalities there is one
-tower for each, and the codes of both are samples of one set: a silo brings in what it has, and pairs of one label
-attract each other across modalities as within.
+The last four losses come from image hashing and have one kind of sample. Here the codes of both towers form one set of
+samples: a silo contributes its modalities, and samples with a common label attract within and across modalities.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from protocols import _training
 
 @dataclass(frozen=True)
 class Samples:
-    """A batch's codes with their labels, those of the images before those of the texts.
+    """A batch's codes with their labels, images before texts.
 
     Args:
-        codes: [m B, r] for the m modalities that are there.
+        codes: [m B, r] for the silo's m modalities.
         labels: float [m B, C], multi-hot.
-        logits: [m B, C] of the network's classifier; None where it has none.
+        logits: [m B, C] of the network's classifier; None if it has none.
     """
 
     codes: Tensor
@@ -43,22 +42,22 @@ def samples_of(image: Out | None, text: Out | None, labels: Tensor) -> Samples:
         text: likewise.
         labels: float [B, C].
     """
-    held = [out for out in (image, text) if out is not None]
-    logits = [out.logits for out in held if out.logits is not None]
+    present = [out for out in (image, text) if out is not None]
+    logits = [out.logits for out in present if out.logits is not None]
     return Samples(
-        torch.cat([out.code for out in held]), labels.repeat(len(held), 1), torch.cat(logits) if logits else None
+        torch.cat([out.code for out in present]), labels.repeat(len(present), 1), torch.cat(logits) if logits else None
     )
 
 
 @dataclass(frozen=True)
 class EveryLabelledBatch(_training.Work):
-    """One step per batch, of a loss that looks at a batch's pairs and labels alone.
+    """One step per batch with a loss of the batch's outputs and labels.
 
     Args:
         local: the silo.
         batch_size: of the scenario.
-        loss: of what the towers make of a batch, None for a modality the silo lacks, and float labels [B, C].
-        rows: int64 [n], which of the silo's items are trained on.
+        loss: of a batch's image and text outputs, None for a modality the silo lacks, and float labels [B, C].
+        rows: int64 [n], the silo's items to train on.
     """
 
     local: Local
@@ -67,7 +66,7 @@ class EveryLabelledBatch(_training.Work):
     rows: _training.I64
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
-        """One step per batch over a permutation; the last batch is never dropped."""
+        """One step per batch of a permutation; the last batch is kept."""
         caption = _training.choose_captions(self.local, generator)
         for places in _training.batches(len(self.rows), self.batch_size, generator):
             rows = self.rows[places]
@@ -79,12 +78,12 @@ class EveryLabelledBatch(_training.Work):
 
 @dataclass(frozen=True)
 class LabelledBatches(_training.Work):
-    """One step per batch of codes as samples of one set.
+    """One step per batch with a loss of :class:`Samples`.
 
     Args:
         local: the silo.
         batch_size: of the scenario.
-        loss: of a batch's samples; draws, if it must, from the task's generator.
+        loss: of a batch's samples and the task's generator.
     """
 
     local: Local
@@ -92,7 +91,7 @@ class LabelledBatches(_training.Work):
     loss: Callable[[Samples, np.random.Generator], Tensor]
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
-        """One step per batch over a permutation."""
+        """One step per batch of a permutation."""
         caption = _training.choose_captions(self.local, generator)
         for rows in _training.batches(len(self.local.share), self.batch_size, generator):
             labels = _training.labels_of(self.local, rows)

@@ -1,4 +1,4 @@
-"""Unsupervised bases at work that reconstruct a similarity made of the batch's own features: DJSRH and JDSH."""
+"""Local training of unsupervised bases that reconstruct a similarity of the batch's features: DJSRH and JDSH."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _EPOCHS = "base.epochs"
 
 
 def sharpness(epochs: int) -> float:
-    """What multiplies the code before its tanh after so many epochs: alpha = sqrt(epochs + 1).
+    """Factor of the inputs of tanh after ``epochs`` epochs: alpha = sqrt(epochs + 1).
 
-    Counted in the silo's own epochs over all its tasks: counted anew in every task it would stay near 1.
+    Epochs are counted over all tasks of the silo; counted per task, the factor would stay near 1.
     """
     return math.sqrt(epochs + 1)
 
 
 @contextmanager
 def sharpened(local: Local, factor: float) -> Iterator[None]:
-    """Multiply what enters tanh for a while; outside training it is 1, which gives the same signs."""
+    """Multiply the inputs of tanh by a factor; outside training it is 1, which gives the same signs."""
     towers = [tower for tower in (local.model.visual, local.model.text) if isinstance(tower, Tower)]
     for tower in towers:
         tower.sharpness = factor
@@ -44,13 +44,13 @@ def sharpened(local: Local, factor: float) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Reconstruction(_training.Work):
-    """One step per batch towards the batch's similarity, with codes that grow sharper from epoch to epoch.
+    """One step per batch towards the batch's similarity; the sharpness of codes grows with every epoch.
 
     Args:
         local: the silo.
         training: batch size and epochs.
-        target: similarity [B, B] of image and text features [B, d_i] and [B, d_t].
-        loss: of image and text codes [B, r], None where the silo lacks a modality, and the similarity.
+        target: computes the similarity [B, B] from image and text features [B, d_i] and [B, d_t].
+        loss: of image and text codes [B, r], None for a modality the silo lacks, and the similarity.
     """
 
     local: Local
@@ -64,7 +64,7 @@ class Reconstruction(_training.Work):
         return int(self.local.state[_EPOCHS]) if _EPOCHS in self.local.state else 0
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
-        """One step per batch over a permutation."""
+        """One step per batch of a permutation."""
         caption = _training.choose_captions(self.local, generator)
         device = self.local.model.flat.device
         with sharpened(self.local, sharpness(self.before + epoch)):
@@ -77,5 +77,5 @@ class Reconstruction(_training.Work):
                 yield _training.Step(rows, caption, batch_loss)
 
     def kept(self) -> Mapping[str, Tensor]:
-        """How many epochs the silo has trained by now."""
+        """The number of epochs the silo has trained, this task's included."""
         return {_EPOCHS: torch.tensor(self.before + self.training.local_epochs)}

@@ -1,4 +1,4 @@
-"""CSQ (Yuan et al. 2020): draw codes to their class's hash centre, a base FedHAP is compared on."""
+"""CSQ (Yuan et al. 2020): pull codes to their class's hash centre, a base in FedHAP's comparison."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedmq.seeds import numpy_generator
 from protocols._options import check
 from protocols.objectives._labelled import LabelledBatches, Samples
 
-#: Times random centres are drawn before the best ones found are taken.
+#: Maximum draws of random centres; the best draw is used.
 _DRAWS = 20
 
 
@@ -38,14 +38,14 @@ class Options:
 def hash_centres(classes: int, bits: int, generator: np.random.Generator) -> Tensor:
     """A centre in {-1, 1}^r for each class, float32 [C, r].
 
-    The first rows of [H; -H], H Sylvester's Hadamard matrix, where r is a power of two and they are enough; otherwise,
-    as for 12, 24 and 48 bits, random balanced vectors, drawn again until any two differ in more than r / 4 bits. Where
-    no draw comes so far, as for 80 classes in 12 bits, at least no two classes have one centre, if there are enough.
+    If r is a power of two and C <= 2 r, the first rows of [H; -H] with Sylvester's Hadamard matrix H. Otherwise, as for
+    12, 24 and 48 bits, random balanced vectors, drawn again until any two differ in more than r / 4 bits. If no draw
+    achieves that, as for 80 classes in 12 bits, centres are at least distinct, if there are enough balanced vectors.
 
     Args:
         classes: C.
         bits: r.
-        generator: draws; the same for all silos.
+        generator: draws centres; must be the same at all silos.
     """
     if bits & (bits - 1) == 0 and classes <= 2 * bits:
         matrix = torch.from_numpy(hadamard(bits, dtype=np.float32))
@@ -70,12 +70,12 @@ def hash_centres(classes: int, bits: int, generator: np.random.Generator) -> Ten
 
 
 def tie_break(bits: int, generator: np.random.Generator) -> Tensor:
-    """What decides the bits on which a sample's labels disagree evenly, float32 [r] in {-1, 1}; one for all silos."""
+    """Tie-breaking vector for bits on which a sample's labels disagree evenly, float32 [r] in {-1, 1}."""
     return torch.from_numpy(np.where(generator.random(bits) < 0.5, 1.0, -1.0).astype(np.float32))
 
 
 def centres_of(labels: Tensor, centres: Tensor, ties: Tensor) -> Tensor:
-    """A sample's centre: the sign of the sum of its labels' centres, ties by a fixed vector -> [B, r]."""
+    """Centres of samples [B, r]: the sign of the sum of their labels' centres, with ties broken by ``ties`` [r]."""
     total = labels @ centres
     return torch.where(total == 0, ties, total.sign())
 
@@ -90,16 +90,16 @@ def loss(codes: Tensor, labels: Tensor, centres: Tensor, ties: Tensor, options: 
         ties: [r].
         options: weight.
     """
-    # (tanh u + 1) / 2 is the logistic function of 2u: the logarithms then never meet a 0.
+    # (tanh u + 1) / 2 is the logistic function of 2u; with logits no logarithm of 0 occurs.
     target = (centres_of(labels, centres, ties) + 1) / 2
     entropy = functional.binary_cross_entropy_with_logits(2 * codes, target)
     return entropy + options.lamb * (codes.tanh().abs() - 1).square().mean()
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> LabelledBatches:
-    """CSQ at work in one task; every silo can train it, with what it has."""
+    """Start CSQ for one task; single-modality silos train it on their modality."""
     classes, device = len(context.label_names), local.model.flat.device
-    # Of C and r alone, not of the run's seed: runs with other seeds are drawn to the same centres.
+    # Seeded by C and r only, not by the run's seed, so that runs with different seeds use the same centres.
     drawing = numpy_generator(0, "csq", classes, context.dim)
     centres = hash_centres(classes, context.dim, drawing).to(device)
     ties = tie_break(context.dim, drawing).to(device)

@@ -1,4 +1,4 @@
-"""DCH (Cao et al. 2018): pairwise Cauchy likelihood of labelled codes, a base FedHAP is compared on."""
+"""DCH (Cao et al. 2018): pairwise Cauchy likelihood of labelled codes, a base in FedHAP's comparison."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from protocols._losses import unit
 from protocols._options import check
 from protocols.objectives._labelled import LabelledBatches, Samples
 
-#: Cosines are cut off here: equal codes would have a distance of 0, whose logarithm is infinite.
+#: Upper bound of cosines: equal codes would have distance 0, whose logarithm is infinite.
 _MOST_ALIKE = 0.99
 
 
@@ -41,7 +41,7 @@ def distances(a: Tensor, b: Tensor) -> Tensor:
 
 
 def pair_weights(similar: Tensor) -> Tensor:
-    """Weights that give similar and dissimilar pairs of [B, B] the same total; all 1 where one kind is missing."""
+    """Weights [B, B] that give similar and dissimilar pairs the same total; all 1 if either kind is missing."""
     alike, apart = similar.sum(), (1 - similar).sum()
     if float(alike) == 0 or float(apart) == 0:
         return torch.ones_like(similar)
@@ -65,7 +65,7 @@ def loss(codes: Tensor, labels: Tensor, options: Options) -> Tensor:
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> LabelledBatches:
-    """DCH at work in one task; every silo can train it, with what it has."""
+    """Start DCH for one task; single-modality silos train it on their modality."""
 
     def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
         return loss(samples.codes, samples.labels, options)

@@ -1,6 +1,6 @@
 """DCMH (Jiang and Li 2017): pairwise likelihood against buffers of all local codes, a base of FedCAFE.
 
-A silo with one modality takes its pairs within it: likelihood of F F^T instead of F G^T, and B = sign(F).
+A single-modality silo pairs items within its modality: likelihood of F F^T instead of F G^T, and B = sign(F).
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ class Options:
     Args:
         gamma: weight of the distance to the common codes.
         eta: weight of the balance of each bit.
-        buffer: outputs the buffers hold where a method enhances them: ``enhanced``, as FedCAFE's code, or ``plain``.
-        likelihood: outputs the batch enters the loss with: ``plain``, as FedCAFE's code, or ``enhanced``.
-        draws: batches of one ``permutation``, or each of a ``fresh`` one, as the released code.
-        scale: factor of the loss, ``one``, or 1 over the number of ``silos``, as FedCAFE's code.
+        buffer: outputs stored in the buffers under FedCAFE: ``enhanced``, as in its code, or ``plain``.
+        likelihood: outputs of the batch in the loss under FedCAFE: ``plain``, as in its code, or ``enhanced``.
+        draws: draw the batches of a pass from one ``permutation``, or each from a ``fresh`` one as in the released
+            code.
+        scale: factor of the loss: ``one``, or 1 over the number of ``silos`` as in FedCAFE's code.
     """
 
     gamma: float = 1.0
@@ -51,39 +52,39 @@ class Options:
         check("eta", self.eta, 0.0)
 
 
-def terms(outputs: Tensor, own: Tensor, other: Tensor, codes: Tensor, similar: Tensor, rows: Tensor) -> Tensor:
+def terms(outputs: Tensor, buffer: Tensor, other: Tensor, codes: Tensor, similar: Tensor, rows: Tensor) -> Tensor:
     """Negative log-likelihood, quantisation and balance of one batch of one modality, unweighted sums [3].
 
     Args:
         outputs: [B, r] of the batch.
-        own: [n, r] buffer of the same modality; the batch's own rows do not count.
-        other: [n, r] buffer the pairs are taken with.
+        buffer: [n, r] buffer of the same modality; the batch's rows are excluded.
+        other: [n, r] buffer to form pairs with.
         codes: [B, r] common codes of the batch.
-        similar: [B, n] 1 where two items share a label.
-        rows: int64 [B], different.
+        similar: [B, n] 1 if two items share a label.
+        rows: int64 [B], distinct indices of the batch's items.
     """
     theta = 0.5 * outputs @ other.T
     likelihood = (functional.softplus(theta) - similar * theta).sum()
     quantisation = (codes - outputs).square().sum()
-    balance = (outputs.sum(0) + own.index_fill(0, rows, 0.0).sum(0)).square().sum()
+    balance = (outputs.sum(0) + buffer.index_fill(0, rows, 0.0).sum(0)).square().sum()
     return torch.stack([likelihood, quantisation, balance])
 
 
-def batch_loss(found: Tensor, batch: int, size: int, options: Options, scale: float = 1.0) -> Tensor:
-    """DCMH's objective on one batch of B of n items: weighted :func:`terms` [3], divided by B n."""
-    return scale * (found[0] + options.gamma * found[1] + options.eta * found[2]) / (batch * size)
+def batch_loss(sums: Tensor, batch: int, size: int, options: Options, scale: float = 1.0) -> Tensor:
+    """DCMH's objective on one batch of B of n items: the weighted sum of :func:`terms` [3], divided by B n."""
+    return scale * (sums[0] + options.gamma * sums[1] + options.eta * sums[2]) / (batch * size)
 
 
 @dataclass
 class Dcmh(_training.Work):
-    """DCMH at work: image pass, text pass, common codes, in each epoch.
+    """DCMH in one task: an image pass, a text pass and new common codes in each epoch.
 
     Args:
-        options: weights and readings.
+        options: of DCMH.
         local: the silo.
         batch_size: of the scenario.
         scale: factor of the loss.
-        labels: float32 [n, L].
+        labels: float32 [n, L], multi-hot.
         buffers: [n, r] of each modality the silo has.
         codes: [n, r] common codes B.
     """
@@ -97,41 +98,41 @@ class Dcmh(_training.Work):
     codes: Tensor
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
-        """Every batch of the image tower, then of the text tower, then B = sign(F + G)."""
+        """All batches of the image tower, then all of the text tower, then B = sign(F + G)."""
         yield from _alternating.passes(self.local, self.batch_size, self.options.draws, generator, self._loss)
         self.codes = _alternating.common_codes(self.buffers)
 
     def _loss(self, modality: Modality, rows: I64, out: Out) -> Tensor:
         index = torch.from_numpy(rows).to(self.codes.device)
-        own = self.buffers[modality]
-        own[index] = _alternating.output(out, self.options.buffer).detach()
-        other = self.buffers.get("text" if modality == "image" else "image", own)
-        similar = (self.labels[index] @ self.labels.T > 0).to(own.dtype)
+        buffer = self.buffers[modality]
+        buffer[index] = _alternating.output(out, self.options.buffer).detach()
+        other = self.buffers.get("text" if modality == "image" else "image", buffer)
+        similar = (self.labels[index] @ self.labels.T > 0).to(buffer.dtype)
         outputs = _alternating.output(out, self.options.likelihood)
-        found = terms(outputs, own, other, self.codes[index], similar, index)
-        return batch_loss(found, len(rows), len(self.labels), self.options, self.scale)
+        sums = terms(outputs, buffer, other, self.codes[index], similar, index)
+        return batch_loss(sums, len(rows), len(self.labels), self.options, self.scale)
 
     @property
     def batches(self) -> int:
-        """Batches of one tower's pass."""
+        """Batches per pass of one tower."""
         return _alternating.batches(len(self.codes), self.batch_size, self.options.draws)
 
     def kept(self) -> Mapping[str, Tensor]:
-        """The buffers F and G and whose they are; B follows from them."""
+        """The buffers F and G and the rows of their items; B follows from them."""
         return _alternating.kept(self.local, PREFIX, self.buffers)
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dcmh:
-    """DCMH at work in one task; buffers go on from the last one."""
-    found = _alternating.buffers(local, PREFIX, lambda out: _alternating.output(out, options.buffer))
+    """Start DCMH for one task, with the buffers of the last one."""
+    buffers = _alternating.buffers(local, PREFIX, lambda out: _alternating.output(out, options.buffer))
     return Dcmh(
         options=options,
         local=local,
         batch_size=context.training.batch_size,
         scale=_alternating.factor(options.scale, context),
         labels=_training.labels_of(local, np.arange(len(local.share)))[:, fine_columns(context.label_names)],
-        buffers=found,
-        codes=_alternating.common_codes(found),
+        buffers=buffers,
+        codes=_alternating.common_codes(buffers),
     )
 
 

@@ -1,6 +1,6 @@
-"""DGCPN (Yu et al. 2021): codes that keep a graph of neighbours, FedUCH's first base (FedUCH eqs 4-7).
+"""DGCPN (Yu et al. 2021): codes that preserve a neighbourhood graph, FedUCH's first base (FedUCH eqs 4-7).
 
-Needs no labels. A silo with one modality keeps the intra-modal term, with the similarity of what it has.
+Needs no labels. A single-modality silo uses the intra-modal term only, with the similarity of its modality.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Options:
     """Options of DGCPN; defaults are those of FedUCH's code.
 
     Args:
-        a1: share of the text in the pairwise similarity; 0.01 in DGCPN's own code.
-        a2: share of the neighbours' agreement.
-        scale_share: scale of the neighbours' agreement, as a share of the silo's n items; 0.8 in DGCPN's code.
-        zeroed_share: smallest entries dropped from a row, as a share of that scale; 0.75 in DGCPN's code.
-        coexistence: K, what the similarity of a pair is drawn to.
+        a1: weight of the text in the pairwise similarity; 0.01 in DGCPN's code.
+        a2: weight of the neighbours' agreement.
+        scale_share: scale of the neighbours' agreement, as a fraction of the silo's n items; 0.8 in DGCPN's code.
+        zeroed_share: smallest entries of a row set to 0, as a fraction of that scale; 0.75 in DGCPN's code.
+        coexistence: K, the target similarity of a pair.
         lambda1: weight of the graph term Q_g.
         lambda2: weight of the consistency term Q_i.
-        form: ``code`` takes mean squares and leaves the diagonal out of Q_g; ``paper`` takes the trace and the
-            Frobenius norms that FedUCH prints.
-        similarity: S of the silo's ``features``, as the code makes it once, or of the batch's own ``codes``, as FedUCH
-            prints S_gc in eq 6; it is a target, so no gradient goes through it.
-        binary_steps: one more update of each tower per batch, against the other's binary codes, as the code does.
+        form: ``code`` uses mean squares and excludes the diagonal from Q_g; ``paper`` uses the trace and the Frobenius
+            norms that FedUCH prints.
+        similarity: compute S from the silo's ``features``, as in the code, or from the batch's ``codes``, as S_gc in
+            FedUCH's eq 6. S is a target without gradient.
+        binary_steps: add an update of each tower per batch against the other tower's binary codes, as in the code.
     """
 
     a1: float = 0.3
@@ -70,7 +70,7 @@ class Terms(NamedTuple):
 
 
 def terms_of_code(image: Tensor, text: Tensor, similar: Tensor, coexistence: float) -> Terms:
-    """Q_c, Q_g, Q_i as DGCPN's code computes them: means of squares, the diagonal left out of Q_g.
+    """Q_c, Q_g, Q_i as in DGCPN's code: means of squares, with the diagonal excluded from Q_g.
 
     Args:
         image: [B, r] codes.
@@ -81,21 +81,21 @@ def terms_of_code(image: Tensor, text: Tensor, similar: Tensor, coexistence: flo
     image, text = unit(image), unit(text)
     vv, tt, vt = image @ image.T, text @ text.T, image @ text.T
     all_three = torch.stack([vt.T, vv, tt])
-    # The graph term is the same for vt and its transpose, S being symmetric; likewise three of the four consistencies
-    # are distances of vt from one of these.
+    # S is symmetric, so vt and its transpose have the same graph term; three of the four consistency terms are
+    # distances between vt and one of these.
     consistency = 3 * mean_square(vt, all_three) + mean_square(vv, tt)
     graph = 3 * graph_term(all_three, similar)
     return Terms((vt.diagonal() - coexistence).square().mean(), graph, consistency)
 
 
 def graph_term(cosine: Tensor, similar: Tensor) -> Tensor:
-    """Mean over [..., B, B] of (cosine - S)^2 off the diagonal, the diagonal counting as 0."""
+    """Mean over [..., B, B] of (cosine - S)^2, with the diagonal counted as 0."""
     diagonal = torch.eye(len(similar), dtype=torch.bool, device=similar.device)
     return (cosine - similar).masked_fill(diagonal, 0).square().mean()
 
 
 def terms_of_paper(image: Tensor, text: Tensor, similar: Tensor, coexistence: float) -> Terms:
-    """Q_c, Q_g, Q_i as FedUCH prints them (eqs 5 to 7): a trace and Frobenius norms; arguments as above."""
+    """Q_c, Q_g, Q_i as printed by FedUCH (eqs 5 to 7): a trace and Frobenius norms; see :func:`terms_of_code`."""
     vv, tt, vt = cosines(image, image), cosines(text, text), cosines(image, text)
     norm = torch.linalg.matrix_norm
     return Terms(
@@ -106,7 +106,7 @@ def terms_of_paper(image: Tensor, text: Tensor, similar: Tensor, coexistence: fl
 
 
 def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Options) -> Tensor:
-    """Q_c + lambda1 Q_g + lambda2 Q_i (FedUCH eq 4); of one modality alone its part of lambda1 Q_g.
+    """Q_c + lambda1 Q_g + lambda2 Q_i (FedUCH eq 4); for a single modality, its part of lambda1 Q_g.
 
     Args:
         image: [B, r] codes; None if the silo has no images.
@@ -116,12 +116,12 @@ def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Op
     """
     if image is not None and text is not None:
         terms = terms_of_code if options.form == "code" else terms_of_paper
-        found = terms(image, text, similar, options.coexistence)
-        return found.coexistence + options.lambda1 * found.graph + options.lambda2 * found.consistency
-    held = image if image is not None else text
-    if held is None:
+        parts = terms(image, text, similar, options.coexistence)
+        return parts.coexistence + options.lambda1 * parts.graph + options.lambda2 * parts.consistency
+    present = image if image is not None else text
+    if present is None:
         raise ValueError("a silo has at least one modality")
-    cosine = cosines(held, held)
+    cosine = cosines(present, present)
     if options.form == "code":
         return options.lambda1 * graph_term(cosine, similar)
     norm: Tensor = torch.linalg.matrix_norm(cosine - similar)
@@ -129,10 +129,10 @@ def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Op
 
 
 def binary_loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Options) -> Tensor:
-    """Each modality against the other's binary codes, both as they are before either is updated.
+    """Loss of each modality against the other's binary codes, both from before this update.
 
-    DGCPN's code takes two updates here, of one forward pass: the first is the image tower's alone, the second the text
-    tower's alone. Their sum has the gradient of each where that one acts, so that one update is both.
+    DGCPN's code takes two updates from one forward pass: the first changes only the image tower, the second only the
+    text tower. One update on the sum of both losses is equivalent.
 
     Args:
         image: [B, r] codes of a paired silo.
@@ -147,31 +147,32 @@ def binary_loss(image: Tensor | None, text: Tensor | None, similar: Tensor, opti
 
 
 def graph_of(image: Tensor, text: Tensor, options: Options) -> Graph:
-    """The graph over n items of image rows [n, d_i] and text rows [n, d_t], of any length."""
+    """Graph over n items with image features [n, d_i] and text features [n, d_t], of any length."""
     return Graph(image, text, options.a1, options.a2, options.scale_share, options.zeroed_share)
 
 
 def similarity_of_codes(image: Tensor | None, text: Tensor | None, options: Options) -> Tensor:
-    """S_gc(H^V, H^T) of FedUCH's eq 6, the batch being all there is -> [B, B]; without gradient.
+    """S_gc(H^V, H^T) of FedUCH's eq 6 over the batch only -> [B, B]; without gradient.
 
     Args:
         image: [B, r] codes; None if the silo has no images.
         text: [B, r] likewise.
         options: of the graph.
     """
-    held = [unit(each.detach()) for each in (image, text) if each is not None]
-    return graph_of(held[0], held[-1], options).similarity(torch.arange(len(held[0]), device=held[0].device))
+    present = [unit(each.detach()) for each in (image, text) if each is not None]
+    rows = torch.arange(len(present[0]), device=present[0].device)
+    return graph_of(present[0], present[-1], options).similarity(rows)
 
 
 @dataclass(frozen=True)
 class Dgcpn(_training.Work):
-    """DGCPN at work: the relaxed pair, then each modality against the other's binary codes.
+    """DGCPN in one task: a step on the relaxed codes, then one on each modality against the other's binary codes.
 
     Args:
-        options: weights and readings.
+        options: of DGCPN.
         local: the silo.
         batch_size: of the scenario.
-        graph: over the silo's features; None where S is made of codes.
+        graph: over the silo's features; None if S is computed from codes.
     """
 
     options: Options
@@ -180,7 +181,7 @@ class Dgcpn(_training.Work):
     graph: Graph | None
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
-        """Two steps per batch of a paired silo, one of the others; a method's own terms go into the first."""
+        """Two steps per batch at a paired silo, one at others; a method's extra terms enter the first."""
         caption = _training.choose_captions(self.local, generator)
         device = self.local.model.flat.device
         for rows in _training.batches(len(self.local.share), self.batch_size, generator):
@@ -201,7 +202,7 @@ class Dgcpn(_training.Work):
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn:
-    """DGCPN at work in one task; every silo can train it, with what it has."""
+    """Start DGCPN for one task; single-modality silos train it on their modality."""
     graph = None
     if options.similarity == "features":
         image, text = (each.to(local.model.flat.device) for each in item_features(local.share))

@@ -1,6 +1,6 @@
 """DJSRH (Su et al. 2019): codes that reconstruct a joint similarity of both modalities, a base of FedUCH.
 
-Needs no labels. A silo with one modality reconstructs the similarity of what it has, within that modality.
+Needs no labels. A single-modality silo reconstructs the similarity within its modality.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Options:
     """Options of DJSRH; defaults are its code's for MIRFlickr-25K (NUS-WIDE: beta 0.6; Wikipedia: all three 0.3).
 
     Args:
-        beta: share of the images in the joint similarity.
-        eta: share of the second-order similarity.
+        beta: weight of the image similarity in the joint similarity, against 1 - beta for the text.
+        eta: weight of the second-order similarity, against 1 - eta for the first-order one.
         mu: scale of the target.
         lambda1: weight of the image reconstruction.
         lambda2: weight of the text reconstruction.
@@ -54,7 +54,7 @@ def target(image: Tensor, text: Tensor, options: Options) -> Tensor:
 
 
 def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Options) -> Tensor:
-    """lambda1 MSE(VV, S) + MSE(VT, S) + lambda2 MSE(TT, S), the terms whose modalities are there.
+    """lambda1 MSE(VV, S) + MSE(VT, S) + lambda2 MSE(TT, S), without the terms of a missing modality.
 
     Args:
         image: [B, r] codes; None if the silo has no images.
@@ -73,7 +73,7 @@ def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Op
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Reconstruction:
-    """DJSRH at work in one task; every silo can train it, with what it has."""
+    """Start DJSRH for one task; single-modality silos train it on their modality."""
     return Reconstruction(local, context.training, partial(target, options=options), partial(loss, options=options))
 
 

@@ -1,4 +1,4 @@
-"""DPSH (Li et al. 2016): pairwise likelihood against all the silo's codes, compared with FedHAP."""
+"""DPSH (Li et al. 2016): pairwise likelihood against all the silo's codes, a base in FedHAP's comparison."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def loss(codes: Tensor, labels: Tensor, bank: Tensor, bank_labels: Tensor, alpha
     Args:
         codes: [B, r] codes u.
         labels: float [B, C], multi-hot.
-        bank: [N, r] last codes U of all the silo's samples, those of the batch already in it.
+        bank: [N, r] last codes U of all the silo's samples, the batch's included.
         bank_labels: float [N, C].
         alpha: weight.
     """
@@ -54,14 +54,14 @@ def loss(codes: Tensor, labels: Tensor, bank: Tensor, bank_labels: Tensor, alpha
 
 @dataclass(frozen=True)
 class Dpsh(_training.Work):
-    """DPSH at work: one step per batch, against a bank that outlives the task.
+    """DPSH in one task: one step per batch, against a bank that is kept between tasks.
 
     Args:
         local: the silo.
         batch_size: of the scenario.
         alpha: weight of the quantisation loss.
-        bank: float32 [m, n, r], the last codes of each modality's samples; zero where there are none yet, which gives
-            no gradient. Written to in place.
+        bank: float32 [m, n, r], the last codes of each modality's samples; rows without codes yet are zero, which gives
+            no gradient. Updated in place.
     """
 
     local: Local
@@ -70,9 +70,9 @@ class Dpsh(_training.Work):
     bank: Tensor
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
-        """One step per batch over a permutation."""
+        """One step per batch of a permutation."""
         caption = _training.choose_captions(self.local, generator)
-        everything = _training.labels_of(self.local, np.arange(len(self.local.share))).repeat(len(self.bank), 1)
+        bank_labels = _training.labels_of(self.local, np.arange(len(self.local.share))).repeat(len(self.bank), 1)
         for rows in _training.batches(len(self.local.share), self.batch_size, generator):
             labels = _training.labels_of(self.local, rows)
 
@@ -81,7 +81,7 @@ class Dpsh(_training.Work):
             ) -> Tensor:
                 samples = samples_of(image, text, labels)
                 self._store(samples, rows)
-                return loss(samples.codes, samples.labels, self.bank.flatten(0, 1), everything, self.alpha)
+                return loss(samples.codes, samples.labels, self.bank.flatten(0, 1), bank_labels, self.alpha)
 
             yield _training.Step(rows, caption, batch_loss)
 
@@ -90,17 +90,19 @@ class Dpsh(_training.Work):
         self.bank[:, index] = samples.codes.detach().view(len(self.bank), len(rows), -1)
 
     def kept(self) -> Mapping[str, Tensor]:
-        """The bank, modality by modality, and whose codes are in it."""
+        """The bank of each modality and the rows of its items."""
         codes = [each.clone() for each in self.bank]
-        return _alternating.kept(self.local, _BANK, dict(zip(_alternating.held(self.local), codes, strict=True)))
+        return _alternating.kept(
+            self.local, _BANK, dict(zip(_alternating.modalities_of(self.local), codes, strict=True))
+        )
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
-    """DPSH at work in one task; every silo can train it, with what it has.
+    """Start DPSH for one task; single-modality silos train it on their modality.
 
-    A bank of an earlier task is of no use once the silo holds other items, as after a scenario's drift.
+    The bank of an earlier task is discarded if the silo's items have changed, as after a scenario's drift.
     """
-    modalities = _alternating.held(local)
+    modalities = _alternating.modalities_of(local)
     bank = torch.zeros(len(modalities), len(local.share), context.dim)
     if _alternating.same_items(local, _BANK):
         for codes, modality in zip(bank, modalities, strict=True):

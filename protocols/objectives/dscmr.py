@@ -23,11 +23,11 @@ class Options:
     """Options of DSCMR; defaults are the paper's.
 
     Args:
-        alpha: weight of the pairwise likelihood J2; FedSCMR has a loss of its own and takes no notice, see there.
-        beta: weight of the modality distance J3; likewise.
-        enhance: the network has FedSCMR's EnhanceNet, behind which items are compared. Only FedSCMR's own terms train
-            it: with them off, or under another method, only the optimiser's weight decay moves it.
-        leaky: leaky ReLU after the common layer, as FedCMR's network has.
+        alpha: weight of the pairwise likelihood J2; ignored by FedSCMR, which defines its own loss.
+        beta: weight of the modality distance J3; ignored by FedSCMR.
+        enhance: add FedSCMR's EnhanceNet; items are compared by its outputs. Only FedSCMR's loss terms train it: with
+            them off, or under another method, only the optimiser's weight decay changes it.
+        leaky: leaky ReLU after the common layer, as in FedCMR's network.
     """
 
     alpha: float = 1e-3
@@ -41,7 +41,7 @@ class Options:
 
 
 def mean_length(difference: Tensor) -> Tensor:
-    """Mean over the rows of a difference of matrices [B, d] of their lengths, mean_i ||a_i - b_i||: J1 and J3."""
+    """Mean row length of a difference of matrices [B, d], mean_i ||a_i - b_i||: J1 and J3."""
     rows: Tensor = torch.linalg.vector_norm(difference, dim=1)
     return rows.mean()
 
@@ -60,20 +60,20 @@ def pair_likelihood(a: Tensor, b: Tensor, similar: Tensor) -> Tensor:
 
 
 def loss(image: Out | None, text: Out | None, labels: Tensor, options: Options) -> Tensor:
-    """J = J1 + alpha J2 + beta J3 in the modalities that are there; J3 and the cross pair need both.
+    """J = J1 + alpha J2 + beta J3 over the silo's modalities; J3 and the cross-modal pair need both.
 
-    J1 is the distance of label predictions from labels, J3 that of the modalities' common features.
+    J1 is the distance between label predictions and labels, J3 that between the modalities' common features.
 
     Args:
-        image: common features in ``raw`` [B, d], label predictions in ``logits`` [B, C].
+        image: common features in ``raw`` [B, d], label predictions in ``logits`` [B, C]; None if not run.
         text: likewise.
         labels: float [B, C], multi-hot.
         options: weights.
     """
-    held = [out for out in (image, text) if out is not None]
+    present = [out for out in (image, text) if out is not None]
     similar = labels @ labels.T
-    total = torch.stack([mean_length(logits_of(out) - labels) for out in held]).sum()
-    pairs = [(out.raw, out.raw) for out in held]
+    total = torch.stack([mean_length(logits_of(out) - labels) for out in present]).sum()
+    pairs = [(out.raw, out.raw) for out in present]
     if image is not None and text is not None:
         pairs.append((image.raw, text.raw))
         total = total + options.beta * mean_length(image.raw - text.raw)
@@ -92,7 +92,7 @@ def logits_of(out: Out) -> Tensor:
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
-    """DSCMR at work in one task; every silo can train it, with what it has."""
+    """Start DSCMR for one task; single-modality silos train it on their modality."""
     rows = np.arange(len(local.share))
     return EveryLabelledBatch(local, context.training.batch_size, partial(loss, options=options), rows)
 

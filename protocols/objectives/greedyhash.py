@@ -1,6 +1,6 @@
-"""GreedyHash (Su et al. 2018): classify the binary codes themselves, a base FedHAP is compared on.
+"""GreedyHash (Su et al. 2018): classification of the binary codes, a base in FedHAP's comparison.
 
-The classifier has no bias, is one for both modalities and is averaged with the network
+Both modalities share one classifier without bias, which is averaged with the network
 (:class:`fedmq.models.hash_networks.SignHead`).
 """
 
@@ -25,9 +25,9 @@ class Options:
 
     Args:
         alpha: weight of the penalty on codes that are not binary.
-        power: of that penalty.
-        multi_label: the target of a sample with several labels: all alike (``soft``), or the ``first`` alone, as the
-            code FedHAP's baselines come from has it.
+        power: exponent of that penalty.
+        multi_label: target of a sample with several labels: all of them equally (``soft``), or only the ``first``, as
+            in the code of FedHAP's baselines.
     """
 
     alpha: float = 0.1
@@ -40,7 +40,7 @@ class Options:
 
 
 def targets(labels: Tensor, multi_label: Literal["soft", "first"]) -> Tensor:
-    """What the classifier shall give, [B, C]: shares that sum to 1, or 0 for a sample without a label."""
+    """Target probabilities [B, C], which sum to 1; zero for a sample without labels."""
     if multi_label == "first":
         return labels * (labels.cumsum(1) == 1)
     return labels / labels.sum(1, keepdim=True).clamp_min(1)
@@ -51,7 +51,7 @@ def loss(codes: Tensor, logits: Tensor, labels: Tensor, options: Options) -> Ten
 
     Args:
         codes: [B, r] codes u before the sign.
-        logits: [B, C] of the binary codes, the gradient passed straight through the sign.
+        logits: [B, C] of the binary codes, with a straight-through gradient at the sign.
         labels: float [B, C], multi-hot.
         options: weight and targets.
     """
@@ -60,11 +60,11 @@ def loss(codes: Tensor, logits: Tensor, labels: Tensor, options: Options) -> Ten
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> LabelledBatches:
-    """GreedyHash at work in one task; every silo can train it, with what it has."""
+    """Start GreedyHash for one task; single-modality silos train it on their modality."""
 
     def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
         if samples.logits is None:
-            raise ValueError("GreedyHash's network has a classifier")
+            raise ValueError("GreedyHash needs a network with a classifier")
         return loss(samples.codes, samples.logits, samples.labels, options)
 
     return LabelledBatches(local, context.training.batch_size, batch_loss)

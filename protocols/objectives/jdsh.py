@@ -1,7 +1,7 @@
-"""JDSH (Liu et al. 2020): a joint similarity stretched at its ends, a base of FedUCH.
+"""JDSH (Liu et al. 2020): codes that reconstruct a joint similarity stretched at both ends, a base of FedUCH.
 
-Needs no labels. Its constants describe the distribution of similarities over the whole training set of its paper; a
-silo's own may lie elsewhere, and they are kept as they are. A silo with one modality reconstructs what it has.
+Needs no labels. Its constants describe the distribution of similarities over the paper's whole training set; they are
+not adapted to a silo's distribution. A single-modality silo reconstructs the similarity within its modality.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ from protocols.objectives._reconstruction import Reconstruction
 class Options:
     """Options of JDSH; defaults are its code's for MIRFlickr-25K.
 
-    For NUS-WIDE the code has alpha 0.4, beta 0.3, lamb 0.3, low -0.64, high 0.75, left -0.62 with spread 0.0128, right
+    For NUS-WIDE the code uses alpha 0.4, beta 0.3, lamb 0.3, low -0.64, high 0.75, left -0.62 with spread 0.0128, right
     -0.62 with spread 0.086, stretch_low 0.2.
 
     Args:
-        alpha: share of the images in the joint similarity.
-        beta: share of the text.
-        lamb: share of the product of both.
+        alpha: weight of the image similarity in the joint similarity.
+        beta: weight of the text similarity.
+        lamb: weight of the product of both.
         mu: scale of the target.
         intra: weight of the reconstruction within a modality.
-        low: least similarity.
-        high: greatest similarity.
+        low: smallest similarity.
+        high: largest similarity.
         left: centre of the dissimilar pairs' distribution.
-        left_spread: its scale.
+        left_spread: scale of the dissimilar pairs' distribution.
         a: entries below ``left - a * left_spread`` are stretched.
         right: centre of the similar pairs' distribution.
-        right_spread: its scale.
+        right_spread: scale of the similar pairs' distribution.
         b: entries above ``right + b * right_spread`` are stretched.
-        stretch_low: by how much below.
-        stretch_high: by how much above.
+        stretch_low: strength of the stretching below.
+        stretch_high: strength of the stretching above.
     """
 
     alpha: float = 0.5
@@ -70,12 +70,12 @@ class Options:
 def target(image: Tensor, text: Tensor, options: Options) -> Tensor:
     """S = mu times alpha S_I + beta S_T + lamb sym(S_I S_T^T), stretched at both ends -> [B, B].
 
-    The upper end is looked for after the lower one was stretched, as the code does.
+    The upper end is selected after the lower one is stretched, as in the code.
 
     Args:
         image: [B, d_i] features.
         text: [B, d_t] features.
-        options: weights and ends.
+        options: weights, thresholds and stretching.
     """
     from_image, from_text = affinity(image), affinity(text)
     product = cosines(from_image, from_text)
@@ -90,7 +90,7 @@ def target(image: Tensor, text: Tensor, options: Options) -> Tensor:
 def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Options) -> Tensor:
     """The sum of intra MSE(VV, S), MSE(VT, S) + MSE(VT^T, S) - mean diag VT, and intra MSE(TT, S).
 
-    Terms of a modality that is not there are left out.
+    Terms of a missing modality are left out.
 
     Args:
         image: [B, r] codes; None if the silo has no images.
@@ -98,7 +98,7 @@ def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Op
         similar: [B, B] S.
         options: weights.
     """
-    terms = [options.intra * mean_square(cosines(held, held), similar) for held in (image, text) if held is not None]
+    terms = [options.intra * mean_square(cosines(each, each), similar) for each in (image, text) if each is not None]
     if image is not None and text is not None:
         across = cosines(image, text)
         terms.append(mean_square(across, similar) + mean_square(across.T, similar) - across.diagonal().mean())
@@ -106,7 +106,7 @@ def loss(image: Tensor | None, text: Tensor | None, similar: Tensor, options: Op
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Reconstruction:
-    """JDSH at work in one task; every silo can train it, with what it has."""
+    """Start JDSH for one task; single-modality silos train it on their modality."""
     return Reconstruction(local, context.training, partial(target, options=options), partial(loss, options=options))
 
 

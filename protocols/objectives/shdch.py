@@ -1,9 +1,8 @@
-"""SHDCH (Zhan et al. 2020): class codes on two label levels, learned beside the networks.
+"""SHDCH (Zhan et al. 2020): class codes on two label levels, learned together with the networks; a base of FedCAFE.
 
-A base of FedCAFE. Levels are told apart by the label names' prefixes ``coarse:`` and ``fine:``; with one level the
-coarse terms are left out, which is PLFedCMH's local loss. Class codes stay with the silo; all silos draw the same ones
-to begin with. Which fine class belongs to which coarse one is read off the silo's own items, so a fine class that it
-does not hold is not tied to any.
+The label names' prefixes ``coarse:`` and ``fine:`` define the levels; with one level the coarse terms are left out,
+which gives PLFedCMH's local loss. Class codes stay at the silo; all silos start from the same ones. The hierarchy comes
+from the labels of the silo's items, so a fine class that it has no item of is not tied to any coarse class.
 """
 
 from __future__ import annotations
@@ -37,17 +36,18 @@ class Options:
     """Options of SHDCH; defaults are its released code's.
 
     Args:
-        alpha: weight of the coarse class codes, of two levels alone.
-        beta: weight of the fine ones, or of the only ones.
+        alpha: weight of the coarse class codes; two levels only.
+        beta: weight of the fine class codes, or of the only level's.
         gamma: weight of the distance to the common codes.
-        eta: weight of the tie between the two levels' codes, of two levels alone.
-        tanh: which towers squash their outputs: ``both``, as SHDCH's and PLFedCMH's code, or ``text`` alone.
-        levels: of labels; null takes two where label names begin with ``coarse:``.
-        sweeps: most sweeps over the bits of the class codes in an epoch.
-        buffer: which outputs the buffers hold where a method enhances them, ``enhanced`` or ``plain``.
-        likelihood: which outputs the batch enters the loss with, ``plain`` or ``enhanced``.
-        draws: batches of one ``permutation``, or each of a ``fresh`` one, as DCMH's released code.
-        scale: factor of the loss, ``one``, or 1 over the number of ``silos``.
+        eta: weight of the tie between the two levels' codes; two levels only.
+        tanh: towers that end in tanh: ``both``, as in SHDCH's and PLFedCMH's code, or only ``text``.
+        levels: number of label levels; null uses two if label names begin with ``coarse:``.
+        sweeps: maximum sweeps over the bits of the class codes per epoch.
+        buffer: outputs stored in the buffers under FedCAFE: ``enhanced`` or ``plain``.
+        likelihood: outputs of the batch in the loss under FedCAFE: ``plain`` or ``enhanced``.
+        draws: draw the batches of a pass from one ``permutation``, or each from a ``fresh`` one as in DCMH's released
+            code.
+        scale: factor of the loss: ``one``, or 1 over the number of ``silos``.
     """
 
     alpha: float = 0.3
@@ -89,7 +89,7 @@ def class_code_loss(outputs: Tensor, labels: Tensor, codes: Tensor) -> Tensor:
 
 
 def output_loss(outputs: Tensor, codes: Tensor, levels: Sequence[Level], gamma: float) -> Tensor:
-    """The objective's part that depends on one modality's outputs: class codes of each level, and the common codes.
+    """The part of the objective that depends on one modality's outputs: class-code losses and common codes.
 
     Args:
         outputs: H [B, r].
@@ -112,21 +112,21 @@ def swept_codes(
     Args:
         level: the level whose codes change.
         outputs: H [n, r] of each modality.
-        other: codes Y' [C', r] of the other level; no rows where there is none.
-        inclusion: S [C, C'].
+        other: codes Y' [C', r] of the other level; no rows if there is none.
+        inclusion: S [C, C'], 1 if a class belongs to one of the other level.
         eta: weight of the tie of each class, [C, 1].
-        sweeps: at most so many; ends when no bit changes.
+        sweeps: maximum number of sweeps; stops when no bit changes.
     """
     codes, bits = level.codes.clone(), level.codes.shape[1]
     off_diagonal = 1 - torch.eye(bits, dtype=codes.dtype, device=codes.device)
     total = torch.stack(list(outputs)).sum(0)
-    own = level.weight * torch.stack([each.T @ each for each in outputs]).sum(0) * off_diagonal
+    gram = level.weight * torch.stack([each.T @ each for each in outputs]).sum(0) * off_diagonal
     tied = (other.T @ other) * off_diagonal
     target = bits * (level.weight * level.labels.T @ total + eta * (inclusion @ other))
     for _ in range(sweeps):
         before = codes.clone()
         for bit in range(bits):
-            value = target[:, bit] - codes @ own[:, bit] - eta[:, 0] * (codes @ tied[:, bit])
+            value = target[:, bit] - codes @ gram[:, bit] - eta[:, 0] * (codes @ tied[:, bit])
             codes[:, bit] = torch.where(value > 0, 1.0, torch.where(value < 0, -1.0, codes[:, bit]))
         if torch.equal(codes, before):
             break
@@ -135,10 +135,10 @@ def swept_codes(
 
 @dataclass
 class Shdch(_training.Work):
-    """SHDCH at work: image pass, text pass, class codes, common codes, in each epoch.
+    """SHDCH in one task: an image pass, a text pass, new class codes and new common codes in each epoch.
 
     Args:
-        options: weights and readings.
+        options: of SHDCH.
         local: the silo.
         batch_size: of the scenario.
         scale: factor of the loss.
@@ -159,7 +159,7 @@ class Shdch(_training.Work):
         self.codes = _alternating.common_codes(self.buffers)
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
-        """Every batch of the image tower, then of the text tower, then Y1, Y2 and B."""
+        """All batches of the image tower, then all of the text tower, then Y1, Y2 and B."""
         yield from _alternating.passes(self.local, self.batch_size, self.options.draws, generator, self._loss)
         self._update_codes()
 
@@ -192,20 +192,20 @@ class Shdch(_training.Work):
 
     @property
     def batches(self) -> int:
-        """Batches of one tower's pass."""
+        """Batches per pass of one tower."""
         return _alternating.batches(len(self.codes), self.batch_size, self.options.draws)
 
     def kept(self) -> Mapping[str, Tensor]:
-        """The buffers F and G and whose they are, and the class codes; B follows from them."""
+        """The buffers F and G, the rows of their items, and the class codes; B follows from them."""
         class_codes = {f"{CODES}.{place}": level.codes.cpu() for place, level in enumerate(self.levels)}
         return {**_alternating.kept(self.local, PREFIX, self.buffers), **class_codes}
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> Shdch:
-    """SHDCH at work in one task; buffers and class codes go on from the last one.
+    """Start SHDCH for one task, with the buffers and class codes of the last one.
 
     Raises:
-        InputError: two levels are asked for, and the label names know one.
+        InputError: ``levels`` is 2, but the label names have one level.
     """
     coarse, fine = coarse_columns(context.label_names), fine_columns(context.label_names)
     if options.levels == 2 and not coarse:
@@ -229,7 +229,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Shdch
 
 
 def first_codes(context: Context, place: int, classes: int) -> Tensor:
-    """Class codes to begin with, drawn from {-1, 1} [classes, r]: the same at every silo, so that they can agree."""
+    """Initial class codes, drawn from {-1, 1} [classes, r]; the same at every silo, so that silos can agree."""
     generator = torch_generator(context.seed, "shdch", place)
     drawn = torch.randint(0, 2, (classes, context.dim), generator=generator)
     return drawn.float() * 2 - 1

@@ -23,14 +23,14 @@ Reduce = Literal["mean", "sum"]
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the triplet base; FedHAP's triplets with global prototypes (eq 3) take theirs from here too.
+    """Options of the triplet base; FedHAP's triplets with global prototypes (eq 3) use them too.
 
     Args:
         distance: ``cosine`` is 1 - cos; ``euclidean`` the L2 norm.
-        margin: a of eq 2, which the paper does not give; in units of r / 4 with the Euclidean distance.
-        mining: for each anchor a ``random`` positive and negative of the batch, ``all`` of them, or the farthest
-            positive and nearest negative, ``hard``, or the ``nearest`` of both. The paper does not say.
-        reduce: ``mean`` over the triplets and samples, or the printed ``sum``.
+        margin: a of eq 2, not given in the paper; in units of r / 4 for the Euclidean distance.
+        mining: positive and negative of each anchor from the batch: a ``random`` pair, ``all`` pairs, the farthest
+            positive and the nearest negative (``hard``), or the ``nearest`` of both. Not given in the paper.
+        reduce: ``mean`` over triplets and samples, or the printed ``sum``.
         mu: weight of the quantisation loss.
     """
 
@@ -45,7 +45,7 @@ class Options:
         check("mu", self.mu, 0.0)
 
     def margin_for(self, bits: int) -> float:
-        """The margin in units of the distance."""
+        """The margin in units of the distance, for codes of ``bits`` bits."""
         return self.margin * (bits / 4 if self.distance == "euclidean" else 1.0)
 
 
@@ -53,12 +53,12 @@ def distances(a: Tensor, b: Tensor, kind: Distance) -> Tensor:
     """Distance of each row of ``a`` [A, r] to each row of ``b`` [B, r] -> [A, B]."""
     if kind == "cosine":
         return 1 - unit(a) @ unit(b).T
-    found: Tensor = torch.linalg.vector_norm(a[:, None] - b[None], dim=-1)
-    return found
+    result: Tensor = torch.linalg.vector_norm(a[:, None] - b[None], dim=-1)
+    return result
 
 
 def triplet_loss(positive: Tensor, negative: Tensor, margin: float, reduce: Reduce) -> Tensor:
-    """Sum or mean over triplets of max(d+ - d- + a, 0) (eqs 2 and 3); 0 where there are none.
+    """Sum or mean over triplets of max(d+ - d- + a, 0) (eqs 2 and 3); 0 if there are none.
 
     Args:
         positive: [T] distances to the positive.
@@ -71,12 +71,12 @@ def triplet_loss(positive: Tensor, negative: Tensor, margin: float, reduce: Redu
 
 
 def mined(
-    found: Tensor, positive: Tensor, negative: Tensor, mining: Mining, generator: np.random.Generator
+    apart: Tensor, positive: Tensor, negative: Tensor, mining: Mining, generator: np.random.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Triplets of anchors that have both a positive and a negative: distances d+ and d-, [T] each.
+    """Distances d+ and d- of triplets, [T] each; anchors without a positive or a negative are left out.
 
     Args:
-        found: [A, M] distances of anchors to candidates.
+        apart: [A, M] distances of anchors to candidates.
         positive: bool [A, M], which candidates are positives.
         negative: bool [A, M], which are negatives.
         mining: see :class:`Options`.
@@ -84,19 +84,19 @@ def mined(
     """
     if mining == "all":
         triplets = positive[:, :, None] & negative[:, None, :]
-        return found[:, :, None].expand(triplets.shape)[triplets], found[:, None, :].expand(triplets.shape)[triplets]
+        return apart[:, :, None].expand(triplets.shape)[triplets], apart[:, None, :].expand(triplets.shape)[triplets]
     anchors = positive.any(1) & negative.any(1)
     if mining in ("hard", "nearest"):
-        farthest = found.masked_fill(~positive, -torch.inf).amax(1)
-        own = farthest if mining == "hard" else found.masked_fill(~positive, torch.inf).amin(1)
-        nearest = found.masked_fill(~negative, torch.inf).amin(1)
-        return own[anchors], nearest[anchors]
+        farthest = apart.masked_fill(~positive, -torch.inf).amax(1)
+        matched = farthest if mining == "hard" else apart.masked_fill(~positive, torch.inf).amin(1)
+        nearest = apart.masked_fill(~negative, torch.inf).amin(1)
+        return matched[anchors], nearest[anchors]
     chosen = [
-        torch.from_numpy(generator.random(found.shape)).to(found.device).masked_fill(~mask, -1.0).argmax(1)[anchors]
+        torch.from_numpy(generator.random(apart.shape)).to(apart.device).masked_fill(~mask, -1.0).argmax(1)[anchors]
         for mask in (positive, negative)
     ]
-    own = found[anchors]
-    return own.gather(1, chosen[0][:, None])[:, 0], own.gather(1, chosen[1][:, None])[:, 0]
+    rows = apart[anchors]
+    return rows.gather(1, chosen[0][:, None])[:, 0], rows.gather(1, chosen[1][:, None])[:, 0]
 
 
 def quantisation(codes: Tensor, reduce: Reduce) -> Tensor:
@@ -114,9 +114,9 @@ def ranking_loss(
     generator: np.random.Generator,
 ) -> Tensor:
     """Triplets of codes [A, r] with candidates [M, r], mined by masks bool [A, M] (eqs 2 and 3)."""
-    found = distances(codes, candidates, options.distance)
-    mining = mined(found, positive, negative, options.mining, generator)
-    return triplet_loss(*mining, options.margin_for(codes.shape[1]), options.reduce)
+    apart = distances(codes, candidates, options.distance)
+    triplets = mined(apart, positive, negative, options.mining, generator)
+    return triplet_loss(*triplets, options.margin_for(codes.shape[1]), options.reduce)
 
 
 def loss(samples: Samples, options: Options, generator: np.random.Generator) -> Tensor:
@@ -129,7 +129,7 @@ def loss(samples: Samples, options: Options, generator: np.random.Generator) -> 
 
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> LabelledBatches:
-    """The base at work in one task; every silo can train it, with what it has."""
+    """Start the triplet base for one task; single-modality silos train it on their modality."""
 
     def batch_loss(samples: Samples, generator: np.random.Generator) -> Tensor:
         return loss(samples, options, generator)

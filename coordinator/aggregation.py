@@ -19,7 +19,7 @@ from protocols._missing_branch import completed
 from protocols._robust import robust_replies
 
 
-def as_reply(
+def reply_of(
     run_context: RunContext,
     message: Message,
     silo: SiloFacts,

@@ -37,7 +37,7 @@ class Checkpoint:
         now: the run's time [s].
         due: arrival time [s] of each task in flight, by silo.
         counters: for the summary.
-        handed: number and time of handing out [s] of each task in flight, by silo.
+        issued: number and time of handing out [s] of each task in flight, by silo.
         data: digest of the prepared data that the run is of.
         trace: digest of the file that says when silos are on; empty where there is none.
     """
@@ -47,7 +47,7 @@ class Checkpoint:
     now: float
     due: Mapping[str, float]
     counters: CountersRecord
-    handed: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    issued: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     data: str = ""
     trace: str = ""
 
@@ -105,7 +105,7 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
             now=checkpoint.now,
             due=dict(checkpoint.due),
             tally=checkpoint.counters,
-            handed={silo: list(own) for silo, own in checkpoint.handed.items()},
+            handed={silo: list(task) for silo, task in checkpoint.issued.items()},
             data=checkpoint.data,
             trace=checkpoint.trace,
             digests=digests,
@@ -163,8 +163,8 @@ def load(folder: Path) -> Checkpoint | None:
         }
     except (OSError, KeyError, SafetensorError) as error:
         raise InputError(str(newest), f"a damaged state ({error})", _AGAIN) from None
-    handed = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta.handed.items()}
-    return Checkpoint(meta.rounds, states, meta.now, meta.due, meta.tally, handed, meta.data, meta.trace)
+    issued = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta.handed.items()}
+    return Checkpoint(meta.rounds, states, meta.now, meta.due, meta.tally, issued, meta.data, meta.trace)
 
 
 def _read_state(path: Path, values: Mapping[str, JsonValue], digests: Mapping[str, str] | None) -> State:

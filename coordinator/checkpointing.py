@@ -56,7 +56,7 @@ class Checkpointing:
         self.settled = settled
         self._settled_before: Mapping[str, int] = {}
 
-    def forgettable(self, silo: str) -> int:
+    def durably_settled(self, silo: str) -> int:
         """Number of the task up to which a silo may forget its states.
 
         The checkpoint before the last has it settled: if the last one is damaged, the run goes on from there.
@@ -76,12 +76,12 @@ class Checkpointing:
             RunError: the disk refused it again and again.
         """
         self.settled, self._settled_before = after.settled, self.settled
-        self.bring_up_to_now()
-        handed = {silo: self._fault_injector.handed[silo] for silo in after.pending}
+        self.update_counters()
+        issued = {silo: self._fault_injector.issued[silo] for silo in after.pending}
         rounds, now, counters = after.to_record(), self._clock.now(), self._counters.to_record()
         run_context = self._run_context
         record = checkpoints.Checkpoint(
-            rounds, states, now, due, counters, handed, run_context.data, run_context.trace_file
+            rounds, states, now, due, counters, issued, run_context.data, run_context.trace_file
         )
         for left in reversed(range(_TRIES)):
             try:
@@ -94,7 +94,7 @@ class Checkpointing:
                     raise
                 self._clock.pause(_PAUSE_SECONDS)
 
-    def bring_up_to_now(self) -> None:
+    def update_counters(self) -> None:
         """Bring the tally's messages and seconds up to now; a resumed run adds to what it had."""
         self._counters.seconds["total"] = self._earlier_seconds + self._clock.stopwatch() - self._began
         sent, received, refused = self._earlier

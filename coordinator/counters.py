@@ -41,11 +41,11 @@ class Counters:
     events: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def spend(self, phase: str, seconds: float) -> None:
+    def add_seconds(self, phase: str, seconds: float) -> None:
         """Add real seconds to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
-    def traffic(self, way: Literal["up", "down"], payloads: Iterable[Payload]) -> None:
+    def add_traffic(self, way: Literal["up", "down"], payloads: Iterable[Payload]) -> None:
         """Count what a message carried."""
         counter = self.up if way == "up" else self.down
         for payload in payloads:

@@ -39,7 +39,7 @@ class _Fired(Stored):
 
 
 @dataclass(frozen=True)
-class Order:
+class ProcessCommand:
     """What the coordinator asks of whoever started the processes.
 
     Args:
@@ -64,7 +64,7 @@ class FaultInjector:
         clock: the run's clock.
         order: carries out orders; None where nobody can.
         wired: whether replies come as frames; in one process they come as they are.
-        handed: number and time of handing out [s] of the tasks in flight, by silo, from a checkpoint.
+        issued: number and time of handing out [s] of the tasks in flight, by silo, from a checkpoint.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class FaultInjector:
         log: MessageLog,
         clock: Clock,
         *,
-        order: Callable[[Order], None] | None,
+        order: Callable[[ProcessCommand], None] | None,
         wired: bool,
-        handed: Mapping[str, tuple[int, float]],
+        issued: Mapping[str, tuple[int, float]],
     ) -> None:
         self.script = script
-        self.handed = dict(handed)
+        self.issued = dict(issued)
         self._log, self._clock, self._order, self._wired = log, clock, order, wired
         self._record = folder.faults
         cut_unfinished(self._record)
@@ -102,33 +102,33 @@ class FaultInjector:
             work: seconds a silo left in peace needs for it.
             cause: number of the event that it was handed out for.
         """
-        known = self.handed.get(silo)
+        known = self.issued.get(silo)
         fresh = known is None or known[0] != sequence
         if known is None or fresh:
-            known = self.handed[silo] = (sequence, self._clock.now())
+            known = self.issued[silo] = (sequence, self._clock.now())
         outcome, strikes = self.script.outcome(silo, sequence, version, known[1], work)
         self._strikes[silo] = strikes
         if fresh:
             for place, fault in strikes:
-                if not isinstance(fault, _STANDING) or self._first(f"{place} {silo}"):
-                    self._note(Strike(place, fault), silo, sequence, cause)
+                if not isinstance(fault, _STANDING) or self._mark_fired(f"{place} {silo}"):
+                    self._log_strike(Strike(place, fault), silo, sequence, cause)
         return outcome
 
     def delay(self, silo: str) -> float:
         """How long a reply of the silo's present task is held back on a wall clock [s]."""
         return sum(fault.seconds for _, fault in self._strikes.get(silo, ()) if isinstance(fault, Late))
 
-    def kept_from(self, silo: str, outcome: TaskOutcome) -> None:
+    def withhold(self, silo: str, outcome: TaskOutcome) -> None:
         """A task is not sent, because the silo left or cannot be reached."""
         if outcome.fails is FailureReason.AWAY and self._order is not None and silo not in self._stopped:
             self._stopped.add(silo)
-            self._order(Order("stop", silo))
+            self._order(ProcessCommand("stop", silo))
 
-    def before_sending(self, silo: str) -> None:
+    def restart(self, silo: str) -> None:
         """A silo that left comes back."""
         if silo in self._stopped and self._order is not None:
             self._stopped.discard(silo)
-            self._order(Order("start", silo))
+            self._order(ProcessCommand("start", silo))
 
     def after_sending(self, silo: str, sequence: int, cause: int) -> None:
         """The silo has its task: kill it, freeze it, or lie in wait for its reply."""
@@ -136,33 +136,35 @@ class FaultInjector:
             if isinstance(fault, Drop) and fault.again is None:
                 # The task fails however often it is sent, also after a restart: that is its outcome.
                 self._on_frames[silo, sequence] = [Strike(place, fault)]
-            elif isinstance(fault, _ON_FRAMES | Crash | Freeze | Leave) and self._first(f"{place} {silo} {sequence}"):
+            elif isinstance(fault, _ON_FRAMES | Crash | Freeze | Leave) and self._mark_fired(
+                f"{place} {silo} {sequence}"
+            ):
                 match fault:
                     case Crash() | Leave():
-                        self._do(Order("kill", silo), fault.kind, sequence, cause)
+                        self._command(ProcessCommand("kill", silo), fault.kind, sequence, cause)
                     case Freeze():
                         seconds = fault.beats * BEAT_SECONDS if self._clock.virtual else fault.seconds
-                        self._do(Order("freeze", silo, seconds), fault.kind, sequence, cause)
+                        self._command(ProcessCommand("freeze", silo, seconds), fault.kind, sequence, cause)
                     case _:
                         self._on_frames.setdefault((silo, sequence), []).append(Strike(place, fault))
 
-    def bring_back(self) -> None:
+    def restart_stopped(self) -> None:
         """Whoever left comes back: the rounds are over, and every silo may be asked about its own model."""
         for silo in sorted(self._stopped):
-            self.before_sending(silo)
+            self.restart(silo)
 
-    def _do(self, order: Order, kind: str, sequence: int, cause: int) -> None:
+    def _command(self, order: ProcessCommand, kind: str, sequence: int, cause: int) -> None:
         if self._order is not None:
             self._order(order)
         else:
             self._log.note(NoteKind.FAULT_NOT_CARRIED_OUT, kind=kind, silo=order.name, sequence=sequence, cause=cause)
 
-    def _note(self, strike: Strike, silo: str, sequence: int, cause: int) -> None:
+    def _log_strike(self, strike: Strike, silo: str, sequence: int, cause: int) -> None:
         """Put a strike on record."""
         place, fault = strike
         self._log.note(NoteKind.FAULT, kind=fault.kind, place=place, silo=silo, sequence=sequence, cause=cause)
 
-    def _first(self, fault: str) -> bool:
+    def _mark_fired(self, fault: str) -> bool:
         """Whether this has not happened yet; from now on it has, also after a restart."""
         if fault in self._fired:
             return False
@@ -205,9 +207,9 @@ class FaultInjector:
         """So many events of the run are dealt with; the coordinator may be scripted to die now."""
         for place, fault in self.script.crashes():
             due = version >= fault.after_round if fault.after_round else events >= (fault.after_event or 0)
-            if due and self._first(f"{place} {COORDINATOR}"):
-                self._note(Strike(place, fault), COORDINATOR, version, events)
-                self._do(Order("die", COORDINATOR), fault.kind, version, events)
+            if due and self._mark_fired(f"{place} {COORDINATOR}"):
+                self._log_strike(Strike(place, fault), COORDINATOR, version, events)
+                self._command(ProcessCommand("die", COORDINATOR), fault.kind, version, events)
 
     def to_disk(self, version: int, cause: int, path: Path) -> None:
         """Bring a file of a version's checkpoint to the disk; a disk scripted to be full refuses.
@@ -217,8 +219,8 @@ class FaultInjector:
         """
         for place, fault in self.script.refusals(version):
             for number in range(fault.times):
-                if self._first(f"{place} disk {number}"):
-                    self._note(Strike(place, fault), COORDINATOR, version, cause)
+                if self._mark_fired(f"{place} disk {number}"):
+                    self._log_strike(Strike(place, fault), COORDINATOR, version, cause)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         to_disk(path)
 

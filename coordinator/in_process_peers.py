@@ -21,7 +21,7 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Error, Header, Kind, Message, Payload, Reason, tensors
 
 #: What a peer answers to a task or to an evaluation.
-Answer = Callable[[Message], tuple[Payload, ...]]
+PeerFunction = Callable[[Message], tuple[Payload, ...]]
 
 
 class InProcessPeers:
@@ -37,10 +37,10 @@ class InProcessPeers:
     uri: ClassVar[str] = "inline"
     wired: ClassVar[bool] = False
 
-    def __init__(self, answers: Mapping[str, Answer], run: str, log: MessageLog, clock: Clock) -> None:
+    def __init__(self, answers: Mapping[str, PeerFunction], run: str, log: MessageLog, clock: Clock) -> None:
         self._answers, self._run, self._log, self._clock = answers, run, log, clock
-        self._waiting: deque[Ready | Message] = deque(Ready(name, returned=False) for name in sorted(answers))
-        self._here: set[str] = set()
+        self._queue: deque[Ready | Message] = deque(Ready(name, returned=False) for name in sorted(answers))
+        self._joined: set[str] = set()
         self.sent = 0
         self.received = 0
         self.refused: Counter[str] = Counter()
@@ -48,16 +48,16 @@ class InProcessPeers:
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
         """The next peer that joins, or the answer to the oldest open request, computed now."""
-        if not self._waiting:
+        if not self._queue:
             return None
-        item = self._waiting.popleft()
+        item = self._queue.popleft()
         if isinstance(item, Ready):
-            self._here.add(item.name)
+            self._joined.add(item.name)
             return b"", [item]
         self.received += 1
-        return b"", [self._answered(item)]
+        return b"", [self._answer(item)]
 
-    def _answered(self, request: Message) -> Message:
+    def _answer(self, request: Message) -> Message:
         header = request.header
         payloads: tuple[Payload, ...]
         kind = Kind.REPLY
@@ -95,7 +95,7 @@ class InProcessPeers:
 
     def online(self, name: str) -> bool:
         """Whether a peer has joined."""
-        return name in self._here
+        return name in self._joined
 
     def header(
         self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
@@ -114,11 +114,11 @@ class InProcessPeers:
 
     def send(self, name: str, message: Message | Header) -> int:
         """Open a request; layouts and stops need no answer. Returns 1, or 0 if the peer has not joined."""
-        if name not in self._here:
+        if name not in self._joined:
             return 0
         self.sent += 1
         if isinstance(message, Message) and message.header.kind in (Kind.TASK, Kind.EVALUATE):
-            self._waiting.append(message)
+            self._queue.append(message)
         return 1
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
@@ -133,8 +133,8 @@ class InProcessPeers:
 
     def drop(self, name: str) -> bool:
         """Forget a peer; returns whether it was there."""
-        here = name in self._here
-        self._here.discard(name)
+        here = name in self._joined
+        self._joined.discard(name)
         return here
 
     def note_unlogged(self) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from coordinator.aggregation import as_reply, losses_of, merge_line, merged_state
+from coordinator.aggregation import losses_of, merge_line, merged_state, reply_of
 from coordinator.checkpointing import Checkpointing
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
@@ -34,14 +34,14 @@ from coordinator.events import (
     Stop,
     Switched,
 )
-from coordinator.failures import Failures, text_of
 from coordinator.fault_injection import FaultInjector
 from coordinator.peers import Peers, Ready, Unusable
 from coordinator.reply_validation import validate_reply
-from coordinator.roster import Returns
+from coordinator.roster import ReconnectThrottle
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
-from coordinator.timeline import Due, Entry, Timeline, event_of, note_event
+from coordinator.task_errors import TaskErrors, text_of
+from coordinator.timeline import EntryKind, Timeline, TimelineEntry, event_of, note_event
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.fault_effects import FailureReason
@@ -58,7 +58,7 @@ _POLL_SECONDS = 0.2
 #: meanwhile: what the silos said may lie behind the flood.
 _MESSAGES_AT_ONCE = 256
 #: Number of what is no event of the timeline: a silo joined or was lost, the operator asked to stop.
-_OUTSIDE = 0
+_NO_EVENT = 0
 
 
 @dataclass
@@ -101,10 +101,10 @@ class Loop:
         self._inbox: dict[tuple[str, int], Message | Failed] = {}
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
         self._seen: set[str] = set()
-        self._away: dict[str, float] = {}
+        self._absent_since: dict[str, float] = {}
         self._loss: float | None = None
-        self._failures, self._returns = Failures(self.counters.errors), Returns()
-        self._began = self._reported = self._looked = self._caught_up = self.clock.stopwatch()
+        self._errors, self._reconnects = TaskErrors(self.counters.errors), ReconnectThrottle()
+        self._began = self._reported = self._checked = self._caught_up = self.clock.stopwatch()
         self.saving = Checkpointing(
             self.run_context, self.clock, self.log, self.counters, self.roster, self.fault_injector, self.rounds.settled
         )
@@ -130,47 +130,47 @@ class Loop:
             self._step()
         waiting = self.clock.stopwatch()
         if self.rounds.phase is Phase.DONE:
-            if (error := self._failures.first) is not None and not self.counters.participations.total():
+            if (error := self._errors.first) is not None and not self.counters.participations.total():
                 raise RunError(f"no silo could train in any round; the first error was {error}")
-            if not self._measured(self.rounds.version, self.saving.settled, final=True):
+            if not self._measure_personal(self.rounds.version, self.saving.settled, final=True):
                 self._handle(EvaluationAborted())
-        self.counters.spend("evaluation", self.clock.stopwatch() - waiting)
+        self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
         for name in (*self._facts, EVALUATOR):
             self.roster.send(name, self.roster.header(name, Kind.STOP))
         self.roster.note_unlogged()
         self._report(force=True)
         return self.rounds.phase
 
-    def _measured(self, version: int, settled: Mapping[str, int], *, final: bool) -> bool:
+    def _measure_personal(self, version: int, settled: Mapping[str, int], *, final: bool) -> bool:
         """Have the silos measure their own models, where they have such; false if a stop is wanted before they did."""
         # Whoever left comes back for it: a measurement is no task, and does not depend on who is away at the time.
-        self.fault_injector.bring_back()
+        self.fault_injector.restart_stopped()
         self.evaluation.ask_silos(self.rounds.gone, version, self.states[version], settled)
         for name in self.evaluation.asked:
-            if name in self._returns.waiting or not self.evaluation.ask(name):
-                self._away.setdefault(name, self.clock.stopwatch())
-        if not self.evaluation.wait(self._look, self.stop_wanted, self.clock, final=final):
+            if name in self._reconnects.waiting or not self.evaluation.ask(name):
+                self._absent_since.setdefault(name, self.clock.stopwatch())
+        if not self.evaluation.wait(self._poll, self.stop_wanted, self.clock, final=final):
             return False
         self.evaluation.put_on_file(version)
         return True
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self._receive(_POLL_SECONDS)
-        self._look_around()
+        self._check_peers()
 
     def _step(self) -> None:
         if self.stop_wanted():
             self._handle(Stop())
             return
         entry, trace = self._timeline.peek(self.rounds.version), self.run_context.trace
-        if entry is None and self.rounds.stranded:
+        if entry is None and self.rounds.stalled:
             raise RunError("no silo that may be asked is ever on again; see participation.trace")
         # A resumed run's time stands still until all are back: what was under way is due in the rounds to come.
         gathering = self.rounds.phase is Phase.GATHERING
         if entry is not None and not gathering and self._is_ready(entry):
             self._timeline.pop()
             self.clock.advance_to(max(entry.at, self.clock.now()))
-            if entry.due is Due.SWITCH:
+            if entry.kind is EntryKind.SWITCH:
                 self._timeline.next_switch(trace, self.clock.now(), entry.index, entry.silo)
             event = event_of(entry, self._inbox.get((entry.silo, entry.sequence)), trace)
             self.counters.events += 1
@@ -182,14 +182,14 @@ class Loop:
             if entry is not None and not gathering and not self.clock.virtual:
                 wait = min(wait, max(0.0, entry.at - self.clock.now()))
             self._receive(wait)
-        self._look_around()
+        self._check_peers()
 
-    def _is_ready(self, entry: Entry) -> bool:
+    def _is_ready(self, entry: TimelineEntry) -> bool:
         if not self.clock.virtual:
             return entry.at <= self.clock.now()
-        return entry.due is not Due.ARRIVAL or (entry.silo, entry.sequence) in self._inbox
+        return entry.kind is not EntryKind.ARRIVAL or (entry.silo, entry.sequence) in self._inbox
 
-    def _handle(self, event: Event, number: int = _OUTSIDE) -> None:
+    def _handle(self, event: Event, number: int = _NO_EVENT) -> None:
         """Feed the machine, then do what it says; a merge feeds it again at once.
 
         Args:
@@ -201,7 +201,7 @@ class Loop:
             self.due.pop(event.silo, None)
             self.counters.failed += 1
             if event.reason is FailureReason.ERROR:
-                self._failures.due(event.silo)
+                self._errors.task_failed(event.silo)
             self.log.note(
                 NoteKind.TASK_FAILED, silo=event.silo, sequence=event.sequence, reason=event.reason, cause=number
             )
@@ -243,25 +243,25 @@ class Loop:
             wait = 0.0
             arrived, lost = self.fault_injector.incoming(*got)
             for failed in lost:
-                self._deliver(failed.silo, failed.sequence, failed)
+                self._set_outcome(failed.silo, failed.sequence, failed)
             for address, frames in arrived:
                 taken = self.roster.take(address, frames)
                 if isinstance(taken, Ready):
-                    self._welcome(taken)
+                    self._on_ready(taken)
                 elif isinstance(taken, Unusable):
-                    self._give_up(taken)
+                    self._on_unusable(taken)
                 elif taken is not None:
-                    self._take(taken)
+                    self._on_message(taken)
 
-    def _give_up(self, unusable: Unusable) -> None:
+    def _on_unusable(self, unusable: Unusable) -> None:
         """A reply that cannot be read is this task's outcome; asking for it again would bring the same."""
         header = unusable.header
         if self.evaluation.unreadable(header):
             return
         if header.kind is Kind.REPLY and header.reply_to is not None and header.sender in self._facts:
-            self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, unusable.reason))
+            self._set_outcome(header.sender, header.reply_to, Failed(header.sender, header.reply_to, unusable.reason))
 
-    def _welcome(self, ready: Ready) -> None:
+    def _on_ready(self, ready: Ready) -> None:
         name, now = ready.name, self.clock.stopwatch()
         if name != EVALUATOR and name not in self._facts:
             self.roster.refuse(name, RemoteWireError("unknown_sender", f"{name} is no silo of this scenario"), 0)
@@ -269,10 +269,10 @@ class Loop:
             return
         if ready.returned and name != EVALUATOR:
             self._handle(Lost(name))
-        if self._returns.must_wait(name, now, BEAT_SECONDS):
-            self._away.setdefault(name, now)
+        if self._reconnects.must_wait(name, now, BEAT_SECONDS):
+            self._absent_since.setdefault(name, now)
             return
-        self._away.pop(name, None)
+        self._absent_since.pop(name, None)
         self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.run_context.context.layout))
         if name == EVALUATOR:
             for version in self.evaluation.pending:
@@ -282,46 +282,46 @@ class Loop:
             self.evaluation.ask(name)
         self._seen.add(name)
         if len(self._seen) == len(self._facts) and "startup" not in self.counters.seconds:
-            self.counters.spend("startup", self.clock.stopwatch() - self._began)
+            self.counters.add_seconds("startup", self.clock.stopwatch() - self._began)
         self._handle(Joined(name))
 
-    def _take(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         header = message.header
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
             self.evaluation.evaluated(message)
         elif self.evaluation.measured(message):
             pass
         elif header.kind is Kind.REPLY and header.reply_to is not None:
-            self.counters.traffic("up", message.payloads)
+            self.counters.add_traffic("up", message.payloads)
             try:
                 silo = self.run_context.facts_at(header.sender, header.base_version)
                 base = self.states.get(header.base_version)
                 validate_reply(message, self.run_context, silo, self.rounds.pending.get(header.sender), base)
-                self._deliver(header.sender, header.reply_to, message)
+                self._set_outcome(header.sender, header.reply_to, message)
             except RemoteWireError as error:
                 self.roster.refuse(header.sender, error, 0)
-                self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, error.reason))
+                self._set_outcome(header.sender, header.reply_to, Failed(header.sender, header.reply_to, error.reason))
         elif header.kind is Kind.ERROR:
-            self._take_error(header, text_of(message))
+            self._on_error(header, text_of(message))
         else:
             self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
 
-    def _take_error(self, header: Header, text: str) -> None:
+    def _on_error(self, header: Header, text: str) -> None:
         """A peer says what went wrong: with a task, or with itself."""
         silo, number = header.sender, header.reply_to
         self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:300])
         if number is not None and silo in self._facts:
             if self._is_open(silo, number):
-                self._failures.said(silo, text)
-            self._deliver(silo, number, Failed(silo, number, FailureReason.ERROR))
+                self._errors.reported(silo, text)
+            self._set_outcome(silo, number, Failed(silo, number, FailureReason.ERROR))
         elif silo == EVALUATOR:
             raise RunError(f"{silo}: {text}")
         elif silo in self._facts:
             # It cannot go on. That is its own affair: it counts as any silo that stays away.
-            self._failures.stopped(silo, text)
-            self._lose(silo)
+            self._errors.silo_failed(silo, text)
+            self._on_peer_lost(silo)
 
-    def _deliver(self, silo: str, sequence: int, outcome: Message | Failed, after: float | None = None) -> None:
+    def _set_outcome(self, silo: str, sequence: int, outcome: Message | Failed, after: float | None = None) -> None:
         """A task has its outcome; the first one counts, and its time is the timeline's business.
 
         Args:
@@ -346,38 +346,38 @@ class Loop:
         pending_task = self.rounds.pending.get(silo)
         return pending_task is not None and pending_task.sequence == sequence and (silo, sequence) not in self._inbox
 
-    def _look_around(self) -> None:
+    def _check_peers(self) -> None:
         """Who went silent, who stayed away too long, and is it time to tell how things stand."""
         now = self.clock.stopwatch()
-        if now - self._looked < _POLL_SECONDS:
+        if now - self._checked < _POLL_SECONDS:
             return
-        self._looked = now
-        for name in filter(self.roster.online, self._returns.due(now, BEAT_SECONDS)):
-            self._welcome(Ready(name, returned=False))
+        self._checked = now
+        for name in filter(self.roster.online, self._reconnects.expired(now, BEAT_SECONDS)):
+            self._on_ready(Ready(name, returned=False))
         # A session also ends when a message cannot be delivered, and then nobody is silent.
         for name in sorted(self.rounds.online):
             if not self.roster.online(name):
-                self._lose(name)
+                self._on_peer_lost(name)
         # After a long merge or a slow disk there may be much that was said and is not read yet.
         for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS, self._caught_up):
-            self._lose(name)
+            self._on_peer_lost(name)
         patience = self.run_context.scenario.aggregation.lost_after
-        for name in [name for name in self.evaluation.asked if now - self._away.get(name, now) > patience]:
+        for name in [name for name in self.evaluation.asked if now - self._absent_since.get(name, now) > patience]:
             self.evaluation.give_up(name)
-        for name, since in list(self._away.items()):
+        for name, since in list(self._absent_since.items()):
             pending_task = self.rounds.pending.get(name)
             if self.run_context.gives_up and now - since > patience and pending_task is not None:
-                del self._away[name]
+                del self._absent_since[name]
                 number = pending_task.sequence
-                self._deliver(name, number, Failed(name, number, FailureReason.STAYED_AWAY, gone=True))
+                self._set_outcome(name, number, Failed(name, number, FailureReason.STAYED_AWAY, gone=True))
         self._report()
 
-    def _lose(self, name: str) -> None:
+    def _on_peer_lost(self, name: str) -> None:
         """A peer is on the line no more."""
         self.roster.drop(name)
         self.log.note(NoteKind.PEER_LOST, peer=name)
         if name in self._facts:
-            self._away[name] = self.clock.stopwatch()
+            self._absent_since[name] = self.clock.stopwatch()
             self._handle(Lost(name))
 
     # -------------------------------------------------------------------------------------------------- to outside
@@ -397,22 +397,22 @@ class Loop:
         if off or not outcome.sent:
             # Known to fail, so it need not train for nothing; while silos gather or measure all are waited for.
             if self.rounds.phase is Phase.COLLECTING:
-                self.fault_injector.kept_from(silo.name, outcome)
+                self.fault_injector.withhold(silo.name, outcome)
             if (silo.name, action.sequence) not in self._inbox:
                 failed = Failed(silo.name, action.sequence, outcome.fails or FailureReason.WENT_OFF)
-                self._deliver(silo.name, action.sequence, failed, max(0.0, outcome.due - self.clock.now()))
+                self._set_outcome(silo.name, action.sequence, failed, max(0.0, outcome.due - self.clock.now()))
             return
-        self.fault_injector.before_sending(silo.name)
-        if not self.roster.online(silo.name) or silo.name in self._returns.waiting:
-            self._away.setdefault(silo.name, self.clock.stopwatch())
+        self.fault_injector.restart(silo.name)
+        if not self.roster.online(silo.name) or silo.name in self._reconnects.waiting:
+            self._absent_since.setdefault(silo.name, self.clock.stopwatch())
             return
         payloads = self.run_context.protocol.task(self.states[action.base_version], silo)
-        info = self.run_context.task_info(action.round, self.saving.forgettable(silo.name))
+        info = self.run_context.task_info(action.round, self.saving.durably_settled(silo.name))
         header = self.roster.header(silo.name, Kind.TASK, sequence=action.sequence, base_version=action.base_version)
         # Stamped with its first handing out, so that a silo that is sent it again does the same again.
         message = Message(replace(header, sent_at=outcome.handed), payloads, info)
         if self.roster.send(silo.name, message):
-            self.counters.traffic("down", payloads)
+            self.counters.add_traffic("down", payloads)
             self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
 
     def _merge(self, action: Merge) -> None:
@@ -420,7 +420,7 @@ class Loop:
         began = self.clock.stopwatch()
         round_, arrived, cause = action.round, action.replies, action.cause
         replies = [self._reply(item) for item in arrived]
-        if not replies and (error := self._failures.of_all(self.run_context.plan.eligible)) is not None:
+        if not replies and (error := self._errors.of_all(self.run_context.plan.eligible)) is not None:
             raise RunError(f"no silo could train by round {round_}; the first error was {error}")
         state, log = self.states[self.rounds.version], {}
         if replies:
@@ -428,7 +428,7 @@ class Loop:
             state, log = merged.state, dict(merged.log)
             for name in left_out:
                 self.log.note(NoteKind.LEFT_OUT_BY_KRUM, silo=name, version=self.rounds.version, cause=cause)
-            self._failures.merged()
+            self._errors.clear()
         for item in arrived:
             self._inbox.pop((item.silo, item.sequence))
             self.due.pop(item.silo, None)
@@ -437,11 +437,11 @@ class Loop:
         self.states[version] = state
         self.evaluation.evaluate_if_due(version, state)
         waiting = self.clock.stopwatch()
-        if not self._measured_meanwhile(version):
+        if not self._measure_before_checkpoint(version):
             self._handle(Stop())  # without a checkpoint: a resume merges again, and measures
             return
         waited = self.clock.stopwatch() - waiting
-        self.counters.spend("evaluation", waited)
+        self.counters.add_seconds("evaluation", waited)
         after = self.rounds.after_merge()
         self._forget_states(version)
         line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
@@ -449,15 +449,15 @@ class Loop:
         # Before the checkpoint: a resume from the one before drops the line again. After it, the line could be lost.
         append_line(self.run_context.folder.metrics, line.plain(), durable=True)
         self.saving.save(after, self.states, self.due, cause)
-        self.counters.spend("merge", self.clock.stopwatch() - began - waited)
+        self.counters.add_seconds("merge", self.clock.stopwatch() - began - waited)
         self._handle(Merged(version), cause)
 
-    def _measured_meanwhile(self, version: int) -> bool:
+    def _measure_before_checkpoint(self, version: int) -> bool:
         """Have measured what a merge waits for; false if a stop is wanted before it was."""
         if self.evaluation.own_due(version):
-            return self._measured(version, self.rounds.settled, final=False)
+            return self._measure_personal(version, self.rounds.settled, final=False)
         return not self.evaluation.crowded or self.evaluation.wait(
-            self._look, self.stop_wanted, self.clock, final=False
+            self._poll, self.stop_wanted, self.clock, final=False
         )
 
     def _reply(self, item: Arrived) -> Reply:
@@ -465,7 +465,7 @@ class Loop:
         assert isinstance(message, Message)  # noqa: S101 - the machine merges what arrived, and failures never arrive
         silo = self.run_context.facts_at(item.silo, message.header.base_version)
         merged = self.counters.participations
-        return as_reply(self.run_context, message, silo, self.states, self.rounds.version, merged)
+        return reply_of(self.run_context, message, silo, self.states, self.rounds.version, merged)
 
     def _forget_states(self, version: int) -> None:
         """Keep the states that a task in flight or an evaluation still stands on."""

@@ -19,8 +19,8 @@ from coordinator.cost import CostModel
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
 from coordinator.events import Expelled
-from coordinator.fault_injection import FaultInjector, Order
-from coordinator.in_process_peers import Answer, InProcessPeers
+from coordinator.fault_injection import FaultInjector, ProcessCommand
+from coordinator.in_process_peers import InProcessPeers, PeerFunction
 from coordinator.loop import Loop
 from coordinator.participation import cohort_size, trace_of
 from coordinator.peers import Peers
@@ -104,8 +104,8 @@ def run_coordinator(
     listening: Callable[[str], None] = lambda _: None,
     status: Callable[[Status], None] = lambda _: None,
     stop_wanted: Callable[[], bool] = lambda: False,
-    peers: Callable[[Population], Mapping[str, Answer]] | None = None,
-    order: Callable[[Order], None] | None = None,
+    peers: Callable[[Population], Mapping[str, PeerFunction]] | None = None,
+    order: Callable[[ProcessCommand], None] | None = None,
 ) -> CoordinatorResult:
     """Run a coordinator from the first round, or from a checkpoint, to the end.
 
@@ -161,16 +161,16 @@ def run_coordinator(
         else:
             assert wire is not None and identity is not None  # noqa: S101 - made above where silos connect
             roster = Roster(wire, identity, accepted, run, log, clock, max_body)
-        handed = saved.handed if saved else {}
+        issued = saved.issued if saved else {}
         fault_injector = FaultInjector(
-            run_context.script, folder, log, clock, order=order, wired=roster.wired, handed=handed
+            run_context.script, folder, log, clock, order=order, wired=roster.wired, issued=issued
         )
         for silo in sorted(revoked):
             log.note(NoteKind.EXPELLED, peer=silo)
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, fault_injector, status, stop_wanted)
         listening(roster.uri)
         phase = loop.run()
-        loop.saving.bring_up_to_now()
+        loop.saving.update_counters()
         summary = _finish(loop, population, clock, theta) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)

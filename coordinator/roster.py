@@ -45,7 +45,7 @@ class Peer:
     heard: float
 
 
-class Returns:
+class ReconnectThrottle:
     """Who comes back again and again: each time all that is open is sealed and queued for it, models among it.
 
     The first time nobody waits; who comes back once more within a beat is dealt with when the beat is over.
@@ -67,7 +67,7 @@ class Returns:
         self._last[name] = now if name in self._last else -math.inf
         return False
 
-    def due(self, now: float, beat: float) -> list[str]:
+    def expired(self, now: float, beat: float) -> list[str]:
         """Whose waiting is over."""
         return [name for name in sorted(self.waiting) if now - self._last[name] >= beat]
 

@@ -116,7 +116,7 @@ class RoundsPlan:
         buffer: buffered: replies in a merge, at most the cohort; None for a third of it.
         patience: seconds a merge waits for more replies; None waits for all.
         max_staleness: replies that are more versions old are discarded; None takes all.
-        opening: sync: the first round's cohort is everybody eligible (pFedMMA).
+        first_round_selects_all: sync: the first round's cohort is everybody eligible (pFedMMA).
     """
 
     seed: int
@@ -131,7 +131,7 @@ class RoundsPlan:
     buffer: int | None = None
     patience: float | None = None
     max_staleness: int | None = None
-    opening: bool = False
+    first_round_selects_all: bool = False
 
     def __post_init__(self) -> None:
         if not self.eligible:
@@ -139,11 +139,11 @@ class RoundsPlan:
 
     def cohort_size(self, version: int) -> int:
         """Silos of a full round that starts from a version."""
-        if self.opening and version == 0 and self.mode == "sync":
+        if self.first_round_selects_all and version == 0 and self.mode == "sync":
             return len(self.eligible)
         return cohort_size(self.participation, len(self.eligible))
 
-    def out(self, version: int) -> int:
+    def tasks_out(self, version: int) -> int:
         """Tasks handed out: for a round, or at any time in the modes without rounds."""
         cohort = self.cohort_size(version)
         return math.ceil(self.over_select * cohort - 1e-9) if self.mode == "sync" else cohort
@@ -188,8 +188,8 @@ class Rounds:
         failed: silos whose task of this version failed.
         sequences: the last task number handed out, by silo.
         losses: last-known loss, by silo.
-        timed: whether the present merge's patience runs.
-        overdue: whether it is over.
+        deadline_set: whether the present merge's patience runs.
+        deadline_passed: whether it is over.
     """
 
     plan: RoundsPlan
@@ -204,8 +204,8 @@ class Rounds:
     failed: frozenset[str] = frozenset()
     sequences: Mapping[str, int] = field(default_factory=dict)
     losses: Mapping[str, float] = field(default_factory=dict)
-    timed: bool = False
-    overdue: bool = False
+    deadline_set: bool = False
+    deadline_passed: bool = False
 
     def handle(self, event: Event, number: int = 0) -> tuple[Rounds, tuple[Action, ...]]:
         """The next machine and what to do.
@@ -235,7 +235,7 @@ class Rounds:
             case Lost(silo):
                 return replace(self, online=self.online - {silo}), ()
             case Switched(silo, on):
-                return replace(self, off=self.off - {silo} if on else self.off | {silo})._refilled()
+                return replace(self, off=self.off - {silo} if on else self.off | {silo})._select()
             case Arrived(silo, sequence, loss):
                 return self._arrived(silo, sequence, loss)
             case Failed(silo, sequence, _, gone):
@@ -266,31 +266,31 @@ class Rounds:
             else (Send(silo, pending_task.sequence, pending_task.base_version, pending_task.round),)
         )
         complete = here.phase is Phase.GATHERING and set(here.plan.silos) <= here.online | here.gone
-        begun, actions = here._begin() if complete else here._refilled()
+        begun, actions = here._begin_round() if complete else here._select()
         return begun, again + actions
 
-    def _fresh(self) -> Rounds:
+    def _cleared(self) -> Rounds:
         """Nothing known yet of the present version."""
-        return replace(self, cohort=(), arrived={}, failed=frozenset(), timed=False, overdue=False)
+        return replace(self, cohort=(), arrived={}, failed=frozenset(), deadline_set=False, deadline_passed=False)
 
-    def _begin(self) -> tuple[Rounds, tuple[Action, ...]]:
+    def _begin_round(self) -> tuple[Rounds, tuple[Action, ...]]:
         """Begin to collect for the next merge, or finish."""
-        begun = replace(self._fresh(), phase=Phase.COLLECTING)
+        begun = replace(self._cleared(), phase=Phase.COLLECTING)
         if self.version >= self.plan.rounds:
             return replace(begun, phase=Phase.DONE), (Finish(),)
-        return begun._refilled()
+        return begun._select()
 
-    def _refilled(self) -> tuple[Rounds, tuple[Action, ...]]:
+    def _select(self) -> tuple[Rounds, tuple[Action, ...]]:
         """Hand out the tasks that are due now: a whole cohort if none is out, or as many as came back."""
         plan = self.plan
         begun = plan.mode == "sync" and (self.cohort or self.failed)
-        if self.phase is not Phase.COLLECTING or begun or self._enough:
+        if self.phase is not Phase.COLLECTING or begun or self._has_enough_replies:
             return self, ()
         busy = {*self.gone, *self.off, *self.pending, *self.arrived, *self.cohort, *self.failed}
         free = tuple(silo for silo in plan.eligible if silo not in busy)
         # Stragglers of rounds merged before are no part of a synchronous round; elsewhere every task out counts. A silo
         # whose reply waits makes room for another, but not for a full buffer: that is to be a round.
-        out, wanted = plan.out(self.version), plan.wanted(self.version)
+        out, wanted = plan.tasks_out(self.version), plan.wanted(self.version)
         waiting = len(self.arrived) if wanted == out else 0
         count = out if plan.mode == "sync" else out - len(self.pending) - waiting
         chosen = plan.sampling.choose(plan.seed, self.version, free, count, self.losses)
@@ -302,9 +302,9 @@ class Rounds:
             actions.append(Send(silo, sequences[silo], self.version, self.version))
         cohort = self.cohort + chosen
         asked = replace(self, cohort=cohort, sequences=sequences, pending=pending)
-        if plan.patience is None or self.timed or not (cohort or (plan.mode != "sync" and pending)):
+        if plan.patience is None or self.deadline_set or not (cohort or (plan.mode != "sync" and pending)):
             return asked, tuple(actions)
-        return replace(asked, timed=True), (*actions, SetDeadline(self.version, plan.patience))
+        return replace(asked, deadline_set=True), (*actions, SetDeadline(self.version, plan.patience))
 
     def _arrived(self, silo: str, sequence: int, loss: float | None) -> tuple[Rounds, tuple[Action, ...]]:
         pending_task = self.pending.get(silo)
@@ -314,8 +314,8 @@ class Rounds:
         landed = replace(self, pending=pending, losses=self.losses if loss is None else {**self.losses, silo: loss})
         reason = self._refusal(pending_task)
         if reason is None:
-            return replace(landed, arrived={**self.arrived, silo: sequence})._onward()
-        after, actions = landed._onward()
+            return replace(landed, arrived={**self.arrived, silo: sequence})._select_or_merge()
+        after, actions = landed._select_or_merge()
         return after, (Discard(silo, sequence, reason), *actions)
 
     def _refusal(self, pending_task: PendingTask) -> DiscardReason | None:
@@ -340,18 +340,18 @@ class Rounds:
         if self.phase is Phase.COLLECTING and pending_task.base_version == self.version:
             cohort = tuple(name for name in self.cohort if name != silo)
             after = replace(after, cohort=cohort, failed=self.failed | {silo})
-        return after._onward()
+        return after._select_or_merge()
 
-    def _onward(self) -> tuple[Rounds, tuple[Action, ...]]:
+    def _select_or_merge(self) -> tuple[Rounds, tuple[Action, ...]]:
         """Ask somebody else, or merge, or neither."""
-        after, actions = self._refilled()
+        after, actions = self._select()
         after, more = after._merge_if_ready()
         return after, (*actions, *more)
 
     def _deadline(self, round_: int) -> tuple[Rounds, tuple[Action, ...]]:
         if self.phase is not Phase.COLLECTING or round_ != self.version:
             return self, ()
-        return replace(self, overdue=True)._merge_if_ready()
+        return replace(self, deadline_passed=True)._merge_if_ready()
 
     def _merge_if_ready(self) -> tuple[Rounds, tuple[Action, ...]]:
         """Merge once enough replies are there, or as many as patience demands, or no more will come."""
@@ -360,27 +360,27 @@ class Rounds:
         over = not (self.cohort if self.plan.mode == "sync" else self.pending)
         # A version at which everybody asked failed still counts: it merges nothing, and the run goes on.
         asked = bool(self.arrived or self.cohort or self.failed)
-        if self._enough or (asked and over):
+        if self._has_enough_replies or (asked and over):
             replies = tuple(Arrived(silo, self.arrived[silo]) for silo in self.plan.silos if silo in self.arrived)
             return replace(self, phase=Phase.MERGING), (Merge(self.version, replies),)
         return self, ()
 
     @property
-    def _enough(self) -> bool:
+    def _has_enough_replies(self) -> bool:
         """Whether as many replies are there as make a merge, or as patience demands."""
         plan, have, wanted = self.plan, len(self.arrived), self.plan.wanted(self.version)
         if plan.mode != "sync":
-            return have >= (1 if self.overdue else wanted)
+            return have >= (1 if self.deadline_passed else wanted)
         expected = min(len(self.cohort), wanted)
-        return have >= max(1, math.ceil(plan.quorum * expected - 1e-9) if self.overdue else expected)
+        return have >= max(1, math.ceil(plan.quorum * expected - 1e-9) if self.deadline_passed else expected)
 
     def _merged(self, version: int) -> tuple[Rounds, tuple[Action, ...]]:
         if version != self.version + 1:
             raise IllegalEventError(f"Merged({version}) while version is {self.version}")
-        return replace(self, version=version)._begin()
+        return replace(self, version=version)._begin_round()
 
     @property
-    def stranded(self) -> bool:
+    def stalled(self) -> bool:
         """Whether nothing is out, nobody can be asked, and no silo given up could change that by coming back."""
         return self.phase is Phase.COLLECTING and not self.pending and not self.gone
 
@@ -393,7 +393,7 @@ class Rounds:
     # ------------------------------------------------------------------------------------------- checkpoints
     def after_merge(self) -> Rounds:
         """The machine as the checkpoint of the merge under way records it: merged, next round not yet begun."""
-        return replace(self._fresh(), phase=Phase.GATHERING, version=self.version + 1, online=frozenset())
+        return replace(self._cleared(), phase=Phase.GATHERING, version=self.version + 1, online=frozenset())
 
     def to_record(self) -> RoundsRecord:
         """As a checkpoint keeps it, without what the loop knows and what a checkpoint between merges lacks."""

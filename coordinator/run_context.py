@@ -82,7 +82,7 @@ class RunContext:
             buffer=aggregation.buffer,
             patience=patience[aggregation.mode],
             max_staleness=aggregation.max_staleness,
-            opening=self.traits.first_round_selects_all,
+            first_round_selects_all=self.traits.first_round_selects_all,
         )
 
     @cached_property

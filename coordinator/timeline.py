@@ -25,7 +25,7 @@ _KINDS: Mapping[type[Event], EventKind] = {
 }
 
 
-class Due(IntEnum):
+class EntryKind(IntEnum):
     """What is due; the order settles what is due at the same time."""
 
     SWITCH = 0  # who is off at a time is settled before anything else of that time
@@ -34,7 +34,7 @@ class Due(IntEnum):
 
 
 @dataclass(frozen=True, order=True)
-class Entry:
+class TimelineEntry:
     """Something due.
 
     Args:
@@ -46,7 +46,7 @@ class Entry:
     """
 
     at: float
-    due: Due
+    kind: EntryKind
     index: int
     sequence: int = 0
     silo: str = field(default="", compare=False)
@@ -56,34 +56,34 @@ class Timeline:
     """A heap of entries."""
 
     def __init__(self) -> None:
-        self._heap: list[Entry] = []
+        self._heap: list[TimelineEntry] = []
 
     def arrival(self, at: float, index: int, silo: str, sequence: int) -> None:
         """A task's outcome is due at ``at`` [s]."""
-        heapq.heappush(self._heap, Entry(at, Due.ARRIVAL, index, sequence, silo))
+        heapq.heappush(self._heap, TimelineEntry(at, EntryKind.ARRIVAL, index, sequence, silo))
 
     def deadline(self, at: float, round_: int) -> None:
         """A round's deadline is due at ``at`` [s]."""
-        heapq.heappush(self._heap, Entry(at, Due.DEADLINE, round_))
+        heapq.heappush(self._heap, TimelineEntry(at, EntryKind.DEADLINE, round_))
 
     def next_switch(self, trace: Trace, now: float, index: int, silo: str) -> None:
         """Put on the timeline when a silo goes on or off next after ``now`` [s], if it ever does."""
         at = trace.next_change(silo, now)
         if at < math.inf:
-            heapq.heappush(self._heap, Entry(at, Due.SWITCH, index, silo=silo))
+            heapq.heappush(self._heap, TimelineEntry(at, EntryKind.SWITCH, index, silo=silo))
 
-    def peek(self, round_: int) -> Entry | None:
+    def peek(self, round_: int) -> TimelineEntry | None:
         """The earliest entry; deadlines of rounds before this one, which a resumed run lacks, are passed over."""
-        while self._heap and self._heap[0].due is Due.DEADLINE and self._heap[0].index < round_:
+        while self._heap and self._heap[0].kind is EntryKind.DEADLINE and self._heap[0].index < round_:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
-    def pop(self) -> Entry:
+    def pop(self) -> TimelineEntry:
         """Take the earliest entry."""
         return heapq.heappop(self._heap)
 
 
-def event_of(entry: Entry, outcome: Message | Failed | None, trace: Trace) -> Event:
+def event_of(entry: TimelineEntry, outcome: Message | Failed | None, trace: Trace) -> Event:
     """What is due, as an event of the rounds machine.
 
     Args:
@@ -91,12 +91,12 @@ def event_of(entry: Entry, outcome: Message | Failed | None, trace: Trace) -> Ev
         outcome: of the task, where it is an arrival: the reply, or why there is none.
         trace: who is on when.
     """
-    match entry.due:
-        case Due.DEADLINE:
+    match entry.kind:
+        case EntryKind.DEADLINE:
             return Deadline(entry.index)
-        case Due.SWITCH:
+        case EntryKind.SWITCH:
             return Switched(entry.silo, trace.on(entry.silo, entry.at))
-        case Due.ARRIVAL:
+        case EntryKind.ARRIVAL:
             assert outcome is not None  # noqa: S101 - the loop waits until it is there
             if isinstance(outcome, Failed):
                 return outcome
@@ -104,7 +104,7 @@ def event_of(entry: Entry, outcome: Message | Failed | None, trace: Trace) -> Ev
             return Arrived(entry.silo, entry.sequence, losses[0] if losses else None)
 
 
-def note_event(log: MessageLog, entry: Entry, event: Event, version: int, number: int) -> None:
+def note_event(log: MessageLog, entry: TimelineEntry, event: Event, version: int, number: int) -> None:
     """Put on record what happens, when, and at which version: a replay compares it event by event.
 
     Args:

@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from coordinator.fault_injection import Order
-from coordinator.in_process_peers import Answer, InProcessPeers
+from coordinator.fault_injection import ProcessCommand
+from coordinator.in_process_peers import InProcessPeers, PeerFunction
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
 from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError, RunError
@@ -145,7 +145,7 @@ class _Supervisor:
             silo = SiloArguments(self.scenario, name, self.uri, self.keys, self.folder.root, data=self.data)
             self._start(name, children.silo_process, silo)
 
-    def carry_out(self, order: Order) -> Connection | None:
+    def carry_out(self, order: ProcessCommand) -> Connection | None:
         """Do to a process what a scripted fault asks for; such deaths do not count as its own.
 
         Returns:
@@ -354,12 +354,14 @@ def simulate(
     return Simulated(outcome, time.monotonic() - began, ready, supervisor.peak_pss / 2**20)
 
 
-def inline_peers(scenario: Scenario, folder: RunFolder, data: Path | None, population: Population) -> dict[str, Answer]:
+def inline_peers(
+    scenario: Scenario, folder: RunFolder, data: Path | None, population: Population
+) -> dict[str, PeerFunction]:
     """The evaluator and every silo of a run as functions, by name; they take turns with one model."""
     device = device_of(scenario.device)
     model = population.build_model(scenario, device, ("image", "text"))
     evaluator = Evaluator(scenario, population, device)
-    answers: dict[str, Answer] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
+    answers: dict[str, PeerFunction] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
     for name in scenario.silo_names:
         arguments = SiloArguments(scenario, name, InProcessPeers.uri, folder.root, folder.root, data=data)
         answers[name] = Silo(arguments, population, model, noise=scenario.seed).respond
@@ -405,7 +407,7 @@ def _watch(
                 pass
             case str(uri):
                 supervisor.start_peers(uri)
-            case Order():
+            case ProcessCommand():
                 line = supervisor.carry_out(item) or line
                 asked_to_stop = asked_to_stop and item.what != "die"
             case Status():

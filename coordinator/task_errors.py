@@ -14,7 +14,7 @@ def text_of(message: Message) -> str:
     return printable(payload.text) if isinstance(payload, Error) else ""
 
 
-class Failures:
+class TaskErrors:
     """Errors of silos' tasks since the last merge that had a reply; one of each silo, so that nobody can fill it.
 
     Args:
@@ -23,22 +23,22 @@ class Failures:
     """
 
     def __init__(self, errors: dict[str, str]) -> None:
-        self._said: dict[str, str] = {}
+        self._reported: dict[str, str] = {}
         self._errors = errors
 
-    def said(self, silo: str, text: str) -> None:
+    def reported(self, silo: str, text: str) -> None:
         """A silo said what is wrong with its open task; it counts when the task's time has come."""
-        self._said[silo] = text
+        self._reported[silo] = text
 
-    def due(self, silo: str) -> None:
+    def task_failed(self, silo: str) -> None:
         """That time has come."""
-        self._errors[silo] = self._said.pop(silo, "")
+        self._errors[silo] = self._reported.pop(silo, "")
 
-    def stopped(self, silo: str, text: str) -> None:
+    def silo_failed(self, silo: str, text: str) -> None:
         """A silo said that it cannot go on at all."""
         self._errors[silo] = text
 
-    def merged(self) -> None:
+    def clear(self) -> None:
         """Somebody could train."""
         self._errors.clear()
 

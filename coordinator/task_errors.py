@@ -1,4 +1,4 @@
-"""What silos say goes wrong with their tasks: one silo's word costs its task, that of all of them ends the run."""
+"""Errors that silos report: an error fails the silo's task; a round in which every silo reports one ends the run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fedmq.wire.messages import Error, Message
 
 
 def text_of(message: Message) -> str:
-    """A peer's error for logs and terminals: one line, nothing that a terminal would obey."""
+    """A peer's error text for logs and terminals: one line without control characters."""
     payload = message.payloads[0]
     return printable(payload.text) if isinstance(payload, Error) else ""
 
 
 class TaskErrors:
-    """Errors of silos' tasks since the last merge that had a reply; one of each silo, so that nobody can fill it.
+    """Task errors since the last merge that had a reply, at most one per silo to bound memory.
 
     Args:
-        errors: by silo, kept up to date here; the checkpoint has them, so that a run in which nobody could train does
-            not end well once it is resumed.
+        errors: by silo; updated in place. Checkpoints store it, so that a resumed run in which no silo could train
+            still ends with an error.
     """
 
     def __init__(self, errors: dict[str, str]) -> None:
@@ -27,19 +27,19 @@ class TaskErrors:
         self._errors = errors
 
     def reported(self, silo: str, text: str) -> None:
-        """A silo said what is wrong with its open task; it counts when the task's time has come."""
+        """A silo reported an error of its pending task; it is recorded when the failure is due on the timeline."""
         self._reported[silo] = text
 
     def task_failed(self, silo: str) -> None:
-        """That time has come."""
+        """The failure of a silo's task is due: record its error."""
         self._errors[silo] = self._reported.pop(silo, "")
 
     def silo_failed(self, silo: str, text: str) -> None:
-        """A silo said that it cannot go on at all."""
+        """A silo reported that it cannot continue."""
         self._errors[silo] = text
 
     def clear(self) -> None:
-        """Somebody could train."""
+        """Forget all errors: a merge had a reply."""
         self._errors.clear()
 
     @property

@@ -17,7 +17,7 @@ from fedmq.federation.protocol import State
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 
-#: Attempts to write a checkpoint, as a disk may be full for a moment only; after the last the run ends and can be resumed.
+#: Attempts to write a checkpoint, as a disk may be full for a moment only; after the last the run ends, resumable.
 _TRIES = 3
 #: Real time between attempts [s].
 _PAUSE_SECONDS = 0.2

@@ -35,7 +35,7 @@ def asked_last(release: Release, population: Population, silo: str) -> Message:
         allowed = "the last checkpoint of the run; use --silo on the machine where the coordinator and the silo ran"
         raise InputError(str(folder.checkpoints), "no checkpoint", allowed)
     if saved.data not in ("", run_context.data):
-        found = f"data with another digest than the run's ({run_context.data[:12]})"
+        found = f"data of other content than the run was made with ({run_context.data[:12]})"
         raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")
     rounds = Rounds.from_record(run_context.plan, saved.rounds)
     state = saved.states[rounds.version]

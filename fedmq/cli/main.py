@@ -275,7 +275,7 @@ def _inline(file: Path, launcher: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- programs by hand
-def _until_stopped() -> Callable[[], bool]:
+def _until_stopped(resume: str = "the same command") -> Callable[[], bool]:
     """True once SIGINT or SIGTERM came; the second one ends the program at once."""
     caught: list[int] = []
 
@@ -283,7 +283,7 @@ def _until_stopped() -> Callable[[], bool]:
         if caught:
             raise KeyboardInterrupt
         caught.append(number)
-        say_stopping()
+        say_stopping(resume)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
@@ -330,7 +330,7 @@ def coordinator_command(
         raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume")
     _warn([scenario])
     data = build_population(scenario, bar()).prepared.folder
-    stop = _until_stopped()
+    stop = _until_stopped(f"--out {folder.root} --resume")
     with terminal.display(scenario, err, quiet=False) as status:
         outcome = run_coordinator(
             CoordinatorArguments(scenario, bind, keys, folder.root, resume, data),

@@ -30,14 +30,13 @@ def _answer(_number: int, frame: FrameType | None) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def say_stopping(run: os.PathLike[str] | str | None = None) -> None:
+def say_stopping(resume: str = "--resume RUN") -> None:
     """Acknowledge the first Ctrl-C from its signal handler; a clean stop may take as long as a task.
 
     Args:
-        run: the run folder to resume from; None where the caller does not know it.
+        resume: the options or the command that continue the run.
     """
     with contextlib.suppress(OSError):  # the reader of stderr may have been interrupted, too
         # A terminal has just echoed ^C.
         start = b"\n" if os.isatty(2) else b""
-        name = b"RUN" if run is None else os.fsencode(run)
-        os.write(2, start + b"stopping; press Ctrl-C again to abort; continue with --resume " + name + b"\n")
+        os.write(2, start + os.fsencode(f"stopping; press Ctrl-C again to abort; continue with {resume}\n"))

@@ -255,7 +255,7 @@ class _Supervisor:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def _signals(folder: RunFolder) -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM instead of dying of them; a second Ctrl-C is the usual KeyboardInterrupt."""
     caught: list[int] = []
 
@@ -263,7 +263,7 @@ def _signals() -> Iterator[list[int]]:
         if caught:
             raise KeyboardInterrupt
         caught.append(number)
-        say_stopping()
+        say_stopping(f"--resume {folder.root}")
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -343,7 +343,7 @@ def simulate(
         init_keys(keys, (COORDINATOR, EVALUATOR, *scenario.silo_names))
         supervisor = _Supervisor(scenario, folder, keys, resume, data)
         try:
-            with _signals() as caught:
+            with _signals(folder) as caught:
                 outcome, ready = _watch(supervisor, status, caught, began)
         except BaseException:
             # A second Ctrl-C, or an error: nobody was told to stop, so there is nothing to wait for.
@@ -378,7 +378,7 @@ def simulate_inline(
     """
     began = time.monotonic()
 
-    with _signals() as caught:
+    with _signals(folder) as caught:
         outcome = run_coordinator(
             CoordinatorArguments(scenario, InProcessPeers.uri, folder.root, folder.root, resume, data),
             status=status,

@@ -286,15 +286,15 @@ class Rounds:
         return begun._select()
 
     def _select(self) -> tuple[Rounds, tuple[Action, ...]]:
-        """Select silos and send tasks: a cohort at the start of a round (sync), or one for each outcome (other modes)."""
+        """Select silos and send tasks: a cohort per round (sync), or up to a cohort at any time (other modes)."""
         plan = self.plan
         begun = plan.mode == "sync" and (self.cohort or self.failed)
         if self.phase is not Phase.COLLECTING or begun or self._has_enough_replies:
             return self, ()
         busy = {*self.gone, *self.off, *self.pending, *self.arrived, *self.cohort, *self.failed}
         free = tuple(silo for silo in plan.eligible if silo not in busy)
-        # Pending tasks of earlier rounds do not count in sync mode; in other modes they do. A silo whose reply awaits the
-        # merge makes room for another one, except where a merge needs the whole cohort: that is to be a round.
+        # Pending tasks of earlier rounds do not count in sync mode; in other modes they do. A silo whose reply awaits
+        # the merge makes room for another one, except where a merge needs the whole cohort: that is to be a round.
         out, wanted = plan.tasks_out(self.version), plan.wanted(self.version)
         waiting = len(self.arrived) if wanted == out else 0
         count = out if plan.mode == "sync" else out - len(self.pending) - waiting
@@ -386,7 +386,7 @@ class Rounds:
 
     @property
     def stalled(self) -> bool:
-        """Whether no task is pending and no silo was given up that could rejoin. The caller knows that no event is due."""
+        """Whether no task is pending and no given-up silo could rejoin; without a due event the run cannot continue."""
         return self.phase is Phase.COLLECTING and not self.pending and not self.gone
 
     @property

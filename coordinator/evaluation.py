@@ -38,28 +38,28 @@ def _complete(measured: Metrics, silos: Iterable[str]) -> bool:
     return _NEEDED in measured.values and all(_NEEDED in measured.per_silo.get(name, {}) for name in silos)
 
 
-def _wrong(said: Payload | None, name: str, like: Metrics) -> str | None:
+def _invalid(answer: Payload | None, name: str, like: Metrics) -> str | None:
     """Why a silo's evaluation of its personal model is refused; None if it is valid.
 
     Summaries are means and spreads over silos of metrics that all silos have, so one silo's names or values affect all.
 
     Args:
-        said: the silo's answer.
+        answer: the silo's answer.
         name: name of the silo.
         like: an evaluation of the evaluator, which has the same metrics.
     """
-    if not isinstance(said, Metrics):
-        return "no measurement"
-    if said.per_silo.keys() != {name}:
-        return "a measurement without its own share, or with another's"
-    for found, wanted in ((said.values, like.values), (said.per_silo[name], like.per_silo[name])):
+    if not isinstance(answer, Metrics):
+        return "no evaluation"
+    if answer.per_silo.keys() != {name}:
+        return "an evaluation of other parts of the split than the silo's own"
+    for found, wanted in ((answer.values, like.values), (answer.per_silo[name], like.per_silo[name])):
         if found.keys() != wanted.keys():
             odd = ", ".join(sorted(found.keys() ^ wanted.keys())[:3])
-            return f"a measurement with other figures than an evaluation has: {odd}"
+            return f"an evaluation with other metrics than the evaluator's: {odd}"
         for key, value in found.items():
             most = _LARGEST_RANK if key.endswith("_medr") else 1.0 + _ROUNDING
             if not 0.0 <= value <= most:
-                return f"a measurement with {key} {value:.4g}, allowed: 0 to {most:.4g}"
+                return f"an evaluation with {key} {value:.4g}, allowed: 0 to {most:.4g}"
     return None
 
 
@@ -125,7 +125,7 @@ class EvaluationRequests:
         if not isinstance(payload, Metrics) or not _complete(
             payload, [s.name for s in self._run_context.context.silos]
         ):
-            detail = f"version {version}: an evaluation without {_NEEDED} of the whole and of every silo"
+            detail = f"version {version}: an evaluation without {_NEEDED} of the whole split and of every silo"
             self._roster.refuse(EVALUATOR, RemoteWireError("unexpected", detail), 0)
             self.unusable.add(version)
             return
@@ -197,9 +197,9 @@ class EvaluationRequests:
             needed = self.pending if final else self._early
             hopeless = self.crowded and self.unusable.issuperset(self.pending)
             if hopeless or (needed and (self.unusable or clock.stopwatch() - away > _EVALUATOR_PATIENCE)):
-                why = "answered with what is no evaluation" if self.unusable else "stayed away"
+                why = "sent an invalid evaluation" if self.unusable else "stayed away"
                 trained = "the model is trained and checkpointed, --resume evaluates it"
-                raise RunError(f"the evaluator {why}; {trained if final else '--resume goes on'}")
+                raise RunError(f"the evaluator {why}; {trained if final else '--resume continues'}")
         return True
 
     def ask(self, name: str) -> bool:
@@ -219,7 +219,7 @@ class EvaluationRequests:
         self._over[name, sequence, version] = answered
 
     def _owed(self, header: Header) -> bool:
-        """Whether a message answers a silo's open request; a repeated reply to its last task has another base version."""
+        """Whether a message answers a silo's open request; a repeated task reply has another base version."""
         request = self._requests.get(header.sender)
         return request is not None and (header.reply_to, header.base_version) == request[:2]
 
@@ -229,7 +229,7 @@ class EvaluationRequests:
         over = None if header.reply_to is None else (header.sender, header.reply_to, header.base_version)
         if over in self._over:
             if not self._over[over]:
-                detail = f"version {header.base_version}: a measurement of its own model after it was given up"
+                detail = f"version {header.base_version}: an evaluation of a personal model after the silo was given up"
                 self._roster.refuse(header.sender, RemoteWireError("unexpected", detail), 0)
             return True
         if not self._owed(header):
@@ -246,8 +246,8 @@ class EvaluationRequests:
 
     def _judge(self, name: str, payload: Payload | None, like: Metrics) -> None:
         """Validate a silo's answer, and keep or refuse it."""
-        if (wrong := _wrong(payload, name, like)) is not None:
-            self._roster.refuse(name, RemoteWireError("unexpected", wrong), 0)
+        if (fault := _invalid(payload, name, like)) is not None:
+            self._roster.refuse(name, RemoteWireError("unexpected", fault), 0)
         elif isinstance(payload, Metrics):
             self.personal[name] = payload
 

@@ -126,12 +126,12 @@ class Trace:
         """The first time at or after ``at`` [s] at which a silo is on; infinity if it never is."""
         return at if self.on(silo, at) else self.next_change(silo, at)
 
-    def outcome_at(self, silo: str, asked: float, due: float, *, wait: bool) -> float:
+    def outcome_at(self, silo: str, selected_at: float, due: float, *, wait: bool) -> float:
         """Time at which a task's outcome is known [s]: its reply arrives if the silo is on then, otherwise it is lost.
 
         Args:
             silo: the selected silo.
-            asked: time at which it was selected, being on [s].
+            selected_at: time at which it was selected, being on [s].
             due: arrival time of its reply if it stayed on [s].
             wait: a silo that is off when its reply is due sends it once it is on again; otherwise going off loses the
                 task. A silo that is never on again loses the task in either case.
@@ -139,7 +139,7 @@ class Trace:
         back = self.next_on(silo, due)
         if wait and back < math.inf:
             return back
-        return min(due, self.next_change(silo, asked))
+        return min(due, self.next_change(silo, selected_at))
 
     def _near(self, silo: str, at: float) -> Iterator[tuple[float, float]]:
         """The silo's intervals around time ``at``; an edge always has the same floating-point value."""

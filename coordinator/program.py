@@ -143,9 +143,8 @@ def run_coordinator(
         raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")
     if saved and saved.trace not in ("", run_context.trace_file):
         found = f"another trace than the run began with ({run_context.trace_file[:12]})"
-        raise InputError(
-            f"participation.trace: {scenario.participation.trace}", found, f"the run's trace ({saved.trace[:12]})"
-        )
+        allowed = f"the run's trace ({saved.trace[:12]})"
+        raise InputError(f"participation.trace: {scenario.participation.trace}", found, allowed)
     run = run_name(scenario)
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:

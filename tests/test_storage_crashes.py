@@ -190,7 +190,7 @@ def test_a_state_that_is_not_the_one_that_was_written_is_a_damaged_checkpoint(tm
     changed.write_bytes((other / "version-000001" / changed.name).read_bytes())
     if carried:
         folder = checkpoint.save(tmp_path, made(2, 1))
-    with pytest.raises(InputError, match=rf"{folder.name}: found 'a damaged state .*{changed.name}.*the one before"):
+    with pytest.raises(InputError, match=rf"{folder.name}: found 'a damaged state .*{changed.name}.*the previous one"):
         checkpoint.load(tmp_path)
 
 

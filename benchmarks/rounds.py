@@ -150,7 +150,7 @@ def run(silos: int = 10, rounds: int = 20) -> Result:
                     peers,
                     log,
                     Counters(),
-                    FaultInjector(setting.script, setting.folder, log, clock, order=None, wired=True, handed={}),
+                    FaultInjector(setting.script, setting.folder, log, clock, order=None, wired=True, issued={}),
                     {},
                     EvaluationRequests(setting, peers, log, range(rounds + 1)),  # nobody evaluates
                     report=lambda _: None,

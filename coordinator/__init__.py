@@ -1,1 +1,1 @@
-"""The coordinator program: the rounds machine (no I/O) and its loop (only I/O)."""
+"""The coordinator program: a rounds state machine without I/O, and the loop that performs its I/O."""

@@ -1,6 +1,6 @@
-"""A merge's arithmetic around the method's own: what a reply is worth, which are kept, how far the model goes along.
+"""Aggregation steps common to all methods: weights of replies, robust selection, and the server step.
 
-Nothing here waits, sends or writes; the loop does that before and after.
+Pure computation; the loop does all waiting, sending and writing.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from protocols._missing_branch import completed
 from protocols._robust import robust_replies
 
 
-def as_reply(
+def reply_of(
     run_context: RunContext,
     message: Message,
     silo: SiloFacts,
@@ -27,21 +27,21 @@ def as_reply(
     version: int,
     merged: Mapping[str, int],
 ) -> Reply:
-    """A checked reply as the method merges it.
+    """Convert a validated message to the reply that the method aggregates.
 
     Args:
-        run_context: of the run.
+        run_context: fixed facts of the run.
         message: the reply.
-        silo: who sent it, as it was when it was asked.
-        states: by version; the reply's base version is among them.
-        version: that it is merged into.
-        merged: how many replies of each silo were merged so far.
+        silo: the sender, with the modalities it had when the task was sent.
+        states: method states by version, including the reply's base version.
+        version: the version that the reply is merged into.
+        merged: number of merged replies by silo, so far.
     """
     sequence, base = message.header.reply_to, message.header.base_version
-    assert sequence is not None  # noqa: S101 - a reply that answers no task is refused where it arrives
+    assert sequence is not None  # noqa: S101 - the loop refuses a reply without a task
     aggregation, age = run_context.scenario.aggregation, version - base
     factor = damping(aggregation.staleness, age)
-    # As the method made them: branches that the silo lacks are filled in again.
+    # Silos do not send branches they lack; fill these in, so that the method sees complete payloads.
     payloads = tuple(
         completed(payload, run_context.context.layout, run_context.traits.shared_layers, silo)
         for payload in message.payloads
@@ -50,15 +50,15 @@ def as_reply(
 
 
 def _rarity(run_context: RunContext, silo: str, merged: Mapping[str, int]) -> float:
-    """How much more a silo counts that is merged rarely; 1 where the scenario does not ask for it."""
-    aggregation, asked = run_context.scenario.aggregation, run_context.plan.eligible
+    """Weight of a rarely merged silo's reply; 1 unless the scenario sets ``aggregation.balance``."""
+    aggregation, eligible = run_context.scenario.aggregation, run_context.plan.eligible
     if aggregation.mode == "sync" or aggregation.balance is None:
         return 1.0
-    return rarity(merged[silo], sum(merged[name] for name in asked) / len(asked), aggregation.balance)
+    return rarity(merged[silo], sum(merged[name] for name in eligible) / len(eligible), aggregation.balance)
 
 
 def losses_of(replies: Sequence[Reply]) -> dict[str, float]:
-    """What silos said their loss was, by name."""
+    """Training loss reported by each silo, by name."""
     return {
         reply.silo.name: payload.value for reply in replies for payload in reply.payloads if isinstance(payload, Loss)
     }
@@ -67,7 +67,16 @@ def losses_of(replies: Sequence[Reply]) -> dict[str, float]:
 def merged_state(
     run_context: RunContext, state: State, replies: Sequence[Reply], round_: int
 ) -> tuple[MergeResult, tuple[str, ...]]:
-    """The method's state after a merge, and the silos that the scenario's robust rule left out.
+    """Aggregate replies into the method's next state.
+
+    Args:
+        run_context: fixed facts of the run.
+        state: the method's present state.
+        replies: at least one.
+        round_: number of the round.
+
+    Returns:
+        The new state with the method's log values, and the silos excluded by the scenario's robust rule.
 
     Raises:
         RunError: the merged model is not finite.
@@ -76,7 +85,7 @@ def merged_state(
     left_out = tuple(sorted({reply.silo.name for reply in replies} - {reply.silo.name for reply in kept}))
     merged = run_context.protocol.merge(state, kept, round_)
     aggregation = run_context.scenario.aggregation
-    # A lone reply's factor has no other reply to weigh against; it, too, can only act on the step.
+    # In async mode a merge has one reply, so its damping factor cannot act as a relative weight; it scales the step.
     rate = aggregation.rate * (replies[0].factor if aggregation.mode == "async" else 1.0)
     rate = min(rate, 1.0)
     after = replace(merged.state, theta=mixed(state.theta, merged.state.theta, rate))
@@ -90,7 +99,7 @@ def merged_state(
 def merge_line(
     version: int, now: float, replies: Sequence[Reply], losses: Mapping[str, float], log: Mapping[str, float]
 ) -> MergeLine:
-    """A merge's line of the metrics file."""
+    """The line of ``metrics.jsonl`` that records a merge."""
     line = MergeLine(
         kind="merge",
         version=version,

@@ -1,4 +1,4 @@
-"""Checkpoints: written after every merge, whole or not at all; the last two are kept."""
+"""Checkpoints: written atomically after every merge; the last two are kept."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from fedmq.storage.run_folder import load_aligned, write_tensors
 KEPT = 2
 _THETA = "theta"
 _PREFIX = "state."
-_AGAIN = "a whole checkpoint; delete this one to go on from the one before"
+_ALLOWED = "a complete checkpoint; delete this one to resume from the previous one"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """Everything a coordinator needs to go on as if nothing had happened.
+    """Everything a coordinator needs to resume a run with the same result.
 
     Args:
-        rounds: the rounds machine.
-        states: the method's state at the present version, and at every older version that a task in flight or an
-            evaluation still stands on.
+        rounds: state of the rounds machine.
+        states: the method's state by version: the present one, and older ones that pending tasks or evaluations are
+            based on.
         now: the run's time [s].
-        due: arrival time [s] of each task in flight, by silo.
-        counters: for the summary.
-        handed: number and time of handing out [s] of each task in flight, by silo.
-        data: digest of the prepared data that the run is of.
-        trace: digest of the file that says when silos are on; empty where there is none.
+        due: arrival time [s] of each pending task's outcome, by silo; infinite on a wall clock.
+        counters: counters for the summary.
+        issued: number and issue time [s] of each pending task, by silo.
+        data: digest of the prepared data.
+        trace: digest of the availability trace's file; empty if there is none.
     """
 
     rounds: RoundsRecord
@@ -47,13 +47,13 @@ class Checkpoint:
     now: float
     due: Mapping[str, float]
     counters: CountersRecord
-    handed: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    issued: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     data: str = ""
     trace: str = ""
 
 
 def to_disk(path: Path) -> None:
-    """Wait until a file or a folder is on the disk."""
+    """Flush a file or a folder to disk (fsync)."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -62,24 +62,24 @@ def to_disk(path: Path) -> None:
 
 
 def _existing(folder: Path) -> list[Path]:
-    """Whole checkpoints, oldest first."""
-    # Numbers have six digits or more: by their length first.
+    """Complete checkpoints, oldest first."""
+    # Version numbers have six digits or more: sort by length first.
     return sorted(folder.glob("version-*"), key=lambda each: (len(each.name), each.name)) if folder.is_dir() else []
 
 
 def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] = to_disk) -> Path:
-    """Write a checkpoint beside the others, then drop all but the last two.
+    """Write a checkpoint, then delete all but the last two.
 
     Args:
         folder: ``checkpoints`` of the run folder.
-        checkpoint: what to write.
-        to_disk: brings a file or folder to the disk.
+        checkpoint: the checkpoint.
+        to_disk: flushes a file or folder to disk.
 
     Returns:
         The new checkpoint's folder.
 
     Raises:
-        RunError: the disk refused it; the checkpoints before it are untouched.
+        RunError: the checkpoint could not be written; earlier checkpoints are untouched.
     """
     target = folder / f"version-{checkpoint.rounds.version:06d}"
     temporary = folder / f".{target.name}"
@@ -92,9 +92,9 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
             name = f"state-{version:06d}.safetensors"
             older = before[-1] / name if before else None
             if older is not None and older.exists() and before[-1] != target:
-                # The same tensors are on disk already; a second name costs nothing.
+                # The same tensors are on disk already; a hard link needs no space.
                 os.link(older, temporary / name)
-                # What it was when it was written: the digest of now would vouch for a file that was changed since.
+                # The digest taken at writing: a digest taken now would accept a file that was changed in between.
                 digests[name] = known.get(name) or _digest(older)
             else:
                 _write_state(temporary / name, state)
@@ -105,7 +105,7 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
             now=checkpoint.now,
             due=dict(checkpoint.due),
             tally=checkpoint.counters,
-            handed={silo: list(own) for silo, own in checkpoint.handed.items()},
+            handed={silo: list(task) for silo, task in checkpoint.issued.items()},
             data=checkpoint.data,
             trace=checkpoint.trace,
             digests=digests,
@@ -127,7 +127,7 @@ def save(folder: Path, checkpoint: Checkpoint, to_disk: Callable[[Path], None] =
 
 def _write_state(path: Path, state: State) -> None:
     tensors = {_THETA: state.theta, **{_PREFIX + name: tensor for name, tensor in state.tensors.items()}}
-    # Clones: safetensors refuses tensors that share memory, as views of one buffer do.
+    # safetensors refuses tensors that share memory, as views of one buffer do.
     write_tensors(path, {name: tensor.detach().clone().contiguous() for name, tensor in tensors.items()})
 
 
@@ -138,15 +138,15 @@ def _digest(path: Path) -> str:
 
 
 def _digests(folder: Path) -> dict[str, str]:
-    """What a checkpoint says its states' digests are; nothing if it is damaged, or from before there were any."""
+    """The recorded digests of a checkpoint's states; empty if it is damaged or an old one without digests."""
     try:
-        return read_json(folder / "checkpoint.json", CheckpointRecord, _AGAIN).digests or {}
+        return read_json(folder / "checkpoint.json", CheckpointRecord, _ALLOWED).digests or {}
     except InputError:
         return {}
 
 
 def load(folder: Path) -> Checkpoint | None:
-    """The newest whole checkpoint, or None if the run never got that far.
+    """The newest complete checkpoint, or None if there is none.
 
     Raises:
         InputError: the newest checkpoint is damaged.
@@ -155,21 +155,21 @@ def load(folder: Path) -> Checkpoint | None:
     if not existing:
         return None
     newest = existing[-1]
-    meta = read_json(newest / "checkpoint.json", CheckpointRecord, _AGAIN)
+    meta = read_json(newest / "checkpoint.json", CheckpointRecord, _ALLOWED)
     try:
         states = {
             int(version): _read_state(newest / f"state-{int(version):06d}.safetensors", values, meta.digests)
             for version, values in meta.values.items()
         }
     except (OSError, KeyError, SafetensorError) as error:
-        raise InputError(str(newest), f"a damaged state ({error})", _AGAIN) from None
-    handed = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta.handed.items()}
-    return Checkpoint(meta.rounds, states, meta.now, meta.due, meta.tally, handed, meta.data, meta.trace)
+        raise InputError(str(newest), f"a damaged state ({error})", _ALLOWED) from None
+    issued = {silo: (int(sequence), float(at)) for silo, (sequence, at) in meta.handed.items()}
+    return Checkpoint(meta.rounds, states, meta.now, meta.due, meta.tally, issued, meta.data, meta.trace)
 
 
 def _read_state(path: Path, values: Mapping[str, JsonValue], digests: Mapping[str, str] | None) -> State:
     if digests is not None and _digest(path) != digests[path.name]:
-        raise OSError(f"{path.name} is not the file that was written")
+        raise OSError(f"{path.name} differs from its recorded digest")
     tensors = load_aligned(path)
     theta: torch.Tensor = tensors.pop(_THETA)
     return State(theta, {name.removeprefix(_PREFIX): tensor for name, tensor in tensors.items()}, values)

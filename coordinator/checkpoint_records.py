@@ -1,4 +1,4 @@
-"""What ``checkpoint.json`` holds, one type for writing and reading; the tensors lie beside it in files of their own."""
+"""Record types of ``checkpoint.json``; tensors are stored beside it in safetensors files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class RoundsRecord(Stored):
     """The rounds machine between two rounds.
 
     Args:
-        version: merges done.
+        version: number of merges.
         gone: silos that were given up.
-        flights: tasks in flight by silo: number, base version and round.
+        flights: number, base version and round of each pending task, by silo.
         sequences: number of each silo's last task.
-        losses: the last training loss that each silo reported.
+        losses: last training loss reported by each silo.
     """
 
     version: int
@@ -28,7 +28,7 @@ class RoundsRecord(Stored):
 
 
 class CountersRecord(Stored):
-    """The counters of :class:`coordinator.counters.Counters`; older checkpoints lack those with defaults."""
+    """See :class:`coordinator.counters.Counters`; fields with defaults are missing in older checkpoints."""
 
     up: dict[str, int]
     down: dict[str, int]
@@ -47,15 +47,15 @@ class CheckpointRecord(Stored):
     """``checkpoint.json``.
 
     Args:
-        rounds: the machine.
+        rounds: state of the rounds machine.
         now: the run's time [s].
-        due: arrival time [s] of each task in flight, by silo.
+        due: arrival time [s] of each pending task's outcome, by silo.
         tally: the counters.
-        handed: number and time of handing out [s] of each task in flight, by silo.
-        data: digest of the prepared data; empty in checkpoints of older versions.
-        trace: digest of the file that says when silos are on; empty where there is none.
-        digests: SHA-256 (hex) of the files of states; None in checkpoints of older versions.
-        values: what each state holds besides tensors, by version.
+        handed: number and issue time [s] of each pending task, by silo.
+        data: digest of the prepared data; empty in older checkpoints.
+        trace: digest of the availability trace's file; empty if there is none.
+        digests: SHA-256 (hex) of the state files, by name; None in older checkpoints.
+        values: each state's values that are not tensors, by version.
     """
 
     rounds: RoundsRecord

@@ -1,4 +1,4 @@
-"""Checkpoints of a running coordinator: what goes into one, and what silos may forget once it is there."""
+"""Checkpoints of a running coordinator: their content, and which personal states silos may then delete."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from fedmq.federation.protocol import State
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 
-#: A full disk may be full for a moment only; after that many refusals the run stops, to be resumed.
+#: Attempts to write a checkpoint, as a disk may be full for a moment only; after the last the run ends, resumable.
 _TRIES = 3
-#: Real seconds between them.
+#: Real time between attempts [s].
 _PAUSE_SECONDS = 0.2
 
 
@@ -27,16 +27,17 @@ class Checkpointing:
     """Writes the run's checkpoints.
 
     Args:
-        run_context: of the run.
-        clock: the run's.
+        run_context: fixed facts of the run.
+        clock: the run's clock.
         log: the coordinator's message log.
-        counters: those of earlier processes of this run included.
-        roster: counts the messages of this one.
-        fault_injector: knows when tasks were handed out, and may refuse the disk.
-        settled: number of each silo's last merged task, as the checkpoint that was resumed has it.
+        counters: the run's counters, including those of earlier processes.
+        roster: counts the messages of this process.
+        fault_injector: knows the issue times of tasks, and simulates a full disk.
+        settled: number of each silo's last settled task in the checkpoint that the run resumes from.
 
     Attributes:
-        settled: the same, as the last checkpoint has it: the state a silo measures its own model by.
+        settled: number of each silo's last settled task in the last checkpoint; a silo's personal model is evaluated
+            in the state after that task.
     """
 
     def __init__(
@@ -56,46 +57,46 @@ class Checkpointing:
         self.settled = settled
         self._settled_before: Mapping[str, int] = {}
 
-    def forgettable(self, silo: str) -> int:
-        """Number of the task up to which a silo may forget its states.
+    def durably_settled(self, silo: str) -> int:
+        """Number of the silo's last task that is settled in the last two checkpoints; it may delete older states.
 
-        The checkpoint before the last has it settled: if the last one is damaged, the run goes on from there.
+        If the last checkpoint is damaged, the run resumes from the one before.
         """
         return self._settled_before.get(silo, 0)
 
     def save(self, after: Rounds, states: Mapping[int, State], due: Mapping[str, float], cause: int) -> None:
-        """Write a checkpoint of the machine as it is after a merge.
+        """Write a checkpoint after a merge.
 
         Args:
-            after: the machine.
-            states: the method's, by version.
-            due: arrival times of the tasks in flight [s].
-            cause: number of the event that made the merge due.
+            after: the rounds machine after the merge.
+            states: the method's states by version.
+            due: arrival time [s] of each pending task's outcome, by silo.
+            cause: number of the event that caused the merge.
 
         Raises:
-            RunError: the disk refused it again and again.
+            RunError: the checkpoint could not be written in several attempts.
         """
         self.settled, self._settled_before = after.settled, self.settled
-        self.bring_up_to_now()
-        handed = {silo: self._fault_injector.handed[silo] for silo in after.pending}
+        self.update_counters()
+        issued = {silo: self._fault_injector.issued[silo] for silo in after.pending}
         rounds, now, counters = after.to_record(), self._clock.now(), self._counters.to_record()
         run_context = self._run_context
         record = checkpoints.Checkpoint(
-            rounds, states, now, due, counters, handed, run_context.data, run_context.trace_file
+            rounds, states, now, due, counters, issued, run_context.data, run_context.trace_file
         )
-        for left in reversed(range(_TRIES)):
+        for attempts_left in reversed(range(_TRIES)):
             try:
                 to_disk = partial(self._fault_injector.to_disk, after.version, cause)
                 checkpoints.save(self._run_context.folder.checkpoints, record, to_disk)
                 return
             except RunError as error:
                 self._log.note(NoteKind.CHECKPOINT_REFUSED, version=after.version, error=str(error)[:300], cause=cause)
-                if not left:
+                if not attempts_left:
                     raise
                 self._clock.pause(_PAUSE_SECONDS)
 
-    def bring_up_to_now(self) -> None:
-        """Bring the tally's messages and seconds up to now; a resumed run adds to what it had."""
+    def update_counters(self) -> None:
+        """Update the counters of messages and of total seconds; a resumed run adds to those in its checkpoint."""
         self._counters.seconds["total"] = self._earlier_seconds + self._clock.stopwatch() - self._began
         sent, received, refused = self._earlier
         self._counters.sent, self._counters.received = sent + self._roster.sent, received + self._roster.received

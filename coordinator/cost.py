@@ -1,4 +1,4 @@
-"""What a task costs in virtual time: drawn when it is handed out, from the scenario and the silo's own seed."""
+"""Duration of a task in virtual time, drawn from the scenario's seed per silo and task."""
 
 from __future__ import annotations
 
@@ -10,10 +10,15 @@ from fedmq.config.parts import Cost
 
 
 def slowdowns(cost: Cost, seed: int, silos: tuple[str, ...]) -> dict[str, float]:
-    """Each silo's slowdown by its device class; 1 for a silo of no class.
+    """Slowdown factor of each silo by its device class; 1 for silos without a class.
 
-    Classes first take the silos they name. Then, in the order written, each takes its share of all silos, rounded,
-    from those left, in an order drawn from the seed.
+    Classes are first assigned the silos they name. Then each class in turn is assigned ``round(share * N)`` of the
+    remaining silos, in an order drawn from the seed.
+
+    Args:
+        cost: the scenario's cost section.
+        seed: the scenario's seed.
+        silos: all silos in their fixed order.
     """
     result = {silo: each.slowdown for each in cost.classes.values() for silo in each.silos}
     left = sorted((silo for silo in silos if silo not in result), key=lambda silo: seeds.derive(seed, "device", silo))
@@ -26,13 +31,13 @@ def slowdowns(cost: Cost, seed: int, silos: tuple[str, ...]) -> dict[str, float]
 
 @dataclass(frozen=True)
 class CostModel:
-    """Device classes, log-normal speeds within them, jitter per task, and a link that loses messages.
+    """Task durations from device classes, log-normal speeds within them, jitter per task, and a lossy link.
 
     Args:
-        cost: the scenario's numbers.
+        cost: the scenario's cost section.
         seed: the scenario's seed.
         silos: all silos in their fixed order.
-        epochs: local epochs of a task.
+        epochs: local epochs per task.
         down_bytes: nominal size of a task [bytes].
         up_bytes: nominal size of a reply [bytes].
     """
@@ -49,31 +54,37 @@ class CostModel:
         return slowdowns(self.cost, self.seed, self.silos)
 
     def speed(self, silo: str) -> float:
-        """How many times slower than the average silo this one is; the median over the silos of a class is its own."""
+        """The silo's slowdown factor; its median over the silos of a class is the slowdown of the class."""
         spread = float(seeds.numpy_generator(self.seed, "speed", silo).lognormal(0.0, self.cost.speed_sigma))
         return self._slowdowns[silo] * spread
 
     def jitter(self, silo: str, sequence: int) -> float:
-        """How many times longer than usual this task takes; the median is 1."""
+        """Random factor of this task's compute time; its median is 1."""
         generator = seeds.numpy_generator(self.seed, "jitter", silo, sequence)
         if self.cost.jitter == "pareto":
-            # NumPy's is the Lomax distribution, Pareto's from 0 on; Pareto's own median is 2^(1/tail).
+            # NumPy draws from the Lomax distribution, i.e. Pareto minus 1; the median of Pareto is 2^(1/tail).
             return float((1.0 + generator.pareto(self.cost.jitter_tail)) / 2 ** (1 / self.cost.jitter_tail))
         return float(generator.lognormal(0.0, self.cost.jitter_sigma))
 
     def duration(self, silo: str, sequence: int, samples: int) -> float:
-        """Seconds of virtual time from handing a task out to its reply's arrival."""
+        """Virtual time from sending a task to the arrival of its reply [s].
+
+        Args:
+            silo: the silo's name.
+            sequence: number of the task.
+            samples: training samples of the silo.
+        """
         cost = self.cost
         compute = cost.seconds_per_sample * samples * self.epochs * self.speed(silo) * self.jitter(silo, sequence)
         down = self.down_bytes / (cost.down_bandwidth or cost.bandwidth)
         up = self.up_bytes / (cost.up_bandwidth or cost.bandwidth)
         lost_down, lost_up = self._lost(silo, sequence)
-        # A lost copy took its time on the link, and a round trip goes by before it is missed.
-        again = lost_down * (down + 2 * cost.latency) + lost_up * (up + 2 * cost.latency)
-        return compute + 2 * cost.latency + down + up + again
+        # A lost copy costs its transfer time and a round trip before it is sent again.
+        resends = lost_down * (down + 2 * cost.latency) + lost_up * (up + 2 * cost.latency)
+        return compute + 2 * cost.latency + down + up + resends
 
     def _lost(self, silo: str, sequence: int) -> tuple[int, int]:
-        """How many copies of the task and of its reply are lost before one gets through."""
+        """Number of copies of the task and of its reply that are lost before one arrives."""
         if self.cost.loss == 0.0:
             return 0, 0
         down, up = seeds.numpy_generator(self.seed, "loss", silo, sequence).geometric(1.0 - self.cost.loss, 2) - 1

@@ -1,4 +1,4 @@
-"""Counters of a run for its summary; they survive a resume with the checkpoint."""
+"""Counters of a run for its summary; checkpoints store them, so that they continue after a resume."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from fedmq.wire.messages import Payload, tensor_bytes
 
 @dataclass
 class Counters:
-    """What is counted.
+    """Counters of a run.
 
     Args:
-        up: bytes of payload tensors in the silos' replies, by kind: all that reached the coordinator, merged or not.
-        down: bytes of payload tensors in the tasks, by kind, as often as they were sent.
-        sent: messages the coordinator sent.
-        received: messages it received.
-        refused: frames it refused, by reason.
+        up: payload tensors [bytes] by kind in all replies that reached the coordinator, merged or not.
+        down: payload tensors [bytes] by kind in all tasks sent, including resends.
+        sent: messages that the coordinator sent.
+        received: messages that it received.
+        refused: messages that it refused, by reason.
         participations: merged replies, by silo.
-        discarded: replies that came but were not merged, by reason.
-        failed: tasks that brought no usable reply.
-        errors: what silos said was wrong with theirs, since the last merge that had a reply.
-        events: that were dealt with, the one under way included.
-        seconds: real seconds by phase and in all, summed over resumes.
+        discarded: replies that arrived but were not merged, by reason.
+        failed: tasks without a usable reply.
+        errors: task errors reported since the last merge that had a reply, by silo.
+        events: timeline events handled, including the present one.
+        seconds: real seconds by phase and in total, summed over resumes.
     """
 
     up: Counter[str] = field(default_factory=Counter)
@@ -41,19 +41,19 @@ class Counters:
     events: int = 0
     seconds: dict[str, float] = field(default_factory=dict)
 
-    def spend(self, phase: str, seconds: float) -> None:
+    def add_seconds(self, phase: str, seconds: float) -> None:
         """Add real seconds to a phase."""
         self.seconds[phase] = self.seconds.get(phase, 0.0) + seconds
 
-    def traffic(self, way: Literal["up", "down"], payloads: Iterable[Payload]) -> None:
-        """Count what a message carried."""
-        counter = self.up if way == "up" else self.down
+    def add_traffic(self, direction: Literal["up", "down"], payloads: Iterable[Payload]) -> None:
+        """Count the payload bytes of a message."""
+        counter = self.up if direction == "up" else self.down
         for payload in payloads:
-            # Scalars travel inside the body's header; count them as the eight bytes they stand for.
+            # Scalars are in the body's header; count each as the eight bytes of a number.
             counter[payload.KIND] += tensor_bytes(payload) or 8
 
     def to_record(self) -> CountersRecord:
-        """As a checkpoint keeps them."""
+        """The record that a checkpoint stores."""
         plain = {name: dict(value) if isinstance(value, dict) else value for name, value in vars(self).items()}
         return CountersRecord.model_validate(plain)
 

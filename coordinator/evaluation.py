@@ -1,7 +1,7 @@
-"""Measurements: asked of the evaluator for the global model, and of silos with models of their own.
+"""Evaluation requests: to the evaluator for the global model, and to silos for their personal models.
 
-Silos are asked at the end, and during the run where the scenario wants it (``evaluation.personal_every``): then the
-measurement is a part of the merge, whose checkpoint waits for it, so that a resumed run has every line once.
+Silos evaluate at the end, and during the run as configured by ``evaluation.personal_every``. The checkpoint of a merge
+waits for them, so that a resumed run has every line exactly once.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedmq.wire.messages import EVALUATOR, Error, Header, Kind, Message, Metrics
 
 #: Evaluations under way at most while rounds go on: each keeps a model here, and one on its way.
 UNDER_WAY = 8
-#: Real seconds that are waited for an evaluator that went away, where nothing else is left to do.
+#: Real time to wait for a lost evaluator when the run depends on it [s].
 _EVALUATOR_PATIENCE = 60.0
 
 
@@ -51,7 +51,7 @@ def _wrong_evaluation(
 def _wrong(payload: Payload | None, name: str, like: Metrics, own: Sequence[Metric]) -> str | None:
     """What is wrong with a silo's measurement of its own model; None if nothing is.
 
-    Summaries are means and spreads over silos of figures that all have: one silo's names or numbers are everybody's.
+    Summaries are means and spreads over silos of metrics that all silos have, so one silo's names or values affect all.
 
     Args:
         payload: the silo's answer.
@@ -73,13 +73,13 @@ def _wrong(payload: Payload | None, name: str, like: Metrics, own: Sequence[Metr
 
 
 class EvaluationRequests:
-    """What has been asked, and what came back.
+    """Evaluation requests of a run and their answers.
 
     Args:
-        run_context: of the run.
-        roster: whom to ask.
+        run_context: fixed facts of the run.
+        roster: the run's peers.
         log: the coordinator's message log.
-        evaluated: versions whose evaluation is on file already.
+        evaluated: versions whose evaluation is in ``metrics.jsonl`` already.
 
     Attributes:
         pending: versions the evaluator has not answered for.
@@ -97,7 +97,7 @@ class EvaluationRequests:
         self._run_context, self._roster, self._log = run_context, roster, log
         self._evaluated = set(evaluated)
         self._requests: dict[str, tuple[int, int, tuple[Payload, ...]]] = {}
-        self._over: dict[tuple[str, int, int], bool] = {}  # and whether it was answered, or given up
+        self._over: dict[tuple[str, int, int], bool] = {}  # True: answered; False: given up
         self.pending: list[int] = []
         self.unusable: set[int] = set()
         self.metrics: Mapping[str, float] = {}
@@ -111,16 +111,16 @@ class EvaluationRequests:
 
     @property
     def crowded(self) -> bool:
-        """Whether the evaluator is so far behind that the run waits for it."""
+        """Whether so many evaluations are pending that the run waits for the evaluator."""
         return len(self.pending) > UNDER_WAY
 
     @property
     def asked(self) -> tuple[str, ...]:
-        """Silos that owe a measurement of their own models."""
+        """Silos that have not answered the evaluation request for their personal models."""
         return tuple(self._requests)
 
     def evaluate_if_due(self, version: int, state: State) -> None:
-        """Ask the evaluator about a version, if the scenario wants it measured and it was not before."""
+        """Request the evaluation of a version if it is configured and not requested or done yet."""
         every, last = self._run_context.scenario.evaluation.every, self._run_context.scenario.rounds
         if version in self.pending or version in self._evaluated:
             return
@@ -129,14 +129,14 @@ class EvaluationRequests:
             self.evaluate(version, state)
 
     def evaluate(self, version: int, state: State) -> None:
-        """Ask the evaluator, or ask it again."""
+        """Send or resend an evaluation request to the evaluator."""
         more = self._run_context.protocol.release(state)
         header = self._roster.header(EVALUATOR, Kind.EVALUATE, sequence=version, base_version=version)
         model = state.model(self._run_context.context.layout)
         self._roster.send(EVALUATOR, Message(header, (model, *more)))
 
     def evaluated(self, message: Message) -> None:
-        """Take the evaluator's answer and put it on file."""
+        """Validate the evaluator's answer and append it to ``metrics.jsonl``."""
         version, payload = message.header.base_version, message.payloads[0] if message.payloads else None
         if version not in self.pending:
             return
@@ -159,13 +159,13 @@ class EvaluationRequests:
             self._judge(name, *self._early.pop(name), payload)
 
     def ask_silos(self, gone: Container[str], version: int, state: State, settled: Mapping[str, int]) -> None:
-        """Ask the silos of a personalised method how their own models do; each measures its own, where it is.
+        """Prepare requests to the silos of a personalised method to evaluate their personal models locally.
 
         Args:
-            gone: silos that were given up, which are not asked.
-            version: of the model they get.
-            state: of that version.
-            settled: number of each silo's last task whose outcome is known; the state after that is what it measures.
+            gone: silos that were given up; they get no request.
+            version: version of the shared model.
+            state: the method's state at that version.
+            settled: number of each silo's last settled task; the silo evaluates its state after that task.
         """
         protocol = self._run_context.protocol
         self.personal = {}
@@ -178,35 +178,34 @@ class EvaluationRequests:
                 self._requests[name] = settled.get(name, 0), version, payloads
 
     def own_due(self, version: int) -> bool:
-        """Whether the silos measure their own models at a version before the last, where they do so in any case."""
+        """Whether the silos evaluate their personal models at this version; the final version is not covered here."""
         every = self._run_context.scenario.evaluation.personal_every
         if not every or version % every or version >= self._run_context.scenario.rounds:
             return False
         return self._run_context.traits.personalised
 
     def put_on_file(self, version: int) -> None:
-        """Write the line of the silos' own models at a version, if the scenario wants lines of them."""
+        """Append the line of the personal models at a version to ``metrics.jsonl``, if configured."""
         if self._run_context.scenario.evaluation.personal_every and self.personal:
             append_line(self._run_context.folder.metrics, personal_figures(version, self.personal).plain())
 
     def wait(self, look: Callable[[], None], stop_wanted: Callable[[], bool], clock: Clock, *, final: bool) -> bool:
-        """Wait until the silos asked have answered or are given up; where :attr:`crowded` and in the end, for the
-        evaluator, too.
+        """Wait until the silos have answered or are given up; if :attr:`crowded` or final, also for the evaluator.
 
         Args:
-            look: takes what arrives, and gives up who stays away; waits a fraction of a second if nothing does.
-            stop_wanted: true ends the waiting.
-            clock: of the run.
-            final: the run is over but for what is measured.
+            look: receives messages and gives up absent silos; waits a fraction of a second if nothing arrives.
+            stop_wanted: true ends the wait.
+            clock: the run's clock.
+            final: whether all rounds are merged.
 
         Returns:
-            Whether all is measured; false if a stop is wanted.
+            Whether all answers arrived; false if a stop was requested.
 
         Raises:
-            RunError: the evaluator stays away, or its answer cannot be used.
+            RunError: the evaluator stays away, or its answer is unusable.
         """
         away = clock.stopwatch()
-        # During the run the evaluator may be late, even to join; its first answer tells what a silo's has to be like.
+        # During the run the evaluator may be late; silos' answers are validated against its first one.
         while (self.pending and final) or self.crowded or self.asked or self._early:
             if stop_wanted():
                 return False
@@ -216,41 +215,41 @@ class EvaluationRequests:
             needed = self.pending if final else self._early
             hopeless = self.crowded and self.unusable.issuperset(self.pending)
             if hopeless or (needed and (self.unusable or clock.stopwatch() - away > _EVALUATOR_PATIENCE)):
-                why = "answered with what is no evaluation" if self.unusable else "stayed away"
+                why = "sent an invalid evaluation" if self.unusable else "stayed away"
                 trained = "the model is trained and checkpointed, --resume evaluates it"
                 refused = f" ({self._refusal})" if self.unusable and self._refusal else ""
                 raise RunError(f"the evaluator {why}; {trained if final else '--resume goes on'}{refused}")
         return True
 
     def ask(self, name: str) -> bool:
-        """Send a silo what it owes an answer to; returns whether it is on the line."""
+        """Send a silo its evaluation request; returns whether it is online."""
         sequence, version, payloads = self._requests[name]
         header = self._roster.header(name, Kind.EVALUATE, sequence=sequence, base_version=version)
         return bool(self._roster.send(name, Message(header, payloads)))
 
     def give_up(self, name: str) -> None:
-        """A silo stayed away: its own model is not measured."""
+        """Give up a silo that stayed away: its personal model is not evaluated."""
         self._log.note(NoteKind.NOT_MEASURED, peer=name)
         self._lacks(name, self._requests[name][1], "it stayed away")
         self._close(name, answered=False)
 
     def _close(self, name: str, *, answered: bool = True) -> None:
-        """A silo owes an answer no more; the same one said again, as after a lost connection, is no reply to a task."""
+        """Close a silo's request, and remember it to recognise a repeated answer, e.g. after a lost connection."""
         sequence, version, _ = self._requests.pop(name)
         self._over[name, sequence, version] = answered
 
     def _owed(self, header: Header) -> bool:
-        """Whether a message answers what a silo was asked; its last task's reply has the same number, said again."""
+        """Whether a message answers a silo's open request; a repeated task reply has another base version."""
         request = self._requests.get(header.sender)
         return request is not None and (header.reply_to, header.base_version) == request[:2]
 
     def measured(self, message: Message) -> bool:
-        """Take a silo's measurement of its own model, or its failure to make one; whether the message was that."""
+        """Handle a silo's answer about its personal model, or its error; returns whether the message was one."""
         header = message.header
         over = None if header.reply_to is None else (header.sender, header.reply_to, header.base_version)
         if over in self._over:
             if not self._over[over]:
-                detail = f"version {header.base_version}: a measurement of its own model after it was given up"
+                detail = f"version {header.base_version}: an evaluation of a personal model after the silo was given up"
                 self._roster.refuse(header.sender, RemoteWireError("unexpected", detail), 0)
             return True
         if not self._owed(header):
@@ -280,7 +279,7 @@ class EvaluationRequests:
             self.personal[name] = payload
 
     def unreadable(self, header: Header) -> bool:
-        """An answer cannot be read, which asking again would not change; whether it was one to a measurement."""
+        """Handle an unreadable answer, which is not requested again; returns whether it answers such a request."""
         if header.kind not in (Kind.REPLY, Kind.ERROR):
             return False
         if header.sender == EVALUATOR and header.base_version in self.pending:
@@ -294,11 +293,11 @@ class EvaluationRequests:
 
 
 def personal_figures(version: int, measured: Mapping[str, Metrics]) -> PersonalLine:
-    """What the silos' own models reach, each on the whole split and on its own share of it, and the means of both.
+    """Metrics of the personal models on the whole split and on each silo's part of it, and their means over silos.
 
     Args:
-        version: of the shared model that they were measured at.
-        measured: by silo; at least one.
+        version: version of the shared model.
+        measured: metrics by silo; at least one.
     """
     personal = dict(sorted(measured.items()))
     whole = {silo: dict(own.values) for silo, own in personal.items()}

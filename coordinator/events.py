@@ -1,4 +1,4 @@
-"""What comes into the rounds machine and what goes out of it: events and actions, as frozen values."""
+"""Inputs and outputs of the rounds machine: events and actions, as frozen values."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from fedmq.federation.fault_effects import FailureReason
 
 
 class DiscardReason(StrEnum):
-    """Why a reply is thrown away."""
+    """Why a reply is discarded."""
 
-    DUPLICATE = "duplicate"  # its task is not open
-    LATE = "late"  # its round is merged
-    SURPLUS = "surplus"  # so it is, with enough of those asked
-    STALE = "stale"  # older than allowed
+    DUPLICATE = "duplicate"  # its task is not pending
+    LATE = "late"  # its round is already merged
+    SURPLUS = "surplus"  # its round was merged with enough other replies
+    STALE = "stale"  # staleness above the limit
 
 
 # --------------------------------------------------------------------------------------------------- events in
@@ -27,14 +27,14 @@ class Joined:
 
 @dataclass(frozen=True)
 class Lost:
-    """A silo's connection went silent; its task stays open until it rejoins or the task expires."""
+    """A silo's connection was lost; its task stays pending until the silo rejoins or the task is given up."""
 
     silo: str
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """A well-formed reply is here; ``loss`` is what it reports, if its method reports one."""
+    """A valid reply arrived, with the training loss it reports, if the method has silos report one."""
 
     silo: str
     sequence: int
@@ -43,17 +43,24 @@ class Arrived:
 
 @dataclass(frozen=True)
 class Failed:
-    """A silo's task will bring no usable reply: it was refused, the silo said it failed, or the silo stayed away."""
+    """A silo's task has no usable reply: it was refused, the silo reported an error, or the silo stayed away.
+
+    Args:
+        silo: the silo.
+        sequence: number of its task.
+        reason: of the failure; the wire's reason where the reply was refused.
+        gone: the silo is given up with its task.
+    """
 
     silo: str
     sequence: int
-    reason: FailureReason | str  # or the wire's reason, where the reply was refused
+    reason: FailureReason | str
     gone: bool = False
 
 
 @dataclass(frozen=True)
 class Switched:
-    """The availability trace turns a silo on or off; one that is off is not asked."""
+    """The availability trace turns a silo on or off; a silo that is off is not selected."""
 
     silo: str
     on: bool
@@ -61,28 +68,28 @@ class Switched:
 
 @dataclass(frozen=True)
 class Deadline:
-    """The time a merge waits for more replies is over."""
+    """The time that a round waits for more replies is over."""
 
     round: int
 
 
 @dataclass(frozen=True)
 class Merged:
-    """The merge asked for is done and its checkpoint is on disk."""
+    """The requested merge is done and its checkpoint is on disk."""
 
     version: int
 
 
 @dataclass(frozen=True)
 class Stop:
-    """The user or the operating system asks to stop."""
+    """The user or the operating system requests a stop."""
 
 
 @dataclass(frozen=True)
 class Expelled:
-    """A silo's key was taken back while the run was stopped: its task has failed, and it is asked nothing more.
+    """A silo's key was revoked while the run was stopped: its task has failed, and it is not selected any more.
 
-    It comes before anybody joins a resumed run.
+    This event precedes every :class:`Joined` of a resumed run.
     """
 
     silo: str
@@ -90,7 +97,7 @@ class Expelled:
 
 @dataclass(frozen=True)
 class EvaluationAborted:
-    """All rounds are merged, but somebody asked to stop before everything was measured; a resume measures it."""
+    """All rounds are merged, but a stop was requested before the last evaluation; a resumed run evaluates."""
 
 
 Event = Joined | Lost | Switched | Arrived | Failed | Deadline | Merged | Stop | Expelled | EvaluationAborted
@@ -99,11 +106,11 @@ Event = Joined | Lost | Switched | Arrived | Failed | Deadline | Merged | Stop |
 # --------------------------------------------------------------------------------------------------- actions out
 @dataclass(frozen=True, kw_only=True)
 class _Action:
-    """What every action has.
+    """Base of all actions.
 
     Args:
-        cause: number of the event of the run that it follows from; 0 where it follows from none of them, but from a
-            silo that joined or was lost, or from the operator.
+        cause: number of the timeline event that caused the action; 0 if the cause is a silo that joined or was lost, or
+            the operator.
     """
 
     cause: int = 0
@@ -111,7 +118,7 @@ class _Action:
 
 @dataclass(frozen=True)
 class Send(_Action):
-    """Hand a task to a silo."""
+    """Send a task to a silo."""
 
     silo: str
     sequence: int
@@ -121,7 +128,7 @@ class Send(_Action):
 
 @dataclass(frozen=True)
 class SetDeadline(_Action):
-    """Call back with :class:`Deadline` after this many seconds."""
+    """Schedule a :class:`Deadline` event ``after`` [s] from now."""
 
     round: int
     after: float
@@ -137,7 +144,7 @@ class Merge(_Action):
 
 @dataclass(frozen=True)
 class Discard(_Action):
-    """Throw a reply away; it will never be merged."""
+    """Discard a reply without merging it."""
 
     silo: str
     sequence: int
@@ -146,7 +153,7 @@ class Discard(_Action):
 
 @dataclass(frozen=True)
 class Finish(_Action):
-    """Nothing more will be asked of anyone."""
+    """All rounds are merged; no more tasks are sent."""
 
 
 Action = Send | SetDeadline | Merge | Discard | Finish

@@ -1,8 +1,8 @@
-"""The coordinator's fault injector: it decides every task's outcome and carries out the faults a scenario scripts.
+"""The coordinator's fault injector: it determines the outcome of every task and injects a scenario's faults.
 
-Outcomes are drawn by pure functions (:mod:`fedmq.federation.fault_schedule`). Each fault is carried out on a task once,
-however often the task is sent, so a run always ends. Killing a process needs the supervisor that started it; where the
-processes were launched manually, the outcome stands and the log notes that nothing was killed.
+Outcomes are drawn by pure functions (:mod:`fedmq.federation.fault_schedule`). Each fault strikes a task once, however
+often the task is sent, so that every run ends. Only the supervisor can kill or freeze processes; where processes were
+launched manually, the outcome still holds and the log notes that the fault was not carried out.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class _Fired(Stored):
 
 
 @dataclass(frozen=True)
-class Order:
-    """What the coordinator asks of whoever started the processes.
+class ProcessCommand:
+    """What the coordinator has the supervisor do to a process of the run.
 
     Args:
-        what: ``kill`` and start again; ``freeze`` for ``seconds``; ``stop`` until ``start``; ``die``: kill the
-            coordinator itself and start it again from its checkpoint.
-        name: of the process.
-        seconds: real seconds of a freeze.
+        what: ``kill`` and restart; ``freeze`` for ``seconds``; ``stop`` until ``start``; ``die``: kill the
+            coordinator itself and restart it from its checkpoint.
+        name: name of the process.
+        seconds: real time of a freeze [s].
     """
 
     what: Literal["kill", "freeze", "stop", "start", "die"]
@@ -55,16 +55,16 @@ class Order:
 
 
 class FaultInjector:
-    """The faults of a run as its coordinator meets them.
+    """Injects the faults of a run on the coordinator's side.
 
     Args:
-        script: which faults strike what.
-        folder: the run folder; faults that must not strike again after a restart are on record there.
+        script: the scenario's faults.
+        folder: the run folder; it records the faults that must not strike again after a restart.
         log: the coordinator's message log.
         clock: the run's clock.
-        order: carries out orders; None where nobody can.
-        wired: whether replies come as frames; in one process they come as they are.
-        handed: number and time of handing out [s] of the tasks in flight, by silo, from a checkpoint.
+        order: executes a process command; None without a supervisor.
+        wired: whether replies arrive as frames rather than as messages of this process.
+        issued: number and issue time [s] of each pending task, by silo, from a checkpoint.
     """
 
     def __init__(
@@ -74,12 +74,12 @@ class FaultInjector:
         log: MessageLog,
         clock: Clock,
         *,
-        order: Callable[[Order], None] | None,
+        order: Callable[[ProcessCommand], None] | None,
         wired: bool,
-        handed: Mapping[str, tuple[int, float]],
+        issued: Mapping[str, tuple[int, float]],
     ) -> None:
         self.script = script
-        self.handed = dict(handed)
+        self.issued = dict(issued)
         self._log, self._clock, self._order, self._wired = log, clock, order, wired
         self._record = folder.faults
         cut_unfinished(self._record)
@@ -93,77 +93,79 @@ class FaultInjector:
 
     # ------------------------------------------------------------------------------------------------------- tasks
     def outcome(self, silo: str, sequence: int, version: int, work: float, cause: int) -> TaskOutcome:
-        """What becomes of a task; the same however often it is asked.
+        """The outcome of a task; the same at every call.
 
         Args:
-            silo: whom it is for.
-            sequence: its number.
-            version: it stands on.
-            work: seconds a silo left in peace needs for it.
-            cause: number of the event that it was handed out for.
+            silo: the task's silo.
+            sequence: number of the task.
+            version: base version of the task.
+            work: duration of the task without faults [s].
+            cause: number of the event that caused the task.
         """
-        known = self.handed.get(silo)
+        known = self.issued.get(silo)
         fresh = known is None or known[0] != sequence
         if known is None or fresh:
-            known = self.handed[silo] = (sequence, self._clock.now())
+            known = self.issued[silo] = (sequence, self._clock.now())
         outcome, strikes = self.script.outcome(silo, sequence, version, known[1], work)
         self._strikes[silo] = strikes
         if fresh:
             for place, fault in strikes:
-                if not isinstance(fault, _STANDING) or self._first(f"{place} {silo}"):
-                    self._note(Strike(place, fault), silo, sequence, cause)
+                if not isinstance(fault, _STANDING) or self._mark_fired(f"{place} {silo}"):
+                    self._log_strike(Strike(place, fault), silo, sequence, cause)
         return outcome
 
     def delay(self, silo: str) -> float:
-        """How long a reply of the silo's present task is held back on a wall clock [s]."""
+        """Delay of the reply to the silo's pending task on a wall clock [s]."""
         return sum(fault.seconds for _, fault in self._strikes.get(silo, ()) if isinstance(fault, Late))
 
-    def kept_from(self, silo: str, outcome: TaskOutcome) -> None:
-        """A task is not sent, because the silo left or cannot be reached."""
+    def withhold(self, silo: str, outcome: TaskOutcome) -> None:
+        """A task is not sent, because the silo left or is unreachable; stop the process of a silo that left."""
         if outcome.fails is FailureReason.AWAY and self._order is not None and silo not in self._stopped:
             self._stopped.add(silo)
-            self._order(Order("stop", silo))
+            self._order(ProcessCommand("stop", silo))
 
-    def before_sending(self, silo: str) -> None:
-        """A silo that left comes back."""
+    def restart(self, silo: str) -> None:
+        """Restart a silo's process if it was stopped when the silo left."""
         if silo in self._stopped and self._order is not None:
             self._stopped.discard(silo)
-            self._order(Order("start", silo))
+            self._order(ProcessCommand("start", silo))
 
     def after_sending(self, silo: str, sequence: int, cause: int) -> None:
-        """The silo has its task: kill it, freeze it, or lie in wait for its reply."""
+        """A task was sent: kill or freeze the silo, or schedule the faults of its reply."""
         for place, fault in self._strikes.get(silo, ()):
             if isinstance(fault, Drop) and fault.again is None:
-                # The task fails however often it is sent, also after a restart: that is its outcome.
+                # A permanent loss is the outcome of the task: it holds for every resend, also after a restart.
                 self._on_frames[silo, sequence] = [Strike(place, fault)]
-            elif isinstance(fault, _ON_FRAMES | Crash | Freeze | Leave) and self._first(f"{place} {silo} {sequence}"):
+            elif isinstance(fault, _ON_FRAMES | Crash | Freeze | Leave) and self._mark_fired(
+                f"{place} {silo} {sequence}"
+            ):
                 match fault:
                     case Crash() | Leave():
-                        self._do(Order("kill", silo), fault.kind, sequence, cause)
+                        self._command(ProcessCommand("kill", silo), fault.kind, sequence, cause)
                     case Freeze():
                         seconds = fault.beats * BEAT_SECONDS if self._clock.virtual else fault.seconds
-                        self._do(Order("freeze", silo, seconds), fault.kind, sequence, cause)
+                        self._command(ProcessCommand("freeze", silo, seconds), fault.kind, sequence, cause)
                     case _:
                         self._on_frames.setdefault((silo, sequence), []).append(Strike(place, fault))
 
-    def bring_back(self) -> None:
-        """Whoever left comes back: the rounds are over, and every silo may be asked about its own model."""
+    def restart_stopped(self) -> None:
+        """Restart all stopped silos, so that every silo can evaluate its personal model."""
         for silo in sorted(self._stopped):
-            self.before_sending(silo)
+            self.restart(silo)
 
-    def _do(self, order: Order, kind: str, sequence: int, cause: int) -> None:
+    def _command(self, order: ProcessCommand, kind: str, sequence: int, cause: int) -> None:
         if self._order is not None:
             self._order(order)
         else:
             self._log.note(NoteKind.FAULT_NOT_CARRIED_OUT, kind=kind, silo=order.name, sequence=sequence, cause=cause)
 
-    def _note(self, strike: Strike, silo: str, sequence: int, cause: int) -> None:
-        """Put a strike on record."""
+    def _log_strike(self, strike: Strike, silo: str, sequence: int, cause: int) -> None:
+        """Log that a fault strikes."""
         place, fault = strike
         self._log.note(NoteKind.FAULT, kind=fault.kind, place=place, silo=silo, sequence=sequence, cause=cause)
 
-    def _first(self, fault: str) -> bool:
-        """Whether this has not happened yet; from now on it has, also after a restart."""
+    def _mark_fired(self, fault: str) -> bool:
+        """Whether a fault strikes for the first time; records it, so that it does not strike again after a restart."""
         if fault in self._fired:
             return False
         self._fired.add(fault)
@@ -172,7 +174,11 @@ class FaultInjector:
 
     # ------------------------------------------------------------------------------------------------------ frames
     def incoming(self, address: bytes, frames: Sequence[Any]) -> tuple[list[Frames], list[Failed]]:
-        """What the roster gets in place of what arrived, and the tasks whose reply is lost for good."""
+        """Apply faults to a received message.
+
+        Returns:
+            What the roster receives instead, and the tasks whose reply is lost permanently.
+        """
         arrived: list[Frames] = [(address, frames)]
         failed: list[Failed] = []
         header = _header_of(frames) if self._on_frames or self._held else None
@@ -202,29 +208,29 @@ class FaultInjector:
 
     # ------------------------------------------------------------------------------------------------- coordinator
     def after_event(self, version: int, events: int) -> None:
-        """So many events of the run are dealt with; the coordinator may be scripted to die now."""
+        """Kill the coordinator if the script says so after ``version`` merges or ``events`` events."""
         for place, fault in self.script.crashes():
             due = version >= fault.after_round if fault.after_round else events >= (fault.after_event or 0)
-            if due and self._first(f"{place} {COORDINATOR}"):
-                self._note(Strike(place, fault), COORDINATOR, version, events)
-                self._do(Order("die", COORDINATOR), fault.kind, version, events)
+            if due and self._mark_fired(f"{place} {COORDINATOR}"):
+                self._log_strike(Strike(place, fault), COORDINATOR, version, events)
+                self._command(ProcessCommand("die", COORDINATOR), fault.kind, version, events)
 
     def to_disk(self, version: int, cause: int, path: Path) -> None:
-        """Bring a file of a version's checkpoint to the disk; a disk scripted to be full refuses.
+        """Flush a file of a version's checkpoint to disk, unless the script simulates a full disk.
 
         Raises:
-            OSError: the disk is full.
+            OSError: the disk is full, or simulated to be.
         """
         for place, fault in self.script.refusals(version):
             for number in range(fault.times):
-                if self._first(f"{place} disk {number}"):
-                    self._note(Strike(place, fault), COORDINATOR, version, cause)
+                if self._mark_fired(f"{place} disk {number}"):
+                    self._log_strike(Strike(place, fault), COORDINATOR, version, cause)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         to_disk(path)
 
 
 def _header_of(frames: Sequence[Any]) -> Header | None:
-    """The clear header, which is enough to know whose reply this is; None if there is none to read."""
+    """The header, which is not encrypted and tells whose reply this is; None if it is unreadable."""
     if isinstance(frames[0], Message):
         return frames[0].header
     try:
@@ -236,6 +242,6 @@ def _header_of(frames: Sequence[Any]) -> Header | None:
 def _damaged(frames: Sequence[Any]) -> list[memoryview]:
     """The frames with one bit of the sealed body flipped."""
     body = bytearray(frames[1])
-    if body:  # anybody may send an empty frame
+    if body:  # a peer may send an empty frame
         body[len(body) // 2] ^= 1
     return [frames[0], memoryview(bytes(body))]

@@ -1,4 +1,4 @@
-"""What a coordinator asked a silo at the end of a finished run, once more, from the run's last checkpoint."""
+"""Rebuilds the final evaluation request of a finished run to a silo from the run's last checkpoint."""
 
 from __future__ import annotations
 
@@ -12,30 +12,31 @@ from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 
 
 def asked_last(release: Release, population: Population, silo: str) -> Message:
-    """The question how a silo's own model does: the number of its last merged task, and what a task of now would bring.
+    """The request that had a silo evaluate its personal model: the number of its last settled task, and the payloads of
+    a task based on the final version.
 
     Args:
-        release: the run.
-        population: of its scenario.
-        silo: one of its silos.
+        release: the released run.
+        population: the silos and their data.
+        silo: name of the silo.
 
     Raises:
-        InputError: the silos have no models of their own, or the checkpoint is missing, damaged or of other data.
-        OtherModelError: the checkpoint is of another model than the released one.
+        InputError: the method has no personal models, or the checkpoint is missing, damaged or of other data.
+        OtherModelError: the checkpoint has another model than the released one.
     """
     scenario, folder = release.scenario, release.run
     run_context, _ = run_context_of(scenario, population, folder)
     if not run_context.traits.personalised:
         method = scenario.protocol.label
-        allowed = f"no --silo: with this run's options silos of {method} have no models of their own"
+        allowed = f"no --silo: with this run's options silos of {method} have no personal models"
         raise InputError(f"--silo of {folder.root}", silo, allowed)
     saved = checkpoints.load(folder.checkpoints)
     if saved is None:
-        allowed = "the last checkpoint of the run: --silo is for where its coordinator and the silo ran"
+        allowed = "the last checkpoint of the run; use --silo on the machine where the coordinator and the silo ran"
         raise InputError(str(folder.checkpoints), "no checkpoint", allowed)
     if saved.data not in ("", run_context.data):
         found = f"data of other content than the run was made with ({run_context.data[:12]})"
-        raise InputError(f"{folder.root}: the data", found, f"what was there then ({saved.data[:12]})")
+        raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")
     rounds = Rounds.from_record(run_context.plan, saved.rounds)
     state = saved.states[rounds.version]
     digest = run_context.context.layout.model_digest(state.theta.numpy())

@@ -1,8 +1,8 @@
-"""A run's peers in the coordinator's own process: tasks are answered by calls, without messages, keys or threads.
+"""Peers in the coordinator's own process: functions answer tasks, without a transport, keys or threads.
 
-It stands where the transport and the roster stand in a run with real processes, and the loop cannot tell: the same
-rounds, the same tasks, the same merges, hence the same model to the bit. What it leaves out is what a message passes on
-its way (encoding, sealing, the message logs), so there is nothing for an auditor to read.
+They replace the transport and the roster of a run with separate processes. The loop runs the same rounds, tasks and
+merges, so that the model is bit-identical. Messages are neither encoded, sealed nor logged, so that there is nothing to
+audit.
 """
 
 from __future__ import annotations
@@ -20,53 +20,53 @@ from fedmq.wire.fields import all_finite
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Error, Header, Kind, Message, Payload, Reason, tensors
 
-#: What a peer answers to a task or to an evaluation.
-Answer = Callable[[Message], tuple[Payload, ...]]
+#: Answers a task or an evaluation request with the payloads of the reply.
+PeerFunction = Callable[[Message], tuple[Payload, ...]]
 
 
 class InProcessPeers:
     """All peers of a run as functions.
 
     Args:
-        answers: of each silo and of the evaluator, by name.
-        run: the run's name.
-        log: the coordinator's message log; takes notes only.
-        clock: for stamps.
+        answers: the function of each silo and of the evaluator, by name.
+        run: name of the run.
+        log: the coordinator's message log; receives notes only.
+        clock: clock for time stamps.
     """
 
     uri: ClassVar[str] = "inline"
     wired: ClassVar[bool] = False
 
-    def __init__(self, answers: Mapping[str, Answer], run: str, log: MessageLog, clock: Clock) -> None:
+    def __init__(self, answers: Mapping[str, PeerFunction], run: str, log: MessageLog, clock: Clock) -> None:
         self._answers, self._run, self._log, self._clock = answers, run, log, clock
-        self._waiting: deque[Ready | Message] = deque(Ready(name, returned=False) for name in sorted(answers))
-        self._here: set[str] = set()
+        self._queue: deque[Ready | Message] = deque(Ready(name, returned=False) for name in sorted(answers))
+        self._joined: set[str] = set()
         self.sent = 0
         self.received = 0
         self.refused: Counter[str] = Counter()
-        self.refusal = ""  # the last one
+        self.refusal = ""
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
-        """The next peer that joins, or the answer to the oldest open request, computed now."""
-        if not self._waiting:
+        """The next peer that joins, or the answer to the oldest open request, computed in this call."""
+        if not self._queue:
             return None
-        item = self._waiting.popleft()
+        item = self._queue.popleft()
         if isinstance(item, Ready):
-            self._here.add(item.name)
+            self._joined.add(item.name)
             return b"", [item]
         self.received += 1
-        return b"", [self._answered(item)]
+        return b"", [self._answer(item)]
 
-    def _answered(self, request: Message) -> Message:
+    def _answer(self, request: Message) -> Message:
         header = request.header
         payloads: tuple[Payload, ...]
         kind = Kind.REPLY
         try:
             payloads = self._answers[header.receiver](request)
         except DiskError:
-            raise  # as it ends a silo's process, to go on from there
+            raise  # it would end a silo's process, too; the run can be resumed
         except Exception as error:
-            if not isinstance(error, FedmqError):  # what the other side is told says all there is to a known one
+            if not isinstance(error, FedmqError):  # the text of a known error suffices
                 traceback.print_exc(file=sys.stderr)
             text = f"task {header.sequence}: {type(error).__name__}: {error}"
             payloads, kind = (Error.saying("training_failed", text),), Kind.ERROR
@@ -85,7 +85,7 @@ class InProcessPeers:
         )
 
     def take(self, address: bytes, frames: Sequence[Any]) -> Any:
-        """What :meth:`receive` gave; a reply that no codec would let through is refused as the roster does."""
+        """Take a message of :meth:`receive`; a reply with non-finite numbers is refused as by the codec."""
         taken = frames[0]
         bulk = [array for payload in getattr(taken, "payloads", ()) for array in tensors(payload)]
         if not all(map(all_finite, bulk)):
@@ -95,12 +95,12 @@ class InProcessPeers:
 
     def online(self, name: str) -> bool:
         """Whether a peer has joined."""
-        return name in self._here
+        return name in self._joined
 
     def header(
         self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
     ) -> Header:
-        """A header of ours for a message to ``receiver``, stamped now."""
+        """A header from the coordinator to ``receiver``, stamped with the present time."""
         return Header(
             run=self._run,
             kind=kind,
@@ -113,12 +113,12 @@ class InProcessPeers:
         )
 
     def send(self, name: str, message: Message | Header) -> int:
-        """Open a request; layouts and stops need no answer. Returns 1, or 0 if the peer has not joined."""
-        if name not in self._here:
+        """Queue a request; layouts and stops need no answer. Returns 1, or 0 if the peer has not joined."""
+        if name not in self._joined:
             return 0
         self.sent += 1
         if isinstance(message, Message) and message.header.kind in (Kind.TASK, Kind.EVALUATE):
-            self._waiting.append(message)
+            self._queue.append(message)
         return 1
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
@@ -128,14 +128,14 @@ class InProcessPeers:
         self._log.refused(name, error.reason, error.detail, size)
 
     def silent(self, seconds: float, at: float) -> list[str]:
-        """Nobody: a function does not go away."""
+        """Always empty: functions do not go silent."""
         return []
 
     def drop(self, name: str) -> bool:
-        """Forget a peer; returns whether it was there."""
-        here = name in self._here
-        self._here.discard(name)
-        return here
+        """Remove a peer; returns whether it had joined."""
+        joined = name in self._joined
+        self._joined.discard(name)
+        return joined
 
     def note_unlogged(self) -> None:
-        """Nothing is left out."""
+        """Nothing to note: every refusal is logged."""

@@ -1,8 +1,7 @@
-"""The coordinator's loop: the only place where events come from outside and actions go out. All I/O, no rules.
+"""The coordinator's loop: receives events, feeds the rounds machine, and carries out its actions. All I/O, no rules.
 
-Replies are taken in the order of the timeline, not in the order in which bytes happen to arrive: under a virtual
-clock the loop pops the earliest due reply and waits for exactly those bytes, so that the run does not depend on how
-fast anybody was.
+Replies are handled in the order of the timeline, not of their arrival: under a virtual clock the loop takes the
+earliest due reply and waits for exactly that message, so that the run does not depend on real speeds.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import assert_never
 
-from coordinator.aggregation import as_reply, losses_of, merge_line, merged_state
+from coordinator.aggregation import losses_of, merge_line, merged_state, reply_of
 from coordinator.checkpointing import Checkpointing
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
@@ -34,14 +33,14 @@ from coordinator.events import (
     Stop,
     Switched,
 )
-from coordinator.failures import Failures, text_of
 from coordinator.fault_injection import FaultInjector
 from coordinator.peers import Peers, Ready, Unusable
 from coordinator.reply_validation import validate_reply
-from coordinator.roster import Returns
+from coordinator.roster import ReconnectThrottle
 from coordinator.rounds import Phase, Rounds
 from coordinator.run_context import RunContext
-from coordinator.timeline import Due, Entry, Timeline, event_of, note_event
+from coordinator.task_errors import TaskErrors, text_of
+from coordinator.timeline import EntryKind, Timeline, TimelineEntry, event_of, note_event
 from fedmq.clock import Clock
 from fedmq.errors import RemoteWireError, RunError
 from fedmq.federation.fault_effects import FailureReason
@@ -54,11 +53,11 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
 
 _POLL_SECONDS = 0.2
-#: Messages taken before events have their turn: who floods the socket must not hold the run up. Nobody counts as silent
-#: meanwhile: what the silos said may lie behind the flood.
+#: Messages received in a row before events are handled, so that a peer that floods the socket cannot stall the run.
+#: Until the queue is empty no peer counts as silent, because its messages may still be queued.
 _MESSAGES_AT_ONCE = 256
-#: Number of what is no event of the timeline: a silo joined or was lost, the operator asked to stop.
-_OUTSIDE = 0
+#: Event number of events that are not on the timeline: a silo joined or was lost, or the operator requested a stop.
+_NO_EVENT = 0
 
 
 @dataclass
@@ -66,21 +65,21 @@ class Loop:
     """One run of a coordinator.
 
     Args:
-        run_context: what it works with.
-        rounds: the machine, new or from a checkpoint.
-        states: the method's state by version: the present one and older ones still needed.
+        run_context: fixed facts of the run.
+        rounds: the rounds machine, new or from a checkpoint.
+        states: the method's states by version: the present one, and older ones that are still needed.
         clock: the run's clock.
         roster: the run's peers.
-        log: the message log.
-        counters: of the run.
-        trouble: the scenario's faults.
-        due: arrival times of tasks in flight, from a checkpoint.
-        measuring: what is asked of the evaluator and of silos with models of their own.
-        report: called with a :class:`Status` a few times a second.
-        stop_wanted: asked between events; true stops the run cleanly.
+        log: the coordinator's message log.
+        counters: the run's counters.
+        fault_injector: determines the outcome of tasks and injects faults.
+        due: arrival time [s] of each pending task's outcome, by silo, from a checkpoint; infinite on a wall clock.
+        evaluation: requests to the evaluator, and to the silos of methods with personal models.
+        report: called with a :class:`Status` a few times per second.
+        stop_wanted: called between events; true stops the run cleanly.
 
     Attributes:
-        saving: writes the checkpoints, and knows what the last one has.
+        saving: writes the checkpoints.
     """
 
     run_context: RunContext
@@ -101,15 +100,15 @@ class Loop:
         self._inbox: dict[tuple[str, int], Message | Failed] = {}
         self._facts: dict[str, SiloFacts] = {silo.name: silo for silo in self.run_context.context.silos}
         self._seen: set[str] = set()
-        self._away: dict[str, float] = {}
+        self._absent_since: dict[str, float] = {}
         self._loss: float | None = None
-        self._failures, self._returns = Failures(self.counters.errors), Returns()
-        self._began = self._reported = self._looked = self._caught_up = self.clock.stopwatch()
+        self._errors, self._reconnects = TaskErrors(self.counters.errors), ReconnectThrottle()
+        self._began = self._reported = self._checked = self._caught_up = self.clock.stopwatch()
         self.saving = Checkpointing(
             self.run_context, self.clock, self.log, self.counters, self.roster, self.fault_injector, self.rounds.settled
         )
         for silo, at in self.due.items():
-            if at < math.inf:  # a wall clock knows no due times
+            if at < math.inf:  # on a wall clock arrival times are unknown
                 self._timeline.arrival(at, self._facts[silo].index, silo, self.rounds.pending[silo].sequence)
         now, trace = self.clock.now(), self.run_context.trace
         for name, facts in self._facts.items():
@@ -119,7 +118,10 @@ class Loop:
 
     # ------------------------------------------------------------------------------------------------- the loop
     def run(self) -> Phase:
-        """Work until the rounds are done and evaluated, or a stop is wanted.
+        """Run until all rounds are merged and evaluated, or a stop is requested.
+
+        Returns:
+            ``DONE`` or ``STOPPED``.
 
         Raises:
             RunError: no silo can train, or the evaluator stays away.
@@ -130,47 +132,47 @@ class Loop:
             self._step()
         waiting = self.clock.stopwatch()
         if self.rounds.phase is Phase.DONE:
-            if (error := self._failures.first) is not None and not self.counters.participations.total():
+            if (error := self._errors.first) is not None and not self.counters.participations.total():
                 raise RunError(f"no silo could train in any round; the first error was {error}")
-            if not self._measured(self.rounds.version, self.saving.settled, final=True):
+            if not self._measure_personal(self.rounds.version, self.saving.settled, final=True):
                 self._handle(EvaluationAborted())
-        self.counters.spend("evaluation", self.clock.stopwatch() - waiting)
+        self.counters.add_seconds("evaluation", self.clock.stopwatch() - waiting)
         for name in (*self._facts, EVALUATOR):
             self.roster.send(name, self.roster.header(name, Kind.STOP))
         self.roster.note_unlogged()
         self._report(force=True)
         return self.rounds.phase
 
-    def _measured(self, version: int, settled: Mapping[str, int], *, final: bool) -> bool:
-        """Have the silos measure their own models, where they have such; false if a stop is wanted before they did."""
-        # Whoever left comes back for it: a measurement is no task, and does not depend on who is away at the time.
-        self.fault_injector.bring_back()
+    def _measure_personal(self, version: int, settled: Mapping[str, int], *, final: bool) -> bool:
+        """Have the silos evaluate their personal models, if any; false if a stop is requested meanwhile."""
+        # Faults that make silos leave apply to tasks only: all silos take part in an evaluation.
+        self.fault_injector.restart_stopped()
         self.evaluation.ask_silos(self.rounds.gone, version, self.states[version], settled)
         for name in self.evaluation.asked:
-            if name in self._returns.waiting or not self.evaluation.ask(name):
-                self._away.setdefault(name, self.clock.stopwatch())
-        if not self.evaluation.wait(self._look, self.stop_wanted, self.clock, final=final):
+            if name in self._reconnects.waiting or not self.evaluation.ask(name):
+                self._absent_since.setdefault(name, self.clock.stopwatch())
+        if not self.evaluation.wait(self._poll, self.stop_wanted, self.clock, final=final):
             return False
         self.evaluation.put_on_file(version)
         return True
 
-    def _look(self) -> None:
+    def _poll(self) -> None:
         self._receive(_POLL_SECONDS)
-        self._look_around()
+        self._check_peers()
 
     def _step(self) -> None:
         if self.stop_wanted():
             self._handle(Stop())
             return
         entry, trace = self._timeline.peek(self.rounds.version), self.run_context.trace
-        if entry is None and self.rounds.stranded:
-            raise RunError("no silo that may be asked is ever on again; see participation.trace")
-        # A resumed run's time stands still until all are back: what was under way is due in the rounds to come.
+        if entry is None and self.rounds.stalled:
+            raise RunError("no eligible silo is ever on again; correct participation.trace")
+        # The time of a resumed run stands still until all silos have joined; pending tasks are due afterwards.
         gathering = self.rounds.phase is Phase.GATHERING
         if entry is not None and not gathering and self._is_ready(entry):
             self._timeline.pop()
             self.clock.advance_to(max(entry.at, self.clock.now()))
-            if entry.due is Due.SWITCH:
+            if entry.kind is EntryKind.SWITCH:
                 self._timeline.next_switch(trace, self.clock.now(), entry.index, entry.silo)
             event = event_of(entry, self._inbox.get((entry.silo, entry.sequence)), trace)
             self.counters.events += 1
@@ -182,26 +184,26 @@ class Loop:
             if entry is not None and not gathering and not self.clock.virtual:
                 wait = min(wait, max(0.0, entry.at - self.clock.now()))
             self._receive(wait)
-        self._look_around()
+        self._check_peers()
 
-    def _is_ready(self, entry: Entry) -> bool:
+    def _is_ready(self, entry: TimelineEntry) -> bool:
         if not self.clock.virtual:
             return entry.at <= self.clock.now()
-        return entry.due is not Due.ARRIVAL or (entry.silo, entry.sequence) in self._inbox
+        return entry.kind is not EntryKind.ARRIVAL or (entry.silo, entry.sequence) in self._inbox
 
-    def _handle(self, event: Event, number: int = _OUTSIDE) -> None:
-        """Feed the machine, then do what it says; a merge feeds it again at once.
+    def _handle(self, event: Event, number: int = _NO_EVENT) -> None:
+        """Pass an event to the rounds machine and carry out its actions.
 
         Args:
-            event: what happened.
-            number: of the event of the timeline that it is, or follows from.
+            event: the event.
+            number: number of the timeline event that it is, or that caused it.
         """
         if isinstance(event, Failed):
             self._inbox.pop((event.silo, event.sequence), None)
             self.due.pop(event.silo, None)
             self.counters.failed += 1
             if event.reason is FailureReason.ERROR:
-                self._failures.due(event.silo)
+                self._errors.task_failed(event.silo)
             self.log.note(
                 NoteKind.TASK_FAILED, silo=event.silo, sequence=event.sequence, reason=event.reason, cause=number
             )
@@ -230,49 +232,49 @@ class Loop:
 
     # ---------------------------------------------------------------------------------------------- from outside
     def _receive(self, wait: float) -> None:
-        """Take what has arrived, so much that there is time for the rest, too; wait for it at most so long [s]."""
+        """Receive a limited number of messages; wait at most ``wait`` [s] for the first one."""
         for _ in range(_MESSAGES_AT_ONCE):
             try:
-                got = self.roster.receive(wait)
+                received = self.roster.receive(wait)
             except RemoteWireError as error:
                 self.roster.refuse("unknown", error, 0)
                 continue
-            if got is None:
+            if received is None:
                 self._caught_up = self.clock.stopwatch()
                 return
             wait = 0.0
-            arrived, lost = self.fault_injector.incoming(*got)
+            arrived, lost = self.fault_injector.incoming(*received)
             for failed in lost:
-                self._deliver(failed.silo, failed.sequence, failed)
+                self._set_outcome(failed.silo, failed.sequence, failed)
             for address, frames in arrived:
                 taken = self.roster.take(address, frames)
                 if isinstance(taken, Ready):
-                    self._welcome(taken)
+                    self._on_ready(taken)
                 elif isinstance(taken, Unusable):
-                    self._give_up(taken)
+                    self._on_unusable(taken)
                 elif taken is not None:
-                    self._take(taken)
+                    self._on_message(taken)
 
-    def _give_up(self, unusable: Unusable) -> None:
-        """A reply that cannot be read is this task's outcome; asking for it again would bring the same."""
+    def _on_unusable(self, unusable: Unusable) -> None:
+        """Fail the task of an unreadable reply; a resend would be unreadable, too."""
         header = unusable.header
         if self.evaluation.unreadable(header):
             return
         if header.kind is Kind.REPLY and header.reply_to is not None and header.sender in self._facts:
-            self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, unusable.reason))
+            self._set_outcome(header.sender, header.reply_to, Failed(header.sender, header.reply_to, unusable.reason))
 
-    def _welcome(self, ready: Ready) -> None:
+    def _on_ready(self, ready: Ready) -> None:
         name, now = ready.name, self.clock.stopwatch()
         if name != EVALUATOR and name not in self._facts:
-            self.roster.refuse(name, RemoteWireError("unknown_sender", f"{name} is no silo of this scenario"), 0)
+            self.roster.refuse(name, RemoteWireError("unknown_sender", f"{name} is not a silo of this scenario"), 0)
             self.roster.drop(name)
             return
         if ready.returned and name != EVALUATOR:
             self._handle(Lost(name))
-        if self._returns.must_wait(name, now, BEAT_SECONDS):
-            self._away.setdefault(name, now)
+        if self._reconnects.must_wait(name, now, BEAT_SECONDS):
+            self._absent_since.setdefault(name, now)
             return
-        self._away.pop(name, None)
+        self._absent_since.pop(name, None)
         self.roster.send(name, Message(self.roster.header(name, Kind.LAYOUT), layout=self.run_context.context.layout))
         if name == EVALUATOR:
             for version in self.evaluation.pending:
@@ -282,56 +284,56 @@ class Loop:
             self.evaluation.ask(name)
         self._seen.add(name)
         if len(self._seen) == len(self._facts) and "startup" not in self.counters.seconds:
-            self.counters.spend("startup", self.clock.stopwatch() - self._began)
+            self.counters.add_seconds("startup", self.clock.stopwatch() - self._began)
         self._handle(Joined(name))
 
-    def _take(self, message: Message) -> None:
+    def _on_message(self, message: Message) -> None:
         header = message.header
         if header.kind is Kind.REPLY and header.sender == EVALUATOR:
             self.evaluation.evaluated(message)
         elif self.evaluation.measured(message):
             pass
         elif header.kind is Kind.REPLY and header.reply_to is not None:
-            self.counters.traffic("up", message.payloads)
+            self.counters.add_traffic("up", message.payloads)
             try:
                 silo = self.run_context.facts_at(header.sender, header.base_version)
                 base = self.states.get(header.base_version)
                 validate_reply(message, self.run_context, silo, self.rounds.pending.get(header.sender), base)
-                self._deliver(header.sender, header.reply_to, message)
+                self._set_outcome(header.sender, header.reply_to, message)
             except RemoteWireError as error:
                 self.roster.refuse(header.sender, error, 0)
-                self._deliver(header.sender, header.reply_to, Failed(header.sender, header.reply_to, error.reason))
+                self._set_outcome(header.sender, header.reply_to, Failed(header.sender, header.reply_to, error.reason))
         elif header.kind is Kind.ERROR:
-            self._take_error(header, text_of(message))
+            self._on_error(header, text_of(message))
         else:
             self.roster.refuse(header.sender, RemoteWireError("unexpected", f"a {header.kind} from {header.sender}"), 0)
 
-    def _take_error(self, header: Header, text: str) -> None:
-        """A peer says what went wrong: with a task, or with itself."""
+    def _on_error(self, header: Header, text: str) -> None:
+        """Handle a peer's report of an error: of a task, or of the peer itself."""
         silo, number = header.sender, header.reply_to
         self.log.note(NoteKind.ERROR_REPORTED, peer=silo, error=text[:300])
         if number is not None and silo in self._facts:
             if self._is_open(silo, number):
-                self._failures.said(silo, text)
-            self._deliver(silo, number, Failed(silo, number, FailureReason.ERROR))
+                self._errors.reported(silo, text)
+            self._set_outcome(silo, number, Failed(silo, number, FailureReason.ERROR))
         elif silo == EVALUATOR:
             raise RunError(f"{silo}: {text}")
         elif silo in self._facts:
-            # It cannot go on. That is its own affair: it counts as any silo that stays away.
-            self._failures.stopped(silo, text)
-            self._lose(silo)
+            # A silo that cannot continue is handled like any silo that stays away.
+            self._errors.silo_failed(silo, text)
+            self._on_peer_lost(silo)
 
-    def _deliver(self, silo: str, sequence: int, outcome: Message | Failed, after: float | None = None) -> None:
-        """A task has its outcome; the first one counts, and its time is the timeline's business.
+    def _set_outcome(self, silo: str, sequence: int, outcome: Message | Failed, after: float | None = None) -> None:
+        """Store the outcome of a pending task; the first one counts. The timeline decides when it is handled.
 
         Args:
-            silo: whose task it was.
-            sequence: its number.
-            outcome: a checked reply, or why there is none.
-            after: seconds of real time from now, where time is real; None leaves it to the scenario's faults.
+            silo: the task's silo.
+            sequence: number of the task.
+            outcome: a validated reply, or the failure.
+            after: delay on a wall clock [s]; None for the delay of the scenario's faults.
         """
         if not self._is_open(silo, sequence):
-            # Said before: it is merged, given up, or waits for its time already. The first answer stands.
+            # A repeated outcome: the task is merged or given up, or its first outcome is waiting on the timeline.
             reason = DiscardReason.DUPLICATE
             self.counters.discarded[reason] += 1
             self.log.note(NoteKind.REPLY_DISCARDED, silo=silo, sequence=sequence, reason=reason)
@@ -342,42 +344,42 @@ class Loop:
             self._timeline.arrival(at, self._facts[silo].index, silo, sequence)
 
     def _is_open(self, silo: str, sequence: int) -> bool:
-        """Whether a task is out whose outcome is not known."""
+        """Whether a task is pending and has no outcome yet."""
         pending_task = self.rounds.pending.get(silo)
         return pending_task is not None and pending_task.sequence == sequence and (silo, sequence) not in self._inbox
 
-    def _look_around(self) -> None:
-        """Who went silent, who stayed away too long, and is it time to tell how things stand."""
+    def _check_peers(self) -> None:
+        """Handle silent, lost and absent peers, and report the status."""
         now = self.clock.stopwatch()
-        if now - self._looked < _POLL_SECONDS:
+        if now - self._checked < _POLL_SECONDS:
             return
-        self._looked = now
-        for name in filter(self.roster.online, self._returns.due(now, BEAT_SECONDS)):
-            self._welcome(Ready(name, returned=False))
-        # A session also ends when a message cannot be delivered, and then nobody is silent.
+        self._checked = now
+        for name in filter(self.roster.online, self._reconnects.expired(now, BEAT_SECONDS)):
+            self._on_ready(Ready(name, returned=False))
+        # A session also ends when a message cannot be delivered; such a peer is never reported as silent.
         for name in sorted(self.rounds.online):
             if not self.roster.online(name):
-                self._lose(name)
-        # After a long merge or a slow disk there may be much that was said and is not read yet.
+                self._on_peer_lost(name)
+        # Silence is judged as of the last time the queue was empty: after a long merge messages may be unread.
         for name in self.roster.silent(BEAT_SECONDS * LOST_BEATS, self._caught_up):
-            self._lose(name)
+            self._on_peer_lost(name)
         patience = self.run_context.scenario.aggregation.lost_after
-        for name in [name for name in self.evaluation.asked if now - self._away.get(name, now) > patience]:
+        for name in [name for name in self.evaluation.asked if now - self._absent_since.get(name, now) > patience]:
             self.evaluation.give_up(name)
-        for name, since in list(self._away.items()):
+        for name, since in list(self._absent_since.items()):
             pending_task = self.rounds.pending.get(name)
             if self.run_context.gives_up and now - since > patience and pending_task is not None:
-                del self._away[name]
+                del self._absent_since[name]
                 number = pending_task.sequence
-                self._deliver(name, number, Failed(name, number, FailureReason.STAYED_AWAY, gone=True))
+                self._set_outcome(name, number, Failed(name, number, FailureReason.STAYED_AWAY, gone=True))
         self._report()
 
-    def _lose(self, name: str) -> None:
-        """A peer is on the line no more."""
+    def _on_peer_lost(self, name: str) -> None:
+        """End a peer's session."""
         self.roster.drop(name)
         self.log.note(NoteKind.PEER_LOST, peer=name)
         if name in self._facts:
-            self._away[name] = self.clock.stopwatch()
+            self._absent_since[name] = self.clock.stopwatch()
             self._handle(Lost(name))
 
     # -------------------------------------------------------------------------------------------------- to outside
@@ -395,32 +397,32 @@ class Loop:
                 self._timeline.arrival(at, silo.index, silo.name, action.sequence)
         off = self.clock.virtual and not self.run_context.trace.on(silo.name, self.due[silo.name])
         if off or not outcome.sent:
-            # Known to fail, so it need not train for nothing; while silos gather or measure all are waited for.
+            # The task is known to fail, so it is not sent. While silos join or evaluate, none is stopped.
             if self.rounds.phase is Phase.COLLECTING:
-                self.fault_injector.kept_from(silo.name, outcome)
+                self.fault_injector.withhold(silo.name, outcome)
             if (silo.name, action.sequence) not in self._inbox:
                 failed = Failed(silo.name, action.sequence, outcome.fails or FailureReason.WENT_OFF)
-                self._deliver(silo.name, action.sequence, failed, max(0.0, outcome.due - self.clock.now()))
+                self._set_outcome(silo.name, action.sequence, failed, max(0.0, outcome.due - self.clock.now()))
             return
-        self.fault_injector.before_sending(silo.name)
-        if not self.roster.online(silo.name) or silo.name in self._returns.waiting:
-            self._away.setdefault(silo.name, self.clock.stopwatch())
+        self.fault_injector.restart(silo.name)
+        if not self.roster.online(silo.name) or silo.name in self._reconnects.waiting:
+            self._absent_since.setdefault(silo.name, self.clock.stopwatch())
             return
         payloads = self.run_context.protocol.task(self.states[action.base_version], silo)
-        info = self.run_context.task_info(action.round, self.saving.forgettable(silo.name))
+        info = self.run_context.task_info(action.round, self.saving.durably_settled(silo.name))
         header = self.roster.header(silo.name, Kind.TASK, sequence=action.sequence, base_version=action.base_version)
-        # Stamped with its first handing out, so that a silo that is sent it again does the same again.
+        # Stamped with the time of its first issue, so that a resent task is identical.
         message = Message(replace(header, sent_at=outcome.handed), payloads, info)
         if self.roster.send(silo.name, message):
-            self.counters.traffic("down", payloads)
+            self.counters.add_traffic("down", payloads)
             self.fault_injector.after_sending(silo.name, action.sequence, action.cause)
 
     def _merge(self, action: Merge) -> None:
-        """Merge, checkpoint, and tell the machine: one step, of which either all or nothing survives."""
+        """Merge, write a checkpoint and notify the rounds machine; a crash leaves either all or nothing of it."""
         began = self.clock.stopwatch()
         round_, arrived, cause = action.round, action.replies, action.cause
         replies = [self._reply(item) for item in arrived]
-        if not replies and (error := self._failures.of_all(self.run_context.plan.eligible)) is not None:
+        if not replies and (error := self._errors.of_all(self.run_context.plan.eligible)) is not None:
             raise RunError(f"no silo could train by round {round_}; the first error was {error}")
         state, log = self.states[self.rounds.version], {}
         if replies:
@@ -428,7 +430,7 @@ class Loop:
             state, log = merged.state, dict(merged.log)
             for name in left_out:
                 self.log.note(NoteKind.LEFT_OUT_BY_KRUM, silo=name, version=self.rounds.version, cause=cause)
-            self._failures.merged()
+            self._errors.clear()
         for item in arrived:
             self._inbox.pop((item.silo, item.sequence))
             self.due.pop(item.silo, None)
@@ -437,38 +439,38 @@ class Loop:
         self.states[version] = state
         self.evaluation.evaluate_if_due(version, state)
         waiting = self.clock.stopwatch()
-        if not self._measured_meanwhile(version):
-            self._handle(Stop())  # without a checkpoint: a resume merges again, and measures
+        if not self._measure_before_checkpoint(version):
+            self._handle(Stop())  # without a checkpoint: a resumed run repeats the merge and the evaluation
             return
         waited = self.clock.stopwatch() - waiting
-        self.counters.spend("evaluation", waited)
+        self.counters.add_seconds("evaluation", waited)
         after = self.rounds.after_merge()
         self._forget_states(version)
         line = merge_line(version, self.clock.now(), replies, losses_of(replies), log)
         self._loss = line.loss
-        # Before the checkpoint: a resume from the one before drops the line again. After it, the line could be lost.
+        # Written before the checkpoint: a resume from the previous one drops it; written after, it could be lost.
         append_line(self.run_context.folder.metrics, line.plain(), durable=True)
         self.saving.save(after, self.states, self.due, cause)
-        self.counters.spend("merge", self.clock.stopwatch() - began - waited)
+        self.counters.add_seconds("merge", self.clock.stopwatch() - began - waited)
         self._handle(Merged(version), cause)
 
-    def _measured_meanwhile(self, version: int) -> bool:
-        """Have measured what a merge waits for; false if a stop is wanted before it was."""
+    def _measure_before_checkpoint(self, version: int) -> bool:
+        """Wait for the evaluations that the checkpoint depends on; false if a stop is requested meanwhile."""
         if self.evaluation.own_due(version):
-            return self._measured(version, self.rounds.settled, final=False)
+            return self._measure_personal(version, self.rounds.settled, final=False)
         return not self.evaluation.crowded or self.evaluation.wait(
-            self._look, self.stop_wanted, self.clock, final=False
+            self._poll, self.stop_wanted, self.clock, final=False
         )
 
     def _reply(self, item: Arrived) -> Reply:
         message = self._inbox[item.silo, item.sequence]
-        assert isinstance(message, Message)  # noqa: S101 - the machine merges what arrived, and failures never arrive
+        assert isinstance(message, Message)  # noqa: S101 - the rounds machine merges no failed tasks
         silo = self.run_context.facts_at(item.silo, message.header.base_version)
         merged = self.counters.participations
-        return as_reply(self.run_context, message, silo, self.states, self.rounds.version, merged)
+        return reply_of(self.run_context, message, silo, self.states, self.rounds.version, merged)
 
     def _forget_states(self, version: int) -> None:
-        """Keep the states that a task in flight or an evaluation still stands on."""
+        """Drop the states that no pending task or evaluation is based on."""
         needed = {version, *self.evaluation.pending, *(task.base_version for task in self.rounds.pending.values())}
         self.states = {number: state for number, state in self.states.items() if number in needed}
 

@@ -1,4 +1,4 @@
-"""Who is asked to train: how silos are drawn for a merge, and when a silo is on at all."""
+"""Which silos are selected: sampling of cohorts and availability traces."""
 
 from __future__ import annotations
 
@@ -17,22 +17,27 @@ _COLUMNS = ["silo", "on", "off"]
 
 
 def cohort_size(rate: float, eligible: int) -> int:
-    """⌊C N⌋ silos (RCSR, algorithm 1), at least one."""
-    # The small term keeps floor(0.29 * 100) at 29 in spite of binary fractions.
+    """Number of silos selected in a round: ⌊C N⌋ (RCSR, algorithm 1), at least one.
+
+    Args:
+        rate: C, the participation rate.
+        eligible: N, the number of eligible silos.
+    """
+    # The small term keeps floor(0.29 * 100) at 29 despite rounding.
     return max(1, math.floor(rate * eligible + 1e-9))
 
 
 def draw_order(seed: int, version: int, silos: Sequence[str], samples: Mapping[str, int]) -> list[str]:
-    """Silos in the order in which they are drawn without replacement.
+    """Silos in the order in which they are sampled without replacement.
 
-    Every silo draws a number of its own, so one silo's absence does not reshuffle the others.
+    Each silo has a random key of its own, so that the absence of one silo does not change the order of the others.
 
     Args:
         seed: the scenario's seed.
-        version: merges so far.
-        silos: whom to draw from.
-        samples: weights, by silo: the next one is drawn with probability proportional to its weight among those left
-            (exponential keys, Efraimidis and Spirakis 2006). Empty draws all alike.
+        version: number of merges so far.
+        silos: the silos to sample from.
+        samples: weights by silo: each draw selects one of the remaining silos with probability proportional to its
+            weight (exponential keys, Efraimidis and Spirakis 2006). Empty for uniform sampling.
     """
     numbers = {silo: seeds.derive(seed, "participation", version, silo) for silo in silos}
     if not samples:
@@ -43,13 +48,13 @@ def draw_order(seed: int, version: int, silos: Sequence[str], samples: Mapping[s
 
 @dataclass(frozen=True)
 class Sampling:
-    """How silos are drawn for a merge.
+    """How silos are sampled for a round.
 
     Args:
-        samples: training samples by silo, the weights of the draw; empty draws all alike.
-        candidates: power-of-choice (Cho et al. 2020): so many are drawn, and those of them with the highest last-known
-            loss are asked; a silo never heard of counts as infinitely bad. 0 draws twice as many as are asked. None
-            asks whoever is drawn.
+        samples: sampling weights: training samples by silo; empty for uniform sampling.
+        candidates: power-of-choice (Cho et al. 2020): number of candidates drawn, of which those with the highest
+            last-known loss are selected; a silo without a known loss counts as infinite. 0 draws twice the number
+            selected. None selects the silos drawn.
     """
 
     samples: Mapping[str, int] = field(default_factory=dict)
@@ -58,7 +63,18 @@ class Sampling:
     def choose(
         self, seed: int, version: int, free: Sequence[str], count: int, losses: Mapping[str, float]
     ) -> tuple[str, ...]:
-        """``count`` of the free silos, in the order given."""
+        """Select ``count`` of the free silos.
+
+        Args:
+            seed: the scenario's seed.
+            version: number of merges so far.
+            free: silos that can be selected.
+            count: number of silos to select.
+            losses: last-known training loss by silo.
+
+        Returns:
+            The selected silos in the order of ``free``.
+        """
         drawn = draw_order(seed, version, free, self.samples)
         if self.candidates is not None:
             drawn = drawn[: max(count, self.candidates or 2 * count)]
@@ -68,10 +84,10 @@ class Sampling:
 
 
 def sampling_of(participation: Participation, samples: Mapping[str, int]) -> Sampling:
-    """The sampling a scenario asks for.
+    """The sampling that a scenario configures.
 
     Args:
-        participation: as in the scenario.
+        participation: the scenario's section.
         samples: training samples by silo.
     """
     match participation.kind:
@@ -86,18 +102,18 @@ def sampling_of(participation: Participation, samples: Mapping[str, int]) -> Sam
 # --------------------------------------------------------------------------------------------------- availability
 @dataclass(frozen=True)
 class Trace:
-    """When each silo is on.
+    """Availability of the silos over the run's time.
 
     Args:
-        intervals: by silo, (on, off) in the run's time [s], half open; a silo that is not listed is always on.
-        period: the trace repeats after so long [s]; infinity never repeats it.
+        intervals: half-open intervals (on, off) [s] by silo; a silo without an entry is always on.
+        period: period after which the trace repeats [s]; infinity for no repetition.
     """
 
     intervals: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
     period: float = math.inf
 
     def on(self, silo: str, at: float) -> bool:
-        """Whether a silo is on at a time [s]."""
+        """Whether a silo is on at time ``at`` [s]."""
         return silo not in self.intervals or any(start <= at < end for start, end in self._near(silo, at))
 
     def next_change(self, silo: str, at: float) -> float:
@@ -107,26 +123,26 @@ class Trace:
         return next((edge for edge in edges if self.on(silo, edge) is not now), math.inf)
 
     def next_on(self, silo: str, at: float) -> float:
-        """The first time from ``at`` [s] on at which a silo is on; infinity if it never is again."""
+        """The first time at or after ``at`` [s] at which a silo is on; infinity if it never is."""
         return at if self.on(silo, at) else self.next_change(silo, at)
 
-    def outcome_at(self, silo: str, asked: float, due: float, *, wait: bool) -> float:
-        """When a task's outcome is known [s]. If the silo is off by then, it is lost; otherwise its reply is here.
+    def outcome_at(self, silo: str, selected_at: float, due: float, *, wait: bool) -> float:
+        """Time at which a task's outcome is known [s]: its reply arrives if the silo is on then, otherwise it is lost.
 
         Args:
-            silo: who was asked.
-            asked: when, being on.
-            due: when its reply would be here were it always on.
-            wait: whether a silo that is off when its reply is due sends it once it is on again; otherwise going off
-                loses the task. One that is never on again loses it in either case.
+            silo: the selected silo.
+            selected_at: time at which it was selected, being on [s].
+            due: arrival time of its reply if it stayed on [s].
+            wait: a silo that is off when its reply is due sends it once it is on again; otherwise going off loses the
+                task. A silo that is never on again loses the task in either case.
         """
         back = self.next_on(silo, due)
         if wait and back < math.inf:
             return back
-        return min(due, self.next_change(silo, asked))
+        return min(due, self.next_change(silo, selected_at))
 
     def _near(self, silo: str, at: float) -> Iterator[tuple[float, float]]:
-        """The silo's intervals around a time. Edges are always computed alike, so they compare equal to themselves."""
+        """The silo's intervals around time ``at``; an edge always has the same floating-point value."""
         pairs = self.intervals.get(silo, ())
         if self.period == math.inf:
             yield from pairs
@@ -138,7 +154,7 @@ class Trace:
 
 
 def diurnal(days: Diurnal, seed: int, silos: Sequence[str]) -> Trace:
-    """Every silo is on for the same share of the day, each from an hour of its own, drawn from the seed."""
+    """A trace in which each silo is on for the same share of the day, from a start time drawn from the seed."""
     if days.share == 1.0:
         return Trace()
     starts = {silo: seeds.numpy_generator(seed, "diurnal", silo).random() * days.period for silo in silos}
@@ -146,15 +162,15 @@ def diurnal(days: Diurnal, seed: int, silos: Sequence[str]) -> Trace:
 
 
 def read_trace(path: Path, silos: Sequence[str], period: float = math.inf) -> Trace:
-    """Read a trace: CSV with the columns silo, on, off [s].
+    """Read a trace from a CSV file with the columns silo, on, off [s].
 
     Args:
         path: the file.
-        silos: the names that may occur; one that does not is always on.
+        silos: names of all silos; those missing in the file are always on.
         period: see :class:`Trace`.
 
     Raises:
-        InputError: the file cannot be read, or a line is not as it must be.
+        InputError: the file cannot be read, or a line is invalid.
     """
     allowed = "a CSV file with the columns silo, on, off"
     try:
@@ -174,11 +190,12 @@ def read_trace(path: Path, silos: Sequence[str], period: float = math.inf) -> Tr
         if not row:
             continue
         silo, start, end = _interval(f"{path}: line {number}", row, silos, period)
-        own = intervals.setdefault(silo, [])
-        if own and start < own[-1][1]:
-            raise InputError(f"{path}: line {number}", f"on at {start:g}", f"at or after {own[-1][1]:g}, {silo}'s last")
-        own.append((start, end))
-    return Trace({silo: tuple(own) for silo, own in intervals.items()}, period)
+        earlier = intervals.setdefault(silo, [])
+        if earlier and start < (last_off := earlier[-1][1]):
+            allowed = f"at or after {last_off:g}, when {silo} last went off"
+            raise InputError(f"{path}: line {number}", f"on at {start:g}", allowed)
+        earlier.append((start, end))
+    return Trace({silo: tuple(pairs) for silo, pairs in intervals.items()}, period)
 
 
 def _interval(place: str, row: Sequence[str], silos: Sequence[str], period: float) -> tuple[str, float, float]:
@@ -198,10 +215,15 @@ def _interval(place: str, row: Sequence[str], silos: Sequence[str], period: floa
 
 
 def trace_of(participation: Participation, seed: int, silos: Sequence[str]) -> Trace:
-    """The trace a scenario asks for; all silos always on if it asks for none.
+    """The trace that a scenario configures; without one all silos are always on.
+
+    Args:
+        participation: the scenario's section.
+        seed: the scenario's seed.
+        silos: names of all silos.
 
     Raises:
-        InputError: the trace's file is not as it must be.
+        InputError: the trace's file is invalid.
     """
     if participation.trace is not None:
         return read_trace(participation.trace, silos, participation.repeat or math.inf)

@@ -1,4 +1,4 @@
-"""What the coordinator's loop needs of its peers, whether they are processes on a wire or functions in this process."""
+"""Interface of the coordinator's loop to its peers, which are separate processes or functions of this process."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from fedmq.wire.messages import Header, Kind, Message
 
 @dataclass(frozen=True)
 class Ready:
-    """A peer finished its handshake, or came through again after messages of its were lost.
+    """A peer finished its handshake, or is reachable again after messages were lost.
 
     Args:
-        name: as its key is accepted under.
-        returned: it was here before; whatever was on its way to or from it may be lost.
+        name: the name under which its key is accepted.
+        returned: it had joined before; messages in transit to or from it may be lost.
     """
 
     name: str
@@ -26,11 +26,11 @@ class Ready:
 
 @dataclass(frozen=True)
 class Unusable:
-    """A peer's message proved authentic, but it cannot be read; it was refused, counted and logged.
+    """A peer's authentic but unreadable message, which was refused, counted and logged.
 
     Args:
-        header: of the message.
-        reason: of the refusal.
+        header: header of the message.
+        reason: why it was refused.
     """
 
     header: Header
@@ -42,9 +42,9 @@ class Peers(Protocol):
 
     Attributes:
         sent: messages sent by this process.
-        received: messages received by it.
-        refused: refusals by their reason.
-        refusal: the last one, in words.
+        received: messages received by this process.
+        refused: number of refusals, by reason.
+        refusal: text of the last refusal.
     """
 
     sent: int
@@ -58,43 +58,43 @@ class Peers(Protocol):
 
     @property
     def wired(self) -> bool:
-        """Whether messages pass a transport as sealed frames, which both ends log; otherwise they are handed over."""
+        """Whether messages are sealed frames on a transport, logged at both ends, not objects of this process."""
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[Any]] | None:
-        """What arrives next, not looked into: a peer's address and frames, for :meth:`take`; None if nothing does.
+        """The address and the unread frames of the next message, for :meth:`take`; None if none arrives.
 
         Args:
-            timeout_s: how long to wait [s]; 0 only looks, None waits for ever.
+            timeout_s: time to wait [s]; 0 does not wait, None waits indefinitely.
 
         Raises:
-            RemoteWireError: a message of another number of frames; it is gone, the next can be read.
+            RemoteWireError: a message with a wrong number of frames; it is dropped, the next one can be received.
         """
 
     def take(self, address: bytes, frames: Sequence[Any]) -> Message | Ready | Unusable | None:
-        """Take what arrived: a message, a peer that is here (again), or nothing the loop needs to know of.
+        """Decode received frames: a message, a peer that is ready, an unusable message, or None for the loop.
 
-        Refusals are counted and logged here; they never raise.
+        Refusals are counted and logged here; they do not raise.
         """
 
     def header(
         self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
     ) -> Header:
-        """A header of ours for a message to ``receiver``, stamped now."""
+        """A header from the coordinator to ``receiver``, stamped with the present time."""
 
     def send(self, name: str, message: Message | Header) -> int:
-        """Send a message to a peer; returns its size in bytes (1 without frames), 0 if the peer is not online."""
+        """Send a message; returns its size [bytes] (1 without frames), or 0 if the peer is not online."""
 
     def online(self, name: str) -> bool:
-        """Whether a peer can be sent to."""
+        """Whether messages can be sent to a peer."""
 
     def silent(self, seconds: float, at: float) -> list[str]:
-        """Peers that by the stopwatch's time ``at`` [s] had not been heard for so long."""
+        """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s]."""
 
     def drop(self, name: str) -> bool:
-        """Forget a peer until it is ready again; returns whether it was online."""
+        """Remove a peer until it is ready again; returns whether it was online."""
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
         """Count and log a refusal of a message of ``size`` bytes."""
 
     def note_unlogged(self) -> None:
-        """Log how many refusals were counted and not logged since this was last done."""
+        """Log the number of refusals that were counted but not logged since the last call."""

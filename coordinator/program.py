@@ -1,4 +1,4 @@
-"""The coordinator program: put the loop together, run it, and write what remains of the run."""
+"""The coordinator program: set up the loop, run it, and write the released model and the summary."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from coordinator.cost import CostModel
 from coordinator.counters import Counters
 from coordinator.evaluation import EvaluationRequests
 from coordinator.events import Expelled
-from coordinator.fault_injection import FaultInjector, Order
-from coordinator.in_process_peers import Answer, InProcessPeers
+from coordinator.fault_injection import FaultInjector, ProcessCommand
+from coordinator.in_process_peers import InProcessPeers, PeerFunction
 from coordinator.loop import Loop
 from coordinator.participation import cohort_size, trace_of
 from coordinator.peers import Peers
@@ -52,7 +52,7 @@ from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Loss, Payload, digest
 from fedmq.wire.transports.registry import listen
 
-#: Largest body accepted of a peer, whatever the method [bytes]; see :func:`largest_body` for what raises it.
+#: Lower bound of the largest accepted message body [bytes]; see :func:`largest_body`.
 _LEAST_BODY = 1 << 26
 
 
@@ -61,12 +61,12 @@ class CoordinatorArguments:
     """How a coordinator is started.
 
     Args:
-        run: as resolved.
+        run: the resolved run.
         bind: URI to listen on.
-        keys: folder of its own key and of everybody's public keys.
-        out: the run folder; made if needed.
-        resume: go on from the run folder's last checkpoint.
-        data: folder of the prepared data where the starter knows it; None finds it.
+        keys: folder with the coordinator's key and the public keys of all peers.
+        out: the run folder; created if missing.
+        resume: resume from the run folder's last checkpoint.
+        data: folder of the prepared data; None to look it up.
     """
 
     run: ResolvedRun
@@ -87,8 +87,8 @@ class CoordinatorResult:
     """How a run ended.
 
     Args:
-        phase: done or stopped.
-        summary: as in ``summary.json``; None when stopped.
+        phase: ``DONE`` or ``STOPPED``.
+        summary: content of ``summary.json``; None if stopped.
     """
 
     phase: Phase
@@ -96,10 +96,10 @@ class CoordinatorResult:
 
 
 def check(scenario: Scenario, population: Population) -> None:
-    """Put together all that a run's programs will, to find out whether they can.
+    """Check that a run can start, by constructing what its programs construct.
 
     Raises:
-        InputError: the backbone does not fit the data, weights are missing or of other shapes, no silo may be asked, or
+        InputError: the backbone does not fit the data, weights are missing or of other shapes, no silo is eligible, or
             one of the user's own metrics cannot be loaded.
     """
     run_context_of(scenario, population, RunFolder(Path()))
@@ -113,24 +113,24 @@ def run_coordinator(
     listening: Callable[[str], None] = lambda _: None,
     status: Callable[[Status], None] = lambda _: None,
     stop_wanted: Callable[[], bool] = lambda: False,
-    peers: Callable[[Population], Mapping[str, Answer]] | None = None,
-    order: Callable[[Order], None] | None = None,
+    peers: Callable[[Population], Mapping[str, PeerFunction]] | None = None,
+    order: Callable[[ProcessCommand], None] | None = None,
 ) -> CoordinatorResult:
     """Run a coordinator from the first round, or from a checkpoint, to the end.
 
     Args:
-        arguments: how it was started.
-        listening: told the URI once silos can connect.
-        status: told how things stand, a few times a second.
-        stop_wanted: asked between events; true stops the run cleanly, to be resumed later.
-        order: carries out what scripted faults need of whoever started the processes; None where nobody can.
-        peers: makes all silos and the evaluator as functions in this process; None lets them connect.
+        arguments: how the coordinator is started.
+        listening: called with the URI once silos can connect.
+        status: called with the run's status a few times per second.
+        stop_wanted: called between events; true stops the run cleanly, to be resumed later.
+        order: executes the process commands of injected faults; None without a supervisor.
+        peers: creates all silos and the evaluator as functions of this process; None has them connect.
 
     Raises:
-        InputError: a key, the data or a checkpoint is not as it must be.
-        RunError: the run cannot go on.
+        InputError: a key, the data or a checkpoint is invalid.
+        RunError: the run cannot continue.
     """
-    # Merges are sums over one buffer; a second thread would only fight the silos for the cores.
+    # Merges are sums over one buffer; more threads would only compete with the silos for cores.
     torch.set_num_threads(1)
     keep_buffers()
     if peers is None:
@@ -140,15 +140,15 @@ def run_coordinator(
     population = build_population(scenario, folder=arguments.data, pooled=arguments.run.pooled)
     run_context, theta = run_context_of(scenario, population, folder)
     if revoked.issuperset(run_context.plan.eligible):
-        found, allowed = f"no key of any silo that {scenario.protocol.label} may ask", run_context.plan.eligible[0]
-        raise InputError(f"{arguments.keys}: accepted", found, f"that of {allowed} or another of them")
+        found, silo = f"no key of any silo that {scenario.protocol.label} can select", run_context.plan.eligible[0]
+        raise InputError(f"{arguments.keys}: accepted", found, f"that of {silo} or another eligible silo")
     saved = _checkpoint(run_context) if arguments.resume else None
     clock = clock_for(scenario.clock, saved.now if saved else 0.0)
     with contextlib.ExitStack() as closing:
         max_body, wire = largest_body(run_context), None
         if peers is None:
-            # Before anything is written, so that an address that cannot be had leaves no folder behind. Frames up to
-            # twice the largest body are read, so as to be refused by name and logged; who sends larger ones is cut off.
+            # Before anything is written, so that an unusable address leaves no folder behind. Frames up to twice the
+            # largest body are read, so that their refusal is logged by name; larger ones close the connection.
             wire = closing.enter_context(contextlib.closing(listen(arguments.bind, max_frame=2 * max_body)))
         log = closing.enter_context(contextlib.closing(_begun_log(arguments, clock, saved)))
         roster: Peers
@@ -161,14 +161,14 @@ def run_coordinator(
         loop = _loop(run_context, theta, saved, revoked, clock, roster, log, order, status, stop_wanted)
         listening(roster.uri)
         phase = loop.run()
-        loop.saving.bring_up_to_now()
+        loop.saving.update_counters()
         summary = _finish(loop, population, clock, theta) if phase is Phase.DONE else None
         log.note(NoteKind.ENDED, phase=phase.value)
         return CoordinatorResult(phase, summary)
 
 
 def _checkpoint(run_context: RunContext) -> checkpoints.Checkpoint | None:
-    """The checkpoint that a run goes on from; None if there is none yet.
+    """The checkpoint that a run resumes from; None if there is none yet.
 
     Raises:
         InputError: the data or the trace is not what the run began with.
@@ -177,10 +177,10 @@ def _checkpoint(run_context: RunContext) -> checkpoints.Checkpoint | None:
     saved = checkpoints.load(folder.checkpoints)
     if saved and saved.data not in ("", run_context.data):
         found = f"data of other content than the run began with ({run_context.data[:12]})"
-        raise InputError(f"{folder.root}: the data", found, f"what was there then ({saved.data[:12]})")
+        raise InputError(f"{folder.root}: the data", found, f"the run's data ({saved.data[:12]})")
     if saved and saved.trace not in ("", run_context.trace_file):
         found = f"another trace than the run began with ({run_context.trace_file[:12]})"
-        raise InputError(f"participation.trace: {trace}", found, f"that ({saved.trace[:12]})")
+        raise InputError(f"participation.trace: {trace}", found, f"the run's trace ({saved.trace[:12]})")
     return saved
 
 
@@ -196,25 +196,25 @@ def _begun_log(arguments: CoordinatorArguments, clock: Clock, saved: checkpoints
 
 
 def _allow_descriptors() -> None:
-    """As many open files as the system allows: each connection is one, and who reaches the port can make some."""
+    """Raise the limit of open files to the system's maximum: each connection takes one."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def largest_body(run_context: RunContext) -> int:
-    """Largest body accepted of a peer [bytes]: four times the model, and whatever the method says its replies may have.
+    """Largest accepted message body [bytes]: four times the model, or the method's declared reply size if larger.
 
-    A method says so whose replies grow with something other than the model, as representations do with the public set.
+    Methods declare it where replies grow with something other than the model, e.g. representations with the public set.
     """
     tensors = run_context.traits.reply_bytes
     return max(_LEAST_BODY, 4 * run_context.context.layout.nbytes, tensors + MAX_BODY_HEADER)
 
 
 def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted, frozenset[str]]:
-    """The coordinator's own key, the keys it accepts, and the silos whose keys were taken back.
+    """The coordinator's key, the accepted public keys, and the silos whose keys were revoked.
 
     Raises:
-        InputError: a key is missing; of a run that goes on, the evaluator's or every silo's.
+        InputError: a key is missing; when resuming, the evaluator's or those of all silos.
     """
     identity, accepted = load_identity(arguments.keys, COORDINATOR), load_accepted(arguments.keys)
     silos = arguments.scenario.silo_names
@@ -222,13 +222,17 @@ def _keys(arguments: CoordinatorArguments) -> tuple[Identity, Accepted, frozense
     if arguments.resume and EVALUATOR not in missing and len(missing) < len(silos):
         return identity, accepted, frozenset(missing)
     if missing:
-        allowed = "a public key for the evaluator and every silo; a run that goes on (--resume) does without a silo's"
+        allowed = "a public key for the evaluator and every silo; a resumed run (--resume) can do without a silo's"
         raise InputError(f"{arguments.keys}: accepted", f"no key of {missing[0]}", allowed)
     return identity, accepted, frozenset()
 
 
 def run_context_of(scenario: Scenario, population: Population, folder: RunFolder) -> tuple[RunContext, torch.Tensor]:
-    """The loop's fixed part, and the initial parameters."""
+    """The fixed facts of a run, and the initial parameters (float32 [P]).
+
+    Raises:
+        InputError: the method, the data and the scenario's options do not fit together.
+    """
     _check_labels(scenario, population)
     try:
         model = population.build_model(scenario, "cpu", ())
@@ -237,11 +241,11 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
         raise InputError("objective", found, f"a network that can be sent: {error}") from None
     context = population.context(scenario, model)
     method = protocols.create(scenario.protocol, context)
-    asked = sum(map(method.eligible, population.silos))
-    if not asked:
-        allowed = f"at least one silo that {scenario.protocol.label} may ask"
+    eligible = sum(map(method.eligible, population.silos))
+    if not eligible:
+        allowed = f"at least one silo that {scenario.protocol.label} can select"
         raise InputError("missing_modality", "no such silo is left", allowed)
-    context = replace(context, cohort=cohort_size(scenario.participation.rate, asked))
+    context = replace(context, cohort=cohort_size(scenario.participation.rate, eligible))
     size = model.layout.nbytes
     cost = CostModel(scenario.cost, scenario.seed, scenario.silo_names, scenario.training.local_epochs, size, size)
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
@@ -250,7 +254,7 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
     samples = tuple(len(rows) for rows in population.train)
     method = protocols.create(scenario.protocol, context)
     run_context = RunContext(scenario, method, context, samples, cost, folder, trace, *digests)
-    if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round's cohort may be everybody
+    if run_context.plan.wanted(1) < run_context.plan.cohort_size(1):  # the first round may select all silos
         context = replace(context, whole_rounds=False)
         method = protocols.create(scenario.protocol, context)
         run_context = replace(run_context, protocol=method, context=context)
@@ -265,7 +269,7 @@ def run_context_of(scenario: Scenario, population: Population, folder: RunFolder
 
 
 def _check_labels(scenario: Scenario, population: Population) -> None:
-    """Refuse a base of labels where no training item has one: it would learn of nothing that belongs together."""
+    """Refuse an objective base that needs labels if no training item has one."""
     labels, base = population.prepared.labels, scenario.objective.base
     if labels is None or not OBJECTIVES.find(base).needs_labels:
         return
@@ -274,7 +278,7 @@ def _check_labels(scenario: Scenario, population: Population) -> None:
 
 
 def _sent(run_context: RunContext, population: Population) -> list[frozenset[type[Payload]]]:
-    """What the silos that the method may ask send."""
+    """Payload kinds that each eligible silo uploads."""
     return [run_context.protocol.uploads(silo) for silo in population.silos if run_context.protocol.eligible(silo)]
 
 
@@ -286,13 +290,13 @@ def _loop(
     clock: Clock,
     roster: Peers,
     log: MessageLog,
-    order: Callable[[Order], None] | None,
+    order: Callable[[ProcessCommand], None] | None,
     status: Callable[[Status], None],
     stop_wanted: Callable[[], bool],
 ) -> Loop:
-    plan, handed = run_context.plan, saved.handed if saved else {}
+    plan, issued = run_context.plan, saved.issued if saved else {}
     fault_injector = FaultInjector(
-        run_context.script, run_context.folder, log, clock, order=order, wired=roster.wired, handed=handed
+        run_context.script, run_context.folder, log, clock, order=order, wired=roster.wired, issued=issued
     )
     for silo in sorted(revoked):
         log.note(NoteKind.EXPELLED, peer=silo)
@@ -301,9 +305,9 @@ def _loop(
     else:
         rounds, states = Rounds.from_record(plan, saved.rounds), dict(saved.states)
         due, counters = dict(saved.due), Counters.from_record(saved.counters)
-    # They can never come back: nothing is asked of them, and what was has failed.
+    # Silos with revoked keys cannot rejoin: they are not selected, and their pending tasks have failed.
     for silo in sorted(revoked):
-        rounds, _ = rounds.handle(Expelled(silo))  # which asks for nothing: the run goes on once the others have joined
+        rounds, _ = rounds.handle(Expelled(silo))  # without actions: the run continues once the others have joined
     due = {silo: at for silo, at in due.items() if silo not in revoked}
     evaluation = EvaluationRequests(run_context, roster, log, _cut_metrics(run_context, rounds.version))
     return Loop(
@@ -323,10 +327,10 @@ def _loop(
 
 
 def _cut_metrics(run_context: RunContext, version: int) -> set[int]:
-    """Drop the lines of ``metrics.jsonl`` that a resume will write again; returns the versions evaluated before."""
+    """Drop the lines of ``metrics.jsonl`` that a resumed run writes again; returns the versions evaluated already."""
     folder = run_context.folder
     kept = [line for line in read_metrics(folder) if line.version <= version]
-    # The summary needs the last measurement of the silos' own models, which is therefore always made again.
+    # The summary needs the final evaluation of personal models in memory, so a resumed run repeats it.
     rounds = run_context.scenario.rounds
     kept = [line for line in kept if not isinstance(line, PersonalLine) or line.version < rounds]
     text = "".join(json.dumps(line.plain()) + "\n" for line in kept)
@@ -342,15 +346,15 @@ def _finish(loop: Loop, population: Population, clock: Clock, initial: torch.Ten
     """Write the released model, the summary and the report.
 
     Args:
-        loop: at its end.
+        loop: the finished loop.
         population: the silos and their data.
-        clock: of the run.
-        initial: parameters [P] that the run began with.
+        clock: the run's clock.
+        initial: initial parameters, float32 [P].
     """
     run_context, folder = loop.run_context, loop.run_context.folder
     state, protocol = loop.states[loop.rounds.version], run_context.protocol
     config = _release(run_context, state.theta, protocol.release(state), population.prepared.content)
-    # Before the summary: where that is, the log says what was released, whenever the process was killed.
+    # Logged before the summary is written, so that a run with a summary always has this record.
     released = {"model_digest": config.model_digest, "data_digest": population.prepared.content}
     loop.log.note(NoteKind.RELEASED, **released, **config.released_with)
     shared = any(kinds & set(update_transforms.TRANSFORMED) for kinds in _sent(run_context, population))
@@ -362,12 +366,12 @@ def _finish(loop: Loop, population: Population, clock: Clock, initial: torch.Ten
 
 
 def _release(run_context: RunContext, theta: torch.Tensor, more: tuple[Payload, ...], data: str) -> ReleaseConfig:
-    """Write the model by the layout's names, in files of their own what else inference needs, and what they are.
+    """Write the released model, further payloads that inference needs, and ``config.json``, which describes them.
 
     Args:
-        run_context: of the run.
-        theta: the model's parameters [P].
-        more: what is released with it.
+        run_context: fixed facts of the run.
+        theta: the model's parameters, float32 [P].
+        more: payloads released with the model.
         data: digest (hex) of the prepared data's content.
     """
     layout, folder = run_context.context.layout, run_context.folder.model
@@ -382,7 +386,7 @@ def _release(run_context: RunContext, theta: torch.Tensor, more: tuple[Payload, 
         protocol=run_context.scenario.protocol.name,
         dim=run_context.context.dim,
         layout_digest=layout.digest,
-        # The order of the parameters, which the file does not keep: with it anybody can take the digests again.
+        # The safetensors file does not keep the order of the parameters, which is needed to verify the digests.
         layout=[entry.name for entry in layout.entries],
         model_digest=layout.model_digest(theta.numpy()),
         data_digest=data,
@@ -393,7 +397,7 @@ def _release(run_context: RunContext, theta: torch.Tensor, more: tuple[Payload, 
 
 
 def _write_released(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Whoever may read the run may read its release: safetensors makes files that are their owner's alone."""
+    """Write a safetensors file with the usual permissions; the library makes it readable by its owner only."""
     path.touch()
     usual = path.stat().st_mode
     write_tensors(path, tensors)

@@ -1,4 +1,4 @@
-"""What a reply must look like before the rounds machine hears of it."""
+"""Validation of replies before the rounds machine receives them."""
 
 from __future__ import annotations
 
@@ -28,13 +28,12 @@ from fedmq.wire.messages import (
 from protocols._aggregation import read_only
 from protocols._missing_branch import layers_of, trainable
 
-#: Largest change of a parameter. No training makes it; a few merges of larger ones would leave no finite model.
+#: Largest change of a parameter. Training never produces it; merging a few larger ones would overflow the model.
 LARGEST = 1e15
-#: Largest length of an update, in lengths of the model that it is of, or in ones if the model is shorter. Training that
-#: goes well moves a model by a small part of its length; one such update in a merge leaves a model that cannot be
-#: trained any more, and that silos without fault would be the first to complain of.
+#: Largest norm of an update, relative to max(1, norm of its base model). Sound training moves a model by a small part
+#: of its norm; merging one larger update leaves a model that honest silos can no longer train.
 LONGEST = 1e4
-#: Largest loss for each sample of a silo: losses are means, but not every term of every base is divided by the batch.
+#: Largest loss per sample of a silo: losses are means, but some terms are not divided by the batch size.
 LARGEST_LOSS = 1e6
 
 
@@ -49,14 +48,14 @@ def validate_reply(
 
     Args:
         message: the reply.
-        run_context: of the run.
-        silo: who sent it, as it was when it was asked.
-        pending_task: the task that it is at; None if nothing is asked of it.
-        base: the state that the reply stands on; None if that is kept no more.
+        run_context: fixed facts of the run.
+        silo: the sender, with the modalities it had when the task was sent.
+        pending_task: the silo's pending task; None if there is none.
+        base: the state that the reply is based on; None if it is not kept.
 
     Raises:
-        RemoteWireError: ``unexpected`` for another base version than its task stood on, which would make a silo fresher
-            than it is; what :func:`check_reply` and the method's own check raise.
+        RemoteWireError: ``unexpected`` for another base version than the task's, which would fake a lower staleness;
+            also as raised by :func:`check_reply` and by the method's own check.
     """
     header = message.header
     if pending_task and pending_task.sequence == header.reply_to and pending_task.base_version != header.base_version:
@@ -80,24 +79,24 @@ def check_reply(
     theta: Tensor | None = None,
     counted: int = 1,
 ) -> None:
-    """Check a reply against what the method lets this silo upload and against the run's layout and dimension.
+    """Check a reply against the payloads that the method expects of the silo and against the run's layout.
 
-    Shapes inside one payload were checked in decoding; here they are compared with the run's own.
+    Decoding has checked the shapes within each payload; this function compares them with the run's.
 
     Args:
-        message: the reply, an update of a silo that lacks a modality without that branch.
-        uploads: the payload kinds that the method makes.
-        context: of the run.
-        silo: who sent it.
-        layers: that the method's updates are of; None for the whole model.
-        samples: that the silo trains on, as far as the coordinator knows; None if it does not.
-        theta: the model that the reply stands on, as far as the coordinator has it.
-        counted: how often a row of class prototypes or of a memory counts a sample, at most.
+        message: the reply; the update of a silo that lacks a modality has no parameters of that branch.
+        uploads: payload kinds that the method expects.
+        context: facts shared by the method's coordinator and silo sides.
+        silo: the sender.
+        layers: layers that the method's updates cover; None for the whole model.
+        samples: training samples of the silo; None if unknown.
+        theta: parameters [P] that the reply is based on; None if not kept.
+        counted: maximum number of times that a row of class prototypes or of a memory counts a sample.
 
     Raises:
-        RemoteWireError: ``unexpected`` for kinds that are missing, repeated or not asked for; ``layout`` for buffers
-            of another layout or size; ``malformed`` for updates of no samples or too long to be any training's, for
-            losses that none makes, and for more samples or categories than the silo can have.
+        RemoteWireError: ``unexpected`` for missing, repeated or unexpected kinds; ``layout`` for buffers of another
+            layout or size; ``not_finite`` for a change above ``LARGEST``; ``malformed`` for updates without samples
+            or with too large a norm, for too large a loss, and for more samples or categories than the silo can have.
     """
     shared = layers_of(context.layout, layers)
     sent = trainable(shared, silo)
@@ -122,24 +121,24 @@ def check_reply(
 
 
 def _check_update(payload: Delta | PartialDelta, context: Context, sent: tuple[str, ...], samples: int | None) -> None:
-    """An update has samples behind it and fits the run's layout, or the part of it that the silo sends."""
+    """Check an update's samples and values, and its layout or the part of it that the silo sends."""
     _check_change(payload, samples)
     layout = context.layout
     if payload.layout_digest != layout.digest:
         raise RemoteWireError("layout", f"a {payload.KIND} of another layout")
     if isinstance(payload, PartialDelta) and payload.names != sent:
-        raise RemoteWireError("layout", "a partial delta of other layers than this silo shares and trains")
+        raise RemoteWireError("layout", "a partial delta of other layers than the silo shares and trains")
     size = layout.size if isinstance(payload, Delta) else layout.part(sent).size if sent else 0
     if payload.buffer.size != size:
         raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.size} numbers, here {size}")
 
 
 def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: int | None) -> None:
-    """What is true of every change of parameters: samples behind it, single precision, and no number that is none."""
+    """Check any change of parameters: number of samples, data type and largest value."""
     if payload.n_samples < 1:
         raise RemoteWireError("malformed", f"a {payload.KIND} of no samples")
     if samples is not None and payload.n_samples > samples:
-        # Merges weigh by this number: who could say any would have the whole model.
+        # Merges weight by this number: with a false one a silo could dominate the model.
         raise RemoteWireError("malformed", f"a {payload.KIND} of {payload.n_samples} samples, the silo has {samples}")
     if payload.buffer.dtype != "float32":
         raise RemoteWireError("layout", f"a {payload.KIND} of {payload.buffer.dtype}, here float32")
@@ -149,10 +148,11 @@ def _check_change(payload: Delta | PartialDelta | DiscriminatorDelta, samples: i
 
 
 def _check_length(payload: Delta | PartialDelta | DiscriminatorDelta, theta: Tensor | None) -> None:
-    """A change is not so long that a merge with it would leave nothing to train."""
+    """Check the norm of a change against the norm of its base model."""
     if theta is None:
         return
-    # In single precision, which may well be infinite: every reply is measured so, and only long ones further.
+    # A single-precision norm may overflow to infinity, which is refused below. The norm of the base model is computed
+    # only for long changes.
     length = float(torch.linalg.vector_norm(read_only(payload.buffer)))
     if length <= LONGEST:
         return
@@ -162,7 +162,7 @@ def _check_length(payload: Delta | PartialDelta | DiscriminatorDelta, theta: Ten
 
 
 def _check_weights(payload: Payload, samples: int, counted: int) -> None:
-    """What merges weigh by, or sum up, is no more than a silo of so many samples can say."""
+    """Check losses and sample counts, which merges weight by or sum, against the silo's number of samples."""
     match payload:
         case Loss(value=value):
             if abs(value) > (most := LARGEST_LOSS * samples):
@@ -175,7 +175,7 @@ def _check_weights(payload: Payload, samples: int, counted: int) -> None:
 
 
 def _check_statistics(payload: Payload, context: Context) -> None:
-    """What travels beside an update has the run's own shapes, as far as they are the same for all methods."""
+    """Check the shapes of payloads other than updates, as far as they are the same for all methods."""
     match payload:
         case Memory(centroids=centroids):
             classifier = context.layout.by_name.get("visual.classifier.weight")
@@ -185,7 +185,7 @@ def _check_statistics(payload: Payload, context: Context) -> None:
             if value > (most := len(fine_columns(context.label_names))):
                 raise RemoteWireError("malformed", f"{value} categories present, here are {most}")
         case Metrics():
-            raise RemoteWireError("unexpected", "metrics nobody asked for")
+            raise RemoteWireError("unexpected", "metrics that were not requested")
         case ModalityPrototypes(image=image, text=text):
             if image.size != context.dim or text.size != context.dim:
                 raise RemoteWireError("layout", f"prototypes of {image.size} and {text.size}, here {context.dim}")

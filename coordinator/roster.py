@@ -1,4 +1,4 @@
-"""Who is on the line: handshakes, sessions, and when each peer was last heard. Frames in, messages out."""
+"""Peers connected through a transport: handshakes, sessions and liveness."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from fedmq.wire.messages import Header, Kind, Message, Reason
 from fedmq.wire.sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Listener
 
-#: Handshakes begun and not finished that are remembered; a flood of hellos drops the oldest. As many answered hellos.
+#: Maximum number of unfinished handshakes, and of digests of answered hellos, that are kept; the oldest are dropped.
 _MAX_PENDING = 4096
-#: Who a frame is from that no session covers.
+#: Sender of frames outside any session.
 _UNKNOWN = "unknown"
-#: Their refusals that are logged in a second: anybody can send noise, and a disk is finite.
+#: Refusals of unknown senders logged per second; bounds the log when a peer floods the port.
 _UNKNOWN_LOGGED = 100
 
 
@@ -33,10 +33,10 @@ class Peer:
     """A peer with a session.
 
     Args:
-        name: as its key is accepted under.
-        address: the transport's name of its connection.
-        session: keys and counters.
-        heard: stopwatch when it was last heard [s].
+        name: the name under which its key is accepted.
+        address: the transport's identifier of its connection.
+        session: keys and counters of the session.
+        heard: stopwatch time of its last message [s].
     """
 
     name: str
@@ -45,13 +45,13 @@ class Peer:
     heard: float
 
 
-class Returns:
-    """Who comes back again and again: each time all that is open is sealed and queued for it, models among it.
+class ReconnectThrottle:
+    """Limits reconnects: each one has all open requests sealed and queued for the peer, including models.
 
-    The first time nobody waits; who comes back once more within a beat is dealt with when the beat is over.
+    The first reconnect is served immediately; another one within a beat is served when the beat is over.
 
     Attributes:
-        waiting: who waits for that.
+        waiting: peers whose reconnect is delayed.
     """
 
     def __init__(self) -> None:
@@ -59,7 +59,13 @@ class Returns:
         self.waiting: set[str] = set()
 
     def must_wait(self, name: str, now: float, beat: float) -> bool:
-        """Whether a peer that is here again by the stopwatch's time ``now`` [s] has to wait."""
+        """Whether a peer that is ready has to wait.
+
+        Args:
+            name: name of the peer.
+            now: stopwatch time [s].
+            beat: least interval between two reconnects [s].
+        """
         if now - self._last.get(name, -math.inf) < beat:
             self.waiting.add(name)
             return True
@@ -67,22 +73,22 @@ class Returns:
         self._last[name] = now if name in self._last else -math.inf
         return False
 
-    def due(self, now: float, beat: float) -> list[str]:
-        """Whose waiting is over."""
+    def expired(self, now: float, beat: float) -> list[str]:
+        """Peers whose delay is over; arguments as in :meth:`must_wait`."""
         return [name for name in sorted(self.waiting) if now - self._last[name] >= beat]
 
 
 class Roster:
-    """All peers of a run that are processes.
+    """All peers of a run with separate processes.
 
     Args:
-        listener: where they connect.
+        listener: the transport's listening end.
         identity: the coordinator's name and key.
-        accepted: the keys accepted; nobody else ever gets a session.
-        run: the run's name.
+        accepted: public keys of the peers that can open a session.
+        run: name of the run.
         log: the coordinator's message log.
-        clock: for liveness and for stamps.
-        max_body: largest body accepted of a peer [bytes].
+        clock: clock for liveness and time stamps.
+        max_body: largest accepted message body [bytes].
     """
 
     def __init__(
@@ -105,7 +111,7 @@ class Roster:
         self.sent = 0
         self.received = 0
         self.refused: Counter[str] = Counter()
-        self.refusal = ""  # the last one
+        self.refusal = ""
         self._second, self._this_second = -math.inf, 0
 
     @property
@@ -115,11 +121,11 @@ class Roster:
 
     @property
     def wired(self) -> bool:
-        """Messages pass a transport."""
+        """Always true: messages are sealed frames on a transport."""
         return True
 
     def receive(self, timeout_s: float | None = None) -> tuple[bytes, list[memoryview]] | None:
-        """The next message's sender and frames as the listener gives them, within ``timeout_s`` [s]."""
+        """Address and frames of the next message, or None after ``timeout_s`` [s]."""
         return self._listener.receive(timeout_s)
 
     def online(self, name: str) -> bool:
@@ -127,15 +133,15 @@ class Roster:
         return name in self._by_name
 
     def take(self, address: bytes, frames: Sequence[memoryview]) -> Message | Ready | Unusable | None:
-        """Take what arrived: a message, a peer that is here (again), or nothing the loop needs to know of.
+        """Decode received frames: a message, a peer that is ready, an unusable message, or None for the loop.
 
-        Refusals are counted and logged here; they never raise.
+        Refusals are counted and logged here; they do not raise.
         """
         size = sum(frame.nbytes for frame in frames)
         peer = self._by_address.get(address)
         proven = peer.session.received if peer else 0
         try:
-            # The clear header only says which door to knock at; each door checks it again under its own rules.
+            # The header is not authenticated yet; it only selects the handler, which checks it again.
             header = decode_header(frames[0])
             if header.kind is Kind.HELLO:
                 self._hello(address, frames, size)
@@ -149,15 +155,15 @@ class Roster:
             self.refuse(peer.name if peer else _UNKNOWN, error, size)
             if peer is None or peer.session.received == proven:
                 return None
-            # The seal held, so this is the peer's own message and the peer is alive.
+            # The seal is valid, so the message is authentic and the peer is alive.
             peer.heard = self._clock.stopwatch()
             if error.reason == Reason.GAP:
-                # Something was lost on the way: what it was waiting for, it is sent again.
+                # Messages were lost: the peer gets its pending requests again.
                 return Ready(peer.name, returned=True)
             return Unusable(header, error.reason)
 
     def refuse(self, name: str, error: RemoteWireError, size: int) -> None:
-        """Count and log a refusal; of those that cannot be laid at a peer's door a second's first ones are logged."""
+        """Count and log a refusal; for unknown senders only a limited number per second is logged."""
         self.refused[error.reason] += 1
         self.refusal = f"{name}: {error.detail}"
         if name == _UNKNOWN and not self._may_log():
@@ -165,7 +171,7 @@ class Roster:
         self._log.refused(name, error.reason, error.detail, size)
 
     def _may_log(self) -> bool:
-        """Whether one more refusal of nobody known is logged now; what was left out is noted by its number."""
+        """Whether another refusal of an unknown sender is logged in this second."""
         now = self._clock.stopwatch()
         if now - self._second >= 1.0:
             self.note_unlogged()
@@ -174,13 +180,13 @@ class Roster:
         return self._this_second <= _UNKNOWN_LOGGED
 
     def note_unlogged(self) -> None:
-        """Put on record how many refusals were left out since it was last said."""
-        left, self._this_second = self._this_second - _UNKNOWN_LOGGED, 0
-        if left > 0:
-            self._log.note(NoteKind.REFUSALS_COUNTED, count=left)
+        """Log the number of refusals that were counted but not logged since the last call."""
+        unlogged, self._this_second = self._this_second - _UNKNOWN_LOGGED, 0
+        if unlogged > 0:
+            self._log.note(NoteKind.REFUSALS_COUNTED, count=unlogged)
 
     def _hello(self, address: bytes, frames: Sequence[memoryview], size: int) -> None:
-        # It travels in clear: whoever recorded one can send it again, without a key and as often as he likes.
+        # A hello is not encrypted: without this check anyone who recorded one could replay it without a key.
         digest = hashlib.sha256(b"".join(frames)).digest()
         if digest in self._answered:
             raise RemoteWireError(Reason.REPLAY, "a hello that was answered before")
@@ -201,7 +207,7 @@ class Roster:
             raise RemoteWireError(Reason.UNEXPECTED, "a ready before a welcome")
         session = confirm(responded, frames)
         del self._pending[address]
-        # Only now, with the peer's key proven, does an older session of that name end.
+        # An older session of that name ends only now that the peer has proven its key.
         returned = self.drop(responded.peer)
         peer = Peer(responded.peer, address, session, self._clock.stopwatch())
         self._by_address[address] = self._by_name[peer.name] = peer
@@ -221,7 +227,7 @@ class Roster:
     def header(
         self, receiver: str, kind: Kind, *, sequence: int = 0, reply_to: int | None = None, base_version: int = 0
     ) -> Header:
-        """A header of ours for a message to ``receiver``, stamped now."""
+        """A header from the coordinator to ``receiver``, stamped with the present time."""
         return Header(
             run=self._run,
             kind=kind,
@@ -234,13 +240,13 @@ class Roster:
         )
 
     def send(self, name: str, message: Message | Header) -> int:
-        """Seal, log and send a message; returns its size in bytes, 0 if the peer is not on the line."""
+        """Seal, log and send a message; returns its size [bytes], or 0 if the peer is not online."""
         peer = self._by_name.get(name)
         if peer is None:
             return 0
-        whole = message if isinstance(message, Message) else Message(message)
-        sealed = seal_message(peer.session, whole)
-        self._log.message("sent", replace(whole, header=sealed.header), sealed.tag, sealed.size)
+        complete = message if isinstance(message, Message) else Message(message)
+        sealed = seal_message(peer.session, complete)
+        self._log.message("sent", replace(complete, header=sealed.header), sealed.tag, sealed.size)
         self.sent += 1
         if not self._listener.send(peer.address, sealed.frames):
             self._log.note(NoteKind.NOT_DELIVERED, peer=name)
@@ -249,11 +255,11 @@ class Roster:
         return sealed.size
 
     def silent(self, seconds: float, at: float) -> list[str]:
-        """Peers that by the stopwatch's time ``at`` [s] had not been heard for so long."""
+        """Peers not heard for more than ``seconds`` at the stopwatch's time ``at`` [s]."""
         return [peer.name for peer in self._by_name.values() if at - peer.heard > seconds]
 
     def drop(self, name: str) -> bool:
-        """Forget a peer's session; returns whether it had one."""
+        """End a peer's session; returns whether it had one."""
         peer = self._by_name.pop(name, None)
         if peer is None:
             return False

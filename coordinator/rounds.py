@@ -1,8 +1,8 @@
-"""The rounds machine: which silo is asked when, and when replies are merged. No sockets, no clock, no tensors.
+"""The rounds machine: which silos are selected when, and when replies are merged. No sockets, no clock, no tensors.
 
 ``rounds.handle(event)`` returns the next machine and the actions to carry out. It is a pure function of frozen
 values: an event that is illegal in the present phase raises :class:`IllegalEventError` and changes nothing.
-``TABLE`` is the truth about which events are legal in which phase; ``docs/explanation/rounds.md`` is generated from it.
+``TABLE`` defines which events are legal in which phase; ``docs/explanation/rounds.md`` is generated from it.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from fedmq.errors import FedmqError
 
 
 class Phase(StrEnum):
-    """Where the run stands."""
+    """Phase of a run."""
 
     GATHERING = "gathering"  # waiting for the silos to join
-    COLLECTING = "collecting"  # tasks are out, replies come in
-    MERGING = "merging"  # a merge is under way; its checkpoint is part of it
+    COLLECTING = "collecting"  # tasks are pending, replies arrive
+    MERGING = "merging"  # a merge is in progress, including its checkpoint
     DONE = "done"  # all rounds merged
-    STOPPED = "stopped"  # stopped before the end; can be resumed
+    STOPPED = "stopped"  # stopped early; can be resumed
 
 
 TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
     Phase.GATHERING: {
-        Joined: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),  # done: restored after the last merge
+        Joined: (Phase.GATHERING, Phase.COLLECTING, Phase.DONE),  # done: resumed after the last merge
         Lost: (Phase.GATHERING,),
         Switched: (Phase.GATHERING,),
         Expelled: (Phase.GATHERING,),
@@ -95,28 +95,29 @@ TABLE: Mapping[Phase, Mapping[type, tuple[Phase, ...]]] = {
 
 
 class IllegalEventError(FedmqError):
-    """An event that the present phase does not allow; the machine is unchanged."""
+    """An event is illegal in the present phase; the machine is unchanged."""
 
 
 @dataclass(frozen=True)
 class RoundsPlan:
-    """What the machine needs to know of the scenario.
+    """The scenario's options that the rounds machine needs.
 
     Args:
         seed: the scenario's seed.
-        rounds: merges until the run is done.
+        rounds: number of merges until the run is done.
         silos: all silos in their fixed order.
-        eligible: the silos the method ever asks, in the same order.
-        participation: share of the eligible silos asked in a round: the cohort.
-        sampling: how they are drawn.
-        mode: ``sync`` asks a cohort and merges it whole; ``buffered`` and ``async`` keep a cohort's number of tasks out
-            and merge whenever ``wanted`` replies are there.
-        quorum: sync: share of the cohort that is enough once ``patience`` is over.
-        over_select: sync: asks so many times the cohort; the first replies in its number make the merge.
-        buffer: buffered: replies in a merge, at most the cohort; None for a third of it.
-        patience: seconds a merge waits for more replies; None waits for all.
-        max_staleness: replies that are more versions old are discarded; None takes all.
-        opening: sync: the first round's cohort is everybody eligible (pFedMMA).
+        eligible: silos that the method can select, in the same order.
+        participation: fraction of the eligible silos selected in a round (the cohort).
+        sampling: how silos are sampled.
+        mode: ``sync`` selects a cohort and merges its replies together; ``buffered`` and ``async`` keep as many tasks
+            pending as a cohort has silos, and merge whenever :meth:`wanted` replies have arrived.
+        quorum: sync: fraction of the cohort whose replies suffice once ``patience`` is over.
+        over_select: sync: factor by which more silos than the cohort are selected; the first replies, as many as the
+            cohort has silos, are merged.
+        buffer: buffered: replies per merge, at most the cohort; None for a third of the cohort.
+        patience: time that a merge waits for more replies [s]; None waits for all.
+        max_staleness: replies with a higher staleness are discarded; None accepts all.
+        first_round_selects_all: sync: the first round selects all eligible silos (pFedMMA).
     """
 
     seed: int
@@ -131,25 +132,25 @@ class RoundsPlan:
     buffer: int | None = None
     patience: float | None = None
     max_staleness: int | None = None
-    opening: bool = False
+    first_round_selects_all: bool = False
 
     def __post_init__(self) -> None:
         if not self.eligible:
-            raise ValueError("the method may ask none of the silos")
+            raise ValueError("the method can select none of the silos")
 
     def cohort_size(self, version: int) -> int:
-        """Silos of a full round that starts from a version."""
-        if self.opening and version == 0 and self.mode == "sync":
+        """Number of silos in the cohort at a version."""
+        if self.first_round_selects_all and version == 0 and self.mode == "sync":
             return len(self.eligible)
         return cohort_size(self.participation, len(self.eligible))
 
-    def out(self, version: int) -> int:
-        """Tasks handed out: for a round, or at any time in the modes without rounds."""
+    def tasks_out(self, version: int) -> int:
+        """Number of tasks sent in a round (sync), or pending at any time (buffered, async)."""
         cohort = self.cohort_size(version)
         return math.ceil(self.over_select * cohort - 1e-9) if self.mode == "sync" else cohort
 
     def wanted(self, version: int) -> int:
-        """Replies that make a merge."""
+        """Number of replies that complete a merge."""
         cohort = self.cohort_size(version)
         match self.mode:
             case "sync":
@@ -162,7 +163,7 @@ class RoundsPlan:
 
 @dataclass(frozen=True)
 class PendingTask:
-    """A task that is out."""
+    """A task without an outcome yet."""
 
     sequence: int
     base_version: int
@@ -171,25 +172,26 @@ class PendingTask:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The machine. A checkpoint holds ``version``, ``gone``, ``flights``, ``sequences`` and ``losses``.
+    """The rounds machine.
 
-    It is one of a merge, after which the other fields begin anew, or are what silos and the trace say by then.
+    A checkpoint, which is written after a merge, stores ``version``, ``gone``, ``pending``, ``sequences`` and
+    ``losses``. After a merge the other fields are reset, or follow from the joined silos and the trace.
 
     Args:
-        plan: facts of the scenario.
-        phase: where the run stands.
-        version: merges so far; also the number of the present round.
-        online: silos with a live session.
+        plan: the scenario's options.
+        phase: phase of the run.
+        version: number of merges so far; also the number of the present round.
+        online: silos with a session.
         off: silos that the availability trace has off.
-        gone: silos given up; they are not asked again until they rejoin, and a resumed run begins without them.
-        flights: tasks that are out, by silo.
-        cohort: the silos asked at this version that have not failed. A silo is asked at most once per version.
-        arrived: replies to be merged next, by silo.
+        gone: silos given up; they are not selected until they rejoin, and a resumed run starts without them.
+        pending: pending tasks, by silo.
+        cohort: silos selected at this version whose task has not failed. A silo is selected at most once per version.
+        arrived: task numbers of the replies to be merged next, by silo.
         failed: silos whose task of this version failed.
-        sequences: the last task number handed out, by silo.
-        losses: last-known loss, by silo.
-        timed: whether the present merge's patience runs.
-        overdue: whether it is over.
+        sequences: number of the last task, by silo.
+        losses: last-known training loss, by silo.
+        deadline_set: whether the deadline of the present merge is scheduled.
+        deadline_passed: whether it has passed.
     """
 
     plan: RoundsPlan
@@ -204,15 +206,18 @@ class Rounds:
     failed: frozenset[str] = frozenset()
     sequences: Mapping[str, int] = field(default_factory=dict)
     losses: Mapping[str, float] = field(default_factory=dict)
-    timed: bool = False
-    overdue: bool = False
+    deadline_set: bool = False
+    deadline_passed: bool = False
 
     def handle(self, event: Event, number: int = 0) -> tuple[Rounds, tuple[Action, ...]]:
-        """The next machine and what to do.
+        """Handle an event.
 
         Args:
-            event: what happened.
-            number: of the event in the run, which the actions name as their cause.
+            event: the event.
+            number: number of the event in the run; recorded as the cause of the actions.
+
+        Returns:
+            The next machine, and the actions to carry out.
 
         Raises:
             IllegalEventError: the present phase does not allow the event, or it names an unknown silo or version.
@@ -235,7 +240,7 @@ class Rounds:
             case Lost(silo):
                 return replace(self, online=self.online - {silo}), ()
             case Switched(silo, on):
-                return replace(self, off=self.off - {silo} if on else self.off | {silo})._refilled()
+                return replace(self, off=self.off - {silo} if on else self.off | {silo})._select()
             case Arrived(silo, sequence, loss):
                 return self._arrived(silo, sequence, loss)
             case Failed(silo, sequence, _, gone):
@@ -255,42 +260,42 @@ class Rounds:
                 assert_never(event)
 
     def _joined(self, silo: str) -> tuple[Rounds, tuple[Action, ...]]:
-        here = replace(self, online=self.online | {silo}, gone=self.gone - {silo})
-        if here.phase in (Phase.DONE, Phase.STOPPED):
-            return here, ()
-        # The same task under the same number: a silo that already did it answers from memory or does the same again.
-        pending_task = here.pending.get(silo)
-        again = (
+        joined = replace(self, online=self.online | {silo}, gone=self.gone - {silo})
+        if joined.phase in (Phase.DONE, Phase.STOPPED):
+            return joined, ()
+        # The same task with the same number: a silo that has done it already repeats its reply or the same training.
+        pending_task = joined.pending.get(silo)
+        resend = (
             ()
             if pending_task is None
             else (Send(silo, pending_task.sequence, pending_task.base_version, pending_task.round),)
         )
-        complete = here.phase is Phase.GATHERING and set(here.plan.silos) <= here.online | here.gone
-        begun, actions = here._begin() if complete else here._refilled()
-        return begun, again + actions
+        complete = joined.phase is Phase.GATHERING and set(joined.plan.silos) <= joined.online | joined.gone
+        after, actions = joined._begin_round() if complete else joined._select()
+        return after, resend + actions
 
-    def _fresh(self) -> Rounds:
-        """Nothing known yet of the present version."""
-        return replace(self, cohort=(), arrived={}, failed=frozenset(), timed=False, overdue=False)
+    def _cleared(self) -> Rounds:
+        """The machine without the fields of the present version."""
+        return replace(self, cohort=(), arrived={}, failed=frozenset(), deadline_set=False, deadline_passed=False)
 
-    def _begin(self) -> tuple[Rounds, tuple[Action, ...]]:
-        """Begin to collect for the next merge, or finish."""
-        begun = replace(self._fresh(), phase=Phase.COLLECTING)
+    def _begin_round(self) -> tuple[Rounds, tuple[Action, ...]]:
+        """Start the next round, or finish."""
+        begun = replace(self._cleared(), phase=Phase.COLLECTING)
         if self.version >= self.plan.rounds:
             return replace(begun, phase=Phase.DONE), (Finish(),)
-        return begun._refilled()
+        return begun._select()
 
-    def _refilled(self) -> tuple[Rounds, tuple[Action, ...]]:
-        """Hand out the tasks that are due now: a whole cohort if none is out, or as many as came back."""
+    def _select(self) -> tuple[Rounds, tuple[Action, ...]]:
+        """Select silos and send tasks: a cohort per round (sync), or up to a cohort at any time (other modes)."""
         plan = self.plan
         begun = plan.mode == "sync" and (self.cohort or self.failed)
-        if self.phase is not Phase.COLLECTING or begun or self._enough:
+        if self.phase is not Phase.COLLECTING or begun or self._has_enough_replies:
             return self, ()
         busy = {*self.gone, *self.off, *self.pending, *self.arrived, *self.cohort, *self.failed}
         free = tuple(silo for silo in plan.eligible if silo not in busy)
-        # Stragglers of rounds merged before are no part of a synchronous round; elsewhere every task out counts. A silo
-        # whose reply waits makes room for another, but not for a full buffer: that is to be a round.
-        out, wanted = plan.out(self.version), plan.wanted(self.version)
+        # Pending tasks of earlier rounds do not count in sync mode; in other modes they do. A silo whose reply awaits
+        # the merge makes room for another one, except where a merge needs the whole cohort: that is to be a round.
+        out, wanted = plan.tasks_out(self.version), plan.wanted(self.version)
         waiting = len(self.arrived) if wanted == out else 0
         count = out if plan.mode == "sync" else out - len(self.pending) - waiting
         chosen = plan.sampling.choose(plan.seed, self.version, free, count, self.losses)
@@ -301,25 +306,25 @@ class Rounds:
             pending[silo] = PendingTask(sequences[silo], self.version, self.version)
             actions.append(Send(silo, sequences[silo], self.version, self.version))
         cohort = self.cohort + chosen
-        asked = replace(self, cohort=cohort, sequences=sequences, pending=pending)
-        if plan.patience is None or self.timed or not (cohort or (plan.mode != "sync" and pending)):
-            return asked, tuple(actions)
-        return replace(asked, timed=True), (*actions, SetDeadline(self.version, plan.patience))
+        after = replace(self, cohort=cohort, sequences=sequences, pending=pending)
+        if plan.patience is None or self.deadline_set or not (cohort or (plan.mode != "sync" and pending)):
+            return after, tuple(actions)
+        return replace(after, deadline_set=True), (*actions, SetDeadline(self.version, plan.patience))
 
     def _arrived(self, silo: str, sequence: int, loss: float | None) -> tuple[Rounds, tuple[Action, ...]]:
         pending_task = self.pending.get(silo)
         if pending_task is None or pending_task.sequence != sequence:
             return self, (Discard(silo, sequence, DiscardReason.DUPLICATE),)
         pending = {name: each for name, each in self.pending.items() if name != silo}
-        landed = replace(self, pending=pending, losses=self.losses if loss is None else {**self.losses, silo: loss})
+        received = replace(self, pending=pending, losses=self.losses if loss is None else {**self.losses, silo: loss})
         reason = self._refusal(pending_task)
         if reason is None:
-            return replace(landed, arrived={**self.arrived, silo: sequence})._onward()
-        after, actions = landed._onward()
+            return replace(received, arrived={**self.arrived, silo: sequence})._select_or_merge()
+        after, actions = received._select_or_merge()
         return after, (Discard(silo, sequence, reason), *actions)
 
     def _refusal(self, pending_task: PendingTask) -> DiscardReason | None:
-        """Why a reply will not be merged; None if it will."""
+        """Why a reply is discarded; None if it is merged."""
         if self.phase is not Phase.COLLECTING:
             return DiscardReason.LATE
         age = self.version - pending_task.base_version
@@ -334,69 +339,69 @@ class Rounds:
         if pending_task is None or pending_task.sequence != sequence:
             return self, ()
         pending = {name: each for name, each in self.pending.items() if name != silo}
-        # Its time came when it was given up; one that is back by then has failed a task, and can be asked the next.
+        # A silo that rejoined before it was given up only fails this task and can be selected again.
         gone = gone and silo not in self.online
         after = replace(self, pending=pending, gone=self.gone | {silo} if gone else self.gone)
         if self.phase is Phase.COLLECTING and pending_task.base_version == self.version:
             cohort = tuple(name for name in self.cohort if name != silo)
             after = replace(after, cohort=cohort, failed=self.failed | {silo})
-        return after._onward()
+        return after._select_or_merge()
 
-    def _onward(self) -> tuple[Rounds, tuple[Action, ...]]:
-        """Ask somebody else, or merge, or neither."""
-        after, actions = self._refilled()
+    def _select_or_merge(self) -> tuple[Rounds, tuple[Action, ...]]:
+        """Select other silos if there is room, then merge if complete."""
+        after, actions = self._select()
         after, more = after._merge_if_ready()
         return after, (*actions, *more)
 
     def _deadline(self, round_: int) -> tuple[Rounds, tuple[Action, ...]]:
         if self.phase is not Phase.COLLECTING or round_ != self.version:
             return self, ()
-        return replace(self, overdue=True)._merge_if_ready()
+        return replace(self, deadline_passed=True)._merge_if_ready()
 
     def _merge_if_ready(self) -> tuple[Rounds, tuple[Action, ...]]:
-        """Merge once enough replies are there, or as many as patience demands, or no more will come."""
+        """Merge if enough replies have arrived, or if no more will arrive."""
         if self.phase is not Phase.COLLECTING:
             return self, ()
-        over = not (self.cohort if self.plan.mode == "sync" else self.pending)
-        # A version at which everybody asked failed still counts: it merges nothing, and the run goes on.
-        asked = bool(self.arrived or self.cohort or self.failed)
-        if self._enough or (asked and over):
+        none_pending = not (self.cohort if self.plan.mode == "sync" else self.pending)
+        # A round in which all selected silos failed still counts: it merges nothing and the run continues.
+        selected = bool(self.arrived or self.cohort or self.failed)
+        if self._has_enough_replies or (selected and none_pending):
             replies = tuple(Arrived(silo, self.arrived[silo]) for silo in self.plan.silos if silo in self.arrived)
             return replace(self, phase=Phase.MERGING), (Merge(self.version, replies),)
         return self, ()
 
     @property
-    def _enough(self) -> bool:
-        """Whether as many replies are there as make a merge, or as patience demands."""
+    def _has_enough_replies(self) -> bool:
+        """Whether enough replies have arrived for a merge; after the deadline fewer suffice."""
         plan, have, wanted = self.plan, len(self.arrived), self.plan.wanted(self.version)
         if plan.mode != "sync":
-            return have >= (1 if self.overdue else wanted)
+            return have >= (1 if self.deadline_passed else wanted)
         expected = min(len(self.cohort), wanted)
-        return have >= max(1, math.ceil(plan.quorum * expected - 1e-9) if self.overdue else expected)
+        return have >= max(1, math.ceil(plan.quorum * expected - 1e-9) if self.deadline_passed else expected)
 
     def _merged(self, version: int) -> tuple[Rounds, tuple[Action, ...]]:
         if version != self.version + 1:
             raise IllegalEventError(f"Merged({version}) while version is {self.version}")
-        return replace(self, version=version)._begin()
+        return replace(self, version=version)._begin_round()
 
     @property
-    def stranded(self) -> bool:
-        """Whether nothing is out, nobody can be asked, and no silo given up could change that by coming back."""
+    def stalled(self) -> bool:
+        """Whether no task is pending and no given-up silo could rejoin; without a due event the run cannot continue."""
         return self.phase is Phase.COLLECTING and not self.pending and not self.gone
 
     @property
     def settled(self) -> dict[str, int]:
-        """The last task of each silo whose outcome is known."""
+        """Number of each silo's last settled task: the last one whose outcome is known."""
         pending = self.pending
         return {s: pending[s].sequence - 1 if s in pending else last for s, last in self.sequences.items()}
 
     # ------------------------------------------------------------------------------------------- checkpoints
     def after_merge(self) -> Rounds:
-        """The machine as the checkpoint of the merge under way records it: merged, next round not yet begun."""
-        return replace(self._fresh(), phase=Phase.GATHERING, version=self.version + 1, online=frozenset())
+        """The machine as the checkpoint of the present merge stores it: merged, the next round not started."""
+        return replace(self._cleared(), phase=Phase.GATHERING, version=self.version + 1, online=frozenset())
 
     def to_record(self) -> RoundsRecord:
-        """As a checkpoint keeps it, without what the loop knows and what a checkpoint between merges lacks."""
+        """The record that a checkpoint stores."""
         return RoundsRecord(
             version=self.version,
             gone=sorted(self.gone),
@@ -407,7 +412,7 @@ class Rounds:
 
     @classmethod
     def from_record(cls, plan: RoundsPlan, record: RoundsRecord) -> Rounds:
-        """The machine a checkpoint recorded, waiting for its silos to join."""
+        """The machine of a checkpoint, waiting for its silos to join."""
         return cls(
             plan,
             version=record.version,

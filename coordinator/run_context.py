@@ -1,4 +1,4 @@
-"""What a coordinator works with, put together once from the scenario and fixed for the run."""
+"""Fixed facts of a run, derived once from the scenario and its data."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from fedmq.wire.messages import TaskInfo
 
 @dataclass(frozen=True)
 class RunContext:
-    """What the loop works with; fixed for the run.
+    """Fixed facts of a run, as the coordinator's loop uses them.
 
     Args:
-        scenario: as resolved.
-        protocol: the method.
-        context: facts for both halves of it.
-        samples: training samples of each silo, in silo order: bounds of what it may claim, its weight where silos are
-            drawn by size, and its work in virtual time and in the order of tasks.
-        cost: of tasks in virtual time.
+        scenario: the resolved scenario.
+        protocol: the method's coordinator side.
+        context: facts shared by the method's coordinator and silo sides.
+        samples: training samples of each silo, in silo order: they bound what a reply may claim, weight the sampling
+            by size, and determine a task's duration in virtual time and its place in the order of tasks.
+        cost: cost model of tasks in virtual time.
         folder: the run folder.
-        trace: when each silo is on.
+        trace: availability of the silos.
         data: digest of the prepared data.
-        trace_file: digest of the file that ``trace`` was read from; empty for none.
+        trace_file: digest of the file of ``trace``; empty if there is none.
     """
 
     scenario: Scenario
@@ -55,12 +55,12 @@ class RunContext:
         return {silo.name: silo for silo in self.context.silos}
 
     def facts_at(self, name: str, version: int) -> SiloFacts:
-        """A silo as it is at a version; only faults change it."""
+        """Facts of a silo at a version; they change only by faults, e.g. a lost modality."""
         return self.script.facts(self._silos[name], version)
 
     @cached_property
     def plan(self) -> RoundsPlan:
-        """The rounds machine's share of the scenario."""
+        """The part of the scenario that the rounds machine needs."""
         silos, participation, aggregation = self.context.silos, self.scenario.participation, self.scenario.aggregation
         eligible = tuple(
             silo.name
@@ -82,36 +82,41 @@ class RunContext:
             buffer=aggregation.buffer,
             patience=patience[aggregation.mode],
             max_staleness=aggregation.max_staleness,
-            opening=self.traits.first_round_selects_all,
+            first_round_selects_all=self.traits.first_round_selects_all,
         )
 
     @cached_property
     def traits(self) -> Traits:
-        """What the method says of itself."""
+        """The method's declared traits."""
         return self.protocol.traits()
 
     @property
     def gives_up(self) -> bool:
-        """Whether a silo that stays away is given up; by default only where time is real."""
+        """Whether a silo that stays away is given up; by default only on a wall clock."""
         chosen = self.scenario.aggregation.on_lost
         return self.scenario.clock == "wall" if chosen is None else chosen == "give_up"
 
     def task_info(self, round_: int, settled: int) -> TaskInfo:
-        """What a task of a round says of itself; ``settled`` is the silo's task up to which it may forget."""
+        """The description that a task carries.
+
+        Args:
+            round_: number of the round.
+            settled: number of the silo's last durably settled task; it may delete older personal states.
+        """
         rate = self.scenario.training.rate_at(round_, self.scenario.rounds)
         return TaskInfo(round=round_, rounds=self.scenario.rounds, settled=settled, learning_rate=rate)
 
     def outcome_at(self, silo: str, outcome: TaskOutcome) -> float:
-        """When a task handed out now will have its outcome [s of virtual time]."""
+        """Virtual time at which a task's outcome is known, considering the silo's availability [s]."""
         wait = self.scenario.participation.interrupted == "wait"
         on = self.trace.outcome_at(silo, outcome.handed, outcome.due, wait=wait)
         return on if outcome.sent else outcome.due
 
     def longest_first(self, actions: Sequence[Action]) -> list[Action]:
-        """Actions with the tasks among them in order of their work, on where tasks stood.
+        """Reorder the tasks among the actions by decreasing work; other actions keep their places.
 
-        Silos that share a machine's slots train in the order their tasks come; with the longest last a round would end
-        in one of them working alone. Nothing else depends on the order.
+        Silos that share a machine train in the order in which tasks arrive; with the longest task last, a round would
+        end with one silo training alone. The order affects nothing else.
         """
         work = {
             silo.name: samples * (1 + silo.paired)

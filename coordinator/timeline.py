@@ -1,6 +1,6 @@
-"""What will happen when: arrivals, deadlines and silos going on or off, in the order of the run's time.
+"""Timeline of a run: arrivals, deadlines and availability changes in order of the run's time.
 
-What is due becomes an event of the rounds machine.
+A due entry becomes an event of the rounds machine.
 """
 
 from __future__ import annotations
@@ -25,94 +25,94 @@ _KINDS: Mapping[type[Event], EventKind] = {
 }
 
 
-class Due(IntEnum):
-    """What is due; the order settles what is due at the same time."""
+class EntryKind(IntEnum):
+    """Kind of an entry; entries due at the same time are handled in this order."""
 
-    SWITCH = 0  # who is off at a time is settled before anything else of that time
+    SWITCH = 0  # availability at a time is updated before anything else
     ARRIVAL = 1
-    DEADLINE = 2  # a reply that arrives on the stroke of the deadline counts
+    DEADLINE = 2  # a reply that arrives exactly at the deadline counts
 
 
 @dataclass(frozen=True, order=True)
-class Entry:
-    """Something due.
+class TimelineEntry:
+    """An entry of the timeline.
 
     Args:
         at: the run's time [s].
-        due: what it is.
-        index: the silo's place in the fixed order, or the round; settles what is due at the same time.
-        sequence: the task's number; 0 where there is none.
-        silo: who replies or goes on or off; empty for a deadline.
+        kind: what is due.
+        index: the silo's index in the fixed order, or the round of a deadline; breaks ties.
+        sequence: number of the task; 0 if there is none.
+        silo: the silo that replies or goes on or off; empty for a deadline.
     """
 
     at: float
-    due: Due
+    kind: EntryKind
     index: int
     sequence: int = 0
     silo: str = field(default="", compare=False)
 
 
 class Timeline:
-    """A heap of entries."""
+    """Entries in order of time."""
 
     def __init__(self) -> None:
-        self._heap: list[Entry] = []
+        self._heap: list[TimelineEntry] = []
 
     def arrival(self, at: float, index: int, silo: str, sequence: int) -> None:
-        """A task's outcome is due at ``at`` [s]."""
-        heapq.heappush(self._heap, Entry(at, Due.ARRIVAL, index, sequence, silo))
+        """Add a task's outcome at ``at`` [s]."""
+        heapq.heappush(self._heap, TimelineEntry(at, EntryKind.ARRIVAL, index, sequence, silo))
 
     def deadline(self, at: float, round_: int) -> None:
-        """A round's deadline is due at ``at`` [s]."""
-        heapq.heappush(self._heap, Entry(at, Due.DEADLINE, round_))
+        """Add a round's deadline at ``at`` [s]."""
+        heapq.heappush(self._heap, TimelineEntry(at, EntryKind.DEADLINE, round_))
 
     def next_switch(self, trace: Trace, now: float, index: int, silo: str) -> None:
-        """Put on the timeline when a silo goes on or off next after ``now`` [s], if it ever does."""
+        """Add the silo's first availability change after ``now`` [s], if there is one."""
         at = trace.next_change(silo, now)
         if at < math.inf:
-            heapq.heappush(self._heap, Entry(at, Due.SWITCH, index, silo=silo))
+            heapq.heappush(self._heap, TimelineEntry(at, EntryKind.SWITCH, index, silo=silo))
 
-    def peek(self, round_: int) -> Entry | None:
-        """The earliest entry; deadlines of rounds before this one, which a resumed run lacks, are passed over."""
-        while self._heap and self._heap[0].due is Due.DEADLINE and self._heap[0].index < round_:
+    def peek(self, round_: int) -> TimelineEntry | None:
+        """The earliest entry; drops deadlines of earlier rounds, which a resumed run does not have."""
+        while self._heap and self._heap[0].kind is EntryKind.DEADLINE and self._heap[0].index < round_:
             heapq.heappop(self._heap)
         return self._heap[0] if self._heap else None
 
-    def pop(self) -> Entry:
-        """Take the earliest entry."""
+    def pop(self) -> TimelineEntry:
+        """Remove and return the earliest entry."""
         return heapq.heappop(self._heap)
 
 
-def event_of(entry: Entry, outcome: Message | Failed | None, trace: Trace) -> Event:
-    """What is due, as an event of the rounds machine.
+def event_of(entry: TimelineEntry, outcome: Message | Failed | None, trace: Trace) -> Event:
+    """Convert a due entry to an event of the rounds machine.
 
     Args:
-        entry: what is due.
-        outcome: of the task, where it is an arrival: the reply, or why there is none.
-        trace: who is on when.
+        entry: the due entry.
+        outcome: the task's reply, or its failure; used for arrivals only.
+        trace: availability of the silos.
     """
-    match entry.due:
-        case Due.DEADLINE:
+    match entry.kind:
+        case EntryKind.DEADLINE:
             return Deadline(entry.index)
-        case Due.SWITCH:
+        case EntryKind.SWITCH:
             return Switched(entry.silo, trace.on(entry.silo, entry.at))
-        case Due.ARRIVAL:
-            assert outcome is not None  # noqa: S101 - the loop waits until it is there
+        case EntryKind.ARRIVAL:
+            assert outcome is not None  # noqa: S101 - the loop waits for it
             if isinstance(outcome, Failed):
                 return outcome
             losses = [payload.value for payload in outcome.payloads if isinstance(payload, Loss)]
             return Arrived(entry.silo, entry.sequence, losses[0] if losses else None)
 
 
-def note_event(log: MessageLog, entry: Entry, event: Event, version: int, number: int) -> None:
-    """Put on record what happens, when, and at which version: a replay compares it event by event.
+def note_event(log: MessageLog, entry: TimelineEntry, event: Event, version: int, number: int) -> None:
+    """Log an event with its time and version; a replay compares runs event by event.
 
     Args:
-        log: the coordinator's.
-        entry: what is due.
-        event: the same, as the machine gets it.
-        version: number of merges.
-        number: of the event in the run.
+        log: the coordinator's message log.
+        entry: the due entry.
+        event: the event made from it.
+        version: number of merges so far.
+        number: number of the event in the run.
     """
     log.event(
         _KINDS[type(event)], silo=entry.silo, sequence=entry.sequence, now=entry.at, version=version, number=number

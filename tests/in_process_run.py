@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from coordinator.fault_injection import Order
+from coordinator.fault_injection import ProcessCommand
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
 from fedmq.config.scenario import Scenario
 from fedmq.launch.supervisor import inline_peers
@@ -27,7 +27,7 @@ def run(
     *,
     resume: bool = False,
     stop_wanted: Callable[[], bool] = lambda: False,
-    order: Callable[[Order], None] | None = None,
+    order: Callable[[ProcessCommand], None] | None = None,
 ) -> CoordinatorResult:
     """Run a scenario to its end, or until something raises."""
     return run_coordinator(
@@ -38,7 +38,7 @@ def run(
     )
 
 
-def die(order: Order) -> None:
+def die(order: ProcessCommand) -> None:
     """Carry out only what a process can do to itself."""
     if order.what == "die":
         raise Killed

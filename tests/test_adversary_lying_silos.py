@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from coordinator.evaluation import EvaluationRequests
-from coordinator.roster import Returns, Roster
+from coordinator.roster import ReconnectThrottle, Roster
 from coordinator.rounds import Phase
 from fedmq.cli.terminal import print_summary
 from fedmq.config.scenario import Scenario
@@ -137,15 +137,19 @@ def test_who_comes_back_again_and_again_is_handed_its_open_task_once_in_a_beat(
 
 
 def test_who_comes_back_within_a_beat_waits_for_the_next() -> None:
-    returns = Returns()
-    assert not returns.must_wait("silo-00", 10.0, 2.0)
-    assert not returns.must_wait("silo-00", 10.1, 2.0)
-    assert returns.must_wait("silo-00", 10.2, 2.0)
-    assert not returns.must_wait("silo-01", 10.2, 2.0)
-    assert (returns.waiting, returns.due(12.0, 2.0), returns.due(12.2, 2.0)) == ({"silo-00"}, [], ["silo-00"])
-    assert not returns.must_wait("silo-00", 12.2, 2.0)
-    assert not returns.waiting
-    assert returns.must_wait("silo-00", 14.0, 2.0)
+    throttle = ReconnectThrottle()
+    assert not throttle.must_wait("silo-00", 10.0, 2.0)
+    assert not throttle.must_wait("silo-00", 10.1, 2.0)
+    assert throttle.must_wait("silo-00", 10.2, 2.0)
+    assert not throttle.must_wait("silo-01", 10.2, 2.0)
+    assert (throttle.waiting, throttle.expired(12.0, 2.0), throttle.expired(12.2, 2.0)) == (
+        {"silo-00"},
+        [],
+        ["silo-00"],
+    )
+    assert not throttle.must_wait("silo-00", 12.2, 2.0)
+    assert not throttle.waiting
+    assert throttle.must_wait("silo-00", 14.0, 2.0)
 
 
 @pytest.mark.slow

@@ -17,13 +17,13 @@ from coordinator import checkpoint as checkpoints
 from coordinator.checkpoint_records import RoundsRecord
 from coordinator.counters import Counters
 from coordinator.events import Failed, Send
-from coordinator.failures import Failures
-from coordinator.fault_injection import FaultInjector, Order
+from coordinator.fault_injection import FaultInjector, ProcessCommand
 from coordinator.in_process_peers import InProcessPeers
 from coordinator.loop import Loop
 from coordinator.participation import Sampling, Trace
 from coordinator.rounds import Phase
-from coordinator.timeline import Due, Timeline
+from coordinator.task_errors import TaskErrors
+from coordinator.timeline import EntryKind, Timeline
 from fedmq.audit import policy
 from fedmq.audit.log_checks import audit_run
 from fedmq.clock import VirtualClock, WallClock
@@ -138,12 +138,12 @@ def test_states_under_evaluation_are_kept_though_no_task_stands_on_them(
 
     def slow(peers: InProcessPeers, timeout_s: float | None = None) -> object:
         """An evaluator that answers nothing before the last merge."""
-        waits = [item for item in peers._waiting if isinstance(item, Message) and item.header.kind is Kind.EVALUATE]
+        waits = [item for item in peers._queue if isinstance(item, Message) and item.header.kind is Kind.EVALUATE]
         if 4 in kept or not waits:
             return receive(peers, timeout_s)
-        peers._waiting = deque(item for item in peers._waiting if all(item is not each for each in waits))
+        peers._queue = deque(item for item in peers._queue if all(item is not each for each in waits))
         taken = receive(peers, timeout_s)
-        peers._waiting.extend(waits)
+        peers._queue.extend(waits)
         return taken
 
     monkeypatch.setattr(Loop, "_forget_states", watched)
@@ -154,14 +154,14 @@ def test_states_under_evaluation_are_kept_though_no_task_stands_on_them(
 
 
 def test_errors_before_a_merge_that_had_a_reply_are_forgotten() -> None:
-    failures = Failures({})
-    failures.said("silo-00", "no")
-    failures.due("silo-00")
-    assert failures.first == "silo-00: no"
-    failures.merged()
-    failures.stopped("silo-01", "never")
-    assert failures.first == "silo-01: never"
-    assert failures.of_all(["silo-00", "silo-01"]) is None
+    errors = TaskErrors({})
+    errors.reported("silo-00", "no")
+    errors.task_failed("silo-00")
+    assert errors.first == "silo-00: no"
+    errors.clear()
+    errors.silo_failed("silo-01", "never")
+    assert errors.first == "silo-01: never"
+    assert errors.of_all(["silo-00", "silo-01"]) is None
 
 
 # -------------------------------------------------------------------------------------------------------------- policy
@@ -215,12 +215,12 @@ def test_power_of_choice_draws_twice_as_many_as_it_asks_unless_told_how_many(cou
 
 @pytest.mark.parametrize("phase", [Phase.GATHERING, Phase.COLLECTING, Phase.MERGING])
 def test_nobody_is_sent_away_while_silos_gather_or_measure(tmp_path: Path, phase: Phase) -> None:
-    orders, failed = list[Order](), list[Failed]()
+    orders, failed = list[ProcessCommand](), list[Failed]()
     log: Any = types.SimpleNamespace(note=lambda *_, **__: None)
     clock = VirtualClock(1.0)
     away = script({"kind": "leave", "silos": ["silo-00"], "time": [0, 99]})
     loop: Any = types.SimpleNamespace(
-        fault_injector=FaultInjector(away, RunFolder(tmp_path), log, clock, order=orders.append, wired=True, handed={}),
+        fault_injector=FaultInjector(away, RunFolder(tmp_path), log, clock, order=orders.append, wired=True, issued={}),
         run_context=types.SimpleNamespace(
             facts_at=lambda name, version: FOUR[0],
             cost=types.SimpleNamespace(duration=lambda *_: 1.0),
@@ -232,7 +232,7 @@ def test_nobody_is_sent_away_while_silos_gather_or_measure(tmp_path: Path, phase
         clock=clock,
         due={"silo-00": 5.0},
         _inbox={},
-        _deliver=lambda silo, sequence, outcome, wait: failed.append(outcome),
+        _set_outcome=lambda silo, sequence, outcome, wait: failed.append(outcome),
     )
     Loop._send(loop, Send("silo-00", 1, 0, 0))
     assert [each.reason for each in failed] == ["away"], "the task fails in either case"
@@ -269,9 +269,9 @@ def test_on_one_stroke_silos_switch_then_replies_arrive_then_the_deadline_is_ove
     timeline.next_switch(Trace({"silo-03": ((0.0, 5.0),)}), 0.0, 3, "silo-03")
     timeline.arrival(5.0, 1, "silo-01", 1)
     found = [timeline.pop() for _ in range(4)]
-    assert [(each.due, each.silo) for each in found] == [
-        (Due.SWITCH, "silo-03"),
-        (Due.ARRIVAL, "silo-01"),
-        (Due.ARRIVAL, "silo-03"),
-        (Due.DEADLINE, ""),
+    assert [(each.kind, each.silo) for each in found] == [
+        (EntryKind.SWITCH, "silo-03"),
+        (EntryKind.ARRIVAL, "silo-01"),
+        (EntryKind.ARRIVAL, "silo-03"),
+        (EntryKind.DEADLINE, ""),
     ]

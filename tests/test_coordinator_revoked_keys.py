@@ -71,7 +71,7 @@ def test_a_run_does_not_go_on_if_nobody_it_may_ask_is_left(tiny: Path, tmp_path:
     scenario, keys = resolved(tiny, "protocol=paired_only", lone), tmp_path / "keys"
     init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
     revoke(keys, "silo-03")
-    with pytest.raises(InputError, match="no key of any silo that paired_only may ask', allowed: that of silo-03"):
+    with pytest.raises(InputError, match="no key of any silo that paired_only can select', allowed: that of silo-03"):
         run_coordinator(CoordinatorArguments(run_of(scenario), "memory://nobody", keys, tmp_path / "run", resume=True))
 
 

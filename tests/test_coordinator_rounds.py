@@ -243,7 +243,7 @@ def test_participation_takes_the_floor_and_at_least_one() -> None:
 
 
 def test_an_opening_round_asks_everybody_once_and_waits_for_all_of_them() -> None:
-    rounds, sends = gathered(plan(participation=0.5, opening=True))
+    rounds, sends = gathered(plan(participation=0.5, first_round_selects_all=True))
     assert [send.silo for send in sends] == list(SILOS)
     rounds, actions = answer(rounds, sends[:3])
     assert (rounds.phase, actions) == (Phase.COLLECTING, ())
@@ -255,7 +255,7 @@ def test_an_opening_round_asks_everybody_once_and_waits_for_all_of_them() -> Non
 
 
 def test_modes_without_rounds_have_no_opening() -> None:
-    _, sends = gathered(plan(participation=0.5, opening=True, mode="buffered"))
+    _, sends = gathered(plan(participation=0.5, first_round_selects_all=True, mode="buffered"))
     assert len(sends) == 2
 
 
@@ -326,7 +326,7 @@ PLANS = st.builds(
     buffer=st.sampled_from([None, 1, 2, 4]),
     patience=st.sampled_from([None, 1.0]),
     max_staleness=st.sampled_from([None, 0, 1]),
-    opening=st.booleans(),
+    first_round_selects_all=st.booleans(),
     sampling=st.sampled_from([Sampling(), Sampling(dict.fromkeys(SILOS, 3)), Sampling(dict.fromkeys(SILOS, 3), 3)]),
 )
 
@@ -478,7 +478,7 @@ TEN = tuple(f"silo-{index:02d}" for index in range(10))
 def test_shares_of_a_cohort_are_not_rounded_up_for_the_error_of_a_binary_fraction() -> None:
     names = tuple(f"silo-{index:02d}" for index in range(25))
     assert 1.12 * 25 > 28
-    assert RoundsPlan(1, 1, names, names, over_select=1.12).out(0) == 28
+    assert RoundsPlan(1, 1, names, names, over_select=1.12).tasks_out(0) == 28
     assert 0.28 * 25 > 7
     rounds, sends = gathered(RoundsPlan(1, 1, names, names, patience=5.0, quorum=0.28))
     rounds, _ = answer(rounds, sends[:6])
@@ -501,17 +501,17 @@ def test_a_deadline_while_nobody_is_asked_merges_nothing_and_whoever_returns_is_
     assert actions[0] == Send("silo-02", 2, 1, 1)
 
 
-def test_a_run_is_stranded_where_all_are_off_and_not_where_one_given_up_may_return() -> None:
+def test_a_run_is_stalled_where_all_are_off_and_not_where_one_given_up_may_return() -> None:
     for gone in (False, True):
         rounds, sends = gathered(plan())
-        assert not rounds.stranded
+        assert not rounds.stalled
         for send in sends:
             rounds, _ = rounds.handle(Lost(send.silo))
             rounds, _ = rounds.handle(Switched(send.silo, False))
             rounds, _ = rounds.handle(Failed(send.silo, 1, "stayed away", gone=gone and send is sends[0]))
-        assert not rounds.stranded  # a merge is under way
+        assert not rounds.stalled  # a merge is under way
         rounds, _ = rounds.handle(Merged(1))
-        assert rounds.stranded is not gone
+        assert rounds.stalled is not gone
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from coordinator.aggregation import as_reply, merged_state
+from coordinator.aggregation import merged_state, reply_of
 from coordinator.cost import CostModel
 from coordinator.run_context import RunContext
 from fedmq.config.parts import Cost
@@ -41,7 +41,7 @@ def replies(run: World, kept: RunContext, bases: tuple[int, ...], merged: Mappin
         facts = {"run": "run-0", "kind": Kind.REPLY, "sender": silo.name, "receiver": "coordinator", "sent_at": 0.0}
         header = Header(**facts, sequence=7, reply_to=7, base_version=base)  # type: ignore[arg-type]
         states = {version: State(run.state.theta + version) for version in range(3)}
-        reply = as_reply(kept, Message(header, run.train(silo).payloads), silo, states, 2, merged)
+        reply = reply_of(kept, Message(header, run.train(silo).payloads), silo, states, 2, merged)
         assert reply.base is states[base]
         found.append(reply)
     return found

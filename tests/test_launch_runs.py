@@ -195,7 +195,8 @@ def test_a_stop_that_takes_long_is_told_of(tiny: Path, tmp_path: Path, reference
         os.kill(process.pid, signal.SIGINT)
         assert process.stderr is not None
         asked = time.monotonic()
-        assert process.stderr.readline().startswith("stopping cleanly")
+        expected = f"stopping; press Ctrl-C again to abort; continue with --resume {tmp_path / 'run'}\n"
+        assert process.stderr.readline() == expected
         assert process.stderr.readline().startswith("stopping: waiting")
         assert time.monotonic() - asked < 15.0
         silo.resume()

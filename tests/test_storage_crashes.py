@@ -99,9 +99,9 @@ def test_a_line_that_a_crash_left_unfinished_is_cut_off_before_the_next_is_writt
     for again in range(2):
         with MessageLog(tmp_path / "coordinator.jsonl", "coordinator", WallClock()) as log:
             script = FaultSchedule((), 0, ())
-            fault_injector = FaultInjector(script, folder, log, VirtualClock(), order=None, wired=False, handed={})
-        assert not fault_injector._first("0 silo-00 1")
-        assert fault_injector._first("2 silo-00 3") is not bool(again)
+            fault_injector = FaultInjector(script, folder, log, VirtualClock(), order=None, wired=False, issued={})
+        assert not fault_injector._mark_fired("0 silo-00 1")
+        assert fault_injector._mark_fired("2 silo-00 3") is not bool(again)
     whole = [line["fault"] for line in map(json.loads, folder.faults.read_text().splitlines())]
     assert whole == ["0 silo-00 1", "2 silo-00 3"]
 
@@ -190,7 +190,7 @@ def test_a_state_that_is_not_the_one_that_was_written_is_a_damaged_checkpoint(tm
     changed.write_bytes((other / "version-000001" / changed.name).read_bytes())
     if carried:
         folder = checkpoint.save(tmp_path, made(2, 1))
-    with pytest.raises(InputError, match=rf"{folder.name}: found 'a damaged state .*{changed.name}.*the one before"):
+    with pytest.raises(InputError, match=rf"{folder.name}: found 'a damaged state .*{changed.name}.*the previous one"):
         checkpoint.load(tmp_path)
 
 

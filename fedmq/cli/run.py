@@ -176,15 +176,19 @@ def _inline(file: Path, launcher: str) -> bool:
 
 
 # ---------------------------------------------------------------------------------------------- programs by hand
-def until_stopped() -> Callable[[], bool]:
-    """True once SIGINT or SIGTERM came; the second one ends the program at once."""
+def until_stopped(resume: str = "the same command") -> Callable[[], bool]:
+    """A function that is true once SIGINT or SIGTERM came; a second signal aborts the program.
+
+    Args:
+        resume: the options that continue the run, for the message.
+    """
     caught: list[int] = []
 
     def note(number: int, _frame: object) -> None:
         if caught:
             raise KeyboardInterrupt
         caught.append(number)
-        say_stopping()
+        say_stopping(resume)
 
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, note)
@@ -231,7 +235,7 @@ def coordinator_command(
         raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume")
     warn([run])
     data = build_population(scenario, bar()).prepared.folder
-    stop = until_stopped()
+    stop = until_stopped(f"--out {folder.root} --resume")
     with terminal.display(scenario, err, quiet=False) as status:
         outcome = run_coordinator(
             CoordinatorArguments(run, bind, keys, folder.root, resume, data),

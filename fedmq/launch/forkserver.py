@@ -1,6 +1,6 @@
-"""The forkserver that all processes of a simulated run come from. Importing this module brings no torch.
+"""The forkserver from which all processes of a simulated run are forked. Importing this module does not import torch.
 
-The command starts it before its own imports, so that both import at the same time.
+The command starts it before its own imports, so that both import in parallel.
 """
 
 from __future__ import annotations
@@ -16,26 +16,27 @@ CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def warm_up(backbone: str) -> None:
-    """Start the forkserver, once; it imports in the background while this process goes on.
+    """Start the forkserver if it is not running; it imports in the background while this process continues.
 
     Args:
-        backbone: name of the scenario's.
+        backbone: name of the scenario's backbone; decides whether OpenCLIP is imported, too.
     """
-    bare = backbone in ("lite", "features", MATCONVNET) or backbone.startswith(TIMM)
-    CONTEXT.set_forkserver_preload(["fedmq.launch.preload", *([] if bare else ["open_clip"])])
+    without_open_clip = backbone in ("lite", "features", MATCONVNET) or backbone.startswith(TIMM)
+    CONTEXT.set_forkserver_preload(["fedmq.launch.preload", *([] if without_open_clip else ["open_clip"])])
     settings = {
-        # One thread per process: the silos share the cores, and a library that starts threads while it is imported
-        # would leave every fork with a broken pool.
+        # One thread per process: the silos share the cores, and a library that starts threads on import would leave
+        # every fork with a broken thread pool.
         **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
-        # Two threads per process, two arenas: more would keep freed buffers that nobody can use. (Lower thresholds for
-        # giving memory back were measured: they halve a silo's memory, and double the time of its small steps.)
+        # Two arenas for the two threads of a process: more would hold freed buffers that no thread reuses. (Measured:
+        # lower trim thresholds halve a silo's memory but double the time of its small steps.)
         "MALLOC_ARENA_MAX": "2",
     }
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
-    # Started first, for its start would unblock what is blocked below.
+    # Started first, because starting it would unblock the signal blocked below.
     resource_tracker.ensure_running()
-    # The forkserver inherits this: no Ctrl-C reaches it before its first import ignores them. Here one only waits.
+    # The forkserver inherits the mask, so that no Ctrl-C reaches it before its first import ignores SIGINT. In this
+    # process a Ctrl-C stays pending until the mask is restored.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
     try:
         forkserver.ensure_running()

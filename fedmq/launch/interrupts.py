@@ -1,4 +1,4 @@
-"""Ctrl-C, from the first line on. This module imports next to nothing itself, to be there first."""
+"""Ctrl-C handling from the first line on; this module imports next to nothing, so that it can be imported first."""
 
 import contextlib
 import os
@@ -6,16 +6,16 @@ import signal
 from types import FrameType
 from typing import NoReturn
 
-#: What a command that failed, or was interrupted, exits with.
+#: Exit status of a command that failed or was interrupted.
 FAILED = 1
 
 
 def answer_interrupts() -> None:
-    """Let Ctrl-C end this process, wherever it is: at once while it imports, as KeyboardInterrupt otherwise.
+    """Make Ctrl-C end this process: immediately during an import, with KeyboardInterrupt otherwise.
 
-    Raised in one of importlib's callbacks it would be lost, and the command would go on to its end. The forkserver and
-    what it forked end by themselves when their starter is gone. Scripts start what they put in the background with
-    SIGINT ignored; it is answered there, too.
+    A KeyboardInterrupt raised in one of importlib's callbacks would be swallowed and the command would run on. The
+    forkserver and its children exit when the process that started them is gone. Shell scripts start background jobs
+    with SIGINT ignored; the handler is installed there, too.
     """
     signal.signal(signal.SIGINT, _answer)
 
@@ -23,16 +23,20 @@ def answer_interrupts() -> None:
 def _answer(_number: int, frame: FrameType | None) -> NoReturn:
     while frame is not None:
         if frame.f_code.co_filename.startswith("<frozen importlib"):
-            with contextlib.suppress(OSError):  # who read it may have been interrupted, too
+            with contextlib.suppress(OSError):  # the reader of stderr may have been interrupted, too
                 os.write(2, b"fedmq: interrupted\n")
             os._exit(FAILED)
         frame = frame.f_back
     raise KeyboardInterrupt
 
 
-def say_stopping() -> None:
-    """Answer the first Ctrl-C at once, from its handler: what runs may take as long as a task does to end."""
-    with contextlib.suppress(OSError):  # who read it may have been interrupted, too
+def say_stopping(resume: str = "--resume RUN") -> None:
+    """Acknowledge the first Ctrl-C from its signal handler; a clean stop may take as long as a task.
+
+    Args:
+        resume: the options or the command that continue the run.
+    """
+    with contextlib.suppress(OSError):  # the reader of stderr may have been interrupted, too
         # A terminal has just echoed ^C.
         start = b"\n" if os.isatty(2) else b""
-        os.write(2, start + b"stopping cleanly, to be gone on with; once more ends at once\n")
+        os.write(2, start + os.fsencode(f"stopping; press Ctrl-C again to abort; continue with {resume}\n"))

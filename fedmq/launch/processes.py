@@ -16,7 +16,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from coordinator.fault_injection import Order
+from coordinator.fault_injection import ProcessCommand
 from coordinator.program import CoordinatorArguments, check, run_coordinator
 from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import FedmqError, InputError
@@ -100,7 +100,7 @@ def coordinator_process(arguments: CoordinatorArguments, line: Connection) -> No
         _tell(line, outcome)
 
 
-def _pass_on(order: Order, line: Connection) -> None:
+def _pass_on(order: ProcessCommand, line: Connection) -> None:
     """Tell the parent what a scripted fault needs; dying is the coordinator's own part of it."""
     _tell(line, order)
     if order.what == "die":

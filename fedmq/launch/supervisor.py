@@ -23,8 +23,8 @@ from typing import Any
 
 import psutil
 
-from coordinator.fault_injection import Order
-from coordinator.in_process_peers import Answer, InProcessPeers
+from coordinator.fault_injection import ProcessCommand
+from coordinator.in_process_peers import InProcessPeers, PeerFunction
 from coordinator.program import CoordinatorArguments, CoordinatorResult, run_coordinator
 from fedmq.config.resolve import ResolvedRun
 from fedmq.errors import InputError, RunError
@@ -145,7 +145,7 @@ class _Supervisor:
             silo = SiloArguments(self.run, name, self.uri, self.keys, self.folder.root, data=self.data)
             self._start(name, children.silo_process, silo)
 
-    def carry_out(self, order: Order) -> Connection | None:
+    def carry_out(self, order: ProcessCommand) -> Connection | None:
         """Do to a process what a scripted fault asks for; such deaths do not count as its own.
 
         Returns:
@@ -255,7 +255,7 @@ class _Supervisor:
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
+def _signals(folder: RunFolder) -> Iterator[list[int]]:
     """Collects SIGINT and SIGTERM instead of dying of them; a second Ctrl-C is the usual KeyboardInterrupt."""
     caught: list[int] = []
 
@@ -263,7 +263,7 @@ def _signals() -> Iterator[list[int]]:
         if caught:
             raise KeyboardInterrupt
         caught.append(number)
-        say_stopping()
+        say_stopping(f"--resume {folder.root}")
 
     before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
@@ -343,7 +343,7 @@ def simulate(
         init_keys(keys, (COORDINATOR, EVALUATOR, *run.scenario.silo_names))
         supervisor = _Supervisor(run, folder, keys, resume, data)
         try:
-            with _signals() as caught:
+            with _signals(folder) as caught:
                 outcome, ready = _watch(supervisor, status, caught, began)
         except BaseException:
             # A second Ctrl-C, or an error: nobody was told to stop, so there is nothing to wait for.
@@ -354,13 +354,15 @@ def simulate(
     return Simulated(outcome, time.monotonic() - began, ready, supervisor.peak_pss / 2**20)
 
 
-def inline_peers(run: ResolvedRun, folder: RunFolder, data: Path | None, population: Population) -> dict[str, Answer]:
+def inline_peers(
+    run: ResolvedRun, folder: RunFolder, data: Path | None, population: Population
+) -> dict[str, PeerFunction]:
     """The evaluator and every silo of a run as functions, by name; they take turns with one model."""
     scenario = run.scenario
     device = device_of(scenario.device)
     model = population.build_model(scenario, device, ("image", "text"))
     evaluator = Evaluator(scenario, population, device)
-    answers: dict[str, Answer] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
+    answers: dict[str, PeerFunction] = {EVALUATOR: lambda message: (evaluator.evaluate(message.payloads),)}
     for name in scenario.silo_names:
         arguments = SiloArguments(run, name, InProcessPeers.uri, folder.root, folder.root, data=data)
         answers[name] = Silo(arguments, population, model, noise=scenario.seed).respond
@@ -377,7 +379,7 @@ def simulate_inline(
     """
     began = time.monotonic()
 
-    with _signals() as caught:
+    with _signals(folder) as caught:
         outcome = run_coordinator(
             CoordinatorArguments(run, InProcessPeers.uri, folder.root, folder.root, resume, data),
             status=status,
@@ -406,7 +408,7 @@ def _watch(
                 pass
             case str(uri):
                 supervisor.start_peers(uri)
-            case Order():
+            case ProcessCommand():
                 line = supervisor.carry_out(item) or line
                 asked_to_stop = asked_to_stop and item.what != "die"
             case Status():

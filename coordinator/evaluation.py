@@ -23,52 +23,52 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import EVALUATOR, Error, Header, Kind, Message, Metrics, Payload
 
-#: Evaluations under way at most while rounds go on: each keeps a model here, and one on its way.
+#: Maximum number of pending evaluations while rounds continue: each keeps a model in memory and one in transit.
 UNDER_WAY = 8
 #: Real time to wait for a lost evaluator when the run depends on it [s].
 _EVALUATOR_PATIENCE = 60.0
 
 
 def _wrong_evaluation(
-    payload: Payload | None, silos: Iterable[str], names: Iterable[str], own: Sequence[Metric]
+    answer: Payload | None, silos: Iterable[str], names: Iterable[str], own: Sequence[Metric]
 ) -> str | None:
-    """What is wrong with the evaluator's measurement of the shared model; None if nothing is.
+    """Why the evaluator's evaluation of the shared model is refused; None if it is valid.
 
     Args:
-        payload: the evaluator's answer.
-        silos: of the run; each has to be measured on its own share.
-        names: of the metrics that may be measured in this run.
-        own: entries of the user's own metrics.
+        answer: the evaluator's answer.
+        silos: all silos of the run; the evaluation must have metrics for each.
+        names: metrics that this run may report.
+        own: the user's own metrics.
     """
-    if not isinstance(payload, Metrics):
-        return "no measurement"
-    if HEADLINE not in payload.values or any(HEADLINE not in payload.per_silo.get(name, {}) for name in silos):
-        return f"an evaluation without {HEADLINE} of the whole and of every silo"
-    wrong = (objection(values, own, names) for values in (payload.values, *payload.per_silo.values()))
+    if not isinstance(answer, Metrics):
+        return "no evaluation"
+    if HEADLINE not in answer.values or any(HEADLINE not in answer.per_silo.get(name, {}) for name in silos):
+        return f"an evaluation without {HEADLINE} of the whole split and of every silo"
+    wrong = (objection(values, own, names) for values in (answer.values, *answer.per_silo.values()))
     return next((f"an evaluation with {each}" for each in wrong if each is not None), None)
 
 
-def _wrong(payload: Payload | None, name: str, like: Metrics, own: Sequence[Metric]) -> str | None:
-    """What is wrong with a silo's measurement of its own model; None if nothing is.
+def _wrong_personal(answer: Payload | None, name: str, like: Metrics, own: Sequence[Metric]) -> str | None:
+    """Why a silo's evaluation of its personal model is refused; None if it is valid.
 
     Summaries are means and spreads over silos of metrics that all silos have, so one silo's names or values affect all.
 
     Args:
-        payload: the silo's answer.
-        name: of the silo.
-        like: an evaluation, which has the figures of the whole and of each silo's share that a silo measures, too.
-        own: entries of the user's own metrics.
+        answer: the silo's answer.
+        name: name of the silo.
+        like: an evaluation of the evaluator, which has the same metrics.
+        own: the user's own metrics.
     """
-    if not isinstance(payload, Metrics):
-        return "no measurement"
-    if payload.per_silo.keys() != {name}:
-        return "a measurement without its own share, or with another's"
-    for found, wanted in ((payload.values, like.values), (payload.per_silo[name], like.per_silo[name])):
+    if not isinstance(answer, Metrics):
+        return "no evaluation"
+    if answer.per_silo.keys() != {name}:
+        return "an evaluation of other parts of the split than the silo's own"
+    for found, wanted in ((answer.values, like.values), (answer.per_silo[name], like.per_silo[name])):
         if found.keys() != wanted.keys():
             odd = ", ".join(sorted(found.keys() ^ wanted.keys())[:3])
-            return f"a measurement with other figures than an evaluation has: {odd}"
+            return f"an evaluation with other metrics than the evaluator's: {odd}"
         if (wrong := objection(found, own)) is not None:
-            return f"a measurement with {wrong}"
+            return f"an evaluation with {wrong}"
     return None
 
 
@@ -82,12 +82,11 @@ class EvaluationRequests:
         evaluated: versions whose evaluation is in ``metrics.jsonl`` already.
 
     Attributes:
-        pending: versions the evaluator has not answered for.
-        unusable: those of them whose answer was refused.
-        metrics: of the last version evaluated.
-        asked: silos whose own models are being measured.
-        personal: what they answered when they were asked last.
-        missing: why silos' own models were not measured, by silo; of several times the last.
+        pending: versions that the evaluator has not answered for.
+        unusable: pending versions whose answer was refused.
+        metrics: metrics of the last version evaluated.
+        personal: metrics of the personal models in the last evaluation, by silo.
+        missing: why a silo's personal model was not evaluated, by silo; the last reason.
 
     Raises:
         InputError: one of the user's own metrics cannot be loaded.
@@ -218,7 +217,7 @@ class EvaluationRequests:
                 why = "sent an invalid evaluation" if self.unusable else "stayed away"
                 trained = "the model is trained and checkpointed, --resume evaluates it"
                 refused = f" ({self._refusal})" if self.unusable and self._refusal else ""
-                raise RunError(f"the evaluator {why}; {trained if final else '--resume goes on'}{refused}")
+                raise RunError(f"the evaluator {why}; {trained if final else '--resume continues'}{refused}")
         return True
 
     def ask(self, name: str) -> bool:
@@ -259,7 +258,7 @@ class EvaluationRequests:
         if isinstance(payload, Error):
             self._log.note(NoteKind.ERROR_REPORTED, peer=name, error=payload.text[:300])
             self._lacks(name, version, payload.text[:300])
-        elif self._like is None:  # the evaluator is slower with its first evaluation
+        elif self._like is None:  # the evaluator has not answered yet
             self._early[name] = version, payload
         else:
             self._judge(name, version, payload, self._like)
@@ -267,16 +266,16 @@ class EvaluationRequests:
         return True
 
     def _lacks(self, name: str, version: int, why: str) -> None:
-        """Keep why there is no measurement of a silo's own model at a version, to be told at the end of the run."""
+        """Record why a silo's personal model was not evaluated at a version, for the end of the run."""
         self.missing[name] = f"version {version}: {why}"
 
-    def _judge(self, name: str, version: int, payload: Payload | None, like: Metrics) -> None:
-        """Keep a silo's measurement, or refuse it."""
-        if (wrong := _wrong(payload, name, like, self._own_metrics)) is not None:
+    def _judge(self, name: str, version: int, answer: Payload | None, like: Metrics) -> None:
+        """Validate a silo's answer, and keep or refuse it."""
+        if (wrong := _wrong_personal(answer, name, like, self._own_metrics)) is not None:
             self._lacks(name, version, f"refused: {wrong}")
             self._roster.refuse(name, RemoteWireError("unexpected", wrong), 0)
-        elif isinstance(payload, Metrics):
-            self.personal[name] = payload
+        elif isinstance(answer, Metrics):
+            self.personal[name] = answer
 
     def unreadable(self, header: Header) -> bool:
         """Handle an unreadable answer, which is not requested again; returns whether it answers such a request."""
@@ -285,7 +284,7 @@ class EvaluationRequests:
         if header.sender == EVALUATOR and header.base_version in self.pending:
             self.unusable.add(header.base_version)
         elif self._owed(header):
-            self._lacks(header.sender, header.base_version, "refused: its measurement could not be read")
+            self._lacks(header.sender, header.base_version, "refused: its evaluation could not be read")
             self._close(header.sender)
         else:
             return False

@@ -150,7 +150,7 @@ def test_a_value_out_of_an_own_metrics_bounds_is_refused_by_name_and_told_at_the
     monkeypatch.setattr(Silo, "measure", answer)
     summary = in_process_run.run(with_own(tiny, mine), tmp_path / "run").summary.plain()
     assert sorted(summary["personal_whole_split"]) == ["silo-00", "silo-02", "silo-03"]
-    why = "version 2: refused: a measurement with shift 2.5, allowed: 0 to 2"
+    why = "version 2: refused: an evaluation with shift 2.5, allowed: 0 to 2"
     assert summary["personal_missing"] == {"silo-01": why}
     assert why in " ".join(told(tmp_path / "run").split())
 
@@ -187,7 +187,7 @@ def test_an_evaluator_that_reports_what_cannot_be_ends_the_run_with_the_metrics_
         return replace(found, values={**found.values, "map": 1.5})
 
     monkeypatch.setattr(Evaluator, "evaluate", lie)
-    with pytest.raises(RunError, match=r"no evaluation; .*an evaluation with map 1\.5, allowed: 0 to 1"):
+    with pytest.raises(RunError, match=r"an invalid evaluation; .*an evaluation with map 1\.5, allowed: 0 to 1"):
         in_process_run.run(resolved(tiny, "rounds=2"), tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""Options of RCSR: the paper's numbers and, where it leaves a choice open, ours."""
+"""Options of RCSR, with the paper's values as defaults and our own where the paper leaves them open."""
 
 from __future__ import annotations
 
@@ -12,67 +12,70 @@ from protocols._options import check
 
 @dataclass(frozen=True)
 class RcsrOptions:
-    """Options of RCSR; defaults are the paper's numbers and, where it leaves a choice open, ours.
+    """Options of RCSR; defaults are the paper's values, and ours where the paper leaves them open.
 
     Args:
-        router: weigh by the router; without it by samples, or, ``uniform``, all reporters alike.
-        minimax: multiply by the fairness weights q.
-        client_align: the regulariser towards global prototypes (lambda_a of eq 4).
-        anchor: anchoring of single-modality silos (eq 3), without which their personal adapters stay as they are, and
-            they idle if there is no client_align either. ``multi`` anchors each sample to the nearest of all silos'
-            centroids of the missing modality, which one prototype draws onto one point; not the paper's. Silos cluster
-            each item once, when the warm-up is over; until there are centroids the one prototype stands.
-        anchor_centroids: of ``multi``, a silo's centroids of a modality, at most.
-        anchor_support: of ``multi``, least samples behind a centroid. Beside the prototype of eq 6, the mean of all
-            items of a silo of 128 or fewer, it hides no item that alone is in no centroid.
-        filler: what stands for a missing modality's prototype at the coordinator: the global ``ema``, ``zero``, or a
-            vector ``learned`` together with the router (our reading: the paper does not say where it is trained).
+        router: weight replies by the router (``true``), by samples (``false``), or equally (``uniform``).
+        minimax: multiply the weights by the fairness weights q (eq 10).
+        client_align: add the regulariser towards the global prototypes (lambda_a of eq 4).
+        anchor: anchor single-modality silos to the global prototype of the modality they lack (eq 3). Without it their
+            personal adapters are not trained, and they idle if ``client_align`` is off too. ``multi``, which is not in
+            the paper, anchors each sample to its nearest centroid of the missing modality, among those of all silos,
+            because a single prototype collapses all embeddings onto one point. Silos cluster their items once, after
+            the warm-up; until centroids are available, the single prototype is used.
+        anchor_centroids: with ``multi``, maximum number of centroids per silo and modality.
+        anchor_support: with ``multi``, minimum number of samples per reported centroid. In a silo with at most 128
+            items this does not hide an item that is the only one in no centroid, because the prototype of eq 6 is the
+            mean of all its items.
+        filler: replacement at the coordinator for the prototype of a missing modality: the global prototype
+            (``ema``), a ``zero`` vector, or a vector ``learned`` with the router (our reading: the paper does not say
+            where it is trained).
         tau: temperature of InfoNCE.
-        lambda_anc: weight of the anchoring loss, of ``anchor`` alone.
-        lambda_a: weight of the prototype regulariser, of ``client_align`` alone (the paper's table: lambda_align).
-        lambda_s: weight of the proximal term, squared norm as eq 4 prints it.
-        warmup: merges during which n_k weights stand in for the router's, which is not trained meanwhile (algorithm 1).
-            Of ``router: true`` alone, as are beta1, beta2, beta4, beta5 and router_*; but ``multi`` clusters when it is
-            over.
-        ema: share of the old global prototype kept at a full round.
-        proto_unit: global prototypes are kept at length 1.
-        masked_ema: fillers stay out of the moving average; included, as printed, if false.
+        lambda_anc: weight of the anchoring loss; only with ``anchor``.
+        lambda_a: weight of the prototype regulariser (lambda_align in the paper's table); only with ``client_align``.
+        lambda_s: weight of the proximal term, a squared norm as printed in eq 4.
+        warmup: number of merges weighted by samples before the router is used and trained (algorithm 1). Only with
+            ``router: true``, like beta1, beta2, beta4, beta5 and ``router_*``; ``multi`` also clusters at its end.
+        ema: decay of the global prototypes: fraction of the old prototype that a merge of a full round keeps.
+        proto_unit: normalise global prototypes to length 1.
+        masked_ema: leave fillers out of the moving average; if false, include them as printed.
         beta1: weight of the image prototype in eq 8.
         beta2: weight of the text prototype in eq 8.
         beta4: weight of the router's entropy in eq 8.
         beta5: weight of the alignment loss (eq 9).
-        masked_pc: fillers stay out of eq 8; included, as printed, if false.
+        masked_pc: leave fillers out of eq 8; if false, include them as printed.
         eq9_half: halve eq 9, as the released code does.
-        router_softplus: put softplus around the router's loss, as the released code does.
-        router_rate: Adam's learning rate for the router.
-        router_mask: ``input`` hides filled prototypes from the router, ``none`` shows it the fillers.
-        router_over: ``reporters`` of the round, as printed, or the ``table`` of all silos' last statistics, restricted
-            to the reporters and renormalised; the latter keeps a meaning when few replies are merged at a time. A lone
-            reply's weight is 1 by either, and whatever ``minimax`` says: in ``async`` mode ``minimax`` acts on no model
-            and this, by eq 13, on the silos' own alone. Not given, it is the table where merges are of fewer replies
-            than a round has.
-        fair_eta: step size of q; like all that begins with fair, of ``minimax`` alone.
-        fair_tau: weight of q's entropy; not used by ``fair_update: paper``. With ``entropic`` it pulls reporters alone,
-            towards equal weights and, silos that report more often than others, beyond them: of 30 silos with equal
-            losses 5 that are in each of 200 merges have 20 times the q of those in a fifth of them. 0 where silos
-            report unequally often. At most 1 / fair_eta, beyond which q would swing.
-        fair_ema: share of the old group mean loss kept at a full round.
-        fair_update: ``entropic``, an exact step with q's entropy; ``paper``, as printed, without it; ``code``, raw
-            losses and q to the power 1 / (1 + fair_tau). The printed formula has no bounds and ``paper`` none; with
-            ``entropic`` a loss counts at most 10 times its group's running mean, which is held between a tenth and
-            1000 times the median of the group's last losses, and one of 1e-6 or less as average: else one absurd
-            reply would take the merge, or be what its group is measured by for the rest of the run.
-        fair_center: pull by the normalised loss minus 1, so that an average loss pulls nowhere however often it is
-            reported; the normalised loss itself, as printed, if false. Not used by ``code``, which takes raw losses.
-        branch_renorm: each branch is averaged over the silos that trained it; the paper's plain sum if false.
-        personal: RCSR-p's adapters: ``none``, of ``fixed`` strength lambda_p, or weighed by the ``router`` (eq 13).
-        lambda_p: strength of personalisation; like all that begins with personal, of ``personal`` other than ``none``.
-        personal_onset: round T_p from which adapters are fine-tuned.
-        personal_hidden: width of an adapter.
+        router_softplus: apply softplus to the router's loss, as the released code does.
+        router_rate: learning rate of the router's Adam optimiser.
+        router_mask: ``input`` hides fillers from the router, ``none`` shows them.
+        router_over: silos over which the router's softmax runs: the ``reporters`` of a merge, as printed, or all silos
+            in the ``table`` of last statistics, with the reporters' weights renormalised; the table gives useful
+            weights when a merge has few replies. A single reply has weight 1 either way, with or without ``minimax``:
+            in ``async`` mode ``minimax`` affects no model, and this option only personal models (eq 13). Default:
+            ``table`` if merges have fewer replies than a round, else ``reporters``.
+        fair_eta: step size of q; like all ``fair_*`` options, only with ``minimax``.
+        fair_tau: weight of q's entropy; not used by ``fair_update: paper``. With ``entropic`` the entropy pulls only
+            the reporters' q, and pulls frequent reporters beyond equal weights: with 30 silos of equal losses, 5 silos
+            that report in each of 200 merges reach 20 times the q of silos that report in a fifth of them. Set it to 0
+            if silos report at different rates. At most 1 / fair_eta; above that q would oscillate.
+        fair_ema: fraction of a group's old mean loss that a merge of a full round keeps.
+        fair_update: ``entropic``, an exact step with q's entropy; ``paper``, as printed, without the entropy; ``code``,
+            raw losses and q to the power 1 / (1 + fair_tau). Like the printed formula, ``paper`` has no bounds.
+            ``entropic`` clips a loss at 10 times its group's running mean, holds that mean between 0.1 and 1000 times
+            the median of the group's last losses, and treats a loss of at most 1e-6 as average: otherwise a single
+            outlier could dominate the merge, or distort its group's mean for the rest of the run.
+        fair_center: step q by the normalised loss minus 1, so that an average loss leaves q unchanged however often it
+            is reported; if false, by the normalised loss, as printed. Not used by ``code``, which takes raw losses.
+        branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum.
+        personal: RCSR-p's personal adapters: ``none``, with ``fixed`` strength lambda_p, or with a strength from the
+            ``router`` weights (eq 13).
+        lambda_p: strength of personalisation; like all ``personal_*`` options, only if ``personal`` is not ``none``.
+        personal_onset: first round T_p in which adapters are fine-tuned.
+        personal_hidden: hidden width of an adapter.
         personal_epochs: epochs of fine-tuning after each local training.
-        personal_rate: learning rate of fine-tuning, as a share of the round's.
-        s_norm: router weights enter eq 13 ``plain``, as printed, or ``relative`` to a uniform weight, w_k |S|: with 15
-            reporters every plain weight is near 1/15 and eq 13 nearly constant. Of ``personal: router`` alone.
+        personal_rate: learning rate of fine-tuning, as a fraction of the round's learning rate.
+        s_norm: router weights enter eq 13 ``plain``, as printed, or ``relative`` to the uniform weight, w_k |S|: with
+            15 reporters all plain weights are near 1/15 and eq 13 is nearly constant. Only with ``personal: router``.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {

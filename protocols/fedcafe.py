@@ -79,7 +79,7 @@ class FedCafeOptions:
         weight: eq 10 ``linear`` as the released code, or ``softmax`` as printed.
         temperature: of the softmax.
         cap: a stale silo weighs at most so many equal shares: it is far from the memory because it is old.
-        branch_renorm: each branch is averaged over the silos that trained it; the paper's plain sum if false.
+        branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum.
         weighting: of FedAvg's average where weighted_agg is off, by ``samples`` or ``uniform``.
     """
 
@@ -215,7 +215,7 @@ def references(local: Local) -> References:
 
 
 class FedCafe(FederatedProtocol):
-    """FedCAFE, see the module's text."""
+    """FedCAFE, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedCafeOptions
 
@@ -243,14 +243,14 @@ class FedCafe(FederatedProtocol):
         return self.options.afe or self.options.weighted_agg
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """The update, the loss, and the memory if anything needs it."""
         return frozenset({Delta, Loss, Memory} if self.remembers else {Delta, Loss})
 
-    # ----------------------------------------------------------------------- the silo's half
+    # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on eq 8, then the memory of the features as they are now."""
         _training.load_model(local, take(task.payloads, Model).buffer)
@@ -288,7 +288,7 @@ class FedCafe(FederatedProtocol):
         features = [codes for codes in found if codes is not None]
         return _memory.local_memory(features, labels.cpu(), self.options.memory, generator)
 
-    # ----------------------------------------------------------------------- the coordinator's half
+    # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
         """The model, a memory of zeros, which enhances nothing, and nothing known of any silo."""
         if not self.remembers:

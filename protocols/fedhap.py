@@ -135,7 +135,7 @@ def prototype_triplets(
 
 
 class FedHap(FederatedProtocol):
-    """FedHAP, see the module's text."""
+    """FedHAP, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedHapOptions
 
@@ -163,7 +163,7 @@ class FedHap(FederatedProtocol):
         return self.options.discriminator and self.options.share_disc
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return self.fedavg.eligible(silo)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:

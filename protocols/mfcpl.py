@@ -58,7 +58,7 @@ GIVEN, GIVEN_SIZES, HEARD = "given_centroids", "given_centroids_sizes", "given_c
 
 @dataclass(frozen=True)
 class MfcplOptions(fedavg.FedAvgOptions):
-    """Options of MFCPL: FedAvg's and
+    """Options of MFCPL, in addition to those of FedAvg.
 
     Args:
         cmpr: weight of the regulariser towards complete prototypes.
@@ -140,7 +140,7 @@ def proto_terms(
 
 
 class Mfcpl(FederatedProtocol):
-    """MFCPL as we read it, see the module's text."""
+    """MFCPL as we read it, see the module docstring."""
 
     Options: ClassVar[type[Any]] = MfcplOptions
 
@@ -157,7 +157,7 @@ class Mfcpl(FederatedProtocol):
         return Traits(our_reading=True)
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return self.fedavg.eligible(silo)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
@@ -165,7 +165,7 @@ class Mfcpl(FederatedProtocol):
         kinds = self.fedavg.uploads(silo)
         return kinds | {ClassPrototypes} if silo.paired else kinds
 
-    # ----------------------------------------------------------------------- the silo's half
+    # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs on FedAvg's loss and the three terms; then the report of a paired silo."""
         device = local.model.flat.device
@@ -242,7 +242,7 @@ class Mfcpl(FederatedProtocol):
         centres, sizes = _clusters.k_means(points, torch.ones(len(points)), self.classes, generator)
         return _class_prototypes.payload(centres, sizes.round(), "text")
 
-    # ----------------------------------------------------------------------- the coordinator's half
+    # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
         """As FedAvg; no prototype and no pseudo-class yet."""
         state, dim = self.fedavg.initial(theta), self.context.dim

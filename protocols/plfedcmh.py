@@ -101,7 +101,7 @@ def prototype_loss(
 
 
 class PlFedCmh(FederatedProtocol):
-    """PLFedCMH, see the module's text."""
+    """PLFedCMH, see the module docstring."""
 
     Options: ClassVar[type[Any]] = PlFedCmhOptions
 
@@ -124,7 +124,7 @@ class PlFedCmh(FederatedProtocol):
         return Traits(personalised=True)
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
@@ -140,7 +140,7 @@ class PlFedCmh(FederatedProtocol):
         longest = _class_prototypes.longest_output(self.context.dim)
         _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim, longest)
 
-    # ----------------------------------------------------------------------- the silo's half
+    # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs with the prototype terms, then the prototypes of the features as they are now."""
         shared = _class_prototypes.read_download(take(task.payloads, ClassPrototypes), local.model.flat.device)
@@ -173,7 +173,7 @@ class PlFedCmh(FederatedProtocol):
         own = local.state.get(_personal_model.OWN) if self.options.measured == "trained" else None
         return _personal_model.encoders_of(local, mixture if own is None else own)
 
-    # ----------------------------------------------------------------------- the coordinator's half
+    # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
         """No silo's model and no prototype yet, fresh hypernetworks."""
         count = len(self.context.silos)

@@ -97,7 +97,7 @@ def local_loss(
 
 
 class Rcsr(FederatedProtocol):
-    """RCSR, see the module's text."""
+    """RCSR, see the module docstring."""
 
     Options: ClassVar[type[Any]] = RcsrOptions
 
@@ -110,7 +110,7 @@ class Rcsr(FederatedProtocol):
         self.router_over = options.router_over or ("reporters" if context.whole_rounds else "table")
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
@@ -131,7 +131,7 @@ class Rcsr(FederatedProtocol):
         if self.multi:
             _centroids.check(payloads, self.options.anchor_centroids, self.context.dim)
 
-    # ----------------------------------------------------------------------- the silo's half
+    # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs, then the report of eq 6; the update is kept as the next one's reference."""
         base = _training.load_model(local, take(task.payloads, Model).buffer)
@@ -209,7 +209,7 @@ class Rcsr(FederatedProtocol):
             local_loss, shared=(image, text), options=options, anchored=anchored, aligned=aligned, centroids=many
         )
 
-    # ----------------------------------------------------------------------- the coordinator's half
+    # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
         """No prototype, uniform q, nothing known of any silo, a fresh router."""
         count, dim = len(self.context.silos), self.context.dim

@@ -1,4 +1,4 @@
-"""FedBridge: silos that lack a modality train, after a warm-up, on other silos' centroids of it (this project, 2026).
+"""FedBridge: silos that lack a modality train on all silos' centroids of it, after a warm-up (this project's method).
 
 Anchoring a silo to a single prototype of its missing modality pulls all its embeddings onto one point. Here a silo
 reports several centroids for each modality it has, each the mean of at least ``support`` embeddings. Only paired silos

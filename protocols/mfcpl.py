@@ -13,8 +13,8 @@ by the initial model, which is close to the frozen encoder. Once as many silos a
 paired silos, have reported, the coordinator merges each silo's last centroids by seeded K-means; the pseudo-classes
 are then fixed. Waiting prevents a first merge of few replies from deriving them from a single silo's captions. Silos
 with captions assign a sample to the centroid nearest to its first caption; image-only silos assign it to the nearest
-image prototype, using the downloaded model. A centroid of few samples reveals much about them: do not use this method with
-tiny silos whose data are sensitive.
+image prototype, using the downloaded model. A centroid of few samples reveals much about them: do not use this method
+with tiny silos whose data are sensitive.
 """
 
 from __future__ import annotations

@@ -428,9 +428,7 @@ class Picker:
 @torch.random.fork_rng(devices=[])
 def train_member(pairs: Pairs, recipe: Recipe, member: int) -> tuple[Head, Head]:
     """One pair of heads (image, text), with weights averaged over the last steps."""
-    torch.manual_seed(
-        seeds.derive(0, "align-lite", "member", member)
-    )  # for initial weights and dropout
+    torch.manual_seed(seeds.derive(0, "align-lite", "member", member))  # for initial weights and dropout
     random = seeds.torch_generator(0, "align-lite", "batches", member)
     images, width = pairs.images, lite.DIM // recipe.members
     image = Head(images.shape[1], recipe.rank, recipe.hidden, width, (recipe.drop, recipe.drop_hidden))

@@ -1,4 +1,4 @@
-"""Run benchmarks: ``python -m benchmarks [--only A,B] [--json FILE]``; their names are those of ``BENCHMARKS``."""
+"""Command line of the benchmarks: ``python -m benchmarks [--only A,B] [--json FILE]``, names as in ``BENCHMARKS``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BENCHMARKS: Mapping[str, Callable[[], Result]] = {
     "blockwise": blockwise.run,
     "soak": soak.run,
 }
-#: Run only when asked for by name: minutes each.
+#: Run only if named by ``--only``: they take minutes each.
 LONG = ("soak", "vit", "blockwise")
 
 
@@ -33,7 +33,7 @@ def _names(text: str) -> list[str]:
     chosen = text.split(",")
     for name in chosen:
         if name not in BENCHMARKS:
-            raise argparse.ArgumentTypeError(f"{name}: not one of {', '.join(BENCHMARKS)}")
+            raise argparse.ArgumentTypeError(f"found {name}, allowed: {', '.join(BENCHMARKS)}")
     return chosen
 
 
@@ -43,7 +43,7 @@ def _cell(number: Number) -> str:
 
 
 def _table(result: Result) -> Table:
-    table = Table("measured", "median (least to greatest)", "aim", title=result.name, title_justify="left")
+    table = Table("measured", "median (min to max)", "target", title=result.name, title_justify="left")
     for number in result.numbers:
         table.add_row(number.name, _cell(number), number.aim)
     before, after = result.load
@@ -53,27 +53,27 @@ def _table(result: Result) -> Table:
 
 
 def main() -> None:
-    """Run what was chosen; a table of each, then all of it as JSON."""
+    """Run the chosen benchmarks; print a table of each, then all results as JSON."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Measure fedmq on this machine.")
     parser.add_argument(
         "--only",
         type=_names,
         default=[name for name in BENCHMARKS if name not in LONG],
         metavar="A,B",
-        help=f"{', '.join(BENCHMARKS)}; without this all but {', '.join(LONG)}",
+        help=f"{', '.join(BENCHMARKS)}; default: all but {', '.join(LONG)}",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON here instead of printing it")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the JSON to this file instead of printing it")
     arguments = parser.parse_args()
     console = Console()
     about = machine()
     console.print(", ".join(f"{key} {value}" for key, value in about.items()), highlight=False, soft_wrap=True)
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     for name in arguments.only:
         before = load_average()
         result = dataclasses.replace(BENCHMARKS[name](), load=(before, load_average()))
-        found.append(dataclasses.asdict(result))
+        results.append(dataclasses.asdict(result))
         console.print(_table(result))
-    text = json.dumps({"machine": about, "benchmarks": found}, indent=1)
+    text = json.dumps({"machine": about, "benchmarks": results}, indent=1)
     if arguments.json is None:
         print(text)
     else:

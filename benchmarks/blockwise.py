@@ -1,4 +1,4 @@
-"""Memory of a silo of 20,000 pairs under FedUCH, whose similarities between all items are computed block by block."""
+"""Memory of a FedUCH silo with 20,000 pairs, which computes similarities between all items in blocks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _EVERY_S = 0.2
 
 
 def _features(path: Path) -> None:
-    """VGG-19's and a bag of words' widths, made up; a tenth as many to measure on."""
+    """Write synthetic features with the widths of VGG-19 and a bag of words; a tenth as many test items."""
     generator = np.random.default_rng(0)
     n = PAIRS + PAIRS // 10
     image = generator.standard_normal((n, IMAGE), dtype=np.float32)
@@ -31,7 +31,7 @@ def _features(path: Path) -> None:
 
 
 def _scenario(features: Path) -> dict[str, object]:
-    """One silo with everything, the paper's networks and batch; one epoch a task, for the time's sake alone."""
+    """One silo with all data, the paper's networks and batch size; one epoch per task, to save time."""
     return {
         "name": "blockwise",
         "rounds": ROUNDS,
@@ -54,7 +54,7 @@ def _scenario(features: Path) -> dict[str, object]:
 
 
 def _peak(process: psutil.Process) -> tuple[int, int]:
-    """Of a process: the most that was ever resident, shared libraries included, and its share now (PSS) [bytes]."""
+    """Peak resident memory of a process, with shared libraries, and its current PSS [bytes]."""
     status = Path(f"/proc/{process.pid}/status").read_text(encoding="ascii")
     (most,) = (line.split()[1] for line in status.splitlines() if line.startswith("VmHWM"))
     return 1024 * int(most), int(process.memory_full_info().pss)
@@ -65,13 +65,13 @@ def _is_silo(process: psutil.Process, run: Path) -> bool:
 
 
 def run() -> Result:
-    """The largest resident set of the silo's process over two tasks: in the second it has a last model to look at."""
+    """Measure the silo process over two tasks: the second one also contrasts with the previous networks."""
     before = load_average()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         _features(folder / "items.npz")
         (folder / "s.yaml").write_text(yaml.safe_dump(_scenario(folder / "items.npz")), encoding="utf-8")
-        out, most, share, began = folder / "run", 0, 0, time.perf_counter()
+        out, peak, peak_pss, began = folder / "run", 0, 0, time.perf_counter()
         command = [sys.executable, "-m", "fedmq", "scenario", str(folder / "s.yaml"), "--out", str(out), "--quiet"]
         with subprocess.Popen(command, stdout=subprocess.DEVNULL) as started:
             silo: psutil.Process | None = None
@@ -82,15 +82,17 @@ def run() -> Result:
                         children = psutil.Process(started.pid).children(recursive=True)
                         silo = next((each for each in children if _is_silo(each, out)), None)
                     else:
-                        resident, own = _peak(silo)
-                        most, share = max(most, resident), max(share, own)
+                        resident, pss = _peak(silo)
+                        peak, peak_pss = max(peak, resident), max(peak_pss, pss)
                 except (psutil.Error, OSError, ValueError):
-                    continue  # a process that has just ended
+                    continue  # the process has just ended
         seconds = time.perf_counter() - began
         summary = json.loads((out / "summary.json").read_text(encoding="utf-8"))
-    gigabytes = [Number(text, value / 1e9, "GB", "at most 2") for text, value in (("resident", most), ("PSS", share))]
+    gigabytes = [
+        Number(text, value / 1e9, "GB", "at most 2") for text, value in (("resident", peak), ("PSS", peak_pss))
+    ]
     notes = (
         f"{summary['tasks']['merged']} tasks of {PAIRS:,} pairs, {IMAGE:,} and {TEXT:,} numbers wide, networks of "
-        f"{WIDTH:,}, batches of 32; resident is the most there ever was, PSS the most of samples every {_EVERY_S} s",
+        f"{WIDTH:,}, batches of 32; resident is the peak, PSS the largest of samples every {_EVERY_S} s",
     )
     return Result("blockwise", (*gigabytes, Number("whole run", seconds, "s")), notes, (before, load_average()))

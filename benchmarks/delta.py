@@ -1,4 +1,4 @@
-"""One update from a silo process into the coordinator's sum, against the ciphers and copies it cannot do without."""
+"""Time from a silo sending an update to its sum at the coordinator, compared with the unavoidable operations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SILO = "silo-00"
 
 
 def _silo(uri: str, folder: Path, line: Connection) -> None:
-    """Send an update whenever told to."""
+    """Send an update on each True from the pipe."""
     torch.set_num_threads(1)
     layout = two_branches()
     update = np.random.default_rng(0).standard_normal(PARAMETERS).astype(np.float32)
@@ -41,17 +41,17 @@ def _silo(uri: str, folder: Path, line: Connection) -> None:
 
 
 def _over(uri: str, folder: Path, repeats: int) -> list[float]:
-    """Milliseconds from the silo's call of send to the update's being in the sum."""
+    """Milliseconds from the silo's call of send until the update is summed."""
     layout = two_branches()
     context = Context(0, 1, (), layout, 512, Training())
     total = torch.zeros(PARAMETERS, dtype=torch.float64)
-    found = []
+    times = []
     with coordinator_end(uri, folder, [_SILO]) as (listener, roster, _):
         ours, theirs = CONTEXT.Pipe()
         with started(_silo, [(listener.uri, folder, theirs)]):
             gather(listener, roster, 1)
             for _ in range(_WARM + repeats):
-                time.sleep(0.005)  # the last one's logs and buffers are done with
+                time.sleep(0.005)  # let logs and buffers of the last update finish
                 ours.send(True)
                 message = None
                 while not isinstance(message, Message):
@@ -61,21 +61,21 @@ def _over(uri: str, folder: Path, repeats: int) -> list[float]:
                 delta = message.payloads[0]
                 assert isinstance(delta, Delta)
                 accumulate(total, [(read_only(delta.buffer), 0.1)])
-                found.append((time.monotonic() - message.header.sent_at) * 1e3)
+                times.append((time.monotonic() - message.header.sent_at) * 1e3)
                 del got, message, delta
             ours.send(False)
-    return found[_WARM:]
+    return times[_WARM:]
 
 
 def _floor(repeats: int) -> list[float]:
-    """Milliseconds of the same ciphers, one copy, the check and the sum, in one process, into buffers made before."""
+    """Milliseconds of encryption, one copy, decryption, check and sum in one process, with preallocated buffers."""
     update = np.random.default_rng(0).standard_normal(PARAMETERS).astype(np.float32)
     plain = update.view(np.uint8)
     sealed, copied = np.empty(plain.size + 16, np.uint8), np.empty(plain.size + 16, np.uint8)
     opened = np.empty(plain.size, np.uint8)
     cipher = AESGCM(bytes(32))
     total = torch.zeros(PARAMETERS, dtype=torch.float64)
-    found = []
+    times = []
     for number in range(_WARM + repeats):
         nonce = number.to_bytes(12, "big")
         began = time.perf_counter()
@@ -85,14 +85,14 @@ def _floor(repeats: int) -> list[float]:
         values = opened.view(np.float32)
         assert all_finite(values)
         accumulate(total, [(torch.from_numpy(values), 0.1)])
-        found.append((time.perf_counter() - began) * 1e3)
-    return found[_WARM:]
+        times.append((time.perf_counter() - began) * 1e3)
+    return times[_WARM:]
 
 
 def run(repeats: int = 60) -> Result:
-    """Measure over ipc, over tcp on the loopback device, and the floor."""
+    """Measure over ipc, over tcp on the loopback device, and the lower bound."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # as the coordinator does, and the next line too
+    torch.set_num_threads(1)  # like the next line, as the coordinator does
     keep_buffers()
     try:
         with tempfile.TemporaryDirectory(prefix="bench-") as folder:

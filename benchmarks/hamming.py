@@ -1,4 +1,4 @@
-"""Mean AP of a whole hashing benchmark, one pass over packed codes against the usual NumPy loop over queries."""
+"""Mean AP of a full hashing benchmark: one pass over packed codes, compared with the usual NumPy loop over queries."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ from fedmq.seeds import numpy_generator
 
 #: NUS-WIDE-21 as FedCAFE uses it.
 QUERIES, ITEMS, BITS, LABELS = 2_100, 193_734, 64, 21
-#: Chance that an item has a label.
+#: Probability that an item has a label.
 _RATE = 0.12
 
 
 def codes_and_labels(queries: int, items: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Codes in {-1, +1} that know something of their multi-hot labels, for queries and database."""
+    """Codes in {-1, +1} that correlate with their multi-hot labels, for queries and database."""
     generator = numpy_generator(0, "benchmark", "hamming")
     directions = generator.normal(size=(LABELS, BITS))
     labels = [(generator.random((n, LABELS)) < _RATE).astype(np.float32) for n in (queries, items)]
     noise = [2 * generator.normal(size=(n, BITS)) for n in (queries, items)]
-    code = [np.sign(own @ directions + each).astype(np.float32) for own, each in zip(labels, noise, strict=True)]
+    code = [
+        np.sign(multi_hot @ directions + each).astype(np.float32) for multi_hot, each in zip(labels, noise, strict=True)
+    ]
     return code[0], code[1], labels[0], labels[1]
 
 
 def usual_loop(q: np.ndarray, b: np.ndarray, q_labels: np.ndarray, b_labels: np.ndarray) -> float:
-    """Mean AP as public hashing code has it, one query at a time; only the sort is stable here."""
+    """Mean AP as in public hashing code, one query at a time, but with a stable sort."""
     total = 0.0
     for code, labels in zip(q, q_labels, strict=True):
         relevant = (labels @ b_labels.T > 0).astype(np.float32)
@@ -45,7 +47,7 @@ def usual_loop(q: np.ndarray, b: np.ndarray, q_labels: np.ndarray, b_labels: np.
 
 
 def _measured(name: str, line: Connection) -> None:
-    """In a process of its own: seconds, value, and peak memory [MB]."""
+    """Target of a separate process: sends seconds, mean AP, and peak memory [MB]."""
     torch.set_num_threads(2)
     data = codes_and_labels(QUERIES, ITEMS)
     began = time.perf_counter()
@@ -62,7 +64,7 @@ def _measured(name: str, line: Connection) -> None:
 
 
 def _in_process(name: str) -> tuple[float, float, float]:
-    """Seconds, value, and the process's peak memory [MB]."""
+    """Seconds, mean AP, and peak memory [MB] of a separate process."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=_measured, args=(name, theirs), daemon=True)
@@ -74,7 +76,7 @@ def _in_process(name: str) -> tuple[float, float, float]:
 
 
 def run() -> Result:
-    """Measure the mAP alone, all metrics in one pass, and the loop."""
+    """Measure mAP alone, all metrics in one pass, and the loop."""
     alone, everything, loop = (_in_process(name) for name in ("map", "all", "loop"))
     numbers = (
         Number("mAP, mAP@50 and tie-averaged mAP", alone[0], "s", "at most 12 s"),
@@ -86,4 +88,4 @@ def run() -> Result:
         Number("difference of the two mAPs", abs(alone[1] - loop[1]), "", "below 1e-12"),
     )
     about = f"{QUERIES:,} queries, {ITEMS:,} codes of {BITS} bits, {LABELS} labels, 2 threads"
-    return Result("hamming", numbers, (about, "memory counts Python, torch, and the codes and labels handed in"))
+    return Result("hamming", numbers, (about, "memory includes Python, torch, and the input codes and labels"))

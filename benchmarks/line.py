@@ -1,4 +1,4 @@
-"""A coordinator's end and silo processes for the benchmarks of messages: real keys, logs, links and sessions."""
+"""A coordinator endpoint and silo processes for message benchmarks, with real keys, logs, channels and sessions."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ MEGABYTES = PARAMETERS * 4 / 1e6
 _PATIENCE_S = 60.0
 _MAX_BODY = 1 << 26
 
-#: Started as the simulator starts its silos, but from a plain forkserver: it has to know this package.
+#: Like the simulator's start method, but a plain forkserver, whose processes can import this package.
 CONTEXT = multiprocessing.get_context("forkserver")
 
 
 def two_branches(parameters: int = PARAMETERS) -> Layout:
-    """A layout of that many float32, half of them of either modality."""
+    """A layout of this number of float32 values, half of them for each modality."""
     half = parameters // 2
     return Layout.of([("text.weight", (half,), "float32"), ("visual.weight", (parameters - half,), "float32")])
 
 
 def link_of(uri: str, keys: Path, out: Path, name: str) -> Channel:
-    """A silo's link; what it sends is stamped with the machine's monotonic clock, which all processes share."""
+    """A silo's channel; timestamps are of the monotonic clock, which all processes of the machine share."""
     clock = WallClock()
     log = MessageLog(out / f"{name}.jsonl", name, clock)
     return Channel(uri, load_identity(keys, name), load_accepted(keys), RUN, log, clock, now=time.monotonic)
@@ -46,12 +46,12 @@ def link_of(uri: str, keys: Path, out: Path, name: str) -> Channel:
 
 @contextmanager
 def coordinator_end(bind: str, folder: Path, names: Sequence[str]) -> Iterator[tuple[Listener, Roster, MessageLog]]:
-    """Keys for everybody, and the coordinator's listener, roster and log.
+    """Keys for all peers, and the coordinator's listener, roster and log.
 
     Args:
-        bind: URI.
-        folder: empty; gets ``keys`` and the logs.
-        names: of the peers.
+        bind: URI to listen on.
+        folder: empty folder for ``keys`` and the logs.
+        names: of the silos.
     """
     keys = folder / "keys"
     init_keys(keys, (COORDINATOR, *names))
@@ -73,7 +73,7 @@ def coordinator_end(bind: str, folder: Path, names: Sequence[str]) -> Iterator[t
 
 @contextmanager
 def started(target: Callable[..., None], arguments: Sequence[tuple[object, ...]]) -> Iterator[list[BaseProcess]]:
-    """One process per tuple of arguments; whoever still runs at the end is killed."""
+    """Start one process per tuple of arguments; kill those that still run at the end."""
     processes = [CONTEXT.Process(target=target, args=each, daemon=True) for each in arguments]
     try:
         for process in processes:
@@ -89,10 +89,10 @@ def started(target: Callable[..., None], arguments: Sequence[tuple[object, ...]]
 
 
 def gather(listener: Listener, roster: Roster, count: int) -> None:
-    """Wait until that many peers have a session.
+    """Wait until ``count`` peers have a session.
 
     Raises:
-        TimeoutError: they did not come.
+        TimeoutError: fewer peers connected within a minute.
     """
     deadline = time.monotonic() + _PATIENCE_S
     ready = 0

@@ -1,4 +1,4 @@
-"""What a measurement looks like, and the machine it was made on."""
+"""Results of benchmarks, a description of the machine, and a stopwatch."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Number:
 
     Args:
         name: what was measured.
-        value: the measurement; the median where it was repeated.
+        value: the measurement; the median of repeats.
         unit: e.g. ``ms``.
-        aim: what we would like it to be, in words; empty where there is no aim.
-        low: least of the repeats.
-        high: greatest of the repeats.
+        aim: target in words; empty without a target.
+        low: minimum of the repeats.
+        high: maximum of the repeats.
     """
 
     name: str
@@ -40,13 +40,13 @@ class Number:
 
 @dataclass(frozen=True)
 class Result:
-    """What one benchmark found.
+    """Result of a benchmark.
 
     Args:
         name: of the benchmark.
-        numbers: in the order they are shown.
-        notes: sentences that belong to them.
-        load: load average over one minute before and after.
+        numbers: in display order.
+        notes: remarks for the table's caption.
+        load: one-minute load average before and after.
     """
 
     name: str
@@ -56,17 +56,17 @@ class Result:
 
 
 def spread(name: str, values: Sequence[float], unit: str, aim: str = "") -> Number:
-    """Median, least and greatest of repeats."""
+    """Median, minimum and maximum of repeats."""
     return Number(name, statistics.median(values), unit, aim, min(values), max(values))
 
 
 def load_average() -> float:
-    """Processes that wanted a core, on average over the last minute."""
+    """The one-minute load average."""
     return os.getloadavg()[0]
 
 
 def machine() -> dict[str, Any]:
-    """The machine and the versions, for the head of the output. No names of hosts."""
+    """The machine and versions, for the head of the output, without host names."""
     return {
         "cores": os.cpu_count(),
         "memory_gb": round(psutil.virtual_memory().total / 2**30, 1),
@@ -80,13 +80,13 @@ def machine() -> dict[str, Any]:
 
 @dataclass
 class Stopwatch:
-    """Adds up the seconds spent in functions that it is put around."""
+    """Adds up the seconds spent in patched functions."""
 
     seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
 
     @contextmanager
     def around(self, *functions: tuple[object, str, str]) -> Iterator[None]:
-        """Measure ``(owner, attribute, name)`` functions while the block runs."""
+        """Measure the functions ``owner.attribute`` under the given names while the block runs."""
         with ExitStack() as stack:
             for owner, attribute, name in functions:
                 timed = self._timed(getattr(owner, attribute), name)

@@ -1,4 +1,4 @@
-"""Rounds of ten silos with 12 MB through the real loop, roster, links and checkpoints; training costs nothing."""
+"""Rounds of ten silos with a 12 MB model through the real loop, roster, channels and checkpoints, without training."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ from protocols import _aggregation
 
 @dataclass(frozen=True)
 class _NoOptions:
-    """There are none."""
+    """No options."""
 
 
 class Constant(FederatedProtocol):
-    """FedAvg whose local training gives back a constant."""
+    """FedAvg whose local training returns a constant update."""
 
     Options: ClassVar[type[Any]] = _NoOptions
 
@@ -58,15 +58,15 @@ class Constant(FederatedProtocol):
         self.update = np.full(context.layout.size, 1e-3, np.float32)
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return True
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The update alone."""
+        """The update."""
         return frozenset({Delta})
 
     def initial(self, theta: torch.Tensor) -> State:
-        """Parameters alone."""
+        """The parameters."""
         return State(theta)
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
@@ -74,11 +74,11 @@ class Constant(FederatedProtocol):
         return (Model(self.context.layout.digest, state.theta.numpy()),)
 
     def train(self, local: Local, task: Task) -> Trained:
-        """No training."""
+        """Return the constant without training."""
         return Trained((self.reply(),), {}, 0.0)
 
     def reply(self) -> Delta:
-        """The constant."""
+        """The constant update."""
         return Delta(self.context.layout.digest, self.update, n_samples=1)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
@@ -89,7 +89,7 @@ class Constant(FederatedProtocol):
         return MergeResult(State(_aggregation.merge_updates(state.theta, updates, weights, self.branches, True)))
 
 
-def _setting(scenario: Scenario, folder: Path) -> RunContext:
+def _run_context(scenario: Scenario, folder: Path) -> RunContext:
     silos = tuple(SiloFacts(name, index, True, True) for index, name in enumerate(scenario.silo_names))
     context = Context(0, scenario.rounds, silos, two_branches(), 512, scenario.training)
     size = context.layout.nbytes
@@ -101,7 +101,7 @@ def _setting(scenario: Scenario, folder: Path) -> RunContext:
 def _silo(uri: str, folder: Path, name: str, scenario: Scenario) -> None:
     """Answer every task with the constant."""
     torch.set_num_threads(1)
-    method = _setting(scenario, folder).protocol
+    method = _run_context(scenario, folder).protocol
     assert isinstance(method, Constant)
     link = link_of(uri, folder / "keys", folder / "messages", name)
     link.start()
@@ -122,7 +122,7 @@ def _silo(uri: str, folder: Path, name: str, scenario: Scenario) -> None:
 
 
 def run(silos: int = 10, rounds: int = 20) -> Result:
-    """Measure the seconds of a round, and where they go in the coordinator."""
+    """Measure the seconds per round and their breakdown in the coordinator."""
     scenario = Scenario(
         name="bench",
         rounds=rounds,
@@ -137,22 +137,22 @@ def run(silos: int = 10, rounds: int = 20) -> Result:
     try:
         with tempfile.TemporaryDirectory(prefix="bench-") as name:
             root = Path(name)
-            setting = _setting(scenario, root)
-            method = setting.protocol
+            context = _run_context(scenario, root)
+            method = context.protocol
             assert isinstance(method, Constant)
             with coordinator_end(f"ipc://{root / 'wire'}", root, scenario.silo_names) as (listener, peers, log):
                 clock = VirtualClock()
-                made = Loop(
-                    setting,
-                    Rounds(setting.plan),
-                    {0: setting.protocol.initial(torch.zeros(PARAMETERS))},
+                loop = Loop(
+                    context,
+                    Rounds(context.plan),
+                    {0: context.protocol.initial(torch.zeros(PARAMETERS))},
                     clock,
                     peers,
                     log,
                     Counters(),
-                    FaultInjector(setting.script, setting.folder, log, clock, order=None, wired=True, issued={}),
+                    FaultInjector(context.script, context.folder, log, clock, order=None, wired=True, issued={}),
                     {},
-                    EvaluationRequests(setting, peers, log, range(rounds + 1)),  # nobody evaluates
+                    EvaluationRequests(context, peers, log, range(rounds + 1)),  # all marked as evaluated
                     report=lambda _: None,
                     stop_wanted=lambda: False,
                 )
@@ -161,18 +161,18 @@ def run(silos: int = 10, rounds: int = 20) -> Result:
                     started(_silo, arguments),
                     watch.around(
                         (roster, "seal_message", "sealing tasks"),
-                        (type(listener), "send", "handing tasks to ZeroMQ"),
+                        (type(listener), "send", "passing tasks to ZeroMQ"),
                         (roster, "open_message", "opening and decoding replies"),
                         (reply_validation, "check_reply", "checking replies"),
-                        (setting.protocol, "merge", "merging"),
-                        (checkpoint, "save", "checkpoint, all of it"),
+                        (context.protocol, "merge", "merging"),
+                        (checkpoint, "save", "checkpoint, in total"),
                         (os, "fsync", "of that in fsync"),
                     ),
                 ):
-                    made.run()
+                    loop.run()
     finally:
         torch.set_num_threads(threads)
-    # From merge to merge is a round: tasks out, replies in, merge, checkpoint. The first counts from none.
+    # A round lasts from merge to merge: tasks out, replies in, merge, checkpoint. The first round is not measured.
     seconds = np.diff(method.merged_at).tolist()
     whole = spread(f"seconds per round, {silos} silos", seconds, "s", "at most 0.45 s")
     parts = [Number(f"  {part}", spent / rounds, "s per round") for part, spent in watch.seconds.items()]

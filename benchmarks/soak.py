@@ -1,4 +1,4 @@
-"""A day of virtual time with churn and 10,000 messages: does anybody's memory grow?"""
+"""Memory growth of the coordinator and the silos over a virtual day with churn and 10,000 messages."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ class Memory:
     """Private memory of the coordinator and of the silos over a run.
 
     Args:
-        samples: run's time [s], the coordinator's USS, the mean of the silos' USS [bytes].
+        samples: virtual time [s], the coordinator's USS and the silos' mean USS [bytes].
     """
 
     samples: list[tuple[float, float, float]] = field(default_factory=list)
     looked: float = 0.0
 
     def look(self, status: Status) -> None:
-        """Take a sample, at most one in a second."""
+        """Take a sample, at most one per second."""
         if status.phase != "collecting" or time.monotonic() - self.looked < _EVERY:
             return
         self.looked = time.monotonic()
-        found: dict[str, list[int]] = {_COORDINATOR: [], _SILO: []}
+        uss: dict[str, list[int]] = {_COORDINATOR: [], _SILO: []}
         for process in psutil.Process().children(recursive=True):
             try:
                 logs = [Path(file.path).name for file in process.open_files() if file.path.endswith(".jsonl")]
-                for name, sizes in found.items():
+                for name, sizes in uss.items():
                     if any(log.startswith(name) for log in logs):
                         sizes.append(process.memory_full_info().uss)
             except psutil.Error:
                 continue
-        if all(found.values()):
-            coordinator, silos = found.values()
+        if all(uss.values()):
+            coordinator, silos = uss.values()
             self.samples.append((status.now, statistics.mean(coordinator), statistics.mean(silos)))
 
     def fifths(self, which: int) -> tuple[float, float]:
@@ -62,7 +62,7 @@ class Memory:
 
 
 def scenario(path: Path) -> Scenario:
-    """Twelve small silos, three in ten of them away by turns; a task takes about 200 virtual seconds."""
+    """Twelve small silos, 30 % of which leave at intervals; a task takes about 200 virtual seconds."""
     generator = np.random.default_rng(0)
     latent = generator.normal(size=(300, 24)).astype(np.float32)
     np.savez(path, image=latent, text=latent[:, None], split=np.array(["train"] * 240 + ["test"] * 60))
@@ -85,7 +85,7 @@ def scenario(path: Path) -> Scenario:
 
 
 def run() -> Result:
-    """Run the day once, with real processes."""
+    """Simulate the day once, with real processes."""
     memory = Memory()
     with tempfile.TemporaryDirectory(prefix="soak-") as name:
         root = Path(name)
@@ -106,4 +106,4 @@ def run() -> Result:
             Number(f"private memory of {name}, last fifth", last, "MB"),
             Number(f"growth of {name}", 100 * (last / first - 1), "%", "within 5"),
         ]
-    return Result("A day with churn", tuple(numbers), (f"{len(memory.samples)} samples, one a second",))
+    return Result("A day with churn", tuple(numbers), (f"{len(memory.samples)} samples, one per second",))

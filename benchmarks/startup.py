@@ -1,4 +1,4 @@
-"""From the command to all silos ready, and the memory of all processes."""
+"""Time from the command until all silos are ready, and the memory of all processes."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def simulated(folder: Path, out: str, *settings: str, limit_s: float = 300.0) ->
 
     Args:
         folder: for the scenario and the run.
-        out: name of the run folder in it.
-        settings: ``key=value`` of ``--set``.
-        limit_s: after which it is given up [s].
+        out: name of the run folder in ``folder``.
+        settings: ``key=value`` arguments of ``--set``.
+        limit_s: time limit [s].
 
     Raises:
-        subprocess.SubprocessError: it failed, or took too long.
+        subprocess.SubprocessError: the run failed or exceeded the time limit.
     """
     command = [
         sys.executable,
@@ -62,21 +62,21 @@ def simulated(folder: Path, out: str, *settings: str, limit_s: float = 300.0) ->
 
 
 def run(counts: tuple[int, ...] = (30, 100)) -> Result:
-    """Measure runs of one round."""
+    """Measure start-up in runs of one round."""
     aims = {30: ("at most 12 s", "at most 4096 MB")}
     numbers = []
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
-        simulated(folder, "warm", "rounds=1", "silos.count=2", limit_s=600)  # the data set is in the cache after this
+        simulated(folder, "warm", "rounds=1", "silos.count=2", limit_s=600)  # fills the cache with the data set
         for count in counts:
-            # The partition too: dealing the data out is not starting up.
+            # Also cache the partition: computing it is not part of start-up.
             simulated(folder, f"warm-{count}", "rounds=1", f"silos.count={count}")
             summary = simulated(folder, f"run-{count}", "rounds=1", f"silos.count={count}")
             seconds, memory = summary["seconds"]["startup"], summary["processes"]["peak_pss_mb"]
-            ready, weight = aims.get(count, ("", ""))
+            ready, usage = aims.get(count, ("", ""))
             numbers += [
                 Number(f"{count} silos ready after", seconds, "s", ready),
-                Number(f"memory of all processes, {count} silos", memory, "MB PSS", weight),
+                Number(f"memory of all processes, {count} silos", memory, "MB PSS", usage),
                 Number("  the same per silo", memory / count, "MB PSS"),
             ]
     return Result(

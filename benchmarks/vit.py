@@ -1,4 +1,4 @@
-"""Local training of ViT-B-32 with adapters in every block against a plain PyTorch loop, on a GPU where there is one."""
+"""Local training of ViT-B-32 with adapters in every block, compared with a plain PyTorch loop; uses a GPU if any."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)
 Rows = npt.NDArray[np.int64]
 
 
-def _share(n: int) -> SiloDataset:
-    """Made pictures, each with one made caption."""
+def _dataset(n: int) -> SiloDataset:
+    """A silo dataset of n synthetic pictures, each with one synthetic caption."""
     generator = np.random.default_rng(0)
     texts = [" ".join(f"word{number}" for number in generator.integers(0, 500, 8)) for _ in range(n)]
     return SiloDataset(
@@ -55,7 +55,7 @@ class _Bottleneck(nn.Module):
 
 
 def _bare(share: SiloDataset, batch: int, device: str) -> tuple[Callable[[Rows], float], int]:
-    """One epoch as anybody would write it; returns its seconds. Beside it the number of trained parameters."""
+    """A plain loop over one epoch that returns its seconds, and the number of trained parameters."""
     assert share.image is not None and share.text is not None
     images, texts = share.image, share.text[:, 0]
     model: Any = open_clip.create_model(NAME).eval().requires_grad_(False).to(device)
@@ -82,14 +82,14 @@ def _bare(share: SiloDataset, batch: int, device: str) -> tuple[Callable[[Rows],
             optimiser.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
-        float(loss.detach())  # a GPU is done when its numbers are here
+        float(loss.detach())  # waits for the GPU
         return time.perf_counter() - began
 
     return epoch, sum(each.numel() for each in trained.parameters())
 
 
 def _silo(share: SiloDataset, batch: int, device: str, cache: Path) -> tuple[Callable[[Rows], float], int]:
-    """One task of a paired silo under FedAvg, from the downloaded model to its update; the order it draws itself."""
+    """Like :func:`_bare`, for a FedAvg task of a paired silo, from download to update; draws its own order."""
     inputs = InputSpec((3, EDGE, EDGE), (77,), "uint8", "int32", MEAN, STD)
     backbone = Backbone(name=NAME, adapter_site="blocks", bottleneck=WIDTH, head="mlp")
     model = build(backbone, inputs, 0, device=device, cache=cache)
@@ -110,7 +110,7 @@ def _silo(share: SiloDataset, batch: int, device: str, cache: Path) -> tuple[Cal
 
 
 def _fastest() -> None:
-    """PyTorch's own defaults, which :func:`repeatable` changes for its process: a plain loop knows nothing of it."""
+    """Restore PyTorch's defaults, which :func:`repeatable` changes for the process, for the plain loop."""
     torch.use_deterministic_algorithms(False)
     torch.backends.cuda.enable_flash_sdp(True)
     torch.backends.cuda.enable_mem_efficient_sdp(True)
@@ -119,10 +119,10 @@ def _fastest() -> None:
 
 
 def run(repeats: int = 5) -> Result:
-    """Measure both in turn."""
+    """Measure both alternately."""
     device = "cuda:0" if torch.cuda.is_available() else "cpu"
     n, batch = (2048, 128) if device != "cpu" else (32, 16)
-    share, generator = _share(n), np.random.default_rng(1)
+    share, generator = _dataset(n), np.random.default_rng(1)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
         silo, parameters = _silo(share, batch, device, Path(folder))
         bare, same = _bare(share, batch, device)
@@ -140,14 +140,14 @@ def run(repeats: int = 5) -> Result:
     return Result(
         "vit",
         (
-            spread("a silo's task, from the model it gets to its update", rates["silo"], "samples/s"),
+            spread("a silo's task, from download to update", rates["silo"], "samples/s"),
             spread("a plain PyTorch loop", rates["bare"], "samples/s"),
             spread("as a multiple of the plain loop", multiples, "x", "at least 0.95 on a GPU"),
             Number("trained parameters", parameters, ""),
         ),
         (
             f"{NAME}, random weights, adapters of {WIDTH} in every block",
-            f"{n} made pairs in batches of {batch}, {device}",
-            f"the plain loop trains {'as many' if same == parameters else same} parameters",
+            f"{n} synthetic pairs in batches of {batch}, {device}",
+            f"the plain loop trains {'the same number of' if same == parameters else same} parameters",
         ),
     )

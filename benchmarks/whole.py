@@ -1,4 +1,4 @@
-"""A whole run of thirty silos against the same local steps and merges in one process without any message."""
+"""A complete run of thirty silos, compared with the same local steps and merges in one process without messages."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ METHODS = ("rcsr", "fedavg")
 
 @dataclass(frozen=True)
 class Bare:
-    """A run without messages: its seconds, and its model's digest."""
+    """Result of a run without messages: its seconds and the digest of its model."""
 
     seconds: float
     digest: str
 
 
 def bare(scenario: Scenario, population: Population, threads: int) -> Bare:
-    """The same rounds, silos, shares, batches, losses, steps and merges as a run of the scenario, one by one."""
+    """The same rounds, silos, batches, losses, steps and merges as a run of the scenario, in sequence."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -44,7 +44,7 @@ def bare(scenario: Scenario, population: Population, threads: int) -> Bare:
         names = tuple(silo.name for silo in population.silos)
         eligible = tuple(silo.name for silo in population.silos if method.eligible(silo))
         plan = RoundsPlan(scenario.seed, scenario.rounds, names, eligible, scenario.participation.rate)
-        shares = {
+        datasets = {
             silo.name: load_silo_dataset(
                 population.prepared, population.train[silo.index], image=silo.image, text=silo.text
             )
@@ -61,7 +61,7 @@ def bare(scenario: Scenario, population: Population, threads: int) -> Bare:
                 silo = population.facts(name)
                 sequences[name] += 1
                 task = Task(sequences[name], round_, round_, rate, method.task(state, silo))
-                trained = method.train(Local(silo, shares[name], model, kept[name]), task)
+                trained = method.train(Local(silo, datasets[name], model, kept[name]), task)
                 kept[name] = dict(trained.state)
                 replies.append(Reply(silo, sequences[name], round_, 0, 1.0, trained.payloads))
             state = method.merge(state, replies, round_).state
@@ -71,7 +71,7 @@ def bare(scenario: Scenario, population: Population, threads: int) -> Bare:
 
 
 def _loop_seconds(log: Path) -> float:
-    """From the first task to the last merge, by the coordinator's message log."""
+    """Seconds from the first task to the last merge, by the coordinator's message log."""
     first, last = None, None
     for _, record in read_log(log):
         match record:
@@ -80,7 +80,7 @@ def _loop_seconds(log: Path) -> float:
             case NoteRecord(text=NoteKind.ALL_MERGED):
                 last = datetime.fromisoformat(record.wall)
     if first is None or last is None:
-        raise ValueError("the run merged nothing")
+        raise ValueError("the run made no merge")
     return (last - first).total_seconds()
 
 
@@ -104,5 +104,5 @@ def run(rounds: int = 40) -> Result:
                 Number(f"{method}: as a multiple of the faster bare loop", seconds / best, "x", "at most 1.5"),
             ]
             same = alone[1].digest == summary["model_digest"]
-            notes.append(f"{method}: the bare loop's model is {'the same to the bit' if same else 'another one'}")
-    return Result("loop", tuple(numbers), (*notes, "30 silos, half of them asked a round, openmoji on lite"))
+            notes.append(f"{method}: the bare loop's model is {'bitwise identical' if same else 'different'}")
+    return Result("loop", tuple(numbers), (*notes, "30 silos, half of them selected each round, openmoji on lite"))

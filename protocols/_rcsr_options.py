@@ -1,4 +1,4 @@
-"""Options of RCSR."""
+"""Options of RCSR, with the paper's values as defaults and our own where the paper leaves them open."""
 
 from __future__ import annotations
 
@@ -12,69 +12,70 @@ from protocols._options import check
 
 @dataclass(frozen=True)
 class RcsrOptions:
-    """Options of RCSR; defaults are the paper's values, or our choice where the paper gives none.
+    """Options of RCSR; defaults are the paper's values, and ours where the paper leaves them open.
 
     Args:
-        router: weight replies by the router; ``false`` weights by samples, ``uniform`` weights all replies equally.
-        minimax: multiply the weights by the fairness weights q.
-        client_align: regularise towards global prototypes (lambda_a of eq 4).
-        anchor: anchor single-modality silos (eq 3). Without it their personal adapters do not train, and without
-            client_align as well they idle. ``multi`` (not in the paper) anchors each sample to the nearest of all
-            silos' centroids of the missing modality, whereas a single prototype pulls all samples to one point. Silos
-            cluster each item once, after the warm-up; until there are centroids the single prototype is used.
-        anchor_centroids: maximum centroids per silo and modality; ``multi`` only.
-        anchor_support: minimum samples per centroid; ``multi`` only. It does not hide a single item outside all
-            centroids from a coordinator that also has the prototype of eq 6, the mean of all items of a silo with at
-            most 128 items.
-        filler: the coordinator's substitute for the prototype of a missing modality: the global ``ema``, ``zero``, or a
-            vector ``learned`` together with the router (our reading: the paper does not say where it is trained).
+        router: weight replies by the router (``true``), by samples (``false``), or equally (``uniform``).
+        minimax: multiply the weights by the fairness weights q (eq 10).
+        client_align: add the regulariser towards the global prototypes (lambda_a of eq 4).
+        anchor: anchor single-modality silos to the global prototype of the modality they lack (eq 3). Without it their
+            personal adapters are not trained, and they idle if ``client_align`` is off too. ``multi``, which is not in
+            the paper, anchors each sample to its nearest centroid of the missing modality, among those of all silos,
+            because a single prototype collapses all embeddings onto one point. Silos cluster their items once, after
+            the warm-up; until centroids are available, the single prototype is used.
+        anchor_centroids: with ``multi``, maximum number of centroids per silo and modality.
+        anchor_support: with ``multi``, minimum number of samples per reported centroid. In a silo with at most 128
+            items this does not hide an item that is the only one in no centroid, because the prototype of eq 6 is the
+            mean of all its items.
+        filler: replacement at the coordinator for the prototype of a missing modality: the global prototype
+            (``ema``), a ``zero`` vector, or a vector ``learned`` with the router (our reading: the paper does not say
+            where it is trained).
         tau: temperature of InfoNCE.
-        lambda_anc: weight of the anchoring loss; ``anchor`` only.
-        lambda_a: weight of the prototype regulariser, lambda_align in the paper's table; ``client_align`` only.
-        lambda_s: weight of the proximal term, a squared norm as in eq 4.
-        warmup: number of merges that use n_k weights and do not train the router (algorithm 1). Applies to
-            ``router: true`` only, like beta1, beta2, beta4, beta5 and router_*; ``anchor: multi`` starts clustering
-            after it.
-        ema: fraction of the old global prototype kept over a full round.
-        proto_unit: normalise global prototypes to unit length.
-        masked_ema: exclude fillers from the moving average; false includes them, as printed.
+        lambda_anc: weight of the anchoring loss; only with ``anchor``.
+        lambda_a: weight of the prototype regulariser (lambda_align in the paper's table); only with ``client_align``.
+        lambda_s: weight of the proximal term, a squared norm as printed in eq 4.
+        warmup: number of merges weighted by samples before the router is used and trained (algorithm 1). Only with
+            ``router: true``, like beta1, beta2, beta4, beta5 and ``router_*``; ``multi`` also clusters at its end.
+        ema: decay of the global prototypes: fraction of the old prototype that a merge of a full round keeps.
+        proto_unit: normalise global prototypes to length 1.
+        masked_ema: leave fillers out of the moving average; if false, include them as printed.
         beta1: weight of the image prototype in eq 8.
         beta2: weight of the text prototype in eq 8.
         beta4: weight of the router's entropy in eq 8.
         beta5: weight of the alignment loss (eq 9).
-        masked_pc: exclude fillers from eq 8; false includes them, as printed.
-        eq9_half: halve eq 9, as in the released code.
-        router_softplus: apply softplus to the router's loss, as in the released code.
-        router_rate: Adam's learning rate for the router.
-        router_mask: ``input`` hides fillers from the router, ``none`` does not.
-        router_over: apply the router to the round's replies (``reporters``), as printed, or to the ``table`` of all
-            silos' last statistics, restricted to the replying silos and renormalised; the table remains useful when a
-            merge has few replies. A single reply has weight 1 either way and whatever ``minimax`` is: in ``async`` mode
-            ``minimax`` affects no model, and the router affects personal models only (eq 13). Default: the table if
-            merges have fewer replies than a round.
-        fair_eta: step size of q; fair_* options apply to ``minimax`` only.
-        fair_tau: weight of q's entropy; not used by ``fair_update: paper``. With ``entropic`` it acts on replying silos
-            only: it pulls them towards equal weights, and silos that reply more often than others beyond that. Of 30
-            silos with equal losses, 5 that reply in each of 200 merges have 20 times the q of silos that reply in a
-            fifth of them. Set it to 0 if silos reply at unequal rates. At most 1 / fair_eta, above which q oscillates.
-        fair_ema: fraction of the old group mean loss kept over a full round.
-        fair_update: ``entropic``, an exact step with q's entropy; ``paper``, as printed, without entropy or bounds;
-            ``code``, raw losses and q to the power 1 / (1 + fair_tau). ``entropic`` caps a loss at 10 times its group's
-            running mean, clamps that mean to between 0.1 and 1000 times the median of the group's last losses, and
-            counts a loss of at most 1e-6 as average, so that one outlier can neither dominate a merge nor distort its
-            group's mean for the rest of the run.
-        fair_center: use the normalised loss minus 1 as the gradient of q, so that average losses leave q unchanged
-            however often they are reported; false uses the normalised loss, as printed. Not used by ``code``, which
-            uses raw losses.
-        branch_renorm: average each branch over the silos that trained it; false takes the paper's plain sum.
-        personal: RCSR-p's adapters: ``none``, of ``fixed`` strength lambda_p, or weighted by the ``router`` (eq 13).
-        lambda_p: strength of personalisation. This and personal_* apply if ``personal`` is not ``none``.
-        personal_onset: round T_p from which adapters are fine-tuned.
-        personal_hidden: width of an adapter.
+        masked_pc: leave fillers out of eq 8; if false, include them as printed.
+        eq9_half: halve eq 9, as the released code does.
+        router_softplus: apply softplus to the router's loss, as the released code does.
+        router_rate: learning rate of the router's Adam optimiser.
+        router_mask: ``input`` hides fillers from the router, ``none`` shows them.
+        router_over: silos over which the router's softmax runs: the ``reporters`` of a merge, as printed, or all silos
+            in the ``table`` of last statistics, with the reporters' weights renormalised; the table gives useful
+            weights when a merge has few replies. A single reply has weight 1 either way, with or without ``minimax``:
+            in ``async`` mode ``minimax`` affects no model, and this option only personal models (eq 13). Default:
+            ``table`` if merges have fewer replies than a round, else ``reporters``.
+        fair_eta: step size of q; like all ``fair_*`` options, only with ``minimax``.
+        fair_tau: weight of q's entropy; not used by ``fair_update: paper``. With ``entropic`` the entropy pulls only
+            the reporters' q, and pulls frequent reporters beyond equal weights: with 30 silos of equal losses, 5 silos
+            that report in each of 200 merges reach 20 times the q of silos that report in a fifth of them. Set it to 0
+            if silos report at different rates. At most 1 / fair_eta; above that q would oscillate.
+        fair_ema: fraction of a group's old mean loss that a merge of a full round keeps.
+        fair_update: ``entropic``, an exact step with q's entropy; ``paper``, as printed, without the entropy; ``code``,
+            raw losses and q to the power 1 / (1 + fair_tau). Like the printed formula, ``paper`` has no bounds.
+            ``entropic`` clips a loss at 10 times its group's running mean, holds that mean between 0.1 and 1000 times
+            the median of the group's last losses, and treats a loss of at most 1e-6 as average: otherwise a single
+            outlier could dominate the merge, or distort its group's mean for the rest of the run.
+        fair_center: step q by the normalised loss minus 1, so that an average loss leaves q unchanged however often it
+            is reported; if false, by the normalised loss, as printed. Not used by ``code``, which takes raw losses.
+        branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum.
+        personal: RCSR-p's personal adapters: ``none``, with ``fixed`` strength lambda_p, or with a strength from the
+            ``router`` weights (eq 13).
+        lambda_p: strength of personalisation; like all ``personal_*`` options, only if ``personal`` is not ``none``.
+        personal_onset: first round T_p in which adapters are fine-tuned.
+        personal_hidden: hidden width of an adapter.
         personal_epochs: epochs of fine-tuning after each local training.
-        personal_rate: learning rate of fine-tuning, as a fraction of the round's.
-        s_norm: use router weights in eq 13 ``plain``, as printed, or ``relative`` to a uniform weight, w_k |S|: with 15
-            replies every plain weight is near 1/15 and eq 13 is nearly constant. ``personal: router`` only.
+        personal_rate: learning rate of fine-tuning, as a fraction of the round's learning rate.
+        s_norm: router weights enter eq 13 ``plain``, as printed, or ``relative`` to the uniform weight, w_k |S|: with
+            15 reporters all plain weights are near 1/15 and eq 13 is nearly constant. Only with ``personal: router``.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {

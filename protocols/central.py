@@ -1,7 +1,7 @@
-"""Central: one silo trains on all silos' training data; a reference for federated methods, not a bound on them.
+"""Central: one silo trains on the pooled training data of all silos; a reference, not an upper bound.
 
-The first silo holds the data of all, in both modalities, before the run begins; no message carries them. It is selected
-for every task, so that its training is FedAvg's of one silo.
+The first silo holds all silos' data in both modalities from the start; no message carries data. Only this silo is
+eligible, so that training equals FedAvg with a single silo.
 """
 
 from __future__ import annotations

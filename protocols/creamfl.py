@@ -1,11 +1,11 @@
-"""CreamFL with averaged parameters, our reading: contrasts with global and last local embeddings (Yu et al. 2023).
+"""CreamFL (our reading): FedAvg with contrasts with global and previous local embeddings (Yu et al., 2023).
 
-The original exchanges representations of a public set (``creamfl_public``). This is the variant of RCSR's
-comparison: one architecture, averaged parameters, no public data. RCSR names the contrast, an average
-of global features with decay 0.9 and a distillation weight of 0.3; the rest is our reading: a silo keeps, for each of
-its samples and modalities, a moving average of the embeddings that the downloaded models gave it. That bank takes the
-place of the public set's global representations: it is the target of the contrasts between and within modalities and
-of the distillation. It never leaves the silo. A silo with one modality has the contrast within it and the distillation.
+The original exchanges representations of a public set (``creamfl_public``). This is the variant of RCSR's comparison:
+one architecture, averaged parameters, no public data. RCSR specifies the contrast, a moving average of global features
+with decay 0.9, and a distillation weight of 0.3; the rest is our reading. A silo keeps, for each sample and modality, a
+moving average of the downloaded models' embeddings. This bank replaces the global representations of the public set: it
+is the target of the contrasts between and within modalities and of the distillation, and never leaves the silo. A silo
+with one modality trains the contrast within it and the distillation.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from protocols._losses import unit
 from protocols._options import check
 from protocols._variant import variant
 
-#: Names of the bank, of the last model's embeddings, and of the samples of both, among a silo's personal tensors.
+#: Names in the silo state: the bank, embeddings by the last local model, and the rows of the samples of both.
 BANK, LAST, ROWS = "creamfl_bank_", "creamfl_last_", "creamfl_rows"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a silo's terms, and the temperature of its contrasts; see the options.
+    """Weights of a silo's loss terms, and the temperature of its contrasts; see the options.
 
     Args:
-        inter: of the contrast between modalities.
-        intra: of the contrast within one.
-        kd: of the distillation.
-        tau: temperature.
-        directions: the contrasts compare directions, not lengths: of a base whose outputs have any length, as a hash
-            network's, products would outweigh its loss by orders of magnitude.
+        inter: weight of the contrast between modalities.
+        intra: weight of the contrast within a modality.
+        kd: weight of the distillation.
+        tau: temperature of the contrasts.
+        directions: normalise embeddings in the contrasts. Outputs of hash networks have arbitrary lengths; their inner
+            products would outweigh the base loss by orders of magnitude.
     """
 
     inter: float
@@ -53,14 +53,14 @@ class Weights:
 
 @dataclass(frozen=True)
 class CreamFlOptions(fedavg.FedAvgOptions):
-    """Options of CreamFL: FedAvg's and
+    """Options of CreamFL, in addition to those of FedAvg.
 
     Args:
         inter: weight of the contrast with the other modality's global embeddings.
-        intra: weight of the contrast of the global embedding against the last local one.
-        contrast_tau: temperature of both.
+        intra: weight of the contrast of the global embedding against the previous local one.
+        contrast_tau: temperature of both contrasts.
         kd: weight of the distillation, the mean squared distance to the global embeddings.
-        bank_ema: share of a sample's old global embedding kept when a new model comes.
+        bank_ema: decay of the bank: fraction of a sample's old global embedding kept at each download.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -84,7 +84,7 @@ class CreamFlOptions(fedavg.FedAvgOptions):
 
 
 def inter_modal(z: Tensor, other: Tensor, rows: Tensor, tau: float) -> Tensor:
-    """Cross-entropy of z G_other^T / tau with the sample's own row right (CreamFL, inter-modal contrast).
+    """Cross-entropy of z G_other^T / tau with the sample's own row as the target (CreamFL, inter-modal contrast).
 
     Args:
         z: [B, d] embeddings of one modality.
@@ -93,17 +93,17 @@ def inter_modal(z: Tensor, other: Tensor, rows: Tensor, tau: float) -> Tensor:
         tau: temperature.
     """
     scores = z @ other.T / tau
-    own: Tensor = scores.gather(1, rows[:, None]).squeeze(1)
-    return (scores.logsumexp(1) - own).mean()
+    targets: Tensor = scores.gather(1, rows[:, None]).squeeze(1)
+    return (scores.logsumexp(1) - targets).mean()
 
 
 def intra_modal(z: Tensor, shared: Tensor, last: Tensor, tau: float) -> Tensor:
-    """Cross-entropy over [z . g, z . z_old] / tau with the global embedding right (CreamFL, intra-modal contrast).
+    """Cross-entropy over [z . g, z . z_old] / tau with the global embedding as target (CreamFL, intra-modal contrast).
 
     Args:
         z: [B, d] embeddings of one modality.
         shared: [B, d] global embeddings of the same samples and modality.
-        last: [B, d] those of the silo's last model.
+        last: [B, d] embeddings by the silo's last model.
         tau: temperature.
     """
     scores = torch.stack([(z * shared).sum(1), (z * last).sum(1)], dim=1) / tau
@@ -116,11 +116,11 @@ def distillation(z: Tensor, shared: Tensor) -> Tensor:
 
 
 def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights: Weights) -> _training.Extra | None:
-    """The silo's terms: both contrasts and the distillation, summed over the modalities it has.
+    """Both contrasts and the distillation, summed over the silo's modalities; None if all weights are 0.
 
     Args:
-        shared: global embeddings [n, d] of the items trained on, by modality.
-        last: those of the silo's last model; a modality without any has no contrast within it.
+        shared: global embeddings [n, d] of the training items, by modality.
+        last: embeddings by the silo's last model; a modality without them has no intra-modal contrast.
         weights: of the terms, and the temperature.
     """
     if not (weights.inter or weights.intra or weights.kd):
@@ -130,61 +130,61 @@ def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights:
         return unit(z) if weights.directions else z
 
     def terms(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
-        found = []
+        losses = []
         for name, other, out in (("image", "text", image), ("text", "image", text)):
             if out is None:
                 continue
             z, rows = out.code, torch.from_numpy(step.rows)
-            way = scaled(z)
+            query = scaled(z)
             if weights.inter and other in shared:
                 bank = scaled(shared[other].to(z.device))
-                found.append(weights.inter * inter_modal(way, bank, rows.to(z.device), weights.tau))
+                losses.append(weights.inter * inter_modal(query, bank, rows.to(z.device), weights.tau))
             if weights.intra and name in last:
                 new, old = (scaled(each[name][rows].to(z.device)) for each in (shared, last))
-                found.append(weights.intra * intra_modal(way, new, old, weights.tau))
+                losses.append(weights.intra * intra_modal(query, new, old, weights.tau))
             if weights.kd:
-                found.append(weights.kd * distillation(z, shared[name][rows].to(z.device)))
-        return torch.stack(found).sum() if found else None
+                losses.append(weights.kd * distillation(z, shared[name][rows].to(z.device)))
+        return torch.stack(losses).sum() if losses else None
 
     return terms
 
 
 def train(method: fedavg.FedAvg, options: CreamFlOptions, local: Local, task: Task) -> Trained:
-    """Local epochs on the base loss and the contrasts; bank and last embeddings are kept."""
+    """Local epochs on the base loss and the contrasts; the silo keeps the bank and its last embeddings."""
     rows = local.state.get(ROWS)
     known = local.state if rows is not None and torch.equal(rows, local.share.rows) else {}
     with _training.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
         bank = averaged(known, _embedded(method, local, task, "bank"), options.bank_ema)
     before = {name: known[LAST + name] for name in bank if LAST + name in known}
-    any_length = method.context.objective.base != "info_nce"
-    weights = Weights(options.inter, options.intra, options.kd, options.contrast_tau, any_length)
-    trained = method.trained(local, task, extra=_plainly(local, contrasts(bank, before, weights)))
+    directions = method.context.objective.base != "info_nce"
+    weights = Weights(options.inter, options.intra, options.kd, options.contrast_tau, directions)
+    trained = method.trained(local, task, extra=_on_unsharpened(local, contrasts(bank, before, weights)))
     last = {LAST + name: z for name, z in _embedded(method, local, task, "last").items()}
     kept = {BANK + name: z for name, z in bank.items()}
     return replace(trained, state={**trained.state, **kept, **last, ROWS: local.share.rows.clone()})
 
 
 def _embedded(method: fedavg.FedAvg, local: Local, task: Task, purpose: str) -> dict[str, Tensor]:
-    """Embeddings [n, d] of the silo's samples by the model as it is, one random caption each, on the CPU."""
+    """Embeddings [n, d] of the silo's samples by its current model, with one random caption each, on the CPU."""
     generator = _training.generator_of(method.context, local, task, f"creamfl {purpose}")
     caption = _training.choose_captions(local, generator)
     found = _training.embed_all(local, caption, method.context.training.batch_size)
     return {name: z for name, z in zip(MODALITIES, found, strict=True) if z is not None}
 
 
-def _plainly(local: Local, terms: _training.Extra | None) -> _training.Extra | None:
-    """The silo's terms on codes as sharp as those of the bank."""
+def _on_unsharpened(local: Local, terms: _training.Extra | None) -> _training.Extra | None:
+    """The terms on unsharpened codes, which are comparable to those of the bank."""
     if terms is None:
         return None
 
-    def plainly(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
+    def on_unsharpened(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
         return terms(step, *_personal_model.unsharpened(local, image, text))
 
-    return plainly
+    return on_unsharpened
 
 
 def averaged(known: Mapping[str, Tensor], new: Mapping[str, Tensor], ema: float) -> dict[str, Tensor]:
-    """The bank [n, d] of each modality with a new model's embeddings averaged in; the first are taken as they are."""
+    """The bank [n, d] of each modality after a moving-average step; the first embeddings initialise it."""
     return {name: ema * known[BANK + name] + (1 - ema) * z if BANK + name in known else z for name, z in new.items()}
 
 

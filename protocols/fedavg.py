@@ -1,7 +1,7 @@
-"""FedAvg: the average of the silos' models weighted by their samples (McMahan et al. 2017), for two towers.
+"""FedAvg: averages the silos' updates, weighted by their numbers of samples (McMahan et al., 2017).
 
-Paired silos train the base loss, InfoNCE unless the scenario names another. What a silo with one modality does under
-InfoNCE is composed from ``protocols/_anchoring.py``.
+Paired silos train the base loss, by default InfoNCE. ``protocols/_anchoring.py`` defines what a silo with one modality
+trains under InfoNCE.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class FedAvgOptions(InfoNceOptions):
     """Options of FedAvg.
 
     Args:
-        branch_renorm: each branch is averaged over the silos that trained it; the papers' plain sum if false.
-        weighting: by ``samples``, n_k / n, or ``uniform``, 1 / m, as FedHAP and PLFedCMH average.
+        branch_renorm: average each branch over the silos that trained it; if false, use the papers' plain sum.
+        weighting: weight updates by ``samples``, n_k / n, or ``uniform``, 1 / m, as FedHAP and PLFedCMH do.
     """
 
     branch_renorm: bool = True
@@ -53,7 +53,7 @@ def paired_loss(image: Tensor | None, text: Tensor | None, tau: float) -> Tensor
 
 
 class FedAvg(FederatedProtocol):
-    """FedAvg, see the module's text."""
+    """FedAvg, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedAvgOptions
 
@@ -65,19 +65,19 @@ class FedAvg(FederatedProtocol):
         self.anchoring = Anchoring(options, context)
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The update and the loss."""
+        """The update and the loss; with anchoring also prototypes."""
         return frozenset({Delta, Loss}) | self.anchoring.uploads
 
     def initial(self, theta: Tensor) -> State:
-        """The model."""
+        """The initial model."""
         return State(theta, self.anchoring.initial())
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The model."""
+        """The global model, and prototypes if silos with one modality are anchored."""
         return (state.model(self.context.layout), *self.anchoring.download(state.tensors))
 
     def train(self, local: Local, task: Task) -> Trained:
@@ -87,12 +87,12 @@ class FedAvg(FederatedProtocol):
     def trained(
         self, local: Local, task: Task, *, extra: _training.Extra | None = None, lambda_s: float = 0.0
     ) -> Trained:
-        """Local epochs on the base loss; a method that is FedAvg with a term of its own passes it here.
+        """Local epochs on the base loss; methods that add terms to FedAvg pass them here.
 
         Args:
             local: the silo.
             task: with the model.
-            extra: added in each batch's main step.
+            extra: loss term added in the main step of each batch.
             lambda_s: weight of the proximal term ||theta - base||^2.
         """
         base = _training.load_model(local, take(task.payloads, Model).buffer)
@@ -103,7 +103,7 @@ class FedAvg(FederatedProtocol):
         return Trained(up, {} if work is None else work.kept(), outcome.loss)
 
     def work(self, local: Local, task: Task) -> _training.Work | None:
-        """The silo's base loss at work; None if it has none, or none yet."""
+        """The silo's training on the base loss; None if it has no loss, or none yet."""
         if self.base is not None:
             return objectives.begin(self.base, local, self.context, task)
         if not local.silo.paired:
@@ -112,7 +112,7 @@ class FedAvg(FederatedProtocol):
         return _training.EveryBatch(local, self.context.training.batch_size, loss)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """Add the damped, sample-weighted updates."""
+        """Add the average of the updates, weighted by :meth:`weights`."""
         replies = _aggregation.ordered(replies)
         updates = [_aggregation.update_of(reply, self.context.layout) for reply in replies]
         weights = self.weights(updates)
@@ -120,7 +120,7 @@ class FedAvg(FederatedProtocol):
         return MergeResult(State(theta, self.anchoring.averaged(state.tensors, replies, weights), state.values))
 
     def weights(self, updates: Sequence[_aggregation.Update]) -> Tensor:
-        """Damped weights float64 [M] of the updates, by samples or uniform."""
+        """Weights of the updates, float64 [M]: by samples or uniform, times the replies' factors, renormalised."""
         samples = [update.samples if self.options.weighting == "samples" else 1 for update in updates]
         factors = torch.tensor([update.factor for update in updates], dtype=torch.float64)
         return _aggregation.damped(_aggregation.sample_weights(samples), factors)

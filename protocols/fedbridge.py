@@ -1,16 +1,16 @@
-"""FedBridge: single-modality silos learn from centroids of what they lack, late and gently (this project's own method).
+"""FedBridge: silos that lack a modality train on all silos' centroids of it, after a warm-up (this project's method).
 
-Anchoring a silo to one prototype of its missing modality pulls all its embeddings onto one point. Here a silo reports
-several centroids per modality it has, each the mean of at least ``support`` embeddings. After a warm-up, in which only
-paired silos train, a silo that lacks a modality gets all silos' centroids c_j of it and trains each sample to keep, and
-sharpen, the soft assignment the downloaded model makes of it:
+Anchoring a silo to a single prototype of its missing modality pulls all its embeddings onto one point. Here a silo
+reports several centroids for each modality it has, each the mean of at least ``support`` embeddings. Only paired silos
+train during a warm-up. After it, a silo that lacks a modality downloads all silos' centroids c_j of that modality and
+trains each sample to keep, and sharpen, the downloaded model's soft assignment to them:
 
     L = KL(softmax(t_i . c / tau_teacher) || softmax(z_i . c / tau))
         + lambda_pair NCE(z_i, z_i') + lambda_keep (1 - z_i . t_i)
 
-with t_i the downloaded model's embedding of sample i, z_i the trained one, and z_i' that of another caption of the same
-item (text silos only). docs/explanation/fedbridge.md derives it and states its traffic
-and what it reveals; docs/results has the ablations.
+where t_i is the downloaded model's embedding of sample i, z_i that of the model in training, and z_i' the embedding of
+another caption of the same item (text silos only). docs/explanation/fedbridge.md gives the derivation, the traffic and
+what centroids reveal; docs/results has the ablations.
 """
 
 from __future__ import annotations
@@ -49,26 +49,26 @@ class FedBridgeOptions:
     """Options of FedBridge.
 
     Args:
-        tau: temperature of InfoNCE and of the trained assignment.
-        tau_teacher: temperature of the downloaded model's assignment; the lower, the sharper.
-        warmup: share of the rounds during which silos that lack a modality stay idle.
-        centroids: per silo and modality, at most.
-        support: least samples behind a centroid that is reported.
+        tau: temperature of InfoNCE and of the assignment by the model in training.
+        tau_teacher: temperature of the assignment by the downloaded model; lower is sharper.
+        warmup: fraction of the rounds during which silos that lack a modality stay idle.
+        centroids: maximum number of centroids per silo and modality.
+        support: minimum number of samples per reported centroid.
         lambda_pseudo: weight of the assignment term.
         lambda_pair: weight of the contrast between two captions of one item, in silos that have only captions.
-        lambda_keep: weight of staying near the downloaded model's embeddings.
-        single_weight: factor of a single-modality silo's weight in a merge; in a merge of its reply alone, as in every
-            one of ``async`` mode, its weight is 1 all the same, and in a branch that no paired silo trained.
-        bank: whose centroids go with the released model as a query bank against hubs (``fedmq.models.query_bank``):
-            nobody's, all silos', or those of paired silos alone. Silos' own models (``personal``) go without.
-        branch_renorm: each branch is averaged over the silos that trained it.
-        personal: FedBridge-p: paired silos also fine-tune RCSR-p's adapter on their pairs, which never leaves them. A
-            silo that lacks a modality has no pair to fit one to and keeps the global model.
-        lambda_p: strength of the adapter; this and the next four are of ``personal`` alone.
-        personal_onset: round from which adapters are fine-tuned, as RCSR-p's T_p.
-        personal_hidden: width of an adapter.
+        lambda_keep: weight of the distance to the downloaded model's embeddings.
+        single_weight: factor of a single-modality silo's weight in a merge. No effect if a merge has only its reply, as
+            in ``async`` mode, or in a branch that no paired silo trained.
+        bank: centroids released with the model as a query bank against hubs (``fedmq.models.query_bank``): of no silo
+            (``none``), of ``all`` silos, or of ``paired`` silos only. Personal models (``personal``) do not use it.
+        branch_renorm: average each branch over the silos that trained it; if false, use the plain sum.
+        personal: FedBridge-p: paired silos also fine-tune a personal adapter on their pairs, as in RCSR-p; it never
+            leaves the silo. A silo that lacks a modality has no pairs to fit it and uses the global model.
+        lambda_p: strength of the adapter; this and the next four only with ``personal``.
+        personal_onset: first round in which adapters are fine-tuned, T_p in RCSR-p.
+        personal_hidden: hidden width of an adapter.
         personal_epochs: epochs of fine-tuning after each local training.
-        personal_rate: learning rate of fine-tuning, as a share of the round's.
+        personal_rate: learning rate of fine-tuning, as a fraction of the round's learning rate.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -113,11 +113,11 @@ def assignment_loss(z: Tensor, teacher: Tensor, centroids: Tensor, tau: float, t
     """KL between the teacher's and the student's soft assignments to centroids, mean over the batch.
 
     Args:
-        z: [B, d] unit-length embeddings in training.
-        teacher: [B, d] of the downloaded model, a constant.
+        z: [B, d] unit-length embeddings by the model in training.
+        teacher: [B, d] embeddings by the downloaded model, without gradient.
         centroids: [J, d] of unit length.
-        tau: of the student.
-        tau_teacher: of the teacher.
+        tau: temperature of the student.
+        tau_teacher: temperature of the teacher.
     """
     target = (teacher @ centroids.T / tau_teacher).softmax(1)
     student = (z @ centroids.T / tau).log_softmax(1)
@@ -126,7 +126,15 @@ def assignment_loss(z: Tensor, teacher: Tensor, centroids: Tensor, tau: float, t
 
 @dataclass(frozen=True)
 class Assigning(_training.Work):
-    """A single-modality silo's loss at work."""
+    """Training of a single-modality silo.
+
+    Args:
+        options: temperatures and weights.
+        local: the silo.
+        batch_size: items per step.
+        centroids: [J, d] of the modality the silo lacks.
+        teacher: the downloaded model's embeddings [n, d] of images, or [n, C, d] of captions.
+    """
 
     options: FedBridgeOptions
     local: Local
@@ -135,7 +143,7 @@ class Assigning(_training.Work):
     teacher: Tensor
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
-        """One step per batch over a permutation."""
+        """One step per batch of a random permutation of the items."""
         caption = _training.choose_captions(self.local, generator)
         other = None if caption is None else _another(self.local, caption, generator)
         for rows in _training.batches(len(self.local.share), self.batch_size, generator):
@@ -154,16 +162,16 @@ class Assigning(_training.Work):
         loss = loss + options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
         if text is not None and options.lambda_pair:
             several = self.local.share.captions.numpy()[rows] > 1
-            if several.sum() > 1:  # of one item there is nothing to tell it from
+            if several.sum() > 1:  # the contrast needs at least two items
                 _, second = _training.embed(self.local, rows[several], other)
                 assert second is not None  # noqa: S101 - the silo has captions
-                own = z[torch.from_numpy(several).to(z.device)]
-                loss = loss + options.lambda_pair * info_nce(own, second, options.tau)
+                first = z[torch.from_numpy(several).to(z.device)]
+                loss = loss + options.lambda_pair * info_nce(first, second, options.tau)
         return loss
 
 
 def _another(local: Local, caption: _training.I64, generator: np.random.Generator) -> _training.I64:
-    """Of each item another caption than ``caption`` [n]; the same of an item that has but one."""
+    """A random caption of each item other than ``caption`` [n]; the same one if the item has only one."""
     counts = local.share.captions.numpy()
     steps = 1 + (generator.random(len(counts)) * (counts - 1)).astype(np.int64)
     other: _training.I64 = np.where(counts > 1, (caption + steps) % counts, caption)
@@ -171,7 +179,7 @@ def _another(local: Local, caption: _training.I64, generator: np.random.Generato
 
 
 class FedBridge(FederatedProtocol):
-    """FedBridge, see the module's text."""
+    """FedBridge, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedBridgeOptions
 
@@ -184,7 +192,7 @@ class FedBridge(FederatedProtocol):
         self.onset = round(options.warmup * context.rounds)
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part; silos that lack a modality idle through the warm-up."""
+        """All silos are eligible; those that lack a modality stay idle during the warm-up."""
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
@@ -195,20 +203,20 @@ class FedBridge(FederatedProtocol):
         """Check the centroids' shape.
 
         Raises:
-            RemoteWireError: another number of rows or columns.
+            RemoteWireError: wrong number of rows or columns.
         """
         _centroids.check(payloads, self.options.centroids, self.context.dim)
 
     def initial(self, theta: Tensor) -> State:
-        """The model, and no centroid yet."""
+        """The initial model and an empty table of centroids."""
         return State(theta, _centroids.initial(self.context, self.options.centroids), {})
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The model; for a silo that lacks a modality also everybody's centroids of it."""
+        """The model; for a silo that lacks a modality also all silos' centroids of it."""
         return (*self.fedavg.task(state, silo), *_centroids.download(state.tensors, silo))
 
     def release(self, state: State) -> tuple[Payload, ...]:
-        """The query bank, if there is to be one and both modalities have a centroid."""
+        """The query bank, if the options ask for one and both modalities have centroids."""
         if self.options.bank == "none":
             return ()
         return _centroids.bank(
@@ -226,7 +234,7 @@ class FedBridge(FederatedProtocol):
                 _training.delta_payload(self.context, outcome, len(local.share)),
                 Loss(max(0.0, outcome.loss)),
             )
-        # During the warm-up nobody needs any, and clusters made then would be of towers that are not aligned yet.
+        # During the warm-up no silo uses centroids, and the towers are not aligned enough for clustering.
         centroids, members = _centroids.report(
             local, self.context, task, self.options.centroids, self.options.support, begun=task.round >= self.onset
         )
@@ -234,16 +242,16 @@ class FedBridge(FederatedProtocol):
         return Trained((update, loss, centroids), state, loss.value if isinstance(loss, Loss) else 0.0)
 
     def traits(self) -> Traits:
-        """FedBridge-p gives paired silos adapters of their own."""
+        """FedBridge-p gives paired silos personal adapters."""
         return Traits(personalised=self.options.personal)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The global model with the silo's own adapter behind both towers."""
+        """The global model with the silo's personal adapter behind both towers."""
         _training.load_model(local, take(payloads, Model).buffer)
         return _personal.encoders(local, self.options.lambda_p)
 
     def _adapter(self, local: Local, task: Task) -> dict[str, Tensor]:
-        """A paired silo's adapter, fine-tuned once personalisation has begun; nothing where there is none."""
+        """The silo's adapter, fine-tuned if personalisation has begun and the silo is paired; empty if it has none."""
         options = self.options
         if not (options.personal and task.round >= options.personal_onset and local.silo.paired):
             return _personal.kept(local)
@@ -251,7 +259,7 @@ class FedBridge(FederatedProtocol):
         return {_personal.STATE: _personal.fine_tuned(local, self.context, task, tuning, options.lambda_p, self._pairs)}
 
     def _pairs(self, image: Tensor | None, text: Tensor | None) -> Tensor:
-        assert image is not None and text is not None  # noqa: S101 - asked of paired silos only
+        assert image is not None and text is not None  # noqa: S101 - called for paired silos only
         return info_nce(image, text, self.options.tau)
 
     def _work(self, local: Local, task: Task) -> Assigning | None:
@@ -261,11 +269,11 @@ class FedBridge(FederatedProtocol):
         device = local.model.flat.device
         centroids = centroids.to(device)
         return Assigning(
-            self.options, local, self.context.training.batch_size, centroids, self._everything(local).to(device)
+            self.options, local, self.context.training.batch_size, centroids, self._embeddings(local).to(device)
         )
 
-    def _everything(self, local: Local) -> Tensor:
-        """The downloaded model's embeddings of all the silo's images [n, d], or of all its captions [n, C, d]."""
+    def _embeddings(self, local: Local) -> Tensor:
+        """The model's embeddings of all images of the silo [n, d], or of all its captions [n, C, d]."""
         share, model = local.share, local.model
         with torch.no_grad():
             if share.image is not None:
@@ -276,7 +284,7 @@ class FedBridge(FederatedProtocol):
             return z.view(*share.text.shape[:2], -1)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """Average each branch over the silos that trained it; remember everybody's last centroids."""
+        """Average each branch over the silos that trained it; store each silo's last centroids."""
         options = self.options
         replies = _aggregation.ordered(replies)
         updates = [_aggregation.update_of(reply, self.context.layout) for reply in replies]

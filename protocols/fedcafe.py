@@ -1,14 +1,14 @@
-"""FedCAFE: hashing with features enhanced by a global memory of classes (ACM MM 2024), for two towers.
+"""FedCAFE: hashing with features that a global memory of class centroids enhances (ACM MM, 2024).
 
-Silos train their base loss on DCMH or SHDCH networks with a classifier per modality. The global memory P_g, weighed by
-the predicted labels, enhances a tower's outputs (eqs 3 and 4); three terms pull the plain outputs towards the enhanced
-ones (eq 5), the silo towards the downloaded model (eq 6) and the predictions towards the labels (eq 7). A silo reports
-its update and its memory; the coordinator makes the global memory of all silos' last ones and weighs an update the more
-the less its silo's memory is like the global one (eqs 9 to 11). Inference needs the memory, so it is released with the
-model.
+Silos train their base loss on DCMH or SHDCH networks with a classifier per modality. The global memory P_g, weighted by
+the predicted labels, enhances a tower's outputs (eqs 3 and 4). Three terms pull plain outputs towards enhanced ones
+(eq 5), the silo towards the downloaded model (eq 6) and predictions towards labels (eq 7). A silo reports its update
+and its memory. The coordinator computes the global memory from all silos' last memories, and gives an update more
+weight the more its silo's memory differs from the global one (eqs 9 to 11). The memory is released with the model, as
+inference needs it.
 
-Where the paper is silent, contradicts itself or differs from its code, option texts say what is done. How the hash loss
-is scaled and which outputs it sees are options of the base, so that FedAvg beside it learns the same.
+Option texts say how we resolve what the paper leaves open, contradicts, or implements differently. The scale and the
+inputs of the hash loss are options of the base, so that FedAvg can train the same loss for comparison.
 """
 
 from __future__ import annotations
@@ -48,40 +48,42 @@ from protocols._aggregation import as_tensor
 from protocols._losses import cosine
 from protocols._options import check
 
-#: What a label that a sample does not have counts in the printed order of eq 7's divergence.
+#: Added to all labels in the printed form of eq 7, whose divergence is infinite for zero labels.
 _SMOOTHING = 1e-6
 _TABLE = "table_"
-#: Largest support taken at its word, so that sums of them stay whole numbers.
+#: Larger reported supports are clamped, so that their sums do not overflow.
 _MOST = 2**31 - 1
 
 
 @dataclass(frozen=True)
 class FedCafeOptions:
-    """Options of FedCAFE; defaults are the paper's numbers and, where it leaves a choice open, ours.
+    """Options of FedCAFE; defaults are the paper's values, and ours where the paper leaves them open.
 
     Args:
-        afe: adaptive feature enhancement: the memory enhances the codes; without it they are the plain outputs.
-        loss_e: eq 5, plain outputs towards enhanced ones.
-        loss_c: eq 6, enhanced outputs towards the downloaded model's in both modalities.
-        loss_d: eq 7, predicted labels towards the labels.
-        weighted_agg: eqs 9 and 10; without it updates are averaged as FedAvg does.
-        alpha: weight of eq 5, of ``loss_e`` alone.
-        eta: weight of eq 6, of ``loss_c`` alone.
-        gamma: weight of eq 7, of ``loss_d`` alone; the released code calls it mu. With ``normalised`` the paper's 1
-            weighs C times what it does with ``code``; docs/results/fedcafe_scale.md has both.
-        kl: eq 7 as KL(L / |L| || L') per sample, ``normalised``; as the released ``code``, on raw labels and averaged
-            over classes too, which is about C times smaller; or in the order ``printed``, on smoothed labels.
-        le_detach: no gradient through the enhanced features of eq 5.
-        memory: cosine K-means from class means, ``kmeans_seeded``, so that rows keep their classes; ``class_mean``;
-            ``kmeans_random`` as the released code; ``kmeans_two_stage`` as the paper.
-        similarity: which rows eq 9 takes as alike: of one class, ``identity``, or in one ``cluster``, where each local
-            row goes with its nearest global one (the released code clusters all rows jointly); memories whose rows have
-            no class always go by cluster. This and the next three are of ``weighted_agg`` alone.
-        weight: eq 10 ``linear`` as the released code, or ``softmax`` as printed.
-        temperature: of the softmax.
-        cap: a stale silo weighs at most so many equal shares: it is far from the memory because it is old.
-        branch_renorm: each branch is averaged over the silos that trained it; the paper's plain sum if false.
-        weighting: of FedAvg's average where weighted_agg is off, by ``samples`` or ``uniform``.
+        afe: adaptive feature enhancement: the memory enhances the codes; if false, codes are the plain outputs.
+        loss_e: add eq 5, which pulls plain outputs towards enhanced ones.
+        loss_c: add eq 6, which pulls enhanced outputs towards the downloaded model's in both modalities.
+        loss_d: add eq 7, which pulls predicted labels towards the labels.
+        weighted_agg: weight updates by eqs 9 and 10; if false, as FedAvg does.
+        alpha: weight of eq 5; only with ``loss_e``.
+        eta: weight of eq 6; only with ``loss_c``.
+        gamma: weight of eq 7, called mu in the released code; only with ``loss_d``. At the paper's value 1, the term is
+            C times larger with ``normalised`` than with ``code``; docs/results/fedcafe_scale.md compares both.
+        kl: form of eq 7: ``normalised``, KL(L / |L| || L') per sample; ``code``, as in the released code, on raw labels
+            and averaged over classes too, which is about C times smaller; ``printed``, in the printed order, on
+            smoothed labels.
+        le_detach: stop the gradient through the enhanced features of eq 5.
+        memory: how memories are computed: ``kmeans_seeded``, cosine K-means initialised with class means, so that rows
+            keep their classes; ``class_mean``; ``kmeans_random``, as in the released code; or ``kmeans_two_stage``, as
+            in the paper.
+        similarity: local and global rows that eq 9 compares: of the same class (``identity``), or each local row with
+            its nearest global row (``cluster``; the released code clusters all rows jointly). Memories whose rows have
+            no class always use ``cluster``. This and the next three only with ``weighted_agg``.
+        weight: eq 10: ``linear``, as in the released code, or ``softmax``, as printed.
+        temperature: temperature of the softmax.
+        cap: maximum weight of a stale silo, in multiples of an equal weight: its memory differs because it is old.
+        branch_renorm: average each branch over the silos that trained it; if false, use the paper's plain sum.
+        weighting: weight updates by ``samples`` or ``uniform``; only without ``weighted_agg``.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -119,7 +121,7 @@ class FedCafeOptions:
 
 
 def enhancement_loss(enhanced: Tensor, plain: Tensor) -> Tensor:
-    """L_E = mean of 1 - cos(V_E, O) over rows [B, r] (eq 5)."""
+    """L_E = mean of 1 - cos(V_E, O) over rows; V_E (enhanced) and O (plain) [B, r] (eq 5)."""
     return 1 - cosine(enhanced, plain).mean()
 
 
@@ -127,14 +129,14 @@ def consistency_loss(enhanced: Tensor, references: Sequence[Tensor]) -> Tensor:
     """L_C: mean over the modalities' references of 1 - cos(V_E, V_E,g), rows [B, r] (eq 6).
 
     Args:
-        enhanced: of the model in training.
-        references: of the downloaded model, of each modality the silo has: both halves, or one of weight 1.
+        enhanced: features by the model in training.
+        references: features by the downloaded model, one tensor for each modality of the silo.
     """
     return torch.stack([1 - cosine(enhanced, reference).mean() for reference in references]).mean()
 
 
 def label_divergence(logits: Tensor, labels: Tensor, kl: Literal["normalised", "code", "printed"]) -> Tensor:
-    """L_D of predicted labels, logits and multi-hot labels [B, C] (eq 7); see ``FedCafeOptions.kl``."""
+    """L_D of logits and multi-hot labels [B, C] (eq 7); see ``FedCafeOptions.kl``."""
     predicted = logits.log_softmax(1)
     match kl:
         case "normalised":
@@ -156,7 +158,7 @@ def auxiliary_loss(
     references: Sequence[Tensor],
     options: FedCafeOptions,
 ) -> Tensor | None:
-    """What eq 8 adds to the hash loss of one modality's batch: alpha L_E + eta L_C + gamma L_D, those that are on."""
+    """The enabled terms of alpha L_E + eta L_C + gamma L_D (eq 8) of one modality's batch; None if there are none."""
     parts = []
     if options.loss_e:
         parts.append(options.alpha * enhancement_loss(enhanced.detach() if options.le_detach else enhanced, plain))
@@ -169,7 +171,7 @@ def auxiliary_loss(
 
 @contextmanager
 def remembering(model: TwoTower, memory: Tensor | None) -> Iterator[None]:
-    """The model with a memory [C, r] that enhances its codes, for a while; None leaves it as it is."""
+    """Context in which a memory [C, r] enhances the model's codes; None changes nothing."""
     towers = [tower for tower in (model.visual, model.text) if isinstance(tower, Tower)]
     for tower in towers:
         tower.memory = None if memory is None else memory.to(model.flat.device)
@@ -182,18 +184,18 @@ def remembering(model: TwoTower, memory: Tensor | None) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class References:
-    """The downloaded model's enhanced features of all local items, of the modalities the silo has.
+    """The downloaded model's enhanced features of all items of the silo.
 
     Args:
-        image: [n, r], or None.
-        text: [n, captions, r], or None.
+        image: [n, r]; None without images.
+        text: [n, captions, r]; None without texts.
     """
 
     image: Tensor | None
     text: Tensor | None
 
     def of(self, step: _training.Step) -> list[Tensor]:
-        """Those [B, r] of a step's rows, each with the caption the step takes."""
+        """Features [B, r] of a step's rows for each modality, with the step's captions."""
         rows = torch.from_numpy(step.rows)
         found = [] if self.image is None else [self.image[rows]]
         if self.text is not None and step.caption is not None:
@@ -202,7 +204,7 @@ class References:
 
 
 def references(local: Local) -> References:
-    """Enhanced features of all local items, computed once: the downloaded model stays as it is during a task."""
+    """Enhanced features of all items by the current model, computed once per task, before training."""
     share = local.share
 
     def features(modality: Modality, items: Tensor) -> Tensor:
@@ -216,7 +218,7 @@ def references(local: Local) -> References:
 
 
 class FedCafe(FederatedProtocol):
-    """FedCAFE, see the module's text."""
+    """FedCAFE, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedCafeOptions
 
@@ -237,25 +239,25 @@ class FedCafe(FederatedProtocol):
         )
 
     def traits(self) -> Traits:
-        """A row of a memory in two stages may stand for an item's image and for its caption."""
+        """With two-stage K-means, an item's image and caption both count in the support of a row."""
         return Traits(counts_items_twice=self.options.memory == "kmeans_two_stage")
 
     @property
     def remembers(self) -> bool:
-        """Whether anything needs the memories."""
+        """Whether the options use the memories."""
         return self.options.afe or self.options.weighted_agg
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The update, the loss, and the memory if anything needs it."""
+        """The update, the loss, and the memory if the options use it."""
         return frozenset({Delta, Loss, Memory} if self.remembers else {Delta, Loss})
 
-    # ----------------------------------------------------------------------- the silo's half
+    # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs on eq 8, then the memory of the features as they are now."""
+        """Local epochs on eq 8, then the memory by the trained model."""
         _training.load_model(local, take(task.payloads, Model).buffer)
         memory = as_tensor(take(task.payloads, Memory).centroids) if self.options.afe else None
         with remembering(local.model, memory):
@@ -284,16 +286,16 @@ class FedCafe(FederatedProtocol):
         return auxiliary_loss(out.code, out.plain, out.logits, labels, known, self.options)
 
     def _own_memory(self, local: Local, task: Task, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """The silo's memory, of one caption per item."""
+        """The silo's memory, with one caption per item."""
         generator = _training.generator_of(self.context, local, task, "memory")
         caption = _training.choose_captions(local, generator)
         found = _training.outputs_of_all(local, caption, lambda out: out.code)
         features = [codes for codes in found if codes is not None]
         return _memory.local_memory(features, labels.cpu(), self.options.memory, generator)
 
-    # ----------------------------------------------------------------------- the coordinator's half
+    # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
-        """The model, a memory of zeros, which enhances nothing, and nothing known of any silo."""
+        """The initial model, a memory of zeros, which enhances nothing, and an empty table of the silos' memories."""
         if not self.remembers:
             return self.fedavg.initial(theta)
         count = len(self.context.silos)
@@ -307,17 +309,17 @@ class FedCafe(FederatedProtocol):
         return State(theta, tensors)
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The model, and the memory if it enhances anything."""
+        """The model, and the memory if it enhances codes."""
         return (*self.fedavg.task(state, silo), *self.release(state))
 
     def release(self, state: State) -> tuple[Payload, ...]:
-        """The global memory: codes are signs of enhanced features at inference too."""
+        """The global memory, which inference needs to enhance codes."""
         if not self.options.afe:
             return ()
         return (Memory(centroids=state.tensors["memory"].numpy(), support=state.tensors["memory_support"].numpy()),)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """The global memory from the table, weights from it, then the updates (algorithm 1)."""
+        """Update the global memory from the table, weight the updates by it, and add them (algorithm 1)."""
         if not self.remembers:
             return self.fedavg.merge(state, replies, round_)
         replies = _aggregation.ordered(replies)
@@ -341,10 +343,10 @@ class FedCafe(FederatedProtocol):
         return MergeResult(State(theta, tensors, state.values), log)
 
     def _report(self, reply: Reply) -> _memory.Rows:
-        """A reply's memory, checked, and bounded: no row is longer than 1, as none of an honest silo is.
+        """A reply's memory, checked; rows longer than 1, which no honest silo sends, are scaled to length 1.
 
         Raises:
-            RemoteWireError: none, or of another shape.
+            RemoteWireError: the memory is missing or has a wrong shape.
         """
         payload = take(reply.payloads, Memory)
         if payload.centroids.shape != (self.classes, self.bits):
@@ -355,7 +357,7 @@ class FedCafe(FederatedProtocol):
         return rows / lengths.clamp(min=1.0), as_tensor(payload.support).clamp(max=_MOST)
 
     def _global_memory(self, previous: Tensor, table: dict[str, Tensor], round_: int) -> tuple[Tensor, Tensor, Tensor]:
-        """P_g [C, r], the samples behind its rows int64 [C], and which of them are supported now bool [C]."""
+        """P_g [C, r], samples per row int64 [C], and rows with current support bool [C]."""
         known = _aggregation.still_known(table["versions"], round_, self.context.max_age)
         generator = numpy_generator(self.context.seed, "fedcafe", "memory", round_)
         support = table["support"][known]
@@ -364,7 +366,7 @@ class FedCafe(FederatedProtocol):
         return memory, behind, filled
 
     def _weights(self, differences: Tensor, replies: Sequence[Reply]) -> Tensor:
-        """Eq 10, damped by staleness; what is stale is held below the cap."""
+        """Weights by eq 10, times the replies' factors; weights of stale replies are capped."""
         weights = _memory.shares(differences, self.options.weight, self.options.temperature)
         weights = _aggregation.damped(weights, torch.tensor([reply.factor for reply in replies], dtype=torch.float64))
         stale = torch.tensor([reply.staleness > 0 for reply in replies])

@@ -1,7 +1,7 @@
-"""FedCMR: only the common layer travels, weighed by size, categories and loss; silos keep a residual (Zong 2021).
+"""FedCMR: averages the common layer, weighted by size, categories and loss; silos keep a residual (Zong et al., 2021).
 
-A silo trains a part of its batches right after the download, the rest before the upload. It goes on from the merged
-layer minus half of its own last displacement: the minus sign is the official code's.
+A silo trains on the first part of its batches right after the download, and on the rest before the upload. It starts
+from the merged layer minus half of its own last displacement; the minus sign follows the official code.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from protocols._partial import PartialFedAvg
 
 #: The common layer of each kind of network: DSCMR's, or the hash layers (FedHAP's comparison).
 _COMMON = ("shared.base.", "visual.last.", "text.last.")
-#: Silo-side: the displacement of the common layer in the last task.
+#: Silo state: displacement of the common layer in the last task.
 _DISPLACEMENT = "common_displacement"
 _LOSSES = "cmr_losses"
 _VERSIONS = "cmr_versions"
@@ -47,11 +47,13 @@ class FedCmrOptions:
     """Options of FedCMR.
 
     Args:
-        local_share: share of the batches trained right after the download, before the displacement is counted.
-        residual_beta: share of the own displacement taken off the merged layer; 0 takes the layer as it comes.
+        local_share: fraction of the batches trained right after the download, which the displacement leaves out.
+        residual_beta: fraction of the silo's last displacement subtracted from the merged layer; 0 uses the merged
+            layer unchanged.
         sharpness: factor of the loss term in the weights.
-        sums: the mean loss is that of the ``reporters`` of a merge, or of the ``table`` of all silos' last losses. Not
-            given, it is the table where merges are of fewer replies than a round has (``async``, small buffers).
+        sums: silos over which the mean loss is taken: the ``reporters`` of a merge, or all silos in the ``table`` of
+            last losses. Default: ``table`` if merges have fewer replies than a round (``async``, small buffers), else
+            ``reporters``.
     """
 
     local_share: float = 0.2
@@ -66,31 +68,39 @@ class FedCmrOptions:
 
 
 def weights_of(samples: Tensor, labels: Tensor, losses: Tensor, mean: float, sharpness: float) -> Tensor:
-    """Softmax over silos of p_k + sharpness exp(-exp(l_k / mean)), p_k = n_k c_k / sum n_j c_j; [M] float64."""
+    """FedCMR's weights float64 [M]: softmax over silos of p_k + sharpness exp(-exp(l_k / mean)).
+
+    Args:
+        samples: n_k [M]; p_k = n_k c_k / sum_j n_j c_j.
+        labels: c_k [M], number of categories.
+        losses: l_k [M], summed over the samples.
+        mean: mean loss.
+        sharpness: factor of the loss term.
+    """
     size = samples * labels
     ratio = losses / mean if mean > 0 else torch.ones_like(losses)
     return (size / size.sum() + sharpness * torch.exp(-torch.exp(ratio))).softmax(0)
 
 
 def residual(merged: Tensor, displacement: Tensor, beta: float) -> Tensor:
-    """What a silo goes on from, W_glob - beta (W_k - W_k,start); layers flat [p]."""
+    """Start of a silo's training, W_glob - beta (W_k - W_k,start), for flat layers [p]."""
     return merged - beta * displacement
 
 
 @dataclass(frozen=True)
 class SomeBatches(_training.Work):
-    """A base loss on some of its batches.
+    """Training on a range of the batches of a base loss.
 
     Args:
-        work: the base.
-        per_pass: batches in one pass over the silo's items. DCMH's and SHDCH's epochs make a pass for each tower.
-            Batches are split, not items: each task draws them anew, as the official code does, and two batches of a
-            pass share items where the base has ``draws: fresh``.
-        first: the first batch of a pass that is trained.
-        stop: the first that no longer is.
-        began: state of the generator at the start of each epoch, filled by the first of a task's two halves. The second
-            takes it up: a base that draws in its batches, too, would leave each half at another place, and the halves
-            of the later epochs would be of different orders of the items.
+        work: training on the base loss.
+        per_pass: batches in one pass over the silo's items. Epochs of DCMH and SHDCH make one pass per tower. The split
+            is between batches, not items: as in the official code each task draws new batches, and with
+            ``draws: fresh`` two batches of a pass may share items.
+        first: index of the first trained batch of a pass.
+        stop: index after the last trained batch.
+        began: generator state at the start of each epoch, stored by the first half of a task and restored by the
+            second, so that both halves see the same order of items even if the base draws random numbers in its
+            batches.
     """
 
     work: _training.Work
@@ -100,7 +110,7 @@ class SomeBatches(_training.Work):
     began: dict[int, Mapping[str, Any]]
 
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
-        """The steps of the batches wanted; a batch begins with its main step."""
+        """The steps of the selected batches; a batch begins with its main step."""
         generator.bit_generator.state = self.began.setdefault(epoch, generator.bit_generator.state)
         batch = -1
         for step in self.work.steps(epoch, generator):
@@ -109,12 +119,12 @@ class SomeBatches(_training.Work):
                 yield step
 
     def kept(self) -> Mapping[str, Tensor]:
-        """The base's."""
+        """The state that the base keeps."""
         return self.work.kept()
 
 
 class FedCmr(FederatedProtocol):
-    """FedCMR, see the module's text."""
+    """FedCMR, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedCmrOptions
 
@@ -123,13 +133,13 @@ class FedCmr(FederatedProtocol):
         self.context = context
         names = [entry.name for entry in context.layout.entries if entry.name.startswith(_COMMON)]
         if not names:
-            allowed = "dscmr, or a base with a hash network: FedCMR needs a common or hash layer, and labels"
+            allowed = "dscmr, or a base with a hash network: FedCMR needs a common or hash layer and labels"
             raise InputError("objective.base", context.objective.base, allowed)
         self.partial = PartialFedAvg(fedavg.FedAvgOptions(), context, names)
         self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
@@ -137,7 +147,7 @@ class FedCmr(FederatedProtocol):
         return frozenset({PartialDelta, Loss, LabelCount})
 
     def initial(self, theta: Tensor) -> State:
-        """The model, and no silo's loss."""
+        """The initial model and an empty table of losses."""
         count = len(self.context.silos)
         losses, versions = torch.full((count,), -1.0, dtype=torch.float64), torch.full((count,), -1, dtype=torch.int64)
         return State(theta, {_LOSSES: losses, _VERSIONS: versions})
@@ -147,7 +157,7 @@ class FedCmr(FederatedProtocol):
         return self.partial.task(state, silo)
 
     def train(self, local: Local, task: Task) -> Trained:
-        """A few batches after the download, then the rest, whose displacement of the common layer is remembered."""
+        """The first batches after the download, then the rest, whose displacement of the common layer is kept."""
         layout, model, shared = self.context.layout, local.model, self.partial.shared
         downloaded = self.partial.parameters(local, task.payloads)
         common = _aggregation.extract(downloaded, layout, shared)
@@ -162,9 +172,9 @@ class FedCmr(FederatedProtocol):
             for first, stop in ((0, cut), (cut, batches)):
                 start = _aggregation.extract(model.flat.detach().cpu(), layout, shared)
                 if first < stop:
-                    here = model.flat.detach().clone()
-                    some = SomeBatches(work, batches, first, stop, began)
-                    losses.append(_training.train_epochs(local, self.context, task, here, some).loss)
+                    base = model.flat.detach().clone()
+                    half = SomeBatches(work, batches, first, stop, began)
+                    losses.append(_training.train_epochs(local, self.context, task, base, half).loss)
             kept = dict(work.kept())
         end = _aggregation.extract(model.flat.detach().cpu(), layout, shared)
         up = (
@@ -172,36 +182,36 @@ class FedCmr(FederatedProtocol):
             Loss(losses[-1]),
             LabelCount(_training.categories(local, self.context)),
         )
-        own = _aggregation.extract(model.flat.detach().cpu(), layout, self.partial.personal)
-        return Trained(up, {**kept, _personal_model.OWN: own, _DISPLACEMENT: end - start}, losses[-1])
+        personal = _aggregation.extract(model.flat.detach().cpu(), layout, self.partial.personal)
+        return Trained(up, {**kept, _personal_model.OWN: personal, _DISPLACEMENT: end - start}, losses[-1])
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
-        """Of the coordinator's model the common layer alone is trained, which is no model by itself."""
+        """Only personal models are trained completely; the coordinator trains the common layer alone."""
         return Traits(own_only=True, personalised=True)
 
     def traits(self) -> Traits:
-        """The common layer is what is shared."""
+        """With the names of the common layer, the only one shared."""
         return replace(self.traits_of(self.options), shared_layers=self.partial.shared)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The common layer as it came, without what a next task would take off, and the silo's own around it."""
+        """The downloaded common layer, without subtracting the residual, inside the silo's personal layers."""
         return self.partial.encoders(local, payloads)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """The weighted, damped updates of the common layer."""
+        """Add the weighted, damped updates of the common layer."""
         replies = _aggregation.ordered(replies)
         samples = [take(reply.payloads, PartialDelta).n_samples for reply in replies]
         labels = [max(1, take(reply.payloads, LabelCount).value) for reply in replies]
-        # The rule is of a round's summed losses; on the wire a loss is a mean, as every method's.
+        # The rule uses summed losses; replies carry mean losses, as in all methods.
         means = [max(0.0, take(reply.payloads, Loss).value) for reply in replies]
         losses = [mean * size for mean, size in zip(means, samples, strict=True)]
         table = state.tensors[_LOSSES].clone()
         reported = torch.tensor(losses, dtype=torch.float64)
         table[[reply.silo.index for reply in replies]] = reported
         before = state.tensors.get(_VERSIONS)
-        versions, here = _aggregation.heard(before, state.tensors[_LOSSES], replies, round_, self.context.max_age)
-        pool = reported if self.sums == "reporters" else table[here]
+        versions, known = _aggregation.heard(before, state.tensors[_LOSSES], replies, round_, self.context.max_age)
+        pool = reported if self.sums == "reporters" else table[known]
         size, count = torch.tensor(samples, dtype=torch.float64), torch.tensor(labels, dtype=torch.float64)
         weights = weights_of(size, count, reported, float(pool.mean()), self.options.sharpness)
         merged = self.partial.merge(state, replies, weights)

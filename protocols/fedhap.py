@@ -1,13 +1,13 @@
-"""FedHAP: federated hashing with global prototypes and a discriminator (Yang et al. 2022).
+"""FedHAP: federated hashing with global binary prototypes and an adversarial loss (Yang et al., 2022).
 
-Silos train their base (objective ``triplet``: eqs 2 and 7), draw their codes to the global prototype of their class and
-away from others' (eq 3), and fool a discriminator that tells their codes from the prototypes (eq 8). They report the
-mean code of each class (eq 5); a prototype is the sign of the mean over the silos that hold the class (eq 6). Networks
-and discriminators are averaged over silos alike (algorithm 1).
+Silos train their base loss (objective ``triplet``: eqs 2 and 7), pull codes towards the global prototype of their class
+and away from those of other classes (eq 3), and train against a discriminator that distinguishes codes from prototypes
+(eq 8). They report the mean code of each class (eq 5); a prototype is the sign of the mean over the silos that hold the
+class (eq 6). Networks and discriminators are averaged with uniform weights (algorithm 1).
 
-In the paper silos hold images alone. With two modalities there is one tower for each and one set of prototypes, for
-which a silo votes with the codes of what it has; triplets mix modalities. The coordinator keeps the last
-vote of every silo, so that a class does not vanish where few silos report at a time.
+In the paper silos hold images only. With two modalities there is one tower for each and one set of prototypes; a silo
+votes with the codes of all its modalities, and triplets mix modalities. The coordinator keeps the last vote of every
+silo, so that a class does not vanish if merges have few replies.
 """
 
 from __future__ import annotations
@@ -49,29 +49,30 @@ from protocols.objectives._labelled import Samples, samples_of
 _CHANGE = "fedhap.discriminator_change"
 _CODES = "fedhap.prototypes"
 _OWN = "fedhap.discriminator"
-#: Hysteresis of prototypes where merges are of fewer replies than a round has.
+#: Default hysteresis of prototypes if merges have fewer replies than a round.
 _STEADY = 0.05
 
 
 @dataclass(frozen=True)
 class FedHapOptions(fedavg.FedAvgOptions):
-    """Options of FedHAP: FedAvg's, with uniform weights, and
+    """Options of FedHAP, in addition to those of FedAvg; ``weighting`` defaults to ``uniform``.
 
     Args:
-        proto_triplet: triplets with the global prototypes (eq 3); FedHAP-1 and -2 lack them.
-        discriminator: the adversarial loss (eq 8); FedHAP-1 and -3 lack it.
-        lambda_d: weight of the adversarial loss in the hashing network's; this and the next five are of
-            ``discriminator`` alone.
+        proto_triplet: add triplets with the global prototypes (eq 3); off in FedHAP-1 and -2.
+        discriminator: add the adversarial loss (eq 8); off in FedHAP-1 and -3.
+        lambda_d: weight of the adversarial loss in the hashing network's loss; this and the next five only with
+            ``discriminator``.
         eq8: ``corrected``, or as ``printed``, for comparison only.
-        adv_g: the hashing network's side of eq 8: ``nonsat``, ``minimax``, or ``literal`` as algorithm 1 writes it.
-        adv_input: what the discriminator sees of a code while the network trains: its sign, gradient passed straight
-            through (``ste``), or the code itself (``relaxed``).
-        disc_hidden: width of the discriminator.
-        share_disc: discriminators are averaged; each silo keeps its own if false.
-        proto_counts: silos report how many samples are behind a class mean, and not only that there are some.
-        hysteresis: a prototype's bit flips only if the mean behind it is larger than this; 0 is eq 6. Not given, it is
-            0, and 0.05 where merges are of fewer replies than a round has (``async``, small buffers): one vote after
-            the other would flip bits near a tie to and fro.
+        adv_g: loss of the hashing network in eq 8: non-saturating (``nonsat``), ``minimax``, or ``literal`` as in
+            algorithm 1.
+        adv_input: input of the discriminator while the network trains: the sign of the code with a straight-through
+            gradient (``ste``), or the code itself (``relaxed``).
+        disc_hidden: hidden width of the discriminator.
+        share_disc: average discriminators over silos; if false, each silo keeps its own.
+        proto_counts: report the number of samples of each class mean; if false, only whether there are any.
+        hysteresis: a prototype's bit flips only if the absolute mean exceeds this; 0 gives eq 6. Default: 0.05 if
+            merges have fewer replies than a round (``async``, small buffers), because single votes would keep flipping
+            bits near a tie, else 0.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -104,11 +105,11 @@ def binary_prototypes(means: Tensor, valid: Tensor, old: Tensor, hysteresis: flo
     """The sign of the mean of the silos' class means (eq 6), [C, r] in {-1, 1}.
 
     Args:
-        means: [C, r] over the silos that hold the class. A silo without it would add a zero vector to the printed sum,
-            which changes no sign.
-        valid: bool [C], whether anybody does; the others keep their old prototype.
-        old: [C, r] in {-1, 1}; all 0 where there was none.
-        hysteresis: bits whose mean is no larger than this keep their old value.
+        means: [C, r] over the silos that hold the class. The printed sum also has a zero vector for each silo without
+            the class, which changes no sign.
+        valid: bool [C], whether any silo holds the class; other classes keep their old prototype.
+        old: [C, r] in {-1, 1}; 0 for classes without a prototype.
+        hysteresis: bits whose absolute mean is at most this keep their old value.
     """
     steady = (means.abs() <= hysteresis) & (old != 0) if hysteresis > 0 else torch.zeros_like(old, dtype=torch.bool)
     return torch.where(valid[:, None] & ~steady, signs(means).to(old.dtype), old)
@@ -121,21 +122,21 @@ def prototype_triplets(
     options: triplet.Options,
     generator: np.random.Generator,
 ) -> Tensor:
-    """Triplets of codes with the prototypes of their own and of other classes (eq 3).
+    """Ranking loss of triplets: a code, a prototype of its class and one of another class (eq 3).
 
     Args:
         samples: a batch.
         prototypes: [C, r].
-        valid: bool [C].
+        valid: bool [C], True for classes with a prototype.
         options: distance, margin, mining.
-        generator: draws one class of each kind per anchor.
+        generator: draws one positive and one negative class per anchor.
     """
-    own = samples.labels > 0
-    return triplet.ranking_loss(samples.codes, prototypes, own & valid, ~own & valid, options, generator)
+    members = samples.labels > 0
+    return triplet.ranking_loss(samples.codes, prototypes, members & valid, ~members & valid, options, generator)
 
 
 class FedHap(FederatedProtocol):
-    """FedHAP, see the module's text."""
+    """FedHAP, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedHapOptions
 
@@ -145,17 +146,17 @@ class FedHap(FederatedProtocol):
         self.fedavg = fedavg.FedAvg(options, context)
         self.prototypes = options.proto_triplet or options.discriminator
         if self.prototypes and not context.label_names:
-            raise InputError("protocol.name", "fedhap", "another method: the data set has no labels")
-        # Of two label levels, which SHDCH's silos train on, the lower: it says what is alike.
+            raise InputError("protocol.name", "fedhap", "a method that needs no labels: the data set has no labels")
+        # SHDCH trains on two label levels; the lower one defines relevance.
         self.columns = fine_columns(context.label_names)
         self.layout = adversary.layout_of(context.dim, len(self.columns), options.disc_hidden)
-        given, usual = options.hysteresis, 0.0 if context.whole_rounds else _STEADY
-        self.hysteresis = usual if given is None else given
+        default = 0.0 if context.whole_rounds else _STEADY
+        self.hysteresis = default if options.hysteresis is None else options.hysteresis
         triplets = context.objective.base == "triplet"
         self.triplets = objectives.options_of(context.objective) if triplets else triplet.Options()
 
     def traits(self) -> Traits:
-        """Codes of images and of captions vote for the same rows of class prototypes."""
+        """An item's image and caption both count in its class's mean code."""
         return Traits(counts_items_twice=True)
 
     @property
@@ -163,21 +164,21 @@ class FedHap(FederatedProtocol):
         return self.options.discriminator and self.options.share_disc
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return self.fedavg.eligible(silo)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """As FedAvg, with class means and the discriminator's change where these are used."""
+        """As FedAvg, with class means and the discriminator's update if these are used."""
         more: set[type[Payload]] = {ClassPrototypes} if self.prototypes else set()
         if self._shares_discriminator:
             more.add(DiscriminatorDelta)
         return self.fedavg.uploads(silo) | more
 
     def check(self, payloads: Sequence[Payload]) -> None:
-        """Check what only this method can check of a reply.
+        """Check the class means and the discriminator of a reply.
 
         Raises:
-            RemoteWireError: class means or a discriminator of another shape, or class means longer than any code.
+            RemoteWireError: class means or a discriminator of a wrong shape, or a class mean longer than any code.
         """
         longest = _class_prototypes.longest_code(self.context)
         for payload in payloads:
@@ -189,7 +190,7 @@ class FedHap(FederatedProtocol):
                 raise RemoteWireError("layout", "a discriminator of another layout")
 
     def initial(self, theta: Tensor) -> State:
-        """The model, no prototype yet, and the discriminator as drawn."""
+        """The initial model, empty tables of votes and prototypes, and the initial discriminator."""
         state = self.fedavg.initial(theta)
         tensors = dict(state.tensors)
         if self.prototypes:
@@ -201,7 +202,7 @@ class FedHap(FederatedProtocol):
         return replace(state, tensors=tensors)
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """As FedAvg, with the binary prototypes (count 1 if valid) and the discriminator's change since its draw."""
+        """As FedAvg, with binary prototypes (count 1 if valid) and the discriminator's change since initialisation."""
         payloads = self.fedavg.task(state, silo)
         if self.prototypes:
             valid = state.tensors[_class_prototypes.VALID]
@@ -211,7 +212,7 @@ class FedHap(FederatedProtocol):
         return payloads
 
     def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs with FedHAP's terms, a step of the discriminator before each of the network's."""
+        """Local epochs with FedHAP's terms; the discriminator steps before each step of the network."""
         if not self.prototypes:
             return self.fedavg.trained(local, task)
         start = self._discriminator(local, task) if self.options.discriminator else None
@@ -228,18 +229,18 @@ class FedHap(FederatedProtocol):
         return replace(trained, payloads=payloads, state=state)
 
     def labels_of(self, local: Local, rows: _training.I64) -> Tensor:
-        """Which classes some of the silo's items belong to, float32 multi-hot [B, C]."""
+        """Classes of the given items, float32 multi-hot [B, C]."""
         return _training.labels_of(local, rows)[:, self.columns]
 
     def _discriminator(self, local: Local, task: Task) -> Tensor:
-        """The discriminator a task starts from, float32 [Q]: the shared one, or the silo's own."""
-        drawn = adversary.initial(self.layout, self.context.seed)
+        """The discriminator at the start of a task, float32 [Q]: the shared one, or the silo's personal one."""
+        initial = adversary.initial(self.layout, self.context.seed)
         if self.options.share_disc:
-            return drawn + as_tensor(take(task.payloads, DiscriminatorDelta).buffer)
-        return local.state.get(_OWN, drawn)
+            return initial + as_tensor(take(task.payloads, DiscriminatorDelta).buffer)
+        return local.state.get(_OWN, initial)
 
     def _class_means(self, local: Local, task: Task) -> ClassPrototypes:
-        """The silo's vote (eq 5): the mean code of each class over the modalities it has, one caption per item."""
+        """The silo's vote (eq 5): the mean code of each class over its modalities, with one caption per item."""
         caption = _training.choose_captions(
             local, _training.generator_of(self.context, local, task, "class prototypes")
         )
@@ -255,7 +256,7 @@ class FedHap(FederatedProtocol):
         return _class_prototypes.payload(means, counts if self.options.proto_counts else counts.clamp(max=1), modality)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """Average networks and discriminators; the table of votes gives the next prototypes."""
+        """Average networks and discriminators; compute the prototypes from the table of votes."""
         merged = self.fedavg.merge(state, replies, round_)
         replies = _aggregation.ordered(replies)
         tensors = dict(merged.state.tensors)
@@ -269,7 +270,7 @@ class FedHap(FederatedProtocol):
         return replace(merged, state=replace(merged.state, tensors=tensors))
 
     def followed(self, before: State, after: State, rate: float) -> State:
-        """The discriminator moves as far as the networks do."""
+        """The discriminator moves by the same fraction as the networks."""
         if not self._shares_discriminator:
             return after
         change = mixed(before.tensors[_CHANGE], after.tensors[_CHANGE], rate)
@@ -283,13 +284,13 @@ class FedHap(FederatedProtocol):
 
 
 class Terms:
-    """FedHAP's terms in one task of one silo; called in each batch's main step.
+    """FedHAP's loss terms in one task of one silo; called in each batch's main step.
 
     Args:
         method: options and context.
         local: the silo.
         task: with the prototypes.
-        start: float32 [Q], the discriminator to start from; None without one.
+        start: initial discriminator float32 [Q]; None without one.
     """
 
     def __init__(self, method: FedHap, local: Local, task: Task, start: Tensor | None) -> None:
@@ -312,7 +313,7 @@ class Terms:
             )
 
     def __call__(self, step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
-        """Eq 3 and lambda_d times the adversarial loss of a batch, after the discriminator's own step."""
+        """Eq 3 plus lambda_d times the adversarial loss of a batch, after a step of the discriminator."""
         samples = samples_of(image, text, self.method.labels_of(self.local, step.rows))
         terms: list[Tensor] = []
         if self.options.proto_triplet:
@@ -329,7 +330,7 @@ class Terms:
 
 
 def _as_delta(reply: Reply) -> Reply:
-    """A reply whose update is its discriminator's."""
+    """The reply with its discriminator's update in place of the model's."""
     payload = take(reply.payloads, DiscriminatorDelta)
     return replace(reply, payloads=(Delta(payload.layout_digest, payload.buffer, payload.n_samples),))
 

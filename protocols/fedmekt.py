@@ -1,8 +1,8 @@
-"""FedMEKT with averaged parameters, our reading: silos distil the global model's embeddings (Le et al. 2025).
+"""FedMEKT (our reading): FedAvg whose silos distil the global model's embeddings (Le et al., 2025).
 
-This is the variant of RCSR's comparison: FedAvg, plus the divergence at temperature 3 between the
-embeddings of the silo's model and those of the downloaded one, on the silo's own batches. Its details are our reading.
-The original, which exchanges embeddings of a public set between autoencoders and averages no parameters, is not built.
+This is the variant of RCSR's comparison: FedAvg, plus the KL divergence at temperature 3 between the embeddings of the
+downloaded model and those of the model in training, on the silo's own batches. Its details are our reading. The
+original method, in which autoencoders exchange embeddings of a public set and no parameters, is not implemented.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from protocols._variant import variant
 
 @dataclass(frozen=True)
 class FedMektOptions(fedavg.FedAvgOptions):
-    """Options of FedMEKT: FedAvg's and
+    """Options of FedMEKT, in addition to those of FedAvg.
 
     Args:
-        weight: of the divergence; 0 is FedAvg.
-        temperature: T of the divergence.
-        personal: silos are measured by their own models as their last training left them, not by the global one.
+        weight: weight of the divergence; 0 gives FedAvg.
+        temperature: temperature T of the divergence.
+        personal: evaluate each silo's personal model as of its last training, not the global model.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -52,16 +52,16 @@ def divergence(student: Tensor, teacher: Tensor, temperature: float) -> Tensor:
     """T^2 KL(softmax(teacher / T) || softmax(student / T)) over the d entries, mean over the batch (FedMEKT).
 
     Args:
-        student: [B, d] embeddings, whose gradient is wanted.
-        teacher: [B, d] embeddings.
+        student: [B, d] embeddings of the model in training.
+        teacher: [B, d] embeddings of the downloaded model.
         temperature: T.
     """
-    wanted, found = ((each / temperature).log_softmax(1) for each in (teacher, student))
-    return temperature**2 * (wanted.exp() * (wanted - found)).sum(1).mean()
+    target, predicted = ((each / temperature).log_softmax(1) for each in (teacher, student))
+    return temperature**2 * (target.exp() * (target - predicted)).sum(1).mean()
 
 
 def distillation(options: FedMektOptions, context: Context, local: Local, task: Task) -> _training.Extra | None:
-    """The divergence of a batch, from the downloaded model's embeddings; None without weight."""
+    """The divergence of a batch from the downloaded model's embeddings; None if its weight is 0."""
     if options.weight == 0:
         return None
     theta = as_tensor(take(task.payloads, Model).buffer)
@@ -69,9 +69,9 @@ def distillation(options: FedMektOptions, context: Context, local: Local, task: 
 
     def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
         terms = [
-            divergence(own.code, glob.code, options.temperature)
-            for own, glob in zip((image, text), shared(step), strict=True)
-            if own is not None and glob is not None
+            divergence(student.code, teacher.code, options.temperature)
+            for student, teacher in zip((image, text), shared(step), strict=True)
+            if student is not None and teacher is not None
         ]
         return options.weight * torch.stack(terms).sum()
 
@@ -79,7 +79,7 @@ def distillation(options: FedMektOptions, context: Context, local: Local, task: 
 
 
 def kept(options: FedMektOptions, local: Local, trained: bool) -> dict[str, Tensor]:
-    """The silo's model as its last training left it, where silos are measured by it."""
+    """The silo's model after its last training, if personal models are evaluated."""
     return _personal_model.kept_or_before(local, newest=trained) if options.personal else {}
 
 

@@ -1,7 +1,7 @@
-"""FedPer: base layers are averaged, the layers on top stay personal (Arivazhagan et al. 2019).
+"""FedPer: averages the base layers; the top layers stay personal (Arivazhagan et al., 2019).
 
-RCSR's table calls adapters and projection heads personal, which would leave nothing to share. Here the
-projection heads are, and the last layer of a hash network; ``personal_layers`` names others.
+RCSR's table declares adapters and projection heads personal, which would leave nothing to share. Here the projection
+heads are personal, and the last layer of a hash network; ``personal_layers`` overrides this choice.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from fedmq.wire.layout import Layout
 from protocols import fedavg
 from protocols._partial import averaging
 
-#: The top layers of every network there is: projection heads, hash layers with their classifiers, DSCMR's common space.
+#: Top layers of all network kinds: projection heads, hash layers with their classifiers, DSCMR's common space.
 _TOP = tuple(f"{tower}.{layer}." for tower in ("visual", "text") for layer in ("head", "last", "classifier"))
 TOP = (*_TOP, "shared.head.", "shared.base.", "shared.enhance.", "shared.label.")
 
 
 @dataclass(frozen=True)
 class FedPerOptions(fedavg.FedAvgOptions):
-    """Options of FedPer: FedAvg's and
+    """Options of FedPer, in addition to those of FedAvg.
 
     Args:
-        personal_layers: name prefixes of the layers that stay personal, separated by commas, as ``visual.head,text.``;
-            empty takes the projection heads, of a hash network the last layer.
+        personal_layers: comma-separated name prefixes of the layers that stay personal, e.g. ``visual.head,text.``;
+            if empty, the projection heads, or the last layer of a hash network.
     """
 
     personal_layers: str = ""
@@ -34,7 +34,7 @@ def shared_layers(options: FedPerOptions, layout: Layout) -> tuple[str, ...]:
     """Names of the layers that are not personal, in the layout's order.
 
     Raises:
-        InputError: a prefix that no layer has, or every layer is personal.
+        InputError: no layer has one of the prefixes, or all layers are personal.
     """
     place, names = "protocol.personal_layers", [entry.name for entry in layout.entries]
     prefixes = tuple(each.strip() for each in options.personal_layers.split(",") if each.strip())

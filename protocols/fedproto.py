@@ -1,10 +1,11 @@
-"""FedProto: silos exchange class prototypes and no parameters; each keeps a model of its own (Tan et al. 2022).
+"""FedProto: silos exchange class prototypes instead of parameters and train personal models (Tan et al., 2022).
 
-A silo adds lambda times the squared distance of its embeddings to their class's global prototypes to its base loss, in
-each modality it has, and reports the mean embedding of each class by the model it ends with (the code takes running
-means of the last epoch). Silos are averaged equally, as in the code, over all that have a class, by each one's last
-report. Of two label levels the classes are those of the lower one, by which retrieval is judged. The method needs
-labels, and its result is measured at the silos: the coordinator's model stays as it was drawn.
+For each modality it has, a silo adds lambda times the squared distance of its embeddings to the global prototypes of
+their classes to its base loss. It reports the mean embedding of each class by its trained model (the released code
+takes running means over the last epoch). A global prototype is the unweighted mean, as in the code, of the last reports
+of all silos that have the class. If the data set has two label levels, the classes are those of the lower level, which
+also defines relevance in retrieval. The method needs labels. Personal models are evaluated; the coordinator's model
+keeps its initial values.
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ class FedProtoOptions:
 
     Args:
         tau: temperature of InfoNCE.
-        weight: lambda of the distance to the global prototypes; 0 leaves every silo alone.
-        weighting: silos count ``uniform``, as in the code, or by ``samples`` of the class, as the paper prints it.
-        proto_modal: a sample is pulled to its class's prototype of the same modality, ``separate``, or to the mean of
-            both modalities', ``fused``.
+        weight: lambda, weight of the distance to the global prototypes; 0 gives purely local training.
+        weighting: weights of the silos in a global prototype: ``uniform``, as in the released code, or by ``samples``
+            of the class, as in the paper.
+        proto_modal: target of a sample: the prototype of its own modality (``separate``) or the mean over both
+            modalities (``fused``).
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -74,7 +76,7 @@ def prototype_loss(z: Tensor, members: Tensor, prototypes: Tensor, valid: Tensor
         z: [B, d].
         members: 0/1 [B, C]; the target of a sample with several labels is the mean of its classes' prototypes.
         prototypes: [C, d].
-        valid: bool [C], classes that have one.
+        valid: bool [C], True for classes with a prototype.
     """
     known = members.to(z.dtype) * valid
     count = known.sum(1, keepdim=True)
@@ -83,7 +85,7 @@ def prototype_loss(z: Tensor, members: Tensor, prototypes: Tensor, valid: Tensor
 
 
 def fused(shared: Shared) -> Shared:
-    """Both modalities' prototypes replaced by their mean, where one is missing by the other."""
+    """Prototypes of both modalities replaced by their mean, or by the only one that exists."""
     valid = torch.stack([shared.image_valid, shared.text_valid])
     rows = torch.stack([shared.image, shared.text]) * valid[..., None]
     mean, either = rows.sum(0) / valid.sum(0).clamp(min=1)[:, None], valid.any(0)
@@ -91,34 +93,34 @@ def fused(shared: Shared) -> Shared:
 
 
 def nothing(image: Tensor | None, text: Tensor | None) -> Tensor:
-    """The base loss of a silo that has none, as one with a single modality under InfoNCE."""
+    """Zero base loss, for silos without one, e.g. with a single modality under InfoNCE."""
     return torch.zeros(())
 
 
 class FedProto(FederatedProtocol):
-    """FedProto, see the module's text."""
+    """FedProto, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedProtoOptions
 
     def __init__(self, options: FedProtoOptions, context: Context) -> None:
         if not context.label_names:
-            raise InputError("protocol.name", "fedproto", "a method without labels: the data set has none")
+            raise InputError("protocol.name", "fedproto", "a method that needs no labels: the data set has none")
         self.options = options
         self.context = context
         self.columns = fine_columns(context.label_names)
         self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"), context)
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
         """Class prototypes and the loss; no parameters."""
         return frozenset({ClassPrototypes, Loss})
 
-    # ----------------------------------------------------------------------- the silo's half
+    # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs from the silo's own parameters on the base loss and the distance; then the prototypes."""
+        """Local epochs from the personal model on the base loss and the distance, then the class prototypes."""
         local.model.load(_personal_model.own_parameters(local))
         base = local.model.flat.detach().clone()
         shared = _class_prototypes.read_download(take(task.payloads, ClassPrototypes), base.device)
@@ -149,17 +151,17 @@ class FedProto(FederatedProtocol):
         return distance
 
     def _prototypes(self, local: Local, task: Task) -> ClassPrototypes:
-        """The class prototypes by the model as training left it; rows of a modality the silo lacks are absent."""
+        """The class prototypes by the trained model; a modality that the silo lacks has count 0."""
         caption = _training.choose_captions(
             local, _training.generator_of(self.context, local, task, "class prototypes")
         )
         members = _training.labels_of(local, np.arange(len(local.share)))[:, self.columns].cpu() > 0
-        found = _training.embed_all(local, caption, self.context.training.batch_size)
-        return _class_prototypes.of_features(found, members, self.context.dim)
+        embeddings = _training.embed_all(local, caption, self.context.training.batch_size)
+        return _class_prototypes.of_features(embeddings, members, self.context.dim)
 
-    # ----------------------------------------------------------------------- the coordinator's half
+    # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
-        """The initial model, which stays what it is, and no prototype yet."""
+        """The initial model, which never changes, and empty tables of prototypes."""
         return State(theta, _class_prototypes.initial(len(self.context.silos), 2 * len(self.columns), self.context.dim))
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
@@ -167,36 +169,36 @@ class FedProto(FederatedProtocol):
         return (_class_prototypes.download(state.tensors),)
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """Average the last reports of all silos, class by class."""
-        found = [(reply, _class_prototypes.own_rows(reply)) for reply in _aggregation.ordered(replies)]
+        """Average the last reports of all silos for each class."""
+        reports = [(reply, _class_prototypes.own_rows(reply)) for reply in _aggregation.ordered(replies)]
         weighted = self.options.weighting == "samples"
         tensors = _class_prototypes.updated(
-            state.tensors, found, round_, max_age=self.context.max_age, weighted=weighted
+            state.tensors, reports, round_, max_age=self.context.max_age, weighted=weighted
         )
         return MergeResult(
             replace(state, tensors=tensors), {"classes_known": float(tensors[_class_prototypes.VALID].sum())}
         )
 
     def check(self, payloads: Sequence[Payload]) -> None:
-        """Check the prototypes' shape, and that they can be means of embeddings.
+        """Check the prototypes' shape, and that no row is longer than a mean of embeddings can be.
 
         Raises:
-            RemoteWireError: another number of rows or columns, or a row longer than any embedding.
+            RemoteWireError: wrong number of rows or columns, or a row that is too long.
         """
         longest = _class_prototypes.longest_code(self.context)
         _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim, longest)
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
-        """The coordinator's model stays as it was drawn; the silos' personal models are what is measured."""
+        """The coordinator's model keeps its initial values; personal models are evaluated."""
         return Traits(own_only=True, personalised=True)
 
     def traits(self) -> Traits:
-        """As for any options."""
+        """The same for all options."""
         return self.traits_of(self.options)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The silo's own model."""
+        """The silo's personal model."""
         return _personal_model.encoders_of(local, _personal_model.own_parameters(local))
 
 

@@ -1,6 +1,6 @@
-"""FedProx: FedAvg with a proximal term that keeps silos near the downloaded model (Li et al. 2020).
+"""FedProx: FedAvg with a proximal term that keeps silos near the downloaded model (Li et al., 2020).
 
-mu is 0.01, the papers' "as original"; RCSR's table uses 0.1, its code 0.01.
+The default mu is 0.01, as in RCSR's code and in papers that keep the original settings; RCSR's table lists 0.1.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from protocols._variant import variant
 
 @dataclass(frozen=True)
 class FedProxOptions(fedavg.FedAvgOptions):
-    """Options of FedProx: FedAvg's and
+    """Options of FedProx, in addition to those of FedAvg.
 
     Args:
-        mu: weight of the proximal term (mu / 2) ||theta_k - theta_t||^2 over the shared parameters; 0 is FedAvg.
+        mu: weight of the proximal term (mu / 2) ||theta_k - theta_t||^2 over the shared parameters; 0 gives FedAvg.
     """
 
     mu: float = 0.01
@@ -30,7 +30,7 @@ class FedProxOptions(fedavg.FedAvgOptions):
 
 def train(method: fedavg.FedAvg, options: FedProxOptions, local: Local, task: Task) -> Trained:
     """Local epochs on the base loss and the proximal term."""
-    # The shared proximal term is RCSR's, lambda_s ||.||^2 without a half.
+    # ``lambda_s`` weights RCSR's proximal term ||.||^2, which has no factor 1/2.
     return method.trained(local, task, lambda_s=options.mu / 2)
 
 

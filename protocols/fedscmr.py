@@ -1,8 +1,9 @@
-"""FedSCMR: two common subspaces, of which the shared layers are merged by each silo's contribution (2024).
+"""FedSCMR: averages the layers of two common subspaces, weighted by each silo's contribution (2024).
 
-Every silo trains label prediction, discrimination and consistency in a common subspace S and an enhanced one S' (eqs 1
-to 8); only the layers both modalities share travel. The coordinator weighs them by size and categories, by training
-progress and by validation mAP (eqs 9 to 13). The rest of a silo's model is its own, and each silo is measured with it.
+Every silo trains label prediction, discrimination and consistency in a common subspace S and an enhanced subspace S'
+(eqs 1 to 8). Only the layers that both modalities share are exchanged; the coordinator weights them by size and
+categories, training progress and validation mAP (eqs 9 to 13). All other layers are personal, and personal models are
+evaluated.
 """
 
 from __future__ import annotations
@@ -44,36 +45,39 @@ from protocols.objectives._labelled import EveryLabelledBatch
 from protocols.objectives.dscmr import logits_of
 
 _LAYERS = {"base": ("shared.base.",), "base_enhance": ("shared.base.", "shared.enhance."), "all": ("",)}
-#: Columns of the table of last-known scalars: samples, categories, loss, mAP; -1 where none is known.
+#: Table of the silos' last scalars, with columns samples, categories, loss, mAP; -1 where unknown.
 _TABLE = "scmr_table"
 _VERSIONS = "scmr_versions"
 
 
 @dataclass(frozen=True)
 class FedScmrOptions:
-    """Options of FedSCMR; defaults are the paper's best and, where it leaves a choice open, ours.
+    """Options of FedSCMR; defaults are the paper's best values, and ours where the paper leaves them open.
 
-    Of the base's options it takes the network's (``objective.enhance``, ``leaky``). The weights ``objective.alpha`` and
-    ``objective.beta`` are of DSCMR's loss, which it does not train: its own are the ``alpha`` and ``beta`` here.
+    FedSCMR uses the network options of the base (``objective.enhance``, ``leaky``), but not the weights
+    ``objective.alpha`` and ``objective.beta`` of DSCMR's loss: its own weights are ``alpha`` and ``beta`` here.
 
     Args:
-        loss_cs: discrimination and consistency in the common subspaces (eq 4).
-        loss_ccs: the constraint across subspaces (eq 7).
-        alpha: weight of eq 4, of ``loss_cs`` alone.
-        beta: weight of eq 7, of ``loss_ccs`` alone.
-        gamma: weight of the validation mAP in eq 13, of ``use_phi`` alone.
-        use_phi: the validation mAP is part of eq 13, of ``agg: adaptive`` alone.
-        agg: ``adaptive`` (eq 13), ``proportional`` (eq 10 alone, renormalised), or ``samples`` as FedAvg.
-        norm: ``row``, the mean of each sample's length, or ``frob``, the Frobenius norm of the batch's matrix.
-        pairs: of modalities in eq 2: 4 as printed, 3 as public code has it, with the printed δ (two items share a
-            category or not) either way.
-        eval_space: what is retrieved by: the enhanced features ``enhanced`` (S') or the ``common`` ones (S).
-        shared_layers: what travels: both common layers, the first alone as in FedCMR, or ``all`` as in FedAvg.
-        sums: of ``agg`` other than ``samples``: the sums of eqs 10 to 13 run over the ``reporters`` of a merge, as
-            printed, or over the ``table`` of all silos' last scalars, which keeps a meaning when few replies are merged
-            at a time. Not given, it is the table where merges are of fewer replies than a round has (``async``, small
-            buffers).
-        validation: share of a silo's items that only measure its mAP; of a few items it is coarse, of one it is 1.
+        loss_cs: add discrimination and consistency in the common subspaces (eq 4).
+        loss_ccs: add the constraint across subspaces (eq 7).
+        alpha: weight of eq 4; only with ``loss_cs``.
+        beta: weight of eq 7; only with ``loss_ccs``.
+        gamma: weight of the validation mAP in eq 13; only with ``use_phi``.
+        use_phi: include the validation mAP in eq 13; only with ``agg: adaptive``.
+        agg: weights of the replies: ``adaptive`` (eq 13), ``proportional`` (eq 10 alone, renormalised), or by
+            ``samples`` as in FedAvg.
+        norm: ``row``, the mean length of the batch's rows, or ``frob``, the Frobenius norm of the batch's matrix.
+        pairs: number of modality pairs in eq 2: 4 as printed, or 3 as in public code; δ (two items share a category or
+            not) is as printed in both.
+        eval_space: features used for retrieval: ``enhanced`` (S') or ``common`` (S).
+        shared_layers: layers that are exchanged: both common layers (``base_enhance``), the first alone as in FedCMR
+            (``base``), or ``all`` as in FedAvg.
+        sums: silos over which the sums of eqs 10 to 13 run: the ``reporters`` of a merge, as printed, or all silos in
+            the ``table`` of last scalars, which gives useful weights when a merge has few replies. Default: ``table``
+            if merges have fewer replies than a round (``async``, small buffers), else ``reporters``. Not used by
+            ``agg: samples``.
+        validation: fraction of a silo's items held out to measure its mAP; with few items the mAP is coarse, with one
+            it is 1.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -105,11 +109,11 @@ class FedScmrOptions:
 
 
 def local_loss(image: Out | None, text: Out | None, labels: Tensor, options: FedScmrOptions) -> Tensor:
-    """Eq 8: alpha L_cs + beta L_ccs + L_imd in the modalities that are there; what needs both is left out of one.
+    """Eq 8: alpha L_cs + beta L_ccs + L_imd over the modalities of a batch; terms that need both are skipped for one.
 
     Args:
-        image: S in ``raw``, S' in ``code`` [B, d], label predictions in ``logits`` [B, C].
-        text: likewise.
+        image: S in ``raw``, S' in ``code`` [B, d], label predictions in ``logits`` [B, C]; None without images.
+        text: likewise for texts.
         labels: float [B, C], multi-hot.
         options: weights and switches.
     """
@@ -129,7 +133,7 @@ def local_loss(image: Out | None, text: Out | None, labels: Tensor, options: Fed
 
 
 class FedScmr(FederatedProtocol):
-    """FedSCMR, see the module's text."""
+    """FedSCMR, see the module docstring."""
 
     Options: ClassVar[type[Any]] = FedScmrOptions
 
@@ -139,29 +143,29 @@ class FedScmr(FederatedProtocol):
         layers = [entry.name for entry in context.layout.entries]
         if "shared.enhance.weight" not in layers:
             found = f"{context.objective.base} with layers {', '.join(layers[:3])}, ..."
-            raise InputError("objective", found, "base dscmr with enhance true: FedSCMR has an EnhanceNet")
+            raise InputError("objective", found, "base dscmr with enhance true: FedSCMR needs the EnhanceNet")
         if options.shared_layers == "all" and options.eval_space == "common":
-            # The model that everybody shares is evaluated, released and searched by its codes, the enhanced ones.
+            # The global model is evaluated, released and searched with its codes, which are the enhanced features.
             raise InputError(
                 "protocol.eval_space", "common with shared_layers all", "enhanced, or another shared_layers"
             )
         names = [name for name in layers if name.startswith(_LAYERS[options.shared_layers])]
-        # Both terms need pairs: what a silo with one modality sends of the EnhanceNets must not shrink the step.
+        # Both terms need pairs: EnhanceNets that single-modality silos left untrained must not dilute the average.
         apart = options.loss_cs or options.loss_ccs
         self.partial = PartialFedAvg(fedavg.FedAvgOptions(), context, names, modules=apart)
         self.sums = options.sums or ("reporters" if context.whole_rounds else "table")
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The shared layers' update and the scalars of eqs 10 to 12; without both modalities there is no mAP."""
+        """The shared layers' update and the scalars of eqs 10 to 12; only paired silos report mAP."""
         scalars = {PartialDelta, Loss, LabelCount}
         return frozenset(scalars | {MeanAveragePrecision} if silo.paired else scalars)
 
     def initial(self, theta: Tensor) -> State:
-        """The model, and nothing known of any silo."""
+        """The initial model and an empty table."""
         count = len(self.context.silos)
         table, versions = torch.full((count, 4), -1.0, dtype=torch.float64), torch.full((count,), -1, dtype=torch.int64)
         return State(theta, {_TABLE: table, _VERSIONS: versions})
@@ -170,16 +174,16 @@ class FedScmr(FederatedProtocol):
         """The shared layers."""
         return self.partial.task(state, silo)
 
-    # ----------------------------------------------------------------------- the silo's half
+    # ----------------------------------------------------------------------- silo side
     def _split(self, local: Local) -> tuple[_training.I64, _training.I64]:
-        """The silo's rows to train on and to validate on, the same in every task; one item does both."""
+        """Rows for training and for validation, the same in every task; a single item serves both."""
         size = len(local.share)
         order = numpy_generator(self.context.seed, "validation", local.silo.name).permutation(size)
         held = min(round(self.options.validation * size), size - 1) if local.silo.paired else 0
         return np.sort(order[held:]), np.sort(order[:held] if held else order)
 
     def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs on eq 8 over all layers; what is shared goes up with the scalars, the rest is kept."""
+        """Local epochs on eq 8 over all layers; uploads the shared layers and the scalars, keeps the rest."""
         layout, model = self.context.layout, local.model
         model.load(self.partial.parameters(local, task.payloads))
         base = model.flat.detach().clone()
@@ -201,7 +205,7 @@ class FedScmr(FederatedProtocol):
         return Trained(up, state, outcome.loss)
 
     def _validated(self, local: Local, rows: _training.I64) -> float:
-        """v_k: mean of both directions' mAP among the validation items, each with its first caption."""
+        """v_k: mean mAP of both retrieval directions on the validation items, each with its first caption."""
         first = np.zeros(len(local.share), np.int64)
         with torch.no_grad():
             image, text = _training.outputs(local, rows, first)
@@ -209,15 +213,15 @@ class FedScmr(FederatedProtocol):
         labels = _training.labels_of(local, rows)[:, fine_columns(self.context.label_names)].cpu().numpy()
         a, b = (self._space(out).cpu().numpy() for out in (image, text))
         order = seeds.derive(self.context.seed, "validation")
-        found = [cosine_metrics(x, y, labels, labels, at=(), order_seed=order).map for x, y in ((a, b), (b, a))]
-        return min(1.0, max(0.0, sum(found) / 2))
+        maps = [cosine_metrics(x, y, labels, labels, at=(), order_seed=order).map for x, y in ((a, b), (b, a))]
+        return min(1.0, max(0.0, sum(maps) / 2))
 
     def _space(self, out: Out) -> Tensor:
         return out.code if self.options.eval_space == "enhanced" else out.raw
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
-        """Unless everything is shared, the silos' personal models are the only ones trained as a whole."""
+        """Unless all layers are shared, only personal models are trained completely."""
         everything = options.shared_layers == "all"
         return Traits(own_only=not everything, personalised=not everything)
 
@@ -226,7 +230,7 @@ class FedScmr(FederatedProtocol):
         return replace(self.traits_of(self.options), shared_layers=self.partial.shared)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The shared layers of now with the silo's own around them."""
+        """The downloaded shared layers inside the silo's personal layers."""
         model = local.model
         model.load(self.partial.parameters(local, payloads))
         device = model.flat.device
@@ -235,9 +239,9 @@ class FedScmr(FederatedProtocol):
             lambda x: self._space(model.outputs("text", x.to(device))),
         )
 
-    # ----------------------------------------------------------------------- the coordinator's half
+    # ----------------------------------------------------------------------- coordinator side
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """Eq 9: the shared layers' updates weighed by eq 13, times the damping of stale replies."""
+        """Eq 9: the shared layers' updates weighted by eq 13, times the damping of stale replies."""
         replies = _aggregation.ordered(replies)
         table = self._updated(state.tensors[_TABLE], replies)
         rows = torch.tensor([reply.silo.index for reply in replies])
@@ -253,7 +257,7 @@ class FedScmr(FederatedProtocol):
         table = table.clone()
         for reply in replies:
             payload = take(reply.payloads, PartialDelta)
-            # Eq 11 is about losses that are not negative: of others the exponential may leave no finite weight.
+            # Eq 11 assumes non-negative losses: with a negative one its exponential may overflow.
             loss = max(0.0, take(reply.payloads, Loss).value)
             row = [payload.n_samples, take(reply.payloads, LabelCount).value, loss]
             quality = take(reply.payloads, MeanAveragePrecision).value if reply.silo.paired else -1.0
@@ -261,7 +265,7 @@ class FedScmr(FederatedProtocol):
         return table
 
     def _weights(self, table: Tensor, rows: Tensor, known: Tensor) -> Tensor:
-        """Eq 13 for the reporters, [M], summing to 1; of the table what is ``known`` counts, bool [N]."""
+        """Weights [M] of the reporters by eq 13, with sum 1; ``known`` bool [N] selects valid rows of the table."""
         options, measured = self.options, table[known][:, -1]
         known = rows if self.sums == "reporters" else known.nonzero().squeeze(1)
         samples, labels, losses, maps = table[known].unbind(1)
@@ -273,12 +277,12 @@ class FedScmr(FederatedProtocol):
             gamma = options.gamma if options.use_phi else 0.0
             maps = _filled(maps, measured)
             weights = _scmr.contribution(samples, labels.clamp_min(1), losses, maps, gamma)
-        chosen = weights[torch.isin(known, rows)]
-        return chosen / chosen.sum()
+        weights = weights[torch.isin(known, rows)]
+        return weights / weights.sum()
 
 
 def _filled(maps: Tensor, table: Tensor) -> Tensor:
-    """Validation mAPs [M], for silos that cannot measure theirs the median of all known ones [K]; 0 if nobody can."""
+    """Validation mAPs [M], unknown ones replaced by the median of the known mAPs in ``table`` [K], or 0 without any."""
     known = table[table >= 0]
     return torch.where(maps >= 0, maps, known.quantile(0.5) if len(known) else torch.zeros((), dtype=maps.dtype))
 

@@ -1,11 +1,11 @@
-"""FedUCH: unsupervised cross-modal hashing, contrasted and distilled with the global nets (Zhu et al. 2023).
+"""FedUCH: unsupervised cross-modal hashing; contrast with and distillation from global networks (Zhu et al., 2023).
 
-FedAvg (eq 3) on an unsupervised base (dgcpn, djsrh or jdsh) with two terms of its own (eq 14): the local
-net of one modality is drawn to the global net of the other and away from the silo's last one of the other (eq 11), and
-its codes to the global net's codes of the same modality (eq 12). The global net is that of the version the silo starts
-from, the last one the end of its own last training; a first participation has none and skips eq 11, which would be the
-constant log 2. Where a base takes several updates per batch, both terms are in the first. A silo with one modality has
-no pairs to contrast and keeps eq 12.
+FedAvg (eq 3) on an unsupervised base (dgcpn, djsrh or jdsh) with two additional terms (eq 14). Eq 11 pulls the network
+of one modality towards the global network of the other modality and away from the silo's previous one; eq 12 pulls its
+codes towards the global network's codes of the same modality. The global networks are the downloaded ones, the
+previous ones those after the silo's last training; at its first participation a silo has none and skips eq 11, which
+would be the constant log 2. If a base makes several updates per batch, the first has both terms. A silo with one
+modality has no pairs to contrast and trains eq 12 only.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ from protocols._variant import variant
 from protocols.fedmekt import divergence
 from protocols.moon import model_contrast
 
-#: Bases whose two towers' projections cannot be contrasted with each other.
+#: Bases whose two towers have projections of different widths, which cannot be contrasted.
 _UNEQUAL = ("dcmh", "shdch")
 
 
 @dataclass(frozen=True)
 class FedUchOptions(fedavg.FedAvgOptions):
-    """Options of FedUCH: FedAvg's and
+    """Options of FedUCH, in addition to those of FedAvg.
 
     Args:
-        contrast: the contrast between modalities (eq 11); FedUCH-1 and -3 lack it.
-        distill: the distillation within a modality (eq 12); FedUCH-1 and -2 lack it.
-        mu: weight of the contrast, of ``contrast`` alone (IAPR 0.5, COCO 0.4, NUS-WIDE 0.3).
-        phi: weight of the distillation, of ``distill`` alone (IAPR 0.5, COCO 0.7, NUS-WIDE 0.7).
-        contrast_tau: temperature of the contrast, tau of eq 11; ``tau`` is that of info_nce.
-        kd: distance of the distillation: ``kl`` of softmaxed codes, as eq 13 names it, or ``mse`` of the codes.
-        kd_temperature: of ``kl``, as the released code sets it.
+        contrast: add the contrast between modalities (eq 11); off in FedUCH-1 and -3.
+        distill: add the distillation within a modality (eq 12); off in FedUCH-1 and -2.
+        mu: weight of the contrast; only with ``contrast`` (IAPR 0.5, COCO 0.4, NUS-WIDE 0.3).
+        phi: weight of the distillation; only with ``distill`` (IAPR 0.5, COCO 0.7, NUS-WIDE 0.7).
+        contrast_tau: temperature of the contrast (tau in eq 11); ``tau`` is the temperature of info_nce.
+        kd: distance of the distillation: ``kl`` of the softmax of the codes (eq 13), or ``mse`` of the codes.
+        kd_temperature: temperature of ``kl``; the default is the released code's.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -71,35 +71,37 @@ class FedUchOptions(fedavg.FedAvgOptions):
 
 
 def cross_modal_contrast(
-    own: _training.Outs, shared: _training.Outs, previous: _training.Outs, tau: float
+    local: _training.Outs, shared: _training.Outs, previous: _training.Outs, tau: float
 ) -> list[Tensor]:
     """Eq 11 for each modality: MOON's contrast of its projections with those of the *other* modality of each pair.
 
     Args:
-        own: image and text outputs of the nets that are trained.
-        shared: of the global nets, the positives.
-        previous: of the silo's previous nets, the negatives.
+        local: image and text outputs of the networks in training.
+        shared: outputs of the global networks, the positives.
+        previous: outputs of the silo's previous networks, the negatives.
         tau: temperature.
     """
     return [
         model_contrast(mine.hidden, glob.hidden, [old.hidden], tau)
-        for mine, glob, old in zip(own, shared[::-1], previous[::-1], strict=True)
+        for mine, glob, old in zip(local, shared[::-1], previous[::-1], strict=True)
         if mine is not None and glob is not None and old is not None
     ]
 
 
-def distillation(own: _training.Outs, shared: _training.Outs, options: FedUchOptions) -> list[Tensor]:
-    """Eqs 12 and 13 for each modality: its codes against the global net's.
+def distillation(local: _training.Outs, shared: _training.Outs, options: FedUchOptions) -> list[Tensor]:
+    """Eqs 12 and 13 for each modality: distance of its codes to the global network's.
 
-    Codes are no distributions; the softmax over their bits is our reading.
+    Codes are not distributions; taking the softmax over their bits is our reading.
 
     Args:
-        own: image and text outputs of the nets that are trained.
-        shared: of the global nets.
-        options: form and temperature.
+        local: image and text outputs of the networks in training.
+        shared: outputs of the global networks.
+        options: distance and temperature.
     """
     pairs = [
-        (mine.code, glob.code) for mine, glob in zip(own, shared, strict=True) if mine is not None and glob is not None
+        (mine.code, glob.code)
+        for mine, glob in zip(local, shared, strict=True)
+        if mine is not None and glob is not None
     ]
     if options.kd == "mse":
         return [mean_square(mine, glob) for mine, glob in pairs]
@@ -107,29 +109,29 @@ def distillation(own: _training.Outs, shared: _training.Outs, options: FedUchOpt
 
 
 def terms(
-    own: _training.Outs, shared: _training.Outs, previous: _training.Outs | None, options: FedUchOptions
+    local: _training.Outs, shared: _training.Outs, previous: _training.Outs | None, options: FedUchOptions
 ) -> Tensor | None:
-    """What eq 14 adds to the base, mu J_CR + phi J_KD, for one batch and the silo's modalities; None for nothing.
+    """The terms mu J_CR + phi J_KD that eq 14 adds to the base loss of a batch; None if there are none.
 
     Args:
-        own: image and text outputs of the nets that are trained.
-        shared: of the global nets.
-        previous: of the silo's previous nets; None at its first participation or without contrast.
+        local: image and text outputs of the networks in training.
+        shared: outputs of the global networks.
+        previous: outputs of the silo's previous networks; None at its first participation or without contrast.
         options: weights and switches.
     """
-    found: list[Tensor] = []
+    parts: list[Tensor] = []
     if previous is not None:
-        found += [options.mu * each for each in cross_modal_contrast(own, shared, previous, options.contrast_tau)]
+        parts += [options.mu * each for each in cross_modal_contrast(local, shared, previous, options.contrast_tau)]
     if options.distill:
-        found += [options.phi * each for each in distillation(own, shared, options)]
-    return torch.stack(found).sum() if found else None
+        parts += [options.phi * each for each in distillation(local, shared, options)]
+    return torch.stack(parts).sum() if parts else None
 
 
 def refuse(options: FedUchOptions, context: Context) -> None:
-    """Refuse the contrast where projections of the two towers have different widths.
+    """Refuse the contrast for bases whose towers have projections of different widths.
 
     Raises:
-        InputError: the base is one of these.
+        InputError: the contrast is on and the base is one of these.
     """
     if options.contrast and context.objective.base in _UNEQUAL:
         allowed = f"any other than {' and '.join(_UNEQUAL)}, whose towers have projections of different widths"
@@ -137,7 +139,7 @@ def refuse(options: FedUchOptions, context: Context) -> None:
 
 
 def extra_loss(options: FedUchOptions, context: Context, local: Local, task: Task) -> _training.Extra | None:
-    """What eq 14 adds to the base in a task; None for nothing."""
+    """The terms of eq 14 for a task; None if there are none."""
     previous = local.state.get(_personal_model.OWN) if _contrasts(options, local.silo) else None
     if previous is None and not options.distill:
         return None
@@ -152,8 +154,8 @@ def extra_loss(options: FedUchOptions, context: Context, local: Local, task: Tas
 
 
 def kept(options: FedUchOptions, local: Local, trained: bool) -> dict[str, Tensor]:
-    """The nets that training ended in, which are the next task's previous nets."""
-    # A silo that contrasts nothing for now, a modality being lost, keeps its last nets for when that is back.
+    """The networks after training, which are the previous networks of the next task."""
+    # A silo that temporarily lacks a modality keeps its last networks until it can contrast again.
     return _personal_model.kept_or_before(local, newest=_contrasts(options, local.silo) and trained)
 
 

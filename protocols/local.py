@@ -1,7 +1,7 @@
-"""Local: every silo trains a model of its own and nobody aggregates; what federation must improve on.
+"""Local: every silo trains its personal model without aggregation; the baseline that federation has to beat.
 
-A silo's model goes on from where its last task left it. Nothing comes down, and nothing but the loss goes up. A silo
-with one modality has nothing to minimise under InfoNCE and stays at the initial model.
+A silo resumes training from the model of its last task. It downloads nothing and uploads only its loss. A silo with one
+modality has nothing to minimise under InfoNCE and keeps the initial model.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class AloneOptions:
 
 
 class Alone(FederatedProtocol):
-    """Local training, see the module's text."""
+    """Local training, see the module docstring."""
 
     Options: ClassVar[type[Any]] = AloneOptions
 
@@ -59,7 +59,7 @@ class Alone(FederatedProtocol):
         self.fedavg = fedavg.FedAvg(fedavg.FedAvgOptions(tau=options.tau, single_modality="idle"), context)
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return self.fedavg.eligible(silo)
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
@@ -67,15 +67,15 @@ class Alone(FederatedProtocol):
         return frozenset({Loss})
 
     def initial(self, theta: Tensor) -> State:
-        """The initial model, which stays what it is."""
+        """The initial model, which never changes."""
         return State(theta)
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """Nothing: every silo draws the same initial model by itself."""
+        """Nothing: every silo derives the same initial model from the seed."""
         return ()
 
     def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs from the silo's own parameters, which are kept."""
+        """Local epochs from the silo's personal parameters, which it keeps."""
         local.model.load(_personal_model.own_parameters(local))
         base = local.model.flat.detach().clone()
         work = self.fedavg.work(local, task)
@@ -90,15 +90,15 @@ class Alone(FederatedProtocol):
 
     @classmethod
     def traits_of(cls, options: Any) -> Traits:
-        """The coordinator's model stays as it was drawn; the silos' personal models are what is measured."""
+        """The coordinator's model keeps its initial values; personal models are evaluated."""
         return Traits(own_only=True, personalised=True)
 
     def traits(self) -> Traits:
-        """As for any options."""
+        """The same for all options."""
         return self.traits_of(self.options)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The silo's own model."""
+        """The silo's personal model."""
         return _personal_model.encoders_of(local, _personal_model.own_parameters(local))
 
 

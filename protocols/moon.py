@@ -1,8 +1,8 @@
-"""MOON: FedAvg with a model contrast, towards the global model and away from the silo's last one (Li et al. 2021).
+"""MOON: FedAvg with a contrast towards the global model and away from the silo's previous one (Li et al., 2021).
 
-For two towers there is one contrast per modality, summed. The positive is the net of the version the
-silo starts from, the negatives are the ends of its own last trainings (one, as in the paper); a silo's first
-participation has no negative and skips the term, which would be the constant log 2. Reference nets run in eval mode.
+Each of the two towers has its contrast; both are summed. The positive is the downloaded model, the negatives are the
+silo's models after its last trainings (one in the paper). At its first participation a silo has no negative and skips
+the term, which would be the constant log 2. Reference models run in eval mode.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from protocols._variant import variant
 
 @dataclass(frozen=True)
 class MoonOptions(fedavg.FedAvgOptions):
-    """Options of MOON: FedAvg's and
+    """Options of MOON, in addition to those of FedAvg.
 
     Args:
-        mu: weight of the contrast; 0 is FedAvg.
-        contrast_tau: its temperature.
-        buffer: so many of a silo's last models are contrasted with; each is a whole model in the silo's memory.
-        personal: silos are measured by their own models as their last training left them, not by the global one.
+        mu: weight of the contrast; 0 gives FedAvg.
+        contrast_tau: temperature of the contrast.
+        buffer: number of previous local models used as negatives; the silo keeps a full copy of each.
+        personal: evaluate each silo's personal model as of its last training, not the global model.
     """
 
     OF: ClassVar[Mapping[str, tuple[str, ...]]] = {
@@ -53,12 +53,12 @@ class MoonOptions(fedavg.FedAvgOptions):
 
 
 def model_contrast(z: Tensor, shared: Tensor, previous: Sequence[Tensor], tau: float) -> Tensor:
-    """Cross-entropy over [cos(z, z_glob), cos(z, z_prev), ...] / tau with class 0 right (MOON, eq 3).
+    """Cross-entropy over [cos(z, z_glob), cos(z, z_prev), ...] / tau with class 0 as the target (MOON, eq 3).
 
     Args:
         z: [B, h] projections of a batch.
-        shared: [B, h] the global model's of the same batch.
-        previous: [B, h] each, the previous local models'.
+        shared: [B, h] projections of the same batch by the global model.
+        previous: [B, h] each, projections by the previous local models.
         tau: temperature.
     """
     z = unit(z)
@@ -67,12 +67,12 @@ def model_contrast(z: Tensor, shared: Tensor, previous: Sequence[Tensor], tau: f
 
 
 def previous_models(options: MoonOptions, local: Local) -> list[Tensor]:
-    """The silo's own models [P] after its last trainings, newest first."""
+    """The silo's models [P] after its last trainings, newest first."""
     return [local.state[name] for name in _names(options) if name in local.state]
 
 
 def contrast(options: MoonOptions, context: Context, local: Local, task: Task) -> _training.Extra | None:
-    """The contrast of a batch; None at a silo's first participation, or without weight."""
+    """The contrast of a batch; None at a silo's first participation or if mu is 0."""
     previous = previous_models(options, local)
     if not previous or options.mu == 0:
         return None
@@ -83,26 +83,26 @@ def contrast(options: MoonOptions, context: Context, local: Local, task: Task) -
     def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor:
         terms = []
         by_modality = zip(*(reference(step) for reference in references), strict=True)
-        for own, others in zip((image, text), by_modality, strict=True):
+        for trained, others in zip((image, text), by_modality, strict=True):
             hidden = [other.hidden for other in others if other is not None]
-            if own is not None and hidden:
-                terms.append(model_contrast(own.hidden, hidden[0], hidden[1:], options.contrast_tau))
+            if trained is not None and hidden:
+                terms.append(model_contrast(trained.hidden, hidden[0], hidden[1:], options.contrast_tau))
         return options.mu * torch.stack(terms).sum()
 
     return extra
 
 
 def kept(options: MoonOptions, local: Local, trained: bool) -> dict[str, Tensor]:
-    """The model that training ended in, the next tasks' negative, before the older ones.
+    """The negatives of later tasks, newest first: the model after this training, then older ones.
 
-    A silo that idles keeps what its own last training ended in, if there was any.
+    An idle silo keeps the models of its previous trainings.
     """
     newest, names = _personal_model.kept(local) if trained else {}, _names(options)
     return {**newest, **dict(zip(names[len(newest) :], previous_models(options, local), strict=False))}
 
 
 def _names(options: MoonOptions) -> tuple[str, ...]:
-    """Names of the models that a silo keeps, newest first."""
+    """State names of the models that a silo keeps, newest first."""
     return (_personal_model.OWN, *(f"{_personal_model.OWN}_{age}" for age in range(1, options.buffer)))
 
 

@@ -1,6 +1,6 @@
-"""FedAvg over the paired silos alone: what the silos that lack a modality must add something to.
+"""FedAvg over paired silos: silos that lack a modality never take part.
 
-An honest control: a method that claims to use single-modality silos has to beat never asking them.
+A control: a method that claims to benefit from single-modality silos has to beat this one.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""pFedMMA: multi-modal adapters whose middle layers are averaged while all else stays personal (Ghiasvand et al. 2025).
+"""pFedMMA: averages the middle layers of multi-modal adapters; all else stays personal (Ghiasvand et al., 2025).
 
-``backbone.adapter: mma`` gives both towers such adapters, x + s up(relu(shared(relu(down x)))), their middle layers
-shared by the towers; RCSR's comparison has s = 0.5 (``backbone.adapter_scale``), the original 0.001. Every silo keeps
-its own projections up and down and its own heads. The loss is the scenario's, not the original's classification, and
-adapters are drawn small as all others are, so that the frozen encoder is where a silo starts; both are our choice.
-As in the original, the first synchronous round asks every silo, whatever the participation.
+``backbone.adapter: mma`` adds adapters x + s up(relu(shared(relu(down x)))) to both towers; the towers share the middle
+layer. RCSR's comparison sets s = 0.5 (``backbone.adapter_scale``), the original 0.001. Up projections, down projections
+and heads stay personal. Two choices are ours: the loss is the scenario's, not the original's classification loss, and
+adapters start near zero, as all adapters here do, so that a silo starts from the frozen encoder. As in the original,
+the first synchronous round selects all silos, whatever the participation rate.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from fedmq.wire.layout import Layout
 from protocols._partial import averaging
 from protocols.fedavg import FedAvgOptions
 
-#: Name prefix of the middle layers.
+#: Name prefix of the adapters' middle layers.
 SHARED = "shared.adapters."
 
 
@@ -22,7 +22,7 @@ def middle_layers(options: FedAvgOptions, layout: Layout) -> tuple[str, ...]:
     """Names of the adapters' middle layers, in the layout's order.
 
     Raises:
-        InputError: the model has no such adapters.
+        InputError: the model has no multi-modal adapters.
     """
     shared = tuple(entry.name for entry in layout.entries if entry.name.startswith(SHARED))
     if not shared:

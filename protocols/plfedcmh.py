@@ -1,11 +1,12 @@
-"""PLFedCMH: personal hashing models mixed layer by layer by a hypernetwork at the server (Liu et al. 2022).
+"""PLFedCMH: personal hashing models, mixed layer by layer by hypernetworks at the coordinator (Liu et al., 2022).
 
-Every silo is sent a model of its own: each layer a weighted mean of all silos' last ones, the weights from a small
-network per silo and branch. It trains its base loss with two terms towards the global class prototypes, and its update
-trains its network in turn. Evaluated by each silo's own model; the global model is the plain average of the updates.
+Every silo downloads a personal mixture: each layer is a weighted mean of all silos' last layers, with weights from a
+small hypernetwork per silo and branch. The silo trains its base loss with two terms towards the global class
+prototypes; its update also trains its hypernetwork. Personal models are evaluated; the plain average of the
+updates moves the global model.
 
-A stale update is seen with what the silo was sent: its model is that mixture and its update, and the hypernetwork's
-gradient is that of the state the mixture was made in.
+A stale update is applied to the state in which its mixture was sent: the silo's model is that mixture plus the update,
+and the hypernetwork's gradient is computed in that state.
 """
 
 from __future__ import annotations
@@ -43,25 +44,27 @@ from protocols._options import check
 
 _MODELS = "table_models"
 _VERSIONS = "table_model_versions"
-#: bool [K, branches]: which branches each silo's model was trained in.
+#: bool [K, branches]: branches that each silo's last model was trained in.
 _OWNERS = "table_model_owners"
 
 
 @dataclass(frozen=True)
 class PlFedCmhOptions:
-    """Options of PLFedCMH; defaults are its released code's, except for the direction of the hypernetworks' steps.
+    """Options of PLFedCMH; defaults follow the released code, except ``hn_sign`` and ``measured``.
 
-    The code's local loss is ``objective: {base: shdch, levels: 1, beta: 0.5}``.
+    The released code's local loss is ``objective: {base: shdch, levels: 1, beta: 0.5}``.
 
     Args:
-        beta: weight of the codes' products with the class prototypes.
-        eta: weight of the features' distance to the class prototypes.
+        beta: weight of the term on inner products of codes and class prototypes.
+        eta: weight of the distance between features and class prototypes.
         hn_rate: learning rate of the hypernetworks.
-        hn_sign: ``descent`` moves a mixture where the silo's update points; the released ``code`` moves it away.
-        branch_renorm: each branch of the global model is averaged over the silos that trained it.
-        weighting: of the global model's average, ``uniform`` as the released code, or by ``samples``.
-        measured: a silo by the ``mixture`` that a task of now would bring, or, as the released code, by its model as
-            its last training left it, ``trained``.
+        hn_sign: ``descent`` moves a mixture in the direction of the silo's update; the released ``code`` moves it in
+            the opposite direction.
+        branch_renorm: average each branch of the global model over the silos that trained it; if false, use the plain
+            sum.
+        weighting: weight updates of the global model ``uniform``, as in the released code, or by ``samples``.
+        measured: personal model to evaluate: the silo's current ``mixture``, or its model after its last training
+            (``trained``), as in the released code.
     """
 
     beta: float = 0.5
@@ -83,25 +86,25 @@ def prototype_loss(
 ) -> Tensor:
     """Prototype terms beta ||r L - H P^T||^2 + eta MSE(P_y, f) of one modality's batch, before division by B n_k.
 
-    A sample of several classes is drawn to the mean of its classes' prototypes; one whose classes have none counts 0.
+    The target of a sample with several classes is the mean of their prototypes; without any its distance is 0.
 
     Args:
         codes: H [B, r].
         features: f [B, r], the outputs before tanh.
         labels: multi-hot [B, C].
-        prototypes: P [C, r]; rows of classes without one are zero in a run.
-        valid: bool [C], which classes have one.
+        prototypes: P [C, r]; rows of classes without a prototype are zero in a run.
+        valid: bool [C], True for classes with a prototype.
         options: beta and eta.
     """
     products = (codes.shape[1] * labels - codes @ prototypes.T).square().sum()
-    mine = labels * valid
-    counts = mine.sum(1, keepdim=True)
-    target = torch.where(counts > 0, mine @ prototypes / counts.clamp(min=1), features)
+    members = labels * valid
+    counts = members.sum(1, keepdim=True)
+    target = torch.where(counts > 0, members @ prototypes / counts.clamp(min=1), features)
     return options.beta * products + options.eta * (target - features).square().mean()
 
 
 class PlFedCmh(FederatedProtocol):
-    """PLFedCMH, see the module's text."""
+    """PLFedCMH, see the module docstring."""
 
     Options: ClassVar[type[Any]] = PlFedCmhOptions
 
@@ -124,7 +127,7 @@ class PlFedCmh(FederatedProtocol):
         return Traits(personalised=True)
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
@@ -132,50 +135,50 @@ class PlFedCmh(FederatedProtocol):
         return frozenset({Delta, Loss, ClassPrototypes})
 
     def check(self, payloads: Sequence[Payload]) -> None:
-        """Check the prototypes' shape, and that they can be means of outputs before tanh.
+        """Check the prototypes' shape, and that no row is longer than a mean of outputs before tanh can be.
 
         Raises:
-            RemoteWireError: another number of rows or columns, or a row too long.
+            RemoteWireError: wrong number of rows or columns, or a row that is too long.
         """
         longest = _class_prototypes.longest_output(self.context.dim)
         _class_prototypes.check_rows(take(payloads, ClassPrototypes), 2 * len(self.columns), self.context.dim, longest)
 
-    # ----------------------------------------------------------------------- the silo's half
+    # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs with the prototype terms, then the prototypes of the features as they are now."""
+        """Local epochs with the prototype terms, then the class prototypes by the trained model."""
         shared = _class_prototypes.read_download(take(task.payloads, ClassPrototypes), local.model.flat.device)
         labels = _training.labels_of(local, np.arange(len(local.share)))[:, self.columns]
 
         def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
-            own = labels[torch.from_numpy(step.rows).to(labels.device)]
-            given = ((image, shared.image, shared.image_valid), (text, shared.text, shared.text_valid))
+            batch = labels[torch.from_numpy(step.rows).to(labels.device)]
+            by_modality = ((image, shared.image, shared.image_valid), (text, shared.text, shared.text_valid))
             parts = [
-                prototype_loss(out.code, out.raw, own, prototypes, valid, self.options)
-                for out, prototypes, valid in given
+                prototype_loss(out.code, out.raw, batch, prototypes, valid, self.options)
+                for out, prototypes, valid in by_modality
                 if out is not None and bool(valid.any())
             ]
             return torch.stack(parts).sum() / (len(step.rows) * len(local.share)) if parts else None
 
         trained = self.fedavg.trained(local, task, extra=extra)
-        own = _personal_model.kept(local) if self.options.measured == "trained" else {}
+        kept = _personal_model.kept(local) if self.options.measured == "trained" else {}
         payloads = (*trained.payloads, self._own_prototypes(local, task, labels))
-        return replace(trained, payloads=payloads, state={**trained.state, **own})
+        return replace(trained, payloads=payloads, state={**trained.state, **kept})
 
     def _own_prototypes(self, local: Local, task: Task, labels: Tensor) -> ClassPrototypes:
-        """Class means of the outputs before tanh, of one caption per item; count 0 for a modality the silo lacks."""
+        """Class means of the outputs before tanh, one caption per item; count 0 for a modality the silo lacks."""
         caption = _training.choose_captions(local, _training.generator_of(self.context, local, task, "prototypes"))
-        found = _training.outputs_of_all(local, caption, lambda out: out.raw)
-        return _class_prototypes.of_features(found, labels.cpu(), self.context.dim)
+        features = _training.outputs_of_all(local, caption, lambda out: out.raw)
+        return _class_prototypes.of_features(features, labels.cpu(), self.context.dim)
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The silo's own mixture, or its model as its last training left it."""
+        """The silo's current mixture, or its model after its last training."""
         mixture = take(payloads, Model).buffer
-        own = local.state.get(_personal_model.OWN) if self.options.measured == "trained" else None
-        return _personal_model.encoders_of(local, mixture if own is None else own)
+        trained = local.state.get(_personal_model.OWN) if self.options.measured == "trained" else None
+        return _personal_model.encoders_of(local, mixture if trained is None else trained)
 
-    # ----------------------------------------------------------------------- the coordinator's half
+    # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
-        """No silo's model and no prototype yet, fresh hypernetworks."""
+        """The initial model, empty tables of models and prototypes, and initial hypernetworks."""
         count = len(self.context.silos)
         tensors = {
             _MODELS: torch.zeros(count, len(theta)),
@@ -198,31 +201,31 @@ class PlFedCmh(FederatedProtocol):
         return (model, _class_prototypes.download(state.tensors))
 
     def mixture(self, state: State, silo: SiloFacts) -> Tensor:
-        """The silo's personal model float32 [P]; branches that nobody has trained yet are the global model's."""
+        """The silo's mixture float32 [P]; branches that no silo has trained yet are the global model's."""
         theta = state.theta.clone()
         for name, parts in self.parts.items():
             allowed = self._known(state, name)
             if not bool(allowed.any()):
                 continue
-            found = _hypernetwork.scores(state.tensors[f"hyper_{name}"][silo.index], self.shapes[name], list(parts))
-            weights = _hypernetwork.shares(found, allowed)
+            scores = _hypernetwork.scores(state.tensors[f"hyper_{name}"][silo.index], self.shapes[name], list(parts))
+            weights = _hypernetwork.shares(scores, allowed)
             for block, values in _hypernetwork.mixed(weights, state.tensors[_MODELS], parts).items():
                 theta[parts[block]] = values
         return theta
 
     def _known(self, state: State, name: str) -> Tensor:
-        """Silos bool [K] whose branch can be mixed: they have it and have trained."""
+        """Silos whose branch can be mixed, bool [K]: they have the branch and have trained."""
         return self._owners(state)[:, list(self.parts).index(name)] & (state.tensors[_VERSIONS] >= 0)
 
     def _owners(self, state: State) -> Tensor:
-        """Which branches each silo's model has, bool [K, branches], as of its last reply: faults may change that."""
+        """Branches of each silo's model as of its last reply, bool [K, branches]; faults may change them."""
         if _OWNERS in state.tensors:
             return state.tensors[_OWNERS]
-        # A checkpoint from before the table kept it: as the run began.
+        # Old checkpoints lack this table: take the branches at the start of the run.
         return torch.tensor([[_aggregation.owns(silo, name) for name in self.parts] for silo in self.context.silos])
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """Each reporter's model and hypernetworks move by its update; prototypes and the global model are averaged."""
+        """Update each reporter's model and hypernetworks; average the prototypes and the global model."""
         replies = _aggregation.ordered(replies)
         merged = self.fedavg.merge(State(state.theta), replies, round_)
         models, versions = state.tensors[_MODELS].clone(), state.tensors[_VERSIONS].clone()
@@ -249,11 +252,11 @@ class PlFedCmh(FederatedProtocol):
         return MergeResult(State(merged.state.theta, tensors, state.values), merged.log)
 
     def _step(self, sent: State, reply: Reply, name: str, update: Tensor) -> Tensor:
-        """What a reporter's update takes off a branch's hypernetwork [H], seen with the state its mixture is of."""
+        """Step [H] to subtract from a reporter's hypernetwork, computed in the state in which its mixture was sent."""
         network = sent.tensors[f"hyper_{name}"][reply.silo.index]
         allowed = self._known(sent, name)
         if not bool(allowed.any()):
-            return torch.zeros_like(network)  # nothing was mixed before anybody had trained
+            return torch.zeros_like(network)  # the sent model was not mixed, as no silo had trained
         rate = self.options.hn_rate * reply.damping
         return rate * _hypernetwork.gradient(
             network,

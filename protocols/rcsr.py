@@ -1,11 +1,12 @@
-"""RCSR: retrieval-centric semantic routing for silos that may lack a modality, and RCSR-p with personal adapters.
+"""RCSR: weights updates by a learned semantic router and minimax fairness; RCSR-p adds personal adapters.
 
-Silos train InfoNCE, or are anchored to the global prototype of the modality they lack, with a regulariser towards the
-prototypes and the downloaded model (eqs 2 to 5). They report prototypes, the update's geometry and the loss (eq 6). The
-coordinator weighs their updates by a learned router (eqs 7 to 9) times a minimax weight (eq 10), and keeps the global
-prototypes as moving averages (eq 11). With ``personal`` each silo also fine-tunes an adapter on its embeddings that
-never leaves it (eqs 12 and 13, RCSR-p). Where the paper is silent or contradicts itself, docs and option texts say what
-is done; the switches reach the other readings.
+Retrieval-centric semantic routing for silos that may lack a modality. Paired silos train InfoNCE; other silos are
+anchored to the global prototype of the modality they lack. Both add regularisers towards the global prototypes and the
+downloaded model (eqs 2 to 5). Silos report prototypes, the update's geometry and the loss (eq 6). The coordinator
+weights updates by a learned router (eqs 7 to 9) times a minimax weight (eq 10), and keeps the global prototypes as
+moving averages (eq 11). With ``personal`` (RCSR-p, eqs 12 and 13) each silo also fine-tunes a personal adapter on its
+embeddings, which never leaves it. Where the paper is silent or contradicts itself, docs and option texts state our
+reading, and options select the others.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from protocols._statistics_table import Statistics, updated_table
 
 Shared = tuple[Tensor | None, Tensor | None]
 
-#: Of the table: the modalities of which each silo's last report had a prototype.
+#: Table column: modalities with a prototype in each silo's last report.
 _MASK = "table_mask"
 
 
@@ -71,11 +72,11 @@ def local_loss(
     Args:
         image: [B, d] embeddings; None if the silo has no images.
         text: [B, d] likewise.
-        shared: global prototypes [d] of image and text, None where not valid.
+        shared: global prototypes [d] of image and text; None if not valid.
         options: weights and temperature.
         anchored: whether a single-modality silo is anchored.
-        aligned: whether the regulariser is in; its local prototype is that of the batch (our choice).
-        centroids: [J, d] that samples are anchored to in place of the missing modality's prototype; None takes that.
+        aligned: whether to add the regulariser; its local prototype is the batch's (our choice).
+        centroids: [J, d] to anchor samples to; None uses the prototype of the missing modality.
     """
     terms: list[Tensor] = []
     if image is not None and text is not None:
@@ -97,7 +98,7 @@ def local_loss(
 
 
 class Rcsr(FederatedProtocol):
-    """RCSR, see the module's text."""
+    """RCSR, see the module docstring."""
 
     Options: ClassVar[type[Any]] = RcsrOptions
 
@@ -110,30 +111,30 @@ class Rcsr(FederatedProtocol):
         self.router_over = options.router_over or ("reporters" if context.whole_rounds else "table")
 
     def eligible(self, silo: SiloFacts) -> bool:
-        """Everybody takes part."""
+        """All silos are eligible."""
         return silo.image or silo.text
 
     def uploads(self, silo: SiloFacts) -> frozenset[type[Payload]]:
-        """The update and the statistics of eq 6; the mask travels with the prototypes."""
+        """The update and the statistics of eq 6; the prototypes payload includes the mask."""
         return frozenset({Delta, ModalityPrototypes, Geometry, Loss, *([ClassPrototypes] if self.multi else [])})
 
     @property
     def multi(self) -> bool:
-        """Whether silos are anchored to many centroids."""
+        """Whether silos are anchored to centroids instead of one prototype."""
         return self.options.anchor == "multi"
 
     def check(self, payloads: Sequence[Payload]) -> None:
-        """Check the centroids' shape, where there are any.
+        """Check the centroids' shape, if replies have centroids.
 
         Raises:
-            RemoteWireError: another number of rows or columns.
+            RemoteWireError: wrong number of rows or columns.
         """
         if self.multi:
             _centroids.check(payloads, self.options.anchor_centroids, self.context.dim)
 
-    # ----------------------------------------------------------------------- the silo's half
+    # ----------------------------------------------------------------------- silo side
     def train(self, local: Local, task: Task) -> Trained:
-        """Local epochs, then the report of eq 6; the update is kept as the next one's reference."""
+        """Local epochs, then the report of eq 6; the silo keeps the update as the reference of the next one."""
         base = _training.load_model(local, take(task.payloads, Model).buffer)
         received = _prototypes.read_download(take(task.payloads, ModalityPrototypes))
         loss = self._loss(local, received, _centroids.received(task.payloads))
@@ -159,23 +160,23 @@ class Rcsr(FederatedProtocol):
         return Trained(payloads, kept, outcome.loss)
 
     def traits(self) -> Traits:
-        """RCSR-p gives silos adapters of their own."""
+        """RCSR-p gives silos personal adapters."""
         return Traits(personalised=self.options.personal != "none")
 
     def _strength(self, payloads: Sequence[Payload]) -> float:
-        """s_k of eq 13, from the silo's own router weight of its last participation."""
+        """s_k of eq 13, from the silo's router weight at its last participation."""
         if self.options.personal == "fixed":
             return self.options.lambda_p
         weight = take(payloads, RouterStatistics).weight
         return _personal.strength(self.options.lambda_p, 0.0 if weight is None else weight)
 
     def _personal(self, local: Local, task: Task, received: Shared) -> dict[str, Tensor]:
-        """The silo's adapter, fine-tuned once personalisation has begun; nothing where there is none."""
+        """The silo's adapter, fine-tuned if personalisation has begun; empty if the silo has none."""
         options = self.options
         anchored = self._anchored(local.silo, received)
         if options.personal == "none" or task.round < options.personal_onset or not (local.silo.paired or anchored):
             return _personal.kept(local)
-        # Eq 2 or eq 3 on personalised features; the regulariser of eq 4 is about what is shared.
+        # Eq 2 or eq 3 on personalised features, without eq 4, which regularises the shared model.
         centroids = _centroids.received(task.payloads)
         loss = partial(
             local_loss, shared=received, options=options, anchored=anchored, aligned=False, centroids=centroids
@@ -185,17 +186,17 @@ class Rcsr(FederatedProtocol):
         return {_personal.STATE: _personal.fine_tuned(local, self.context, task, tuning, strength, loss)}
 
     def encoders(self, local: Local, payloads: Sequence[Payload]) -> Encoders:
-        """The global model with the silo's own adapter behind both towers (eq 12)."""
+        """The global model with the silo's personal adapter behind both towers (eq 12)."""
         _training.load_model(local, take(payloads, Model).buffer)
         return _personal.encoders(local, self._strength(payloads))
 
     def _anchored(self, silo: SiloFacts, shared: Shared) -> bool:
-        """Whether a silo is anchored to what it lacks, of which there has to be a prototype."""
+        """Whether a silo is anchored, which needs a global prototype of the modality it lacks."""
         missing = shared[1] if silo.image else shared[0]
         return bool(self.options.anchor) and self.options.lambda_anc > 0 and missing is not None
 
     def _loss(self, local: Local, received: Shared, centroids: Tensor | None) -> _training.LossFunction | None:
-        """The silo's loss; None while it has no term, as a single-modality silo before the first prototypes."""
+        """The silo's loss; None if it has no terms, e.g. a single-modality silo before the first prototypes."""
         options, silo = self.options, local.silo
         device = local.model.flat.device
         image, text = (None if each is None else each.to(device) for each in received)
@@ -209,9 +210,9 @@ class Rcsr(FederatedProtocol):
             local_loss, shared=(image, text), options=options, anchored=anchored, aligned=aligned, centroids=many
         )
 
-    # ----------------------------------------------------------------------- the coordinator's half
+    # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
-        """No prototype, uniform q, nothing known of any silo, a fresh router."""
+        """The initial model and router, uniform q, and empty prototypes and tables."""
         count, dim = len(self.context.silos), self.context.dim
         router = _router.initial(self.router, torch_generator(self.context.seed, "rcsr", "router"))
         tensors = {
@@ -228,13 +229,13 @@ class Rcsr(FederatedProtocol):
             "router_second": torch.zeros_like(router),
         }
         if self.options.personal == "router":
-            # Until a silo's first participation: what it would weigh among equals, which relative to them is 1.
+            # Before its first participation a silo has the uniform weight, which is 1 in relative terms.
             relative = self.options.s_norm == "relative"
             tensors["personal_weights"] = torch.full((count,), 1.0 if relative else 1 / count, dtype=torch.float64)
         return State(theta, tensors, {"merges": 0, "router_steps": 0})
 
     def task(self, state: State, silo: SiloFacts) -> tuple[Payload, ...]:
-        """The model and the global prototypes, and what else the options ask for."""
+        """The model and the global prototypes; by options also centroids and the silo's router weight."""
         down: tuple[Payload, ...] = (state.model(self.context.layout), _prototypes.download(state.tensors))
         if self.multi:
             down = (*down, *_centroids.download(state.tensors, silo))
@@ -243,8 +244,8 @@ class Rcsr(FederatedProtocol):
         return (*down, RouterStatistics(weight=float(state.tensors["personal_weights"][silo.index])))
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
-        """Weigh, step the router, move q, add the updates, average the prototypes: algorithm 1, in its order."""
-        # A checkpoint from before the table had a mask: what silos have did not change but by a scenario's faults.
+        """Weight the replies, step the router and q, add the updates, average the prototypes (algorithm 1)."""
+        # Old checkpoints lack the mask: take the silos' configured modalities, which only faults change.
         mask = torch.tensor([_prototypes.has(silo) for silo in self.context.silos])
         options, tensors = self.options, {_MASK: mask, **state.tensors}
         replies = _aggregation.ordered(replies)
@@ -253,21 +254,22 @@ class Rcsr(FederatedProtocol):
         rows = torch.tensor([reply.silo.index for reply in replies])
         table = updated_table(tensors, rows, statistics, [reply.base_version for reply in replies])
 
-        alike = options.router == "uniform"
-        weights = _aggregation.sample_weights([1 if alike else update.samples for update in updates])
+        uniform = options.router == "uniform"
+        weights = _aggregation.sample_weights([1 if uniform else update.samples for update in updates])
         adam = _router.Adam(
             tensors["router"], tensors["router_first"], tensors["router_second"], int(state.values["router_steps"])
         )
         log: dict[str, float] = {}
-        told, among = weights, len(rows)  # what silos are told of: those the router looked at, merged now or not
+        # Silos receive their weight within the router's pool, which may include silos outside this merge.
+        pool_weights, pool_size = weights, len(rows)
         if options.router is True and state.values["merges"] >= options.warmup:
-            # Algorithm 1 weighs by the router and steps it in the same breath, both only once the warm-up is over.
+            # By algorithm 1 the router is neither used nor trained during the warm-up.
             pool, where = self._pool(table, rows, statistics, round_)
             routed = self._routed(adam.values, pool, tensors)
-            told, among = routed[where], len(routed)
-            weights = told / told.sum()
+            pool_weights, pool_size = routed[where], len(routed)
+            weights = pool_weights / pool_weights.sum()
             adam, log["router_loss"] = self._router_stepped(adam, pool, tensors, int(state.values["merges"]))
-        personal = self._told(tensors, rows, told, among)
+        personal = self._personal_weights(tensors, rows, pool_weights, pool_size)
         fairness: Mapping[str, Tensor] = {}
         if options.minimax:
             fairness, log["fair_value"] = self._fairness_stepped(tensors, table, rows, replies, statistics)
@@ -287,14 +289,14 @@ class Rcsr(FederatedProtocol):
         )
         router = {"router": adam.values, "router_first": adam.first, "router_second": adam.second}
         log |= {"weight_entropy": float(_router.entropy(weights)), "weight_largest": float(weights.max())}
-        # What fairness is said to do for silos that lack a modality shows here.
+        # Shows the effect of fairness on silos that lack a modality.
         log["weight_single"] = float(weights[[not reply.silo.paired for reply in replies]].sum())
-        many: Mapping[str, Tensor] = {}
+        centroids: Mapping[str, Tensor] = {}
         if self.multi:
-            many = _centroids.updated(tensors, replies, round_, self.context.max_age)
-            log["centroids"] = _centroids.known(many)
+            centroids = _centroids.updated(tensors, replies, round_, self.context.max_age)
+            log["centroids"] = _centroids.known(centroids)
         values = {**state.values, "merges": state.values["merges"] + 1, "router_steps": adam.steps}
-        kept = {**tensors, **table, **prototypes, **fairness, **router, **personal, **many}
+        kept = {**tensors, **table, **prototypes, **fairness, **router, **personal, **centroids}
         return MergeResult(State(theta, kept, values), log)
 
     def _fairness_stepped(
@@ -305,18 +307,18 @@ class Rcsr(FederatedProtocol):
         replies: Sequence[Reply],
         statistics: Statistics,
     ) -> tuple[Mapping[str, Tensor], float]:
-        """The fairness tensors after a step of q (eq 10), and the value of the minimax game.
+        """The fairness tensors after a step of q (eq 10), and the value of the minimax objective.
 
         Args:
-            tensors: the coordinator's, before the merge.
-            table: last-known statistics of all silos, those of this merge included.
-            rows: int64 [M], index of each reporter's silo.
+            tensors: the coordinator's state before the merge.
+            table: last statistics of all silos, including those of this merge.
+            rows: int64 [M], silo index of each reporter.
             replies: of this merge.
-            statistics: what they report.
+            statistics: of the replies.
         """
         options = self.options
         damping = torch.tensor([reply.damping for reply in replies], dtype=torch.float64)
-        # As each last reported: a scenario's faults may take or give a modality.
+        # By last reports, because faults may remove or restore a modality.
         groups = _fairness.groups_of(table[_MASK])
         groups[rows] = torch.tensor([_fairness.group_of(reply.silo) for reply in replies])
         return _fairness.stepped(
@@ -332,13 +334,15 @@ class Rcsr(FederatedProtocol):
             known=(table["table_losses"], groups),
         )
 
-    def _told(self, tensors: Mapping[str, Tensor], rows: Tensor, weights: Tensor, among: int) -> dict[str, Tensor]:
-        """The router weights that silos will be told, each its own (eq 13); relative to equal ones of ``among``."""
+    def _personal_weights(
+        self, tensors: Mapping[str, Tensor], rows: Tensor, weights: Tensor, pool_size: int
+    ) -> dict[str, Tensor]:
+        """The router weights to send to each silo (eq 13); with ``relative``, times the size of the router's pool."""
         if self.options.personal != "router":
             return {}
-        told = tensors["personal_weights"].clone()
-        told[rows] = (weights * among if self.options.s_norm == "relative" else weights).clamp(0.0, 1.0)
-        return {"personal_weights": told}
+        personal = tensors["personal_weights"].clone()
+        personal[rows] = (weights * pool_size if self.options.s_norm == "relative" else weights).clamp(0.0, 1.0)
+        return {"personal_weights": personal}
 
     def _read(self, replies: Sequence[Reply]) -> Statistics:
         """The reporters' statistics, checked.
@@ -354,18 +358,18 @@ class Rcsr(FederatedProtocol):
     def _pool(
         self, table: Mapping[str, Tensor], rows: Tensor, statistics: Statistics, version: int
     ) -> tuple[Statistics, Tensor]:
-        """The silos the router looks at, and where the reporters stand among them; rows too old are left out."""
+        """Statistics of the router's pool of silos, and the reporters' positions in it; outdated rows are excluded."""
         if self.router_over == "reporters":
             return statistics, torch.arange(len(rows))
-        there = _aggregation.still_known(table["table_versions"], version, self.context.max_age)
-        there[rows] = True
-        known = there.nonzero().squeeze(1)
-        # As each last reported: a scenario's faults may take or give a modality.
-        found = (table[name][known] for name in ("table_prototypes", _MASK, "table_geometry", "table_losses"))
-        return Statistics(*found), torch.searchsorted(known, rows)
+        valid = _aggregation.still_known(table["table_versions"], version, self.context.max_age)
+        valid[rows] = True
+        known = valid.nonzero().squeeze(1)
+        # By last reports, because faults may remove or restore a modality.
+        columns = (table[name][known] for name in ("table_prototypes", _MASK, "table_geometry", "table_losses"))
+        return Statistics(*columns), torch.searchsorted(known, rows)
 
     def _filler(self, router: Tensor, tensors: Mapping[str, Tensor]) -> Tensor:
-        """What stands for a missing prototype, [2, d]: the present global one, whatever the silo sent."""
+        """Fillers [2, d] for missing prototypes at the coordinator; what silos send in their place is ignored."""
         match self.options.filler:
             case "ema":
                 return tensors[_prototypes.PROTOTYPES]
@@ -389,7 +393,7 @@ class Rcsr(FederatedProtocol):
         return _router.weights(scores), prototypes
 
     def _routed(self, router: Tensor, pool: Statistics, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The router's weights [M] as they are applied: float64, without dropout."""
+        """The router weights applied in a merge, float64 [M], without dropout."""
         with torch.no_grad():
             return self._scores(router, pool, tensors, None)[0]
 
@@ -408,9 +412,14 @@ class Rcsr(FederatedProtocol):
 
 
 def router_loss(weights: Tensor, prototypes: Tensor, mask: Tensor, target: Tensor, options: RcsrOptions) -> Tensor:
-    """L_R = L_pc + beta5 L_ac (RCSR eqs 8 and 9); weights [M], prototypes [M, 2, d] filled, mask [M, 2], target [2, d].
+    """L_R = L_pc + beta5 L_ac (RCSR eqs 8 and 9), computed in the precision of the weights.
 
-    Computed in the weights' precision.
+    Args:
+        weights: router weights [M].
+        prototypes: [M, 2, d], missing ones filled.
+        mask: [M, 2], True for prototypes that are not fillers.
+        target: global prototypes [2, d].
+        options: weights and switches.
     """
     prototypes, target = prototypes.to(weights.dtype), target.to(weights.dtype)
     kept = mask.to(weights.dtype) if options.masked_pc else None

@@ -260,7 +260,7 @@ def test_public_representations_are_scored_against_the_other_modality(monkeypatc
     def reply(index: int) -> Reply:
         return Reply(run.context.silos[index], 1, 0, 0, 1.0, (Representations(given[index].numpy(), "both"),))
 
-    monkeypatch.setattr(creamfl_public.CreamFlPublic, "_taught", taught)
+    monkeypatch.setattr(creamfl_public.CreamFlPublic, "_distilled", taught)
     run.protocol.merge(dataclasses.replace(run.state, tensors=tensors), [reply(0), reply(1)], 0)
     for at_, name in enumerate(("image", "text")):
         own = given.float().chunk(2, dim=1)[at_]

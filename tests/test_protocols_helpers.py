@@ -208,7 +208,7 @@ def test_hysteresis_keeps_a_bit_whose_mean_is_just_as_large() -> None:
 def test_rcsr_tells_no_silo_a_weight_above_one() -> None:
     run = population("rcsr", {"personal": "router", "s_norm": "relative"}, kinds=PAIRED)
     protocol: Any = run.protocol
-    told = protocol._told(run.state.tensors, torch.tensor([0, 2]), torch.tensor([0.9, 0.1]).double(), 2)
+    told = protocol._personal_weights(run.state.tensors, torch.tensor([0, 2]), torch.tensor([0.9, 0.1]).double(), 2)
     assert told["personal_weights"].tolist() == pytest.approx([1.0, 1.0, 0.2, 1.0])
 
 

@@ -6,7 +6,7 @@
     python tools/align_lite.py train  CACHE [--without-concepts test]   write fedmq/encoders/lite_heads.safetensors
     python tools/align_lite.py report CACHE [--split val|test|all]      zero-shot retrieval on OpenMoji
 
-Drawings, rendered as they are (plain), with a black outline drawn on, which is OpenMoji's style (outlined), or both:
+Drawings, rendered unchanged (plain), with an added black outline as in OpenMoji's style (outlined), or both:
 
     npm package                              version  licence      by                     used
     @iconify-json/twemoji                    1.2.5    CC-BY-4.0    Twitter                emoji, both
@@ -25,8 +25,8 @@ Words:
     emojibase-data                           17.0.0   MIT          Miles Johnson; keywords: Unicode CLDR (Unicode-3.0)
     emojilib                                 4.0.3    MIT          Mu-An Chiou
 
-OpenMoji's drawings are read by ``report`` alone. Concepts and names are shared with it, as both draw Unicode's emoji;
-``--without-concepts test`` leaves every concept of its test split out of training, to measure how much that gives.
+Only ``report`` reads OpenMoji's drawings. The sets share concepts and names with OpenMoji, as all draw Unicode's emoji;
+``--without-concepts test`` excludes the concepts of its test split from training, to measure the effect.
 """
 
 from __future__ import annotations
@@ -72,31 +72,31 @@ EMOJI_SETS = {
 ICON_SETS = {"icon-park": "1.2.4", "flat-color-icons": "1.2.3", "streamline-ultimate-color": "1.2.2"}
 WORD_SETS = {"emojibase-data": "17.0.0", "emojilib": "4.0.3"}
 PLAIN = ("twemoji", "noto", "fluent-emoji-flat", "streamline-emojis", *ICON_SETS)
-OUTLINED = tuple(name for name in EMOJI_SETS if name != "streamline-emojis")  # that one has outlines of its own
-CODED = ("noto", "twemoji", "fluent-emoji-flat")  # their chars.json gives code points, the others' only font slots
+OUTLINED = tuple(name for name in EMOJI_SETS if name != "streamline-emojis")  # already outlined
+CODED = ("noto", "twemoji", "fluent-emoji-flat")  # their chars.json lists code points; the others' lists font slots
 HAIR = {"1F9B0", "1F9B1", "1F9B2", "1F9B3"}
 SHORTCODES = ("joypixels", "iamcal", "github", "emojibase", "cldr")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """How heads are trained.
+    """Hyperparameters of training.
 
     Args:
-        members: heads trained from different seeds; their vectors stand side by side.
-        components: principal components of the image features that training sees; folded away afterwards.
-        whiten: power of each component's spread that it is divided by; 0 leaves them, 1 makes all alike.
-        rank: the reduction's width for the image features.
+        members: heads trained from different seeds; their outputs are concatenated.
+        components: principal components of the image features used in training; folded into the heads afterwards.
+        whiten: components are divided by this power of their standard deviations; 0 keeps them, 1 whitens them.
+        rank: width to which image features are reduced.
         hidden: width of the hidden layer.
         epochs: passes over the drawings.
-        batch: drawings in a step, each with one text.
+        batch: drawings per step, each with one text.
         learning_rate: peak of a one-cycle schedule.
         decay: AdamW's weight decay.
         drop: dropout on image features.
         drop_hidden: dropout on the hidden layers.
-        mix: at most this share of another set's drawing of the concept is mixed into the features.
+        mix: largest fraction of another drawing of the same concept mixed into the features.
         among_images: weight of the image-image term.
-        average: decay of the weights' moving average, which is what is kept.
+        average: decay of the moving average of the weights, which is the result.
     """
 
     members: int = 2
@@ -140,7 +140,7 @@ def read_json(cache: Path, package: str, path: str) -> Any:
 
 
 def bare(points: str) -> str:
-    """A concept: code points without presentation selectors."""
+    """The key of a concept: code points without presentation selectors."""
     return "-".join(point for point in points.upper().split("-") if point != "FE0F")
 
 
@@ -185,7 +185,7 @@ def shortcodes(cache: Path) -> Iterator[tuple[str, str]]:
 
 
 def by_slug(cache: Path, known: dict[str, dict[str, Any]]) -> dict[str, str]:
-    """Names that sets of drawings give, to concepts."""
+    """Concepts by the names that the sets of drawings use."""
     found: dict[str, str] = {}
     for name in CODED:
         for points, label in read_json(cache, name, "chars.json").items():
@@ -198,7 +198,7 @@ def by_slug(cache: Path, known: dict[str, dict[str, Any]]) -> dict[str, str]:
 
 
 def names_in(cache: Path, name: str, slugs: dict[str, str]) -> list[tuple[str, str]]:
-    """(concept, drawing's name) of a set; an icon is its own concept, ``"set/name"``."""
+    """(concept, drawing's name) pairs of a set; each icon is a separate concept ``"set/name"``."""
     icons = read_json(cache, name, "icons.json")
     if name in ICON_SETS:
         return [(f"{name}/{icon}", icon) for icon in sorted(icons["icons"]) if not icons["icons"][icon].get("hidden")]
@@ -219,7 +219,7 @@ def names_in(cache: Path, name: str, slugs: dict[str, str]) -> list[tuple[str, s
 
 
 def draw(icons: dict[str, Any], name: str, outlined: bool) -> np.ndarray:
-    """One drawing as uint8 [224, 224, 3] on white; blank where resvg cannot draw it."""
+    """One drawing as uint8 [224, 224, 3] on white; blank if resvg cannot render it."""
     icon = icons["icons"][name]
     left, top, width, height = (
         icon.get(side, icons.get(side, default))
@@ -227,10 +227,10 @@ def draw(icons: dict[str, Any], name: str, outlined: bool) -> np.ndarray:
     )
     style, size = None, f'width="{width}" height="{height}"'
     if outlined:
-        # A stroke as wide as OpenMoji's (2 of 72), and room for it at the edges.
+        # A stroke with OpenMoji's width (2 of 72), and a margin for it.
         style = f"path,circle,ellipse,rect,polygon{{stroke:#000;stroke-width:{width * 0.025};stroke-linejoin:round}}"
-        room = width * 0.04
-        left, top, width, height = left - room, top - room, width + 2 * room, height + 2 * room
+        margin = width * 0.04
+        left, top, width, height = left - margin, top - margin, width + 2 * margin, height + 2 * margin
     svg = (
         '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
         f'viewBox="{left} {top} {width} {height}" {size}>{icon["body"].replace("currentColor", "black")}</svg>'
@@ -245,7 +245,7 @@ def draw(icons: dict[str, Any], name: str, outlined: bool) -> np.ndarray:
 
 
 def features(cache: Path) -> None:
-    """Encode every drawing of every set, once for each look, into ``cache/features/SET.LOOK.npz``."""
+    """Encode all drawings of all sets, plain and outlined, into ``cache/features/SET.STYLE.npz``."""
     folder = cache / "features"
     folder.mkdir(exist_ok=True)
     slugs = by_slug(cache, concepts(cache))
@@ -265,7 +265,7 @@ def features(cache: Path) -> None:
 
 
 def emoji_texts(concept: str, entry: dict[str, Any], codes: Sequence[str], more: Sequence[str], kind: str) -> list[str]:
-    """Names, aliases and random handfuls of keywords."""
+    """Names, aliases and random subsets of the keywords."""
     random = seeds.numpy_generator(0, "align-lite", concept)
     name = entry["label"].replace("’", "'")
     named = set(re.findall(r"\w+", name.lower()))
@@ -289,7 +289,7 @@ def emoji_texts(concept: str, entry: dict[str, Any], codes: Sequence[str], more:
 
 
 def all_texts(cache: Path, wanted: set[str]) -> list[tuple[str, str]]:
-    """(concept, text) for every wanted concept."""
+    """(concept, text) pairs of the wanted concepts."""
     known = concepts(cache)
     library = read_json(cache, "emojilib", "dist/emoji-en-US.json")
     more = {bare("-".join(f"{ord(point):X}" for point in emoji)): found for emoji, found in library.items()}
@@ -319,9 +319,9 @@ class Pairs:
 
     Args:
         images: float [n, features].
-        image_of: int64 [n], each drawing's concept.
+        image_of: int64 [n], concept of each drawing.
         texts: float32 [m, features].
-        text_of: int64 [m], each text's concept.
+        text_of: int64 [m], concept of each text.
     """
 
     images: Tensor
@@ -331,7 +331,7 @@ class Pairs:
 
 
 def load_pairs(cache: Path, without: set[str]) -> Pairs:
-    """All cached drawings and their texts, less the concepts of ``without``."""
+    """All cached drawings and their texts, except the concepts in ``without``."""
     found, of = [], []
     for path in sorted((cache / "features").glob("*.npz")):
         with np.load(path, allow_pickle=False) as file:
@@ -357,7 +357,7 @@ def cached_texts(cache: Path, texts: list[str]) -> np.ndarray:
 
 
 class Head(nn.Module):
-    """Reduce if asked, then a linear path plus one hidden layer: what ``lite._member`` computes."""
+    """Optional reduction, then a linear path plus one hidden layer, as in ``lite._member``."""
 
     def __init__(self, inputs: int, rank: int, hidden: int, width: int, drops: tuple[float, float]) -> None:
         super().__init__()
@@ -387,13 +387,13 @@ def principal(features: Tensor, components: int, whiten: float) -> Basis:
 
     Args:
         features: float32 [n, m].
-        components: how many; at most the 3,000 drawings that the components are found from.
-        whiten: power of each component's spread that it is divided by.
+        components: number of components; at most 3,000, the number of drawings they are computed from.
+        whiten: see :class:`Recipe`.
     """
     mean, spread = features.mean(0), features.std(0)
     spread = spread + 0.01 * spread.mean()
     some = ((features[:: -(-len(features) // 3000)] - mean) / spread).contiguous()
-    # Through the drawings' Gram matrix, as there are fewer of them than features.
+    # Via the Gram matrix of the drawings, of which there are fewer than features.
     variance, vectors = torch.linalg.eigh(some @ some.T / len(some))
     variance, vectors = variance[-components:].clamp(min=1e-6), vectors[:, -components:]
     matrix = some.T @ (vectors / (variance * len(some)).sqrt() / variance.pow(whiten / 2))
@@ -402,17 +402,17 @@ def principal(features: Tensor, components: int, whiten: float) -> Basis:
 
 
 def centred(features: Tensor) -> Basis:
-    """Features less their mean, scaled to a mean variance of one, in their own coordinates."""
+    """The basis that centres features and scales them to a mean variance of one."""
     return Basis(features.mean(0), torch.eye(features.shape[1]) / features.std(0).pow(2).mean().sqrt())
 
 
 def contrast(scores: Tensor, same: Tensor) -> Tensor:
-    """InfoNCE over rows with every drawing of the row's concept as a positive, so that none is a negative."""
+    """InfoNCE over rows with all items of the row's concept as positives."""
     return -(scores.log_softmax(1) * same).sum(1).div(same.sum(1)).mean()
 
 
 class Picker:
-    """Random members of given concepts."""
+    """Draws a random item of each given concept."""
 
     def __init__(self, of: Tensor, count: int, generator: torch.Generator) -> None:
         self.order = torch.argsort(of, stable=True)
@@ -427,8 +427,8 @@ class Picker:
 
 @torch.random.fork_rng(devices=[])
 def train_member(pairs: Pairs, recipe: Recipe, member: int) -> tuple[Head, Head]:
-    """One pair of heads (image, text), their weights averaged over the last steps."""
-    torch.manual_seed(seeds.derive(0, "align-lite", "member", member))  # initial weights and dropout know no other
+    """One pair of heads (image, text), with weights averaged over the last steps."""
+    torch.manual_seed(seeds.derive(0, "align-lite", "member", member))  # for initial weights and dropout
     random = seeds.torch_generator(0, "align-lite", "batches", member)
     images, width = pairs.images, lite.DIM // recipe.members
     image = Head(images.shape[1], recipe.rank, recipe.hidden, width, (recipe.drop, recipe.drop_hidden))
@@ -440,7 +440,7 @@ def train_member(pairs: Pairs, recipe: Recipe, member: int) -> tuple[Head, Head]
     steps = recipe.epochs * (len(images) // recipe.batch)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, recipe.learning_rate, total_steps=steps, pct_start=0.1)
     count = int(pairs.image_of.max()) + 1
-    other, said = Picker(pairs.image_of, count, random), Picker(pairs.text_of, count, random)
+    picture, caption = Picker(pairs.image_of, count, random), Picker(pairs.text_of, count, random)
     mean = [weight.detach().clone() for weight in weights]
     for step in range(steps):
         if step % (len(images) // recipe.batch) == 0:
@@ -448,8 +448,8 @@ def train_member(pairs: Pairs, recipe: Recipe, member: int) -> tuple[Head, Head]
         batch = order[step % (len(images) // recipe.batch)]
         concept = pairs.image_of[batch]
         share = torch.rand(len(batch), 1, generator=random) * recipe.mix
-        seen = image(images[batch] * (1 - share) + images[other(concept)] * share)
-        read, again = text(pairs.texts[said(concept)]), image(images[other(concept)])
+        seen = image(images[batch] * (1 - share) + images[picture(concept)] * share)
+        read, again = text(pairs.texts[caption(concept)]), image(images[picture(concept)])
         same, heat = (concept[:, None] == concept).float(), scale.exp().clamp(max=100)
         scores = heat * seen @ read.T
         loss = (contrast(scores, same) + contrast(scores.T, same)) / 2
@@ -469,7 +469,7 @@ def train_member(pairs: Pairs, recipe: Recipe, member: int) -> tuple[Head, Head]
 
 @torch.no_grad()
 def pack(heads: Sequence[tuple[Head, Head]], bases: tuple[Basis, Basis]) -> dict[str, Tensor]:
-    """Fold the bases (image, text) into the first layers and store matrices as int8 with a scale a row."""
+    """Fold the bases (image, text) into the first layers and store matrices as int8 with one scale per row."""
     packed: dict[str, Tensor] = {}
     for member, pair in enumerate(heads):
         for tower, head, basis in zip(("image", "text"), pair, bases, strict=True):
@@ -489,7 +489,7 @@ def pack(heads: Sequence[tuple[Head, Head]], bases: tuple[Basis, Basis]) -> dict
 
 
 def train(cache: Path, recipe: Recipe, without: set[str], output: Path) -> None:
-    """Train all members and write them."""
+    """Train all members and write the packed heads."""
     pairs, start = load_pairs(cache, without), time.monotonic()
     print(
         f"{len(pairs.images)} drawings of {int(pairs.image_of.max()) + 1} concepts, {len(pairs.texts)} texts",
@@ -511,14 +511,14 @@ def train(cache: Path, recipe: Recipe, without: set[str], output: Path) -> None:
 
 
 def retrieval(scores: np.ndarray, owner: np.ndarray) -> dict[str, float]:
-    """Recall both ways.
+    """Recall at 1, 5 and 10 in both directions.
 
     Args:
         scores: float32 [images, captions].
-        owner: int [captions], each caption's image.
+        owner: int [captions], image of each caption.
 
     Returns:
-        ``i2t_r1`` ... ``mean_r10``: an image hits when any of its captions is in the top K, each caption is a query.
+        ``i2t_r1`` ... ``mean_r10``: an image is a hit if any of its captions is in the top K; each caption is a query.
     """
     mine = owner[None] == np.arange(len(scores))[:, None]
     best = np.where(mine, scores, -np.inf).max(1)
@@ -533,7 +533,7 @@ def retrieval(scores: np.ndarray, owner: np.ndarray) -> dict[str, float]:
 
 
 def report(cache: Path, splits: Sequence[str], heads: Path) -> None:
-    """Zero-shot retrieval on OpenMoji among a split's items, or among all."""
+    """Print zero-shot retrieval on OpenMoji among the items of each split, or among all items."""
     lite.HEADS = heads
     items = openmoji.load_items()
     path = cache / f"openmoji-{openmoji.read_openmoji(Data(name='openmoji')).image_digest[:16]}.npy"

@@ -1,4 +1,4 @@
-"""Name every import circle among the project's modules, lazy imports and TYPE_CHECKING included; exits with 1 if any.
+"""List import circles among the project's modules, including lazy and TYPE_CHECKING imports; exit with 1 if any.
 
 python -m tools.import_circles
 """
@@ -14,7 +14,7 @@ PACKAGES = ("fedmq", "protocols", "silos", "coordinator")
 
 
 def imports() -> dict[str, set[str]]:
-    """The modules that each module imports anywhere in its text."""
+    """Modules that each module imports, anywhere in its source."""
     graph = grimp.build_graph(*PACKAGES, exclude_type_checking_imports=False, cache_dir=None)
     return {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
 
@@ -46,7 +46,7 @@ def circles(graph: Mapping[str, set[str]]) -> Iterator[list[str]]:
 
 
 def main() -> int:
-    """Print each circle on a line."""
+    """Print each circle on a line; return 1 if there is any."""
     found = list(circles(imports()))
     for group in found:
         print("import circle:", ", ".join(group))

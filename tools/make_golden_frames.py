@@ -1,9 +1,9 @@
-"""Write the golden frames under tests/frames/: what wire version 1 looks like, byte by byte, from fixed keys.
+"""Write the golden frames in tests/frames/: messages of wire version 1, byte by byte, with fixed keys.
 
     python tools/make_golden_frames.py
 
-Only missing files are written. A file that exists is a promise: it must decode for ever, so it is never rewritten; a
-new wire version gets files of its own. Each file is JSON; bytes are hexadecimal.
+Writes missing files only. Existing files must decode for ever and are never rewritten; a new wire version gets new
+files. Each file is JSON with bytes in hexadecimal.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ LAYOUT = Layout.of([("visual.proj", (2, 3), "float32"), ("text.bias", (2,), "flo
 
 
 def golden_messages() -> dict[str, Message]:
-    """Every message kind after the handshake, and every payload kind, by the name of its file."""
+    """All message kinds after the handshake and all payload kinds, by file name."""
     floats = np.arange(9, dtype=np.float32) / 8
     counts = np.array([3, 0], np.int64)
     rows = np.arange(6, dtype=np.float32).reshape(2, 3) - 2.5
@@ -134,7 +134,7 @@ def golden_ephemeral(seed: int) -> Ephemeral:
 
 
 def describe(message: Message) -> dict[str, Any]:
-    """A message in JSON's own types; floats keep every bit, arrays become dtype, shape and values."""
+    """A message in JSON types; floats are exact, arrays become dtype, shape and values."""
     return {
         "header": {name: plain(value) for name, value in vars(message.header).items()},
         "payloads": [
@@ -175,7 +175,7 @@ def sealed_entry(message: Message) -> dict[str, Any]:
 
 
 def handshake_entry() -> dict[str, Any]:
-    """A whole handshake. The welcome cannot be made again (ML-KEM's encapsulation is random), the rest can."""
+    """A complete handshake; all but the welcome is reproducible, as ML-KEM encapsulation is random."""
     silo, coordinator = golden_identity("silo-00", 1), golden_identity("coordinator", 2)
     keys = {identity.name: identity.key.public_key() for identity in (silo, coordinator)}
     hello, initiated = initiate(silo, "coordinator", RUN, 1.0, golden_ephemeral(10))

@@ -1,8 +1,8 @@
-"""Write the generated pages of docs/reference: every key of a scenario, every option, every command.
+"""Write the generated pages of docs/reference: all scenario keys, options and commands.
 
     python tools/make_reference.py
 
-A test holds the committed pages to what this makes.
+A test compares the committed pages with the output.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ _COMMANDS = """# Command line
 Every command with its arguments and options, as `fedmq COMMAND --help` prints them. [Exit codes](exit_codes.md) has
 what a command returns. `tools/make_reference.py` writes this page from the code.
 """
-#: What `objective` and `protocol` hold besides.
+#: Where to find the options of `objective` and `protocol`.
 _OPTIONS = {
     "protocol": "[Methods](methods.md) has the options of each method. `protocol: fedavg` is short for its name.",
     "objective": "[Methods](methods.md) has the options of each base loss. `objective: dcmh` is short for its base.",
@@ -73,7 +73,7 @@ _OPTIONS = {
 
 
 def scenario_page() -> str:
-    """docs/reference/scenario.md."""
+    """Text of docs/reference/scenario.md."""
     page = [_SCENARIO]
     for title, (purpose, keys) in scenario_keys.parts().items():
         page.append(f"\n## {title}\n" if title else "")
@@ -87,16 +87,16 @@ def _faults(of_kinds: Mapping[str, tuple[str, tuple[scenario_keys.Key, ...]]]) -
     common = next(iter(of_kinds.values()))[1][:5]
     page = [_FAULTS, _list(common)]
     for kind, (purpose, keys) in of_kinds.items():
-        own = [key for key in keys if key not in common]
+        specific = [key for key in keys if key not in common]
         without = ", ".join(f"`{key.name}`" for key in common if key not in keys)
         page.append(f"\n### {kind}\n\n{_wrapped(purpose)}\n")
         page.append(f"\nIt takes no {without}.\n" if without else "")
-        page.append(f"\n{_list(own)}" if own else "")
+        page.append(f"\n{_list(specific)}" if specific else "")
     return "".join(page)
 
 
 def methods_page() -> str:
-    """docs/reference/methods.md."""
+    """Text of docs/reference/methods.md."""
     page = [_METHODS]
     for name in protocols.names():
         page.append(_section(name, protocols.summary(name), scenario_keys.options(protocols.load(name).Options)))
@@ -107,20 +107,20 @@ def methods_page() -> str:
 
 
 def commands_page() -> str:
-    """docs/reference/command_line.md."""
+    """Text of docs/reference/command_line.md."""
     page = [_COMMANDS]
     for name, command in commands().items():
         usage = " ".join([f"fedmq {name}", *(_argument(each) for each in command.params if not _is_option(each))])
         page.append(f"\n## fedmq {name}\n\n    {usage} [OPTIONS]\n")
-        told = "\n\n".join(_paragraph(each) for each in (command.help or "").split("\n\n"))
-        page += ["\n", re.sub(r"^(    .+)\n\n(?=    )", r"\1\n", told, flags=re.MULTILINE), "\n"]
+        text = "\n\n".join(_paragraph(each) for each in (command.help or "").split("\n\n"))
+        page += ["\n", re.sub(r"^(    .+)\n\n(?=    )", r"\1\n", text, flags=re.MULTILINE), "\n"]
         page.append("\n" if command.params else "")
         page += [_parameter(each) for each in command.params]
     return "".join(page)
 
 
 def commands() -> dict[str, Any]:
-    """Every command that can be called, by its name: `scenario`, `data check`, ..."""
+    """All commands by name: `scenario`, `data check`, ..."""
     program: Any = typer.main.get_command(cli.app)
     found: dict[str, Any] = {}
     for name, command in program.commands.items():
@@ -130,7 +130,7 @@ def commands() -> dict[str, Any]:
 
 
 def pages() -> dict[str, str]:
-    """The generated pages by their names in docs/reference."""
+    """The generated pages by file name."""
     return {"scenario.md": scenario_page(), "methods.md": methods_page(), "command_line.md": commands_page()}
 
 
@@ -139,7 +139,7 @@ def _section(name: str, summary: str, keys: Sequence[scenario_keys.Key]) -> str:
 
 
 def _list(keys: Iterable[scenario_keys.Key]) -> str:
-    """Keys as a list in Markdown: name, values and default, meaning."""
+    """Keys as a Markdown list of name, values, default and meaning."""
     return "".join(
         _entry(f"- `{key.name}` ({key.values}; {_default(key.default)}): {_sentence(key.meaning)}") for key in keys
     )
@@ -152,20 +152,20 @@ def _default(default: str) -> str:
 
 
 def _entry(text: str) -> str:
-    """An entry of a list, which begins with a hyphen."""
+    """A wrapped entry of a Markdown list."""
     return _wrapped(text.removeprefix("- "), "- ") + "\n"
 
 
 def _sentence(text: str) -> str:
-    """A meaning with a full stop; its first letter stays, as it may be a word of the YAML."""
+    """The text with a full stop; its first letter is unchanged, as it may be a YAML value."""
     return text if text.endswith((".", ":")) else text + "."
 
 
 def _wrapped(text: str, first: str = "") -> str:
-    """A paragraph in lines of at most :data:`WIDTH` characters; names in backticks are kept whole."""
-    whole = re.sub(r"`[^`]{1,60}`", lambda found: found.group().replace(" ", "\0"), text)
+    """A paragraph in lines of at most :data:`WIDTH` characters, without breaks inside backticks."""
+    unbroken = re.sub(r"`[^`]{1,60}`", lambda found: found.group().replace(" ", "\0"), text)
     wrap = textwrap.TextWrapper(WIDTH, first, " " * len(first), break_long_words=False, break_on_hyphens=False)
-    return "\n".join(wrap.wrap(whole)).replace("\0", " ")
+    return "\n".join(wrap.wrap(unbroken)).replace("\0", " ")
 
 
 def _is_option(parameter: Any) -> bool:
@@ -178,28 +178,28 @@ def _argument(parameter: Any) -> str:
 
 def _parameter(parameter: Any) -> str:
     """An argument or option of a command as an entry of a list."""
-    told = [] if not parameter.required else ["required"]
+    notes = [] if not parameter.required else ["required"]
     if not _is_option(parameter):
         head = f"`{_argument(parameter)}`"
     else:
         value = "" if parameter.is_flag else f" {parameter.metavar or parameter.name.upper()}"
         head = f"`{' '.join(parameter.opts)}{value}`"
-        told += ["may be repeated"] if parameter.multiple else []
-        shown = None if parameter.is_flag or callable(parameter.default) else parameter.default
-        told += [f"default `{shown}`"] if shown not in (None, (), []) else []
+        notes += ["may be repeated"] if parameter.multiple else []
+        default = None if parameter.is_flag or callable(parameter.default) else parameter.default
+        notes += [f"default `{default}`"] if default not in (None, (), []) else []
     text = _sentence(_plain(parameter.help)) if parameter.help else ""
-    bounds = f" ({', '.join(told)})" if told else ""
+    bounds = f" ({', '.join(notes)})" if notes else ""
     return _entry(f"- {head}{bounds}{': ' if text else ''}{text}")
 
 
 def _paragraph(text: str) -> str:
-    """A paragraph of a command's help; an example stands in a block of its own."""
+    """A paragraph of a command's help; examples become code blocks."""
     example = re.fullmatch(r"Example: \[bold\](.+)\[/bold\]", " ".join(text.split()))
     return f"    {example.group(1)}" if example else _wrapped(_plain(text))
 
 
 def _plain(text: str) -> str:
-    """Help without the markup of the terminal; a placeholder such as <name> is no tag of HTML."""
+    """Help without terminal markup; placeholders such as <name> are escaped for HTML."""
     return " ".join(re.sub(r"\[/?bold\]", "`", text).replace("\\[", "[").replace("<", "\\<").split())
 
 

@@ -1,10 +1,10 @@
-"""Find modules, test files and functions that are longer than one sitting takes to read.
+"""Find modules, test files and functions that are too long.
 
     python -m tools.size_limits
 
-A module of fedmq, protocols, coordinator or silos has at most 500 lines, a function of theirs at most 60, counted from
-its ``def`` to its last line, docstring included and decorators not; a test file has at most 600 lines. Prints what is
-longer, and exits with 1 if anything is.
+Modules of fedmq, protocols, coordinator and silos have at most 500 lines, their functions at most 60 (from ``def`` to
+the last line, with docstring, without decorators), test files at most 600. Prints all that exceed the limits, and exits
+with 1 if any do.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ MODULE_LINES, FUNCTION_LINES, TEST_LINES = 500, 60, 600
 
 
 def too_long(root: Path) -> Iterator[str]:
-    """A line for every file and function below a folder that is too long.
+    """A message for each file and function that is too long.
 
     Args:
-        root: the repository, or a folder laid out like it.
+        root: the repository, or a folder with the same layout.
     """
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
@@ -44,7 +44,7 @@ def _file(place: Path, text: str, most: int) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is too long; 1 if anything is."""
+    """Print all that is too long; return 1 if anything is."""
     found = list(too_long(Path(__file__).parent.parent))
     print(*found, f"{len(found)} too long", sep="\n")
     return bool(found)

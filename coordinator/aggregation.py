@@ -90,7 +90,7 @@ def merged_state(
     rate = min(rate, 1.0)
     after = replace(merged.state, theta=mixed(state.theta, merged.state.theta, rate))
     if rate < 1.0:
-        after = run_context.protocol.followed(state, after, rate)
+        after = run_context.protocol.mix_state(state, after, rate)
     if not all(all_finite(each.numpy()) for each in (after.theta, *after.tensors.values())):
         raise RunError(f"round {round_}: the merged model is no longer finite; lower training.learning_rate")
     return MergeResult(after, merged.log), left_out

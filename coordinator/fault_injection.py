@@ -20,7 +20,7 @@ from fedmq.clock import Clock
 from fedmq.config.faults import Corrupt, Crash, Drop, Duplicate, Freeze, Late, Leave, Reorder, Split, Standing
 from fedmq.errors import RemoteWireError
 from fedmq.federation.fault_effects import FailureReason, TaskOutcome
-from fedmq.federation.fault_schedule import FaultSchedule, Strike
+from fedmq.federation.fault_schedule import FaultHit, FaultSchedule
 from fedmq.storage.json_files import Stored, read_lines
 from fedmq.storage.run_folder import RunFolder, append_line, cut_unfinished
 from fedmq.wire.channel import BEAT_SECONDS
@@ -84,8 +84,8 @@ class FaultInjector:
         self._record = folder.faults
         cut_unfinished(self._record)
         self._fired = {line.fault for line in read_lines(self._record, _Fired, "a fault that fired")}
-        self._strikes: dict[str, list[Strike]] = {}
-        self._on_frames: dict[tuple[str, int], list[Strike]] = {}
+        self._strikes: dict[str, list[FaultHit]] = {}
+        self._on_frames: dict[tuple[str, int], list[FaultHit]] = {}
         self._held: dict[str, Frames] = {}
         self._stopped: set[str] = set()
         if script.faults and not clock.virtual:
@@ -111,7 +111,7 @@ class FaultInjector:
         if fresh:
             for place, fault in strikes:
                 if not isinstance(fault, _STANDING) or self._mark_fired(f"{place} {silo}"):
-                    self._log_strike(Strike(place, fault), silo, sequence, cause)
+                    self._log_strike(FaultHit(place, fault), silo, sequence, cause)
         return outcome
 
     def delay(self, silo: str) -> float:
@@ -135,7 +135,7 @@ class FaultInjector:
         for place, fault in self._strikes.get(silo, ()):
             if isinstance(fault, Drop) and fault.again is None:
                 # A permanent loss is the outcome of the task: it holds for every resend, also after a restart.
-                self._on_frames[silo, sequence] = [Strike(place, fault)]
+                self._on_frames[silo, sequence] = [FaultHit(place, fault)]
             elif isinstance(fault, _ON_FRAMES | Crash | Freeze | Leave) and self._mark_fired(
                 f"{place} {silo} {sequence}"
             ):
@@ -146,7 +146,7 @@ class FaultInjector:
                         seconds = fault.beats * BEAT_SECONDS if self._clock.virtual else fault.seconds
                         self._command(ProcessCommand("freeze", silo, seconds), fault.kind, sequence, cause)
                     case _:
-                        self._on_frames.setdefault((silo, sequence), []).append(Strike(place, fault))
+                        self._on_frames.setdefault((silo, sequence), []).append(FaultHit(place, fault))
 
     def restart_stopped(self) -> None:
         """Restart all stopped silos, so that every silo can evaluate its personal model."""
@@ -159,7 +159,7 @@ class FaultInjector:
         else:
             self._log.note(NoteKind.FAULT_NOT_CARRIED_OUT, kind=kind, silo=order.name, sequence=sequence, cause=cause)
 
-    def _log_strike(self, strike: Strike, silo: str, sequence: int, cause: int) -> None:
+    def _log_strike(self, strike: FaultHit, silo: str, sequence: int, cause: int) -> None:
         """Log that a fault strikes."""
         place, fault = strike
         self._log.note(NoteKind.FAULT, kind=fault.kind, place=place, silo=silo, sequence=sequence, cause=cause)
@@ -212,7 +212,7 @@ class FaultInjector:
         for place, fault in self.script.crashes():
             due = version >= fault.after_round if fault.after_round else events >= (fault.after_event or 0)
             if due and self._mark_fired(f"{place} {COORDINATOR}"):
-                self._log_strike(Strike(place, fault), COORDINATOR, version, events)
+                self._log_strike(FaultHit(place, fault), COORDINATOR, version, events)
                 self._command(ProcessCommand("die", COORDINATOR), fault.kind, version, events)
 
     def to_disk(self, version: int, cause: int, path: Path) -> None:
@@ -224,7 +224,7 @@ class FaultInjector:
         for place, fault in self.script.refusals(version):
             for number in range(fault.times):
                 if self._mark_fired(f"{place} disk {number}"):
-                    self._log_strike(Strike(place, fault), COORDINATOR, version, cause)
+                    self._log_strike(FaultHit(place, fault), COORDINATOR, version, cause)
                     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
         to_disk(path)
 

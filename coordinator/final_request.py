@@ -11,7 +11,7 @@ from fedmq.retrieval.released_model import OtherModelError, Release
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message
 
 
-def asked_last(release: Release, population: Population, silo: str) -> Message:
+def final_evaluation_request(release: Release, population: Population, silo: str) -> Message:
     """The request that had a silo evaluate its personal model: the number of its last settled task, and the payloads of
     a task based on the final version.
 

@@ -192,7 +192,7 @@ def damped(weights: Tensor, factors: Tensor) -> Tensor:
     return scaled / scaled.sum()
 
 
-def kept_share(rate: float, replies: int, cohort: int | None) -> float:
+def decay_at_merge(rate: float, replies: int, cohort: int | None) -> float:
     """mu^(M / |S|): decay of a moving average at a merge of M replies, so that a full round decays it by mu.
 
     Args:

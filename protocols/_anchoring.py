@@ -92,7 +92,7 @@ class Anchoring:
         """
         if not self._active:
             return ()
-        prototypes = _training.own_prototypes(local, self.context, task)
+        prototypes = _training.silo_prototypes(local, self.context, task)
         return (_prototypes.upload(prototypes, self._received(task) if filled else (None, None)),)
 
     def _received(self, task: Task) -> tuple[Tensor | None, Tensor | None]:
@@ -120,6 +120,6 @@ class Anchoring:
         if not self._active:
             return tensors
         local, mask = _prototypes.read_uploads(replies, self.context.dim)
-        rate = _aggregation.kept_share(self.options.ema, len(replies), self.context.cohort)
+        rate = _aggregation.decay_at_merge(self.options.ema, len(replies), self.context.cohort)
         updated = _prototypes.updated(tensors, local, mask, weights, rate, unit_length=self.options.proto_unit)
         return {**tensors, **updated}

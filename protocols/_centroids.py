@@ -99,7 +99,7 @@ def _members(
     Returns:
         int64 [n], from 0 to ``count - 1``, -1 for items in no cluster; and the tensors for the silo's state.
     """
-    rows, names = local.share.rows, (f"{MEMBERS}_{modality}", f"{ROWS}_{modality}")
+    rows, names = local.dataset.rows, (f"{MEMBERS}_{modality}", f"{ROWS}_{modality}")
     first = _first(rows)
     seen = members = rows[:0]
     if names[0] in local.state:
@@ -139,7 +139,7 @@ def report(
     kept = {name: each for name, each in local.state.items() if name.startswith((MEMBERS, ROWS))}
     if begun:
         # Always the first caption: two reports with different captions of one item would reveal their difference.
-        first = None if local.share.text is None else np.zeros(len(local.share), np.int64)
+        first = None if local.dataset.text is None else np.zeros(len(local.dataset), np.int64)
         pair = _training.embed_all(local, first, context.training.batch_size)
         for place, (modality, z) in enumerate(zip(MODALITIES, pair, strict=True)):
             if z is not None:

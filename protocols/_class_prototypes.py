@@ -176,7 +176,7 @@ def _check_shape(sent: ClassPrototypes, rows: int, dim: int) -> None:
         raise RemoteWireError("layout", f"class prototypes of shape {sent.prototypes.shape}, expected ({rows}, {dim})")
 
 
-def own_rows(reply: Reply) -> ClassPrototypes:
+def rows_of_owned_modalities(reply: Reply) -> ClassPrototypes:
     """A reply's prototypes, with counts set to 0 for a modality that the silo lacks."""
     sent = take(reply.payloads, ClassPrototypes)
     half = len(sent.counts) // 2

@@ -80,7 +80,7 @@ class PartialFedAvg:
         work = self.fedavg.work(local, task)
         outcome = _training.train_epochs(local, self.context, task, base, work)
         change = _aggregation.extract(outcome.delta, layout, self.shared)
-        update = PartialDelta(layout.digest, self.shared, change.numpy(), len(local.share))
+        update = PartialDelta(layout.digest, self.shared, change.numpy(), len(local.dataset))
         up = (update, Loss(outcome.loss), *self.fedavg.anchoring.report(local, task, filled=False))
         state = {} if work is None else dict(work.kept())
         if self.personal:

@@ -116,7 +116,7 @@ def fine_tuned(
     adapter = initial(context.dim, tuning.hidden, seed) if old is None else old.clone()
     steps = FusedOptimiser([adapter], context.training, task.learning_rate * tuning.rate)
     generator = _training.generator_of(context, local, task, "personal")
-    size = len(local.share)
+    size = len(local.dataset)
     for _ in range(tuning.epochs):
         caption = _training.choose_captions(local, generator)
         for rows in _training.batches(size, context.training.batch_size, generator):

@@ -94,7 +94,7 @@ class Reference:
 
     def __call__(self, step: _training.Step) -> _training.Outs:
         """Image and text outputs of a step's batch; None for a tower that the step does not run or the silo lacks."""
-        share, model = self.local.share, self.local.model
+        share, model = self.local.dataset, self.local.model
         cached: list[Modality] = [name for name in step.runs if self._cached(name)]
         computed = [name for name in step.runs if name not in cached]
         image: Out | None = None
@@ -113,17 +113,17 @@ class Reference:
 
     def _cached(self, modality: Modality) -> bool:
         """Whether the outputs of a modality are computed once and cached."""
-        text = self.local.share.text
+        text = self.local.dataset.text
         captions = 1 if modality == "image" or text is None else text.shape[1]
-        return self.epochs > captions and len(self.local.share) * captions <= KEPT
+        return self.epochs > captions and len(self.local.dataset) * captions <= KEPT
 
     @cached_property
     def _images(self) -> Out:
-        return self._all_outputs("image", self.local.share.image)
+        return self._all_outputs("image", self.local.dataset.image)
 
     @cached_property
     def _texts(self) -> Out:
-        text = self.local.share.text
+        text = self.local.dataset.text
         return self._all_outputs("text", None if text is None else text.flatten(0, 1))
 
     def _all_outputs(self, modality: Modality, items: Tensor | None) -> Out:

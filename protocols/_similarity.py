@@ -56,10 +56,10 @@ def batch_features(local: Local, step_rows: _training.I64, caption: _training.I6
     """
     rows = torch.from_numpy(step_rows)
     image = text = None
-    if local.share.image is not None:
-        image = local.share.image[rows].float()
-    if local.share.text is not None and caption is not None:
-        text = local.share.text[rows, torch.from_numpy(caption[step_rows])].float()
+    if local.dataset.image is not None:
+        image = local.dataset.image[rows].float()
+    if local.dataset.text is not None and caption is not None:
+        text = local.dataset.text[rows, torch.from_numpy(caption[step_rows])].float()
     return _both(image, text)
 
 

@@ -76,9 +76,9 @@ def batches(size: int, batch_size: int, generator: np.random.Generator) -> Itera
 
 def choose_captions(local: Local, generator: np.random.Generator) -> I64 | None:
     """A random caption index for each of the silo's items, int64 [n]; None if it has no text."""
-    if local.share.text is None:
+    if local.dataset.text is None:
         return None
-    counts = local.share.captions.numpy()
+    counts = local.dataset.captions.numpy()
     chosen: I64 = (generator.random(len(counts)) * counts).astype(np.int64)
     return chosen
 
@@ -117,8 +117,8 @@ def outputs_of_all(
     """
     blocks: tuple[list[Tensor], list[Tensor]] = ([], [])
     with torch.no_grad():
-        for start in range(0, len(local.share), block):
-            rows = np.arange(start, min(start + block, len(local.share)))
+        for start in range(0, len(local.dataset), block):
+            rows = np.arange(start, min(start + block, len(local.dataset)))
             for parts, out in zip(blocks, outputs(local, rows, caption, runs), strict=True):
                 if out is not None:
                     parts.append(chosen(out).cpu())
@@ -191,7 +191,7 @@ class EveryBatch(Work):
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[Step]:
         """One step per batch; the last batch is kept."""
         caption = choose_captions(self.local, generator)
-        for rows in batches(len(self.local.share), self.batch_size, generator):
+        for rows in batches(len(self.local.dataset), self.batch_size, generator):
             yield Step(rows, caption, self._loss)
 
     def _loss(self, image: Out | None, text: Out | None) -> Tensor:
@@ -204,16 +204,16 @@ def labels_of(local: Local, rows: I64) -> Tensor:
     Raises:
         InputError: the data set has no labels.
     """
-    if local.share.labels is None:
+    if local.dataset.labels is None:
         raise InputError("objective.base", "a supervised base", "a data set with labels")
-    return local.share.labels[torch.from_numpy(rows)].float().to(local.model.flat.device)
+    return local.dataset.labels[torch.from_numpy(rows)].float().to(local.model.flat.device)
 
 
 def categories(local: Local, context: Context) -> int:
     """c_k, the number of categories among a silo's items; with two label levels, of the fine level."""
-    if local.share.labels is None:
+    if local.dataset.labels is None:
         return 0
-    return int(local.share.labels[:, fine_columns(context.label_names)].any(0).sum())
+    return int(local.dataset.labels[:, fine_columns(context.label_names)].any(0).sum())
 
 
 def outputs(local: Local, rows: I64, caption: I64 | None, runs: Sequence[Modality] = MODALITIES) -> Outs:
@@ -226,7 +226,7 @@ def outputs(local: Local, rows: I64, caption: I64 | None, runs: Sequence[Modalit
         runs: towers to run.
     """
     index = torch.from_numpy(rows)
-    share, model = local.share, local.model
+    share, model = local.dataset, local.model
     image = text = None
     if "image" in runs and share.image is not None:
         image = model.outputs("image", share.image[index].to(model.flat.device))
@@ -356,13 +356,13 @@ def _dropout(model: TwoTower, noise: torch.Generator | None) -> Iterator[None]:
             tower.noise = old
 
 
-def own_prototypes(local: Local, context: Context, task: Task) -> tuple[Tensor | None, Tensor | None]:
+def silo_prototypes(local: Local, context: Context, task: Task) -> tuple[Tensor | None, Tensor | None]:
     """Image and text prototype [d] of the silo under its current model (RCSR eq 6).
 
     Unit-length mean over at most 128 random local samples, with one caption each; None for a missing modality.
     """
     generator = generator_of(context, local, task, "prototypes")
-    rows = np.sort(generator.permutation(len(local.share))[:PROTOTYPE_SAMPLES])
+    rows = np.sort(generator.permutation(len(local.dataset))[:PROTOTYPE_SAMPLES])
     caption = choose_captions(local, generator)
     with torch.no_grad():
         image, text = embed(local, rows, caption)

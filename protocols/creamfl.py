@@ -152,7 +152,7 @@ def contrasts(shared: Mapping[str, Tensor], last: Mapping[str, Tensor], weights:
 def train(method: fedavg.FedAvg, options: CreamFlOptions, local: Local, task: Task) -> Trained:
     """Local epochs on the base loss and the contrasts; the silo keeps the bank and its last embeddings."""
     rows = local.state.get(ROWS)
-    known = local.state if rows is not None and torch.equal(rows, local.share.rows) else {}
+    known = local.state if rows is not None and torch.equal(rows, local.dataset.rows) else {}
     with _training.parameters(local, as_tensor(take(task.payloads, Model).buffer)):
         bank = averaged(known, _embedded(method, local, task, "bank"), options.bank_ema)
     before = {name: known[LAST + name] for name in bank if LAST + name in known}
@@ -161,7 +161,7 @@ def train(method: fedavg.FedAvg, options: CreamFlOptions, local: Local, task: Ta
     trained = method.trained(local, task, extra=_on_unsharpened(local, contrasts(bank, before, weights)))
     last = {LAST + name: z for name, z in _embedded(method, local, task, "last").items()}
     kept = {BANK + name: z for name, z in bank.items()}
-    return replace(trained, state={**trained.state, **kept, **last, ROWS: local.share.rows.clone()})
+    return replace(trained, state={**trained.state, **kept, **last, ROWS: local.dataset.rows.clone()})
 
 
 def _embedded(method: fedavg.FedAvg, local: Local, task: Task, purpose: str) -> dict[str, Tensor]:

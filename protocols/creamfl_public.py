@@ -175,7 +175,7 @@ class CreamFlPublic(FederatedProtocol):
         dataset = replace(
             share, image=share.image if local.silo.image else None, text=share.text if local.silo.text else None
         )
-        return replace(local, share=dataset)
+        return replace(local, dataset=dataset)
 
     # ----------------------------------------------------------------------- coordinator side
     def initial(self, theta: Tensor) -> State:
@@ -221,7 +221,7 @@ class CreamFlPublic(FederatedProtocol):
             replace(state, theta=theta, tensors={**state.tensors, **self._represented(theta)}), {"server_loss": loss}
         )
 
-    def followed(self, before: State, after: State, rate: float) -> State:
+    def mix_state(self, before: State, after: State, rate: float) -> State:
         """The representations are recomputed with the model that the coordinator keeps."""
         return replace(after, tensors={**after.tensors, **self._represented(after.theta)})
 
@@ -259,7 +259,7 @@ class CreamFlPublic(FederatedProtocol):
 
 def _first(local: Local) -> _training.I64 | None:
     """Index 0, the first caption, for each item; None without text."""
-    return None if local.share.text is None else np.zeros(len(local.share), np.int64)
+    return None if local.dataset.text is None else np.zeros(len(local.dataset), np.int64)
 
 
 def _named(embeddings: Sequence[Tensor | None]) -> list[tuple[str, Tensor]]:

@@ -146,7 +146,7 @@ class Assigning(_training.Work):
         """One step per batch of a random permutation of the items."""
         caption = _training.choose_captions(self.local, generator)
         other = None if caption is None else _another(self.local, caption, generator)
-        for rows in _training.batches(len(self.local.share), self.batch_size, generator):
+        for rows in _training.batches(len(self.local.dataset), self.batch_size, generator):
 
             def loss(image: Out | None, text: Out | None, rows: Any = rows) -> Tensor:
                 return self._loss(image, text, rows, caption, other)
@@ -161,7 +161,7 @@ class Assigning(_training.Work):
         loss = options.lambda_pseudo * assignment_loss(z, teacher, self.centroids, options.tau, options.tau_teacher)
         loss = loss + options.lambda_keep * (1 - (z * teacher).sum(1)).mean()
         if text is not None and options.lambda_pair:
-            several = self.local.share.captions.numpy()[rows] > 1
+            several = self.local.dataset.captions.numpy()[rows] > 1
             if several.sum() > 1:  # the contrast needs at least two items
                 _, second = _training.embed(self.local, rows[several], other)
                 assert second is not None  # noqa: S101 - the silo has captions
@@ -172,7 +172,7 @@ class Assigning(_training.Work):
 
 def _another(local: Local, caption: _training.I64, generator: np.random.Generator) -> _training.I64:
     """A random caption of each item other than ``caption`` [n]; the same one if the item has only one."""
-    counts = local.share.captions.numpy()
+    counts = local.dataset.captions.numpy()
     steps = 1 + (generator.random(len(counts)) * (counts - 1)).astype(np.int64)
     other: _training.I64 = np.where(counts > 1, (caption + steps) % counts, caption)
     return other
@@ -231,7 +231,7 @@ class FedBridge(FederatedProtocol):
             base = _training.load_model(local, take(task.payloads, Model).buffer)
             outcome = _training.train_epochs(local, self.context, task, base, self._work(local, task))
             update, loss = (
-                _training.delta_payload(self.context, outcome, len(local.share)),
+                _training.delta_payload(self.context, outcome, len(local.dataset)),
                 Loss(max(0.0, outcome.loss)),
             )
         # During the warm-up no silo uses centroids, and the towers are not aligned enough for clustering.
@@ -274,7 +274,7 @@ class FedBridge(FederatedProtocol):
 
     def _embeddings(self, local: Local) -> Tensor:
         """The model's embeddings of all images of the silo [n, d], or of all its captions [n, C, d]."""
-        share, model = local.share, local.model
+        share, model = local.dataset, local.model
         with torch.no_grad():
             if share.image is not None:
                 return torch.cat([model.image(x.to(model.flat.device)) for x in torch.split(share.image, 256)])

@@ -205,7 +205,7 @@ class References:
 
 def references(local: Local) -> References:
     """Enhanced features of all items by the current model, computed once per task, before training."""
-    share = local.share
+    share = local.dataset
 
     def features(modality: Modality, items: Tensor) -> Tensor:
         return torch.cat([out.code for out in _training.in_blocks(local.model, modality, items)])
@@ -262,7 +262,7 @@ class FedCafe(FederatedProtocol):
         memory = as_tensor(take(task.payloads, Memory).centroids) if self.options.afe else None
         with remembering(local.model, memory):
             known = references(local) if self.options.loss_c else References(None, None)
-            labels = self._labels(local, np.arange(len(local.share)))
+            labels = self._labels(local, np.arange(len(local.dataset)))
 
             def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
                 own = labels[torch.from_numpy(step.rows).to(labels.device)]

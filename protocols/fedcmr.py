@@ -167,7 +167,7 @@ class FedCmr(FederatedProtocol):
         work = self.partial.fedavg.work(local, task)
         losses, kept = [0.0], dict[str, Tensor]()
         if work is not None:
-            batches = _training.batches_of(work, len(local.share), self.context.training.batch_size)
+            batches = _training.batches_of(work, len(local.dataset), self.context.training.batch_size)
             cut, began = round(self.options.local_share * batches), dict[int, Mapping[str, Any]]()
             for first, stop in ((0, cut), (cut, batches)):
                 start = _aggregation.extract(model.flat.detach().cpu(), layout, shared)
@@ -178,7 +178,7 @@ class FedCmr(FederatedProtocol):
             kept = dict(work.kept())
         end = _aggregation.extract(model.flat.detach().cpu(), layout, shared)
         up = (
-            PartialDelta(layout.digest, shared, (end - common).numpy(), len(local.share)),
+            PartialDelta(layout.digest, shared, (end - common).numpy(), len(local.dataset)),
             Loss(losses[-1]),
             LabelCount(_training.categories(local, self.context)),
         )

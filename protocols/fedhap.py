@@ -223,7 +223,7 @@ class FedHap(FederatedProtocol):
             end = terms.discriminator.theta.cpu()
             if self.options.share_disc:
                 change = (end - start).numpy()
-                payloads = (*payloads, DiscriminatorDelta(self.layout.digest, change, len(local.share)))
+                payloads = (*payloads, DiscriminatorDelta(self.layout.digest, change, len(local.dataset)))
             else:
                 state = {**state, _OWN: end}
         return replace(trained, payloads=payloads, state=state)
@@ -244,7 +244,7 @@ class FedHap(FederatedProtocol):
         caption = _training.choose_captions(
             local, _training.generator_of(self.context, local, task, "class prototypes")
         )
-        size, step = len(local.share), self.context.training.batch_size
+        size, step = len(local.dataset), self.context.training.batch_size
         with torch.no_grad():
             parts = [
                 samples_of(*_training.outputs(local, rows, caption), self.labels_of(local, rows))
@@ -269,7 +269,7 @@ class FedHap(FederatedProtocol):
             tensors[_CHANGE] = self._merged_discriminator(state.tensors[_CHANGE], replies)
         return replace(merged, state=replace(merged.state, tensors=tensors))
 
-    def followed(self, before: State, after: State, rate: float) -> State:
+    def mix_state(self, before: State, after: State, rate: float) -> State:
         """The discriminator moves by the same fraction as the networks."""
         if not self._shares_discriminator:
             return after

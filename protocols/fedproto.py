@@ -155,7 +155,7 @@ class FedProto(FederatedProtocol):
         caption = _training.choose_captions(
             local, _training.generator_of(self.context, local, task, "class prototypes")
         )
-        members = _training.labels_of(local, np.arange(len(local.share)))[:, self.columns].cpu() > 0
+        members = _training.labels_of(local, np.arange(len(local.dataset)))[:, self.columns].cpu() > 0
         embeddings = _training.embed_all(local, caption, self.context.training.batch_size)
         return _class_prototypes.of_features(embeddings, members, self.context.dim)
 
@@ -170,7 +170,9 @@ class FedProto(FederatedProtocol):
 
     def merge(self, state: State, replies: Sequence[Reply], round_: int) -> MergeResult:
         """Average the last reports of all silos for each class."""
-        reports = [(reply, _class_prototypes.own_rows(reply)) for reply in _aggregation.ordered(replies)]
+        reports = [
+            (reply, _class_prototypes.rows_of_owned_modalities(reply)) for reply in _aggregation.ordered(replies)
+        ]
         weighted = self.options.weighting == "samples"
         tensors = _class_prototypes.updated(
             state.tensors, reports, round_, max_age=self.context.max_age, weighted=weighted

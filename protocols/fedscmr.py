@@ -177,7 +177,7 @@ class FedScmr(FederatedProtocol):
     # ----------------------------------------------------------------------- silo side
     def _split(self, local: Local) -> tuple[_training.I64, _training.I64]:
         """Rows for training and for validation, the same in every task; a single item serves both."""
-        size = len(local.share)
+        size = len(local.dataset)
         order = numpy_generator(self.context.seed, "validation", local.silo.name).permutation(size)
         held = min(round(self.options.validation * size), size - 1) if local.silo.paired else 0
         return np.sort(order[held:]), np.sort(order[:held] if held else order)
@@ -206,7 +206,7 @@ class FedScmr(FederatedProtocol):
 
     def _validated(self, local: Local, rows: _training.I64) -> float:
         """v_k: mean mAP of both retrieval directions on the validation items, each with its first caption."""
-        first = np.zeros(len(local.share), np.int64)
+        first = np.zeros(len(local.dataset), np.int64)
         with torch.no_grad():
             image, text = _training.outputs(local, rows, first)
         assert image is not None and text is not None  # noqa: S101 - only paired silos validate

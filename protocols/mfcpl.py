@@ -184,7 +184,7 @@ class Mfcpl(FederatedProtocol):
         """Class membership of the silo's samples, 0/1 [n, C]; None until pseudo-classes are available."""
         device = local.model.flat.device
         if not self.pseudo:
-            return (_training.labels_of(local, np.arange(len(local.share)))[:, self.columns] > 0).float()
+            return (_training.labels_of(local, np.arange(len(local.dataset)))[:, self.columns] > 0).float()
         (centres,) = (payload for payload in received if payload.modality == "text")
         valid = torch.from_numpy(np.asarray(centres.counts) > 0)
         if not bool(valid.any()):
@@ -203,7 +203,7 @@ class Mfcpl(FederatedProtocol):
     def _first_captions(self, local: Local) -> Tensor:
         """Embeddings [n, d] of the first caption of each sample by the initial model."""
         with _training.parameters(local, local.model.initial()):
-            return self._embedded(local, np.zeros(len(local.share), np.int64))[-1]
+            return self._embedded(local, np.zeros(len(local.dataset), np.int64))[-1]
 
     def _embedded(self, local: Local, caption: _training.I64 | None) -> list[Tensor]:
         """Embeddings [n, d] of all samples of the silo, one tensor for each modality it has."""

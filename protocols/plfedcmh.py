@@ -147,7 +147,7 @@ class PlFedCmh(FederatedProtocol):
     def train(self, local: Local, task: Task) -> Trained:
         """Local epochs with the prototype terms, then the class prototypes by the trained model."""
         shared = _class_prototypes.read_download(take(task.payloads, ClassPrototypes), local.model.flat.device)
-        labels = _training.labels_of(local, np.arange(len(local.share)))[:, self.columns]
+        labels = _training.labels_of(local, np.arange(len(local.dataset)))[:, self.columns]
 
         def extra(step: _training.Step, image: Out | None, text: Out | None) -> Tensor | None:
             batch = labels[torch.from_numpy(step.rows).to(labels.device)]
@@ -157,7 +157,7 @@ class PlFedCmh(FederatedProtocol):
                 for out, prototypes, valid in by_modality
                 if out is not None and bool(valid.any())
             ]
-            return torch.stack(parts).sum() / (len(step.rows) * len(local.share)) if parts else None
+            return torch.stack(parts).sum() / (len(step.rows) * len(local.dataset)) if parts else None
 
         trained = self.fedavg.trained(local, task, extra=extra)
         kept = _personal_model.kept(local) if self.options.measured == "trained" else {}
@@ -242,7 +242,7 @@ class PlFedCmh(FederatedProtocol):
                 owners[reply.silo.index] = torch.tensor([_aggregation.owns(reply.silo, name) for name in self.parts])
         prototypes = _class_prototypes.updated(
             state.tensors,
-            [(reply, _class_prototypes.own_rows(reply)) for reply in replies],
+            [(reply, _class_prototypes.rows_of_owned_modalities(reply)) for reply in replies],
             round_,
             max_age=self.context.max_age,
             weighted=False,

@@ -141,13 +141,13 @@ class Rcsr(FederatedProtocol):
         work = None if loss is None else _training.EveryBatch(local, self.context.training.batch_size, loss)
         outcome = _training.train_epochs(local, self.context, task, base, work, lambda_s=self.options.lambda_s)
         kept: Mapping[str, Tensor] = {"previous_update": outcome.delta, **self._personal(local, task, received)}
-        samples = len(local.share)
+        samples = len(local.dataset)
         image, text = self.branches["image"], self.branches["text"]
         geometry = _router.geometry(outcome.delta, local.state.get("previous_update"), image, text, samples)
         filler = received if self.options.filler == "ema" else (None, None)
         payloads: tuple[Payload, ...] = (
             _training.delta_payload(self.context, outcome, samples),
-            _prototypes.upload(_training.own_prototypes(local, self.context, task), filler),
+            _prototypes.upload(_training.silo_prototypes(local, self.context, task), filler),
             Geometry(values=geometry.float().numpy()),
             Loss(value=max(0.0, outcome.loss)),  # 1 - cos may round to just below 0
         )
@@ -283,7 +283,7 @@ class Rcsr(FederatedProtocol):
             _router.filled(statistics.prototypes, statistics.mask, self._filler(adam.values, tensors)),
             statistics.mask,
             weights,
-            _aggregation.kept_share(options.ema, len(replies), self.context.cohort),
+            _aggregation.decay_at_merge(options.ema, len(replies), self.context.cohort),
             unit_length=options.proto_unit,
             masked=options.masked_ema,
         )
@@ -327,7 +327,7 @@ class Rcsr(FederatedProtocol):
             rows,
             groups[rows],
             options.fair_eta * damping,  # a stale loss moves q less
-            kept=_aggregation.kept_share(options.fair_ema, len(replies), self.context.cohort),
+            kept=_aggregation.decay_at_merge(options.fair_ema, len(replies), self.context.cohort),
             tau=options.fair_tau,
             rule=options.fair_update,
             center=options.fair_center,

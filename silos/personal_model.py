@@ -15,7 +15,7 @@ from fedmq.encoders.base import MODALITIES
 from fedmq.errors import InputError
 from fedmq.evaluation.program import HeldOut
 from fedmq.federation.population import Population
-from fedmq.retrieval.released_model import Own, Release, Retriever
+from fedmq.retrieval.released_model import PersonalModel, Release, Retriever
 from fedmq.runs.results import read_summary
 from fedmq.storage.cache import key_of
 from fedmq.wire.messages import Message, digest
@@ -44,7 +44,7 @@ class _Watched(Mapping[str, torch.Tensor]):
         return len(self._tensors)
 
 
-def own_of(release: Release, population: Population, message: Message) -> Own:
+def personal_model_of(release: Release, population: Population, message: Message) -> PersonalModel:
     """A silo's personal model, as the silo evaluated it at the end of the run.
 
     Args:
@@ -71,7 +71,7 @@ def own_of(release: Release, population: Population, message: Message) -> Own:
         raise InputError(str(path), "no such file", allowed)
     held = hashlib.sha256(save(dict(kept))).hexdigest()
     key = key_of("own", release.digest, header.receiver, held, [digest(payload) for payload in message.payloads])
-    return Own(header.receiver, key, found)
+    return PersonalModel(header.receiver, key, found)
 
 
 def _lost(release: Release, silo: Silo, found: Retriever) -> bool:

@@ -19,12 +19,12 @@ from fedmq.config.faults import Drift, LabelNoise
 from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data.silo_dataset import load_silo_dataset
-from fedmq.encoders.gpu import give_back
+from fedmq.encoders.gpu import release_unused_memory
 from fedmq.errors import DiskError, FedmqError, InputError, RemoteWireError
 from fedmq.evaluation.program import HeldOut
 from fedmq.federation import update_transforms
-from fedmq.federation.fault_effects import drifted_rows, tampered, with_noisy_labels
-from fedmq.federation.fault_schedule import FaultSchedule, Strike
+from fedmq.federation.fault_effects import attacked, drifted_rows, with_noisy_labels
+from fedmq.federation.fault_schedule import FaultHit, FaultSchedule
 from fedmq.federation.population import Population, build_population, device_of
 from fedmq.federation.protocol import Encoders, Local, Task
 from fedmq.malloc import keep_buffers
@@ -98,7 +98,7 @@ class Silo:
         self.script = FaultSchedule(scenario.faults, scenario.seed, population.silos)
         self._device = device_of(arguments.device or scenario.device, population.facts(arguments.name).index)
         self._shared, self._noise = model, noise
-        self._standing: tuple[Strike, ...] | None = None
+        self._standing: tuple[FaultHit, ...] | None = None
         self._equip(arguments.name, 0)
         self.context = population.context(scenario, self.model)
         self.protocol = protocols.create(scenario.protocol, self.context)
@@ -127,10 +127,10 @@ class Silo:
         columns = population.label_columns(self.scenario)
         if share.labels is not None and len(columns) < share.labels.shape[1]:
             share = replace(share, labels=share.labels[:, columns].contiguous())
-        self.share = share
+        self.dataset = share
         for place, fault in standing:
             if isinstance(fault, LabelNoise):
-                self.share = with_noisy_labels(fault, self.share, self.script.generator(place, name))
+                self.dataset = with_noisy_labels(fault, self.dataset, self.script.generator(place, name))
 
     def respond(self, message: Message) -> tuple[Payload, ...]:
         """The payloads of the reply to a message of kind task or evaluate.
@@ -156,7 +156,7 @@ class Silo:
         assert info is not None  # noqa: S101 - a Message of kind task has it by construction
         self._equip(self.facts.name, header.base_version)
         task = Task(header.sequence, header.base_version, info.round, info.learning_rate, message.payloads)
-        local = Local(self.facts, self.share, self.model, self.store.before(header.sequence))
+        local = Local(self.facts, self.dataset, self.model, self.store.before(header.sequence))
         trained = self.protocol.train(local, task)
         layout, facts = self.context.layout, self.facts
         # Before clipping and noise, which apply only to what is sent.
@@ -164,8 +164,8 @@ class Silo:
         payloads = tuple(self._transform(payload, task) for payload in sent)
         # Scripted Byzantine attacks come last, since an attacker would not clip its own update.
         name, number, version = self.facts.name, header.sequence, header.base_version
-        for fault, generator in self.script.poisons(name, number, version, header.sent_at):
-            payloads = tuple(tampered(fault, payload, generator) for payload in payloads)
+        for fault, generator in self.script.attacks(name, number, version, header.sent_at):
+            payloads = tuple(attacked(fault, payload, generator) for payload in payloads)
         self.store.keep(header.sequence, trained.state, info.settled)
         return payloads
 
@@ -201,7 +201,7 @@ class Silo:
         if self._shared is None and not self.facts.paired and self.scenario.backbone.adapter_site == "blocks":
             # The evaluation, unlike training, also needs the tower of the modality that the silo lacks.
             model = self.population.build_model(self.scenario, str(model.flat.device), ("image", "text"))
-        return self.protocol.encoders(Local(self.facts, self.share, model, state), message.payloads), model
+        return self.protocol.encoders(Local(self.facts, self.dataset, model, state), message.payloads), model
 
     def _transform(self, payload: Payload, task: Task) -> Payload:
         if not isinstance(payload, update_transforms.TRANSFORMED):
@@ -247,7 +247,7 @@ def run_silo(
         silo = _loaded(arguments, identity)
         kept = _keeps_state(silo, log)
         link.start()
-        progress(f"{arguments.name}: {len(silo.share)} samples, connecting to {arguments.connect}")
+        progress(f"{arguments.name}: {len(silo.dataset)} samples, connecting to {arguments.connect}")
         while True:
             message = link.receive()
             if message is None or message.header.kind is Kind.STOP:
@@ -260,7 +260,7 @@ def run_silo(
                     joined()
                 case Kind.TASK | Kind.EVALUATE:
                     _reply(link, silo, slots, message, progress)
-                    give_back()  # memory of a failed task
+                    release_unused_memory()  # memory of a failed task
                     if not kept and not silo.store.empty:
                         kept = True
                         log.note(NoteKind.STATE_KEPT, task=message.header.sequence)
@@ -295,7 +295,7 @@ def _keeps_state(silo: Silo, log: MessageLog) -> bool:
     return kept
 
 
-def told_of(error: Exception) -> str:
+def reportable(error: Exception) -> str:
     """The description of an error that is sent to the coordinator; the full text goes only to the silo's stderr.
 
     Paths are reduced to file names, since folders may contain user names. Of an error that is not fedmq's, only the
@@ -317,11 +317,11 @@ def _reply(link: Channel, silo: Silo, slots: Slots, message: Message, progress: 
     try:
         with slots.one():
             payloads = silo.respond(message)
-            give_back()  # before the slot is released to the next silo
+            release_unused_memory()  # before the slot is released to the next silo
     except _ENDING:
         raise
     except Exception as error:
-        told = told_of(error)
+        told = reportable(error)
         if not isinstance(error, FedmqError):
             traceback.print_exc(file=sys.stderr)
         elif told != f"{type(error).__name__}: {error}":  # parts of the text were removed

@@ -24,7 +24,7 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.messages import Header, Kind, Message, Metrics
-from silos.program import Silo, SiloArguments, run_silo, told_of
+from silos.program import Silo, SiloArguments, reportable, run_silo
 from tests import in_process_run, threaded_run
 from tests.test_adversary_hostile_peers import joined, within
 from tests.threaded_run import resolved, run_of
@@ -185,7 +185,7 @@ def test_a_coordinator_takes_as_many_connections_as_the_system_allows(tmp_path: 
     ],
 )
 def test_no_folder_of_a_silo_is_told_to_the_coordinator(error: Exception, told: str) -> None:
-    assert told_of(error) == told
+    assert reportable(error) == told
 
 
 def test_the_whole_of_a_silos_error_stays_with_the_silo(

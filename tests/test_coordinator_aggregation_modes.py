@@ -100,9 +100,9 @@ def test_mixing_at_rate_one_is_the_merge_to_the_bit() -> None:
 
 
 def test_a_moving_average_forgets_as_much_per_full_round_however_it_is_split() -> None:
-    assert _aggregation.kept_share(0.9, 15, 15) == 0.9
-    assert _aggregation.kept_share(0.9, 5, 15) ** 3 == pytest.approx(0.9)
-    assert _aggregation.kept_share(0.9, 1, None) == 0.9
+    assert _aggregation.decay_at_merge(0.9, 15, 15) == 0.9
+    assert _aggregation.decay_at_merge(0.9, 5, 15) ** 3 == pytest.approx(0.9)
+    assert _aggregation.decay_at_merge(0.9, 1, None) == 0.9
 
 
 # ------------------------------------------------------------------------------------------------------------ methods

@@ -75,7 +75,7 @@ def test_a_silos_own_queries_retrieve_from_its_own_share_of_the_gallery(tmp_path
     encoders = Encoders(lambda x: x @ project, lambda x: x @ project)
     found = heldout.measured(encoders, binary=True, names=("silo-01",))
     assert heldout.gallery is not None
-    queries, gallery = (embed(encoders, share, binary=True) for share in (heldout.share, heldout.gallery))
+    queries, gallery = (embed(encoders, share, binary=True) for share in (heldout.dataset, heldout.gallery))
     places = [population.database.tolist().index(row) for row in population.galleries[1]]
     mine = [population.evaluated.tolist().index(row) for row in population.heldout[1]]
     expected = measure(queries.subset(np.array(mine)), chosen.evaluation, gallery.subset(np.array(places)), chosen.seed)
@@ -92,7 +92,7 @@ def test_folds_are_galleries_of_their_own_and_one_that_is_not_full_is_none(tmp_p
     project = torch.randn(BITS, BITS, generator=torch.Generator().manual_seed(0))
     encoders = Encoders(lambda x: x @ project, lambda x: x @ project)
     found = heldout.measured(encoders, binary=True, names=()).values
-    items = embed(encoders, heldout.share, binary=True)
+    items = embed(encoders, heldout.dataset, binary=True)
     assert len(items.image) == 24
     folds = [measure(items.subset(np.arange(start, start + 10)), chosen.evaluation) for start in (0, 10)]
     for name in ("i2t_r1", "t2i_r5", "mean_r10"):

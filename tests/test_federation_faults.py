@@ -18,7 +18,7 @@ from coordinator.rounds import Phase
 from fedmq.config.faults import FAULTS, AnyFault, Drift, LabelNoise
 from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import InputError, RunError
-from fedmq.federation.fault_effects import TaskOutcome, drifted_rows, tampered, with_noisy_labels
+from fedmq.federation.fault_effects import TaskOutcome, attacked, drifted_rows, with_noisy_labels
 from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.protocol import SiloFacts
 from fedmq.storage.run_folder import RunFolder
@@ -246,7 +246,7 @@ def delta() -> Delta:
     ],
 )
 def test_byzantine_updates(facts: dict[str, object], expected: list[float]) -> None:
-    poisoned = tampered(fault(**facts), delta(), np.random.default_rng(0))
+    poisoned = attacked(fault(**facts), delta(), np.random.default_rng(0))
     np.testing.assert_array_equal(poisoned.buffer, np.array(expected, np.float32))
     assert poisoned.n_samples == 5
 
@@ -256,8 +256,8 @@ def test_byzantine_noise_has_its_size_and_the_tasks_own_seed() -> None:
     payload = Delta("0" * 64, np.full(10_000, 3.0, np.float32), 5)
 
     def noise(sequence: int) -> Any:
-        ((each, generator),) = made.poisons("silo-00", sequence, 0, 0.0)
-        return tampered(each, payload, generator).buffer - 3.0  # type: ignore[union-attr]
+        ((each, generator),) = made.attacks("silo-00", sequence, 0, 0.0)
+        return attacked(each, payload, generator).buffer - 3.0  # type: ignore[union-attr]
 
     assert math.isclose(noise(1).std(), 6.0, rel_tol=0.05)
     np.testing.assert_array_equal(noise(1), noise(1))
@@ -268,13 +268,13 @@ def test_poisoned_prototypes_point_the_other_way_and_losses_stay() -> None:
     poison = fault(kind="prototype_poisoning", scale=3)
     row, table = np.array([1.0, -2.0], np.float32), np.array([[1.0, -2.0]], np.float32)
     counts, generator = np.array([4]), np.random.default_rng(0)
-    np.testing.assert_array_equal(tampered(poison, ModalityPrototypes(row, row, 3), generator).text, [-3, 6])
+    np.testing.assert_array_equal(attacked(poison, ModalityPrototypes(row, row, 3), generator).text, [-3, 6])
     np.testing.assert_array_equal(
-        tampered(poison, ClassPrototypes(table, counts, "both"), generator).prototypes, [[-3, 6]]
+        attacked(poison, ClassPrototypes(table, counts, "both"), generator).prototypes, [[-3, 6]]
     )
-    np.testing.assert_array_equal(tampered(poison, Memory(table, counts), generator).centroids, [[-3, 6]])
+    np.testing.assert_array_equal(attacked(poison, Memory(table, counts), generator).centroids, [[-3, 6]])
     loss = Loss(0.5)
-    assert tampered(poison, loss, generator) is loss
+    assert attacked(poison, loss, generator) is loss
 
 
 # --------------------------------------------------------------------------------- what the message log shows of it

@@ -144,7 +144,7 @@ def test_a_stale_silos_public_representations_count_less(monkeypatch: pytest.Mon
         wanted.append(found)
         return theta, 0.0
 
-    monkeypatch.setattr(run.protocol, "_taught", taught)
+    monkeypatch.setattr(run.protocol, "_distilled", taught)
     first, second = run.replies()
     run.protocol.merge(run.state, [first, replace(second, damping=0.25)], 0)
     rows = [torch.from_numpy(reply.payloads[0].values.copy()).float() for reply in (first, second)]

@@ -142,7 +142,7 @@ def test_the_release_finds_what_the_evaluator_measured_and_trains_no_other_model
     assert measured[0] != measured[1]
     release = open_release(tmp_path / "all")
     prepared = prepare(release.scenario.data, release.scenario.backbone)
-    share = HeldOut.load(release.scenario, build_population(release.scenario)).share
+    share = HeldOut.load(release.scenario, build_population(release.scenario)).dataset
     again = measure(embed(encoders_of(release.model(prepared)), share, binary=False), release.scenario.evaluation)
     assert {name: again[name] for name in ("mean_r1", "mean_r10")} == {
         name: measured[1][name] for name in ("mean_r1", "mean_r10")

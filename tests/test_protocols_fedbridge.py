@@ -88,10 +88,10 @@ def test_the_second_caption_is_another_one_where_there_is_another() -> None:
     local = type("L", (), {"share": type("S", (), {"captions": torch.tensor([1, 2, 5, 1, 5, 3])})})()
     for seed in range(20):
         generator = np.random.default_rng(seed)
-        caption = (generator.random(6) * local.share.captions.numpy()).astype(np.int64)
+        caption = (generator.random(6) * local.dataset.captions.numpy()).astype(np.int64)
         other = fedbridge._another(local, caption, generator)
-        assert (other < local.share.captions.numpy()).all()
-        assert ((other != caption) == (local.share.captions.numpy() > 1)).all()
+        assert (other < local.dataset.captions.numpy()).all()
+        assert ((other != caption) == (local.dataset.captions.numpy() > 1)).all()
 
 
 def test_items_with_one_caption_have_no_contrast_of_two() -> None:

@@ -347,7 +347,7 @@ def test_buffers_start_anew_once_the_silo_holds_other_items() -> None:
     state["base.buffer.image"] += 1
     taken = _alternating.buffers(dataclasses.replace(local, state=state), dcmh.PREFIX, lambda out: out.plain)
     assert torch.equal(taken["image"], state["base.buffer.image"])
-    other = dataclasses.replace(local, state={**state, "base.buffer.rows": local.share.rows + 1})
+    other = dataclasses.replace(local, state={**state, "base.buffer.rows": local.dataset.rows + 1})
     assert not torch.equal(_alternating.buffers(other, dcmh.PREFIX, lambda out: out.plain)["image"], taken["image"])
 
 
@@ -483,7 +483,7 @@ def test_an_update_of_the_class_codes_never_raises_the_objective(levels: int) ->
     work, local = at_work("shdch", names=LEVELS, levels=levels)
     generator = torch.Generator().manual_seed(3)
     work.buffers = {name: torch.randn(9, 8, generator=generator).tanh() for name in ("image", "text")}
-    labels = local.share.labels.float()
+    labels = local.dataset.labels.float()
 
     def objective_now() -> float:
         outputs = [shdch.output_loss(each, work.codes, work.levels, 10.0) for each in work.buffers.values()]

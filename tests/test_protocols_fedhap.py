@@ -522,7 +522,7 @@ def test_of_a_part_of_a_merges_step_the_discriminator_takes_the_same_part() -> N
     run = small("triplet", "fedhap")
     run.round()
     before, after = run.state, run.protocol.merge(run.state, run.replies(), 1).state
-    kept = run.protocol.followed(before, after, 0.25)
+    kept = run.protocol.mix_state(before, after, 0.25)
     steps = [state.tensors[fedhap._CHANGE] - before.tensors[fedhap._CHANGE] for state in (after, kept)]
     assert steps[0].any()
     torch.testing.assert_close(steps[1], 0.25 * steps[0])

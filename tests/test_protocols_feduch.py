@@ -129,10 +129,10 @@ def test_captions_an_item_does_not_have_do_not_enter_its_features() -> None:
 def test_a_batch_takes_the_features_of_the_captions_it_trains_on() -> None:
     run = small("djsrh")
     local, rows = local_of(run, 0), np.array([2, 0])
-    caption = np.zeros(len(local.share), np.int64)
-    assert local.share.text is not None
+    caption = np.zeros(len(local.dataset), np.int64)
+    assert local.dataset.text is not None
     _, text = batch_features(local, rows, caption)
-    assert torch.equal(text, local.share.text[[2, 0], 0])
+    assert torch.equal(text, local.dataset.text[[2, 0], 0])
 
 
 # --------------------------------------------------------------------------------------------------- bases
@@ -343,7 +343,7 @@ def test_reference_nets_run_without_dropout_and_leave_the_model_as_it_was() -> N
 def test_a_reference_made_once_for_all_epochs_says_what_one_made_batch_by_batch_says() -> None:
     run = small("dgcpn", "feduch")
     local, other = local_of(run, 0), run.state.theta * 1.5
-    captions = np.arange(len(local.share)) % local.share.captions.numpy()
+    captions = np.arange(len(local.dataset)) % local.dataset.captions.numpy()
     once, anew = _personal_model.Reference(local, other, 50), _personal_model.Reference(local, other, 1)
     for runs in (("image", "text"), ("text",)):
         step = _training.Step(np.array([3, 0, 2]), captions, lambda *_: torch.zeros(()), runs=runs)
@@ -359,11 +359,11 @@ def test_a_reference_made_once_for_all_epochs_says_what_one_made_batch_by_batch_
 def test_a_reference_reuses_images_where_there_are_as_many_captions_as_epochs() -> None:
     run = small("dgcpn", "feduch")
     local, other = local_of(run, 0), run.state.theta * 1.5
-    assert local.share.text is not None
-    captions = local.share.text.shape[1]
+    assert local.dataset.text is not None
+    captions = local.dataset.text.shape[1]
     assert captions > 1
     mixed, anew = _personal_model.Reference(local, other, captions), _personal_model.Reference(local, other, 1)
-    chosen = np.arange(len(local.share)) % local.share.captions.numpy()
+    chosen = np.arange(len(local.dataset)) % local.dataset.captions.numpy()
     step = _training.Step(np.array([3, 0, 2]), chosen, lambda *_: torch.zeros(()))
     for kept, made in zip(mixed(step), anew(step), strict=True):
         assert kept is not None and made is not None
@@ -374,7 +374,7 @@ def test_a_reference_reuses_images_where_there_are_as_many_captions_as_epochs() 
 def test_a_reference_is_as_sharp_as_the_epoch_it_is_asked_in() -> None:
     run = small("djsrh", "feduch")
     local, other = local_of(run, 0), run.state.theta * 1.5
-    captions = np.zeros(len(local.share), np.int64)
+    captions = np.zeros(len(local.dataset), np.int64)
     step = _training.Step(np.array([3, 0, 2]), captions, lambda *_: torch.zeros(()))
     once, anew = _personal_model.Reference(local, other, 50), _personal_model.Reference(local, other, 1)
     for sharpness in (1.0, 3.0):
@@ -432,7 +432,7 @@ def test_what_a_method_compares_with_codes_of_before_training_is_as_sharp_as_the
 def test_outputs_that_are_not_sharpened_are_compared_as_they_are(base: str | None) -> None:
     run = population("fedavg") if base is None else small(base)
     local = local_of(run, 0)
-    outs = _training.outputs(local, np.arange(3), np.zeros(len(local.share), np.int64))
+    outs = _training.outputs(local, np.arange(3), np.zeros(len(local.dataset), np.int64))
     assert all(one is other for one, other in zip(_personal_model.unsharpened(local, *outs), outs, strict=True))
 
 

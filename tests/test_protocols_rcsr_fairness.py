@@ -136,7 +136,7 @@ def shares(replies: int, *, lie: float | None = None, when: int = 0, merges: int
             rows,
             GROUPS[rows],
             torch.full((replies,), 0.1, dtype=torch.float64),
-            kept=_aggregation.kept_share(0.9, replies, 15),
+            kept=_aggregation.decay_at_merge(0.9, replies, 15),
             tau=0.1,
             rule="entropic",
             center=True,

@@ -359,7 +359,7 @@ def test_a_silo_of_one_modality_steps_on_fedbridges_assignment_keeping_and_pairs
     centroids = _centroids.received(task.payloads)
     assert centroids is not None
     start = torch.from_numpy(take(task.payloads, Model).buffer.copy())
-    generator, counts = _training.generator_of(run.context, local, task, "train"), local.share.captions.numpy()
+    generator, counts = _training.generator_of(run.context, local, task, "train"), local.dataset.captions.numpy()
 
     def embedded(caption: np.ndarray | None, rows: np.ndarray) -> Tensor:
         out = next(each for each in _training.outputs(local, rows, caption) if each is not None)
@@ -402,7 +402,7 @@ def test_a_silo_steps_on_creamfls_contrasts_with_the_global_representations(imag
     shared = dict(zip(("image", "text"), sent, strict=True))
     public = replace(run.protocol._coordinator(), silo=silo, model=run.model)  # type: ignore[attr-defined]
     generator = _training.generator_of(run.context, public, task, "train")
-    counts = public.share.captions.numpy()
+    counts = public.dataset.captions.numpy()
     caption = None if image else (generator.random(len(counts)) * counts).astype(np.int64)
     rows = generator.permutation(len(counts))
     run.model.load(before[OWN])
@@ -428,7 +428,7 @@ def test_creamfls_coordinator_steps_on_the_public_pairs_and_the_distillation() -
     sent = torch.from_numpy(take(replies[0].payloads, Representations).values.astype(np.float32)).chunk(2)
     own = run.protocol._coordinator()  # type: ignore[attr-defined]
     generator = _training.generator_of(run.context, own, Task(1, 0, 0, rate, ()), "train")
-    counts = own.share.captions.numpy()
+    counts = own.dataset.captions.numpy()
     caption = (generator.random(len(counts)) * counts).astype(np.int64)
     rows = generator.permutation(len(counts))
     own.model.load(before)

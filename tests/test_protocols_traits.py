@@ -152,7 +152,7 @@ def test_the_hooks_of_a_method_without_traits_do_nothing() -> None:
     assert run.protocol.traits() == Traits() == type(run.protocol).traits_of(FedAvgOptions())
     assert run.protocol.release(run.state) == ()
     after = run.protocol.merge(run.state, run.replies(), 0).state
-    assert run.protocol.followed(run.state, after, 0.5) is after
+    assert run.protocol.mix_state(run.state, after, 0.5) is after
     assert FederatedProtocol.Options is NoOptions
 
 

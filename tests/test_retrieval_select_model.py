@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import protocols
-from coordinator.final_request import asked_last
+from coordinator.final_request import final_evaluation_request
 from fedmq.cli import main as cli
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError
@@ -26,12 +26,12 @@ from fedmq.retrieval.released_model import OtherModelError, Release, open_releas
 from fedmq.wire.layout import Layout
 from fedmq.wire.messages import Delta, PartialDelta
 from protocols import fedscmr
-from silos.personal_model import own_of
+from silos.personal_model import personal_model_of
 from tests import in_process_run
 from tests.small_federation import OBJECTIVES, population
 from tests.threaded_run import resolved
 
-PROGRAMS = select_model.Programs(protocols.traits_of, asked_last, own_of)
+PROGRAMS = select_model.Programs(protocols.traits_of, final_evaluation_request, personal_model_of)
 
 DSCMR = "objective={base: dscmr, bits: 12, hidden: 16, leaky: true}"
 #: Methods whose shared model is none to retrieve by, with what they run on.

@@ -31,7 +31,7 @@ def replied(monkeypatch: pytest.MonkeyPatch, error: Exception | None) -> list[st
             raise error
         return ()
 
-    monkeypatch.setattr(program, "give_back", lambda: told.append("given back"))
+    monkeypatch.setattr(program, "release_unused_memory", lambda: told.append("given back"))
     silo: Any = SimpleNamespace(respond=respond, facts=SimpleNamespace(name="silo-00"))
     link: Any = SimpleNamespace(send=lambda kind, *_, **__: told.append(str(kind)))
     header = SimpleNamespace(sequence=1, base_version=0)

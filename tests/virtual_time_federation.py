@@ -60,7 +60,7 @@ class Federation:
                 rate = self.mixing * replies[0].damping
                 after = replace(after, theta=mixed(before.theta, after.theta, rate))
                 if rate < 1.0:
-                    after = self.population.protocol.followed(before, after, rate)
+                    after = self.population.protocol.mix_state(before, after, rate)
             self.states[version + 1] = after
             self.staleness += [reply.staleness for reply in replies]
             self.merges.append(len(replies))

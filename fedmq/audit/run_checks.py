@@ -329,9 +329,9 @@ def _figures(
     yield from _made(place, summary, own_means(summary.personal_whole_split, summary.personal_per_silo))
     if not inline:
         yield from _not_said_by_silos(place, summary.versions, summary, course)
-        told_of = [(line.version, line.personal_whole_split) for line in _personal(lines)]
-        told_of.append((summary.versions, summary.personal_whole_split))
-        yield from _not_told_of_silos(folder, told_of, course)
+        reportable = [(line.version, line.personal_whole_split) for line in _personal(lines)]
+        reportable.append((summary.versions, summary.personal_whole_split))
+        yield from _not_told_of_silos(folder, reportable, course)
 
 
 def _of_the_last_evaluation(

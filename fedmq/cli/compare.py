@@ -406,7 +406,7 @@ def carry_out(options: Options, roots: Roots) -> None:
         tables,
     )
     from fedmq.experiments.grid import default_folder, scenarios  # noqa: PLC0415
-    from fedmq.storage.run_folder import RunFolder, folder_if_used, write_text  # noqa: PLC0415
+    from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text  # noqa: PLC0415
 
     out, err, command = Console(), Console(stderr=True), shlex.join(["fedmq", *sys.argv[1:]])
     folder = options.out_dir or default_folder(plan, options.kind, roots.resolve)
@@ -421,7 +421,7 @@ def carry_out(options: Options, roots: Roots) -> None:
         size = f"{len(plan.entries)} rows x {len(plan.seeds)} seeds" + f", {trials} trials on validation" * bool(trials)
         err.print(f"{size}; at most {jobs} runs at once, in {folder}", highlight=False, soft_wrap=True, markup=False)
     # The tables are written at the very end: too late to learn that they cannot be.
-    with folder_if_used(folder), display_progress(err, quiet=options.quiet) as told:
+    with provisional_folder(folder), display_progress(err, quiet=options.quiet) as told:
         comparison = runner.carry_out(plan, place, told, roots.until_stopped)
     if comparison.stopped:
         err.print(f"stopped; the same command goes on: [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)

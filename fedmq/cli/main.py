@@ -113,12 +113,16 @@ def _traits_of(scenario: Scenario) -> Traits:
 
 def _opened(run: Path, device: str | None, silo: str | None, progress: Callable[[str, int, int], None]) -> Any:
     import protocols  # noqa: PLC0415 - all of them bring torch
-    from coordinator.final_request import asked_last  # noqa: PLC0415
+    from coordinator.final_request import final_evaluation_request  # noqa: PLC0415
     from fedmq.retrieval import select_model  # noqa: PLC0415
-    from silos.personal_model import own_of  # noqa: PLC0415
+    from silos.personal_model import personal_model_of  # noqa: PLC0415
 
     return select_model.opened(
-        run, device, silo, select_model.Programs(protocols.traits_of, asked_last, own_of), progress
+        run,
+        device,
+        silo,
+        select_model.Programs(protocols.traits_of, final_evaluation_request, personal_model_of),
+        progress,
     )
 
 

@@ -38,7 +38,7 @@ def kind_of(device: str) -> dict[str, str]:
     return {} if device == "cpu" else {"gpu": torch.cuda.get_device_name(device)}
 
 
-def give_back() -> None:
+def release_unused_memory() -> None:
     """Return torch's cached, unused GPU memory to the device; does nothing if no GPU was used.
 
     Otherwise each of the silos that share a GPU would hold a task's peak memory until the run ends.

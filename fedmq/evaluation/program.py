@@ -15,7 +15,7 @@ from fedmq.config.resolve import ResolvedRun
 from fedmq.config.scenario import Scenario
 from fedmq.data.label_levels import fine_columns
 from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
-from fedmq.encoders.gpu import give_back
+from fedmq.encoders.gpu import release_unused_memory
 from fedmq.errors import RemoteWireError
 from fedmq.evaluation.embedded import embed
 from fedmq.evaluation.metrics import Measure, measure
@@ -74,7 +74,7 @@ class HeldOut:
 
     Args:
         scenario: cut-offs, and the seed of the gallery's order.
-        share: the evaluated split, in both modalities.
+        dataset: the evaluated split, in both modalities.
         items: of each silo, places in the split that belong to it.
         gallery: what label metrics retrieve from; None is the split itself.
         own: of each silo, places in the gallery that belong to it.
@@ -82,7 +82,7 @@ class HeldOut:
     """
 
     scenario: Scenario
-    share: SiloDataset
+    dataset: SiloDataset
     items: Mapping[str, np.ndarray]
     gallery: SiloDataset | None
     own: Mapping[str, np.ndarray]
@@ -116,7 +116,7 @@ class HeldOut:
         items; where the gallery is the split itself, from its own share of that.
         """
         evaluation, seed = self.scenario.evaluation, self.scenario.seed
-        embedded = embed(encoders, self.share, binary=binary)
+        embedded = embed(encoders, self.dataset, binary=binary)
         gallery = None if self.gallery is None else embed(encoders, self.gallery, binary=binary)
         per_silo = {
             name: measure(
@@ -223,7 +223,7 @@ def run_evaluator(
         population = build_population(here, folder=arguments.data)
         evaluator = Evaluator(scenario, population, device_of(here.device))
         link.start()
-        progress(f"{EVALUATOR}: {len(evaluator.heldout.share)} held-out items, connecting to {arguments.connect}")
+        progress(f"{EVALUATOR}: {len(evaluator.heldout.dataset)} held-out items, connecting to {arguments.connect}")
         while True:
             message = link.receive()
             if message is None or message.header.kind is Kind.STOP:
@@ -238,7 +238,7 @@ def run_evaluator(
                 result: Metrics | Error = evaluator.evaluate(message.payloads)
             except Exception as error:  # whatever a model does to its evaluation, the run is told why
                 result = Error.saying("evaluation_failed", f"{type(error).__name__}: {error}")
-            give_back()
+            release_unused_memory()
             kind = Kind.ERROR if isinstance(result, Error) else Kind.REPLY
             link.send(
                 kind, (result,), sequence=header.sequence, reply_to=header.sequence, base_version=header.base_version

@@ -25,7 +25,7 @@ from fedmq.runs import results
 from fedmq.runs.results import FinishedRun
 from fedmq.storage.cache import file_digest
 from fedmq.storage.locks import try_lock
-from fedmq.storage.run_folder import RunFolder, folder_if_used, write_text, writing
+from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text, writing
 
 Settings = tuple[str, ...]
 """As ``--set`` takes them."""
@@ -184,7 +184,7 @@ def exclusive_use(folder: Path) -> Iterator[None]:
         InputError: it cannot be made or written, or another process holds it.
     """
     lock = folder / ".lock"
-    with folder_if_used(folder), _opened(lock) as file:
+    with provisional_folder(folder), _opened(lock) as file:
         with writing(lock):
             free = try_lock(file)
         if not free:

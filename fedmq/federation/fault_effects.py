@@ -146,7 +146,7 @@ def _overlap(outcome: TaskOutcome, window: Window) -> Window | None:
     return window if window[0] < outcome.due and outcome.handed < window[1] else None
 
 
-def tampered(fault: Poison, payload: Payload, generator: np.random.Generator) -> Payload:
+def attacked(fault: Poison, payload: Payload, generator: np.random.Generator) -> Payload:
     """A payload as sent by a Byzantine silo, with its update, prototypes or centroids replaced.
 
     Args:

@@ -29,7 +29,7 @@ from fedmq.federation.protocol import SiloFacts
 _TIMED, _POISON, _STANDING = get_args(Timed), get_args(Poison), get_args(Standing)
 
 
-class Strike(NamedTuple):
+class FaultHit(NamedTuple):
     """A fault that hits a task.
 
     Args:
@@ -67,7 +67,7 @@ class FaultSchedule:
         group.sort(key=lambda silo: seeds.derive(self.seed, "fault-share", place, silo))
         return frozenset(group[: max(1, round(fault.share * len(group)))])
 
-    def strikes(self, silo: str, sequence: int, round_: int, handed: float) -> Iterator[Strike]:
+    def strikes(self, silo: str, sequence: int, round_: int, handed: float) -> Iterator[FaultHit]:
         """The faults that apply to a task by silo, round, time and probability.
 
         Args:
@@ -83,7 +83,7 @@ class FaultSchedule:
                 fault.in_time(handed) and self._draw(place, silo, sequence) < fault.probability
             ):
                 continue
-            yield Strike(place, fault)
+            yield FaultHit(place, fault)
 
     def _draw(self, place: int, silo: str, what: int | str) -> float:
         """A uniform draw in [0, 1)."""
@@ -91,7 +91,7 @@ class FaultSchedule:
 
     def outcome(
         self, silo: str, sequence: int, round_: int, handed: float, work: float
-    ) -> tuple[TaskOutcome, list[Strike]]:
+    ) -> tuple[TaskOutcome, list[FaultHit]]:
         """The outcome of a task, and the faults that affect it, in the scenario's order.
 
         Args:
@@ -101,7 +101,7 @@ class FaultSchedule:
             handed: the run's time when the task is sent [s].
             work: the task's duration without faults [s].
         """
-        outcome, struck = TaskOutcome(handed, work, handed + work), list[Strike]()
+        outcome, struck = TaskOutcome(handed, work, handed + work), list[FaultHit]()
         for strike in self.strikes(silo, sequence, round_, handed):
             if isinstance(strike.fault, _TIMED):
                 changed = outcome_after(strike.fault, outcome, self._draw(strike.place, silo, "phase"))
@@ -136,7 +136,7 @@ class FaultSchedule:
             raise InputError("faults: modality_lost", f"{silo.name} without any modality", "silos that keep one")
         return states
 
-    def poisons(self, silo: str, sequence: int, round_: int, handed: float) -> list[tuple[Poison, np.random.Generator]]:
+    def attacks(self, silo: str, sequence: int, round_: int, handed: float) -> list[tuple[Poison, np.random.Generator]]:
         """The attacks of a Byzantine silo on the payloads of a task, each with its own generator."""
         return [
             (strike.fault, seeds.numpy_generator(self.seed, "poison", strike.place, silo, sequence))
@@ -144,7 +144,7 @@ class FaultSchedule:
             if isinstance(strike.fault, _POISON)
         ]
 
-    def standing(self, silo: str, round_: int) -> tuple[Strike, ...]:
+    def standing(self, silo: str, round_: int) -> tuple[FaultHit, ...]:
         """The faults of a silo's data that are active in a round."""
         return tuple(s for s in self.strikes(silo, 0, round_, 0.0) if isinstance(s.fault, _STANDING))
 

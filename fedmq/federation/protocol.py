@@ -130,13 +130,13 @@ class Local:
 
     Args:
         silo: facts about the silo.
-        share: the silo's dataset, without a modality that it lacks.
+        dataset: the silo's dataset, without a modality that it lacks.
         model: the two towers; :meth:`TwoTower.load` sets the downloaded parameters.
         state: personal tensors from the silo's previous task, empty at the first one; never sent.
     """
 
     silo: SiloFacts
-    share: SiloDataset
+    dataset: SiloDataset
     model: TwoTower
     state: Mapping[str, torch.Tensor]
 
@@ -335,7 +335,7 @@ class FederatedProtocol(ABC):
         """
         return ()
 
-    def followed(self, before: State, after: State, rate: float) -> State:
+    def mix_state(self, before: State, after: State, rate: float) -> State:
         """Adapt the state after a merge whose step was scaled by ``fedmq.federation.staleness.mixed``.
 
         Override it if other parts of the state have to move by the same fraction as the model.

@@ -88,7 +88,7 @@ def measured(release: Release, top_n: Sequence[int], progress: Progress | None =
     scenario = release.scenario
     population = labelled_world(release, progress)
     heldout, model = HeldOut.load(scenario, population), release.retriever(population.prepared)
-    queries = embed(model.encoders, heldout.share, binary=model.binary)
+    queries = embed(model.encoders, heldout.dataset, binary=model.binary)
     gallery = queries if heldout.gallery is None else embed(model.encoders, heldout.gallery, binary=model.binary)
     asked = tuple(n for n in top_n if n <= len(gallery.image))
     ways: tuple[Way, ...] = ("i2t", "t2i")

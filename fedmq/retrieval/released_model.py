@@ -60,7 +60,7 @@ class Retriever:
 
 
 @dataclass(frozen=True)
-class Own:
+class PersonalModel:
     """A silo's own model.
 
     Args:
@@ -92,7 +92,7 @@ class Release:
     config: ReleaseConfig
     cache: Path
     device: str
-    own: Own | None = None
+    own: PersonalModel | None = None
 
     @property
     def digest(self) -> str:

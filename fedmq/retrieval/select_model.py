@@ -12,7 +12,7 @@ from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.population import Population, build_population
 from fedmq.federation.protocol import Traits
 from fedmq.progress import Progress
-from fedmq.retrieval.released_model import Own, Release, open_release
+from fedmq.retrieval.released_model import PersonalModel, Release, open_release
 from fedmq.runs.results import read_summary
 from fedmq.wire.messages import Message
 
@@ -29,7 +29,7 @@ class Programs:
 
     traits_of: Callable[[Scenario], Traits]
     asked: Callable[[Release, Population, str], Message]
-    own: Callable[[Release, Population, Message], Own]
+    own: Callable[[Release, Population, Message], PersonalModel]
 
 
 def opened(

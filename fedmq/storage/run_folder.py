@@ -127,7 +127,7 @@ def make_folder(path: Path) -> Path:
 
 
 @contextmanager
-def folder_if_used(path: Path) -> Iterator[None]:
+def provisional_folder(path: Path) -> Iterator[None]:
     """Create a folder before the block runs; remove it again if the block fails, unless it existed or has contents.
 
     Raises:

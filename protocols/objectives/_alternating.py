@@ -86,7 +86,7 @@ def passes(
         return loss(modality, rows, out)
 
     for modality in modalities_of(local):
-        for rows in drawn(len(local.share), batch_size, draws, generator):
+        for rows in drawn(len(local.dataset), batch_size, draws, generator):
             bound = partial(step_loss, modality=modality, rows=rows)
             yield _training.Step(rows, caption, bound, runs=(modality,), trains=(modality,))
 
@@ -103,7 +103,7 @@ def buffers(local: Local, prefix: str, chosen: Callable[[Out], Tensor]) -> dict[
         chosen: selects one of a tower's outputs.
     """
     result = {}
-    first = np.zeros(len(local.share), np.int64)
+    first = np.zeros(len(local.dataset), np.int64)
     same = same_items(local, prefix)
     for modality in modalities_of(local):
         name = f"{prefix}.{modality}"
@@ -126,13 +126,13 @@ def kept(local: Local, prefix: str, tensors: Mapping[Modality, Tensor]) -> dict[
     lost = [name for modality, name in names.items() if modality not in tensors and name in local.state]
     before = {name: local.state[name] for name in lost} if same_items(local, prefix) else {}
     current = {names[modality]: tensor.cpu() for modality, tensor in tensors.items()}
-    return {**before, **current, f"{prefix}.rows": local.share.rows.clone()}
+    return {**before, **current, f"{prefix}.rows": local.dataset.rows.clone()}
 
 
 def same_items(local: Local, prefix: str) -> bool:
     """Whether the buffers in the silo's state were computed for its current items."""
     rows = local.state.get(f"{prefix}.rows")
-    return rows is not None and torch.equal(rows, local.share.rows)
+    return rows is not None and torch.equal(rows, local.dataset.rows)
 
 
 def common_codes(outputs: Mapping[Modality, Tensor]) -> Tensor:

@@ -93,7 +93,7 @@ class LabelledBatches(_training.Work):
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
         """One step per batch of a permutation."""
         caption = _training.choose_captions(self.local, generator)
-        for rows in _training.batches(len(self.local.share), self.batch_size, generator):
+        for rows in _training.batches(len(self.local.dataset), self.batch_size, generator):
             labels = _training.labels_of(self.local, rows)
 
             def batch_loss(image: Out | None, text: Out | None, labels: Tensor = labels) -> Tensor:

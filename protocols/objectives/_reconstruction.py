@@ -68,7 +68,7 @@ class Reconstruction(_training.Work):
         caption = _training.choose_captions(self.local, generator)
         device = self.local.model.flat.device
         with sharpened(self.local, sharpness(self.before + epoch)):
-            for rows in _training.batches(len(self.local.share), self.training.batch_size, generator):
+            for rows in _training.batches(len(self.local.dataset), self.training.batch_size, generator):
                 similar = self.target(*(each.to(device) for each in batch_features(self.local, rows, caption)))
 
                 def batch_loss(image: Out | None, text: Out | None, similar: Tensor = similar) -> Tensor:

@@ -130,7 +130,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dcmh:
         local=local,
         batch_size=context.training.batch_size,
         scale=_alternating.factor(options.scale, context),
-        labels=_training.labels_of(local, np.arange(len(local.share)))[:, fine_columns(context.label_names)],
+        labels=_training.labels_of(local, np.arange(len(local.dataset)))[:, fine_columns(context.label_names)],
         buffers=buffers,
         codes=_alternating.common_codes(buffers),
     )

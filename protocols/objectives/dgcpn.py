@@ -184,7 +184,7 @@ class Dgcpn(_training.Work):
         """Two steps per batch at a paired silo, one at others; a method's extra terms enter the first."""
         caption = _training.choose_captions(self.local, generator)
         device = self.local.model.flat.device
-        for rows in _training.batches(len(self.local.share), self.batch_size, generator):
+        for rows in _training.batches(len(self.local.dataset), self.batch_size, generator):
             fixed = None if self.graph is None else self.graph.similarity(torch.from_numpy(rows).to(device))
 
             def relaxed(image: Out | None, text: Out | None, fixed: Tensor | None = fixed) -> Tensor:
@@ -205,7 +205,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dgcpn
     """Start DGCPN for one task; single-modality silos train it on their modality."""
     graph = None
     if options.similarity == "features":
-        image, text = (each.to(local.model.flat.device) for each in item_features(local.share))
+        image, text = (each.to(local.model.flat.device) for each in item_features(local.dataset))
         graph = graph_of(image, text, options)
     return Dgcpn(options, local, context.training.batch_size, graph)
 

@@ -72,8 +72,8 @@ class Dpsh(_training.Work):
     def steps(self, epoch: int, generator: np.random.Generator) -> Iterator[_training.Step]:
         """One step per batch of a permutation."""
         caption = _training.choose_captions(self.local, generator)
-        bank_labels = _training.labels_of(self.local, np.arange(len(self.local.share))).repeat(len(self.bank), 1)
-        for rows in _training.batches(len(self.local.share), self.batch_size, generator):
+        bank_labels = _training.labels_of(self.local, np.arange(len(self.local.dataset))).repeat(len(self.bank), 1)
+        for rows in _training.batches(len(self.local.dataset), self.batch_size, generator):
             labels = _training.labels_of(self.local, rows)
 
             def batch_loss(
@@ -103,7 +103,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Dpsh:
     The bank of an earlier task is discarded if the silo's items have changed, as after a scenario's drift.
     """
     modalities = _alternating.modalities_of(local)
-    bank = torch.zeros(len(modalities), len(local.share), context.dim)
+    bank = torch.zeros(len(modalities), len(local.dataset), context.dim)
     if _alternating.same_items(local, _BANK):
         for codes, modality in zip(bank, modalities, strict=True):
             if (old := local.state.get(f"{_BANK}.{modality}")) is not None:

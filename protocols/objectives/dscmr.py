@@ -93,7 +93,7 @@ def logits_of(out: Out) -> Tensor:
 
 def begin(options: Options, local: Local, context: Context, task: Task) -> EveryLabelledBatch:
     """Start DSCMR for one task; single-modality silos train it on their modality."""
-    rows = np.arange(len(local.share))
+    rows = np.arange(len(local.dataset))
     return EveryLabelledBatch(local, context.training.batch_size, partial(loss, options=options), rows)
 
 

@@ -210,7 +210,7 @@ def begin(options: Options, local: Local, context: Context, task: Task) -> Shdch
     coarse, fine = coarse_columns(context.label_names), fine_columns(context.label_names)
     if options.levels == 2 and not coarse:
         raise InputError("objective.levels", 2, "1: no label of the data set begins with coarse:")
-    labels = _training.labels_of(local, np.arange(len(local.share)))
+    labels = _training.labels_of(local, np.arange(len(local.dataset)))
     two = bool(coarse) and options.levels != 1
     wanted = [(options.alpha, coarse), (options.beta, fine)] if two else [(options.beta, fine)]
     levels = []

@@ -1,4 +1,4 @@
-"""The summary of a finished run: what its counters, its last evaluation and its processes come to."""
+"""Build the summary of a finished run from its counters, its last evaluation and its processes."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from fedmq.runs.run_records import (
     Traffic,
 )
 
-#: Phases whose seconds are measured; training is the rest.
+#: Phases whose time is measured; the rest is training.
 _MEASURED = ("startup", "merge", "evaluation")
 
 
 def summary_of(
     loop: Loop, population: Population, clock: Clock, config: ReleaseConfig, *, unchanged: bool
 ) -> RunSummary:
-    """The summary of a run that is evaluated.
+    """The summary of a run whose last version has been evaluated.
 
     Args:
         loop: at its end.
         population: the silos and their data.
         clock: of the run.
-        config: of what was released.
-        unchanged: no silo's update changed the model.
+        config: of the release.
+        unchanged: whether no silo's update changed the model.
     """
     scenario, counters = loop.run_context.scenario, loop.counters
     last = _last_evaluation(loop)
@@ -70,7 +70,7 @@ def summary_of(
         ),
         versions_of=_versions_of(loop),
     )
-    return summary.model_copy(update=_of_some_runs(loop, config, last, unchanged=unchanged))
+    return summary.model_copy(update=_optional_keys(loop, config, last, unchanged=unchanged))
 
 
 def _last_evaluation(loop: Loop) -> EvaluationLine:
@@ -79,16 +79,16 @@ def _last_evaluation(loop: Loop) -> EvaluationLine:
 
 
 def _per_silo(population: Population, counters: Counters, last: EvaluationLine) -> dict[str, SiloSummary]:
-    found: dict[str, SiloSummary] = {}
+    summaries: dict[str, SiloSummary] = {}
     for silo in population.silos:
-        own = {
-            "modalities": [name for name, owned in (("image", silo.image), ("text", silo.text)) if owned],
+        entry = {
+            "modalities": [name for name, present in (("image", silo.image), ("text", silo.text)) if present],
             "samples": len(population.train[silo.index]),
             "participations": counters.participations[silo.name],
             **last.per_silo[silo.name],
         }
-        found[silo.name] = SiloSummary.model_validate(own)
-    return found
+        summaries[silo.name] = SiloSummary.model_validate(entry)
+    return summaries
 
 
 def _messages(loop: Loop) -> MessageCounts:
@@ -115,7 +115,7 @@ def _seconds(counters: Counters, clock: Clock) -> Seconds:
 
 
 def _versions_of(loop: Loop) -> dict[str, str]:
-    """What rounds alike: the same scenario gives the same bits where these are the same."""
+    """Versions and hardware on which rounding depends: where they agree, a scenario gives bit-identical models."""
     return {
         "fedmq": fedmq.__version__,
         "torch": torch.__version__,
@@ -125,24 +125,24 @@ def _versions_of(loop: Loop) -> dict[str, str]:
     }
 
 
-def _of_some_runs(loop: Loop, config: ReleaseConfig, last: EvaluationLine, *, unchanged: bool) -> dict[str, object]:
-    """The keys of a summary that are there only where they say something."""
-    traits, found = loop.run_context.traits, dict[str, object]()
+def _optional_keys(loop: Loop, config: ReleaseConfig, last: EvaluationLine, *, unchanged: bool) -> dict[str, object]:
+    """Keys of a summary that only some runs have."""
+    traits, keys = loop.run_context.traits, dict[str, object]()
     if config.released_with:
-        found["released_with"] = config.released_with
+        keys["released_with"] = config.released_with
     if unchanged:
-        found["unchanged"] = True
+        keys["unchanged"] = True
     if loop.evaluation.personal:
         line = personal_figures(loop.rounds.version, loop.evaluation.personal)
-        found |= {name: value for name, value in line if name.startswith("personal")}
+        keys |= {name: value for name, value in line if name.startswith("personal")}
     if loop.evaluation.missing:
-        found["personal_missing"] = dict(sorted(loop.evaluation.missing.items()))
+        keys["personal_missing"] = dict(sorted(loop.evaluation.missing.items()))
     if own_metrics := described(measures_of(loop.run_context.scenario.evaluation), last.metrics):
-        found["own_metrics"] = own_metrics
+        keys["own_metrics"] = own_metrics
     if traits.our_reading:
-        found["our_reading"] = True
+        keys["our_reading"] = True
     if traits.own_only:
-        found["own_only"] = True
+        keys["own_only"] = True
     if traits.public_items is not None:
-        found["public_items"] = traits.public_items
-    return found
+        keys["public_items"] = traits.public_items
+    return keys

@@ -238,7 +238,7 @@ def test_an_evaluator_that_answers_with_no_evaluation_is_told_of_and_a_resume_ev
     scenario = resolved(tiny, "rounds=2")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Evaluator, "evaluate", lambda *_: answer)
-        with pytest.raises(RunError, match=r"the evaluator answered with what is no evaluation; .*--resume"):
+        with pytest.raises(RunError, match=r"the evaluator sent an unusable answer; .*--resume"):
             in_process_run.run(scenario, tmp_path, stop_wanted=within(60))
     assert in_process_run.run(scenario, tmp_path, resume=True).phase is Phase.DONE
 

@@ -396,7 +396,7 @@ def test_a_run_that_waits_for_its_evaluator_can_be_stopped_and_resumed(
 
 
 @pytest.mark.parametrize(
-    ("useless", "merged", "said"), [(99, UNDER_WAY - 1, "--resume goes on"), (1, 16, "is trained")]
+    ("useless", "merged", "said"), [(99, UNDER_WAY - 1, "--resume continues"), (1, 16, "trained model")]
 )
 def test_answers_that_are_no_evaluation_end_a_run_where_they_leave_nothing_to_wait_for(
     useless: int, merged: int, said: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -408,7 +408,7 @@ def test_answers_that_are_no_evaluation_end_a_run_where_they_leave_nothing_to_wa
         return Metrics({}, {}) if next(answered) < useless else found
 
     monkeypatch.setattr(Evaluator, "evaluate", answering)
-    with pytest.raises(RunError, match=f"answered with what is no evaluation.*{said}"):
+    with pytest.raises(RunError, match=f"sent an unusable answer.*{said}"):
         run(resolved(tiny, *LONG), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, merged + 1))

@@ -209,7 +209,9 @@ def test_another_runs_memory_beside_the_model_is_refused(hashing: Release, tmp_p
 
 
 def test_a_gallery_that_is_not_there_is_told_of_with_what_may_be_one(embeddings: Release, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"--gallery .*nowhere: found 'nothing', allowed: a folder of pictures, or"):
+    with pytest.raises(
+        InputError, match=r"--gallery .*nowhere: found 'no such file or folder', allowed: a folder of images, or"
+    ):
         export(embeddings, tmp_path / "nowhere")
 
 

@@ -146,7 +146,7 @@ def test_other_numbers_of_items_than_a_sets_papers_use_are_told_and_are_no_error
 ) -> None:
     data_set_folders.coco(tmp_path / "set")
     path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set")})
-    line = "as its papers use it the set has 123,287 items and 80 labels: a part of its files may be missing"
+    line = "papers on this data set use 123,287 items and 80 labels: some of its files may be missing"
     assert fedmq(monkeypatch, "data", "check", path) == 0
     assert line in capfd.readouterr().out.splitlines()
     assert fedmq(monkeypatch, "data", "check", path, "--set", "data.labelled=true", "--set", "silos.count=1") == 0

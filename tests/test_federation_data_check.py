@@ -338,7 +338,7 @@ def test_twins_of_training_items_and_a_label_of_all_are_told(
     assert fedmq(monkeypatch, "data", "check", tiny, "--set", changed) == 0
     said = capfd.readouterr().out
     assert "2 twins of training items:\n  000140\n  000141\n" in said
-    assert "every item has the label label-005, so that each is relevant" in said
+    assert "every item has the label label-005, so each item is relevant" in said
     assert fedmq(monkeypatch, "data", "check", tiny) == 0
     said = capfd.readouterr().out
     assert "twins" not in said and "every item" not in said

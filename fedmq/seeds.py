@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
+
+if TYPE_CHECKING:
+    import torch
 
 
 def derive(seed: int, *path: str | int) -> int:
@@ -36,4 +39,6 @@ def numpy_generator(seed: int, *path: str | int) -> np.random.Generator:
 
 def torch_generator(seed: int, *path: str | int) -> torch.Generator:
     """A CPU torch generator seeded for ``path``."""
+    import torch  # noqa: PLC0415 - the audit of message logs does without torch
+
     return torch.Generator().manual_seed(derive(seed, *path))

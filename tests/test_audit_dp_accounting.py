@@ -93,8 +93,8 @@ def test_the_audit_of_a_real_run_says_what_its_noise_guarantees(tiny: Path, tmp_
     asked = ["audit", str(tmp_path), "--delta", "1e-5"]
     printed = CliRunner().invoke(app, asked, env={"COLUMNS": "200"})
     assert printed.exit_code == 0, printed.output
-    assert "there is no guarantee at all (privacy.noise_from: key)" in printed.output
-    assert "The numbers of samples in them, and what was sent beside them, have no guarantee." in printed.output
+    assert "there is no guarantee against anyone who knows the seed" in printed.output
+    assert "It covers neither their numbers of samples nor the other payloads." in printed.output
     accounts = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)["accounts"]
     assert set(accounts["silos"]) == set(scenario.silo_names)
     for spent in accounts["silos"].values():

@@ -185,7 +185,7 @@ def test_a_missing_log_is_a_finding_even_of_a_process_that_no_message_came_from(
         log.message("sent", message(0, "coordinator", "silo-02"), "d" * 32, 100)
         log.refused("silo-03", "malformed", "40 MB", 40_000_000)
     assert [(f.place, f.what) for f in audit_run(run).findings] == [
-        (f"silo-0{silo}.jsonl", f"no such log in this folder: coordinator.jsonl:{line} tells of silo-0{silo}")
+        (f"silo-0{silo}.jsonl", f"no such log in this folder: coordinator.jsonl:{line} mentions silo-0{silo}")
         for silo, line in ((1, 6), (2, 7), (3, 8))
     ]
     for process in ("silo-01", "silo-02", "silo-03"):

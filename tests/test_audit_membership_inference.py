@@ -249,8 +249,8 @@ def test_the_command_probes_and_stays_at_exit_code_0(
         assert 0 <= found["tpr"] <= 1
     assert fedmq(monkeypatch, "audit", run_of_rcsr_p, "--probe") == 0
     said = " ".join(capsys.readouterr().out.split())
-    assert "0.5 is a coin toss" in said
-    assert "the silos have parts of their own, which are not in it" in said
+    assert "0.5 is guessing" in said
+    assert "the personal parameters of the silos are not tested" in said
 
 
 def test_without_the_options_nothing_of_them_is_said(

@@ -305,7 +305,7 @@ def test_a_run_that_its_scripted_disk_stopped_and_a_user_resumed_replays(
 @pytest.mark.slow
 def test_a_run_in_real_time_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
     folder = finished(resolved(tiny, "clock=wall"), tmp_path / "run")
-    assert "real time does not happen twice" in _error("replay", folder.root)
+    assert "a run on real time cannot be repeated" in _error("replay", folder.root)
 
 
 @pytest.mark.slow

@@ -127,7 +127,7 @@ def test_a_silo_erased_from_every_log_is_found(run: Path) -> None:
     ends = ("sender", "receiver", "peer", "silo")
     forge(run, "coordinator", lambda record: None if "silo-00" in [record.get(end) for end in ends] else record)
     said = dict(found(run))
-    assert said["silo-00.jsonl"] == "no such log in this folder: summary.json tells of silo-00"
+    assert said["silo-00.jsonl"] == "no such log in this folder: summary.json mentions silo-00"
     assert "replies of silo-00 to version" in said["metrics.jsonl"]
 
 
@@ -237,7 +237,7 @@ def without_figures(summary: dict[str, Any]) -> None:
 def without_the_worst(summary: dict[str, Any]) -> None:
     for name in ("personal_whole_split", "personal_per_silo"):
         del summary[name]["silo-02"]
-    for name, value in run_checks.own_means(summary["personal_whole_split"], summary["personal_per_silo"]).items():
+    for name, value in run_checks.personal_means(summary["personal_whole_split"], summary["personal_per_silo"]).items():
         summary[name] = value
 
 
@@ -272,14 +272,14 @@ def test_forged_figures_of_silos_own_models_are_found(
 
 
 def test_a_refused_frame_does_not_excuse_that_a_silos_figures_are_missing() -> None:
-    course = run_checks.Course(personal={("silo-00", 4): {"digest"}})
+    course = run_checks.LoggedRun(personal={("silo-00", 4): {"digest"}})
     lines = [(4, dict[str, dict[str, float]]())]
     course.take("coordinator", "line 1", refused_record("silo-00", Reason.GAP, frames=70))
-    assert [what for _, what in run_checks._not_told_of_silos(RunFolder(Path("run")), lines, course)] == [
+    assert [what for _, what in run_checks._reported_not_recorded(RunFolder(Path("run")), lines, course)] == [
         "no figures of silo-00's own model at version 4, though it answered"
     ]
     course.take("coordinator", "line 2", refused_record("silo-00", Reason.UNEXPECTED, frames=0))
-    assert not list(run_checks._not_told_of_silos(RunFolder(Path("run")), lines, course))
+    assert not list(run_checks._reported_not_recorded(RunFolder(Path("run")), lines, course))
 
 
 def test_forged_or_missing_lines_of_silos_own_models_are_found(own_models: Path, tmp_path: Path) -> None:

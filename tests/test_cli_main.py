@@ -364,7 +364,7 @@ def test_a_run_goes_on_with_messages_if_it_began_with_them(
     assert fedmq(monkeypatch, "scenario", tiny, "--out", out, "--quiet", "--set", "launcher=inline") == 0
     (out / "summary.json").unlink()
     assert fedmq(monkeypatch, "scenario", tiny, "--resume", out, "--quiet") == 2
-    assert "found 'a run without messages', allowed: launcher inline, as it began" in capfd.readouterr().err
+    assert "found 'a run without messages', allowed: launcher inline, as at its start" in capfd.readouterr().err
     assert fedmq(monkeypatch, "scenario", tiny, "--resume", out, "--quiet", "--set", "launcher=inline") == 0
 
 

@@ -178,5 +178,5 @@ def test_what_does_not_belong_together_is_refused() -> None:
     ):
         with pytest.raises(ValueError, match=r"bytes|labels"):
             one_pass(data)
-    with pytest.raises(ValueError, match="counted from 1"):
+    with pytest.raises(ValueError, match="at least 1"):
         one_pass((q, b, ql, bl), at=(0,))

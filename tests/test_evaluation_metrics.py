@@ -288,7 +288,7 @@ def test_a_computed_value_out_of_bounds_or_without_an_entry_is_an_error_that_nam
         ("ndcg_at10", "NDCG of the first 10 items, mean", "mean", 1.0, True),
         ("fold_mean_r5", "recall@5 within folds, mean over folds, mean", "mean", 1.0, True),
         ("spread_text", "spread of the texts' embeddings", "", 1.0, True),
-        ("gap_r1", "mean recall@1 of the best silo less that of the worst", "", 1.0, False),
+        ("gap_r1", "mean recall@1 of the best silo minus that of the worst", "", 1.0, False),
     ],
 )
 def test_a_name_with_cut_off_and_way_has_an_entry(name: str, title: str, way: str, high: float, higher: bool) -> None:

@@ -336,6 +336,6 @@ def test_own_models_have_a_course_over_merges_and_time_and_a_figure_in_the_repor
         assert course[-1][2] == outcome.value(metric)
         assert 0 < course[0][1] < course[1][1]
     report = RunFolder(tmp_path).report.read_text()
-    assert "own models on the held-out split" in report
+    assert "Personal models on the held-out split" in report
     assert "Standard deviation of R@1 over silos" in report
-    assert report.count('"own models"') == 1
+    assert report.count('"personal models"') == 1

@@ -163,7 +163,7 @@ def test_finished_runs_are_read_and_not_done_again(tiny: Path, tmp_path: Path, m
         "rcsr, seed 1",
     ]
     assert first.rows[1].chosen == ("training.learning_rate=0.2",)
-    assert "not the same budget for all" in "; ".join(tables.grid(first.rows, plan).notes)
+    assert "budgets differ" in "; ".join(tables.grid(first.rows, plan).notes)
     again = runner.carry_out(
         ComparisonPlan(rows, (0, 1, 2), ("mean_r1",)), here, lambda what, how: None, lambda: lambda: False
     )

@@ -172,7 +172,9 @@ def test_a_comparison_file_stands_alone_and_names_scenarios(
 
     file = comparison_file(tiny.parent, "compare: ../tiny.yaml\n")
     assert "one comparison file alone" in refused("compare", tiny, file)
-    assert "a comparison file itself" in refused("compare", comparison_file(tiny.parent, "compare: [table.yaml]\n"))
+    assert "a scenario, not a comparison file" in refused(
+        "compare", comparison_file(tiny.parent, "compare: [table.yaml]\n")
+    )
     assert "'nowhere.yaml'" in refused("compare", comparison_file(tiny.parent, "compare: [nowhere.yaml]\n"))
     assert "at least 1" in refused("compare", comparison_file(tiny.parent, "compare: []\n"))
     nothing_varied = comparison_file(tiny.parent, "sweep: ../tiny.yaml\n")

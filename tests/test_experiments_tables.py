@@ -155,7 +155,7 @@ def test_runs_that_were_not_made_alike_are_named_under_the_table(study: Study) -
     elsewhere = {**own.summary.versions_of, "processor": "x86_64 AVX2"}
     moved = dataclasses.replace(own, summary=own.summary.model_copy(update={"versions_of": elsewhere}))
     rows = (rows[0], dataclasses.replace(rows[1], outcomes={**rows[1].outcomes, 0: moved}), *rows[2:])
-    assert tables.grid(rows, plan).notes[-1].endswith("processor not said and x86_64 AVX2")
+    assert tables.grid(rows, plan).notes[-1].endswith("processor not recorded and x86_64 AVX2")
 
 
 def test_the_tables_say_the_same_in_every_form(study: Study) -> None:

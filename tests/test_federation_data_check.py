@@ -146,7 +146,7 @@ def test_other_numbers_of_items_than_a_sets_papers_use_are_told_and_are_no_error
 ) -> None:
     data_set_folders.coco(tmp_path / "set")
     path = scenario(tmp_path, {"name": "coco", "path": str(tmp_path / "set")})
-    line = "as its papers use it the set has 123,287 items and 80 labels: a part of its files may be missing"
+    line = "papers on this data set use 123,287 items and 80 labels: some of its files may be missing"
     assert fedmq(monkeypatch, "data", "check", path) == 0
     assert line in capfd.readouterr().out.splitlines()
     assert fedmq(monkeypatch, "data", "check", path, "--set", "data.labelled=true", "--set", "silos.count=1") == 0
@@ -289,7 +289,7 @@ def test_what_the_method_refuses_is_told_before_features_are_extracted_and_after
         capfd.readouterr()
         assert fedmq(monkeypatch, "data", "check", path, "--set", "protocol=fedproto") == code
         shown = capfd.readouterr()
-        assert ("protocol.name: found 'fedproto', allowed: a method without labels" in shown.out) == bool(code)
+        assert ("protocol.name: found 'fedproto', allowed: a method that needs no labels" in shown.out) == bool(code)
         assert "items" in shown.out
         assert not shown.err.count("fedmq:")
         assert fedmq(monkeypatch, "data", "check", path, "--set", "partition={kind: dir_class}", "--json") == code
@@ -338,7 +338,7 @@ def test_twins_of_training_items_and_a_label_of_all_are_told(
     assert fedmq(monkeypatch, "data", "check", tiny, "--set", changed) == 0
     said = capfd.readouterr().out
     assert "2 twins of training items:\n  000140\n  000141\n" in said
-    assert "every item has the label label-005, so that each is relevant" in said
+    assert "every item has the label label-005, so each item is relevant" in said
     assert fedmq(monkeypatch, "data", "check", tiny) == 0
     said = capfd.readouterr().out
     assert "twins" not in said and "every item" not in said

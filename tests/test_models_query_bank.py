@@ -14,7 +14,7 @@ from torch import Tensor
 from fedmq.config.scenario import Objective
 from fedmq.data.prepare import prepare
 from fedmq.errors import InputError, RemoteWireError
-from fedmq.evaluation.embedded import embed
+from fedmq.evaluation.embedding import embed
 from fedmq.evaluation.metrics import measure
 from fedmq.evaluation.program import HeldOut, load_inference
 from fedmq.federation.population import build_population

@@ -85,7 +85,7 @@ def test_reports_of_one_model_are_the_same_whatever_captions_are_drawn() -> None
 
 
 def test_the_second_caption_is_another_one_where_there_is_another() -> None:
-    local = type("L", (), {"share": type("S", (), {"captions": torch.tensor([1, 2, 5, 1, 5, 3])})})()
+    local = type("L", (), {"dataset": type("S", (), {"captions": torch.tensor([1, 2, 5, 1, 5, 3])})})()
     for seed in range(20):
         generator = np.random.default_rng(seed)
         caption = (generator.random(6) * local.dataset.captions.numpy()).astype(np.int64)

@@ -145,7 +145,7 @@ def test_a_shared_model_that_nobody_trains_is_refused_and_an_own_one_is_not(loca
         opened(local)
     assert str(refused.value) == (
         f"{local}: found 'a shared model that local trains in part or not at all', "
-        "allowed: --silo NAME (silo-00 to silo-03): silos of local keep models of their own"
+        "allowed: --silo NAME (silo-00 to silo-03): silos of local have personal models"
     )
     as_the_silo_measured(local, PAIRED)
 

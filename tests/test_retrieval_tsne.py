@@ -31,7 +31,7 @@ def test_points_are_the_evaluated_items_of_the_commonest_classes(release: Releas
     assert found.places.shape == (2 * half, 2) and np.isfinite(found.places).all()
     assert found.sides == ("image",) * half + ("text",) * half
     assert found.items[:half] == found.items[half:] and len(set(found.items)) == half
-    population = tsne.labelled_world(release)
+    population = tsne.labelled_population(release)
     prepared, rows = population.prepared, population.evaluated.tolist()
     labels = np.asarray(prepared.labels)[rows]
     counts = labels.sum(0, dtype=np.int64)

@@ -1,4 +1,4 @@
-"""What the noise on a silo's updates guarantees it: the epsilon of all that its logs say it sent."""
+"""Differential-privacy accounting: the epsilon of each silo over all updates that the logs record."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from fedmq.wire.messages import COORDINATOR, EVALUATOR
 
 @dataclass(frozen=True)
 class Spent:
-    """The guarantee of one silo.
+    """The privacy guarantee of one silo.
 
     Args:
-        updates: different updates that left it; the same one again says nothing new.
-        epsilon: of all of them together.
-        beside: kinds of payloads that left it without noise, of which epsilon does not speak.
+        updates: number of distinct updates that the silo sent; resending one reveals nothing new.
+        epsilon: of all these updates together.
+        beside: kinds of the payloads that the silo sent without noise; epsilon does not cover them.
     """
 
     updates: int
@@ -39,12 +39,12 @@ class Spent:
 
 @dataclass(frozen=True)
 class Accounts:
-    """The guarantees of a run.
+    """The privacy guarantees of a run.
 
     Args:
-        delta: the chance with which epsilon may be exceeded.
-        privacy: the scenario's noise.
-        silos: by name.
+        delta: of (epsilon, delta)-differential privacy.
+        privacy: the scenario's noise settings.
+        silos: guarantee of each silo, by name.
     """
 
     delta: float
@@ -62,23 +62,23 @@ class Accounts:
 
 
 def account(run: Path, audit: Audit, delta: float) -> Accounts:
-    """Epsilon of every silo's updates together, at a delta.
+    """Compute the epsilon of each silo over all its updates, at a given delta.
 
-    Balle and Wang 2018, Theorem 8, for one update, and Dong et al. 2022, Corollary 3.3, for all: updates, each chosen
-    in sight of those before, are as one with noise less by the root of their number. Two runs are neighbours when one
-    silo's updates are as they are, or zeros before the noise: clipped, they differ by clip_norm at most. Nothing is
-    claimed for whether a silo trained at all: an idle one's update of zeros goes without noise. Nor is for not being
-    asked in a round, which the coordinator knows, nor for the number of samples in an update.
+    One update is a Gaussian mechanism (Balle and Wang 2018, Theorem 8). The adaptive composition of n of them is one
+    Gaussian mechanism with noise multiplier z / sqrt(n) (Dong et al. 2022, Corollary 3.3). Two runs are neighbours if
+    they differ in one silo's updates, which are either its real ones or zeros before the noise: after clipping, they
+    differ by at most clip_norm. Epsilon does not cover whether a silo trained at all (an idle silo sends zeros without
+    noise), whether it was selected in a round (the coordinator knows), or the number of samples in an update.
 
     Args:
-        run: the run folder.
-        audit: of its logs.
+        run: the run folder; it must contain the scenario.
+        audit: of the run's logs.
         delta: in (0, 1).
 
     Raises:
-        InputError: delta is not between 0 and 1, or the scenario, which must be there, adds no noise.
+        InputError: delta is not between 0 and 1, or the scenario cannot be read or adds no noise.
     """
-    from dp_accounting import get_epsilon_gaussian  # noqa: PLC0415 - seconds, which other audits do without
+    from dp_accounting import get_epsilon_gaussian  # noqa: PLC0415 - takes seconds; other audits do not need it
 
     if not 0 < delta < 1:
         raise InputError("--delta", delta, "a number between 0 and 1, like 1e-5")
@@ -87,39 +87,39 @@ def account(run: Path, audit: Audit, delta: float) -> Accounts:
     if privacy.noise_multiplier == 0:
         raise InputError(f"{path}: privacy.noise_multiplier", 0, "above 0: without noise there is no epsilon")
     noised = {payload.KIND for payload in TRANSFORMED}
-    sent, beside = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
+    sent, unnoised = defaultdict[str, set[str]](set), defaultdict[str, set[str]](set)
     for _, record in audit.messages:
         if (silo := record.header.sender) in (COORDINATOR, EVALUATOR):
             continue
         for (kind, _size), content in zip(record.payloads, record.digests, strict=False):
-            (sent if kind in noised else beside)[silo].add(content if kind in noised else kind)
+            (sent if kind in noised else unnoised)[silo].add(content if kind in noised else kind)
     multiplier = privacy.noise_multiplier
     silos = {
         name: Spent(
             len(sent[name]),
             get_epsilon_gaussian(multiplier / len(sent[name]) ** 0.5, delta) if sent[name] else 0.0,
-            tuple(sorted(beside[name])),
+            tuple(sorted(unnoised[name])),
         )
-        for name in sorted(sent.keys() | beside.keys())
+        for name in sorted(sent.keys() | unnoised.keys())
     }
     return Accounts(delta, privacy, silos)
 
 
 def show(accounts: Accounts, console: Console) -> None:
-    """Print the guarantees, and what they do not speak of."""
-    table = Table("silo", "updates", "epsilon", "sent beside them without noise", title="what noise guarantees")
+    """Print the guarantees, and what they do not cover."""
+    table = Table("silo", "updates", "epsilon", "sent beside them without noise", title="what the noise guarantees")
     for name, spent in accounts.silos.items():
-        more = ", ".join(spent.beside)
-        table.add_row(escape(printable(name)), str(spent.updates), f"{spent.epsilon:.3g}", escape(printable(more)))
+        without = ", ".join(spent.beside)
+        table.add_row(escape(printable(name)), str(spent.updates), f"{spent.epsilon:.3g}", escape(printable(without)))
     console.print(table)
     lines = [
-        f"At delta {accounts.delta:g}, noise multiplier {accounts.privacy.noise_multiplier:g}: of a silo's updates "
-        "alone, with all of its data or without. The numbers of samples in them, and what was sent beside them, have "
-        "no guarantee."
+        f"At delta {accounts.delta:g}, noise multiplier {accounts.privacy.noise_multiplier:g}. Epsilon covers "
+        "each silo's updates only, with or without all of its data. It covers neither their numbers of samples nor "
+        "the other payloads."
     ]
     if accounts.privacy.noise_from == "seed":
         lines.append(
-            "The noise was drawn from the scenario's seed: against whoever knows that, as the coordinator does, there "
-            "is no guarantee at all (privacy.noise_from: key)."
+            "The noise was drawn from the scenario's seed: there is no guarantee against anyone who knows the seed, "
+            "such as the coordinator (to protect against it, set privacy.noise_from: key)."
         )
     console.print("\n".join(lines), highlight=False, soft_wrap=True)

@@ -1,8 +1,8 @@
-"""The checks an auditor makes of the message logs in a run folder.
+"""Check the message logs in a run folder: each log's hash chain, and the two ends of every message against each other.
 
-One JSON object per line. Every record holds the hash of the record before it and its own hash over everything else,
-so a line that was changed, removed or inserted shows. Records hold no tensors, no captions and no keys: they say who
-sent what kind of thing to whom, how large it was, and the authentication tag of the sealed frame, which both ends log.
+A log has one JSON object per line. Every record holds the hash of the record before it and a hash of its own content,
+so changed, removed and inserted lines are detected. Records hold no tensors, captions or keys, only sender, receiver,
+payload kinds and sizes, and the authentication tag of the sealed frame, which both ends log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fedmq.audit.run_checks import Course, against_the_run, told_by
+from fedmq.audit.run_checks import LoggedRun, check_run_folder, read_run_files
 from fedmq.errors import InputError
 from fedmq.storage.locks import is_locked
 from fedmq.storage.run_folder import RunFolder
@@ -34,18 +34,18 @@ from fedmq.wire.log_records import (
 from fedmq.wire.messages import COORDINATOR, Kind, Reason
 
 _NOT_INLINE = "says that nothing was sent; only the coordinator may, and only where no log has a message or a handshake"
-#: What a log calls a peer that no session names; its module may not be imported here.
+#: Peer name in the record of a refused frame that belongs to no session. The layer order forbids importing it.
 _UNKNOWN = "unknown"
 
 
 # ------------------------------------------------------------------------------------------------------ the audit
 @dataclass(frozen=True)
 class Finding:
-    """Something an auditor must know.
+    """One discrepancy that the audit found.
 
     Args:
         place: file and line.
-        what: one line.
+        what: the discrepancy, in one line.
     """
 
     place: str
@@ -54,21 +54,21 @@ class Finding:
 
 @dataclass
 class Audit:
-    """What the logs of a run show.
+    """The result of auditing a run's logs.
 
     Args:
-        findings: differences; an empty list means that the logs agree with themselves and with each other.
+        findings: discrepancies; empty if the logs are consistent in themselves and with each other.
         records: number of records read, by process.
-        left: bytes of payload tensors that left each process, by kind.
-        frames: bytes of all frames that left each process.
-        refused: number of refusals, by process and reason.
-        inline: the silos were calls inside the coordinator: there were no messages, so nothing is shown about them.
-        undelivered: messages sent that nobody logged as received: refused ones, and what was on its way when a process
-            ended.
+        left: payload tensors that each process sent [bytes], by kind.
+        frames: all frames that each process sent [bytes].
+        refused: number of refused frames, by process and reason.
+        inline: the silos ran inside the coordinator and exchanged no messages, so there is nothing to check.
+        undelivered: number of messages that were sent but not logged as received: they were refused, or in transit
+            when a process ended.
         messages: every record of a sealed message with its file and line, as each end logged it.
-        finished: there is a summary; what a run releases and measures at its end is held against the logs from then on.
-        written: processes that are writing their logs now: what is sent while logs are read one after another may show
-            as a difference.
+        finished: the run has a summary, so that its release and its final evaluation are checked, too.
+        written: processes that are writing their logs now; messages sent while the logs are read one by one may show
+            as discrepancies.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -97,24 +97,24 @@ class Audit:
         }
 
 
-#: What both ends of a message must have logged alike, beside its header.
+#: Fields, besides the header, that both ends of a message must log identically.
 _COMPARED = ("payloads", "digests", "bytes", "tag")
-#: Where a frame is logged, and how.
+#: Place and record of each logged frame.
 _Frames = dict[Frame, tuple[str, MessageRecord]]
 
 
 @dataclass
 class _Logs:
-    """What is gathered of all logs.
+    """Facts collected from all logs.
 
     Args:
         sent: frames as their senders logged them.
         received: frames as their receivers logged them.
-        handshakes: by action, kind, sender and receiver: how often, and the last place.
-        named: processes that a record tells of, with the first place.
-        inline: logs with the note that nothing was sent, with its place.
+        handshakes: count and last place, by action, kind, sender and receiver.
+        named: processes that a record mentions, with the first place.
+        inline: processes whose logs note that nothing was sent, with the place of that note.
         exchanged: whether any log has a message or a handshake.
-        course: what binds the logs to the rest of the run folder.
+        course: facts to compare with the rest of the run folder.
     """
 
     sent: _Frames = field(default_factory=dict)
@@ -123,12 +123,15 @@ class _Logs:
     named: dict[str, str] = field(default_factory=dict)
     inline: list[tuple[str, str]] = field(default_factory=list)
     exchanged: bool = False
-    course: Course = field(default_factory=Course)
+    course: LoggedRun = field(default_factory=LoggedRun)
 
 
 def audit_run(folder: Path) -> Audit:
-    """Check every message log of a run folder: its own chain, what was sent against what was received, and both against
-    what the folder says of the run.
+    """Check every message log of a run folder: its hash chain, sent against received messages, and both against the
+    other files of the folder.
+
+    Args:
+        folder: the run folder.
 
     Raises:
         InputError: the folder holds no message logs.
@@ -138,25 +141,27 @@ def audit_run(folder: Path) -> Audit:
         raise InputError(
             str(folder), "no messages/*.jsonl", "a run folder that fedmq scenario or fedmq coordinator wrote"
         )
-    told = told_by(RunFolder(folder))
-    result, found = Audit(finished=told.finished, written=tuple(path.stem for path in logs if is_locked(path))), _Logs()
+    files = read_run_files(RunFolder(folder))
+    result = Audit(finished=files.finished, written=tuple(path.stem for path in logs if is_locked(path)))
+    found = _Logs()
     for path in logs:
-        for place, record in _of_its_own(path, result):
-            _counters(path.stem, place, record, result, found)
-    # Whoever has messages to hide could write that note; the coordinator's holds unless any log speaks against it.
+        for place, record in _checked_records(path, result):
+            _collect(path.stem, place, record, result, found)
+    # Any process could write that note to hide its messages, so only the coordinator's counts, and only if no log
+    # has a message or a handshake.
     result.inline = not found.exchanged and any(process == COORDINATOR for process, _ in found.inline)
     if not result.inline:
         result.findings += [Finding(place, _NOT_INLINE) for _, place in found.inline]
         _compare_ends(found, {path.stem for path in logs}, result)
-    bound = against_the_run(RunFolder(folder), told, found.course, found.named, inline=result.inline)
-    result.findings += [Finding(*each) for each in bound]
+    discrepancies = check_run_folder(RunFolder(folder), files, found.course, found.named, inline=result.inline)
+    result.findings += [Finding(*each) for each in discrepancies]
     if not result.inline:
         result.findings += _missing(found, {path.stem for path in logs})
     return result
 
 
 def _compare_ends(found: _Logs, present: set[str], result: Audit) -> None:
-    """Hold what was received against what was sent."""
+    """Compare the received messages and handshakes with the sent ones."""
     for key, (place, record) in found.received.items():
         if key in found.sent:
             _compare(place, record, *found.sent[key], result)
@@ -165,26 +170,26 @@ def _compare_ends(found: _Logs, present: set[str], result: Audit) -> None:
             result.findings.append(Finding(place, what))
     for (action, kind, sender, receiver), (count, place) in found.handshakes.items():
         sent, _ = found.handshakes.get(("sent", kind, sender, receiver), (0, ""))
-        # A hello travels in clear: who recorded one can send it again, and a coordinator started anew takes it.
+        # A hello is not encrypted: anyone who recorded one can replay it, and a restarted coordinator accepts it.
         if action == "received" and kind != Kind.HELLO and sender in present and count > sent:
             what = f"{count} times a {kind} from {sender} received, but {sent} times logged as sent"
             result.findings.append(Finding(place, what))
-    # What went to a process whose log is elsewhere is not known to be lost.
+    # Without the receiver's log it is unknown whether a message arrived.
     result.undelivered = sum(key[1] in present for key in found.sent.keys() - found.received.keys())
 
 
 def _missing(found: _Logs, present: set[str]) -> Iterator[Finding]:
-    """A finding for every process that something tells of, and of which there is no log."""
+    """A finding for every process that is mentioned but has no log."""
     unseen = Counter(sender for sender, *_ in found.received)
     for process in sorted(found.named.keys() - present):
         count = unseen[process]
-        told = f"{found.named[process]} tells of {process}"
-        why = f"{count} messages of {process} cannot be compared" if count else told
+        mentioned = f"{found.named[process]} mentions {process}"
+        why = f"{count} messages of {process} cannot be compared" if count else mentioned
         yield Finding(f"{process}.jsonl", f"no such log in this folder: {why}")
 
 
 def _others(record: LogRecord) -> tuple[str, ...]:
-    """The processes that a record tells of; of one that was never heard there need not be a log."""
+    """The processes that a record mentions, except unknown peers, which need no log."""
     match record:
         case MessageRecord():
             return record.header.sender, record.header.receiver
@@ -203,8 +208,8 @@ def _compare(place: str, record: MessageRecord, other_place: str, other: Message
         result.findings.append(Finding(place, f"differs from {other_place} in {', '.join(different)}"))
 
 
-def _of_its_own(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]:
-    """The records of a log with their places, held against each other and against the name of the file."""
+def _checked_records(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]:
+    """The records of a log with their places, after checking process names and message counters."""
     counters, strangers, refusals = dict[tuple[str, str, bytes], int](), set[str](), dict[str, float]()
     for place, record in _checked_chain(path, result):
         process = record.process
@@ -213,8 +218,8 @@ def _of_its_own(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]:
             result.findings.append(Finding(place, f"a record of {process} in the log of {path.stem}"))
         match record:
             case RefusedRecord():
-                # Of what was lost on the way nobody knows how much it was: the refusal says that there was some.
-                # What is refused without a size was taken from the wire, and has been logged so.
+                # A gap stands for an unknown number of lost messages. A refusal without a size is of a message that
+                # has a record of its own.
                 lost = math.inf if record.reason is Reason.GAP else int(record.bytes > 0)
                 refusals[record.peer] = refusals.get(record.peer, 0) + lost
             case MessageRecord():
@@ -223,7 +228,7 @@ def _of_its_own(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]:
                 first = 0 if sender == COORDINATOR else 1
                 session = action, sender, record.header.session
                 counter, expected = record.header.counter, counters.get(session, first)
-                # Of what arrives each may have been refused, and has a record then that says so.
+                # A message that was refused on arrival leaves a refusal record instead of a message record.
                 refused = refusals.pop(sender, 0) if action == "received" else 0
                 if counter > expected + refused:
                     what = f"message {counter} of a session, expected {expected}: what was between is not in the log"
@@ -237,6 +242,7 @@ def _of_its_own(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]:
 
 
 def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]:
+    """The records of a log with their places, after checking the hash chain."""
     head, count = GENESIS, 0
     for number, record in read_log(path):
         place = f"{path.name}:{number}"
@@ -254,8 +260,8 @@ def _checked_chain(path: Path, result: Audit) -> Iterator[tuple[str, LogRecord]]
         yield place, record
 
 
-def _counters(process: str, place: str, record: LogRecord, result: Audit, found: _Logs) -> None:
-    """Take a record of a process's log into account."""
+def _collect(process: str, place: str, record: LogRecord, result: Audit, found: _Logs) -> None:
+    """Add a record of a process's log to the collected facts."""
     for name in _others(record):
         found.named.setdefault(name, place)
     found.course.take(process, place, record)
@@ -276,13 +282,13 @@ def _counters(process: str, place: str, record: LogRecord, result: Audit, found:
             found.exchanged = True
             if record.action == "sent":
                 result.frames[process] += record.bytes
-            _tally_message(process, place, record, result, found)
+            _collect_message(process, place, record, result, found)
         case EventRecord():
             pass
 
 
-def _tally_message(process: str, place: str, record: MessageRecord, result: Audit, found: _Logs) -> None:
-    """Take a message of a process's log into account."""
+def _collect_message(process: str, place: str, record: MessageRecord, result: Audit, found: _Logs) -> None:
+    """Add a message of a process's log to the collected facts."""
     header = record.header
     result.messages.append((place, record))
     if len(record.digests) != len(record.payloads):

@@ -1,8 +1,7 @@
-"""What may pass between silos and coordinator: a policy that an auditor writes, and a run's messages held against it.
+"""Check a run's messages against a policy: an auditor's rules for what may pass between silos and coordinator.
 
-A policy speaks of what the logs record of every sealed message: who sent it to whom, the kinds of its payloads, the
-bytes of their tensors, and the bytes of all its frames. The rest of a payload (numbers, names, text) is in the frames'
-bytes.
+Rules limit what the logs record of every sealed message: sender and receiver, payload kinds, bytes of the payloads'
+tensors, and bytes of all its frames. The rest of a payload (numbers, names, text) counts in the frames' bytes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from fedmq.wire.payloads import PAYLOADS
 
 Way = Literal["up", "down"]
 _ALLOWED = "a policy (YAML) with up, down, evaluator, silos or peers; docs/howto/audit.md describes it"
-_SHOWN = 20  # broken rules printed; JSON has all
+_SHOWN = 20  # findings printed; the JSON has all
 
 
 def _known(kind: str) -> str:
@@ -42,33 +41,36 @@ _Bytes = Annotated[int, Field(strict=True, ge=0)]
 
 
 class Rule(Part):
-    """What one way of a silo's messages may hold; a key that is left out or null limits nothing."""
+    """Limits of the messages that a silo sends, or receives; a key that is left out or null limits nothing."""
 
     kinds: list[_Kind] | None = Field(None, description="payload kinds that may pass")
-    bytes_per_payload: dict[_Kind, _Bytes] | None = Field(None, description="largest tensors of a payload, by kind")
-    bytes_per_message: _Bytes | None = Field(None, description="largest message: all its frames, as sealed")
-    bytes_per_message_with: dict[_Kind, _Bytes] | None = Field(
-        None, description="in its place for a message that holds such a payload, by kind; of several the largest"
+    bytes_per_payload: dict[_Kind, _Bytes] | None = Field(
+        None, description="largest size of a payload's tensors, by payload kind"
     )
-    bytes_in_all: _Bytes | None = Field(None, description="largest sum of all frames of one silo over the run")
+    bytes_per_message: _Bytes | None = Field(None, description="largest message: the size of all its frames, as sealed")
+    bytes_per_message_with: dict[_Kind, _Bytes] | None = Field(
+        None,
+        description="replaces bytes_per_message for messages with a payload of a kind; of several the largest applies",
+    )
+    bytes_in_all: _Bytes | None = Field(None, description="largest total size of one silo's frames over the run")
 
 
 class Ways(Part):
-    """Up is what a process sends, down is what it is sent."""
+    """Rules for what a process sends (``up``) and receives (``down``)."""
 
     up: Rule = Rule()
     down: Rule = Rule()
 
 
 class Policy(Ways):
-    """A policy: one rule for every silo each way, and what is different for some.
+    """A policy: one rule per direction for all silos, and exceptions for single silos.
 
     Args:
-        up: of what each silo sends.
-        down: of what each silo is sent.
-        evaluator: of what the evaluator sends and is sent; it is no silo, and ``up`` and ``down`` do not speak of it.
-        silos: by name; a key given here replaces that key of ``up`` or ``down``, the others stay.
-        peers: the processes that may send or be sent anything.
+        up: what each silo may send.
+        down: what each silo may receive.
+        evaluator: what the evaluator may send and receive; ``up`` and ``down`` do not apply to it.
+        silos: exceptions by silo name; a key given here replaces that key of ``up`` or ``down``, the others stay.
+        peers: the processes that may send or receive messages at all; None allows every process.
     """
 
     evaluator: Ways = Ways()
@@ -76,14 +78,14 @@ class Policy(Ways):
     peers: list[Name] | None = None
 
     def rule(self, process: str, way: Way) -> tuple[Rule, dict[str, str]]:
-        """The rule of one process's messages one way, and for each of its keys the place in the policy it stands at."""
+        """The rule of a process for one direction, and for each of its keys the place in the policy file."""
         if process == EVALUATOR:
             return getattr(self.evaluator, way), {key: f"evaluator.{way}.{key}" for key in Rule.model_fields}
         general: Rule = getattr(self, way)
-        own: Rule = getattr(self.silos.get(process, Ways()), way)
-        given = own.model_fields_set
+        exception: Rule = getattr(self.silos.get(process, Ways()), way)
+        given = exception.model_fields_set
         places = {key: f"silos.{process}.{way}.{key}" if key in given else f"{way}.{key}" for key in Rule.model_fields}
-        return general.model_copy(update={key: getattr(own, key) for key in given}), places
+        return general.model_copy(update={key: getattr(exception, key) for key in given}), places
 
 
 def read_policy(path: Path) -> Policy:
@@ -93,8 +95,7 @@ def read_policy(path: Path) -> Policy:
         path: the YAML file.
 
     Raises:
-        InputError: it cannot be read, a key or value is not allowed, or it limits nothing: the place, what stands
-            there, and what may.
+        InputError: it cannot be read, a key or value is not allowed, or it limits nothing.
     """
     try:
         raw = read_yaml(path)
@@ -116,8 +117,8 @@ def read_policy(path: Path) -> Policy:
 
 
 def _input_error(error: ValidationError, path: Path) -> InputError:
-    told, first = input_error(error, path), error.errors()[0]
-    place, found, allowed = told.place.removesuffix(".[key]"), told.found, told.allowed
+    general, first = input_error(error, path), error.errors()[0]
+    place, found, allowed = general.place.removesuffix(".[key]"), general.found, general.allowed
     if first["type"] == "extra_forbidden":
         location = first["loc"]
         below = Rule if len(location) > 1 and location[-2] in ("up", "down") else Ways
@@ -135,12 +136,12 @@ class Breach:
 
     Args:
         place: log and line.
-        process: whose rule it is: a silo, or the evaluator.
-        way: ``up`` if that process sent the message.
-        message: its kind.
-        payload: kind of the payload that broke the rule; None where the whole message did.
-        bytes: of that payload's tensors, of the message's frames, or of all messages so far, as the rule counts.
-        rule: the rule's place in the policy, and what it allows.
+        process: the silo, or the evaluator, to which the rule applies.
+        way: ``up`` if that process sent the message, ``down`` if it received it.
+        message: kind of the message.
+        payload: kind of the payload that broke the rule; None if the whole message did.
+        bytes: size of that payload's tensors, of the message's frames, or of all messages so far, by rule.
+        rule: place of the rule in the policy, and what it allows.
     """
 
     place: str
@@ -153,21 +154,21 @@ class Breach:
 
     @property
     def what(self) -> str:
-        """One line."""
+        """The breach in one line."""
         held = f"{self.message} with {self.payload}" if self.payload else self.message
         return f"{self.process} {self.way}, {held}, {self.bytes:,} bytes: {self.rule}"
 
 
 @dataclass(frozen=True)
 class Held:
-    """A run's messages held against a policy.
+    """Result of checking a run's messages against a policy.
 
     Args:
-        file: the policy.
-        held: messages that a rule speaks of; one that both ends logged counts once.
-        free: messages that no rule speaks of.
+        file: of the policy.
+        held: number of messages to which a rule applies; a message that both ends logged counts once.
+        free: number of messages to which no rule applies.
         breaches: in the order of the logs.
-        unknown: silos that the policy names and no log tells of.
+        unknown: silos that the policy names and no log mentions.
     """
 
     file: Path
@@ -178,11 +179,11 @@ class Held:
 
     @property
     def findings(self) -> list[Finding]:
-        """What an auditor must know: an empty list means that all that was held keeps to the policy."""
+        """Findings for the auditor; empty if every checked message complies with the policy."""
         found = [Finding(breach.place, breach.what) for breach in self.breaches]
-        found += [Finding(f"{self.file}: silos.{name}", "a silo that no log tells of") for name in self.unknown]
+        found += [Finding(f"{self.file}: silos.{name}", "a silo that no log mentions") for name in self.unknown]
         if not self.held:
-            found.append(Finding(str(self.file), "no message falls under this policy: nothing is shown"))
+            found.append(Finding(str(self.file), "no message falls under this policy, so it was not tested"))
         return found
 
     def to_plain(self) -> dict[str, Any]:
@@ -198,20 +199,20 @@ class Held:
 
 
 def hold(audit: Audit, policy: Policy, file: Path) -> Held:
-    """Hold every sealed message of a run's logs against a policy.
+    """Check every sealed message of a run's logs against a policy.
 
-    A message is held as its sender logged it, and again as its receiver did where the two disagree: the audit finds the
-    disagreement, and neither end's word hides what the other's says.
+    If the two ends of a message logged it differently (which is a finding of the audit), both versions are checked, so
+    that neither log can hide a breach.
 
     Args:
         audit: of the run.
-        policy: what may pass.
-        file: where the policy stands, for the report.
+        policy: the rules.
+        file: of the policy, for the report.
     """
     seen: dict[Frame, set[str]] = {}
     sums: Counter[tuple[str, Way]] = Counter()
     breaches: list[Breach] = []
-    spoken: set[Frame] = set()
+    checked: set[Frame] = set()
     names = set(audit.records)
     for place, record in sorted(audit.messages, key=lambda message: message[1].action != "sent"):
         names |= {record.header.sender, record.header.receiver}
@@ -222,26 +223,26 @@ def hold(audit: Audit, policy: Policy, file: Path) -> Held:
             continue
         known.add(content)
         if policy.peers is not None:
-            spoken.add(key)
+            checked.add(key)
             breaches += _stranger(place, record, policy.peers)
         for process, way in _ends(record):
             rule, places = policy.rule(process, way)
             if rule == Rule():
                 continue
-            spoken.add(key)
+            checked.add(key)
             breaches += _broken(place, record, process, way, rule, places)
             before = sums[process, way]
             sums[process, way] += record.bytes if first else 0
             most = rule.bytes_in_all
             if most is not None and before <= most < sums[process, way]:
-                text = f"{places['bytes_in_all']} allows {most:,}, and this message goes beyond it"
+                text = f"{places['bytes_in_all']} allows {most:,}, which this message exceeds"
                 breaches.append(Breach(place, process, way, kind, None, sums[process, way], text))
     unknown = tuple(sorted(set(policy.silos) - names))
-    return Held(file, len(spoken), len(seen) - len(spoken), tuple(breaches), unknown)
+    return Held(file, len(checked), len(seen) - len(checked), tuple(breaches), unknown)
 
 
 def _ends(record: MessageRecord) -> Iterator[tuple[str, Way]]:
-    """The processes whose messages up or down a message is; the coordinator has none of its own."""
+    """The silo or evaluator at each end of a message, and the direction; the coordinator has no rules."""
     if record.header.sender != COORDINATOR:
         yield record.header.sender, "up"
     if record.header.receiver != COORDINATOR:
@@ -252,14 +253,14 @@ def _stranger(place: str, record: MessageRecord, peers: list[str]) -> Iterator[B
     ends: tuple[tuple[str, Way], ...] = ((record.header.sender, "up"), (record.header.receiver, "down"))
     for process, way in ends:
         if process not in peers:
-            text = f"peers allows {', '.join(peers) or 'nobody'}"
+            text = f"peers allows {', '.join(peers) or 'no process'}"
             yield Breach(place, process, way, record.header.kind, None, record.bytes, text)
 
 
 def _broken(
     place: str, record: MessageRecord, process: str, way: Way, rule: Rule, places: dict[str, str]
 ) -> Iterator[Breach]:
-    """What a single message breaks of the rule of one of its ends."""
+    """The breaches of one message against the rule of one of its ends."""
     for kind, size in record.payloads:
         if rule.kinds is not None and kind not in rule.kinds:
             text = f"{places['kinds']} allows {', '.join(rule.kinds) or 'nothing'}"
@@ -279,17 +280,17 @@ def _broken(
 
 
 def show(held: Held, console: Console) -> None:
-    """Print what holding a run against a policy showed."""
+    """Print the findings of checking a run against a policy."""
     findings = held.findings
     for finding in findings[:_SHOWN]:
         place, what = escape(printable(finding.place)), escape(printable(finding.what))
         console.print(f"[red]{place}[/red]: {what}", highlight=False, soft_wrap=True)
     if len(findings) > _SHOWN:
         console.print(f"and {len(findings) - _SHOWN} more; --json has all", highlight=False)
-    free = f"; it does not speak of {held.free:,} others" if held.free else ""
-    verdict = f"{len(findings)} findings" if findings else "none broke it"
+    free = f"; no rule applies to {held.free:,} others" if held.free else ""
+    verdict = f"{len(findings)} findings" if findings else "no breach"
     console.print(
-        f"{held.held:,} messages held against {held.file}: {verdict}{free}",
+        f"{held.held:,} messages checked against {held.file}: {verdict}{free}",
         style="red" if findings else "green",
         highlight=False,
         markup=False,

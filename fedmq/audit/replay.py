@@ -1,8 +1,8 @@
-"""Replay: was a run done again the same run? Compared event by event, from what the run folders hold.
+"""Replay: compare two run folders of the same scenario event by event, and find the first difference.
 
-Compared are the order of events with their virtual times, every merge with its replies and their staleness, what
-every task and reply held (kinds, sizes, digests), every evaluation, and the digests of what was released. Not compared
-is what real time decides: tags and sessions, dates, and how often a message had to be sent again.
+Compared are the order of events with their virtual times, every merge with its replies and their staleness, the
+payloads of every task and reply (kinds, sizes, digests), every evaluation, and the digests of the released files.
+Anything that depends on real time is not compared: tags, sessions, dates, and how often a message was resent.
 """
 
 from __future__ import annotations
@@ -28,31 +28,32 @@ from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind, Metrics, digest
 _EVENT = ("event", "silo", "sequence", "now", "version")
 _CONTENT = ("sender", "receiver", "base_version", "reply_to")
 _KINDS = (Kind.TASK, Kind.REPLY, Kind.ERROR)
-#: Of a summary, what does not depend on how fast anybody was; and ``personal*``, where the same silos were measured.
+#: Keys of a summary that do not depend on real time. ``personal*`` are compared if the same silos were measured.
 _FIGURES = ("seed", "rounds", "versions", "metrics", "per_silo", "per_silo_mean", "fairness", "public_items")
 
-#: A message by its kind, the silo at one end, and the task's number; figures by :data:`_MEASUREMENT` and the version.
+#: Kind of message, silo, and number of the task; for an evaluation :data:`_MEASUREMENT`, silo, and version.
 Key = tuple[str, str, int]
 
-#: A silo's figures answer by the number of its last merged task, whose own reply has that number, too.
+#: Evaluations have a kind of their own: a silo's has the same number as the reply to its last merged task.
 _MEASUREMENT = "measurement of version"
 
 
 @dataclass(frozen=True)
 class Record:
-    """What of a run must be the same in its replay.
+    """The part of a run that must be identical in its replay.
 
     Args:
         digest: of the released model.
-        released_with: digests of what is released with it, by kind.
-        files: digests of the files of both, by kind.
-        figures: of the summary, by their names.
-        events: in their order; a coordinator that was started again takes back what came after its checkpoint.
-        messages: what each task and reply held, one entry per different content; one unless something is wrong.
-        lines: of ``metrics.jsonl`` by kind and version.
-        measured: silos whose own models were measured in the end; one that stayed away was not.
+        released_with: digests of the payloads released with the model, by kind.
+        files: digests computed from the released files, by kind.
+        figures: values of the summary, by key.
+        events: in order; those that a resumed coordinator discarded because they came after its checkpoint are left
+            out.
+        messages: the distinct contents of each task and reply; more than one is an inconsistency.
+        lines: of ``metrics.jsonl``, by kind and version.
+        measured: silos whose personal models were evaluated at the end of the run.
         made_with: versions of fedmq, torch and Python, and the kind of processor.
-        resumed: how often its coordinator went on from a checkpoint.
+        resumed: number of times the coordinator resumed from a checkpoint.
     """
 
     digest: str
@@ -69,12 +70,12 @@ class Record:
 
 @dataclass(frozen=True)
 class Difference:
-    """The first thing that is not the same.
+    """The first difference between a run and its replay.
 
     Args:
-        place: what it is about.
-        was: in the run.
-        now: in the replay.
+        place: event, message, line or key that differs.
+        was: its content in the run.
+        now: its content in the replay.
     """
 
     place: str
@@ -83,15 +84,15 @@ class Difference:
 
 
 def require_repeatable(scenario: Scenario, folder: RunFolder) -> None:
-    """Refuse a run that no second one can be the same as.
+    """Refuse a run that cannot be repeated exactly.
 
     Raises:
-        InputError: its clock was real, or its noise came from keys.
+        InputError: its clock is real time, or its noise is derived from keys.
     """
     if scenario.clock != "virtual":
-        raise InputError(f"{folder.scenario}: clock", scenario.clock, "virtual: real time does not happen twice")
+        raise InputError(f"{folder.scenario}: clock", scenario.clock, "virtual: a run on real time cannot be repeated")
     if scenario.privacy.noise_from == "key":
-        allowed = "seed: a replay's silos have keys, and noise, of their own"
+        allowed = "seed: a replay has new keys, and so other noise"
         raise InputError(f"{folder.scenario}: privacy.noise_from", "key", allowed)
 
 
@@ -101,11 +102,11 @@ def read_record(folder: RunFolder) -> Record:
     Raises:
         InputError: the run is not finished, its coordinator's log is missing, or its release is damaged.
     """
-    summary, own = read_summary(folder), folder.messages(COORDINATOR)
-    if not own.is_file():
-        raise InputError(str(folder.root), f"no {own.name} in its messages", "a run folder with its coordinator's log")
+    summary, log = read_summary(folder), folder.messages(COORDINATOR)
+    if not log.is_file():
+        raise InputError(str(folder.root), f"no {log.name} in its messages", "a run folder with its coordinator's log")
     messages: dict[Key, list[str]] = {}
-    for path in sorted(own.parent.glob("*.jsonl")):
+    for path in sorted(log.parent.glob("*.jsonl")):
         for key, content in _sent(path):
             known = messages.setdefault(key, [])
             if content not in known:
@@ -115,17 +116,17 @@ def read_record(folder: RunFolder) -> Record:
         released_with=summary.released_with,
         files=_files(folder),
         figures=_figures(summary),
-        events=_events(own),
+        events=_events(log),
         messages={key: tuple(contents) for key, contents in messages.items()},
         lines={(line.kind, line.version): line for line in read_metrics(folder)},
         measured=frozenset(summary.personal_per_silo),
         made_with=summary.versions_of,
-        resumed=sum(isinstance(each, NoteRecord) and each.text is NoteKind.RESUMED for _, each in read_log(own)),
+        resumed=sum(isinstance(each, NoteRecord) and each.text is NoteKind.RESUMED for _, each in read_log(log)),
     )
 
 
 def _files(folder: RunFolder) -> dict[str, str]:
-    """Digests of what is released, taken of the files themselves."""
+    """Digests of the released payloads, computed from the files."""
     config = read_json(folder.model / "config.json", ReleaseConfig, "the configuration of a released model")
     layout, theta = parameters(folder.model / "model.safetensors", config.layout)
     more = {
@@ -139,7 +140,7 @@ def _figures(summary: RunSummary) -> dict[str, object]:
     plain = summary.plain()
     return {
         **{name: plain.get(name) for name in _FIGURES},
-        # A reply that was sent again is discarded, which real time decides.
+        # Discarded tasks are left out: they include resent replies, which depend on real time.
         "tasks.merged": summary.tasks.merged,
         "tasks.failed": summary.tasks.failed,
         "seconds.virtual": summary.seconds.virtual,
@@ -154,7 +155,7 @@ def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
             case NoteRecord(text=NoteKind.STARTED | NoteKind.RESUMED):
                 events = [event for event in events if event["version"] < (record.version or 0)]
             case EventRecord() if record.event is not EventKind.DEADLINE:
-                # Logs once told of deadlines of merges that were over; of the others the merges themselves tell.
+                # Old logs include deadlines that had no effect; those with an effect are compared through their merges.
                 events.append({name: getattr(record, name) for name in _EVENT})
             case _:
                 pass
@@ -162,7 +163,7 @@ def _events(path: Path) -> tuple[Mapping[str, Any], ...]:
 
 
 def _sent(path: Path) -> Iterator[tuple[Key, str]]:
-    """Tasks and replies that a process sent, with what they held."""
+    """Keys and contents of the tasks and replies that a process sent."""
     for _, record in read_log(path):
         if not isinstance(record, MessageRecord) or record.action != "sent" or record.header.kind not in _KINDS:
             continue
@@ -177,7 +178,7 @@ def _sent(path: Path) -> Iterator[tuple[Key, str]]:
 
 
 def first_difference(was: Record, now: Record) -> Difference | None:
-    """The first difference in the order of the run's time, or None.
+    """The first difference in the order of events, or None.
 
     Args:
         was: the run.
@@ -187,28 +188,28 @@ def first_difference(was: Record, now: Record) -> Difference | None:
 
 
 def _event_difference(was: Record, now: Record) -> Difference | None:
-    """In the events, and in the messages of the task that each is about."""
+    """First difference in the events, or in the messages of each event's task."""
     for number, (before, after) in enumerate(zip_longest(was.events, now.events), 1):
         if before != after:
             return Difference(f"event {number}", _shown(before), _shown(after))
         if before is None:
             continue
         for kind in _KINDS:
-            found = _message_difference((kind, before["silo"], before["sequence"]), was, now)
-            if found is not None:
-                return found
+            difference = _message_difference((kind, before["silo"], before["sequence"]), was, now)
+            if difference is not None:
+                return difference
     return None
 
 
 def _other_difference(was: Record, now: Record) -> Difference | None:
-    """In messages that no event tells of, and in the lines of ``metrics.jsonl``."""
+    """First difference in messages without an event, or in the lines of ``metrics.jsonl``."""
     for key in sorted(was.messages.keys() | now.messages.keys()):
         one_sided = key not in was.messages or key not in now.messages
         if one_sided and _under_way(key, was if key in was.messages else now):
             continue
-        found = _message_difference(key, was, now)
-        if found is not None:
-            return found
+        difference = _message_difference(key, was, now)
+        if difference is not None:
+            return difference
     for line in sorted(was.lines.keys() | now.lines.keys(), key=lambda line: (line[1], line[0] != "merge", line[0])):
         before, after = was.lines.get(line), now.lines.get(line)
         if before != after and not _of_other_silos(before, after):
@@ -217,14 +218,14 @@ def _other_difference(was: Record, now: Record) -> Difference | None:
 
 
 def _of_other_silos(before: MetricsLine | None, after: MetricsLine | None) -> bool:
-    """Whether two lines are measurements of the own models of other silos: one that stayed away was not measured."""
+    """Whether two lines evaluate the personal models of different silos, as when a silo was offline."""
     if not isinstance(before, PersonalLine) or not isinstance(after, PersonalLine):
         return False
     return before.personal_per_silo.keys() != after.personal_per_silo.keys()
 
 
 def _outcome_difference(was: Record, now: Record) -> Difference | None:
-    """In what was released, and in the figures of the summary."""
+    """First difference in the released files, or in the values of the summary."""
     if was.digest != now.digest:
         return Difference("model_digest", was.digest, now.digest)
     if was.released_with != now.released_with:
@@ -241,14 +242,14 @@ def _outcome_difference(was: Record, now: Record) -> Difference | None:
 
 
 def _under_way(key: Key, record: Record) -> bool:
-    """Whether a message was on its way when the run ended: real time decides whether it is in the logs.
+    """Whether a message was in transit when the run ended; whether such a message is logged depends on real time.
 
     Args:
-        key: of a message that only one of two runs has.
-        record: of that run.
+        key: of a message that only one of the two runs has.
+        record: of the run that has it.
     """
     kind, silo, number = key
-    if kind == _MEASUREMENT:  # of a silo's own model: one that stayed away is not waited for
+    if kind == _MEASUREMENT:  # of a personal model: the run does not wait for an offline silo
         return silo != EVALUATOR and (number == record.figures["versions"] or ("personal", number) in record.lines)
     over = max((event["sequence"] for event in record.events if event["silo"] == silo), default=-1)
     tasks = [each for sort, name, each in record.messages if (sort, name) == (Kind.TASK, silo) and each > over]

@@ -1,7 +1,6 @@
-"""Whether message logs are those of the run folder they lie in: its scenario, its figures and what it released.
+"""Compare message logs with the other files of their run folder: scenario, metrics, summary and released model.
 
-Logs can agree with each other and still be another run's, or tell of a part of this one. What the folder says of the
-run is held against them here.
+Logs that agree with each other can still belong to another run, or cover only a part of this one.
 """
 
 from __future__ import annotations
@@ -38,26 +37,27 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.log_records import EventRecord, LogRecord, MessageRecord, NoteKind, NoteRecord, RefusedRecord
 from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind, Metrics, Model, digest
 
-#: How the coordinator's last note calls a run whose rounds are all done; its module may not be imported here.
+#: Phase in the coordinator's last note once all rounds are done. The layer order forbids importing it.
 _DONE = "done"
-#: A finding's place, and what it says.
+#: Place and text of a finding.
 Discrepancy = tuple[str, str]
 _Record = TypeVar("_Record", bound=BaseModel)
 
 
 @dataclass
-class Course:
-    """What the logs say of the course of the run.
+class LoggedRun:
+    """Facts about a run that its logs record.
 
     Args:
-        runs: every run that a record of a log is of, with the first place, by log and name.
+        runs: first place of every run that a log's records name, by log and run name.
         released: the coordinator's last note of what it released, with its place.
-        ended: where the coordinator last noted that all rounds were done.
-        replies: silos' replies that the coordinator took: silo, base version and task.
-        evaluated: the last evaluation asked for of every version, with its place.
-        measured: digests of the evaluator's answers that the coordinator took, by version.
-        personal: digests of the silos' measurements of their own models that it took, by silo and version.
-        refused: silos of whose messages the coordinator refused one that it could read.
+        ended: place of the coordinator's last note that all rounds were done.
+        replies: silo, base version and task of each reply that the coordinator accepted.
+        evaluated: the last evaluation request for each version, with its place.
+        measured: digests of the evaluator's answers that the coordinator accepted, by version.
+        personal: digests of the silos' evaluations of their personal models that the coordinator accepted, by silo and
+            version.
+        refused: silos from which the coordinator refused a message that it could read.
     """
 
     runs: dict[tuple[str, str], str] = field(default_factory=dict)
@@ -70,7 +70,7 @@ class Course:
     refused: set[str] = field(default_factory=set)
 
     def take(self, process: str, place: str, record: LogRecord) -> None:
-        """Take a record of a process's log into account."""
+        """Add a record of a process's log."""
         match record:
             case MessageRecord():
                 self.runs.setdefault((process, record.header.run), place)
@@ -80,7 +80,7 @@ class Course:
             return
         match record:
             case RefusedRecord():
-                if not record.bytes:  # a frame that could not be opened has some, and says nothing of what was in it
+                if not record.bytes:  # a frame that could not be opened has a size, and its content is unknown
                     self.refused.add(record.peer)
             case NoteRecord(text=NoteKind.RELEASED):
                 self.released = place, record
@@ -90,7 +90,7 @@ class Course:
                 self._take_message(place, record)
 
     def _take_message(self, place: str, record: MessageRecord) -> None:
-        """Take a message of the coordinator's log into account."""
+        """Add a message of the coordinator's log."""
         header = record.header
         if header.kind is Kind.EVALUATE and header.receiver == EVALUATOR:
             self.evaluated[header.base_version] = place, record
@@ -98,21 +98,21 @@ class Course:
             if header.sender == EVALUATOR:
                 self.measured.setdefault(header.base_version, set()).update(record.digests)
             elif any(kind == Metrics.KIND for kind, _ in record.payloads):
-                # No reply to a task, and not to be taken for one when merged replies are counted.
+                # An evaluation is not a reply to a task and must not count as one.
                 self.personal.setdefault((header.sender, header.base_version), set()).update(record.digests)
             else:
                 self.replies.add((header.sender, header.base_version, header.reply_to))
 
 
 @dataclass
-class Told:
-    """What a folder tells of its run, read before the logs are: of a run that goes on they then tell of all of it.
+class RunFiles:
+    """Metrics and summary of a run, read before its logs: the logs of a run in progress then cover all of them.
 
     Args:
-        lines: of ``metrics.jsonl``; None where it is no such file.
-        summary: None while there is none, or where it is no summary.
-        finished: whether there is one.
-        found: what is wrong with either file.
+        lines: of ``metrics.jsonl``; None if the file is invalid.
+        summary: None if there is none, or it is invalid.
+        finished: whether there is a summary file.
+        found: discrepancies found while reading the two files.
     """
 
     lines: list[MetricsLine] | None
@@ -121,66 +121,67 @@ class Told:
     found: list[Discrepancy]
 
 
-def told_by(folder: RunFolder) -> Told:
-    """Read what a folder tells of its run."""
-    told = Told([], None, folder.summary.exists(), [])
-    told.summary = _read(folder.summary, RunSummary, "a run's summary", told.found) if told.finished else None
+def read_run_files(folder: RunFolder) -> RunFiles:
+    """Read the metrics and the summary of a run folder."""
+    files = RunFiles([], None, folder.summary.exists(), [])
+    files.summary = _read(folder.summary, RunSummary, "a run's summary", files.found) if files.finished else None
     try:
-        told.lines = read_metrics(folder)
+        files.lines = read_metrics(folder)
     except InputError as error:
-        told.lines = None
-        told.found.append((error.place, f"{error.found} instead of {error.allowed}"))
-    return told
+        files.lines = None
+        files.found.append((error.place, f"{error.found} instead of {error.allowed}"))
+    return files
 
 
-def against_the_run(
-    folder: RunFolder, told: Told, course: Course, named: dict[str, str], *, inline: bool
+def check_run_folder(
+    folder: RunFolder, files: RunFiles, course: LoggedRun, named: dict[str, str], *, inline: bool
 ) -> Iterator[Discrepancy]:
-    """Hold logs against the run folder they lie in.
+    """Compare logs with the run folder they are in.
 
-    Logs that were taken out of their folder owe nothing of this, and a run that is not finished no release.
+    Only files that exist are compared, so that logs can be audited without their folder; a run that is not finished
+    needs no release.
 
     Args:
-        folder: of the run.
-        told: what it told before the logs were read.
-        course: what the logs say.
-        named: processes of which there must be a log, with what tells of them; those of the summary are added.
-        inline: the run had no messages.
+        folder: the run folder.
+        files: its metrics and summary, read before the logs.
+        course: what the logs record.
+        named: processes that must have a log, with the place that mentions each; those of the summary are added.
+        inline: the run exchanged no messages.
     """
-    found, summary, finished = list[Discrepancy](), told.summary, told.finished
-    yield from told.found
+    found, summary, finished = list[Discrepancy](), files.summary, files.finished
+    yield from files.found
     yield from _same_run(folder, course)
     config = _read(folder.model / "config.json", ReleaseConfig, "the configuration of a released model", found)
-    if course.ended is not None and not folder.summary.exists() and any(map(Path.exists, _told_of(folder))):
+    if course.ended is not None and not folder.summary.exists() and any(map(Path.exists, _run_paths(folder))):
         finished = True
         yield course.ended, f"all rounds were done, but there is no {folder.summary.name}"
     if finished and course.released is None:
         yield f"{COORDINATOR}.jsonl", "no note of what was released, though the run is finished"
     if finished and course.released is not None and not (folder.model / "config.json").exists():
-        yield str(folder.model / "config.json"), f"no such file, though {course.released[0]} tells of it"
-    # Once that note is there, what was released lies beside it, also where the process was killed before its summary.
+        yield str(folder.model / "config.json"), f"no such file, though {course.released[0]} mentions it"
+    # The note is written after the release, so the release exists even if the process was killed before its summary.
     if course.released is not None and (finished or config is not None):
         yield from _release(folder, course, config, summary, inline=inline)
     yield from _of_the_scenario(folder, config, summary)
     if summary is not None:
         named |= {} if COORDINATOR in named else {COORDINATOR: folder.summary.name}
-        for silo, own in summary.per_silo.items():
-            if own.participations:
+        for silo, entry in summary.per_silo.items():
+            if entry.participations:
                 named.setdefault(silo, folder.summary.name)
-    if told.lines is not None:
-        yield from _course(folder, course, told.lines, inline=inline)
-        yield from _out_of_bounds(str(folder.metrics), told.lines, summary)
+    if files.lines is not None:
+        yield from _check_metrics(folder, course, files.lines, inline=inline)
+        yield from _out_of_bounds(str(folder.metrics), files.lines, summary)
         if summary is not None:
-            yield from _figures(folder, course, told.lines, summary, inline=inline)
+            yield from _check_summary(folder, course, files.lines, summary, inline=inline)
     yield from found
 
 
-def _told_of(folder: RunFolder) -> tuple[Path, ...]:
+def _run_paths(folder: RunFolder) -> tuple[Path, ...]:
     return folder.scenario, folder.metrics, folder.model
 
 
 def _read(path: Path, schema: type[_Record], what: str, found: list[Discrepancy]) -> _Record | None:
-    """A file of the folder; None if it is not there, or is none, which is a finding."""
+    """Read a file of the folder; None if it does not exist, or is invalid, which is a finding."""
     if not path.exists():
         return None
     try:
@@ -190,11 +191,11 @@ def _read(path: Path, schema: type[_Record], what: str, found: list[Discrepancy]
         return None
 
 
-def _same_run(folder: RunFolder, course: Course) -> Iterator[Discrepancy]:
-    """Every record is of one run, and that is the scenario's."""
+def _same_run(folder: RunFolder, course: LoggedRun) -> Iterator[Discrepancy]:
+    """Check that every record belongs to one run, the scenario's."""
     if folder.scenario.exists():
         try:
-            own, whose = name_of(read_yaml(folder.scenario)), folder.scenario.name
+            expected, source = name_of(read_yaml(folder.scenario)), folder.scenario.name
         except InputError as error:
             yield error.place, f"{error.found} instead of {error.allowed}"
             return
@@ -203,54 +204,54 @@ def _same_run(folder: RunFolder, course: Course) -> Iterator[Discrepancy]:
             yield str(folder.scenario), f"no such file beside {folder.summary.name}"
         if not course.runs:
             return
-        (_, own), whose = next(iter(course.runs)), "the first record"
+        (_, expected), source = next(iter(course.runs)), "the first record"
     for (_, run), place in course.runs.items():
-        if run != own:
-            yield place, f"of the run {run}, but {whose} is of {own}"
+        if run != expected:
+            yield place, f"of the run {run}, but {source} is of {expected}"
 
 
 def _of_the_scenario(
     folder: RunFolder, config: ReleaseConfig | None, summary: RunSummary | None
 ) -> Iterator[Discrepancy]:
-    """What the release and the summary say of the run's scenario is what the scenario says."""
+    """Check that the release and the summary agree with the scenario."""
     try:
         scenario = read_yaml(folder.scenario) if folder.scenario.exists() else {}
     except InputError:
-        return  # that it is none has been found already
+        return  # _same_run reports it
     protocol = scenario.get("protocol")
-    own = {
+    expected = {
         **scenario,
         "scenario": scenario.get("name"),
         "protocol": protocol.get("name") if isinstance(protocol, dict) else protocol,
     }
-    for path, told, names in (
+    for path, record, names in (
         (folder.summary, summary, ("scenario", "protocol", "seed", "rounds")),
         (folder.model / "config.json", config, ("protocol", "backbone", "objective")),
     ):
-        plain = {} if told is None else told.plain()
+        plain = {} if record is None else record.plain()
         for name in names:
-            if scenario and name in plain and plain[name] != own.get(name):
+            if scenario and name in plain and plain[name] != expected.get(name):
                 yield str(path), f"{name} is not what {folder.scenario.name} says"
 
 
 def _release(
     folder: RunFolder,
-    course: Course,
+    course: LoggedRun,
     config: ReleaseConfig | None,
     summary: RunSummary | None,
     *,
     inline: bool,
 ) -> Iterator[Discrepancy]:
-    """What was released is what the coordinator noted, and what the evaluator was sent."""
-    assert course.released is not None  # noqa: S101 - the caller has seen to it
+    """Check that the released files are what the coordinator noted and sent to the evaluator."""
+    assert course.released is not None  # noqa: S101 - the caller has checked it
     note = course.released[1].facts
-    more = {kind: str(own) for kind, own in note.items() if kind not in ("model_digest", "data_digest")}
+    more = {kind: str(value) for kind, value in note.items() if kind not in ("model_digest", "data_digest")}
     data = note.get("data_digest")
-    own = digests_by_name(str(note.get("model_digest", "nothing")), None if data is None else str(data), more)
-    for path, told in ((folder.model / "config.json", config), (folder.summary, summary)):
-        said = digests_of(told) if told is not None else own
-        for what in sorted(said.keys() | own.keys()):
-            yield from _other(path, what, said.get(what, "nothing"), own.get(what, "nothing"))
+    noted = digests_by_name(str(note.get("model_digest", "nothing")), None if data is None else str(data), more)
+    for path, record in ((folder.model / "config.json", config), (folder.summary, summary)):
+        recorded = digests_of(record) if record is not None else noted
+        for what in sorted(recorded.keys() | noted.keys()):
+            yield from _other(path, what, recorded.get(what, "nothing"), noted.get(what, "nothing"))
     belong = {"model.safetensors", *(f"{kind}.safetensors" for kind in more)}
     for path in sorted(folder.model.glob("*.safetensors")):
         if path.name not in belong:
@@ -276,98 +277,101 @@ def _release(
     if summary.versions not in course.evaluated:
         yield f"{COORDINATOR}.jsonl", f"the evaluator was never sent version {summary.versions}, which is released"
         return
-    place, record = course.evaluated[summary.versions]
-    sent = dict(zip((kind for kind, _ in record.payloads), record.digests, strict=False))
+    place, request = course.evaluated[summary.versions]
+    sent = dict(zip((kind for kind, _ in request.payloads), request.digests, strict=False))
     for kind in sorted(sent.keys() | digests.keys()):
         if sent.get(kind) != digests.get(kind):
             yield place, f"the evaluator was sent another {kind} than is released"
 
 
-def _other(path: Path, what: str, found: str, told: object) -> Iterator[Discrepancy]:
-    # The words of fedmq.retrieval.released_model.OtherModelError: a probe finds the same.
-    if found != told:
-        yield str(path), f"{what} with digest {found} instead of the run's own, with digest {told}"
+def _other(path: Path, what: str, found: str, expected: object) -> Iterator[Discrepancy]:
+    # Same wording as fedmq.retrieval.released_model.OtherModelError, which a probe reports for the same discrepancy.
+    if found != expected:
+        yield str(path), f"{what} with digest {found} instead of the run's own, with digest {expected}"
 
 
-def _course(folder: RunFolder, course: Course, lines: Sequence[MetricsLine], *, inline: bool) -> Iterator[Discrepancy]:
-    """Every reply that was merged was received, and the figures are what the evaluator and the silos answered."""
+def _check_metrics(
+    folder: RunFolder, course: LoggedRun, lines: Sequence[MetricsLine], *, inline: bool
+) -> Iterator[Discrepancy]:
+    """Check that merged replies were received, and that values are what the evaluator and the silos reported."""
     place, merges = str(folder.metrics), _merges(lines)
     if [line.version for line in merges] != list(range(1, len(merges) + 1)):
         yield place, "not one merge for each version in turn"
     for line in _personal(lines):
-        own = own_means(line.personal_whole_split, line.personal_per_silo)
-        yield from _made(f"{place}: version {line.version}", line, own)
+        expected = personal_means(line.personal_whole_split, line.personal_per_silo)
+        yield from _check_means(f"{place}: version {line.version}", line, expected)
     if inline:
         return
-    yield from _merged_unheard(place, merges, course)
+    yield from _merged_not_received(place, merges, course)
     for evaluation in _evaluations(lines):
         answers = course.measured.get(evaluation.version, set())
-        if not _was_told(evaluation.metrics, evaluation.per_silo, answers):
+        if not _was_reported(evaluation.metrics, evaluation.per_silo, answers):
             yield place, f"the figures of version {evaluation.version} are not what the evaluator answered"
     for line in _personal(lines):
-        yield from _not_said_by_silos(place, line.version, line, course)
+        yield from _not_reported_by_silos(place, line.version, line, course)
 
 
-def _figures(
-    folder: RunFolder, course: Course, lines: Sequence[MetricsLine], summary: RunSummary, *, inline: bool
+def _check_summary(
+    folder: RunFolder, course: LoggedRun, lines: Sequence[MetricsLine], summary: RunSummary, *, inline: bool
 ) -> Iterator[Discrepancy]:
-    """The summary is of those merges, and of the last of those evaluations."""
+    """Check the summary against the merges and the last evaluation in ``metrics.jsonl``."""
     place, metrics = str(folder.summary), folder.metrics.name
     merges, evaluations = _merges(lines), _evaluations(lines)
     if len(merges) != summary.versions:
-        yield str(folder.metrics), f"{len(merges)} merges, but {folder.summary.name} tells of {summary.versions}"
+        yield str(folder.metrics), f"{len(merges)} merges, but {folder.summary.name} has {summary.versions}"
     for version in sorted(course.measured.keys() - {line.version for line in evaluations}):
         yield str(folder.metrics), f"no figures of version {version}, though the evaluator answered"
     merged = Counter(silo for line in merges for silo in line.replies)
     for silo in sorted(merged.keys() | summary.per_silo.keys()):
-        told = summary.per_silo[silo].participations if silo in summary.per_silo else 0
-        if told != merged[silo]:
-            yield place, f"{told} participations of {silo}, but {merged[silo]} of its replies were merged"
+        count = summary.per_silo[silo].participations if silo in summary.per_silo else 0
+        if count != merged[silo]:
+            yield place, f"{count} participations of {silo}, but {merged[silo]} of its replies were merged"
     if summary.tasks.merged not in (None, merged.total()):
         yield place, f"{summary.tasks.merged} tasks merged, but {merged.total()} by {metrics}"
     yield from _of_the_last_evaluation(place, metrics, evaluations, summary)
-    yield from _made(place, summary, own_means(summary.personal_whole_split, summary.personal_per_silo))
+    yield from _check_means(place, summary, personal_means(summary.personal_whole_split, summary.personal_per_silo))
     if not inline:
-        yield from _not_said_by_silos(place, summary.versions, summary, course)
-        reportable = [(line.version, line.personal_whole_split) for line in _personal(lines)]
-        reportable.append((summary.versions, summary.personal_whole_split))
-        yield from _not_told_of_silos(folder, reportable, course)
+        yield from _not_reported_by_silos(place, summary.versions, summary, course)
+        recorded = [(line.version, line.personal_whole_split) for line in _personal(lines)]
+        recorded.append((summary.versions, summary.personal_whole_split))
+        yield from _reported_not_recorded(folder, recorded, course)
 
 
 def _of_the_last_evaluation(
     place: str, metrics: str, evaluations: Sequence[EvaluationLine], summary: RunSummary
 ) -> Iterator[Discrepancy]:
-    """The summary's figures of the shared model are those of the last evaluation, and the means those of the figures.
+    """Check the summary's values of the shared model against the last evaluation, and its means against the values.
 
     Args:
-        place: the summary's file.
+        place: file of the summary.
         metrics: name of the file of the evaluations.
         evaluations: in the order of that file.
         summary: of the run.
     """
     last = max(evaluations, key=lambda line: line.version, default=None)
-    shares = {} if last is None else last.per_silo
+    per_silo = {} if last is None else last.per_silo
     if last is None or summary.metrics != last.metrics:
         yield place, f"metrics are not those of the last evaluation in {metrics}"
-    for silo, own in summary.per_silo.items():
-        if own.figures != shares.get(silo, {}):
+    for silo, entry in summary.per_silo.items():
+        if entry.figures != per_silo.get(silo, {}):
             yield place, f"the figures of {silo} are not those of the last evaluation in {metrics}"
-    if shares:
-        yield from _made(place, summary, {"per_silo_mean": means(shares), "fairness": fairness_of(shares)})
+    if per_silo:
+        expected = {"per_silo_mean": means(per_silo), "fairness": fairness_of(per_silo)}
+        yield from _check_means(place, summary, expected)
 
 
 def _out_of_bounds(place: str, lines: Sequence[MetricsLine], summary: RunSummary | None) -> Iterator[Discrepancy]:
-    """Values that their metrics cannot have; a summary describes the user's own metrics, which others do not know."""
-    own = () if summary is None else tuple(summary.own_metrics.values())
+    """Find values out of their metric's bounds; only the summary describes the user's own metrics."""
+    user_metrics = () if summary is None else tuple(summary.own_metrics.values())
     for line in lines:
         for values in _measured(line):
-            told = values if summary else {name: value for name, value in values.items() if is_known(name)}
-            if (wrong := objection(told, own)) is not None:
+            known = values if summary else {name: value for name, value in values.items() if is_known(name)}
+            if (wrong := objection(known, user_metrics)) is not None:
                 yield place, f"a figure of version {line.version} that cannot be: {wrong}"
 
 
 def _measured(line: MetricsLine) -> list[Figures]:
-    """The figures of a line that an evaluator or a silo measured."""
+    """The values in a line that the evaluator or a silo measured."""
     match line:
         case EvaluationLine():
             return [line.metrics, *line.per_silo.values()]
@@ -377,36 +381,40 @@ def _measured(line: MetricsLine) -> list[Figures]:
             return []
 
 
-def own_means(whole: BySilo, shares: BySilo) -> dict[str, Figures]:
-    """The means and the spread of silos' own models, by the names of the summary; empty where there are no figures.
+def personal_means(whole: BySilo, local: BySilo) -> dict[str, Figures]:
+    """Means and fairness of personal models over silos, by their keys in the summary; empty without values.
 
     Args:
-        whole: figures by silo on the whole split.
-        shares: figures by silo on its own share.
+        whole: metrics of each silo's personal model on the whole split.
+        local: metrics of each silo's personal model on the silo's part of the split.
     """
     return {
         "personal": means(whole) if whole else {},
-        "personal_per_silo_mean": means(shares) if shares else {},
-        "personal_fairness": fairness_of(shares) if shares else {},
+        "personal_per_silo_mean": means(local) if local else {},
+        "personal_fairness": fairness_of(local) if local else {},
     }
 
 
-def _made(place: str, told: RunSummary | PersonalLine, made: Mapping[str, Figures]) -> Iterator[Discrepancy]:
-    """Means and spreads that are not those of the figures beside them."""
-    for name, value in made.items():
-        if not _close(getattr(told, name), value):
+def _check_means(
+    place: str, record: RunSummary | PersonalLine, expected: Mapping[str, Figures]
+) -> Iterator[Discrepancy]:
+    """Check means and fairness over silos against values recomputed from the same record."""
+    for name, value in expected.items():
+        if not _close(getattr(record, name), value):
             yield place, f"{name} is not that of the figures it is made of"
 
 
-def _not_told_of_silos(folder: RunFolder, told: Sequence[tuple[int, BySilo]], course: Course) -> Iterator[Discrepancy]:
-    """Silos that answered how their own models do, and are in no figures; their answers may have been refused.
+def _reported_not_recorded(
+    folder: RunFolder, recorded: Sequence[tuple[int, BySilo]], course: LoggedRun
+) -> Iterator[Discrepancy]:
+    """Find silos that evaluated their personal model without a record of it, unless the coordinator refused them.
 
     Args:
-        folder: of the run.
-        told: figures of own models by silo, with the version they are of.
-        course: what the logs say.
+        folder: the run folder.
+        recorded: version and metrics of personal models by silo.
+        course: what the logs record.
     """
-    known = {(silo, version) for version, whole in told for silo in whole}
+    known = {(silo, version) for version, whole in recorded for silo in whole}
     for silo, version in sorted(course.personal.keys() - known):
         if silo not in course.refused:
             yield str(folder.metrics), f"no figures of {silo}'s own model at version {version}, though it answered"
@@ -424,31 +432,31 @@ def _personal(lines: Sequence[MetricsLine]) -> list[PersonalLine]:
     return [line for line in lines if isinstance(line, PersonalLine)]
 
 
-def _close(told: Figures, made: Figures) -> bool:
-    """Whether figures are those made here: sums round differently on other processors."""
-    return told.keys() == made.keys() and all(
-        math.isclose(told[name], made[name], rel_tol=1e-9, abs_tol=1e-12) for name in made
+def _close(recorded: Figures, expected: Figures) -> bool:
+    """Whether values are equal but for rounding, which differs between processors."""
+    return recorded.keys() == expected.keys() and all(
+        math.isclose(recorded[name], expected[name], rel_tol=1e-9, abs_tol=1e-12) for name in expected
     )
 
 
-def _not_said_by_silos(
-    place: str, version: int, told: RunSummary | PersonalLine, course: Course
+def _not_reported_by_silos(
+    place: str, version: int, record: RunSummary | PersonalLine, course: LoggedRun
 ) -> Iterator[Discrepancy]:
-    """Figures of silos' own models that those silos did not answer."""
-    for silo, whole in told.personal_whole_split.items():
-        share = {silo: told.personal_per_silo.get(silo, {})}
-        if not _was_told(whole, share, course.personal.get((silo, version), set())):
+    """Find metrics of personal models that their silos did not report."""
+    for silo, whole in record.personal_whole_split.items():
+        local = {silo: record.personal_per_silo.get(silo, {})}
+        if not _was_reported(whole, local, course.personal.get((silo, version), set())):
             yield place, f"the figures of {silo}'s own model at version {version} are not what it answered"
 
 
-def _merged_unheard(place: str, merges: Sequence[MergeLine], course: Course) -> Iterator[Discrepancy]:
-    """Replies that were merged more often than the coordinator's log says that they came."""
+def _merged_not_received(place: str, merges: Sequence[MergeLine], course: LoggedRun) -> Iterator[Discrepancy]:
+    """Find replies that were merged more often than the coordinator logged them as received."""
     taken = Counter[tuple[str, int]]()
     for line in merges:
         silos, ages = line.replies, line.staleness
         if len(silos) != len(ages):
             yield place, f"{len(ages)} ages of {len(silos)} replies in the merge of version {line.version}"
-        # A reply's age is the number of merges since the model it stands on.
+        # A reply's staleness is the number of merges since the model it was trained from.
         taken.update((silo, line.version - 1 - age) for silo, age in zip(silos, ages, strict=False))
     received = Counter((silo, base) for silo, base, _ in course.replies)
     for (silo, base), count in sorted(taken.items()):
@@ -456,7 +464,7 @@ def _merged_unheard(place: str, merges: Sequence[MergeLine], course: Course) -> 
             yield place, f"{count} replies of {silo} to version {base} merged, but {received[silo, base]} were received"
 
 
-def _was_told(metrics: Figures, per_silo: BySilo, answers: set[str]) -> bool:
+def _was_reported(metrics: Figures, per_silo: BySilo, answers: set[str]) -> bool:
     try:
         return digest(Metrics(metrics, per_silo)) in answers
     except FieldError:

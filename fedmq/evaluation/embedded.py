@@ -1,4 +1,4 @@
-"""Items as a model embeds them, and how the items of a gallery rank for them."""
+"""Embed items with a model, and rank a gallery for them."""
 
 from __future__ import annotations
 
@@ -7,16 +7,12 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
-import torch
 
 from fedmq import seeds
 from fedmq.config.scenario import Evaluation
-from fedmq.data.silo_dataset import SiloDataset
 from fedmq.evaluation import hamming, label_metrics
-from fedmq.federation.protocol import Encoders
 
-_BATCH = 256
-#: By how much float32 vectors of unit length may miss it.
+#: Tolerance of the length of float32 unit vectors.
 _LENGTH = 1e-4
 
 Way = Literal["i2t", "t2i", "i2i", "t2t"]
@@ -24,14 +20,14 @@ Way = Literal["i2t", "t2i", "i2i", "t2t"]
 
 @dataclass(frozen=True)
 class Embedded:
-    """Items in the joint space.
+    """Items embedded in the joint space.
 
     Args:
         image: float32 [n, d].
         text: float32 [m, d], one row per caption.
         owner: int64 [m], the image of each caption, 0 to n - 1.
         labels: uint8 [n, L] multi-hot; None where the data set has none.
-        binary: the vectors are codes, of which the signs rank.
+        binary: the vectors are hash codes; only their signs count in rankings.
     """
 
     image: np.ndarray
@@ -41,13 +37,13 @@ class Embedded:
     binary: bool = False
 
     def subset(self, items: np.ndarray) -> Embedded:
-        """Some of the images [k] with their captions."""
-        place = np.full(len(self.image), -1, np.int64)
-        place[items] = np.arange(len(items))
-        kept = place[self.owner] >= 0
+        """Some of the items, by index int64 [k], with all their captions."""
+        position = np.full(len(self.image), -1, np.int64)
+        position[items] = np.arange(len(items))
+        kept = position[self.owner] >= 0
         labels = None if self.labels is None else self.labels[items]
         return replace(
-            self, image=self.image[items], text=self.text[kept], owner=place[self.owner[kept]], labels=labels
+            self, image=self.image[items], text=self.text[kept], owner=position[self.owner[kept]], labels=labels
         )
 
     @property
@@ -56,43 +52,36 @@ class Embedded:
         return self.text[np.searchsorted(self.owner, np.arange(len(self.image)))]
 
 
-def embed(encoders: Encoders, share: SiloDataset, *, binary: bool) -> Embedded:
-    """Embed every image and every caption of a share that has both."""
-    if share.image is None or share.text is None:
-        raise ValueError("evaluation needs both modalities")
-    owner = torch.repeat_interleave(torch.arange(len(share)), share.captions)
-    number = torch.cat([torch.arange(int(count)) for count in share.captions])
-    with torch.no_grad():
-        image = torch.cat([encoders.image(part) for part in torch.split(share.image, _BATCH)])
-        pairs = zip(torch.split(owner, _BATCH), torch.split(number, _BATCH), strict=True)
-        text = torch.cat([encoders.caption(share.text[item, caption]) for item, caption in pairs])
-    labels = None if share.labels is None else share.labels.numpy()
-    return Embedded(image.cpu().numpy(), text.cpu().numpy(), owner.numpy(), labels, binary)
-
-
 def comparable(items: Embedded, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Images, captions and the captions' owners, whose inner products rank: codes as signs, others of unit length.
+    """Vectors to rank by inner product: embeddings scaled to unit length, codes as signs in shuffled order.
 
-    Codes tie massively, and a stable order would let captions that lie image by image come all together or not at
-    all: they are shuffled. Embeddings, DSCMR's apart, are of unit length as they are, and do not tie.
+    Codes have many ties, which are broken by index. Without shuffling, all captions of an image would rank together.
+    Embeddings do not tie, and all but DSCMR's have unit length already.
+
+    Args:
+        items: embeddings or codes.
+        seed: of the shuffling.
+
+    Returns:
+        images [n, d], captions [m, d], and the image of each caption int64 [m].
     """
     if not items.binary:
         return _unit(items.image), _unit(items.text), items.owner
     generator = seeds.numpy_generator(seed, "recalls")
     rows, captions = generator.permutation(len(items.image)), generator.permutation(len(items.text))
-    places = np.argsort(rows)
-    return _signs(items.image[rows]), _signs(items.text[captions]), places[items.owner[captions]]
+    new_rows = np.argsort(rows)
+    return _signs(items.image[rows]), _signs(items.text[captions]), new_rows[items.owner[captions]]
 
 
 def _unit(vectors: np.ndarray) -> np.ndarray:
-    """Vectors [n, d] scaled to unit length, zero ones left; as they are, to the bit, where all have it already."""
+    """Vectors [n, d] scaled to unit length, except zero vectors; returned unchanged if all have unit length already."""
     lengths = np.linalg.norm(vectors, axis=1, keepdims=True)
     lengths[lengths == 0] = 1
     return vectors if np.abs(lengths - 1).max(initial=0) <= _LENGTH else vectors / lengths
 
 
 def _signs(outputs: np.ndarray) -> np.ndarray:
-    """Outputs as signs, whose products are whole numbers and order as Hamming distances do."""
+    """Outputs as signs: their inner products are integers and rank as Hamming distances do."""
     return hamming.sign(outputs).astype(np.float32)
 
 
@@ -106,16 +95,19 @@ def rank(
     top_n: Sequence[int] = (),
     curves: bool = False,
 ) -> dict[Way, label_metrics.RankingMetrics]:
-    """Label metrics of some ways of retrieval, one text per item: from images to texts, within images, ...
+    """Label metrics by direction of retrieval (image to text, image to image, ...), one text per item.
 
     Args:
         queries: the evaluated items.
-        gallery: what is retrieved from.
+        gallery: the items to retrieve.
         evaluation: cut-offs of mAP and NDCG.
         seed: of the gallery's order.
-        ways: which.
-        top_n: cut-offs of precision and recall among the first N.
-        curves: precision and recall at every place and radius, too.
+        ways: directions of retrieval.
+        top_n: cut-offs N of precision@N and recall@N.
+        curves: also compute precision and recall at every rank and Hamming radius.
+
+    Raises:
+        ValueError: queries or gallery have no labels.
     """
     if queries.labels is None or gallery.labels is None:
         raise ValueError("label metrics need labels")

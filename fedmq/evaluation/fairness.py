@@ -1,4 +1,4 @@
-"""Figures over silos: means, and how far apart silos are (fairness). Fractions in [0, 1], as the figures are."""
+"""Means of metrics over silos, and fairness: how much a metric varies between silos."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fedmq.evaluation.metrics import HEADLINE
 
 
 def means(by_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """Of each metric that all silos have, the mean over them."""
-    names = sorted(set.intersection(*(set(own) for own in by_silo.values())))
-    return {name: math.fsum(own[name] for own in by_silo.values()) / len(by_silo) for name in names}
+    """Mean over silos of each metric that all silos have."""
+    names = sorted(set.intersection(*(set(values) for values in by_silo.values())))
+    return {name: math.fsum(values[name] for values in by_silo.values()) / len(by_silo) for name in names}
 
 
 def fairness(values: Sequence[float] | npt.NDArray[np.float64]) -> dict[str, float]:
@@ -26,6 +26,6 @@ def fairness(values: Sequence[float] | npt.NDArray[np.float64]) -> dict[str, flo
 
 
 def fairness_of(per_silo: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """``std_r1``, ``worst_r1`` and ``gap_r1`` over the silos whose figures, by name, have a ``mean_r1``."""
-    spread = fairness([own[HEADLINE] for own in per_silo.values() if HEADLINE in own])
+    """``std_r1``, ``worst_r1`` and ``gap_r1`` over the silos that have a ``mean_r1``."""
+    spread = fairness([values[HEADLINE] for values in per_silo.values() if HEADLINE in values])
     return {f"{name}_r1": spread[name] for name in ("std", "worst", "gap")}

@@ -1,19 +1,20 @@
-"""Hash codes: signs, eight to a byte, and Hamming distances by counting the bits that differ.
+"""Hash codes packed eight bits to a byte, and Hamming distances.
 
-Bits lie as :func:`numpy.packbits` puts them: bit j of a code is bit 7 - j % 8 of byte j // 8, 1 for +1, and the last
-byte is filled up with zeros. Multi-hot labels are packed the same way; two items share a label where any bit is set in
-both.
+Bits are packed as by :func:`numpy.packbits`: bit j of a code is bit 7 - j % 8 of byte j // 8, 1 for +1, and the last
+byte is padded with zeros. Multi-hot labels are packed the same way; two items share a label if any bit is set in both.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-Array = npt.NDArray[Any] | torch.Tensor
+if TYPE_CHECKING:
+    import torch
+
+Array: TypeAlias = "npt.NDArray[Any] | torch.Tensor"
 Packed = npt.NDArray[np.uint8]
 Words = npt.NDArray[np.uint64]
 
@@ -21,17 +22,18 @@ _WORD = 8  # bytes
 
 
 def as_numpy(x: Array) -> npt.NDArray[Any]:
-    """A NumPy array of the same memory, where a tensor's device allows it."""
-    return x.detach().cpu().numpy() if isinstance(x, torch.Tensor) else np.asarray(x)
+    """A NumPy array, sharing memory with ``x`` if it is on the CPU."""
+    # Told apart by type and not by isinstance, so that this module does without torch.
+    return np.asarray(x) if isinstance(x, np.ndarray) else x.detach().cpu().numpy()
 
 
 def sign(values: Array) -> npt.NDArray[np.int8]:
-    """int8 of -1 and +1 in the shape of ``values``; 0 (and -0) is +1, NaN is -1."""
+    """Signs as int8 -1 and +1, in the shape of ``values``; 0 and -0 give +1, NaN gives -1."""
     return np.where(as_numpy(values) >= 0, np.int8(1), np.int8(-1))
 
 
 def pack(values: Array) -> Packed:
-    """The signs of real numbers, or of a code in {-1, +1}, as bits.
+    """Pack the signs of real numbers, or codes in {-1, +1}, into bits.
 
     Args:
         values: [n, bits]; 0 counts as +1.
@@ -43,9 +45,9 @@ def pack(values: Array) -> Packed:
 
 
 def words(packed: Packed) -> Words:
-    """Packed bits in machine words, one row per word: uint8 [n, bytes] to uint64 [ceil(bytes / 8), n].
+    """Packed bits as 64-bit words, one row per word: uint8 [n, bytes] to uint64 [ceil(bytes / 8), n].
 
-    Word by word over all items is how distances are counted, so items lie side by side.
+    Distances are computed one word at a time over all items, so each row holds one word of every item.
     """
     filled = np.zeros((len(packed), -(-packed.shape[1] // _WORD) * _WORD), np.uint8)
     filled[:, : packed.shape[1]] = packed
@@ -53,55 +55,62 @@ def words(packed: Packed) -> Words:
 
 
 def distances(query: Words, database: Words) -> npt.NDArray[np.uint8] | npt.NDArray[np.uint16]:
-    """Hamming distances of one code to all others.
+    """Hamming distances of one code to the codes of a database.
 
     Args:
-        query: [W], one code in words.
-        database: [W, n], of :func:`words`.
+        query: uint64 [W], one column of :func:`words`.
+        database: uint64 [W, n], from :func:`words`.
 
     Returns:
-        [n], uint8 where it can hold the largest distance (which sorts four times as fast), else uint16.
+        [n], uint8 if it can hold the largest distance (it sorts four times as fast), else uint16.
     """
     first: npt.NDArray[np.uint8] = np.bitwise_count(database[0] ^ query[0])
     if len(database) == 1:
         return first
     total: npt.NDArray[Any] = first.astype(np.uint16 if len(database) > 3 else np.uint8)
-    for own, others in zip(query[1:], database[1:], strict=True):
-        total += np.bitwise_count(others ^ own)
+    for word, others in zip(query[1:], database[1:], strict=True):
+        total += np.bitwise_count(others ^ word)
     return total
 
 
 def shared(query: Words, database: Words) -> npt.NDArray[np.bool_]:
-    """Whether one item has a bit (a label) in common with each of the others: [W] and [W, n] to bool [n]."""
-    found: npt.NDArray[np.bool_] = (database[0] & query[0]) != 0
-    for own, others in zip(query[1:], database[1:], strict=True):
-        found |= (others & own) != 0
-    return found
+    """Whether one item has a bit (a label) in common with each item of a database: [W] and [W, n] to bool [n]."""
+    result: npt.NDArray[np.bool_] = (database[0] & query[0]) != 0
+    for word, others in zip(query[1:], database[1:], strict=True):
+        result |= (others & word) != 0
+    return result
 
 
 def hamming(queries: Array, database: Array) -> npt.NDArray[np.int64]:
-    """Hamming distances int64 [Q, n] of codes as :func:`packed_codes` takes them.
+    """Hamming distances between two sets of codes.
+
+    Args:
+        queries: [Q, bits], or packed uint8 [Q, bytes].
+        database: [n, bits], or packed uint8 [n, bytes].
+
+    Returns:
+        int64 [Q, n].
 
     Raises:
-        ValueError: codes of different lengths.
+        ValueError: the codes have different lengths.
     """
     first, second = packed_codes(queries), packed_codes(database)
     if first.shape[1] != second.shape[1]:
         raise ValueError(f"codes of {first.shape[1]} and of {second.shape[1]} bytes")
     items = words(second)
-    found = np.empty((len(first), len(second)), np.int64)
-    for row, query in zip(found, words(first).T, strict=True):
+    result = np.empty((len(first), len(second)), np.int64)
+    for row, query in zip(result, words(first).T, strict=True):
         row[:] = distances(query, items)
-    return found
+    return result
 
 
 def packed_codes(values: Array) -> Packed:
-    """Packed codes as they are (uint8 [n, bytes]); anything else by its signs.
+    """Packed codes uint8 [n, bytes]: returned as they are if packed already, else the packed signs of [n, bits].
 
     Raises:
-        ValueError: not two-dimensional, or without a bit.
+        ValueError: not two-dimensional, or zero bits.
     """
-    found = as_numpy(values)
-    if found.ndim != 2 or not found.shape[1]:
-        raise ValueError(f"codes of shape {list(found.shape)}: [n, bits] or packed [n, bytes] are wanted")
-    return found if found.dtype == np.uint8 else pack(found)
+    codes = as_numpy(values)
+    if codes.ndim != 2 or not codes.shape[1]:
+        raise ValueError(f"codes of shape {list(codes.shape)}, allowed: [n, bits] or packed [n, bytes]")
+    return codes if codes.dtype == np.uint8 else pack(codes)

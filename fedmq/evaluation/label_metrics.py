@@ -1,9 +1,9 @@
-"""Metrics of ranked lists at full scale: thousands of queries against hundreds of thousands of items, exactly.
+"""Exact label metrics of ranked lists (mAP, NDCG, precision, recall) for large galleries.
 
-One query at a time, several threads side by side: distances by counting bits, one stable sort, and from then on only
-the places of the relevant items. Memory is a few arrays as long as the database, however many queries there are; sums
-go in the order of the queries, so the number of threads changes nothing. ``tests/definitions.py`` has the same values
-written as their definitions say, on whole matrices.
+Queries are ranked one at a time, several threads in parallel: distances, one stable sort, then only the ranks of the
+relevant items. Memory is a few arrays of the gallery's length per thread, independent of the number of queries. Sums
+are taken in the order of the queries, so that results do not depend on the number of threads. ``tests/definitions.py``
+computes the same values directly from their definitions.
 """
 
 from __future__ import annotations
@@ -12,32 +12,34 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from fedmq.evaluation import hamming
 from fedmq.seeds import numpy_generator
 
+if TYPE_CHECKING:
+    import torch
+
 F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
-Array = npt.NDArray[Any] | torch.Tensor
+Array: TypeAlias = "npt.NDArray[Any] | torch.Tensor"
 T = TypeVar("T")
 
 Denominator = Literal["retrieved", "total", "min"]
 Empty = Literal["zero", "skip"]
 
-#: Queries ranked by one thread before its sums join the others'.
+#: Queries per task of a thread.
 CHUNK_QUERIES = 32
-#: Similarities computed at once.
+#: Number of similarities computed at a time.
 CHUNK_SCORES = 1 << 22
 
 
 class Curve(NamedTuple):
-    """Mean precision and recall, float64, at each place of the list or within each Hamming radius."""
+    """Mean precision and recall, float64, at each rank or within each Hamming radius."""
 
     precision: F64
     recall: F64
@@ -45,18 +47,19 @@ class Curve(NamedTuple):
 
 @dataclass(frozen=True)
 class RankingMetrics:
-    """What one pass over the queries finds; all are fractions in [0, 1].
+    """Label metrics, all fractions in [0, 1].
 
     Args:
-        map: mean AP over the whole list, ties by (distance, database index).
-        map_expected: the same averaged over all orders of tied items; does not depend on the database's order.
-        map_at: R to mean AP over the first R places.
-        ndcg: N to NDCG@N, the ideal list taken from the whole database.
-        ndcg_retrieved: N to NDCG@N, the ideal list being the N retrieved items reordered.
-        top_n: N to precision@N and recall@N, over queries with anything relevant.
-        pr_rank: at each of the places of the list, over queries with anything relevant; None unless asked for.
-        pr_radius: within Hamming radius 0 to bits, likewise; a query that retrieves nothing is left out of that
-            radius's precision, which is NaN where none does. None unless asked for, and for cosine ranking.
+        map: mean average precision over the whole list, ties broken by database index.
+        map_expected: the same averaged over all orders of tied items, which is independent of the database's order.
+        map_at: mAP over the first R items, by R.
+        ndcg: NDCG@N by N, the ideal list taken from the whole database.
+        ndcg_retrieved: NDCG@N by N, the ideal list being the N retrieved items reordered.
+        top_n: precision@N and recall@N by N, over queries with a relevant item.
+        pr_rank: precision and recall at each rank, over queries with a relevant item; None unless requested.
+        pr_radius: the same within each Hamming radius from 0 to the code length. Queries that retrieve nothing within a
+            radius are left out of its precision, which is NaN if no query does. None unless requested, and for cosine
+            ranking.
     """
 
     map: float
@@ -72,12 +75,12 @@ class RankingMetrics:
 # --------------------------------------------------------------------------- one ranked list
 @dataclass(frozen=True)
 class Ranked:
-    """One query's ranked list, as far as metrics look at it.
+    """One query's ranked list, reduced to what metrics need.
 
     Args:
-        places: int64 [R], places of the relevant items, from 0, ascending.
-        ends: int64 [K], number of items up to the end of each block of equal distance; by distance 0 to bits where
-            those are Hamming distances, so that empty blocks repeat a number.
+        places: int64 [R], ranks of the relevant items, from 0, ascending.
+        ends: int64 [K], number of items up to the end of each block of ties. For Hamming distances there is a block for
+            each distance from 0 to bits, possibly empty.
         hits: int64 [K], number of relevant items among those.
     """
 
@@ -90,13 +93,13 @@ def hamming_ranked(query: hamming.Words, database: hamming.Words, relevant: Bool
     """Rank the database by (Hamming distance to one code, index).
 
     Args:
-        query: uint64 [W] of ``codes.words``.
+        query: uint64 [W], one column of :func:`hamming.words`.
         database: uint64 [W, N].
-        relevant: [N].
+        relevant: bool [N].
         bits: largest possible distance.
     """
     distance = hamming.distances(query, database)
-    # A stable sort of 8- or 16-bit numbers is a radix sort: linear, and ties stay in the database's order.
+    # NumPy's stable sort of 8- and 16-bit integers is a radix sort: linear, and ties keep the database's order.
     order = np.argsort(distance, kind="stable")
     ends = np.cumsum(np.bincount(distance, minlength=bits + 1))
     places = np.flatnonzero(relevant[order])
@@ -104,18 +107,18 @@ def hamming_ranked(query: hamming.Words, database: hamming.Words, relevant: Bool
 
 
 def similarity_ranked(similarity: npt.NDArray[np.float32], relevant: Bools) -> Ranked:
-    """Rank the database by (falling similarity, index); NaN comes last.
+    """Rank the database by (descending similarity, index); NaN comes last.
 
-    Similarity, index and relevance of an item go into one whole number, and numbers without ties are sorted eight times
-    as fast as floats whose order among equals has to be kept.
+    Similarity, index and relevance of an item are packed into one integer: sorting integers without ties is eight times
+    as fast as a stable sort of floats.
 
     Args:
-        similarity: [N], N below 2^31.
-        relevant: [N].
+        similarity: float32 [N], N below 2^31.
+        relevant: bool [N].
     """
-    # Adding 0 turns -0 into 0: they are equal, and their bits are not.
+    # Adding 0 turns -0 into 0: they are equal but differ in their bits.
     ordered = (np.where(np.isnan(similarity), np.float32(-np.inf), similarity) + np.float32(0)).view(np.int32)
-    # As whole numbers positive floats keep their order, and negative ones lie the wrong way round.
+    # Read as integers, positive floats keep their order, and negative ones are in reverse order.
     rising = ordered ^ ((ordered >> 31) & np.int32(0x7FFFFFFF))
     keys: npt.NDArray[np.uint64] = (~rising).view(np.uint32).astype(np.uint64) ^ np.uint64(0x80000000)
     keys <<= np.uint64(32)
@@ -129,18 +132,19 @@ def similarity_ranked(similarity: npt.NDArray[np.float32], relevant: Bools) -> R
 
 
 def tie_averaged_ap(items: npt.NDArray[Any], relevant: npt.NDArray[Any], harmonic: F64) -> float:
-    """AP of one query averaged over all orders inside tied blocks, in closed form over the whole list.
+    """AP of one query averaged over all orders of tied items, in closed form over the whole list.
 
-    In a block of n items, r of them relevant, with A items and B relevant ones before it, the item at place i of the
-    block is relevant with probability r/n, and given that, (i-1)(r-1)/(n-1) relevant ones precede it in the block.
+    In a block of n tied items, r of them relevant, with A items and B relevant items before the block, the item at
+    position i of the block is relevant with probability r/n; given that, (i-1)(r-1)/(n-1) relevant items are expected
+    before it in the block.
 
     Args:
         items: [K], n of each block, nearest first.
         relevant: [K], r of each block.
-        harmonic: [N + 1], 1 + 1/2 + ... + 1/k at place k.
+        harmonic: [N + 1], 1 + 1/2 + ... + 1/k at index k.
 
     Returns:
-        0 where nothing is relevant.
+        The expected AP; 0 if no item is relevant.
     """
     kept = relevant > 0
     if not kept.any():
@@ -154,22 +158,22 @@ def tie_averaged_ap(items: npt.NDArray[Any], relevant: npt.NDArray[Any], harmoni
 
 
 def harmonic_numbers(n: int) -> F64:
-    """0, 1, 1 + 1/2, ..., up to 1 + ... + 1/n: float64 [n + 1]."""
+    """Harmonic numbers 0, 1, 1 + 1/2, ..., 1 + ... + 1/n, float64 [n + 1]."""
     return np.concatenate([[0.0], np.cumsum(1.0 / np.arange(1, n + 1))])
 
 
 @dataclass(frozen=True)
-class _Asked:
-    """Which values are wanted, and what they share.
+class _Requested:
+    """The requested metrics.
 
     Args:
-        items: length of the lists, N.
+        items: length N of the ranked lists.
         at: R of each mAP@R.
         ndcg_at: N of each NDCG@N.
-        top_n: N of each precision@N.
+        top_n: N of each precision@N and recall@N.
         denominator: of mAP@R.
-        radii: distances 0 to ``radii`` have a precision and a recall of their own; 0 for none.
-        rank_curve: whether sums are kept for each place of the list.
+        radii: largest Hamming radius of the curve by radius; 0 for no such curve.
+        rank_curve: whether to compute the curve by rank.
     """
 
     items: int
@@ -182,12 +186,12 @@ class _Asked:
 
     def __post_init__(self) -> None:
         if any(n < 1 for n in (*self.at, *self.ndcg_at, *self.top_n)):
-            raise ValueError("places of a list are counted from 1")
+            raise ValueError("cut-offs must be at least 1")
 
 
 @dataclass(frozen=True)
 class _Values:
-    """One query's values, each vector as long as what was asked for."""
+    """Values of one query; each vector has an entry per requested cut-off or radius."""
 
     relevant: int
     ap: float
@@ -201,33 +205,33 @@ class _Values:
 
 
 class _Lists:
-    """Values of single ranked lists; what all of them need is computed once."""
+    """Computes the values of ranked lists from tables that all lists share."""
 
-    def __init__(self, asked: _Asked) -> None:
-        self._asked = asked
-        self._harmonic = harmonic_numbers(asked.items)
-        self._places = np.arange(1, asked.items + 1, dtype=np.float64)
+    def __init__(self, requested: _Requested) -> None:
+        self._requested = requested
+        self._harmonic = harmonic_numbers(requested.items)
+        self._places = np.arange(1, requested.items + 1, dtype=np.float64)
         self._discount = 1 / np.log2(self._places + 1)
         self._ideal = np.concatenate([[0.0], np.cumsum(self._discount)])
 
     def values(self, ranked: Ranked) -> _Values:
-        """All that was asked for of one list."""
-        asked, places = self._asked, ranked.places
+        """The requested values of one list."""
+        requested, places = self._requested, ranked.places
         total = len(places)
         precisions = self._places[:total] / (places + 1)
         expected = tie_averaged_ap(np.diff(ranked.ends, prepend=0), np.diff(ranked.hits, prepend=0), self._harmonic)
-        hits = np.searchsorted(places, asked.ndcg_at)
-        gained = np.array([self._discount[places[:found]].sum() for found in hits])
-        best = self._ideal[np.minimum(asked.ndcg_at, total)] if len(hits) else gained
-        radii = slice(0, asked.radii + 1 if asked.radii else 0)
+        hits = np.searchsorted(places, requested.ndcg_at)
+        dcg = np.array([self._discount[places[:count]].sum() for count in hits])
+        ideal = self._ideal[np.minimum(requested.ndcg_at, total)] if len(hits) else dcg
+        radii = slice(0, requested.radii + 1 if requested.radii else 0)
         return _Values(
             relevant=total,
             ap=float(precisions.sum() / total) if total else 0.0,
             expected=expected,
-            at=np.array([self._ap_at(n, places, precisions) for n in asked.at]),
-            ndcg=_ratio(gained, best),
-            ndcg_retrieved=_ratio(gained, self._ideal[hits]),
-            top_hits=np.searchsorted(places, asked.top_n),
+            at=np.array([self._ap_at(n, places, precisions) for n in requested.at]),
+            ndcg=_ratio(dcg, ideal),
+            ndcg_retrieved=_ratio(dcg, self._ideal[hits]),
+            top_hits=np.searchsorted(places, requested.top_n),
             # Copies: a view would keep the whole list in memory.
             radius_hits=ranked.hits[radii].copy(),
             radius_found=ranked.ends[radii].copy(),
@@ -235,26 +239,26 @@ class _Lists:
 
     def _ap_at(self, cutoff: int, places: I64, precisions: F64) -> float:
         hits, total = int(np.searchsorted(places, cutoff)), len(places)
-        below = {"retrieved": hits, "total": total, "min": min(cutoff, self._asked.items, total)}
-        denominator = below[self._asked.denominator]
+        denominators = {"retrieved": hits, "total": total, "min": min(cutoff, self._requested.items, total)}
+        denominator = denominators[self._requested.denominator]
         return float(precisions[:hits].sum() / denominator) if denominator else 0.0
 
 
 def _ratio(above: npt.NDArray[Any], below: npt.NDArray[Any]) -> F64:
     """Quotients, 0 where ``below`` is 0."""
-    found: F64 = np.divide(above, below, out=np.zeros(np.shape(above)), where=np.asarray(below) > 0)
-    return found
+    result: F64 = np.divide(above, below, out=np.zeros(np.shape(above)), where=np.asarray(below) > 0)
+    return result
 
 
 # --------------------------------------------------------------------------- all queries
 @dataclass(frozen=True)
 class _Chunk:
-    """Values of some queries, and their sums for each place of the list where those are wanted.
+    """Values of some queries, and sums over them for the curve by rank.
 
     Args:
         values: of each query, in order.
-        hits: int64 [N], how many queries have a relevant item at a place; empty where not wanted.
-        recall: float64 [N], sum over queries of their recall gained at a place; likewise.
+        hits: int64 [N], number of queries with a relevant item at each rank; empty unless requested.
+        recall: float64 [N], sum over queries of the recall gained at each rank; likewise.
     """
 
     values: list[_Values]
@@ -262,8 +266,10 @@ class _Chunk:
     recall: F64
 
 
-def _side_by_side(work: Callable[[T], _Chunk], parts: Iterable[T]) -> Iterator[_Chunk]:
-    """``map(work, parts)`` in as many threads as torch may use, in order, reading only a few parts ahead."""
+def _in_threads(work: Callable[[T], _Chunk], parts: Iterable[T]) -> Iterator[_Chunk]:
+    """``map(work, parts)`` in order, on as many threads as torch may use, reading only a few parts ahead."""
+    import torch  # noqa: PLC0415 - the audit of message logs does without torch
+
     threads = torch.get_num_threads()
     if threads == 1:
         yield from map(work, parts)
@@ -279,10 +285,10 @@ def _side_by_side(work: Callable[[T], _Chunk], parts: Iterable[T]) -> Iterator[_
 
 
 def _summarise(
-    parts: Iterable[T], ranked: Callable[[T], Iterator[Ranked]], asked: _Asked, empty: Empty
+    parts: Iterable[T], ranked: Callable[[T], Iterator[Ranked]], requested: _Requested, empty: Empty
 ) -> RankingMetrics:
-    """Rank the queries part by part and take the means."""
-    lists, length = _Lists(asked), asked.items if asked.rank_curve else 0
+    """Rank the queries part by part and average their values."""
+    lists, length = _Lists(requested), requested.items if requested.rank_curve else 0
 
     def work(part: T) -> _Chunk:
         chunk = _Chunk([], np.zeros(length, np.int64), np.zeros(length))
@@ -295,7 +301,7 @@ def _summarise(
 
     values: list[_Values] = []
     hits, recall = np.zeros(length, np.int64), np.zeros(length)
-    for chunk in _side_by_side(work, parts):
+    for chunk in _in_threads(work, parts):
         values += chunk.values
         hits += chunk.hits
         recall += chunk.recall
@@ -304,18 +310,18 @@ def _summarise(
     at, ndcg = np.array([each.at for each in counted]), np.array([each.ndcg for each in values])
     retrieved = np.array([each.ndcg_retrieved for each in values])
     curve = None
-    if asked.rank_curve:
+    if requested.rank_curve:
         queries = max(1, len(some))
         curve = Curve(np.cumsum(hits) / np.arange(1, length + 1) / queries, np.cumsum(recall) / queries)
     return RankingMetrics(
         map=_mean([each.ap for each in counted]),
         map_expected=_mean([each.expected for each in counted]),
-        map_at={n: _mean(at[:, i]) if len(at) else 0.0 for i, n in enumerate(asked.at)},
-        ndcg={n: _mean(ndcg[:, i]) if len(ndcg) else 0.0 for i, n in enumerate(asked.ndcg_at)},
-        ndcg_retrieved={n: _mean(retrieved[:, i]) if len(retrieved) else 0.0 for i, n in enumerate(asked.ndcg_at)},
-        top_n={n: _precision_recall(some, i, n) for i, n in enumerate(asked.top_n)},
+        map_at={n: _mean(at[:, i]) if len(at) else 0.0 for i, n in enumerate(requested.at)},
+        ndcg={n: _mean(ndcg[:, i]) if len(ndcg) else 0.0 for i, n in enumerate(requested.ndcg_at)},
+        ndcg_retrieved={n: _mean(retrieved[:, i]) if len(retrieved) else 0.0 for i, n in enumerate(requested.ndcg_at)},
+        top_n={n: _precision_recall(some, i, n) for i, n in enumerate(requested.top_n)},
         pr_rank=curve,
-        pr_radius=_radius_curve(some, asked.radii) if asked.radii else None,
+        pr_radius=_radius_curve(some, requested.radii) if requested.radii else None,
     )
 
 
@@ -341,19 +347,19 @@ def _radius_curve(some: Sequence[_Values], radii: int) -> Curve:
 
 def _label_words(labels: Array, items: int) -> hamming.Words:
     """Multi-hot labels [n, L] as words."""
-    found = hamming.as_numpy(labels)
-    if found.ndim != 2 or not found.shape[1] or len(found) != items:
-        raise ValueError(f"labels of shape {list(found.shape)} for {items} items: multi-hot [items, labels] is wanted")
-    return hamming.words(np.packbits(found > 0, axis=1))
+    flags = hamming.as_numpy(labels)
+    if flags.ndim != 2 or not flags.shape[1] or len(flags) != items:
+        raise ValueError(f"labels of shape {list(flags.shape)} for {items} items, allowed: multi-hot [items, labels]")
+    return hamming.words(np.packbits(flags > 0, axis=1))
 
 
-def _labels_of_both(queries: Array, gallery: Array, asked: int, items: int) -> tuple[hamming.Words, hamming.Words]:
-    """Labels of queries and gallery as words; as many labels there as here, or a bit of one would be met by none."""
-    found = _label_words(queries, asked), _label_words(gallery, items)
-    here, there = (hamming.as_numpy(labels).shape[1] for labels in (queries, gallery))
-    if here != there:
-        raise ValueError(f"queries of {here} labels, gallery of {there}")
-    return found
+def _labels_of_both(queries: Array, gallery: Array, count: int, items: int) -> tuple[hamming.Words, hamming.Words]:
+    """Labels of ``count`` queries and ``items`` gallery items as words, checked to have the same number of labels."""
+    both = _label_words(queries, count), _label_words(gallery, items)
+    widths = [hamming.as_numpy(labels).shape[1] for labels in (queries, gallery)]
+    if widths[0] != widths[1]:
+        raise ValueError(f"queries with {widths[0]} labels, gallery with {widths[1]}")
+    return both
 
 
 def _order(items: int, seed: int | None) -> I64 | slice:
@@ -375,45 +381,47 @@ def hamming_metrics(
     denominator: Denominator = "retrieved",
     empty: Empty = "zero",
 ) -> RankingMetrics:
-    """Hamming ranking of codes, an item being relevant where it shares at least one label.
+    """Label metrics of ranking codes by Hamming distance; an item is relevant if it shares a label with the query.
 
     Args:
-        query_codes: [Q, r], signs are taken (0 is +1); or packed uint8 [Q, bytes] of ``codes.pack``.
+        query_codes: [Q, r], reduced to signs (0 is +1); or packed uint8 [Q, bytes] from :func:`hamming.pack`.
         gallery_codes: [N, r] or [N, bytes], likewise.
         query_labels: multi-hot [Q, L].
         gallery_labels: multi-hot [N, L].
         at: cut-offs R of mAP@R.
-        ndcg_at: cut-offs N of NDCG@N; gains are 0 or 1, for which 2^rel - 1 and rel are the same.
+        ndcg_at: cut-offs N of NDCG@N; relevance is 0 or 1, for which the gains 2^rel - 1 and rel are the same.
         top_n: cut-offs N of precision@N and recall@N.
-        curves: precision and recall at every place of the list and within every radius, too.
-        order_seed: shuffles the gallery first. Ties are ordered by index, and a gallery that lies sorted by class would
-            leak its labels into them; None takes the order as it is.
-        bits: r of packed codes, where it is not a multiple of 8; only ``pr_radius`` depends on it.
-        denominator: of mAP@R: relevant items among the first R (public hashing code), all relevant ones, or the
-            smaller of R and those.
-        empty: a query with nothing relevant counts 0 in mAP and mAP@R, or is left out (FedCMR). NDCG counts it 0, and
-            precision and recall leave it out, in either case.
+        curves: also compute precision and recall at every rank and within every Hamming radius.
+        order_seed: seed that shuffles the gallery first; None keeps its order. Ties are broken by index, so a gallery
+            sorted by class would leak its labels into the ranking.
+        bits: length r of packed codes if it is not a multiple of 8; only ``pr_radius`` depends on it.
+        denominator: of mAP@R: the number of relevant items among the first R (``retrieved``, as in public hashing
+            code), of all relevant items (``total``), or the smaller of R and the latter (``min``).
+        empty: whether a query without relevant items counts as 0 in mAP and mAP@R (``zero``), or is left out (``skip``,
+            as in FedCMR). In either case, NDCG counts it as 0, and precision and recall leave it out.
 
     Raises:
-        ValueError: shapes that do not belong together, or a cut-off below 1.
+        ValueError: shapes do not match, or a cut-off is below 1.
     """
     queries, gallery = hamming.packed_codes(query_codes), hamming.packed_codes(gallery_codes)
     if queries.shape[1] != gallery.shape[1]:
-        raise ValueError(f"query codes of {queries.shape[1]} bytes, gallery codes of {gallery.shape[1]}")
+        raise ValueError(f"query codes of {queries.shape[1]} bytes, gallery codes of {gallery.shape[1]} bytes")
     given = hamming.as_numpy(gallery_codes)
     length = bits or (8 if given.dtype == np.uint8 else 1) * given.shape[1]
     order = _order(len(gallery), order_seed)
     query, database = hamming.words(queries), hamming.words(gallery[order])
     query_label, label = _labels_of_both(query_labels, gallery_labels, len(queries), len(gallery))
     label = label[:, order]
-    asked = _Asked(len(gallery), tuple(at), tuple(ndcg_at), tuple(top_n), denominator, length if curves else 0, curves)
+    requested = _Requested(
+        len(gallery), tuple(at), tuple(ndcg_at), tuple(top_n), denominator, length if curves else 0, curves
+    )
 
     def ranked(part: slice) -> Iterator[Ranked]:
-        for code, own in zip(query.T[part], query_label.T[part], strict=True):
-            yield hamming_ranked(code, database, hamming.shared(own, label), length)
+        for code, labels in zip(query.T[part], query_label.T[part], strict=True):
+            yield hamming_ranked(code, database, hamming.shared(labels, label), length)
 
     parts = (slice(start, start + CHUNK_QUERIES) for start in range(0, len(queries), CHUNK_QUERIES))
-    return _summarise(parts, ranked, asked, empty)
+    return _summarise(parts, ranked, requested, empty)
 
 
 def cosine_metrics(
@@ -430,30 +438,32 @@ def cosine_metrics(
     denominator: Denominator = "retrieved",
     empty: Empty = "zero",
 ) -> RankingMetrics:
-    """Cosine ranking of real-valued embeddings; similarities are computed in float32.
+    """Label metrics of ranking real-valued embeddings by cosine similarity, computed in float32.
 
     Args:
-        query: [Q, d]; brought to unit length here, a zero vector stays zero.
+        query: [Q, d], of any length.
         gallery: [N, d], likewise.
-        query_labels: as the rest, see :func:`hamming_metrics`; there is no ``pr_radius``.
+        query_labels: multi-hot [Q, L].
         gallery_labels: multi-hot [N, L].
         at: cut-offs R of mAP@R.
         ndcg_at: cut-offs N of NDCG@N.
         top_n: cut-offs N of precision@N and recall@N.
-        curves: precision and recall at every place of the list, too.
-        order_seed: shuffles the gallery first.
-        denominator: of mAP@R.
-        empty: whether a query with nothing relevant counts in the mAP; see :func:`hamming_metrics`.
+        curves: also compute precision and recall at every rank.
+        order_seed: seed that shuffles the gallery first; see :func:`hamming_metrics`.
+        denominator: of mAP@R; see :func:`hamming_metrics`.
+        empty: how queries without relevant items count; see :func:`hamming_metrics`.
 
     Raises:
-        ValueError: shapes that do not belong together, or a cut-off below 1.
+        ValueError: shapes do not match, or a cut-off is below 1.
     """
+    import torch  # noqa: PLC0415 - the audit of message logs does without torch
+
     first, second = (torch.nn.functional.normalize(torch.as_tensor(each).float(), dim=1) for each in (query, gallery))
     order = _order(len(second), order_seed)
     second = second[torch.from_numpy(order)] if isinstance(order, np.ndarray) else second
     query_label, label = _labels_of_both(query_labels, gallery_labels, len(first), len(second))
     label = label[:, order]
-    asked = _Asked(len(second), tuple(at), tuple(ndcg_at), tuple(top_n), denominator, 0, curves)
+    requested = _Requested(len(second), tuple(at), tuple(ndcg_at), tuple(top_n), denominator, 0, curves)
     step = max(1, min(CHUNK_QUERIES, CHUNK_SCORES // max(1, len(second))))
 
     def products() -> Iterator[tuple[npt.NDArray[np.float32], hamming.Words]]:
@@ -462,7 +472,7 @@ def cosine_metrics(
             yield (first[part] @ second.T).cpu().numpy(), query_label[:, part]
 
     def ranked(part: tuple[npt.NDArray[np.float32], hamming.Words]) -> Iterator[Ranked]:
-        for similarity, own in zip(part[0], part[1].T, strict=True):
-            yield similarity_ranked(similarity, hamming.shared(own, label))
+        for similarity, labels in zip(part[0], part[1].T, strict=True):
+            yield similarity_ranked(similarity, hamming.shared(labels, label))
 
-    return _summarise(products(), ranked, asked, empty)
+    return _summarise(products(), ranked, requested, empty)

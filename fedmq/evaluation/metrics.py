@@ -1,8 +1,8 @@
-"""The registry of metrics: what each is called, which values it can have and which are better, and what computes it.
+"""The registry of metrics: name, range and direction of each metric, and the function that computes it.
 
-A metric is added here, in one place: a function of a :class:`Measured` and the :class:`Metric` entries of what it
-returns, together a :class:`Measure` in :data:`BUILT_IN`. Summaries, tables, reports, comparisons and the checks of
-received and recorded values all go by these entries. A user's own file adds more (``fedmq.evaluation.user_metrics``).
+To add a metric, add a :class:`Measure` to :data:`BUILT_IN`: a function of a :class:`Measured`, and a :class:`Metric`
+entry for each value that it returns. Summaries, tables, reports, comparisons and the checks of received and recorded
+values all use these entries. User files can add more (``fedmq.evaluation.user_metrics``).
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from fedmq.evaluation.embedded import Embedded, Way, comparable, rank
 from fedmq.evaluation.label_metrics import RankingMetrics
 from fedmq.text import nearest
 
-#: The metric that every evaluation has: silos are compared by it.
+#: The metric that every evaluation has; fairness over silos is computed from it.
 HEADLINE = "mean_r1"
-#: Those that one line about a run has room for, and the columns of a comparison unless others are asked for.
+#: Metrics in one-line descriptions of a run, and the default columns of a comparison.
 BRIEF = (HEADLINE, "mean_r10")
-#: By how much a computed value may miss its bounds: sums of fractions are rounded.
+#: Tolerance of the bounds, for rounding errors.
 ROUNDING = 1e-6
-#: Places of a summary that say what a run cost rather than what it reached: less of it is better.
+#: Prefixes of a summary's cost values, of which less is better.
 _COSTS = ("bytes.", "seconds.", "messages.", "processes.", "seconds to ")
 
-#: Ways of retrieval as names of metrics have them; ``mean`` is the mean of ``i2t`` and ``t2i``.
+#: Directions of retrieval in names of metrics; ``mean`` is the mean of ``i2t`` and ``t2i``.
 WAYS: Mapping[str, str] = {
     "i2t": "image to text",
     "t2i": "text to image",
@@ -50,22 +50,22 @@ _NAME = re.compile(r"[a-z][a-z0-9_]{0,47}")
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, or a family of metrics whose names differ in a cut-off or in the way of retrieval.
+    """A metric, or a family of metrics whose names differ in a cut-off or in the direction of retrieval.
 
     Args:
         name: small letters, digits and ``_``; of a family with the placeholders ``{n}`` (a cut-off), ``{way}`` (mean,
             i2t or t2i) or ``{_way}`` (nothing for the mean, or _i2t, _t2i, _i2i, _t2t), e.g. ``map_at{n}{_way}``.
-        title: what it is, in words; may have ``{n}``.
-        low: smallest value there is.
-        high: largest value there is.
-        higher_is_better: whether a larger value is the better one.
-        short: heading of its column in tables; may have ``{n}``; the name if it is empty.
-        shown: whether it is in the terminal's tables and in the curves of the report. It is in the summary, in the
-            report's table and in comparisons that ask for it in any case.
-        way: of retrieval, a key of :data:`WAYS`; empty if the metric has none. Names of a family set it.
+        title: description in words; may have ``{n}``.
+        low: smallest possible value.
+        high: largest possible value.
+        higher_is_better: whether larger values are better.
+        short: heading of its column in tables; may have ``{n}``; the name if empty.
+        shown: whether terminal tables and the curves of the report show it. The summary, the report's table and
+            comparisons that request it always do.
+        way: direction of retrieval, a key of :data:`WAYS`; empty if the metric has none. In a family, the name sets it.
 
     Raises:
-        ValueError: the name is none, or there is nothing between the bounds.
+        ValueError: the name is invalid, or the bounds are not finite or not in order.
     """
 
     name: str
@@ -85,24 +85,24 @@ class Metric:
 
     @property
     def is_family(self) -> bool:
-        """Whether its name has a placeholder."""
+        """Whether the name has a placeholder."""
         return "{" in self.name
 
     @property
     def heading(self) -> str:
-        """Of its column in a table."""
+        """Heading of its column in a table."""
         return self.short or self.name
 
     def named(self, name: str) -> Metric | None:
-        """The metric of this name if it is this one or of this family, else None."""
+        """The metric of a name that is this metric's or in this family; None for any other name."""
         if not self.is_family:
             return self if name == self.name else None
         match = _pattern(self.name).fullmatch(name)
         if match is None:
             return None
-        found = match.groupdict()
-        way = (found["way"] or "mean") if "way" in found else self.way
-        n = found.get("n") or ""
+        parts = match.groupdict()
+        way = (parts["way"] or "mean") if "way" in parts else self.way
+        n = parts.get("n") or ""
         title = self.title.replace("{n}", n) + (f", {WAYS[way]}" if way else "")
         return replace(self, name=name, title=title, short=self.short.replace("{n}", n), way=way)
 
@@ -124,13 +124,13 @@ def _pattern(template: str) -> re.Pattern[str]:
 # ------------------------------------------------------------------------------------------------- what is measured
 @dataclass(frozen=True)
 class Measured:
-    """One model's embeddings of one set of items, the whole split or a silo's share of it.
+    """One model's embeddings of a set of items: the whole split, or a silo's part of it.
 
     Args:
         queries: the evaluated items.
-        evaluation: of the scenario: cut-offs and the like.
-        gallery: what label metrics retrieve from; None is the queries' own other modality.
-        seed: of the order of items and captions, which settles ties.
+        evaluation: the scenario's options of evaluation, such as cut-offs.
+        gallery: the items that label metrics retrieve; None takes the queries' other modality.
+        seed: of the order of items and captions, which breaks ties.
     """
 
     queries: Embedded
@@ -140,25 +140,25 @@ class Measured:
 
     @cached_property
     def vectors(self) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Images [n, d], captions [m, d] and the captions' images int64 [m], whose inner products rank.
+        """Images [n, d], captions [m, d] and each caption's image int64 [m], to be ranked by inner product.
 
-        They are of unit length; of codes, signs as -1 and +1.
+        Embeddings have unit length; codes are signs, -1 and +1.
         """
         return comparable(self.queries, self.seed)
 
     @cached_property
     def ranks(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Rank, from 0, of the best placed match: of each image among the captions [n], of each caption's image [m]."""
+        """Rank, from 0, of each image's best match among captions [n], and of each caption's among images [m]."""
         return recall.retrieval_ranks(*self.vectors)
 
     @cached_property
     def labelled(self) -> bool:
-        """Whether the items have labels, which say what is relevant in a ranking of the gallery."""
+        """Whether the items have labels, by which gallery items are relevant or not."""
         return self.queries.labels is not None
 
     @cached_property
     def rankings(self) -> Mapping[Way, RankingMetrics]:
-        """What labels say of the rankings from images to texts and back; one text per item.
+        """Label metrics of image-to-text and text-to-image retrieval, one text per item.
 
         Raises:
             ValueError: the items have no labels.
@@ -171,13 +171,13 @@ Compute = Callable[[Measured], Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Measure:
-    """Metrics that are computed together.
+    """Metrics that one function computes.
 
     Args:
-        metrics: entries of all that ``compute`` may return.
-        compute: the values by name. It leaves out what the items do not allow, such as label metrics without labels.
-        names: what ``compute`` may return under a scenario's ``evaluation``; needed where there are families.
-        whole_split_only: whether it is computed for the whole split alone, not for the silos' shares of it.
+        metrics: entries of all values that ``compute`` may return.
+        compute: returns values by name. It omits those that the items do not allow, as label metrics without labels.
+        names: names that ``compute`` may return under a scenario's ``evaluation``; required if there are families.
+        whole_split_only: whether to compute it for the whole split only, not for the silos' parts.
 
     Raises:
         ValueError: a family without ``names``.
@@ -193,23 +193,23 @@ class Measure:
             raise ValueError(f"{self.metrics[0].name}: a family of metrics needs `names`")
 
     def names_under(self, evaluation: Evaluation) -> tuple[str, ...]:
-        """The names of what may be measured under a scenario's ``evaluation``."""
+        """Names of the values it may have under a scenario's ``evaluation``."""
         return tuple(self.names(evaluation)) if self.names else tuple(each.name for each in self.metrics)
 
     def of(self, items: Measured) -> dict[str, float]:
-        """Compute the metrics, and hold each value against its entry.
+        """Compute the metrics, and check each value against its entry.
 
         Raises:
-            RunError: the function returned a name that it has no entry for, or a value out of bounds.
+            RunError: the function returned a name without an entry, or a value out of bounds.
         """
-        found = self.compute(items)
-        for name, value in found.items():
+        values = self.compute(items)
+        for name, value in values.items():
             metric = _found(name, self.metrics)
             if metric is None:
                 raise RunError(f"metric {name}: computed by {_place(self.compute)}, which has no entry for it")
             if (objection := metric.objection(value)) is not None:
                 raise RunError(f"metric {objection}; computed by {_place(self.compute)}")
-        return {name: float(value) for name, value in found.items()}
+        return {name: float(value) for name, value in values.items()}
 
 
 def _place(function: Compute) -> str:
@@ -226,7 +226,7 @@ def _spreads(items: Measured) -> dict[str, float]:
 
 
 def _label_metrics(items: Measured) -> dict[str, float]:
-    """MAP and NDCG both ways and their means, over the whole list and at each cut-off."""
+    """MAP and NDCG in both directions and their means, over the whole list and at each cut-off."""
     if not items.labelled:
         return {}
     evaluation, (i2t, t2i) = items.evaluation, items.rankings.values()
@@ -244,7 +244,7 @@ def _label_metrics(items: Measured) -> dict[str, float]:
 
 
 def _within(items: Measured) -> dict[str, float]:
-    """Retrieval within a modality, as image hashing measures it: mAP and its cut-offs."""
+    """MAP of retrieval within a modality, as in image hashing papers, over the whole list and at each cut-off."""
     queries, gallery, evaluation = items.queries, items.gallery, items.evaluation
     if not items.labelled or gallery is None or not evaluation.within:
         return {}
@@ -257,14 +257,14 @@ def _within(items: Measured) -> dict[str, float]:
 
 
 def fold_recalls(items: Embedded, size: int, seed: int = 0) -> dict[str, float]:
-    """Recall within consecutive folds of ``size`` items, the mean over the folds that are full.
+    """Recall within consecutive folds of ``size`` items, averaged over the full folds.
 
-    COCO's 5,000 test images so make five galleries of 1,000, beside the one of 5,000.
+    COCO's 5,000 test images, for example, are evaluated as five galleries of 1,000.
 
     Args:
         items: the evaluated items, at least ``size``.
-        size: items of a fold.
-        seed: of the order within a fold, which settles ties.
+        size: number of items in a fold.
+        seed: of the order within a fold, which breaks ties.
 
     Returns:
         ``fold_i2t_r1``, ``fold_t2i_r1``, ``fold_mean_r1``, ...
@@ -282,7 +282,7 @@ def _folds(items: Measured) -> dict[str, float]:
 
 
 # ----------------------------------------------------------------------------------------------------- the registry
-_LARGEST_RANK = 2.0**32  # as many as the items that a run may measure by
+_LARGEST_RANK = 2.0**32  # the largest number of items that a run can evaluate
 
 
 def _recall_names(prefix: str = "") -> tuple[str, ...]:
@@ -356,11 +356,11 @@ BUILT_IN: tuple[Measure, ...] = (
         whole_split_only=True,
     ),
 )
-#: How far silos are apart in :data:`HEADLINE`; ``fedmq.evaluation.fairness`` computes it from what silos have.
+#: Fairness over silos in :data:`HEADLINE`, computed by ``fedmq.evaluation.fairness``.
 OVER_SILOS: tuple[Metric, ...] = (
     Metric("std_r1", "standard deviation of mean recall@1 over silos", higher_is_better=False, shown=False),
     Metric("worst_r1", "mean recall@1 of the worst silo", shown=False),
-    Metric("gap_r1", "mean recall@1 of the best silo less that of the worst", higher_is_better=False, shown=False),
+    Metric("gap_r1", "mean recall@1 of the best silo minus that of the worst", higher_is_better=False, shown=False),
 )
 _KNOWN = (*(metric for measure in BUILT_IN for metric in measure.metrics), *OVER_SILOS)
 
@@ -374,10 +374,10 @@ def metric_of(name: str, own: Sequence[Metric] = ()) -> Metric:
 
     Args:
         name: e.g. ``map_at50_i2t``.
-        own: entries of the user's own metrics.
+        own: entries of user-defined metrics.
 
     Raises:
-        InputError: there is no such metric; the nearest names are told.
+        InputError: there is no such metric; the error suggests similar names.
     """
     found = _found(name, (*_KNOWN, *own))
     if found is None:
@@ -392,16 +392,16 @@ def is_known(name: str, own: Sequence[Metric] = ()) -> bool:
 
 
 def known_names(evaluation: Evaluation, measures: Iterable[Measure] = BUILT_IN) -> tuple[str, ...]:
-    """The names that :func:`measure` may give; which of them it does give depends on the items' labels."""
+    """The names that :func:`measure` may return; which of them it returns depends on the items' labels."""
     return tuple(dict.fromkeys(name for each in measures for name in each.names_under(evaluation)))
 
 
 def higher_is_better(column: str, own: Sequence[Metric] = ()) -> bool:
-    """Whether a larger value is the better one, of a metric or of a place in the summary.
+    """Whether larger values of a metric, or of a summary value, are better.
 
     Args:
         column: e.g. ``mean_r1``, ``personal.mean_r1``, ``fairness.std_r1``, ``bytes.up``.
-        own: entries of the user's own metrics.
+        own: entries of user-defined metrics.
     """
     if column.startswith(_COSTS):
         return False
@@ -410,11 +410,11 @@ def higher_is_better(column: str, own: Sequence[Metric] = ()) -> bool:
 
 
 def shown(values: Mapping[str, float], own: Sequence[Metric] = ()) -> list[Metric]:
-    """Of measured values those that tables and curves show: their entries, in the order of the values.
+    """Entries of the measured values that tables and curves show, in the order of the values.
 
     Args:
         values: by name.
-        own: entries of the user's own metrics.
+        own: entries of user-defined metrics.
     """
     metrics = (*_KNOWN, *own)
     return [metric for name in values if (metric := _found(name, metrics)) is not None and metric.shown]
@@ -429,21 +429,21 @@ def measure(
     *,
     whole_split: bool = False,
 ) -> dict[str, float]:
-    """Compute all metrics of one set of items.
+    """Compute all metrics of a set of items.
 
     Args:
         queries: the evaluated items.
         evaluation: cut-offs of the label metrics.
-        gallery: what the label metrics retrieve from; None is the queries' own other modality.
-        seed: of the order of items and captions, which settles ties.
-        measures: what to compute.
-        whole_split: the items are the whole split, of which some metrics are computed alone.
+        gallery: the items that label metrics retrieve; None takes the queries' other modality.
+        seed: of the order of items and captions, which breaks ties.
+        measures: the measures to compute.
+        whole_split: whether the items are the whole split; some metrics are computed only then.
 
     Returns:
         ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ...; ``i2t_medr`` and ``t2i_medr``; ``spread_image`` and ``spread_text``;
-        with labels ``map_i2t``, ``map_t2i``, ``map``, the means over tied orders ``map_expected_i2t``, ... of codes,
-        and ``map_at50``, ``ndcg_at50``, ... for each cut-off (means of both ways); with ``evaluation.within`` and a
-        gallery of its own also ``map_i2i``, ``map_t2t``, their cut-offs and of codes their means over tied orders.
+        with labels ``map_i2t``, ``map_t2i``, ``map``, and ``map_at50``, ``ndcg_at50``, ... for each cut-off; for codes
+        also ``map_expected_i2t``, ..., averaged over the orders of tied items; with ``evaluation.within`` and a
+        separate gallery also the mAPs within a modality, ``map_i2i``, ``map_t2t``, ...
 
     Raises:
         RunError: a value is out of its metric's bounds.
@@ -459,12 +459,12 @@ def measure(
 def objection(
     values: Mapping[str, float], own: Sequence[Metric] = (), names: Iterable[str] | None = None
 ) -> str | None:
-    """What is wrong with measured values that somebody else reports; None if nothing is.
+    """What is wrong with values that another process reported; None if they are valid.
 
     Args:
         values: by name.
-        own: entries of the user's own metrics.
-        names: those that may be there; None takes all that are known.
+        own: entries of user-defined metrics.
+        names: allowed names; None allows all known ones.
     """
     allowed = None if names is None else frozenset(names)
     for name, value in values.items():

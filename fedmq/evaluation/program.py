@@ -1,4 +1,4 @@
-"""The evaluator program: measures models on the held-out split, in a process of its own, beside the rounds."""
+"""The evaluator program: evaluates models on the held-out split in a separate process, in parallel with the rounds."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedmq.data.label_levels import fine_columns
 from fedmq.data.silo_dataset import SiloDataset, load_silo_dataset
 from fedmq.encoders.gpu import release_unused_memory
 from fedmq.errors import RemoteWireError
-from fedmq.evaluation.embedded import embed
+from fedmq.evaluation.embedding import embed
 from fedmq.evaluation.metrics import Measure, measure
 from fedmq.evaluation.user_metrics import measures_of
 from fedmq.federation.population import Population, build_population, device_of
@@ -39,12 +39,12 @@ class EvaluatorArguments:
     """How the evaluator is started.
 
     Args:
-        run: as the coordinator has it.
+        run: the resolved run, the same as the coordinator's.
         connect: the coordinator's URI.
-        keys: folder of its own key and of the coordinator's public key.
+        keys: folder of the evaluator's key and the coordinator's public key.
         out: folder for its message log.
         device: ``auto``, ``cpu`` or ``cuda:N``; None takes the scenario's.
-        data: folder of the prepared data where the starter knows it; None finds it.
+        data: folder of the prepared data; None looks it up.
     """
 
     run: ResolvedRun
@@ -60,8 +60,8 @@ class EvaluatorArguments:
         return self.run.scenario
 
 
-def _judged(population: Population, rows: np.ndarray) -> SiloDataset:
-    """Some rows in both modalities, with the labels that relevance goes by: the lower ones of two levels."""
+def _with_fine_labels(population: Population, rows: np.ndarray) -> SiloDataset:
+    """Rows in both modalities, with the labels that define relevance: the finer ones if there are two levels."""
     share = load_silo_dataset(population.prepared, rows, image=True, text=True)
     if share.labels is None:
         return share
@@ -70,15 +70,15 @@ def _judged(population: Population, rows: np.ndarray) -> SiloDataset:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What models are measured on.
+    """The items on which models are evaluated.
 
     Args:
         scenario: cut-offs, and the seed of the gallery's order.
         dataset: the evaluated split, in both modalities.
-        items: of each silo, places in the split that belong to it.
-        gallery: what label metrics retrieve from; None is the split itself.
-        own: of each silo, places in the gallery that belong to it.
-        measures: what is computed.
+        items: indices into the split of each silo's items, by silo.
+        gallery: the items that label metrics retrieve; None takes the split itself.
+        own: indices into the gallery of each silo's items, by silo.
+        measures: the measures to compute.
     """
 
     scenario: Scenario
@@ -90,12 +90,12 @@ class HeldOut:
 
     @classmethod
     def load(cls, scenario: Scenario, population: Population) -> HeldOut:
-        """Load the evaluated split of a world.
+        """Load the evaluated split of a population.
 
         Raises:
-            InputError: one of the user's own metrics cannot be loaded.
+            InputError: a user-defined metric cannot be loaded.
         """
-        # Rows are sorted everywhere: where a row stands among others is its place.
+        # Rows are sorted, so searchsorted finds their indices.
         items = {
             silo.name: np.searchsorted(population.evaluated, rows)
             for silo, rows in zip(population.silos, population.heldout, strict=True)
@@ -105,15 +105,15 @@ class HeldOut:
             for silo, rows in zip(population.silos, population.galleries, strict=True)
         }
         wanted = scenario.evaluation.gallery == "database" and bool(population.prepared.label_names)
-        gallery = _judged(population, population.database) if wanted else None
+        gallery = _with_fine_labels(population, population.database) if wanted else None
         measures = measures_of(scenario.evaluation)
-        return cls(scenario, _judged(population, population.evaluated), items, gallery, own, measures)
+        return cls(scenario, _with_fine_labels(population, population.evaluated), items, gallery, own, measures)
 
     def measured(self, encoders: Encoders, *, binary: bool, names: Collection[str]) -> Metrics:
-        """Measure a model over the whole split, and for some silos on their own share of it.
+        """Evaluate a model on the whole split, and on the parts of some silos.
 
-        A silo's own queries retrieve from its own share of the gallery, which the same proportions cut as its training
-        items; where the gallery is the split itself, from its own share of that.
+        A silo's queries retrieve from the silo's part of the gallery, which has the same proportions as its training
+        items; if the gallery is the split itself, from the silo's part of the split.
         """
         evaluation, seed = self.scenario.evaluation, self.scenario.seed
         embedded = embed(encoders, self.dataset, binary=binary)
@@ -132,11 +132,11 @@ class HeldOut:
 
 
 class Evaluator:
-    """The held-out split loaded, ready to measure global models.
+    """Evaluates shared models on the held-out split.
 
     Args:
         scenario: as resolved.
-        population: the data and who holds what of it.
+        population: the data and its partition.
         device: ``cpu`` or ``cuda:N``.
     """
 
@@ -145,10 +145,10 @@ class Evaluator:
         self.heldout = HeldOut.load(scenario, population)
 
     def evaluate(self, payloads: Sequence[Payload]) -> Metrics:
-        """Measure a model.
+        """Evaluate a model.
 
         Args:
-            payloads: the model, and whatever else its inference needs.
+            payloads: the model, and what else its inference needs.
 
         Raises:
             RemoteWireError: no model, or more than one.
@@ -158,7 +158,7 @@ class Evaluator:
 
 
 def load_inference(model: TwoTower, payloads: Sequence[Payload]) -> None:
-    """Load a released model: its parameters and, where it has one, the memory that enhances its codes or a query bank.
+    """Load a released model: its parameters and, where it has one, its memory or its query bank.
 
     Raises:
         RemoteWireError: no model, more than one, one of another layout, or a bank that does not fit it.
@@ -176,20 +176,21 @@ def load_inference(model: TwoTower, payloads: Sequence[Payload]) -> None:
 
 
 def bank_of(payload: ClassPrototypes, model: TwoTower) -> Bank:
-    """The query bank in a payload: rows of images, then as many of texts, those without a sample left out.
+    """The query bank in a payload: image rows, then the same number of text rows, without those that have no sample.
 
     Raises:
-        RemoteWireError: rows of another length than the model's embeddings, no row of a modality, or a hash network.
+        RemoteWireError: the rows do not have the width of the model's embeddings, a modality has no row, or the model
+            is a hash network.
     """
     rows = normalize(torch.tensor(payload.prototypes, device=model.flat.device), dim=1)
     counts = torch.tensor(payload.counts, device=model.flat.device)
     half, odd = divmod(len(counts), 2)
-    there = counts > 0
-    if model.binary or odd or rows.shape[1] != model.dim or not (there[:half].any() and there[half:].any()):
+    present = counts > 0
+    if model.binary or odd or rows.shape[1] != model.dim or not (present[:half].any() and present[half:].any()):
         what = f"a query bank of shape {list(rows.shape)}"
         raise RemoteWireError("layout", f"{what}; here image rows, then as many text rows, [2 J, {model.dim}]")
     image, text = (slice(0, half), slice(half, None))
-    parts = (x[part][there[part]] for part in (image, text) for x in (rows, counts.float()))
+    parts = (x[part][present[part]] for part in (image, text) for x in (rows, counts.float()))
     return Bank(*parts)
 
 
@@ -199,25 +200,27 @@ def run_evaluator(
     *,
     measured: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run the evaluator until the coordinator says stop.
+    """Run the evaluator until the coordinator sends a stop.
 
     Args:
-        arguments: how it was started.
-        progress: told one line whenever something worth telling happens.
-        measured: called when a version has been measured.
+        arguments: of the start.
+        progress: called with one line at each step.
+        measured: called after each evaluation.
 
     Raises:
-        InputError: a key or the data is not as it must be.
+        InputError: a key or the data cannot be read or is invalid.
     """
     torch.set_num_threads(1)
     scenario = arguments.scenario
     identity, accepted = load_identity(arguments.keys, EVALUATOR), load_accepted(arguments.keys)
     clock = WallClock()
-    told = {"at": 0.0}
+    last_sent = {"at": 0.0}
     run = arguments.run.id
     log = MessageLog(RunFolder(arguments.out).messages(EVALUATOR), EVALUATOR, clock)
     log.note(NoteKind.STARTED, run=run)
-    link = Channel(arguments.connect, identity, accepted, run, log, clock, now=lambda: told["at"], progress=progress)
+    link = Channel(
+        arguments.connect, identity, accepted, run, log, clock, now=lambda: last_sent["at"], progress=progress
+    )
     try:
         here = scenario.model_copy(update={"device": arguments.device or scenario.device})
         population = build_population(here, folder=arguments.data)
@@ -232,11 +235,11 @@ def run_evaluator(
                 agree(message.layout, evaluator.model.layout)
             if message.header.kind is not Kind.EVALUATE:
                 continue
-            told["at"] = message.header.sent_at
+            last_sent["at"] = message.header.sent_at
             header = message.header
             try:
                 result: Metrics | Error = evaluator.evaluate(message.payloads)
-            except Exception as error:  # whatever a model does to its evaluation, the run is told why
+            except Exception as error:  # report any failure of an evaluation to the coordinator
                 result = Error.saying("evaluation_failed", f"{type(error).__name__}: {error}")
             release_unused_memory()
             kind = Kind.ERROR if isinstance(result, Error) else Kind.REPLY

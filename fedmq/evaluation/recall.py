@@ -1,7 +1,7 @@
-"""Recall with several captions per image, and the spread of embeddings.
+"""Recall@k with several captions per image, and the spread of embeddings.
 
-Recalls are fractions in [0, 1]. Ties are ordered by gallery index, so a value never depends on a sort's
-inner workings. What labels say about a ranking (mAP, NDCG, precision and recall) is in ``label_metrics``.
+Recalls are fractions in [0, 1]. Ties are broken by gallery index, so that values do not depend on the sorting
+algorithm. Metrics that use labels (mAP, NDCG, precision and recall) are in ``label_metrics``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ F64 = npt.NDArray[np.float64]
 I64 = npt.NDArray[np.int64]
 
 RECALLS = (1, 5, 10)
-#: Scores looked at together, so that memory stays bounded however large the gallery is.
+#: Number of scores computed at a time, which bounds memory for galleries of any size.
 CHUNK_SCORES = 1 << 22
 
 
@@ -30,18 +30,24 @@ def _chunks(queries: int, gallery: int) -> Iterator[slice]:
 
 
 def best_ranks(scores: Array, positive: Array) -> I64:
-    """Rank, from 0, of each query's best placed positive; ties by gallery index.
+    """Rank, from 0, of each query's best ranked positive; ties are broken by gallery index.
 
-    No sort is needed: the best placed positive is the first of those with the highest score, and its rank is the number
+    No sort is needed: the best ranked positive is the first of those with the highest score, and its rank is the number
     of items with a higher score plus those with the same score before it.
 
     Args:
-        scores: [Q, N], larger is closer; NaN counts as the lowest score, so that a broken model cannot score.
+        scores: [Q, N], larger is closer; NaN counts as the lowest score, so that a diverged model ranks nothing first.
         positive: bool [Q, N], at least one per query.
+
+    Returns:
+        int64 [Q].
+
+    Raises:
+        ValueError: a query has no positive.
     """
     s, p = as_numpy(scores), as_numpy(positive).astype(bool)
     if s.shape[0] and not p.any(axis=1).all():
-        raise ValueError("best_ranks: a query without any positive")
+        raise ValueError("best_ranks: a query has no positive")
     s = np.where(np.isnan(s), -np.inf, s)
     top = np.where(p, s, -np.inf).max(axis=1, keepdims=True)
     first = (p & (s == top)).argmax(axis=1)
@@ -59,7 +65,10 @@ def retrieval_ranks(image: Array, text: Array, owner: Array) -> tuple[I64, I64]:
         owner: int [m], index of each caption's image; every image owns at least one caption.
 
     Returns:
-        ranks [n] and [m], from 0.
+        int64 ranks [n] and [m], from 0.
+
+    Raises:
+        ValueError: ``owner`` does not fit the images and captions.
     """
     zi, zt, own = as_numpy(image), as_numpy(text), as_numpy(owner)
     if len(own) != len(zt) or (len(own) and not 0 <= int(own.min()) <= int(own.max()) < len(zi)):
@@ -72,24 +81,24 @@ def retrieval_ranks(image: Array, text: Array, owner: Array) -> tuple[I64, I64]:
 
 
 def recall(ranks: I64, k: int) -> float:
-    """Share of queries whose best positive is among the first ``k``; 0 for no queries."""
+    """Fraction of queries whose best positive is among the first ``k``; 0 without queries."""
     return float(np.mean(ranks < k)) if len(ranks) else 0.0
 
 
 def median_rank(ranks: I64) -> int:
-    """floor(median) + 1 of ranks counted from 0, as retrieval papers print it; 0 for no queries."""
+    """Median rank from 1, as in retrieval papers: floor(median) + 1 of ranks counted from 0; 0 without queries."""
     return int(np.floor(np.median(ranks))) + 1 if len(ranks) else 0
 
 
 def recalls(image: Array, text: Array, owner: Array, ks: Sequence[int] = RECALLS) -> dict[str, float]:
-    """Recall@k both ways and their mean, ``i2t_r1``, ``t2i_r1``, ``mean_r1``, ..., and the median ranks ``i2t_medr``,
-    ``t2i_medr``; shapes as in retrieval_ranks.
+    """Recall@k in both directions and their mean (``i2t_r1``, ``t2i_r1``, ``mean_r1``, ...), and the median ranks
+    ``i2t_medr`` and ``t2i_medr``; arguments as of :func:`retrieval_ranks`.
     """
     return recalls_of(*retrieval_ranks(image, text, owner), ks)
 
 
 def recalls_of(i2t: I64, t2i: I64, ks: Sequence[int] = RECALLS) -> dict[str, float]:
-    """The same from the ranks [n] and [m] of retrieval_ranks."""
+    """As :func:`recalls`, from the ranks [n] and [m] of :func:`retrieval_ranks`."""
     result: dict[str, float] = {"i2t_medr": float(median_rank(i2t)), "t2i_medr": float(median_rank(t2i))}
     for k in ks:
         result[f"i2t_r{k}"], result[f"t2i_r{k}"] = recall(i2t, k), recall(t2i, k)
@@ -98,10 +107,10 @@ def recalls_of(i2t: I64, t2i: I64, ks: Sequence[int] = RECALLS) -> dict[str, flo
 
 
 def spread(z: npt.NDArray[Any]) -> float:
-    """How far embeddings [n, d] are from all pointing one way: 1 - |mean of their directions|^2, 0 to 1.
+    """Spread of embeddings [n, d]: 1 - ||mean of the unit vectors||^2, in [0, 1]; 0 if all have the same direction.
 
-    Anchoring silos to one prototype of what they lack is least where a tower gives all items one embedding (RCSR,
-    eq 3); this falls to 0 then, while recall may already be bad for other reasons.
+    It detects collapse. Anchoring a tower to the prototype of a missing modality (RCSR, eq. 3) is minimal if the tower
+    maps all items to one embedding; the spread then drops to 0, whereas recall may be low for other reasons, too.
     """
     x = np.asarray(z, dtype=np.float64)
     mean = (x / np.maximum(np.linalg.norm(x, axis=1, keepdims=True), 1e-12)).mean(axis=0)

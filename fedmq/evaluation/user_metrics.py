@@ -1,7 +1,7 @@
-"""Metrics of the user's own: from a Python file, or from an installed package (entry point group ``fedmq.metrics``).
+"""User-defined metrics, loaded from Python files or from installed packages (entry point group ``fedmq.metrics``).
 
 A scenario names them: ``evaluation: {metrics: [./mine.py, mrr]}``. A file defines ``METRIC``, one
-:class:`~fedmq.evaluation.metrics.Measure`, or ``METRICS``, several; an entry point leads to a module that does. The
+:class:`~fedmq.evaluation.metrics.Measure`, or ``METRICS``, a list of them; an entry point names a module that does. The
 coordinator, the evaluator and the silos all load them.
 """
 
@@ -24,36 +24,36 @@ _ALLOWED = "METRIC, a Measure (fedmq.evaluation.metrics), or METRICS, a list of 
 
 
 def measures_of(evaluation: Evaluation) -> tuple[Measure, ...]:
-    """All that a scenario's evaluation measures: the built-in measures, then the user's own.
+    """The measures of a scenario's evaluation: the built-in ones, then the user-defined ones.
 
     Raises:
-        InputError: a file or an entry point is not there, is no measure, or has a metric that there is already.
+        InputError: a file or an entry point is not found, defines no measure, or defines a metric that exists already.
     """
-    own = [(source, measure) for source in evaluation.metrics for measure in _loaded(source)]
+    user_measures = [(source, measure) for source in evaluation.metrics for measure in _loaded(source)]
     taken: dict[str, str] = {}
-    for source, measure in own:
+    for source, measure in user_measures:
         for name in measure.names_under(evaluation):
             if is_known(name) or name in taken:
                 where = f"of {taken[name]}" if name in taken else "of fedmq's own"
                 raise InputError(f"{_PLACE}: {source}", f"metric {name}", f"a name that is not one {where}")
             taken[name] = source
-    return (*BUILT_IN, *(measure for _, measure in own))
+    return (*BUILT_IN, *(measure for _, measure in user_measures))
 
 
 def own_metrics(measures: Iterable[Measure]) -> tuple[Metric, ...]:
-    """The entries of those measures that are the user's own."""
+    """Entries of the user-defined measures among these."""
     return tuple(metric for measure in measures if measure not in BUILT_IN for metric in measure.metrics)
 
 
 def _loaded(source: str) -> tuple[Measure, ...]:
-    """The measures of a reference or of an entry point."""
+    """Load the measures of a file reference or of an entry point."""
     place = f"{_PLACE}: {user_files.label(source)}"
     if user_files.is_reference(source):
         module: Any = user_files.load(source)
     else:
         installed = {each.name: each for each in entry_points(group=GROUP)}
         if source not in installed:
-            known = ", ".join(nearest(source, installed)) or "there is none"
+            known = ", ".join(nearest(source, installed)) or "none is installed"
             raise InputError(_PLACE, source, f"a Python file (./mine.py), or an entry point of {GROUP}: {known}")
         try:
             module = installed[source].load()
@@ -69,12 +69,12 @@ def _loaded(source: str) -> tuple[Measure, ...]:
 
 
 def described(measures: Iterable[Measure], names: Iterable[str]) -> dict[str, Metric]:
-    """Entries of the user's own metrics by name, for a run's summary: its readers may not have their code.
+    """Entries of user-defined metrics by name, for a run's summary: its readers may not have their code.
 
     Args:
         measures: of the run.
-        names: measured in the run.
+        names: of the metrics measured in the run.
     """
-    own = own_metrics(measures)
-    found = ((name, next((hit for each in own if (hit := each.named(name))), None)) for name in names)
+    entries = own_metrics(measures)
+    found = ((name, next((hit for each in entries if (hit := each.named(name))), None)) for name in names)
     return {name: metric for name, metric in found if metric is not None}

@@ -1,8 +1,7 @@
-"""What a comparison is made of, from its options: the rows, and what each of them runs.
+"""Build the plan of a comparison from its options: the rows, and the runs of each row.
 
-A row is an :class:`Entry`: a scenario file with settings. What is compared are *methods* (the file, and ``protocol`` or
-``protocol.name`` where those are varied); every other varied key makes a *point*, and methods are compared at the same
-point.
+A row is an :class:`Entry`: a scenario file with settings. Rows compare *methods* (the file, and ``protocol`` or
+``protocol.name`` if those are varied) at the same *point*, which the values of all other varied keys make up.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ from fedmq.runs.results import Target
 from fedmq.text import did_you_mean, nearest
 
 Resolve = Callable[[Path, list[str], int | None], Scenario]
-"""A scenario file with settings and a seed, every default written out."""
+"""Reads a scenario file with settings and a seed, with every default written out."""
 
-#: In place of a key: each value is a mapping of several keys that go together, and may have a ``name`` to be shown by.
+#: Pseudo-key of a variation: each value is a mapping of several keys, with an optional ``name`` that is shown for it.
 TOGETHER = "set"
 _METHOD_KEYS = ("protocol", "protocol.name", TOGETHER)
 _VARIATION = re.compile(r"(?:(?P<who>[\w.-]+):)?(?P<key>[\w]+(?:\.[\w]+)*)=(?P<values>.+)", re.DOTALL)
@@ -46,8 +45,8 @@ class Variation:
 
     Args:
         key: of the scenario, e.g. ``training.learning_rate``.
-        values: as YAML gives them.
-        who: method it is for; None for all.
+        values: parsed from YAML.
+        who: scenario or method to which it applies; None for all.
     """
 
     key: str
@@ -56,7 +55,7 @@ class Variation:
 
     @property
     def keys(self) -> frozenset[str]:
-        """The keys it sets: its own, or those that go together."""
+        """The keys it sets: its key, or the keys of its mappings."""
         together = (str(key) for value in self.values for key in value) if self.key == TOGETHER else ()
         return frozenset(together) or frozenset((self.key,))
 
@@ -68,15 +67,15 @@ class Variation:
 
 @dataclass(frozen=True)
 class Entry:
-    """One row: what is run with every seed.
+    """One row of a comparison, run with every seed.
 
     Args:
-        name: the row's.
-        method: what is compared.
-        point: other varied keys and their values as shown.
-        file: the scenario.
-        settings: ``--set`` for all its runs.
-        candidates: further settings, one of which is chosen on the validation split.
+        name: of the row.
+        method: the method that is compared.
+        point: the other varied keys and their values as shown.
+        file: the scenario file.
+        settings: ``--set`` options of all its runs.
+        candidates: alternative further settings, one of which is selected on the validation split.
     """
 
     name: str
@@ -87,26 +86,25 @@ class Entry:
     candidates: tuple[tuple[str, ...], ...] = ((),)
 
     def name_but_for(self, key: str) -> str:
-        """What rows that differ in one varied key alone have in common: the method and the other keys' values."""
+        """The row's name without one varied key; rows that differ only in that key share it."""
         return ", ".join([self.method, *(f"{name}={value}" for name, value in self.point if name != key)])
 
 
 @dataclass(frozen=True)
 class ComparisonPlan:
-    """What a comparison is made of.
+    """The plan of a comparison.
 
     Args:
         entries: the rows, in order.
-        seeds: each row is run with each.
-        metrics: the columns; choices are made by the first.
+        seeds: each row is run with each seed.
+        metrics: the columns; candidates are selected by the first.
         targets: further columns: time to reach a value.
-        baseline: name of a method or of a row; None takes the first method. ``NO_BASELINE``: rows that are no rivals,
-            such as data sets, of which none is compared with another.
-        across: a varied key whose values stand side by side in the table, as papers print code lengths, and not one
-            below the other.
+        baseline: name of a method or of a row; None takes the first method. ``NO_BASELINE`` does not compare the rows
+            with each other, for example if they are data sets.
+        across: a varied key whose values are columns of the table instead of rows, as papers print code lengths.
         select_seed: seed of the runs on the validation split.
         select_rounds: rounds of those runs; None takes the scenario's.
-        zero_shot: put a row before the others with version 0 of the first entry's runs.
+        zero_shot: whether to add a first row with version 0 of the first entry's runs.
     """
 
     entries: tuple[Entry, ...]
@@ -123,9 +121,9 @@ class ComparisonPlan:
 #: In place of a baseline's name.
 NO_BASELINE = "nobody"
 
-#: What a comparison sets itself, and what is said to who would vary it.
-#: What the runs that ``--select`` chooses by have of their own.
+#: Keys that the runs on the validation split set themselves, so that ``--select`` cannot.
 _NOT_CHOSEN = ("evaluation.split", "evaluation.every", "evaluation.personal_every", "launcher")
+#: Keys that cannot be varied, and what to use instead.
 _NOT_VARIED = {"seed": "seeds with --seeds", "name": "names of rows in --vary 'set={name: fast, rounds: 10},...'"}
 
 
@@ -134,7 +132,7 @@ def parse_variation(text: str, option: str) -> Variation:
     """Read ``key=a,b,c`` or ``method:key=a,b,c``; values are YAML.
 
     Raises:
-        InputError: it is no such thing.
+        InputError: the text has another form, or the key cannot be varied.
     """
     match = _VARIATION.fullmatch(text)
     try:
@@ -165,7 +163,7 @@ def parse_seeds(text: str) -> tuple[int, ...]:
     """Read ``0,1,2``.
 
     Raises:
-        InputError: they are no whole numbers from 0, or one is there twice.
+        InputError: they are not whole numbers from 0, or one is repeated.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"\d{1,18}", part) for part in parts) or len({int(part) for part in parts}) < len(parts):
@@ -177,7 +175,7 @@ def parse_metrics(text: str) -> tuple[str, ...]:
     """Read ``mean_r1,fairness.worst_r1``.
 
     Raises:
-        InputError: one is no name.
+        InputError: one is not a valid name.
     """
     parts = tuple(part.strip() for part in text.split(","))
     for part in parts:
@@ -190,20 +188,20 @@ def parse_target(text: str) -> Target:
     """Read ``mean_r10=0.5``.
 
     Raises:
-        InputError: it is no such thing.
+        InputError: the text has another form.
     """
     metric, _, value = text.partition("=")
     try:
-        wanted = float(value)
-        if not math.isfinite(wanted):
+        target = float(value)
+        if not math.isfinite(target):
             raise ValueError
-        return Target(metric, wanted)
+        return Target(metric, target)
     except ValueError:
         raise InputError("--target", text, "metric=value, e.g. mean_r10=0.5") from None
 
 
 def scenarios(plan: ComparisonPlan, resolve: Resolve) -> Iterator[Scenario]:
-    """Every scenario of the plan, its candidates for a choice included, but for the seeds."""
+    """Every scenario of the plan, including candidates, without seeds."""
     variants = dict.fromkeys(
         (entry.file, (*entry.settings, *candidate)) for entry in plan.entries for candidate in entry.candidates
     )
@@ -211,10 +209,10 @@ def scenarios(plan: ComparisonPlan, resolve: Resolve) -> Iterator[Scenario]:
 
 
 def check_across(plan: ComparisonPlan) -> None:
-    """Refuse to put side by side what is not varied.
+    """Refuse ``--across`` with a key that is not varied.
 
     Raises:
-        InputError: no row has such a varied key, or it says what is compared.
+        InputError: no row has such a varied key, or it is the method.
     """
     varied = dict.fromkeys(key for entry in plan.entries for key, _ in entry.point)
     if plan.across is not None and plan.across not in varied:
@@ -223,17 +221,17 @@ def check_across(plan: ComparisonPlan) -> None:
 
 
 def check_metrics(plan: ComparisonPlan, resolve: Resolve) -> None:
-    """Refuse columns and targets that no run of the plan can have, before hours are spent on it.
+    """Refuse columns and targets that no run of the plan can have, before hours of computation.
 
-    A name with a dot is a place in the summary, where methods put what they like: only the runs can tell.
+    Names with a dot are paths in the summary and are not checked, because they depend on the method.
 
     Raises:
-        InputError: there is no such metric; the nearest ones that there are.
+        InputError: there is no such metric; the error suggests similar ones.
     """
-    asked = [*(("--metric", name) for name in plan.metrics), *(("--target", each.metric) for each in plan.targets)]
+    requested = [*(("--metric", name) for name in plan.metrics), *(("--target", each.metric) for each in plan.targets)]
     evaluations = dict.fromkeys(each.evaluation for each in scenarios(plan, resolve))
     known = dict.fromkeys(name for each in evaluations for name in known_names(each, measures_of(each)))
-    for option, name in asked:
+    for option, name in requested:
         if "." not in name and name not in known:
             more = "cut-offs as evaluation.map_at and evaluation.ndcg_at name them, folds with evaluation.fold_size"
             listed = f"a metric, e.g. {', '.join(nearest(name, known))}; {more}"
@@ -248,13 +246,13 @@ def entries(
     select: Sequence[Variation],
     resolve: Resolve,
 ) -> tuple[Entry, ...]:
-    """The rows: every file at every combination of its varied values. Everything is validated here.
+    """Build the rows, every file with every combination of its varied values, and validate them.
 
     Args:
         files: scenarios.
         settings: ``--set``, for all.
-        varied: keys whose values make rows, of all files or of the scenario or method named.
-        select: keys whose values are candidates, of all rows or of one method's.
+        varied: keys whose values make rows, for all files or for one scenario or method.
+        select: keys whose values are candidates, for all rows or for one method.
         resolve: reads and checks a scenario.
 
     Raises:
@@ -262,37 +260,37 @@ def entries(
     """
     if any(_key(setting) == "seed" for setting in settings):
         raise InputError("--set", "seed", _NOT_VARIED["seed"])
-    # What is below a varied key is for the rows: the file's own method need not know it.
-    wide = [f"{key}." for each in varied for key in each.keys]
-    own_settings = [setting for setting in settings if not _key(setting).startswith(tuple(wide))]
-    scenarios = {file: resolve(file, own_settings, None) for file in files}
-    names_of = {file: {own.name, own.protocol.label} for file, own in scenarios.items()}
+    # Settings below a varied key apply to the rows; the file's own method may not have such an option.
+    prefixes = tuple(f"{key}." for each in varied for key in each.keys)
+    file_settings = [setting for setting in settings if not _key(setting).startswith(prefixes)]
+    scenarios = {file: resolve(file, file_settings, None) for file in files}
+    names_of = {file: {scenario.name, scenario.protocol.label} for file, scenario in scenarios.items()}
     _refuse_idle("--vary", varied, {name for names in names_of.values() for name in names})
     drafts = [
-        _Draft(file, scenarios[file].name, tuple(zip(own, values, strict=True)))
+        _Draft(file, scenarios[file].name, tuple(zip(variations, values, strict=True)))
         for file in files
-        for own in [_fitting(varied, names_of[file])]
-        for values in itertools.product(*(each.values for each in own))
+        for variations in [_fitting(varied, names_of[file])]
+        for values in itertools.product(*(each.values for each in variations))
     ]
     methods = _methods(drafts)
     made: list[Entry] = []
     known: set[str] = set()
     same: dict[tuple[str, ...], str] = {}
     for draft, method in zip(drafts, methods, strict=True):
-        whole = [method] if len(set(methods)) > 1 or not draft.point else []
-        name = ", ".join([*whole, *(f"{key}={text}" for key, text in draft.point)])
-        own = (*settings, *draft.settings)
-        with _blaming("--vary", draft.settings), _pointing(name, own, varied):
-            names = {resolve(draft.file, list(own), None).protocol.label, draft.scenario, method, name}
+        prefix = [method] if len(set(methods)) > 1 or not draft.point else []
+        name = ", ".join([*prefix, *(f"{key}={text}" for key, text in draft.point)])
+        row_settings = (*settings, *draft.settings)
+        with _naming_option("--vary", draft.settings), _hinting(name, row_settings, varied):
+            names = {resolve(draft.file, list(row_settings), None).protocol.label, draft.scenario, method, name}
         known |= names
         candidates = tuple(itertools.product(*(each.settings for each in _fitting(select, names))))
         runs: list[str] = []
         for candidate in candidates:
-            with _blaming("--select", candidate):
-                runs.append(resolve(draft.file, [*own, *candidate], None).model_dump_json())
+            with _naming_option("--select", candidate):
+                runs.append(resolve(draft.file, [*row_settings, *candidate], None).model_dump_json())
         if (other := same.setdefault(tuple(runs), name)) != name:
             raise InputError("--vary", name, f"rows that differ: its scenario is that of {other}")
-        made.append(Entry(name, method, draft.point, draft.file, own, candidates))
+        made.append(Entry(name, method, draft.point, draft.file, row_settings, candidates))
     _refuse_idle("--select", select, known)
     if twice := [name for name, count in Counter(entry.name for entry in made).items() if count > 1]:
         allowed = "scenarios (and --vary set=) with different names, so that their rows can be told apart"
@@ -301,8 +299,8 @@ def entries(
 
 
 @contextmanager
-def _blaming(option: str, settings: Sequence[str]) -> Iterator[None]:
-    """Name the option a bad value came with: to the scenario all of them are ``--set``."""
+def _naming_option(option: str, settings: Sequence[str]) -> Iterator[None]:
+    """Name the option of a bad value in the error; the scenario reports all of them as ``--set``."""
     try:
         yield
     except InputError as error:
@@ -314,8 +312,8 @@ def _blaming(option: str, settings: Sequence[str]) -> Iterator[None]:
 
 
 @contextmanager
-def _pointing(row: str, settings: Sequence[str], varied: Sequence[Variation]) -> Iterator[None]:
-    """Where a row does not know an option that is set for several, name the row and how one alone is given it."""
+def _hinting(row: str, settings: Sequence[str], varied: Sequence[Variation]) -> Iterator[None]:
+    """If a row's method lacks an option set for several rows, name the row and how to set the option for one only."""
     try:
         yield
     except InputError as error:
@@ -341,7 +339,7 @@ class _Draft:
 
     @property
     def varied_method(self) -> str:
-        """As shown; empty where the method is not varied."""
+        """As shown; empty if the method is not varied."""
         return " ".join(_label(each.key, value) for each, value in self.pairs if each.key in _METHOD_KEYS)
 
     @property
@@ -354,19 +352,19 @@ class _Draft:
 
 
 def _label(key: str, value: Any) -> str:
-    """What a row is called after: a set's name where it has one."""
+    """A varied value in a row's name; a mapping's ``name`` if it has one."""
     return str(value["name"]) if key == TOGETHER and "name" in value else shown(value)
 
 
 def _settings(key: str, value: Any) -> tuple[str, ...]:
-    """A varied value as ``--set`` takes it; one for each key of a mapping of several."""
+    """A varied value as ``--set`` options; of a mapping one per key."""
     if key != TOGETHER:
         return Variation(key, (value,)).settings
-    return tuple(f"{own}={json.dumps(each, default=str)}" for own, each in value.items() if own != "name")
+    return tuple(f"{name}={json.dumps(each, default=str)}" for name, each in value.items() if name != "name")
 
 
 def _methods(drafts: Sequence[_Draft]) -> list[str]:
-    """Names of the methods: what is varied, else the scenario; both where several files vary the same methods."""
+    """Names of the methods: the varied method, else the scenario; both if several files vary the same methods."""
     taken = Counter((draft.varied_method, draft.point) for draft in drafts)
     return [
         f"{draft.scenario} {draft.varied_method}"
@@ -383,23 +381,24 @@ def _refuse_idle(option: str, variations: Sequence[Variation], names: Collection
 
 
 def _fitting(select: Sequence[Variation], names: Collection[str]) -> list[Variation]:
-    """What a row chooses from; its own list of a key takes the place of the list for all."""
-    own = [each for each in select if each.who in names]
-    return [each for each in select if each in own or (each.who is None and each.key not in {one.key for one in own})]
+    """The variations that apply to a row; one for its method replaces the one of the same key for all."""
+    special = [each for each in select if each.who in names]
+    keys = {each.key for each in special}
+    return [each for each in select if each in special or (each.who is None and each.key not in keys)]
 
 
 def shown(value: Any) -> str:
-    """A varied value as people read it: a protocol with options as ``rcsr filler=zero``."""
+    """A varied value in readable form, a protocol with options as ``rcsr filler=zero``."""
     if isinstance(value, dict):
         named = [str(value["name"])] if "name" in value else []
-        return " ".join([*named, *(f"{key}={shown(own)}" for key, own in value.items() if key != "name")])
+        return " ".join([*named, *(f"{key}={shown(each)}" for key, each in value.items() if key != "name")])
     return value if isinstance(value, str) else json.dumps(value, default=str)
 
 
 def default_folder(plan: ComparisonPlan, kind: str, resolve: Resolve) -> Path:
-    """``runs/<kind>-<names>-<digest>``: the same for the same rows, so that a second call goes on in it.
+    """``runs/<kind>-<names>-<digest>``: the same for the same rows, so that a second call continues in it.
 
-    Seeds and columns do not count: more of them can be asked for later.
+    It does not depend on seeds and columns, so that more of them can be added later.
     """
     facts = [[named_by(resolve(entry.file, list(entry.settings), 0)), entry.candidates] for entry in plan.entries]
     names = "-".join(dict.fromkeys(entry.method for entry in plan.entries))
@@ -408,14 +407,14 @@ def default_folder(plan: ComparisonPlan, kind: str, resolve: Resolve) -> Path:
 
 
 def named_by(scenario: Scenario, leave_out: Mapping[str, bool | set[str]] | None = None) -> dict[str, Any]:
-    """A scenario as the plain data whose digest stands in names.
+    """A scenario as plain data, whose digest is part of names.
 
-    A path reached by a link is the one it leads to, and a weights file below the working directory is named from there,
-    as scenarios name it: they were so when the names of finished runs were made.
+    Symbolic links are resolved, and weights files below the working directory are relative to it, as in scenarios, so
+    that names of existing runs stay valid.
 
     Args:
         scenario: as resolved.
-        leave_out: parts and keys that do not count.
+        leave_out: parts and keys to leave out.
     """
     facts = scenario.model_dump(mode="json", exclude=dict(leave_out or {}))
     for part, keys in (("data", ("path", "annotations", "images")), ("participation", ("trace",))):
@@ -427,5 +426,5 @@ def named_by(scenario: Scenario, leave_out: Mapping[str, bool | set[str]] | None
 
 
 def digest(facts: object) -> str:
-    """Twelve hexadecimal digits that stand for plain data."""
+    """The first twelve hexadecimal digits of the SHA-256 of plain data."""
     return hashlib.sha256(json.dumps(facts, sort_keys=True, default=str).encode()).hexdigest()[:12]

@@ -1,4 +1,4 @@
-"""A comparison's rows as plots, on one self-contained HTML page."""
+"""Plots of a comparison's rows, on one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from fedmq.runs.html_figures import Figure, colour, document
 from fedmq.runs.results import FinishedRun
 
 F64 = npt.NDArray[np.float64]
-#: Values further apart than this are easier to tell on a logarithmic axis.
+#: Ratio of the largest to the smallest value from which an axis is logarithmic.
 _LOGARITHMIC_FROM = 50.0
 
 
 def page(rows: Sequence[Row], title: str, notes: Sequence[str]) -> str:
-    """Bars, curves over merges and over virtual time, and each column against the varied value where there is one.
+    """Bars, curves over merges and over virtual time, and each column against the varied value if there is one.
 
     Args:
         rows: of a comparison; at least one.
@@ -38,7 +38,7 @@ def _column(rows: Sequence[Row], column: str) -> list[Figure]:
 
 
 def _line(figure: Figure, place: int, name: str, x: Sequence[Any], mean: F64, std: F64) -> None:
-    """A line with a band of one sample standard deviation on both sides."""
+    """Draw a line with a band of one sample standard deviation on both sides."""
     std = np.nan_to_num(std)
     if std.any():
         band = [*(mean + std), *(mean - std)[::-1]]
@@ -93,13 +93,13 @@ def _curve(outcome: FinishedRun, metric: str, *, over_time: bool) -> tuple[F64, 
 
 
 def on_common_grid(curves: Sequence[tuple[F64, F64]]) -> tuple[F64, F64]:
-    """Several curves at the same places, straight between their points, where all of them are.
+    """Interpolate several curves linearly at common places, on the range that all of them cover.
 
     Args:
-        curves: (x, y), each [n] with its own n; x rising.
+        curves: (x, y), each float64 [n] with its own n; x increasing.
 
     Returns:
-        x [m] and the values [curves, m]; m is 0 where one ends before another begins.
+        x [m] and the values [curves, m]; m is 0 if there is no common range.
     """
     first, last = max(x[0] for x, _ in curves), min(x[-1] for x, _ in curves)
     grid = np.unique(np.concatenate([x[(first <= x) & (x <= last)] for x, _ in curves]))
@@ -115,13 +115,13 @@ def _is_number(text: str) -> bool:
 
 
 def _shared_keys(rows: Sequence[Row]) -> list[str]:
-    """The varied keys that all rows at a point have: each method may vary keys of its own."""
+    """The varied keys that all rows with a point have in common; methods may vary different keys."""
     points = [dict(row.entry.point) for row in rows if row.entry.point]
     return [key for key in (points[0] if points else ()) if all(key in point for point in points)]
 
 
 def _against_value(rows: Sequence[Row], column: str) -> Figure:
-    """A column against the first shared key whose values are numbers, a line for everything else that differs."""
+    """A column against the first shared key with numeric values, one line per combination of the other keys."""
     rows = [row for row in rows if row.entry.point]
     points = {row.entry.name: dict(row.entry.point) for row in rows}
     keys = _shared_keys(rows)
@@ -135,9 +135,11 @@ def _against_value(rows: Sequence[Row], column: str) -> Figure:
         least, most = (edge(float(point[key]) for point in points.values()) for edge in (min, max))
         if least > 0 and most / least >= _LOGARITHMIC_FROM:
             figure.x["type"] = "log"
-        lines = {name: sorted(own, key=lambda row: float(points[row.entry.name][key])) for name, own in lines.items()}
-    for place, (name, own) in enumerate(lines.items()):
-        x = [float(points[row.entry.name][key]) if numeric else points[row.entry.name][key] for row in own]
-        mean, std = (np.array([getattr(row.columns[column], part) for row in own]) for part in ("mean", "std"))
+        lines = {
+            name: sorted(members, key=lambda row: float(points[row.entry.name][key])) for name, members in lines.items()
+        }
+    for place, (name, members) in enumerate(lines.items()):
+        x = [float(points[row.entry.name][key]) if numeric else points[row.entry.name][key] for row in members]
+        mean, std = (np.array([getattr(row.columns[column], part) for row in members]) for part in ("mean", "std"))
         _line(figure, place, name, x, mean, std)
     return figure

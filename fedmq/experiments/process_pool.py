@@ -1,4 +1,4 @@
-"""Runs in processes of their own, several at once: started, watched, stopped cleanly, never outliving their parent."""
+"""Execute runs in child processes, several in parallel; they are stopped cleanly and never outlive their parent."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from fedmq.clock import WallClock
 
 _POLL_SECONDS = 0.2
 _REPORT_SECONDS = 1.0
-#: A stopped run writes its last checkpoint and ends its silos; this is more than that takes.
+#: Time [s] for a stopped run to write its last checkpoint and end its silos.
 _STOP_PATIENCE = 60.0
 _PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run to be done.
+    """One run to execute.
 
     Args:
         name: shown while it runs and when it fails.
         command: the program and its arguments.
-        log: file for what it says on standard error.
-        metrics: the run's ``metrics.jsonl``, to see how far it is.
-        rounds: merges the run will make.
+        log: file for its standard error.
+        metrics: the run's ``metrics.jsonl``, from which its progress is read.
+        rounds: number of merges of the run.
     """
 
     name: str
@@ -43,13 +43,13 @@ class Job:
 
 @dataclass(frozen=True)
 class JobProgress:
-    """How the runs stand.
+    """Progress of the runs.
 
     Args:
-        done: runs that ended.
-        total: runs there are.
-        running: name and finished share of each run under way.
-        left: seconds until all are done at the pace so far; None while there is none yet, or nothing to do.
+        done: number of runs that ended.
+        total: number of runs.
+        running: name and finished fraction of each running run.
+        left: estimated time until all are done [s]; None without progress so far, or with nothing left to do.
     """
 
     done: int
@@ -60,11 +60,11 @@ class JobProgress:
 
 @dataclass(frozen=True)
 class Ended:
-    """What became of the runs.
+    """Result of executing runs.
 
     Args:
-        errors: one line for each run that failed, by name.
-        stopped: whether somebody stopped them before all were done.
+        errors: one line for each failed run, by name.
+        stopped: whether they were stopped before all were done.
     """
 
     errors: Mapping[str, str]
@@ -74,20 +74,20 @@ class Ended:
 def run_all(
     jobs: Sequence[Job],
     at_once: int,
-    told: Callable[[JobProgress], None],
+    report: Callable[[JobProgress], None],
     stop_wanted: Callable[[], bool],
 ) -> Ended:
-    """Run jobs in order, so many at once; one that fails does not hold up the others.
+    """Execute jobs in order, several in parallel; a failure does not affect the others.
 
     Args:
         jobs: with different names.
-        at_once: at least 1.
-        told: how things stand, about once a second and after each run.
-        stop_wanted: once true, nothing is started any more and what runs is asked to stop.
+        at_once: number of parallel runs, at least 1.
+        report: called with the progress, about once a second and after each run.
+        stop_wanted: once true, no further run is started, and running ones are told to stop.
     """
     clock = WallClock()
     waiting, running, errors = deque(jobs), dict[Job, subprocess.Popen[bytes]](), dict[str, str]()
-    begun, ended, reported, stopped = dict[Job, float](), 0, -_REPORT_SECONDS, False
+    initial, ended, reported, stopped = dict[Job, float](), 0, -_REPORT_SECONDS, False
     try:
         while (waiting and not stopped) or running:
             if stop_wanted() and not stopped:
@@ -95,7 +95,7 @@ def run_all(
                 _end(running.values())
             while waiting and len(running) < at_once and not stopped:
                 job = waiting.popleft()
-                begun[job] = _share(job)
+                initial[job] = _fraction(job)
                 running[job] = _start(job)
             over = [job for job, process in running.items() if process.poll() is not None]
             for job in over:
@@ -105,15 +105,19 @@ def run_all(
                     errors[job.name] = _error_line(job.log, code)
             if not stopped and (over or clock.now() - reported >= _REPORT_SECONDS):
                 reported = clock.now()
-                shares = {job: _share(job) for job in running}
-                done = ended - sum(begun[job] for job in begun if job not in running)
-                done_here = done + sum(shares[job] - begun[job] for job in running)
+                fractions = {job: _fraction(job) for job in running}
+                done = ended - sum(initial[job] for job in initial if job not in running)
+                done_here = done + sum(fractions[job] - initial[job] for job in running)
                 left = (
-                    reported * (len(jobs) - ended - sum(shares.values())) / done_here
+                    reported * (len(jobs) - ended - sum(fractions.values())) / done_here
                     if done_here > 0 and ended < len(jobs)
                     else None
                 )
-                told(JobProgress(ended, len(jobs), tuple((job.name, share) for job, share in shares.items()), left))
+                report(
+                    JobProgress(
+                        ended, len(jobs), tuple((job.name, fraction) for job, fraction in fractions.items()), left
+                    )
+                )
             if not over:
                 time.sleep(_POLL_SECONDS)
     finally:
@@ -124,7 +128,7 @@ def run_all(
 
 
 def _start(job: Job) -> subprocess.Popen[bytes]:
-    """Start a run away from the terminal's Ctrl-C, which is for its parent to pass on."""
+    """Start a run in a new session, so that only its parent receives the terminal's Ctrl-C."""
     job.log.parent.mkdir(parents=True, exist_ok=True)
     parent = os.getpid()
     with job.log.open("wb") as log:
@@ -134,14 +138,14 @@ def _start(job: Job) -> subprocess.Popen[bytes]:
             stdout=subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,
-            # One thread each: runs share the cores, and a run's own processes never use more.
+            # One thread per run: runs share the cores.
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             preexec_fn=lambda: _die_with(parent),  # noqa: PLW1509 - no thread of ours holds a lock here
         )
 
 
 def _die_with(parent: int) -> None:
-    """In a child before it becomes its program: be asked to stop when the parent is gone, however it went (Linux)."""
+    """In a child before exec: have the kernel send SIGTERM when the parent dies for any reason (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
         if os.getppid() != parent:
@@ -149,7 +153,7 @@ def _die_with(parent: int) -> None:
 
 
 def _end(running: Collection[subprocess.Popen[bytes]]) -> None:
-    """Ask runs to stop after the merge they are at, and give them the time for it."""
+    """Tell runs to stop after their current merge; kill those that take too long."""
     for process in running:
         process.terminate()
     clock = WallClock()
@@ -160,8 +164,8 @@ def _end(running: Collection[subprocess.Popen[bytes]]) -> None:
             process.kill()
 
 
-def _share(job: Job) -> float:
-    """Share of a run's merges that are on file."""
+def _fraction(job: Job) -> float:
+    """Fraction of a run's merges in its ``metrics.jsonl``."""
     try:
         return min(1.0, job.metrics.read_bytes().count(b'"kind": "merge"') / job.rounds)
     except OSError:
@@ -169,9 +173,9 @@ def _share(job: Job) -> float:
 
 
 def _error_line(log: Path, code: int) -> str:
-    """The line in which a program said why it failed."""
+    """The error line of a failed program."""
     lines = [line.strip() for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-    own = [line for line in lines if line.startswith("fedmq: ")]
-    if own or lines:
-        return (own or lines)[-1].removeprefix("fedmq: ")
+    errors = [line for line in lines if line.startswith("fedmq: ")]
+    if errors or lines:
+        return (errors or lines)[-1].removeprefix("fedmq: ")
     return f"ended with exit code {code}" if code > 0 else f"killed by {signal.Signals(-code).name}"

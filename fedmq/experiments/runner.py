@@ -1,6 +1,6 @@
-"""Carry out a comparison: do the runs that are not done, choose on the validation split, read off the rows.
+"""Execute a comparison: select candidates on the validation split, execute missing runs, and collect the rows.
 
-Runs are named by what they compute, so that the same run is never done twice in one folder, whichever row asks for it.
+The name of a run identifies what it computes, so that rows share equal runs, and no run is executed twice in a folder.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from fedmq.storage.locks import try_lock
 from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text, writing
 
 Settings = tuple[str, ...]
-"""As ``--set`` takes them."""
+"""In the form of ``--set``."""
 Prepare = Callable[[Scenario], Path]
-"""Makes a scenario's data in the cache and shares them out; gives the folder, named by the digest of what is in it."""
+"""Prepares a scenario's data in the cache and partitions it; returns its folder, named by the digest of the content."""
 
 CheckPartition = Callable[[Scenario, Path], object]
-"""Finds out whether the data in such a folder can be shared out as a scenario asks for; raises InputError if not."""
-#: What a scenario's data are shared out by, beside their own digest.
+"""Raises InputError if the data in such a folder cannot be partitioned as a scenario requires."""
+#: Keys of a scenario that determine the partition, besides the data.
 _SHARED: Mapping[str, bool | set[str]] = {
     "silos": {"count"},
     "partition": True,
     "missing_modality": True,
     "evaluation": {"split", "fold_size"},
 }
-#: What does not change what comes out: how the silos are started, and where the same data lie.
+#: Keys without effect on the result: how silos are started, and where the data are.
 _HERE: Mapping[str, bool | set[str]] = {
     "launcher": True,
     "silos": {"slots"},
@@ -51,13 +51,13 @@ _HERE: Mapping[str, bool | set[str]] = {
 
 @dataclass(frozen=True)
 class Comparison:
-    """A comparison that was carried out.
+    """The result of a comparison.
 
     Args:
         rows: in order.
-        errors: one line for each run that failed, by its title.
+        errors: one line for each failed run, by its title.
         stopped: whether it was stopped before all runs were done; there are no rows then.
-        warnings: one line for each column that no run has a value for.
+        warnings: one line for each column without values.
     """
 
     rows: tuple[Row, ...]
@@ -71,8 +71,8 @@ class Run:
     """One run of an entry.
 
     Args:
-        name: what it computes: scenario, method, seed and a digest of the rest.
-        title: for people: which row asks for it.
+        name: scenario, method, seed and a digest of the rest.
+        title: for display: row and seed.
         folder: of the run.
         scenario: as resolved.
     """
@@ -84,21 +84,21 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to do."""
+        """Whether the run is finished."""
         return self.folder.summary.exists()
 
 
 @dataclass(frozen=True)
 class Workplace:
-    """Where and how a comparison's runs are done.
+    """Where and how the runs of a comparison are executed.
 
     Args:
-        runs: folder of the runs; several comparisons may share it, one after the other.
+        runs: folder of the runs; several comparisons may use it, one after the other.
         resolve: reads and checks a scenario.
-        data_digest: makes a scenario's data in the cache; gives the digest of what is in them.
+        data_digest: prepares a scenario's data in the cache and returns the digest of its content.
         processes: keep the scenarios' launcher; otherwise all silos of a run share one process, which gives the same
             model at half the cost.
-        jobs: runs at once.
+        jobs: number of parallel runs.
     """
 
     runs: Path
@@ -109,9 +109,9 @@ class Workplace:
 
 
 def digest_once(prepare: Prepare, share: CheckPartition) -> Callable[[Scenario], str]:
-    """A digest of a scenario's data that prepares each data set once: finding it again takes half a second.
+    """A function that returns the digest of a scenario's data, and prepares and checks each data set only once.
 
-    Whether it can be shared out in each of the ways asked for is found out, too.
+    Looking up prepared data takes half a second; each partition of them is checked once, too.
     """
     known: dict[str, Path] = {}
     shared: set[str] = set()
@@ -134,18 +134,18 @@ def digest_once(prepare: Prepare, share: CheckPartition) -> Callable[[Scenario],
 def run_of(
     entry: Entry, chosen: Settings, seed: int, place: Workplace, *, trial: bool = False, rounds: int | None = None
 ) -> Run:
-    """A run of an entry with the chosen settings; its data are in the cache afterwards.
+    """The run of a row with the chosen settings; prepares its data in the cache.
 
     Args:
         entry: the row.
-        chosen: candidate.
+        chosen: the candidate.
         seed: of the run.
-        place: where and how.
+        place: where and how runs are executed.
         trial: evaluate on the validation split, once at the end.
-        rounds: in place of the scenario's.
+        rounds: replaces the scenario's.
 
     Raises:
-        InputError: the data or the trace cannot be read, or the data cannot be shared out as asked.
+        InputError: the data or the trace cannot be read, or the data cannot be partitioned as required.
     """
     split = ["evaluation.split=val", "evaluation.every=0", "evaluation.personal_every=0"] if trial else []
     length = [] if rounds is None else [f"rounds={rounds}"]
@@ -153,23 +153,23 @@ def run_of(
     scenario = place.resolve(entry.file, [*entry.settings, *chosen, *split, *length, *launcher], seed)
     facts = named_by(scenario, _HERE)
     if (trace := scenario.participation.trace) is not None:
-        facts["participation"]["trace"] = file_digest(trace)  # what is in it, not where it lies
+        facts["participation"]["trace"] = file_digest(trace)  # its content, not its path
     name = f"{scenario.name}-{scenario.protocol.label}-seed{seed}-{digest([facts, place.data_digest(scenario)])}"
     title = f"{entry.name}, seed {seed}" + f" ({' '.join(chosen)})" * trial
     return Run(name, title, RunFolder(place.runs / name), scenario)
 
 
 def job_of(run: Run) -> jobs.Job:
-    """What starts a run, or goes on with it from its last checkpoint.
+    """The job that starts a run, or resumes it from its last checkpoint.
 
-    The scenario is written out in full before: a file edited while others run does not change those still to come.
+    It uses a copy of the resolved scenario, so that editing the scenario file does not affect pending runs.
     """
     root = run.folder.root
     scenario = root.with_name(f"{root.name}.yaml")
     write_text(scenario, run.scenario.dump())
     begun = run.folder.scenario.is_file()
     if not begun and root.exists():
-        shutil.rmtree(root)  # killed between making the folder and writing the first file into it
+        shutil.rmtree(root)  # killed between creating the folder and writing its first file
     command = (sys.executable, "-m", "fedmq", "scenario", str(scenario))
     how = ("--resume" if begun else "--out", str(root), "--quiet")
     log = root.with_name(f"{root.name}.log")
@@ -178,10 +178,10 @@ def job_of(run: Run) -> jobs.Job:
 
 @contextmanager
 def exclusive_use(folder: Path) -> Iterator[None]:
-    """Hold a folder of runs; the kernel lets go of it when the process dies.
+    """Lock a folder of runs; the kernel releases the lock when the process dies.
 
     Raises:
-        InputError: it cannot be made or written, or another process holds it.
+        InputError: it cannot be created or written, or another process has locked it.
     """
     lock = folder / ".lock"
     with provisional_folder(folder), _opened(lock) as file:
@@ -189,13 +189,13 @@ def exclusive_use(folder: Path) -> Iterator[None]:
             free = try_lock(file)
         if not free:
             raise InputError(
-                str(folder), "another comparison at work in it", "one at a time; wait for it, or take another --runs"
+                str(folder), "another comparison running in it", "one at a time; wait for it, or choose another --runs"
             )
         try:
             yield
         except BaseException:
             if list(folder.iterdir()) == [lock]:
-                lock.unlink()  # refused before there was a run: nothing is left of it
+                lock.unlink()  # nothing was run: leave no trace
             raise
 
 
@@ -204,31 +204,33 @@ def _opened(lock: Path) -> IO[bytes]:
         return lock.open("ab")
 
 
-# --------------------------------------------------------------------------------------------------- carrying it out
+# -------------------------------------------------------------------------------------------------------- execution
 def carry_out(
     plan: ComparisonPlan,
     place: Workplace,
-    told: Callable[[str, jobs.JobProgress], None],
+    report: Callable[[str, jobs.JobProgress], None],
     until_stopped: Callable[[], Callable[[], bool]],
 ) -> Comparison:
-    """Choose on the validation split, do what is not done, and read off the rows.
+    """Select candidates on the validation split, execute the missing runs, and collect the rows.
 
     Args:
-        plan: what to compare.
-        place: where and how.
-        told: what is being done, and how it stands.
-        until_stopped: called before the first run is started; gives what tells whether to stop the runs.
+        plan: of the comparison.
+        place: where and how runs are executed.
+        report: called with the current step and its progress.
+        until_stopped: called before the first run is started; returns a function that says whether to stop the runs.
 
     Raises:
-        InputError: the folder of the runs cannot be written, a run's data are not allowed, or no run on the validation
-            split has the metric to choose by.
+        InputError: the folder of the runs cannot be written, a run's data are invalid, or no run on the validation
+            split has the metric by which candidates are selected.
     """
     with exclusive_use(place.runs):
         trials = trials_of(plan, place)
         for entry, seed in itertools.product(plan.entries, plan.seeds):
-            run_of(entry, entry.candidates[0], seed, place)  # bad data are found now, not after hours of trials
+            run_of(entry, entry.candidates[0], seed, place)  # reports bad data now, not after hours of trials
         stop_wanted = until_stopped()
-        first = _do(trials.values(), place.jobs, lambda how: told("choosing on validation", how), stop_wanted)
+        first = _do(
+            trials.values(), place.jobs, lambda progress: report("choosing on validation", progress), stop_wanted
+        )
         if first.stopped:
             return Comparison((), first.errors, True)
         chosen = {entry.name: choose(entry, trials, plan.metrics[0]) for entry in plan.entries}
@@ -238,7 +240,7 @@ def carry_out(
             if (choice := chosen[entry.name]) is not None
             for seed in plan.seeds
         }
-        second = _do(runs.values(), place.jobs, lambda how: told("runs", how), stop_wanted)
+        second = _do(runs.values(), place.jobs, lambda progress: report("runs", progress), stop_wanted)
         errors = {**first.errors, **second.errors}
         if second.stopped:
             return Comparison((), errors, True)
@@ -265,25 +267,24 @@ def trials_of(plan: ComparisonPlan, place: Workplace) -> dict[tuple[str, Setting
 def _do(
     runs: Iterable[Run],
     at_once: int,
-    told: Callable[[jobs.JobProgress], None],
+    report: Callable[[jobs.JobProgress], None],
     stop_wanted: Callable[[], bool],
 ) -> jobs.Ended:
-    """Do the runs that are not done; equal ones once."""
+    """Execute the runs that are not finished, equal ones once."""
     left: dict[str, Run] = {}
     for run in runs:
         if not run.done:
             left.setdefault(run.name, run)
-    return jobs.run_all([job_of(run) for run in left.values()], at_once, told, stop_wanted)
+    return jobs.run_all([job_of(run) for run in left.values()], at_once, report, stop_wanted)
 
 
 def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str) -> Settings | None:
-    """The candidate whose run on the validation split is best by a metric; the first of equal ones.
+    """The candidate whose run on the validation split is best by a metric; the first one in case of ties.
 
-    Where no shared model is trained as a whole, as with ``local`` or ``fedper``, it is the silos' own models that are
-    compared.
+    If the method does not train the shared model as a whole, as ``local`` or ``fedper``, personal models are compared.
 
     Returns:
-        Its settings; None if no candidate's run is done.
+        Its settings; None if no candidate's run is finished.
 
     Raises:
         InputError: no candidate's run has the metric.
@@ -292,12 +293,12 @@ def choose(entry: Entry, trials: Mapping[tuple[str, Settings], Run], metric: str
         return entry.candidates[0]
     runs = {candidate: trials[entry.name, candidate] for candidate in entry.candidates}
     done = {candidate: results.read(run.folder) for candidate, run in runs.items() if run.done}
-    alone = any(own.summary is not None and own.summary.own_only for own in done.values())
-    if alone and all(own.value(f"personal.{metric}") is not None for own in done.values()):
+    personal_only = any(run.summary is not None and run.summary.own_only for run in done.values())
+    if personal_only and all(run.value(f"personal.{metric}") is not None for run in done.values()):
         metric = f"personal.{metric}"
-    values = {candidate: value for candidate, own in done.items() if (value := own.value(metric)) is not None}
+    values = {candidate: value for candidate, run in done.items() if (value := run.value(metric)) is not None}
     if done and not values:
         raise results.unknown_metric(metric, next(iter(done.values())))
-    own_metrics = next((own.own_metrics for own in done.values()), ())
+    own_metrics = next((run.own_metrics for run in done.values()), ())
     sign = 1 if higher_is_better(metric, own_metrics) else -1
     return max(values, key=lambda candidate: sign * values[candidate], default=None)

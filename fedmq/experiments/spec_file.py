@@ -1,7 +1,7 @@
-"""Comparison files: what stands behind ``fedmq compare`` or ``fedmq sweep``, kept as YAML.
+"""Comparison files: the options of ``fedmq compare`` or ``fedmq sweep`` as YAML.
 
-The keys are the options and mean the same; a file with ``compare`` or ``sweep`` in it is one, and no scenario has
-either. What says how a comparison is carried out (``--out``, ``--jobs``, ...) stays on the command line.
+The keys are the options of the same names. A YAML file with the key ``compare`` or ``sweep`` is a comparison file; no
+scenario has either. Options of execution (``--out``, ``--jobs``, ...) stay on the command line.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fedmq.errors import InputError
 from fedmq.experiments import grid
 
 KINDS = ("compare", "sweep")
-#: In place of a sweep's ``select``: what is varied is chosen from.
+#: Value of a sweep's ``select``: the varied values are candidates, selected on the validation split.
 ON_VALIDATION = "val"
 
 
 def _checked(parse: Callable[[str], object]) -> AfterValidator:
-    """A text as an option takes it; the option's own parser says whether it is one."""
+    """Validate a text with the parser of its option."""
 
     def check(text: str) -> str:
         try:
@@ -37,9 +37,9 @@ def _checked(parse: Callable[[str], object]) -> AfterValidator:
 
 
 def _together(value: object) -> object:
-    """A list of what an option separates by commas."""
+    """Join a list into the comma-separated text that an option takes."""
     parts = value if isinstance(value, list) else [value]
-    # A whole number is a number in YAML and a text to the option; True is no seed.
+    # YAML parses whole numbers, which the option takes as text; booleans are not whole numbers here.
     plain = all(isinstance(part, str | int) and not isinstance(part, bool) for part in parts)
     return ",".join(map(str, parts)) if plain else value
 
@@ -61,13 +61,13 @@ _Repeated = BeforeValidator(_one_or_more)
 
 
 class ComparisonFile(BaseModel):
-    """A comparison file. Options that repeat are lists; every text is what stands behind its option."""
+    """A comparison file. Repeatable options are lists; texts are in the form of their options."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
     compare: Annotated[tuple[str, ...], _Repeated] = Field(
-        (), min_length=1, description="scenarios, seen from this file's folder"
+        (), min_length=1, description="scenarios, relative to this file's folder"
     )
-    sweep: str | None = Field(None, description="the one scenario of fedmq sweep, likewise")
+    sweep: str | None = Field(None, description="scenario of fedmq sweep, likewise")
     settings: Annotated[tuple[_Setting, ...], _Repeated] = Field((), alias="set")
     vary: Annotated[tuple[_Vary, ...], _Repeated] = ()
     select: Annotated[tuple[_Select, ...], _Repeated] = ()
@@ -83,12 +83,12 @@ class ComparisonFile(BaseModel):
 
     @property
     def kind(self) -> str:
-        """The command it is for."""
+        """The command to which it applies."""
         return "sweep" if self.sweep is not None else "compare"
 
     @property
     def scenarios(self) -> tuple[str, ...]:
-        """As they are written."""
+        """Scenario files as written."""
         return self.compare if self.sweep is None else (self.sweep,)
 
 
@@ -104,7 +104,7 @@ def read(path: Path) -> ComparisonFile | None:
     """Read a comparison file; None if the file is a scenario.
 
     Raises:
-        InputError: it cannot be read, or a key or value in it is not allowed; one line names file, line and key.
+        InputError: it cannot be read, or a key or value in it is not allowed; the error names file, line and key.
     """
     raw = read_yaml(path)
     if not is_comparison(raw):
@@ -112,7 +112,7 @@ def read(path: Path) -> ComparisonFile | None:
     if all(kind in raw for kind in KINDS):
         raise InputError(str(path), "both compare and sweep", "one of them")
     if unknown := [key for key in raw if key not in KEYS]:
-        allowed = f"one of {', '.join(KEYS)}; how it is carried out (--out, --jobs, ...) stays on the command line"
+        allowed = f"one of {', '.join(KEYS)}; options of execution (--out, --jobs, ...) stay on the command line"
         raise InputError(place_of(path, unknown), raw[unknown[0]], allowed)
     try:
         file = ComparisonFile.model_validate(raw)
@@ -124,7 +124,7 @@ def read(path: Path) -> ComparisonFile | None:
     for name in file.scenarios:
         scenario = path.parent / name
         if not scenario.is_file():
-            raise InputError(f"{path}: {file.kind}", name, f"a scenario's file, seen from {path.parent}")
+            raise InputError(f"{path}: {file.kind}", name, f"a scenario file, relative to {path.parent}")
         if is_comparison(read_yaml(scenario)):
-            raise InputError(f"{path}: {file.kind}", name, "a scenario; this is a comparison file itself")
+            raise InputError(f"{path}: {file.kind}", name, "a scenario, not a comparison file")
     return file

@@ -1,4 +1,4 @@
-"""A comparison's rows as tables: for the terminal, as CSV, LaTeX and Markdown."""
+"""Tables of a comparison's rows: for the terminal, and as CSV, LaTeX and Markdown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedmq.runs.results import Statistic, made_otherwise
 from fedmq.runs.run_records import RunSummary
 
 _DIFFERENCE = "difference"
-_BORDERS = 3  # of a column on a terminal: a line, and a space on both sides
+_BORDERS = 3  # width of a column's borders on a terminal: a line and two spaces
 _LATEX = {
     **{sign: f"\\{sign}" for sign in "&%$#_{}"},
     "\\": "\\textbackslash{}",
@@ -39,12 +39,12 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """A table before it takes a form.
+    """A table, independent of its output format.
 
     Args:
         head: column titles.
         body: rows of cells.
-        notes: what a reader has to know, a sentence each.
+        notes: explanations for the reader.
     """
 
     head: tuple[str, ...]
@@ -53,70 +53,71 @@ class Grid:
 
 
 def _number(value: float, like: float, *, sign: bool = False) -> str:
-    """With as many digits as a number of the size of ``like`` deserves; a dash for what is not known."""
+    """Format a number with a precision that fits the magnitude of ``like``; a dash for NaN."""
     if math.isnan(value):
         return "-"
     form = ",.0f" if abs(like) >= 1000 else ".2f" if abs(like) >= 10 else ".4f"
     return format(value, ("+" if sign else "") + form).replace("-", "−")
 
 
-def _mean(own: Statistic, seeds: int) -> str:
+def _mean(statistic: Statistic, seeds: int) -> str:
     """``0.2446 ± 0.0031``; with a count if some seeds have no value."""
-    text = _number(own.mean, own.mean)
-    if own.n > 1:
-        text += f" ± {_number(own.std, own.mean)}"
-    return text if own.n in (0, seeds) else f"{text} ({own.n} of {seeds} seeds)"
+    text = _number(statistic.mean, statistic.mean)
+    if statistic.n > 1:
+        text += f" ± {_number(statistic.std, statistic.mean)}"
+    return text if statistic.n in (0, seeds) else f"{text} ({statistic.n} of {seeds} seeds)"
 
 
-def difference_text(own: Statistic) -> str:
+def difference_text(statistic: Statistic) -> str:
     """``+0.0123 [+0.0010, +0.0236]``; with a count if the baseline lacks some of the row's seeds."""
-    middle, low, high = (_number(value, own.mean, sign=True) for value in (own.difference, own.low, own.high))
-    text = middle if math.isnan(own.low) else f"{middle} [{low}, {high}]"
-    return text if own.pairs in (0, own.n) else f"{text} ({own.pairs} of {own.n} seeds)"
+    values = (statistic.difference, statistic.low, statistic.high)
+    middle, low, high = (_number(value, statistic.mean, sign=True) for value in values)
+    text = middle if math.isnan(statistic.low) else f"{middle} [{low}, {high}]"
+    return text if statistic.pairs in (0, statistic.n) else f"{text} ({statistic.pairs} of {statistic.n} seeds)"
 
 
 def _setting(text: str, *, short: bool) -> str:
-    """A chosen setting as it would be typed; for a short one the last part of its key must do."""
+    """A selected setting as it would be typed; if short, with only the last part of its key."""
     key, _, value = text.partition("=")
     return f"{key.rpartition('.')[2] if short else key}={shown(json.loads(value))}"
 
 
 def grid(rows: Sequence[Row], plan: ComparisonPlan) -> Grid:
-    """Mean and spread of every column, the difference to the baseline, and what was chosen.
+    """Mean and standard deviation of every column, the difference to the baseline, and selected settings.
 
-    A line for each row, or with ``plan.across`` one for all rows that differ in that key alone, whose values are
-    columns then.
+    The table has a line for each row. With ``plan.across``, rows that differ only in that key share a line, and its
+    values are columns.
     """
     columns = list(rows[0].columns)
     compared = any(row.against for row in rows)
     selected = any(len(entry.candidates) > 1 for entry in plan.entries)
-    beside, lines = _lines(rows, plan.across)
+    across_values, lines = _lines(rows, plan.across)
     head = [""]
     for column in columns:
-        for value in beside:
+        for value in across_values:
             head += [_titled(column, value), _DIFFERENCE][: 1 + compared]
     if selected:
-        head += [_titled(title, value) for value in beside for title in ("chosen", "tried")]
+        head += [_titled(title, value) for value in across_values for title in ("chosen", "tried")]
     body = []
-    for name, own in lines.items():
+    for name, by_value in lines.items():
         cells = [Cell(name)]
         for column in columns:
-            for value in beside:
-                cells += _cells(own.get(value), column, len(plan.seeds))[: 1 + compared]
+            for value in across_values:
+                cells += _cells(by_value.get(value), column, len(plan.seeds))[: 1 + compared]
         if selected:
-            cells += [cell for value in beside for cell in _chosen(own.get(value))]
+            cells += [cell for value in across_values for cell in _chosen(by_value.get(value))]
         body.append(tuple(cells))
     return Grid(tuple(head), tuple(body), notes_of(rows, plan, selected, compared))
 
 
 def _lines(rows: Sequence[Row], across: str | None) -> tuple[list[str | None], dict[str, dict[str | None, Row]]]:
-    """The values that stand side by side (one of no name without ``across``), and by a line's name its row for each."""
+    """The values of ``across`` (only None without it), and by name of a line its row for each value."""
     if across is None:
         return [None], {row.entry.name: {None: row} for row in rows}
     lines: dict[str, dict[str | None, Row]] = {}
     for row in rows:
         lines.setdefault(row.entry.name_but_for(across), {})[dict(row.entry.point).get(across)] = row
-    return list(dict.fromkeys(value for own in lines.values() for value in own)), lines
+    return list(dict.fromkeys(value for by_value in lines.values() for value in by_value)), lines
 
 
 def _titled(column: str, value: str | None) -> str:
@@ -124,27 +125,27 @@ def _titled(column: str, value: str | None) -> str:
 
 
 def _cells(row: Row | None, column: str, seeds: int) -> list[Cell]:
-    """A row's mean in a column, and its difference; dashes where there is no such row."""
+    """A row's mean in a column, and its difference; dashes without a row."""
     if row is None:
         return [Cell("-"), Cell("-")]
-    own = row.columns[column]
-    return [Cell(_mean(own, seeds), column in row.best), Cell(difference_text(own))]
+    statistic = row.columns[column]
+    return [Cell(_mean(statistic, seeds), column in row.best), Cell(difference_text(statistic))]
 
 
 def _chosen(row: Row | None) -> list[Cell]:
-    """What was chosen for a row, and of how many."""
-    of = len(row.entry.candidates) if row else 1
+    """A row's selected settings, and the number of candidates."""
+    count = len(row.entry.candidates) if row else 1
     settings = ", ".join(_setting(text, short=True) for text in row.chosen) if row else ""
-    return [Cell(settings or "-"), Cell(str(of) if of > 1 else "-")]
+    return [Cell(settings or "-"), Cell(str(count) if count > 1 else "-")]
 
 
 def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared: bool) -> tuple[str, ...]:
-    """What a reader of a table must know, a sentence each.
+    """Explanations for the reader of a table.
 
     Args:
         rows: of the table.
-        plan: what was compared.
-        selected: whether candidates were chosen among.
+        plan: of the comparison.
+        selected: whether settings were selected among candidates.
         compared: whether there are differences to a baseline.
     """
     several = len(plan.seeds) > 1
@@ -160,14 +161,14 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
     ours = (row.entry.method for row in rows if any(own.our_reading for own in _summaries(row)))
     read = dict.fromkeys(ours)
     if read:
-        notes.append(f"our reading of what its paper leaves open: {', '.join(read)}")
+        notes.append(f"our interpretation of details that the paper leaves open: {', '.join(read)}")
     public = {(row.entry.method, own.public_items) for row in rows for own in _summaries(row)}
     with_public = sorted(f"{method} ({items} items)" for method, items in public if items is not None)
     if with_public:
-        notes.append(f"trained on a public set besides, which the others had not: {', '.join(with_public)}")
+        notes.append(f"also trained on a public set, unlike the others: {', '.join(with_public)}")
     alone = [row.entry.name for row in rows if any(own.own_only for own in _summaries(row))]
     if alone:
-        notes.append(f"train no shared model as a whole, only personal.* is what they find: {', '.join(alone)}")
+        notes.append(f"do not train the shared model as a whole, only personal.* applies: {', '.join(alone)}")
     untrained = [row.entry.name for row in rows if any(own.unchanged for own in _summaries(row))]
     if untrained:
         notes.append(f"no silo's update changed the model of at least one seed: {', '.join(untrained)}")
@@ -177,36 +178,40 @@ def notes_of(rows: Sequence[Row], plan: ComparisonPlan, selected: bool, compared
         metric = plan.metrics[0]
         length = "" if plan.select_rounds is None else f", {plan.select_rounds} rounds"
         where = f"on the validation split, seed {plan.select_seed}{length}"
-        notes.append(f"chosen: best of so many tried, by {metric} {where}")
+        notes.append(f"chosen: best of the candidates tried, by {metric} {where}")
         if len(tried := {len(entry.candidates) for entry in plan.entries}) > 1:
-            notes.append(f"not the same budget for all: between {min(tried)} and {max(tried)} candidates were tried")
+            notes.append(f"budgets differ: between {min(tried)} and {max(tried)} candidates were tried")
     notes += _made_otherwise(rows)
     return tuple(notes)
 
 
 def _summaries(row: Row) -> list[RunSummary]:
-    """Of a row's runs; version 0 of a run has none."""
+    """Summaries of a row's runs; zero-shot runs have none."""
     return [own.summary for own in row.outcomes.values() if own.summary is not None]
 
 
 def _made_otherwise(rows: Sequence[Row]) -> list[str]:
-    """A warning where some of the runs, kept from earlier or elsewhere, were not made as the others were."""
+    """A warning if the runs were executed with different versions or hardware."""
     made = [own.versions_of for row in rows for own in _summaries(row)]
     several = [f"{name} {' and '.join(sorted(set(found)))}" for name, found in made_otherwise(made).items()]
-    return [f"not all made alike, so that last digits may differ: {', '.join(several)}"] if several else []
+    return (
+        [f"made with different versions or hardware, so last digits may differ: {', '.join(several)}"]
+        if several
+        else []
+    )
 
 
 def terminal(table: Grid, title: str, width: int) -> list[Text | Table]:
-    """For people; a difference stands below its mean, and columns that do not fit side by side are in a further table.
+    """Tables for the terminal: differences are below their means, and columns that do not fit go to a further table.
 
     Args:
-        table: as :func:`grid` made it.
-        title: above the first table; the notes are below the last. Both may be wider than a table is.
+        table: from :func:`grid`.
+        title: above the first table; the notes are below the last. Both may be wider than a table.
         width: of the terminal [characters].
     """
     below = {place for place, name in enumerate(table.head) if name == _DIFFERENCE}
     names, *places = (place for place in range(len(table.head)) if place not in below)
-    # A number stays in one piece; long names and what was chosen are folded.
+    # Numbers are not wrapped; long names and selected settings are.
     least = {
         place: min(width // 4, max(len(row[place].text) for row in table.body)) + _BORDERS for place in (names, *places)
     }
@@ -230,7 +235,7 @@ def terminal(table: Grid, title: str, width: int) -> list[Text | Table]:
 
 
 def markdown(table: Grid, command: str) -> str:
-    """For documents; the command is in a block before it."""
+    """The table in Markdown, after a code block with the command."""
     lines = [
         "| " + " | ".join(map(markdown_cell, table.head)) + " |",
         "|" + "---|" + "---:|" * (len(table.head) - 1),
@@ -246,12 +251,12 @@ def markdown(table: Grid, command: str) -> str:
 
 
 def markdown_cell(text: str) -> str:
-    """One cell of a table in Markdown, whatever is in it."""
+    """Escape a text for a cell of a Markdown table."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def latex(table: Grid, command: str) -> str:
-    """For papers; needs the package booktabs."""
+    """The table in LaTeX; needs the package booktabs."""
 
     def line(cells: Sequence[str]) -> str:
         return "  " + " & ".join(cells) + " \\\\"
@@ -283,7 +288,7 @@ def _latex(text: str) -> str:
 
 
 def plain(rows: Sequence[Row]) -> list[dict[str, object]]:
-    """The rows as plain data, one mapping each; what is not known is None."""
+    """The rows as plain data, one mapping each; unknown values are None."""
     return [
         {
             "name": row.entry.name,
@@ -294,8 +299,8 @@ def plain(rows: Sequence[Row]) -> list[dict[str, object]]:
             "against": row.against,
             **{
                 f"{column}.{part}": None if isinstance(value, float) and math.isnan(value) else value
-                for column, own in row.columns.items()
-                for part, value in vars(own).items()
+                for column, statistic in row.columns.items()
+                for part, value in vars(statistic).items()
             },
         }
         for row in rows
@@ -303,7 +308,7 @@ def plain(rows: Sequence[Row]) -> list[dict[str, object]]:
 
 
 def runs(rows: Sequence[Row], plan: ComparisonPlan) -> list[dict[str, object]]:
-    """Every run as plain data: its row, seed, values, model and folder; what is not known is None."""
+    """Every run as plain data: its row, seed, values, model and folder; unknown values are None."""
     return [
         {
             "name": row.entry.name,

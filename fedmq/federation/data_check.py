@@ -1,4 +1,4 @@
-"""``fedmq data check``: what lies on the disk, before any encoder is loaded, and every file that is not right."""
+"""``fedmq data check``: describe the data on disk without loading an encoder, and report every problem."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from fedmq.federation.protocol import SiloFacts
 from fedmq.progress import Progress, tell
 from fedmq.storage.cache import cache_folder
 
-BATCH = 256  # pictures read between two marks of progress
-FEW_LABELS, FEW_SILOS = 30, 12  # at most, of which all numbers of items are printed; JSON has all
+BATCH = 256  # images read between two reports of progress
+FEW_LABELS, FEW_SILOS = 30, 12  # largest table of items by label and silo that is printed; JSON has all
 SHOWN = 20  # names printed of each kind; JSON has all
-_WIDTH = 8  # of the vectors that stand for features of an encoder that has to be loaded to tell its own
+_WIDTH = 8  # of placeholder features, if the width is only known after loading the encoder
 
-#: Refuses a scenario that cannot run on the prepared data in a folder.
+#: Raises InputError if a scenario cannot run on the prepared data in a folder.
 Fits = Callable[[Scenario, Path], None]
 
 
 def unreadable(raw: RawSet, progress: Progress | None = None) -> Iterator[str]:
-    """Decode every picture that is there; ``name: reason`` of each that cannot be read.
+    """Decode every image that exists, and yield ``name: reason`` for each that cannot be read.
 
     Args:
-        raw: the set.
-        progress: told while reading.
+        raw: the data set.
+        progress: called while reading.
 
     Raises:
-        InputError: the package that reads these files is missing, which no file is to blame for.
+        InputError: the package that reads these files is missing.
     """
 
     def attempt(row: int) -> str | None:
@@ -59,23 +59,23 @@ def unreadable(raw: RawSet, progress: Progress | None = None) -> Iterator[str]:
             return f"{error.place}: {error.found}"
         return None
 
-    told = tell(progress, "images", len(raw))
+    report = tell(progress, "images", len(raw))
     with ThreadPoolExecutor(extract.READERS) as pool:
         for start in range(0, len(raw), BATCH):
             rows = range(start, min(start + BATCH, len(raw)))
-            yield from (found for found in pool.map(attempt, rows) if found is not None)
-            told(rows.stop)
+            yield from (problem for problem in pool.map(attempt, rows) if problem is not None)
+            report(rows.stop)
 
 
 @dataclass(frozen=True)
 class SiloData:
-    """What a silo would hold.
+    """The data that a silo would hold.
 
     Args:
         modalities: ``image``, ``text`` or both.
-        samples: training items.
-        labels: training items of each label.
-        heldout: items of its held-out share.
+        samples: number of training items.
+        labels: number of training items of each label.
+        heldout: number of held-out items.
     """
 
     modalities: tuple[str, ...]
@@ -86,23 +86,23 @@ class SiloData:
 
 @dataclass(frozen=True)
 class DataFacts:
-    """The facts about a scenario's data; None is what was not looked at.
+    """Facts about a scenario's data; None for facts that were not checked.
 
     Args:
-        data: name of the set.
-        items: how many.
-        captions: of all items.
-        splits: items of each split; empty where they cannot be split.
-        labels: items of each label.
-        without_labels: items that have none.
-        published: numbers of items and labels that the set's papers use, where others lie here.
-        problems: the lines a run would end with.
-        usable: whether a run would take the set.
-        missing: names of the pictures that are not there.
-        unreadable: pictures that cannot be read, each with the reason.
-        without_captions: keys of the items that have none.
-        silos: who would hold what.
-        twins_of_training_items: keys of evaluated items that equal one.
+        data: name of the data set.
+        items: number of items.
+        captions: number of captions.
+        splits: number of items of each split; empty if the items cannot be split.
+        labels: number of items of each label.
+        without_labels: number of items without a label.
+        published: numbers of items and labels in the data set's papers, if they differ from those on disk.
+        problems: errors with which a run would fail.
+        usable: whether a run can use the data set.
+        missing: names of missing images.
+        unreadable: images that cannot be read, each with the reason.
+        without_captions: keys of the items without captions.
+        silos: the data that each silo would hold.
+        twins_of_training_items: keys of evaluated items that duplicate a training item.
     """
 
     data: str
@@ -121,16 +121,16 @@ class DataFacts:
     twins_of_training_items: tuple[str, ...] | None = None
 
     def to_plain(self) -> dict[str, object]:
-        """As JSON-serialisable data, without what was not looked at."""
+        """As JSON-serialisable data, without facts that were not checked."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
-    """The facts about a set on disk.
+    """Check a data set on disk.
 
     Args:
         data: of the scenario.
-        progress: told while pictures are read.
+        progress: called while images are read.
 
     Raises:
         InputError: the annotations cannot be read.
@@ -139,7 +139,7 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
     raw = entry.read(data)
     kind = data.text or entry.text
     missing = [row for row in range(len(raw)) if raw.pictures.missing(row)]
-    silent = [row for row, own in enumerate(raw.captions) if not own] if kind == "sentences" else []
+    uncaptioned = [row for row, captions in enumerate(raw.captions) if not captions] if kind == "sentences" else []
     broken = tuple(unreadable(raw, progress))
     kept, split, problems = raw, None, list[str]()
     try:
@@ -162,14 +162,14 @@ def check_raw(data: Data, progress: Progress | None = None) -> DataFacts:
         usable=not (broken or problems),
         missing=tuple(raw.pictures.name(row) for row in missing),
         unreadable=broken,
-        without_captions=tuple(raw.keys[row] for row in silent),
+        without_captions=tuple(raw.keys[row] for row in uncaptioned),
     )
 
 
 def _published(data: Data, items: int, labels: int) -> dict[str, int]:
-    """The sizes that a set's papers use, if others lie here; empty otherwise.
+    """The sizes of a data set in its papers, if they differ from those on disk; empty otherwise.
 
-    A part of a set is a set, too, and no loader can know that files of it were left out.
+    Loaders accept subsets, so only this comparison reveals that files are missing.
     """
     if data.name in catalogue.OTHERS or data.labelled:
         return {}
@@ -180,61 +180,61 @@ def _published(data: Data, items: int, labels: int) -> dict[str, int]:
 
 
 def _by_split(split: npt.NDArray[np.uint8]) -> dict[str, int]:
-    """How many items each split has."""
+    """Number of items of each split."""
     return {name: int((split == code).sum()) for code, name in enumerate(SPLITS)}
 
 
 def _by_label(labels: npt.NDArray[np.uint8] | None, names: Sequence[str]) -> dict[str, int]:
-    """How many of these items have each label; empty where there are no labels."""
+    """Number of items of each label; empty without labels."""
     if labels is None:
         return {}
     return dict(zip(names, np.asarray(labels).sum(axis=0, dtype=np.int64).tolist(), strict=True))
 
 
 def _without_labels(labels: npt.NDArray[np.uint8] | None, n: int) -> int:
-    """How many of n items have no label."""
+    """Number of items without a label, out of n."""
     return n if labels is None else int((~np.asarray(labels).any(axis=1)).sum())
 
 
 def _silo_data(population: Population, silo: SiloFacts) -> SiloData:
     labels, rows = population.prepared.labels, population.train[silo.index]
     return SiloData(
-        modalities=tuple(name for name, owned in (("image", silo.image), ("text", silo.text)) if owned),
+        modalities=tuple(name for name, present in (("image", silo.image), ("text", silo.text)) if present),
         samples=len(rows),
         labels=_by_label(None if labels is None else labels[rows], population.prepared.label_names),
         heldout=len(population.heldout[silo.index]),
     )
 
 
-def _twins(population: Population, progress: Progress | None) -> tuple[str, ...]:
-    """Keys of the evaluated items that have both the vectors and the captions of an item that is trained on.
+def _duplicates(population: Population, progress: Progress | None) -> tuple[str, ...]:
+    """Keys of evaluated items whose image and captions equal those of a training item.
 
-    Pictures kept as pixels are not looked at: tens of gigabytes for a large set.
+    Images stored as pixels are not compared, because large data sets have tens of gigabytes of them.
     """
     prepared = population.prepared
     if prepared.image.ndim > 2:
         return ()
     trained = np.unique(np.concatenate([*population.train, np.zeros(0, np.int64)]))
-    told = tell(progress, "items compared", len(trained) + len(population.evaluated))
+    report = tell(progress, "items compared", len(trained) + len(population.evaluated))
 
     def content(row: int) -> bytes:
-        own = prepared.text[row][: int(prepared.captions[row])]
-        return hashlib.blake2b(prepared.image[row].tobytes() + own.tobytes(), digest_size=16).digest()
+        captions = prepared.text[row][: int(prepared.captions[row])]
+        return hashlib.blake2b(prepared.image[row].tobytes() + captions.tobytes(), digest_size=16).digest()
 
     seen = set()
     for done, row in enumerate(trained, 1):
         seen.add(content(row))
-        told(done)
+        report(done)
     found = []
     for done, row in enumerate(population.evaluated, len(trained) + 1):
         if content(row) in seen:
             found.append(prepared.keys[row])
-        told(done)
+        report(done)
     return tuple(found)
 
 
 def _prepared_facts(name: str, population: Population, progress: Progress | None) -> DataFacts:
-    """The facts about a prepared set, and who would hold what of it."""
+    """Facts about a prepared data set and its partition."""
     prepared = population.prepared
     return DataFacts(
         data=name,
@@ -244,25 +244,25 @@ def _prepared_facts(name: str, population: Population, progress: Progress | None
         labels=_by_label(prepared.labels, prepared.label_names),
         without_labels=_without_labels(prepared.labels, prepared.n),
         silos={silo.name: _silo_data(population, silo) for silo in population.silos},
-        twins_of_training_items=_twins(population, progress),
+        twins_of_training_items=_duplicates(population, progress),
     )
 
 
 def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> DataFacts:
-    """The facts about a scenario's data, and who would hold what as far as that is known without encoding anything.
+    """Check a scenario's data, and its partition as far as possible without encoding.
 
     Args:
         scenario: as resolved.
-        fits: what a run of its programs asks of a scenario and its data.
-        progress: told during anything long.
+        fits: raises InputError if a run would refuse the scenario with its data.
+        progress: called during long steps.
 
     Returns:
-        As :func:`check_raw`, and where the features are there ``silos`` and ``twins_of_training_items``. Openmoji's
-        features are made at once, those of a set on disk by ``fedmq data features``. What a run would refuse, as a
-        method without the labels that it needs, is the last of ``problems``.
+        As :func:`check_raw`; if the features are cached, also ``silos`` and ``twins_of_training_items``. OpenMoji's
+        features are extracted immediately, those of other data sets by ``fedmq data features``. An error of ``fits``,
+        such as missing labels that the method needs, is the last of ``problems``.
 
     Raises:
-        InputError: the data cannot be read, or cannot be shared out as asked.
+        InputError: the data cannot be read, or cannot be partitioned as required.
     """
     data, backbone = scenario.data, scenario.backbone
     if data.name in ("openmoji", "features") or backbone.name == "features":
@@ -286,14 +286,14 @@ def check(scenario: Scenario, fits: Fits, progress: Progress | None = None) -> D
         )
         return _with_refusal(both, scenario, fits, folder)
     if backbone.adapter_site == "blocks" or backbone.end_to_end:
-        return facts  # networks for pixels, which no vectors can stand for
+        return facts  # needs pixels, for which there are no placeholders
     with tempfile.TemporaryDirectory(prefix="fedmq-check-") as name:
-        _stand_in(made, backbone.dim or _WIDTH, Path(name))
+        _write_placeholder(made, backbone.dim or _WIDTH, Path(name))
         return _with_refusal(facts, _on_vectors(scenario), fits, Path(name))
 
 
 def _with_refusal(facts: DataFacts, scenario: Scenario, fits: Fits, folder: Path) -> DataFacts:
-    """The facts with what a run would refuse among the problems."""
+    """Add the error of a run that would refuse the data to the problems."""
     try:
         fits(scenario, folder)
     except InputError as error:
@@ -301,24 +301,24 @@ def _with_refusal(facts: DataFacts, scenario: Scenario, fits: Fits, folder: Path
     return facts
 
 
-def _stand_in(made: extract.ExtractionPlan, usual: int, folder: Path) -> None:
-    """A prepared set with the labels and the split of one whose features are not extracted yet, and zeros for those.
+def _write_placeholder(made: extract.ExtractionPlan, usual: int, folder: Path) -> None:
+    """Write a prepared data set with the labels and splits of a raw one, and zeros as features.
 
-    They are as wide as the features will be, or, where that is not known, as the other side's, or ``usual``.
+    Their width is that of the features or, if unknown, of the other modality's, or ``usual``.
     """
     n = len(made.raw)
     image, text = made.image.width, made.text.width if made.text else 0
     if made.text is None and made.raw.bag is not None:
         text = made.raw.bag.shape[1]
     for name, shape in (("image", (n, image or text or usual)), ("text", (n, 1, text or image or usual))):
-        # Zeros that a file system need not store: a bag of words of NUS-WIDE has 780 MB of them.
+        # A sparse file: NUS-WIDE's bags of words would take 780 MB of zeros.
         np.lib.format.open_memmap(folder / f"{name}.npy", mode="w+", dtype=np.float32, shape=shape)
     save_arrays(folder, captions=np.ones(n, np.int64), labels=made.raw.labels, split=made.split)
     finish(folder, made.digest, {}, made.raw.keys, made.raw.label_names)
 
 
 def _on_vectors(scenario: Scenario) -> Scenario:
-    """The scenario with what needs no features: text clusters are of features, and so is the backbone."""
+    """The scenario with a backbone and a partition that need no encoder."""
     backbone = scenario.backbone.model_copy(update={"name": "features", "pretrained": None, "text_encoder": None})
     partition = scenario.partition
     if partition.kind == "dir_clusters":
@@ -327,12 +327,12 @@ def _on_vectors(scenario: Scenario) -> Scenario:
 
 
 def _printable(text: str) -> str:
-    """Bytes of a file's name that are no UTF-8 as escapes."""
+    """Escape bytes of file names that are not UTF-8."""
     return text.encode(errors="backslashreplace").decode()
 
 
 def _shared_by_all(facts: DataFacts) -> list[str]:
-    """Labels by which all items are alike."""
+    """Labels that all items have."""
     names = list(facts.labels)
     return [names[column] for column in fine_columns(names) if facts.labels[names[column]] == facts.items]
 
@@ -347,7 +347,7 @@ def show(facts: DataFacts, out: Console) -> None:
         line += f", {len(facts.labels)} labels, {facts.without_labels} items without one"
     out.print(line, highlight=False, markup=False)
     for label in _shared_by_all(facts):
-        line = f"every item has the label {_printable(label)}, so that each is relevant to all others"
+        line = f"every item has the label {_printable(label)}, so each item is relevant to all others"
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     for kind, found in (
         ("missing", facts.missing),
@@ -362,7 +362,7 @@ def show(facts: DataFacts, out: Console) -> None:
                 out.print(f"  {_printable(name)}", highlight=False, markup=False, soft_wrap=True)
     if facts.published:
         usual = " and ".join(f"{count:,} {what}" for what, count in facts.published.items())
-        line = f"as its papers use it the set has {usual}: a part of its files may be missing"
+        line = f"papers on this data set use {usual}: some of its files may be missing"
         out.print(line, highlight=False, markup=False, soft_wrap=True)
     for problem in facts.problems:
         out.print(_printable(problem), highlight=False, markup=False, soft_wrap=True)
@@ -370,18 +370,19 @@ def show(facts: DataFacts, out: Console) -> None:
         _show_silos(facts.silos, facts.labels, out)
     elif facts.usable:
         out.print(
-            "fedmq data features FILE extracts the features; then this shows who would hold what", highlight=False
+            "fedmq data features FILE extracts the features; then this command shows the data of each silo",
+            highlight=False,
         )
 
 
 def _show_silos(silos: Mapping[str, SiloData], labels: Collection[str], out: Console) -> None:
-    """Print who would hold what, and of how many labels and silos a table can take, the numbers of items, too."""
+    """Print the data of each silo and, if the table is small enough, its items by label."""
     table = Table("silo", "modalities", "samples", "held out")
-    for name, own in silos.items():
-        table.add_row(name, " + ".join(own.modalities), str(own.samples), str(own.heldout))
+    for name, silo in silos.items():
+        table.add_row(name, " + ".join(silo.modalities), str(silo.samples), str(silo.heldout))
     out.print(table)
     if labels and len(labels) <= FEW_LABELS and len(silos) <= FEW_SILOS:
         table = Table("silo", *(name.removeprefix("silo-") for name in silos))
         for label in labels:
-            table.add_row(escape(label), *(str(own.labels[label]) for own in silos.values()))
+            table.add_row(escape(label), *(str(silo.labels[label]) for silo in silos.values()))
         out.print("training items of each label", table, sep="\n")

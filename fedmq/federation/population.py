@@ -1,7 +1,7 @@
-"""Who holds what in a run: the prepared data, its partition, and the silos' modalities.
+"""The population of a run: the prepared data, its partition among silos, and the silos' modalities.
 
-Every process of a run builds the same world by itself from the scenario; the costly parts (features, clusters) are
-made once and kept in the cache, so a silo started by hand finds them there.
+Every process of a run builds the same population from the scenario. Costly parts (features, clusters) are computed once
+and kept in the cache, where manually launched silos find them, too.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ _FORMAT = 2
 
 @dataclass(frozen=True)
 class Population:
-    """The data of a run and its owners.
+    """The data of a run and its partition among silos.
 
     Args:
         prepared: the data set as memory-mapped arrays.
-        silos: facts of each silo, in the fixed order.
-        train: rows of the data set each silo trains on.
-        heldout: rows of the evaluated split that belong to each silo.
+        silos: facts of each silo, in a fixed order.
+        train: training rows of each silo.
+        heldout: rows of the evaluated split assigned to each silo.
         evaluated: all rows of the evaluated split.
-        database: all rows outside the evaluated split and the public one.
-        galleries: rows of the database that belong to each silo: those it trains on, and its share of the others.
-        cache: folder of the cache, where shared weights lie too.
+        database: all rows outside the evaluated split, the public split and a separate validation split.
+        galleries: rows of the database assigned to each silo: its training rows, and its part of the others.
+        cache: cache folder, which also holds shared weights.
     """
 
     prepared: Prepared
@@ -78,7 +78,7 @@ class Population:
     def build_model(
         self, scenario: Scenario, device: str, modalities: tuple[Literal["image", "text"], ...]
     ) -> TwoTower:
-        """The two towers with their initial parameters; frozen encoders only for the modalities asked for."""
+        """Build the two towers with their initial parameters, and the frozen encoders of the given modalities."""
         if network_of(scenario.objective) is not None:
             classes = hash_networks.classes_of(self.prepared.label_names)
             return hash_networks.build(
@@ -99,7 +99,7 @@ class Population:
         )
 
     def context(self, scenario: Scenario, model: TwoTower) -> Context:
-        """Facts for both halves of a method."""
+        """The context for both halves of a method."""
         names = self.prepared.label_names
         return Context(
             scenario.seed,
@@ -121,30 +121,30 @@ class Population:
         return trained_columns(self.prepared.label_names, both_levels=kind.both_levels)
 
     def public_dataset(self) -> SiloDataset | None:
-        """The items of the split ``public``, which belong to no silo; None where there are none."""
+        """The items of the split ``public``, which belong to no silo; None if there are none."""
         rows = self.prepared.rows("public")
         return load_silo_dataset(self.prepared, rows, image=True, text=True) if len(rows) else None
 
 
 def run_facts(scenario: Scenario) -> Mapping[str, object]:
-    """What a run is a run of, as plain data: its scenario, without where it runs and where its files lie."""
+    """The scenario as plain data, without keys of where it runs and where its files are."""
     return facts_of(scenario.model_dump(mode="json"))
 
 
 def run_name(scenario: Scenario) -> str:
-    """The run's name on the wire: equal only for equal scenarios, wherever they run and wherever their files lie."""
+    """The run's name on the wire: equal only for equal scenarios, wherever they run and their files are."""
     return name_of(scenario.model_dump(mode="json"))
 
 
 def device_of(name: str, index: int = 0) -> str:
-    """Resolve ``auto`` and check a device; if it is a GPU, this process has them repeat to the bit from here on.
+    """Resolve ``auto`` and check a device; for a GPU, switch this process to deterministic kernels.
 
     Args:
         name: ``auto``, ``cpu`` or ``cuda:N``.
-        index: of whoever asks: ``auto`` deals the machine's GPUs out in turn.
+        index: of the silo or process; ``auto`` assigns the machine's GPUs round-robin.
 
     Raises:
-        InputError: no device of that form, or the device is not there.
+        InputError: the name is invalid, or the device does not exist.
     """
     if name == "cpu":
         return name
@@ -157,13 +157,13 @@ def device_of(name: str, index: int = 0) -> str:
         number = int(name.partition(":")[2] or 0) if re.fullmatch(DEVICE, name) else count
     if number >= count:
         raise InputError("device", name, "auto, cpu" + "".join(f", cuda:{each}" for each in range(count)))
-    # Features are extracted on it before there is a model; whoever computes has asked here first.
+    # Here, because features are extracted on the device before a model is built.
     repeatable()
     return f"cuda:{number}"
 
 
 def device_here(name: str) -> str:
-    """A run's device, or the CPU where a coordinator's or a reader's machine lacks that."""
+    """A run's device, or the CPU if this machine, such as the coordinator's, does not have it."""
     try:
         return device_of(name)
     except InputError:
@@ -178,22 +178,21 @@ def build_population(
     folder: Path | None = None,
     pooled: bool = False,
 ) -> Population:
-    """Prepare the data and share it out, or find both in the cache.
+    """Prepare and partition the data, or load both from the cache.
 
     Args:
         scenario: as resolved.
-        progress: told (what, done, total) during anything long.
-        cache: the cache folder; None takes the usual one.
-        folder: of the prepared data, from whoever built this world before. Finding it takes half a second of hashing
-            and twenty megabytes, which thirty silos of one machine need not all spend.
-        pooled: the first silo holds the training data of all silos in both modalities, the others none, as for central
-            training. Held-out shares stay as they are.
+        progress: called with (what, done, total) during long steps.
+        cache: the cache folder; None takes the default.
+        folder: of the prepared data, if known. It saves half a second of hashing and 20 MB of memory per process.
+        pooled: assign the training data of all silos to the first one, in both modalities, as for central training.
+            Held-out items stay with their silos.
 
     Raises:
-        InputError: the data cannot be read, or cannot be shared out as asked.
+        InputError: the data cannot be read, or cannot be partitioned as required.
     """
     cache = cache or cache_folder()
-    # Asked for also where nothing is extracted: all processes of a run on a GPU so compute alike, on their CPUs, too.
+    # Also if nothing is extracted: device_here makes all processes of a run on a GPU compute deterministically.
     device = device_here(scenario.device)
     prepared = (
         open_prepared(folder)
@@ -205,7 +204,7 @@ def build_population(
         SiloFacts(name, index, image, text)
         for index, (name, (image, text)) in enumerate(zip(scenario.silo_names, flags, strict=True))
     )
-    train, heldout, galleries, evaluated = _shares(scenario, prepared, cache, progress)
+    train, heldout, galleries, evaluated = _partition(scenario, prepared, cache, progress)
     fold = scenario.evaluation.fold_size
     if fold is not None and fold > len(evaluated):
         raise InputError("evaluation.fold_size", fold, f"at most {len(evaluated)}, the items of the evaluated split")
@@ -217,17 +216,17 @@ def build_population(
 
 
 def _database(scenario: Scenario, prepared: Prepared) -> I64:
-    apart = [scenario.evaluation.split, "public", *(["val"] if prepared.val_apart else [])]
-    return np.setdiff1d(np.arange(prepared.n), np.concatenate([prepared.rows(each) for each in apart]))
+    excluded = [scenario.evaluation.split, "public", *(["val"] if prepared.val_apart else [])]
+    return np.setdiff1d(np.arange(prepared.n), np.concatenate([prepared.rows(each) for each in excluded]))
 
 
 Parts = tuple[I64, ...]
 
 
-def _shares(
+def _partition(
     scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None
 ) -> tuple[Parts, Parts, Parts, I64]:
-    """The partition, from the cache if an equal one was made before."""
+    """The partition, from the cache if it was computed before."""
     facts = {
         "format": _FORMAT,
         "data": prepared.digest,
@@ -238,14 +237,14 @@ def _shares(
     }
     key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:24]
     path = cache / "partitions" / f"{key}.npz"
-    found = _read_npz(path)  # a cache that cannot be written may hold it all the same
+    found = _read_npz(path)  # first without the lock, because a read-only cache may contain it
     if found is None:
         try:
             with locked(path.with_suffix(".lock")):
                 found = _read_npz(path)
                 if found is None:
-                    found = made = _make_shares(scenario, prepared, cache, progress)
-                    write_atomically(path, lambda temporary: _write_npz(temporary, made))
+                    found = computed = _compute_partition(scenario, prepared, cache, progress)
+                    write_atomically(path, lambda temporary: _write_npz(temporary, computed))
         except OSError as error:
             raise RunError(f"cache {path.parent} cannot be written: {error.strerror or error}") from error
     parts, count = tuple(np.split(found["rows"], found["ends"][:-1])), scenario.silos.count
@@ -253,7 +252,7 @@ def _shares(
 
 
 def _read_npz(path: Path) -> dict[str, I64] | None:
-    """What is cached; None where nothing is, or nothing that can be read."""
+    """Read a cached partition; None if there is none, or it is damaged."""
     try:
         with np.load(path, allow_pickle=False) as stored:
             return {name: stored[name] for name in ("ends", "rows", "evaluated")}
@@ -266,7 +265,9 @@ def _write_npz(path: Path, arrays: dict[str, I64]) -> None:
         np.savez(file, allow_pickle=False, **arrays)
 
 
-def _make_shares(scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None) -> dict[str, I64]:
+def _compute_partition(
+    scenario: Scenario, prepared: Prepared, cache: Path, progress: Progress | None
+) -> dict[str, I64]:
     train, evaluated = prepared.rows("train"), prepared.rows(scenario.evaluation.split)
     if len(evaluated) == 0:
         raise InputError("evaluation.split", scenario.evaluation.split, "a split that the data set has")
@@ -288,7 +289,7 @@ def _make_shares(scenario: Scenario, prepared: Prepared, cache: Path, progress: 
 def _groups(
     scenario: Scenario, prepared: Prepared, rows: tuple[I64, I64, I64], cache: Path, progress: Progress | None
 ) -> tuple[I64, I64, I64]:
-    """The group of each training, each evaluated and each other sample, as the partition's kind wants it."""
+    """Group of each training, evaluated and other item, depending on the kind of partition."""
     train = rows[0]
     match scenario.partition.kind:
         case "iid":

@@ -1,11 +1,11 @@
-"""A gallery of a run's model: what it makes of a data set or a folder of pictures, and an index to search it.
+"""Galleries: a data set or a folder of images, encoded by a run's model and indexed for search.
 
-A gallery is a folder that is there complete or not at all:
+A gallery is a folder that is created atomically:
 
     embeddings.npz or codes.npz   image [n, .], text [m, .], owner [m], keys [n]; codes are packed, eight bits to a byte
     images.faiss, captions.faiss  IndexFlatIP of unit-length embeddings, IndexBinaryFlat of codes
-    items.json                    keys, and the captions as text where the data set has any
-    gallery.json                  what it was made from
+    items.json                    keys, and the captions as text if the data set has any
+    gallery.json                  its model and its source
 """
 
 from __future__ import annotations
@@ -45,23 +45,23 @@ Progress = Callable[[str, int, int], None]
 FORMAT: Final = 1
 _BATCH = 256
 _SIDE: Mapping[Among, Modality] = {"images": "image", "captions": "text"}
-_AGAIN = "an exported gallery; delete the folder to make it again"
+_AGAIN = "an exported gallery; delete the folder to create it again"
 
 
 class GalleryMeta(Stored):
-    """``gallery.json``: what a gallery was made from.
+    """``gallery.json``: model and source of a gallery.
 
     Args:
         format: of the folder.
         model_digest: SHA-256 (hex) of the model.
-        silo: whose own model that is; None for the shared one.
-        made_of: the source, in words.
+        silo: whose personal model it is; None for the shared model.
+        made_of: description of the source.
         binary: whether it holds codes, ranked by Hamming distance.
         bits: length of a code; None for embeddings.
         dim: width of an embedding; None for codes.
-        items: how many.
-        captions: how many.
-        prepared: of the run's data set, whose shapes and labels building its model needs.
+        items: number of items.
+        captions: number of captions.
+        prepared: metadata of the run's data set, with the shapes and labels needed to build its model.
     """
 
     format: Literal[1]
@@ -83,32 +83,32 @@ class _Items(Stored):
 
 @dataclass(frozen=True)
 class Items:
-    """What a gallery holds, for a reader.
+    """Names and captions of a gallery's items.
 
     Args:
         keys: names of the n items.
-        captions: of each item, as texts; none where the data set has vectors only.
+        captions: of each item, as text; empty if the data set has vectors only.
     """
 
     keys: tuple[str, ...]
     captions: tuple[tuple[str, ...], ...]
 
     def caption(self, item: int, number: int = 0) -> str:
-        """One caption; empty where it is not known."""
-        own = self.captions[item]
-        return own[number] if number < len(own) else ""
+        """One caption; empty if it is unknown."""
+        captions = self.captions[item]
+        return captions[number] if number < len(captions) else ""
 
 
 @dataclass(frozen=True)
 class Source:
-    """What a gallery is made of.
+    """The items from which a gallery is created.
 
     Args:
-        name: of its folder.
-        described: in words, for ``gallery.json``.
-        items: names and captions; reading them may take a while.
-        image: the images' inputs, batch by batch.
-        text: the captions' inputs, likewise; None where there are no captions.
+        name: of the gallery's folder.
+        described: description for ``gallery.json``.
+        items: reads names and captions, which may take a while.
+        image: inputs of the image tower, batch by batch.
+        text: inputs of the text tower, likewise; None without captions.
         owner: int64 [m], the item of each caption.
     """
 
@@ -121,7 +121,7 @@ class Source:
 
 
 def of_data(data: Data, backbone: Backbone, prepared: Prepared, name: str) -> Source:
-    """A data set, every split of it."""
+    """The source of a data set, with all its splits."""
     counts = np.asarray(prepared.captions)
 
     def images() -> Iterator[Array]:
@@ -144,7 +144,7 @@ def of_data(data: Data, backbone: Backbone, prepared: Prepared, name: str) -> So
 
 
 def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[tuple[str, ...], ...]:
-    """Captions of each item as texts; empty where a data set has vectors only, as any has under ``features``."""
+    """Captions of each item as text; empty if the data set has vectors only, as with backbone ``features``."""
     known: dict[str, tuple[str, ...]] = {}
     if backbone.name != "features":
         from fedmq.data import catalogue  # noqa: PLC0415 - loaders need optional packages
@@ -155,15 +155,15 @@ def caption_texts(data: Data, backbone: Backbone, keys: Sequence[str]) -> tuple[
 
 
 def of_folder(release: Release, folder: Path) -> Source:
-    """All pictures below a folder, by their relative paths.
+    """The source of all images below a folder, named by their relative paths.
 
     Raises:
         InputError: there are none, or the run has no encoder for them.
     """
     files = sorted(path for path in files_below(folder) if path.suffix.lower() in IMAGE_ENDINGS)
     if not files:
-        raise InputError(f"--gallery {folder}", "no picture", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
-    # A name of bytes that are no UTF-8 is shown with them escaped: it could not be printed otherwise.
+        raise InputError(f"--gallery {folder}", "no image", f"a folder with {', '.join(sorted(IMAGE_ENDINGS))}")
+    # Bytes of file names that are not UTF-8 are escaped, because they could not be printed.
     keys = tuple(os.fsencode(path.relative_to(folder)).decode("utf-8", "backslashreplace") for path in files)
     contents = [[key, file_digest(path)] for key, path in zip(keys, files, strict=True)]
     content = key_of("folder", release.used, contents, PIXELS_VERSION)
@@ -189,34 +189,34 @@ def _plain(name: str) -> str:
 
 
 def _named(release: Release, what: str, digest: str) -> str:
-    """Name of a gallery's folder: what it is made of, the silo if the model is its own, and a digest of all that."""
+    """Name of a gallery's folder: the source, the silo if its personal model is used, and a digest."""
     silo = "" if release.own is None else f"{release.own.silo}-"
     return f"{_plain(what)}-{silo}{digest[:12]}"
 
 
-def embed(model: Retriever, modality: Modality, batches: Iterable[Array], told: Callable[[int], None]) -> Array:
-    """Vectors that an index takes.
+def embed(model: Retriever, modality: Modality, batches: Iterable[Array], report: Callable[[int], None]) -> Array:
+    """Encode inputs into vectors for an index.
 
     Args:
         model: the model.
-        modality: which tower.
-        batches: the tower's inputs.
-        told: called with the number of items done.
+        modality: selects the tower.
+        batches: inputs of the tower.
+        report: called with the number of items done.
 
     Returns:
-        packed codes uint8 [n, bytes] of a binary model, else float32 [n, d] of unit length.
+        Packed codes uint8 [n, bytes] of a binary model, else float32 [n, d] of unit length.
     """
     tower = model.encoders.image if modality == "image" else model.encoders.caption
     found: list[Array] = []
     done = 0
     for batch in batches:
         with torch.inference_mode():
-            # Copied: a memory map starts at any address, and the last bit depends on it.
+            # Copied because the last bits depend on the alignment of the memory, which a memory map does not fix.
             vectors = tower(torch.from_numpy(np.array(batch))).cpu()
         unit = vectors if model.binary else torch.nn.functional.normalize(vectors, dim=1)
         found.append(hamming.pack(unit) if model.binary else unit.numpy())
         done += len(batch)
-        told(done)
+        report(done)
     return np.concatenate(found)
 
 
@@ -225,7 +225,7 @@ class Gallery:
     """An exported gallery.
 
     Args:
-        folder: where its files lie.
+        folder: of its files.
         meta: ``gallery.json``.
     """
 
@@ -244,17 +244,17 @@ class Gallery:
 
     @property
     def prepared(self) -> Prepared:
-        """Shapes and labels of the run's data set, all that building its model needs; not the data themselves."""
+        """Shapes and labels of the run's data set, without its data; building the model needs only these."""
         return Prepared(self.folder, self.meta.prepared)
 
     @cached_property
     def items(self) -> Items:
         """Names and captions."""
         path = self.folder / "items.json"
-        found, wanted = read_json(path, _Items, _AGAIN), self.meta.items
-        if not len(found.keys) == len(found.captions) == wanted:
-            raise InputError(str(path), f"{len(found.keys)} items in a gallery of {wanted}", _AGAIN)
-        return Items(tuple(found.keys), tuple(map(tuple, found.captions)))
+        stored, count = read_json(path, _Items, _AGAIN), self.meta.items
+        if not len(stored.keys) == len(stored.captions) == count:
+            raise InputError(str(path), f"{len(stored.keys)} items in a gallery of {count}", _AGAIN)
+        return Items(tuple(stored.keys), tuple(map(tuple, stored.captions)))
 
     def array(self, name: str) -> Array:
         """One array of :attr:`vectors`.
@@ -271,10 +271,10 @@ class Gallery:
 
 
 def faiss() -> Any:
-    """The package.
+    """The faiss package.
 
     Raises:
-        InputError: it is not installed; says which extra installs it.
+        InputError: it is not installed; the error names the extra that installs it.
     """
     return package("faiss", "search", "fedmq search")
 
@@ -284,16 +284,16 @@ def _index(vectors: Array, path: Path) -> None:
     library, binary = faiss(), vectors.dtype == np.uint8
     index = library.IndexBinaryFlat(8 * vectors.shape[1]) if binary else library.IndexFlatIP(vectors.shape[1])
     index.add(vectors)
-    # By ourselves: to a full disk faiss writes half a file and says nothing.
+    # Not with faiss.write_index: on a full disk it writes half a file without an error.
     serialise = library.serialize_index_binary if binary else library.serialize_index
     path.write_bytes(serialise(index).tobytes())
 
 
 def open_index(gallery: Gallery, among: Among) -> Any:
-    """The index of a gallery's images or captions, as faiss has it.
+    """Open the faiss index of a gallery's images or captions.
 
     Raises:
-        InputError: it is missing or damaged, or of other vectors than the gallery's.
+        InputError: it is missing or damaged, or does not match the gallery's vectors.
     """
     library, path = faiss(), str(gallery.folder / f"{among}.faiss")
     kind = library.IndexBinaryFlat if gallery.binary else library.IndexFlatIP
@@ -303,27 +303,27 @@ def open_index(gallery: Gallery, among: Among) -> Any:
         found = f"a damaged index ({str(error).splitlines()[0][:80]})"
         raise InputError(path, found, _AGAIN) from None
     if not (isinstance(index, kind) and _holds(index, gallery.array(_SIDE[among]))):
-        raise InputError(path, "an index of other vectors than those beside it", _AGAIN)
+        raise InputError(path, "an index of other vectors than the gallery's", _AGAIN)
     return index
 
 
 def _holds(index: Any, vectors: Array) -> bool:
-    """Whether a flat index is of these vectors, to the bit."""
+    """Whether a flat index holds exactly these vectors."""
     stored = faiss().vector_to_array(index.xb if vectors.dtype == np.uint8 else index.codes)
     return np.array_equal(stored, vectors.reshape(-1).view(np.uint8))
 
 
 def export(release: Release, chosen: Path | None = None, progress: Progress | None = None) -> Gallery:
-    """Encode a gallery and index it, or find it where it was exported before.
+    """Encode and index a gallery, or open it if it was exported before.
 
     Args:
         release: the run.
-        chosen: a scenario whose data set is encoded by the run's model, or a folder of pictures; None is the run's own
-            data set. That one is encoded once for each model: later changes of its files are not looked for.
-        progress: told while encoding.
+        chosen: a scenario, whose data set the run's model encodes, or a folder of images; None takes the run's own data
+            set, which is encoded once per model, so that later changes of its files have no effect.
+        progress: called while encoding.
 
     Raises:
-        InputError: nothing to encode, an encoder or a package is missing.
+        InputError: there is nothing to encode, or an encoder or a package is missing.
         RunError: the run folder cannot be written.
     """
     faiss()
@@ -340,7 +340,9 @@ def export(release: Release, chosen: Path | None = None, progress: Progress | No
         source = of_folder(release, chosen)
     elif not chosen.is_file():
         raise InputError(
-            f"--gallery {chosen}", "nothing", "a folder of pictures, or a scenario file (YAML) for its data"
+            f"--gallery {chosen}",
+            "no such file or folder",
+            "a folder of images, or a scenario file (YAML) for its data",
         )
     else:
         data = load(chosen).data
@@ -390,11 +392,11 @@ def open_gallery(folder: Path, used: str) -> Gallery:
     """Open an exported gallery.
 
     Args:
-        folder: where it lies.
-        used: digest of the model that it must be of.
+        folder: of the gallery.
+        used: digest of the model that it must have been encoded with.
 
     Raises:
-        InputError: it is none, or another model's.
+        InputError: it is not a gallery, or one of another model.
     """
     path = folder / "gallery.json"
     meta = read_json(path, GalleryMeta, _AGAIN)

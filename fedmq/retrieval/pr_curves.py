@@ -1,7 +1,7 @@
-"""Precision and recall of released models: along the list, within each Hamming radius, and among the first N.
+"""Precision and recall curves of released models: by rank, by Hamming radius, and among the first N.
 
-The papers on hashing print these as figures: precision against recall, and precision or recall among the first N. The
-models of finished runs are measured as their runs measured them: same split, same gallery, same order of ties.
+These are the usual figures of papers on hashing: precision against recall, and precision or recall among the first N.
+Models are evaluated as in their runs: same split, same gallery, same order of ties.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from typing import TypeVar
 import numpy as np
 
 from fedmq.errors import InputError
-from fedmq.evaluation.embedded import Way, embed, rank
+from fedmq.evaluation.embedded import Way, rank
+from fedmq.evaluation.embedding import embed
 from fedmq.evaluation.label_metrics import Curve, RankingMetrics
 from fedmq.evaluation.program import HeldOut
 from fedmq.federation.population import Population, build_population
@@ -27,7 +28,7 @@ from fedmq.runs.tables import as_csv
 
 Key = TypeVar("Key")
 
-#: Places of a long list that are drawn; the file has as many.
+#: Largest number of points of a curve by rank, in figures and files.
 _POINTS = 200
 
 
@@ -36,7 +37,7 @@ class Measured:
     """The curves of one run, or the means over several that differ in their seed.
 
     Args:
-        name: of the runs, and the silo's if the model is its own.
+        name: of the runs, followed by the silo if its personal models are used.
         ways: ``i2t`` and ``t2i``; with ``evaluation.within`` also ``i2i`` and ``t2t``.
     """
 
@@ -48,7 +49,7 @@ def parse_cutoffs(text: str) -> tuple[int, ...]:
     """Read ``1,5,10``.
 
     Raises:
-        InputError: they are no whole numbers from 1.
+        InputError: they are not whole numbers from 1.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(re.fullmatch(r"\d{1,18}", part) and int(part) for part in parts):
@@ -56,12 +57,12 @@ def parse_cutoffs(text: str) -> tuple[int, ...]:
     return tuple(sorted({int(part) for part in parts}))
 
 
-def labelled_world(release: Release, progress: Progress | None = None) -> Population:
-    """A run's data, which have labels.
+def labelled_population(release: Release, progress: Progress | None = None) -> Population:
+    """Load a run's data, checked to have labels.
 
     Args:
         release: the run.
-        progress: told while data are prepared.
+        progress: called while data are prepared.
 
     Raises:
         InputError: the data are not those of the run, or have no labels.
@@ -75,37 +76,37 @@ def labelled_world(release: Release, progress: Progress | None = None) -> Popula
 
 
 def measured(release: Release, top_n: Sequence[int], progress: Progress | None = None) -> dict[Way, RankingMetrics]:
-    """Measure a released model.
+    """Compute the curves of a released model.
 
     Args:
         release: the run.
         top_n: cut-offs of precision@N and recall@N; those beyond the gallery are left out.
-        progress: told while data are prepared.
+        progress: called while data are prepared.
 
     Raises:
-        InputError: the data are not those of the run, or have no labels, by which items would be relevant.
+        InputError: the data are not those of the run, or have no labels.
     """
     scenario = release.scenario
-    population = labelled_world(release, progress)
+    population = labelled_population(release, progress)
     heldout, model = HeldOut.load(scenario, population), release.retriever(population.prepared)
     queries = embed(model.encoders, heldout.dataset, binary=model.binary)
     gallery = queries if heldout.gallery is None else embed(model.encoders, heldout.gallery, binary=model.binary)
-    asked = tuple(n for n in top_n if n <= len(gallery.image))
+    cutoffs = tuple(n for n in top_n if n <= len(gallery.image))
     ways: tuple[Way, ...] = ("i2t", "t2i")
     if scenario.evaluation.within and heldout.gallery is not None:
         ways = (*ways, "i2i", "t2t")
-    return rank(queries, gallery, scenario.evaluation, scenario.seed, ways, top_n=asked, curves=True)
+    return rank(queries, gallery, scenario.evaluation, scenario.seed, ways, top_n=cutoffs, curves=True)
 
 
 def mean(name: str, runs: Sequence[Mapping[Way, RankingMetrics]]) -> Measured:
-    """The means over runs, number by number and place by place.
+    """Average the curves of several runs.
 
     Args:
-        name: of what they are runs of.
-        runs: what :func:`measured` found of each; at least one.
+        name: of the runs.
+        runs: result of :func:`measured` for each run; at least one.
 
     Raises:
-        InputError: their lists or their codes are of different lengths, which no mean is of.
+        InputError: their lists or codes have different lengths, so that they cannot be averaged.
     """
     sizes = {
         tuple(
@@ -137,18 +138,18 @@ def _means(found: Sequence[Mapping[Key, float]]) -> dict[Key, float]:
 
 
 def _curve(found: Sequence[Curve | None]) -> Curve | None:
-    """The mean curve; where some runs retrieve nothing within a radius, precision is the others' mean."""
+    """The mean curve; runs that retrieve nothing within a radius are left out of its precision."""
     curves = [each for each in found if each is not None]
     if not curves:
         return None
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)  # NaN where nobody retrieves anything
+        warnings.filterwarnings("ignore", "Mean of empty slice", RuntimeWarning)  # NaN if no run retrieves anything
         precision = np.nanmean([each.precision for each in curves], axis=0)
     return Curve(precision, np.mean([each.recall for each in curves], axis=0))
 
 
 def _thinned(curve: Curve) -> tuple[np.ndarray, Curve]:
-    """Places [k] from 1, the first ones all, then further and further apart, with the curve there."""
+    """Ranks [k] from 1, geometrically spaced if the curve is long, and the curve at these ranks."""
     length = len(curve.precision)
     kept = np.unique(np.geomspace(1, length, _POINTS).round().astype(np.int64)) if length > _POINTS else None
     places = np.arange(1, length + 1) if kept is None else kept
@@ -174,11 +175,11 @@ def table(runs: Sequence[Measured]) -> str:
 
 
 def page(runs: Sequence[Measured], title: str) -> str:
-    """The curves as one self-contained HTML page: for each way precision against recall, and among the first N."""
+    """The curves as one self-contained HTML page, with figures for each direction of retrieval."""
     figures = []
     for way in dict.fromkeys(way for run in runs for way in run.ways):
         have = [(run.name, run.ways[way]) for run in runs if way in run.ways]
-        figure = Figure(f"{way}: precision against recall, along the list", "recall", "precision")
+        figure = Figure(f"{way}: precision against recall, by rank", "recall", "precision")
         for name, found in have:
             if found.pr_rank is not None:
                 _, curve = _thinned(found.pr_rank)

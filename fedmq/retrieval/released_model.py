@@ -1,4 +1,4 @@
-"""A finished run's released model, opened for inference from the run folder and the cache alone."""
+"""Open the released model of a finished run for inference, from the run folder and the cache."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from fedmq.wire.messages import Model, Payload, digest
 
 
 class OtherModelError(InputError):
-    """What is released is not what the run's records tell of.
+    """The released files do not match the digests that the run recorded.
 
     Args:
-        place: the file it is in.
-        found: digest (hex) of that model, or of what is released with it.
-        told: digest (hex) of the run's.
-        what: of the two.
+        place: the file.
+        found: digest (hex) of its content.
+        expected: digest (hex) that the run recorded.
+        what: the content: a model, a memory, ...
     """
 
-    def __init__(self, place: Path, found: str, told: str, what: str = "a model") -> None:
-        super().__init__(str(place), f"{what} with digest {found}", f"the run's own, with digest {told}")
+    def __init__(self, place: Path, found: str, expected: str, what: str = "a model") -> None:
+        super().__init__(str(place), f"{what} with digest {found}", f"the run's own, with digest {expected}")
 
 
 @dataclass(frozen=True)
 class Retriever:
-    """A model as what ranks by it sees it.
+    """A model's encoders for retrieval.
 
     Args:
-        encoders: of its two sides, [B, dim] each.
-        binary: whether the signs of its outputs are codes.
-        dim: of its parameters' embedding; of codes how many bits they have.
+        encoders: of images and texts, with outputs [B, dim].
+        binary: whether the signs of the outputs are hash codes.
+        dim: width of an embedding, or number of bits of a code.
     """
 
     encoders: Encoders
@@ -61,11 +61,11 @@ class Retriever:
 
 @dataclass(frozen=True)
 class PersonalModel:
-    """A silo's own model.
+    """A silo's personal model.
 
     Args:
-        silo: whose.
-        digest: SHA-256 (hex) of all that it was made of, the personal state included.
+        silo: its name.
+        digest: SHA-256 (hex) of everything it was built from, including the personal state.
         retriever: the model.
     """
 
@@ -84,7 +84,7 @@ class Release:
         config: ``model/config.json``.
         cache: folder of prepared data and shared weights.
         device: ``cpu`` or ``cuda:N``.
-        own: the silo's model that is used instead of the shared one; None uses that.
+        own: the personal model to use instead of the shared model; None uses the shared one.
     """
 
     run: RunFolder
@@ -96,16 +96,16 @@ class Release:
 
     @property
     def digest(self) -> str:
-        """SHA-256 (hex) of the model as the release tells it; :meth:`model` holds the parameters against it."""
+        """SHA-256 (hex) of the model as the release records it; :meth:`model` checks the parameters against it."""
         return self.config.model_digest
 
     @property
     def used(self) -> str:
-        """SHA-256 (hex) of the model that :meth:`retriever` gives."""
+        """SHA-256 (hex) of the model that :meth:`retriever` returns."""
         return self.digest if self.own is None else self.own.digest
 
     def retriever(self, prepared: Prepared, modalities: tuple[Modality, ...] = MODALITIES) -> Retriever:
-        """The shared model, or the silo's own one if that is used; arguments and errors as of :meth:`model`."""
+        """The shared model, or the personal model if one is selected; arguments and errors as of :meth:`model`."""
         if self.own is not None:
             return self.own.retriever
         model = self.model(prepared, modalities)
@@ -115,12 +115,12 @@ class Release:
         """The shared model with its released parameters.
 
         Args:
-            prepared: a data set of the kind it was trained on; only shapes and labels are looked at.
-            modalities: towers that will be used.
+            prepared: a data set with the shapes and labels of the one it was trained on.
+            modalities: of the towers that will be used.
 
         Raises:
-            OtherModelError: the parameters, or what is released with them, are not those of the run.
-            InputError: the release is damaged, or of another model.
+            OtherModelError: the parameters, or a payload released with them, are not those of the run.
+            InputError: the release is damaged or of another model.
         """
         nothing = np.zeros(0, np.int64)
         population = Population(
@@ -153,21 +153,21 @@ class Release:
         return model
 
     def check_data(self, prepared: Prepared) -> None:
-        """Refuse data that are not those of the run, whatever lies at their place today.
+        """Refuse data that have changed since the run.
 
         Raises:
             InputError: they have other items, labels or splits, or are vectors of another file.
         """
-        told = self.config.data_digest
-        if told is not None and prepared.content != told:
+        recorded = self.config.data_digest
+        if recorded is not None and prepared.content != recorded:
             found = f"data of other content than the run was made with ({prepared.content[:12]})"
-            raise InputError(f"{self.run.root}: the data", found, f"what was there then ({told[:12]})")
+            raise InputError(f"{self.run.root}: the data", found, f"the data of the run ({recorded[:12]})")
 
     def encoder(self, modality: Modality) -> Encoder:
-        """The frozen encoder that the run's data went through, for texts and pictures of anybody.
+        """The frozen encoder of the run's data, to encode new texts and images.
 
         Raises:
-            InputError: there is none, the data being vectors or bags of words.
+            InputError: there is none because the data are vectors or bags of words.
         """
         data, backbone = self.scenario.data, self.scenario.backbone
         allowed = "--item KEY, an item of the gallery: free queries need the run's own encoder (lite, open_clip, timm)"
@@ -179,17 +179,17 @@ class Release:
         return make(backbone, self.scenario.seed, self.cache, self.device)
 
     def _beside(self, kind: str) -> Payload:
-        path, told = self.run.model / f"{kind}.safetensors", self.config.released_with[kind]
+        path, expected = self.run.model / f"{kind}.safetensors", self.config.released_with[kind]
         payload = beside(path, kind)
-        if digest(payload) != told:
-            raise OtherModelError(path, digest(payload), told, BESIDE[kind][0])
+        if digest(payload) != expected:
+            raise OtherModelError(path, digest(payload), expected, BESIDE[kind][0])
         return payload
 
     def _tensors(self, name: str) -> dict[str, Tensor]:
         path = self.run.model / f"{name}.safetensors"
         try:
             return load_aligned(path)
-        except Exception as error:  # safetensors and the file system raise what they like
+        except Exception as error:  # safetensors and the file system raise many types
             raise InputError(str(path), str(error), "a file of the run's release") from None
 
 
@@ -205,19 +205,19 @@ def open_release(root: Path, device: str | None = None) -> Release:
         device: None takes the scenario's.
 
     Raises:
-        InputError: no run, or one that has not finished.
-        OtherModelError: the release is not the model that the run's summary tells of.
+        InputError: it is not the folder of a finished run.
+        OtherModelError: the release does not match the digests in the run's summary.
     """
     run = open_run(root)
     path = run.model / "config.json"
     if not path.is_file():
         raise InputError(str(root), "no released model in it", "the folder of a finished run")
     config = read_json(path, ReleaseConfig, "the configuration of a released model")
-    # A release may be taken along without its run; where the summary is there, a swapped one shows.
+    # A release may be copied without its run; the summary, if present, reveals an exchanged release.
     if run.summary.is_file():
-        found, own = digests_of(config), digests_of(read_summary(run))
-        for what in sorted(found.keys() | own.keys()):
-            if found.get(what, "nothing") != own.get(what, "nothing"):
-                raise OtherModelError(path, found.get(what, "nothing"), own.get(what, "nothing"), what)
+        found, expected = digests_of(config), digests_of(read_summary(run))
+        for what in sorted(found.keys() | expected.keys()):
+            if found.get(what, "nothing") != expected.get(what, "nothing"):
+                raise OtherModelError(path, found.get(what, "nothing"), expected.get(what, "nothing"), what)
     scenario = load(run.scenario)
     return Release(run, scenario, config, cache_folder(), device_of(device or scenario.device))

@@ -1,4 +1,4 @@
-"""Search a gallery with a run's released model: by a text, a picture, or an item of the gallery itself."""
+"""Search a gallery with a run's released model, by a text, an image, or an item of the gallery."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Hit:
 
     Args:
         rank: from 1.
-        score: cosine, or the Hamming distance of codes.
-        item: its name.
-        caption: the caption found, or an image's first one; empty where captions are not known as texts.
+        score: cosine similarity, or Hamming distance of codes.
+        item: name of the item.
+        caption: the caption found, or the first caption of an image found; empty if captions are unknown as text.
     """
 
     rank: int
@@ -39,13 +39,16 @@ class Hit:
 
 @dataclass(frozen=True)
 class Query:
-    """What is searched for; exactly one of the first three.
+    """A query: a text, an image file or an item, exactly one of them.
 
     Args:
-        text: anything.
-        image: a picture file.
-        item: the name of an item of the gallery.
-        side: which side of ``item`` is the query; None is its image.
+        text: a text.
+        image: an image file.
+        item: name of an item of the gallery.
+        side: modality of ``item`` that is the query; None takes its image.
+
+    Raises:
+        InputError: not exactly one of the three is given, or ``side`` is given without ``item``.
     """
 
     text: str | None = None
@@ -59,11 +62,11 @@ class Query:
             found = f"{given} queries" if given else "no query"
             raise InputError("search", found, "one of TEXT, --image FILE and --item KEY")
         if self.side is not None and self.item is None:
-            raise InputError("search: --side", self.side, "for --item alone: TEXT and --image are one side each")
+            raise InputError("search: --side", self.side, "only with --item: TEXT and --image have one side each")
 
     @property
     def modality(self) -> Modality:
-        """Which tower it goes through."""
+        """The tower that encodes the query."""
         if self.item is not None:
             return self.side or "image"
         return "text" if self.text is not None else "image"
@@ -71,11 +74,11 @@ class Query:
 
 @dataclass(frozen=True)
 class SearchHits:
-    """An answer.
+    """The result of a search.
 
     Args:
-        gallery: where it was looked for.
-        among: images or captions.
+        gallery: that was searched.
+        among: whether images or captions were searched.
         hits: nearest first.
     """
 
@@ -93,20 +96,22 @@ def find(
     top: int = 10,
     progress: Progress | None = None,
 ) -> SearchHits:
-    """Search a gallery, which is exported first where it was not yet.
+    """Search a gallery; it is exported first if necessary.
 
     Args:
         release: the run.
-        query: what to look for.
-        chosen: the gallery, as ``gallery.export`` takes it.
-        among: what to look through; None is what the query is not, images where there are no captions.
-        top: number of items.
-        progress: told while the gallery is encoded.
+        query: the query.
+        chosen: the gallery, as in :func:`fedmq.retrieval.gallery.export`.
+        among: whether to search images or captions; None takes the other modality than the query's, or images if there
+            are no captions.
+        top: number of items to return.
+        progress: called while the gallery is encoded.
 
     Raises:
-        InputError: no such item or picture, no encoder for a free query, or nothing to look through.
+        InputError: the item or image does not exist, the run has no encoder for a free query, or the gallery has no
+            captions to search.
     """
-    # Before the gallery, which may take minutes: a picture that cannot be read need not wait for them.
+    # Encode the query first: if it cannot be read, the user need not wait minutes for the gallery.
     encoded = None if query.item is not None else _encoded(release, query)
     gallery = export(release, chosen, progress)
     if encoded is None:
@@ -120,7 +125,7 @@ def find(
 
 
 def _encoded(release: Release, query: Query) -> Array:
-    """A free query as its tower takes it."""
+    """Encode a free query into the input of its tower."""
     if query.text is not None and not query.text.strip():
         raise InputError("search: TEXT", query.text, "a text that is not empty")
     encoder = release.encoder(query.modality)
@@ -143,13 +148,13 @@ def _item_vector(gallery: Gallery, key: str, side: Modality) -> Array:
 
 
 def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> list[Hit]:
-    """The nearest items; equally near ones in the gallery's order.
+    """The items nearest to a vector; ties in the gallery's order.
 
     Args:
-        gallery: where to look.
-        vector: the query as the index takes it, uint8 [1, bytes] or float32 [1, d].
-        among: images, or captions, of which each item counts with its nearest one.
-        top: number of items.
+        gallery: to search.
+        vector: packed code uint8 [1, bytes], or embedding float32 [1, d].
+        among: images or captions; with captions, an item is ranked by its nearest one.
+        top: number of items to return.
 
     Raises:
         InputError: the gallery has no captions.
@@ -163,7 +168,7 @@ def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> li
     owner = gallery.array("owner")
     most = int(np.bincount(owner).max())
     hits: dict[int, Hit] = {}
-    # So many captions belong to at least so many items.
+    # No item has more than `most` captions, so these belong to at least `top` items.
     for score, place in _nearest(gallery, vector, among, most * top):
         item = int(owner[place])
         if item not in hits and len(hits) < top:
@@ -175,8 +180,7 @@ def nearest_items(gallery: Gallery, vector: Array, among: Among, top: int) -> li
 def _nearest(gallery: Gallery, vector: Array, among: Among, count: int) -> list[tuple[float, int]]:
     """Scores and places of the nearest vectors, ordered by (score, place)."""
     index = open_index(gallery, among)
-    # Many lie equally far, equal codes or captions, and which of them faiss returns last is left open: take all of
-    # them, then cut.
+    # Equal codes or captions tie, and faiss does not define which of them it returns: retrieve all ties, then cut.
     if not gallery.binary:
         scores, _ = (each[0] for each in index.search(vector, min(count, index.ntotal)))
         _, scores, places = index.range_search(vector, float(np.nextafter(scores.min(), np.float32(-np.inf))))

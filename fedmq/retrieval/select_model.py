@@ -1,4 +1,4 @@
-"""Which model of a finished run is used: the shared one, or a silo's own where ``--silo`` names it."""
+"""Select the model of a finished run for retrieval: the shared model, or with ``--silo`` a personal model."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fedmq.wire.messages import Message
 
 @dataclass(frozen=True)
 class Programs:
-    """What the programs know of own models, handed in because the core imports none of them.
+    """Functions of the programs that rebuild personal models; passed in because the core does not import them.
 
     Args:
-        traits_of: what a scenario's method is as far as its options tell.
-        asked: what the coordinator asked a silo at the end.
-        own: a silo's own model by that.
+        traits_of: traits of a scenario's method.
+        asked: the coordinator's last evaluation request to a silo.
+        own: a silo's personal model, built from that request.
     """
 
     traits_of: Callable[[Scenario], Traits]
@@ -40,46 +40,47 @@ def opened(
     Args:
         root: the run folder.
         device: None takes the scenario's.
-        silo: whose own model is used; None uses the shared one.
-        programs: see there.
-        progress: told while data are prepared.
+        silo: whose personal model to use; None uses the shared model.
+        programs: rebuild personal models.
+        progress: called while data are prepared.
 
     Raises:
-        InputError: no finished run; no shared model to retrieve by, or no such silo, or no own model of it to use.
+        InputError: the run is not finished, has no trained shared model, or no such silo, or the silo has no trained
+            personal model.
     """
     release = open_release(root, device)
     scenario = release.scenario
-    names, bare = scenario.silo_names, programs.traits_of(scenario).own_only
+    names, personal_only = scenario.silo_names, programs.traits_of(scenario).own_only
     if silo is None:
-        if bare:
+        if personal_only:
             method = scenario.protocol.label
-            allowed = f"--silo NAME ({names[0]} to {names[-1]}): silos of {method} keep models of their own"
+            allowed = f"--silo NAME ({names[0]} to {names[-1]}): silos of {method} have personal models"
             raise InputError(str(root), f"a shared model that {method} trains in part or not at all", allowed)
         return release
     if silo not in names:
         raise InputError("--silo", silo, ", ".join(names))
     population = build_population(scenario, progress, release.cache)
     message = programs.asked(release, population, silo)
-    if bare:
+    if personal_only:
         _check_trained(release, population, silo)
     return replace(release, own=programs.own(release, population, message))
 
 
 def _check_trained(release: Release, population: Population, silo: str) -> None:
-    """Refuse a silo whose own model has layers, or a whole tower, that nobody trained."""
+    """Refuse a silo whose personal model has untrained layers or an untrained tower."""
     scenario = release.scenario
-    script = FaultSchedule(scenario.faults, scenario.seed, population.silos)
+    schedule = FaultSchedule(scenario.faults, scenario.seed, population.silos)
     both = []
     for each in population.silos:
-        phases = script.phases(each, scenario.rounds)
+        phases = schedule.phases(each, scenario.rounds)
         if any(phase.image for phase in phases) and any(phase.text for phase in phases):
             both.append(each.name)
     if silo not in both:
-        lacked = "captions" if population.facts(silo).image else "images"
-        allowed = f"a silo that trained both towers: {', '.join(both) or 'this run has none'}"
-        raise InputError("--silo", f"{silo}, which has no {lacked}", allowed)
+        missing = "captions" if population.facts(silo).image else "images"
+        allowed = f"a silo that trained both towers: {', '.join(both) or 'none in this run'}"
+        raise InputError("--silo", f"{silo}, which has no {missing}", allowed)
     per_silo = read_summary(release.run).per_silo
     if not per_silo[silo].participations:
         took_part = [name for name in both if per_silo[name].participations]
-        allowed = f"a silo that trained: {', '.join(took_part) or 'this run has none'}"
+        allowed = f"a silo that trained: {', '.join(took_part) or 'none in this run'}"
         raise InputError("--silo", f"{silo}, which took part in no round", allowed)

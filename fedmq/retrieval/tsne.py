@@ -1,7 +1,7 @@
-"""Codes and embeddings of released models in the plane: t-SNE (van der Maaten and Hinton 2008) of the evaluated items.
+"""t-SNE (van der Maaten and Hinton 2008) of released models: the evaluated items' codes or embeddings in the plane.
 
-A picture of how far classes, and the two sides of an item, lie apart. Distances between clusters and their sizes say
-nothing; what ranks well is what ``fedmq curves`` and the tables measure.
+The figure shows whether classes, and the two modalities of an item, are separated. Distances between clusters and their
+sizes carry no meaning; retrieval quality is measured by ``fedmq curves`` and the tables.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from fedmq.data.label_levels import fine_columns
 from fedmq.data.silo_dataset import load_silo_dataset
 from fedmq.errors import InputError
 from fedmq.evaluation import hamming
-from fedmq.evaluation.embedded import embed
+from fedmq.evaluation.embedding import embed
 from fedmq.progress import Progress
-from fedmq.retrieval.pr_curves import labelled_world
+from fedmq.retrieval.pr_curves import labelled_population
 from fedmq.retrieval.released_model import Release
 from fedmq.runs import html_figures
 from fedmq.runs.html_figures import Figure
@@ -37,10 +37,10 @@ class Plane:
 
     Args:
         name: of the model.
-        places: float32 [n, 2].
-        sides: of each of the n points, whether it is an item's image or its first caption.
-        classes: of each point.
-        items: of each point, its item's key.
+        places: coordinates, float32 [n, 2].
+        sides: modality of each point: the item's image, or its first caption.
+        classes: class of each point.
+        items: key of each point's item.
     """
 
     name: str
@@ -59,20 +59,21 @@ def placed(
     sides: Sequence[Modality],
     progress: Progress | None = None,
 ) -> Plane:
-    """Place a model's evaluated items in the plane.
+    """Compute the t-SNE of a model's evaluated items.
 
     Args:
         name: of the model.
         release: its run.
-        items: how many at most, drawn by the run's seed.
-        classes: how many of the commonest; an item of several goes by the first of them, one of none is left out.
-        sides: image, text or both, each a point of its own, in one plane.
-        progress: told while data are prepared.
+        items: largest number of items, sampled with the run's seed.
+        classes: number of classes, the most frequent ones. An item with several of them counts as the first, an item
+            with none is left out.
+        sides: image, text or both; an item has one point per modality, all in one plane.
+        progress: called while data are prepared.
 
     Raises:
         InputError: the data are not those of the run, have no labels, or leave fewer than four points.
     """
-    population = labelled_world(release, progress)
+    population = labelled_population(release, progress)
     prepared, model = population.prepared, release.retriever(population.prepared)
     fine = fine_columns(prepared.label_names)
     labels = np.asarray(prepared.labels)[population.evaluated][:, fine]
@@ -81,36 +82,36 @@ def placed(
     rows = np.flatnonzero(shown.any(axis=1))
     if len(rows) > items:
         rows = np.sort(seeds.numpy_generator(release.scenario.seed, "tsne", "items").choice(rows, items, replace=False))
-    share = load_silo_dataset(prepared, population.evaluated[rows], image=True, text=True)
-    found = embed(model.encoders, share, binary=model.binary)
-    vectors = {"image": found.image, "text": found.first_captions}
+    dataset = load_silo_dataset(prepared, population.evaluated[rows], image=True, text=True)
+    embedded = embed(model.encoders, dataset, binary=model.binary)
+    vectors = {"image": embedded.image, "text": embedded.first_captions}
     points = np.concatenate([vectors[side] for side in sides])
     if len(points) < 4:
         raise InputError(f"{release.run.root}: t-SNE", f"{len(points)} points", "at least 4: more --items or --classes")
-    own = [prepared.label_names[fine[column]] for column in common[shown[rows].argmax(axis=1)]]
-    keys = [prepared.keys[row] for row in share.rows.tolist()]
+    class_of = [prepared.label_names[fine[column]] for column in common[shown[rows].argmax(axis=1)]]
+    keys = [prepared.keys[row] for row in dataset.rows.tolist()]
     return Plane(
         name,
         _plane(points, binary=model.binary, seed=seeds.derive(release.scenario.seed, "tsne") % 2**32),
         tuple(side for side in sides for _ in rows),
-        tuple(own) * len(sides),
+        tuple(class_of) * len(sides),
         tuple(keys) * len(sides),
     )
 
 
 def _plane(points: F32, *, binary: bool, seed: int) -> F32:
-    """Vectors [n, d] in the plane, [n, 2]; codes by their Hamming distances, embeddings by their angles."""
-    from sklearn.manifold import TSNE  # noqa: PLC0415 - loads for a second
+    """t-SNE of vectors [n, d], as [n, 2]; of codes by Hamming distance, of embeddings by angle."""
+    from sklearn.manifold import TSNE  # noqa: PLC0415 - takes a second to import
     from threadpoolctl import threadpool_limits  # type: ignore[import-untyped]  # noqa: PLC0415
 
     length = np.maximum(np.linalg.norm(points, axis=1, keepdims=True), np.finfo(np.float32).tiny)
     unit = hamming.sign(points).astype(np.float32) if binary else points / length
-    if not np.ptp(unit, axis=0).any():  # all the same, as codes of a model that learnt nothing may be
+    if not np.ptp(unit, axis=0).any():  # all equal, as codes of an untrained model may be
         return np.zeros((len(unit), 2), np.float32)
     if unit.shape[1] < 2:
-        unit = np.pad(unit, ((0, 0), (0, 1)))  # a plane has two directions to begin with
+        unit = np.pad(unit, ((0, 0), (0, 1)))  # PCA initialisation needs two dimensions
     perplexity = min(_PERPLEXITY, (len(unit) - 1) / 3)
-    with threadpool_limits(1):  # with more, sums come in an order that changes from one time to the next
+    with threadpool_limits(1):  # with more, the order of sums varies between calls
         found: F32 = TSNE(perplexity=perplexity, init="pca", random_state=seed).fit_transform(unit)
     return found
 
@@ -127,24 +128,24 @@ def table(planes: Sequence[Plane]) -> str:
 
 
 def page(planes: Sequence[Plane]) -> str:
-    """The planes as one self-contained HTML page: a colour for each class, a symbol for each side."""
+    """The planes as one self-contained HTML page: a colour for each class, a symbol for each modality."""
     figures = []
     for plane in planes:
         figure = Figure(f"{plane.name}: {' and '.join(dict.fromkeys(plane.sides))}", "", "", height=700)
         classes, sides = np.array(plane.classes), np.array(plane.sides)
         for place, name in enumerate(sorted(set(plane.classes))):
             for side in dict.fromkeys(plane.sides):
-                own = np.flatnonzero((classes == name) & (sides == side))
+                points = np.flatnonzero((classes == name) & (sides == side))
                 figure.draw(
                     "scatter",
-                    x=plane.places[own, 0],
-                    y=plane.places[own, 1],
-                    text=[plane.items[point] for point in own],
+                    x=plane.places[points, 0],
+                    y=plane.places[points, 1],
+                    text=[plane.items[point] for point in points],
                     name=f"{name}, {side}",
                     legendgroup=name,
                     mode="markers",
                     marker={"color": html_figures.colour(place), "symbol": _SYMBOLS[side], "size": 6},
                 )
         figures.append(figure)
-    notes = ("t-SNE: distances between clusters, and their sizes, say nothing",)
+    notes = ("t-SNE: distances between clusters, and their sizes, carry no meaning",)
     return html_figures.document(", ".join(plane.name for plane in planes), notes, figures)

@@ -1,4 +1,4 @@
-"""Figures on HTML pages, drawn by plotly in the reader's browser."""
+"""Figures on HTML pages, rendered by plotly.js in the browser."""
 
 from __future__ import annotations
 
@@ -9,13 +9,12 @@ from typing import Any
 
 
 class Figure:
-    """A figure as plotly.js takes it: plain data. Plotly's own figure checks every key against its schema, a template's
-    thousands too, which takes a tenth of a second for each.
+    """A figure as plain data for plotly.js. Plotly's figure class takes a tenth of a second to validate each one.
 
     Args:
-        title: above it.
-        x: name of the horizontal axis.
-        y: name of the vertical axis.
+        title: above the figure.
+        x: title of the horizontal axis.
+        y: title of the vertical axis.
         height: [pixels].
     """
 
@@ -34,18 +33,18 @@ class Figure:
         """Add a trace.
 
         Args:
-            kind: plotly.js's type of it, as scatter.
-            trace: its attributes; lists or arrays of numbers, text or None.
+            kind: type of the trace in plotly.js, such as ``scatter``.
+            trace: attributes of the trace; lists or arrays of numbers, text or None.
         """
         self.traces.append({"type": kind, **trace})
 
     def to_html(self, *, first: bool) -> str:
-        """The figure as an element of a page.
+        """The figure as an HTML element.
 
         Args:
-            first: of its page, which brings the library that draws all of them.
+            first: whether it is the first of its page, which includes plotly.js.
         """
-        from plotly import io  # noqa: PLC0415 - a quarter of a second that only a page needs
+        from plotly import io  # noqa: PLC0415 - takes a quarter of a second to import
 
         drawn = {"data": self.traces, "layout": {**self._layout, "template": _template()}}
         return str(io.to_html(drawn, full_html=False, include_plotlyjs=first, validate=False))
@@ -64,12 +63,12 @@ def document(title: str, notes: Sequence[str], figures: Sequence[Figure]) -> str
     parts = [figure.to_html(first=place == 0) for place, figure in enumerate(figures)]
     head = "<!doctype html><html lang='en'><meta charset='utf-8'>"
     style = "<style>body{font:15px/1.5 system-ui,sans-serif;max-width:1100px;margin:2rem auto;padding:0 1rem}</style>"
-    words = f"<h1>{html.escape(title)}</h1><p>{html.escape('; '.join(notes))}</p>"
-    return f"{head}<title>{html.escape(title)}</title>{style}{words}{''.join(parts)}</html>"
+    heading = f"<h1>{html.escape(title)}</h1><p>{html.escape('; '.join(notes))}</p>"
+    return f"{head}<title>{html.escape(title)}</title>{style}{heading}{''.join(parts)}</html>"
 
 
 def colour(place: int, opacity: float = 1.0) -> str:
-    """A colour of plotly's usual ten, over and over."""
+    """A colour of plotly's default palette, which repeats after ten."""
     from plotly import colors  # noqa: PLC0415
 
     palette = colors.qualitative.Plotly

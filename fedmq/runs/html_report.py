@@ -1,4 +1,4 @@
-"""The report of a run: one self-contained HTML page of what people would rather look at than read."""
+"""The report of a run: curves, tables and the scenario on one self-contained HTML page."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _table(head: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 
 def _retrieval(title: str, found: list[tuple[int, dict[str, float]]], own: Sequence[Metric]) -> list[Figure]:
-    """Metrics over merges: a figure of all that are fractions, and one for each that is not."""
+    """Metrics over merges: one figure for all that are fractions, and one for each other metric."""
     figures: dict[str, Figure] = {}
     for metric in shown(found[-1][1], own):
         if metric.way not in ("", "mean"):
@@ -57,8 +57,8 @@ def _curves(
     shared = [(line.version, line.metrics) for line in evaluations]
     figures = _retrieval("Retrieval on the held-out split", shared, own)
     if len(personal) > 1:
-        theirs = [(line.version, line.personal) for line in personal]
-        figures += _retrieval("Silos' own models on the held-out split, means over silos", theirs, own)
+        means = [(line.version, line.personal) for line in personal]
+        figures += _retrieval("Personal models on the held-out split, means over silos", means, own)
     figures.append(_spread(evaluations, personal))
     losses = {line.version: line.loss for line in merges if line.loss is not None}
     if losses:
@@ -68,42 +68,43 @@ def _curves(
         figures.append(_losses(merges))
     for title, found in _reported(merges).items():
         figure = Figure(title, "merges", title, _HEIGHT)
-        for name, told in found.items():
-            # A silo has a value where it reported: lines alone would not show a single one.
-            marker, x, y = {"size": 3}, list(told), list(told.values())
+        for name, values in found.items():
+            # Markers, because a line does not show a single value.
+            marker, x, y = {"size": 3}, list(values), list(values.values())
             figure.draw("scatter", x=x, y=y, name=name, mode="lines+markers", marker=marker)
         figures.append(figure)
     return "".join(figure.to_html(first=place == 0) for place, figure in enumerate(figures))
 
 
 def _losses(merges: Sequence[MergeLine]) -> Figure:
-    """Every silo's training loss, where it was merged."""
+    """Training loss of each silo, at the merges with a reply from it."""
     found: dict[str, dict[int, float]] = {}
     for line in merges:
         for silo, loss in line.losses.items():
             found.setdefault(silo, {})[line.version] = loss
     figure = Figure("Training loss of each silo", "merges", "loss", _HEIGHT)
-    for silo, own in sorted(found.items()):
-        figure.draw("scatter", x=list(own), y=list(own.values()), name=silo, mode="lines+markers", marker={"size": 3})
+    for silo, losses in sorted(found.items()):
+        x, y = list(losses), list(losses.values())
+        figure.draw("scatter", x=x, y=y, name=silo, mode="lines+markers", marker={"size": 3})
     return figure
 
 
 def _spread(evaluations: Sequence[EvaluationLine], personal: Sequence[PersonalLine]) -> Figure:
-    """How far silos' R@1 lie apart over merges: of the shared model, and of their own where that was measured."""
+    """Standard deviation of R@1 over silos, of the shared model and, if evaluated, of the personal models."""
     figure = Figure("Standard deviation of R@1 over silos", "merges", "fraction", _HEIGHT)
     shared = {line.version: fairness_of(line.per_silo)["std_r1"] for line in evaluations}
-    apart = [(line.version, line.personal_fairness.get("std_r1")) for line in personal]
-    own = {version: std for version, std in apart if std is not None}
-    for name, found in (("shared model", shared), ("own models", own)):
+    stds = [(line.version, line.personal_fairness.get("std_r1")) for line in personal]
+    known = {version: std for version, std in stds if std is not None}
+    for name, found in (("shared model", shared), ("personal models", known)):
         if found:
             figure.draw("scatter", x=list(found), y=list(found.values()), name=name, mode="lines+markers")
     return figure
 
 
 def _reported(merges: Sequence[MergeLine]) -> dict[str, dict[str, dict[int, float]]]:
-    """What the method told of its merges, such as ``router_loss``: figure -> curve -> value by version.
+    """Values that the method reported of its merges, such as ``router_loss``: figure -> curve -> value by version.
 
-    A method that tells something of every silo, as ``weight_silo-03``, has the silos' curves in one figure.
+    Values of single silos, such as ``weight_silo-03``, share a figure.
     """
     found: dict[str, dict[str, dict[int, float]]] = {}
     for line in merges:
@@ -116,22 +117,22 @@ def _reported(merges: Sequence[MergeLine]) -> dict[str, dict[str, dict[int, floa
 def _silos(summary: RunSummary) -> str:
     colours = {2: "#2a6fbb", 1: "#d98c2b"}
     silos = summary.per_silo
-    figure = Figure("Mean R@1 within each silo's held-out share (orange: one modality)", "", "fraction", _HEIGHT)
+    figure = Figure("Mean R@1 on each silo's held-out items (orange: one modality)", "", "fraction", _HEIGHT)
     figure.draw(
         "bar",
         x=list(silos),
-        y=[own.figures[HEADLINE] for own in silos.values()],
-        marker={"color": [colours[len(own.modalities)] for own in silos.values()]},
+        y=[entry.figures[HEADLINE] for entry in silos.values()],
+        marker={"color": [colours[len(entry.modalities)] for entry in silos.values()]},
         hovertext=[
-            f"{' + '.join(own.modalities)}, {own.samples} samples, {own.participations} replies"
-            for own in silos.values()
+            f"{' + '.join(entry.modalities)}, {entry.samples} samples, {entry.participations} replies"
+            for entry in silos.values()
         ],
     )
     return figure.to_html(first=False)
 
 
 def _title(name: str, own: Sequence[Metric] = ()) -> str:
-    """A metric in words; nothing for one of another version of fedmq."""
+    """Title of a metric; empty for metrics that this version of fedmq does not know."""
     return metric_of(name, own).title if is_known(name, own) else ""
 
 
@@ -139,7 +140,7 @@ def write(folder: RunFolder) -> None:
     """Write ``report.html`` from ``summary.json`` and ``metrics.jsonl``.
 
     Raises:
-        InputError: the run has not finished, or its files are no run's.
+        InputError: the run is not finished, or its files are invalid.
     """
     summary, lines = read_summary(folder), read_metrics(folder)
     evaluations = [line for line in lines if isinstance(line, EvaluationLine)]

@@ -1,4 +1,4 @@
-"""What a run released, by its files: digests of the model and of what lies beside it, found without torch."""
+"""Read a run's released files and their digests, without torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedmq.wire.fields import FieldError
 from fedmq.wire.layout import Layout
 from fedmq.wire.messages import ClassPrototypes, Memory, Payload
 
-#: What may lie beside a model, by the kind of its payload: what it is, and how it is made of the file's arrays.
+#: Payloads that may be released with a model, by kind: name in messages, and constructor from the file's arrays.
 BESIDE: Mapping[str, tuple[str, Callable[..., Payload]]] = {
     Memory.KIND: ("a memory", Memory),
     ClassPrototypes.KIND: ("a query bank", partial(ClassPrototypes, modality="both")),
@@ -25,14 +25,14 @@ _ALLOWED = "a file of the run's release"
 
 
 def parameters(path: Path, names: Sequence[str]) -> tuple[Layout, npt.NDArray[Any]]:
-    """The layout and the parameters [P] of a released model, as they went over the wire.
+    """The layout and the parameters [P] of a released model, as sent over the wire.
 
     Args:
         path: ``model.safetensors``.
-        names: of the layout's entries in their order, which the file does not keep.
+        names: of the layout's entries, in the order that the file does not keep.
 
     Raises:
-        InputError: the file is damaged, or holds other tensors.
+        InputError: the file is damaged, or has other tensors.
     """
     tensors = _arrays(path)
     strange = sorted(tensors.keys() ^ set(names))
@@ -48,14 +48,14 @@ def parameters(path: Path, names: Sequence[str]) -> tuple[Layout, npt.NDArray[An
 
 
 def beside(path: Path, kind: str) -> Payload:
-    """What lies beside a model, as the payload that it was.
+    """Read a payload that was released with a model.
 
     Args:
         path: the file.
-        kind: of the payload, one of :data:`BESIDE`.
+        kind: of the payload, a key of :data:`BESIDE`.
 
     Raises:
-        InputError: the file is damaged or holds something else.
+        InputError: the file is damaged or has other content.
     """
     what, make = BESIDE[kind]
     try:
@@ -65,25 +65,25 @@ def beside(path: Path, kind: str) -> Payload:
 
 
 def _arrays(path: Path) -> dict[str, npt.NDArray[Any]]:
-    from safetensors.numpy import load_file  # noqa: PLC0415 - most readers of a log need no release
+    from safetensors.numpy import load_file  # noqa: PLC0415 - most readers need no release
 
     try:
         return dict(load_file(path))
-    except Exception as error:  # safetensors and the file system raise what they like
+    except Exception as error:  # safetensors and the file system raise many types
         raise InputError(str(path), str(error), _ALLOWED) from None
 
 
-def digests_of(told: RunSummary | ReleaseConfig) -> dict[str, str]:
-    """What a configuration or a summary says was released, and of which data: digests (hex) by what it is."""
-    return digests_by_name(told.model_digest, told.data_digest, told.released_with)
+def digests_of(record: RunSummary | ReleaseConfig) -> dict[str, str]:
+    """Digests (hex) of the release and its data that a configuration or a summary records, by name in messages."""
+    return digests_by_name(record.model_digest, record.data_digest, record.released_with)
 
 
 def digests_by_name(model: str, data: str | None, with_it: Mapping[str, str]) -> dict[str, str]:
-    """Digests (hex) of a release, as errors name what they are of; ``nothing`` where data have none.
+    """Digests (hex) of a release by name in messages; ``nothing`` if the data have none.
 
     Args:
         model: of the parameters.
         data: of the prepared data's content.
-        with_it: of what was released with the model, by payload kind.
+        with_it: of the payloads released with the model, by kind.
     """
     return {"a model": model, "data": data or "nothing", **with_it}

@@ -1,4 +1,4 @@
-"""What finished runs came to: metrics by name, the time they took to get somewhere, and statistics over seeds."""
+"""Results of finished runs: metrics by name, time to a target value, and statistics over seeds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _FINISHED = "the folder of a finished run"
 
 
 def read_summary(folder: RunFolder) -> RunSummary:
-    """``summary.json`` of a finished run.
+    """Read ``summary.json`` of a finished run.
 
     Raises:
-        InputError: there is none, or it is no run's summary.
+        InputError: it does not exist or is invalid.
     """
     if not folder.summary.is_file():
         raise InputError(str(folder.root), "no summary.json in it", _FINISHED)
@@ -31,25 +31,23 @@ def read_summary(folder: RunFolder) -> RunSummary:
 
 
 def read_metrics(folder: RunFolder) -> list[MetricsLine]:
-    """``metrics.jsonl``: a line per merge and per evaluation.
-
-    Where silos' own models are measured during the run (``evaluation.personal_every``), also a line for each time.
+    """Read ``metrics.jsonl``: a line per merge, per evaluation, and per evaluation of personal models.
 
     Raises:
-        InputError: a line is none of them.
+        InputError: a line is invalid.
     """
     allowed = "a line of a merge or an evaluation"
     return [line.root for line in read_lines(folder.metrics, AnyMetricsLine, allowed)]
 
 
 def made_otherwise(made: Sequence[Mapping[str, str]]) -> dict[str, tuple[str, ...]]:
-    """What runs were not all made with (``versions_of`` of their summaries), by name: of each run.
+    """Versions and hardware (``versions_of`` in summaries) in which runs differ: value of each run, by name.
 
-    Other versions of torch and other processors add up in another order, so the last bits of the weights differ, and
-    with them every digest, although nothing was tampered with.
+    Other versions of torch and other processors sum in another order, so that the last bits of the weights, and with
+    them every digest, differ without any tampering.
     """
-    names = dict.fromkeys(name for own in made for name in own)
-    values = {name: tuple(own.get(name, "not said") for own in made) for name in names}
+    names = dict.fromkeys(name for versions in made for name in versions)
+    values = {name: tuple(versions.get(name, "not recorded") for versions in made) for name in names}
     return {name: found for name, found in values.items() if len(set(found)) > 1}
 
 
@@ -58,11 +56,11 @@ class EvaluationResult:
     """One evaluation of a run.
 
     Args:
-        version: merges before it.
+        version: of the model, the number of merges before it.
         now: the run's time of that version [s].
-        metrics: name to value.
+        metrics: value by name, on the whole split.
         fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
-        per_silo_mean: name to the mean over silos, each on its own share.
+        per_silo_mean: mean over silos by metric, each silo on its part of the split.
     """
 
     version: int
@@ -74,11 +72,11 @@ class EvaluationResult:
 
 @dataclass(frozen=True)
 class Personal:
-    """One measurement of the silos' own models.
+    """One evaluation of the personal models.
 
     Args:
         now: the run's time of that version [s].
-        line: what was measured.
+        line: of ``metrics.jsonl``.
     """
 
     now: float
@@ -90,11 +88,11 @@ class FinishedRun:
     """A finished run.
 
     Args:
-        folder: where it lies.
-        summary: its ``summary.json``; None of a run as of version 0, which is told by its first evaluation alone.
+        folder: of the run.
+        summary: its ``summary.json``; None for :meth:`untrained`, which has only the first evaluation.
         evaluations: in order of versions.
-        personal: measurements of the silos' own models that are on file, in order of versions.
-        own_metrics: entries of the user's own metrics that it measured.
+        personal: evaluations of the personal models during the run, in order of versions.
+        own_metrics: entries of the user-defined metrics that it measured.
     """
 
     folder: RunFolder
@@ -105,29 +103,28 @@ class FinishedRun:
 
     @cached_property
     def figures(self) -> Mapping[str, object]:
-        """What it came to, by the keys of the summary."""
+        """Its results, by the keys of the summary."""
         if self.summary is not None:
             return self.summary.plain()
         first = self.evaluations[0]
         return {"metrics": first.metrics, "fairness": first.fairness, "per_silo_mean": first.per_silo_mean}
 
     def value(self, metric: str) -> float | None:
-        """A metric by name: ``mean_r1``, or a place in the summary as ``fairness.worst_r1`` or ``bytes.up``.
+        """A metric by name, such as ``mean_r1``, or a summary value by path, such as ``fairness.worst_r1``.
 
-        Counts by kind (``bytes.up``) are added up. None if the run has no such number.
+        Counts by kind (``bytes.up``) are summed. None if the run has no such number.
         """
         return _number(self.figures if "." in metric else self.figures["metrics"], metric)
 
     def course(self, metric: str) -> tuple[tuple[int, float, float], ...]:
-        """A metric's course, as far as it was measured during the run: version, time [s] and value of each time.
+        """A metric over the run: version, the run's time [s] and value of each evaluation.
 
-        Of the evaluations those of ``metrics``, ``fairness.*`` and ``per_silo_mean.*`` are known, of the silos' own
-        models ``personal*``.
+        Available are ``metrics``, ``fairness.*``, ``per_silo_mean.*`` and, for personal models, ``personal*``.
         """
         part, _, name = metric.partition(".")
         found: list[tuple[int, float, float | None]]
         if metric.startswith("personal"):
-            found = [(own.line.version, own.now, _number(own.line.plain(), metric)) for own in self.personal]
+            found = [(each.line.version, each.now, _number(each.line.plain(), metric)) for each in self.personal]
         elif part in ("fairness", "per_silo_mean"):
             found = [(each.version, each.now, getattr(each, part).get(name)) for each in self.evaluations]
         else:
@@ -135,7 +132,7 @@ class FinishedRun:
         return tuple((version, now, value) for version, now, value in found if value is not None)
 
     def untrained(self) -> FinishedRun:
-        """The same run as of version 0: what the frozen encoders and the initial parameters do by themselves."""
+        """The same run at version 0: the frozen encoders with the initial parameters."""
         return FinishedRun(self.folder, None, self.evaluations[:1], own_metrics=self.own_metrics)
 
     def time_to(self, target: Target) -> float | None:
@@ -146,7 +143,7 @@ class FinishedRun:
 
 
 def _number(figures: object, metric: str) -> float | None:
-    """The number at a place such as ``fairness.worst_r1``, counts by kind added up; None if there is no such number."""
+    """The number at a path such as ``fairness.worst_r1``, counts by kind summed; None if there is no such number."""
     found = figures
     for part in metric.split("."):
         found = found.get(part) if isinstance(found, Mapping) else None
@@ -157,14 +154,14 @@ def _number(figures: object, metric: str) -> float | None:
 
 @dataclass(frozen=True)
 class Target:
-    """A value that a metric of the evaluations is to reach."""
+    """A target value of a metric of the evaluations."""
 
     metric: str
     value: float
 
     @property
     def title(self) -> str:
-        """Of its column."""
+        """Title of its column."""
         return f"seconds to {self.metric} {self.value:g}"
 
 
@@ -172,7 +169,7 @@ def read(folder: RunFolder) -> FinishedRun:
     """Read a finished run.
 
     Raises:
-        InputError: it is not finished, or its files are no run's.
+        InputError: it is not finished, or its files are invalid.
     """
     summary, lines = read_summary(folder), read_metrics(folder)
     times = {0: 0.0, **{line.version: line.now for line in lines if isinstance(line, MergeLine)}}
@@ -181,11 +178,11 @@ def read(folder: RunFolder) -> FinishedRun:
         version = line.version
         if version not in times:
             article = "an evaluation" if isinstance(line, EvaluationLine) else "a measurement"
-            raise InputError(str(folder.metrics), f"{article} of version {version}", "one of a version merged")
+            raise InputError(str(folder.metrics), f"{article} of version {version}", "one of a merged version")
         if isinstance(line, EvaluationLine):
-            shares = line.per_silo
-            mean = means(shares) if shares else {}
-            evaluations[version] = EvaluationResult(version, times[version], line.metrics, fairness_of(shares), mean)
+            mean = means(line.per_silo) if line.per_silo else {}
+            fairness = fairness_of(line.per_silo)
+            evaluations[version] = EvaluationResult(version, times[version], line.metrics, fairness, mean)
         elif isinstance(line, PersonalLine):
             personal[version] = Personal(times[version], line)
     if not evaluations:
@@ -196,7 +193,7 @@ def read(folder: RunFolder) -> FinishedRun:
 
 
 def unknown_metric(metric: str, outcome: FinishedRun) -> InputError:
-    """That no run has a metric, with those that an outcome has."""
+    """The error for a metric that no run has; it lists the metrics of one run."""
     last = outcome.evaluations[-1] if outcome.summary is None else outcome.summary
     known = ", ".join((*last.metrics, *(f"fairness.{name}" for name in last.fairness)))
     return InputError("--metric", metric, f"{known}, bytes.up, bytes.down, seconds.virtual and the like")
@@ -207,13 +204,13 @@ class Statistic:
     """A column of a row.
 
     Args:
-        n: seeds that have a value.
-        mean: over seeds; nan without any.
-        std: sample standard deviation; nan below two seeds.
-        difference: mean paired difference to the baseline over the seeds that both have; nan without a baseline.
-        low: lower end of its 95 % t-interval; nan below two seeds.
-        high: upper end.
-        pairs: seeds behind the difference.
+        n: number of seeds with a value.
+        mean: over seeds; NaN without any.
+        std: sample standard deviation; NaN below two seeds.
+        difference: mean paired difference to the baseline over their common seeds; NaN without a baseline.
+        low: lower bound of its 95 % t-interval; NaN below two seeds.
+        high: upper bound; likewise.
+        pairs: number of common seeds.
     """
 
     n: int
@@ -226,43 +223,43 @@ class Statistic:
 
 
 def statistic(values: Mapping[int, float], baseline: Mapping[int, float] | None) -> Statistic:
-    """Mean, spread, and the paired difference to a baseline that ran with the same seeds.
+    """Mean, standard deviation, and paired difference to a baseline with the same seeds.
 
     Args:
         values: by seed.
         baseline: by seed; None for the baseline itself.
     """
     import numpy as np  # noqa: PLC0415
-    from scipy import stats  # noqa: PLC0415 - a second that only a comparison needs
+    from scipy import stats  # noqa: PLC0415 - takes a second to import
 
     nan = math.nan
-    own = np.array([values[seed] for seed in sorted(values)])
-    mean = float(own.mean()) if len(own) else nan
-    std = float(own.std(ddof=1)) if len(own) > 1 else nan
+    sample = np.array([values[seed] for seed in sorted(values)])
+    mean = float(sample.mean()) if len(sample) else nan
+    std = float(sample.std(ddof=1)) if len(sample) > 1 else nan
     common = sorted(set(values) & set(baseline or {}))
     if baseline is None or not common:
-        return Statistic(len(own), mean, std, nan, nan, nan, 0)
+        return Statistic(len(sample), mean, std, nan, nan, nan, 0)
     pairs = np.array([(values[seed], baseline[seed]) for seed in common])
     difference = float((pairs[:, 0] - pairs[:, 1]).mean())
     if len(common) < 2:
-        return Statistic(len(own), mean, std, difference, nan, nan, len(common))
+        return Statistic(len(sample), mean, std, difference, nan, nan, len(common))
     with warnings.catch_warnings():
-        # Equal differences have no spread: scipy then warns about precision, and the interval is the point it is.
+        # If all differences are equal, scipy warns about precision and correctly returns an interval of length 0.
         warnings.simplefilter("ignore", RuntimeWarning)
         interval = stats.ttest_rel(pairs[:, 0], pairs[:, 1]).confidence_interval(CONFIDENCE)
-    return Statistic(len(own), mean, std, difference, float(interval.low), float(interval.high), len(common))
+    return Statistic(len(sample), mean, std, difference, float(interval.low), float(interval.high), len(common))
 
 
 def best(statistics: Sequence[Statistic], column: str, own: Sequence[Metric] = ()) -> set[int]:
-    """Which of several rows are best in a column; rows with fewer seeds than the others do not take part.
+    """The rows that are best in a column; rows with fewer seeds than others are not considered.
 
     Args:
         statistics: of the rows.
-        column: a metric or a place in the summary.
-        own: entries of the user's own metrics.
+        column: a metric, or a path in the summary.
+        own: entries of user-defined metrics.
 
     Returns:
-        Indices; none if there is nothing to compare.
+        Indices of the rows; empty if fewer than two can be compared.
     """
     most = max((each.n for each in statistics), default=0)
     means = {index: each.mean for index, each in enumerate(statistics) if each.n == most and most > 0}

@@ -1,4 +1,4 @@
-"""Whether a run folder is one that a scenario's run can go on in."""
+"""Check that a scenario's run can be resumed in a run folder."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import COORDINATOR
 
-#: Of a coordinator's log; its first notes say how the run began.
+#: Number of records read of a coordinator's log; its first notes say how the run started.
 _FIRST_LINES = 8
-_SHOWN = 3  # keys that differ are named, the others counted
+_SHOWN = 3  # differing keys that are named; further ones are counted
 
 
 def check(folder: RunFolder, before: Scenario, scenario: Scenario, place: str, *, inline: bool) -> None:
@@ -24,31 +24,34 @@ def check(folder: RunFolder, before: Scenario, scenario: Scenario, place: str, *
     Args:
         folder: of the run.
         before: its scenario, as resolved.
-        scenario: that is to go on in it, as resolved.
+        scenario: the scenario to resume with, as resolved.
         place: the option that names the folder, for the error.
         inline: whether silos are to run inside the coordinator, without messages.
 
     Raises:
-        InputError: it is of another scenario, whose keys that differ are named, the run is finished, or it began with
-            messages and is to go on without, or the reverse: half of it could not be audited.
+        InputError: the folder belongs to another scenario (the error names the differing keys), the run is finished, or
+            it would continue without messages after starting with them, or the reverse: an audit could then cover only
+            a part of it.
     """
-    there, here = (_flat(run_facts(each)) for each in (before, scenario))
-    differ = [key for key in sorted({*there, *here}) if there.get(key) != here.get(key)]
+    old, new = (_flat(run_facts(each)) for each in (before, scenario))
+    differ = [key for key in sorted({*old, *new}) if old.get(key) != new.get(key)]
     if differ:
-        told = [f"{key} is {there.get(key, 'not given')}, here {here.get(key, 'not given')}" for key in differ[:_SHOWN]]
+        named = [f"{key} is {old.get(key, 'not given')}, here {new.get(key, 'not given')}" for key in differ[:_SHOWN]]
         more = [f"{len(differ) - _SHOWN} keys more"] if len(differ) > _SHOWN else []
-        found = f"a run of another scenario: {'; '.join([*told, *more])}"
+        found = f"a run of another scenario: {'; '.join([*named, *more])}"
         raise InputError(place, found, f"the scenario of that run, {folder.scenario}")
     if folder.summary.exists():
         raise InputError(place, "a finished run", "a run that was stopped before its end")
-    began = _began_inline(folder.messages(COORDINATOR))
-    if began is not None and began != inline:
-        found, allowed = ("without", "launcher inline, as it began") if began else ("with", "silos that send them")
+    started_inline = _started_inline(folder.messages(COORDINATOR))
+    if started_inline is not None and started_inline != inline:
+        found, allowed = (
+            ("without", "launcher inline, as at its start") if started_inline else ("with", "silos that send them")
+        )
         raise InputError(place, f"a run {found} messages", allowed)
 
 
-def _began_inline(path: Path) -> bool | None:
-    """Whether a coordinator's log says at its start that no messages are exchanged; None where there is no log."""
+def _started_inline(path: Path) -> bool | None:
+    """Whether a coordinator's log notes at its start that no messages are exchanged; None without a log."""
     try:
         first = [record for _, record in itertools.islice(read_log(path), _FIRST_LINES)]
     except InputError:

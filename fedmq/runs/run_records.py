@@ -1,8 +1,8 @@
-"""What a run writes, one type each: its summary, the lines of its metrics, and the configuration of its release.
+"""Types of the records that a run writes: its summary, the lines of its metrics, and its release configuration.
 
-The coordinator builds these records; reports, comparisons, replays and audits read them. Written are the fields that
-were given and no defaults (:meth:`fedmq.storage.json_files.Stored.plain`), so a file keeps its keys when it is read and
-written again. Fields with a default are missing in files of older versions, or in runs that they say nothing of.
+The coordinator builds these records; reports, comparisons, replays and audits read them. Only fields that were set are
+written, no defaults (:meth:`fedmq.storage.json_files.Stored.plain`), so a file keeps its keys when it is read and
+written again. Fields with a default are missing in files of older versions, or in runs to which they do not apply.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _METRIC = TypeAdapter(Metric)
 
 
 def _metric(entry: object) -> Metric:
-    """An entry of a metric from JSON; strict models take dataclasses only as instances."""
+    """Parse the entry of a metric from JSON, because strict models accept dataclasses only as instances."""
     try:
         return _METRIC.validate_python(entry)
     except ValidationError as error:
@@ -31,12 +31,12 @@ def _metric(entry: object) -> Metric:
 
 
 class SiloSummary(Stored):
-    """A silo in a summary; every further key is a metric of the shared model on the silo's own held-out share.
+    """A silo in a summary; all further keys are metrics of the shared model on the silo's part of the evaluated split.
 
     Args:
-        modalities: what its items have.
-        samples: training items.
-        participations: replies merged.
+        modalities: of its items.
+        samples: number of training items.
+        participations: number of its replies that were merged.
     """
 
     __pydantic_extra__: Figures = Field(init=False)
@@ -46,7 +46,7 @@ class SiloSummary(Stored):
     participations: int
 
     @model_validator(mode="after")
-    def _has_the_needed_figure(self) -> SiloSummary:
+    def _has_headline(self) -> SiloSummary:
         if HEADLINE not in self.figures:
             raise ValueError(f"{HEADLINE} is missing")
         return self
@@ -58,20 +58,20 @@ class SiloSummary(Stored):
 
 
 class Traffic(Stored):
-    """Bytes of payload tensors by kind: ``up`` from the silos, ``down`` to them."""
+    """Size of the payload tensors sent [bytes], by payload kind: ``up`` from the silos, ``down`` to them."""
 
     up: dict[str, int]
     down: dict[str, int]
 
 
 class MessageCounts(Stored):
-    """The coordinator's messages.
+    """Counts of the coordinator's messages.
 
     Args:
-        sent: by it.
-        received: by it.
+        sent: messages it sent.
+        received: messages it received.
         refused: frames it refused.
-        logged: whether there are message logs; none are written where silos are called inside the coordinator.
+        logged: whether messages were exchanged and logged; not with ``launcher: inline``.
     """
 
     sent: int = 0
@@ -81,12 +81,12 @@ class MessageCounts(Stored):
 
 
 class TaskCounts(Stored):
-    """Tasks by their end; None where an older version did not count it.
+    """Counts of tasks by outcome; None if the version of fedmq did not count it.
 
     Args:
-        merged: their replies were merged.
-        failed: they brought no usable reply.
-        discarded: their replies came, but were not merged.
+        merged: the reply was merged.
+        failed: there was no usable reply.
+        discarded: the reply arrived but was not merged.
     """
 
     merged: int | None = None
@@ -95,7 +95,7 @@ class TaskCounts(Stored):
 
 
 class Seconds(Stored):
-    """Real seconds by phase, and ``virtual``: the run's time [s] at its end, None on a wall clock."""
+    """Real time by phase [s], and ``virtual``: the run's virtual time at its end [s], None on a wall clock."""
 
     total: float = 0.0
     startup: float = 0.0
@@ -106,7 +106,7 @@ class Seconds(Stored):
 
 
 class Processes(Stored):
-    """How many silos ran, and the most memory that all processes had together [MiB]."""
+    """Number of silos, and peak memory (PSS) of all processes together [MiB]."""
 
     silos: int
     peak_pss_mb: float = 0.0
@@ -119,32 +119,32 @@ class RunSummary(Stored):
         protocol: the method.
         scenario: its name.
         seed: of the run.
-        rounds: asked for.
-        versions: merges done.
+        rounds: requested by the scenario.
+        versions: number of merges.
         model_digest: SHA-256 (hex) of the released model.
         data_digest: of the prepared data's content.
-        released_with: digests of what was released with the model, by payload kind.
+        released_with: digests of the payloads released with the model, by kind.
         unchanged: no silo's update changed the model.
-        metrics: of the last evaluation of the shared model.
-        per_silo: by silo.
-        per_silo_mean: of each metric, the mean over silos on their own shares.
+        metrics: last evaluation of the shared model, on the whole split.
+        per_silo: facts and metrics of each silo.
+        per_silo_mean: mean over silos of each metric, each silo on its part of the split.
         fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
-        personal: of the silos' own models on the whole split, means over silos.
+        personal: means over silos of the personal models' metrics on the whole split.
         personal_whole_split: the same by silo.
-        personal_per_silo: of each silo's own model on its own share.
+        personal_per_silo: metrics of each silo's personal model on the silo's part of the split.
         personal_per_silo_mean: means of these over silos.
-        personal_fairness: as ``fairness``, of the silos' own models.
-        personal_missing: why silos' own models were not measured, by silo.
-        own_metrics: entries of the user's own metrics that were measured, by name.
-        our_reading: the method is this project's reading of what its paper leaves open.
-        own_only: the method trains no shared model as a whole.
+        personal_fairness: as ``fairness``, of the personal models.
+        personal_missing: why personal models were not evaluated, by silo.
+        own_metrics: entries of the user-defined metrics that were measured, by name.
+        our_reading: the method fills in details that its paper leaves open.
+        own_only: the method does not train the shared model as a whole.
         public_items: size of the public set; None for a method without one.
-        bytes: traffic.
-        messages: counted by the coordinator.
-        tasks: by their end.
-        seconds: by phase.
-        processes: and their memory.
-        versions_of: of fedmq, torch and Python, and the processor; they decide the last bits of the weights.
+        bytes: traffic by payload kind.
+        messages: counts of the coordinator's messages.
+        tasks: counts of tasks by outcome.
+        seconds: time by phase.
+        processes: number of silos, and memory.
+        versions_of: versions of fedmq, torch and Python, and the processor, on which the last bits of weights depend.
     """
 
     protocol: str
@@ -179,15 +179,15 @@ class RunSummary(Stored):
 
 
 class MergeLine(Stored):
-    """A merge's line of ``metrics.jsonl``; every further key is something that the method reports of the merge.
+    """A line of ``metrics.jsonl`` for a merge; all further keys are values that the method reports of the merge.
 
     Args:
         kind: ``merge``.
         version: of the merged model.
         now: the run's time of the merge [s].
         replies: names of the silos whose replies were merged, one for each reply.
-        staleness: of each reply, merges since the model it stands on.
-        loss: mean training loss of the silos; None where none reported one.
+        staleness: of each reply, the number of merges since the model it was trained from.
+        loss: mean training loss of the silos; None if no silo reported one.
         losses: training loss by silo.
     """
 
@@ -201,19 +201,19 @@ class MergeLine(Stored):
 
     @property
     def reported(self) -> Figures:
-        """What the method reports of the merge: name to number."""
+        """Values that the method reports of the merge, by name."""
         extra: Mapping[str, object] = self.model_extra or {}
         return {name: value for name, value in extra.items() if isinstance(value, int | float)}
 
 
 class EvaluationLine(Stored):
-    """An evaluation's line of ``metrics.jsonl``.
+    """A line of ``metrics.jsonl`` for an evaluation of the shared model.
 
     Args:
         kind: ``evaluation``.
-        version: of the shared model that was measured.
+        version: of the model.
         metrics: on the whole split.
-        per_silo: on each silo's own share.
+        per_silo: on each silo's part of the split.
     """
 
     kind: Literal["evaluation"]
@@ -223,14 +223,14 @@ class EvaluationLine(Stored):
 
 
 class PersonalLine(Stored):
-    """The line of ``metrics.jsonl`` of a measurement of the silos' own models; the names are those of the summary.
+    """A line of ``metrics.jsonl`` for an evaluation of the personal models; the names are those of the summary.
 
     Args:
         kind: ``personal``.
         version: of the shared model at that time.
         personal: means over silos on the whole split.
         personal_whole_split: by silo, on the whole split.
-        personal_per_silo: by silo, on its own share.
+        personal_per_silo: by silo, on the silo's part of the split.
         personal_per_silo_mean: means of these over silos.
         personal_fairness: ``std_r1``, ``worst_r1`` and ``gap_r1`` over silos.
     """
@@ -244,7 +244,7 @@ class PersonalLine(Stored):
     personal_fairness: Figures
 
 
-#: A line of ``metrics.jsonl``; ``kind`` says which.
+#: A line of ``metrics.jsonl``, discriminated by ``kind``.
 MetricsLine = MergeLine | EvaluationLine | PersonalLine
 
 
@@ -253,7 +253,7 @@ class AnyMetricsLine(RootModel[Annotated[MetricsLine, Field(discriminator="kind"
 
 
 class ReleaseConfig(Stored):
-    """``model/config.json``: what a released model is.
+    """``model/config.json``: the configuration of a released model.
 
     Args:
         backbone: of the scenario.
@@ -261,10 +261,10 @@ class ReleaseConfig(Stored):
         protocol: the method.
         dim: of the embeddings.
         layout_digest: SHA-256 (hex) of the parameters' layout.
-        layout: names of its entries in their order, which ``model.safetensors`` does not keep.
+        layout: names of its entries, in the order that ``model.safetensors`` does not keep.
         model_digest: of the parameters.
         data_digest: of the prepared data's content.
-        released_with: digests of what lies beside the model, by payload kind.
+        released_with: digests of the payloads released with the model, by kind.
     """
 
     backbone: dict[str, JsonValue]

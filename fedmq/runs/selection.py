@@ -1,4 +1,4 @@
-"""Finished runs as people name them: a run by its folder, the rows of a comparison by the comparison's."""
+"""Select finished runs by folder: a single run, or all rows of a comparison."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from fedmq.storage.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Runs:
-    """What stands under one name in a plot.
+    """Runs that a plot shows under one name.
 
     Args:
         name: of the run's folder, or of the comparison's row.
-        folders: of the one run, or of the row's, a seed each.
-        comparison: whose row it is; None of a run that was named itself.
+        folders: of the single run, or of the row's runs, one per seed.
+        comparison: folder of the comparison; None for a single run.
     """
 
     name: str
@@ -28,20 +28,20 @@ class Runs:
 
 
 def named(paths: Iterable[Path], silo: str | None = None) -> list[Runs]:
-    """The runs that folders stand for, each once; with their folder where names are the same.
+    """The runs in some folders, without duplicates; equal names are completed by the folder.
 
     Args:
-        paths: of runs, or of what ``fedmq compare`` and ``fedmq sweep`` wrote.
-        silo: whose own models are used, which the names say.
+        paths: folders of runs, or folders written by ``fedmq compare`` or ``fedmq sweep``.
+        silo: appended to the names, if the silo's personal models are used.
 
     Raises:
-        InputError: a comparison's ``runs.csv`` is damaged, or a run in it is not where it was.
+        InputError: a comparison's ``runs.csv`` is damaged, or one of its runs is not found.
     """
     found: list[Runs] = []
     for path in dict.fromkeys(paths):
-        alone = RunFolder(path).scenario.exists() or not (path / "runs.csv").exists()
-        name = Path(os.path.abspath(path)).name  # noqa: PTH100 - a link is called by its own name
-        found += [Runs(name, (path,))] if alone else _rows(path)
+        is_run = RunFolder(path).scenario.exists() or not (path / "runs.csv").exists()
+        name = Path(os.path.abspath(path)).name  # noqa: PTH100 - keeps the name of a symbolic link
+        found += [Runs(name, (path,))] if is_run else _rows(path)
     if silo is not None:
         found = [replace(each, name=f"{each.name} {silo}") for each in found]
     names = [each.name for each in found]
@@ -54,7 +54,7 @@ def named(paths: Iterable[Path], silo: str | None = None) -> list[Runs]:
 
 
 def _rows(comparison: Path) -> list[Runs]:
-    """The rows of a comparison with a trained model, in its order."""
+    """The rows of a comparison that have a trained model, in order."""
     table = comparison / "runs.csv"
     allowed = "what fedmq compare writes: a line of names, then each run's name, model_digest and folder"
     rows: dict[str, list[Path]] = {}
@@ -64,14 +64,14 @@ def _rows(comparison: Path) -> list[Runs]:
                 name, digest, folder = (record.get(key) for key in ("name", "model_digest", "folder"))
                 if not name or not folder or digest is None:
                     raise InputError(str(table), "a line without name, model_digest or folder", allowed)
-                if digest:  # none before any training, where the folder is that of a run which trained later
+                if digest:  # zero-shot rows have no digest; their folder is that of a run that was trained later
                     rows.setdefault(name, []).append(Path(folder))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise InputError(str(table), str(error), allowed) from None
     if not rows:
         raise InputError(str(table), "no run", allowed)
-    for folder in (folder for own in rows.values() for folder in own):
-        if not os.path.isdir(folder):  # noqa: PTH112 - false of a name that is too long, too
-            where = "a folder that is there; one that is relative is looked for where the command is given"
+    for folder in (folder for folders in rows.values() for folder in folders):
+        if not os.path.isdir(folder):  # noqa: PTH112 - unlike Path, False for names that are too long
+            where = "an existing folder; relative ones are looked up from the working directory"
             raise InputError(str(table), str(folder), where)
-    return [Runs(name, tuple(own), comparison) for name, own in rows.items()]
+    return [Runs(name, tuple(folders), comparison) for name, folders in rows.items()]

@@ -1,4 +1,4 @@
-"""How a run stands: what the coordinator tells displays and supervisors."""
+"""Status of a run, as the coordinator reports it to displays and supervisors."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Status:
-    """Where a run stands, for displays.
+    """Status of a run.
 
     Args:
-        phase: of the rounds machine.
-        round: merges so far.
-        rounds: in all.
-        training: silos whose reply is awaited.
+        phase: of the rounds' state machine.
+        round: number of merges so far.
+        rounds: total number of merges.
+        training: number of silos with a pending task.
         missing: silos, and the evaluator, that have no session.
-        refused: messages refused so far, by reason, and of the last one whose it was and one line on it.
-        online: silos with a session.
-        lost: silos that had a session and lost it.
+        refused: number of refused messages by reason, and one line about the last one, with its sender.
+        online: number of silos with a session.
+        lost: number of silos that lost their session.
         loss: mean training loss of the last merge.
         metrics: of the last evaluation.
-        bytes: of payload tensors, both ways.
+        bytes: of payload tensors in both directions.
         now: the run's time [s].
-        elapsed: real seconds since the loop began.
+        elapsed: real time since the loop started [s].
     """
 
     phase: str

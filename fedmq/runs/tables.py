@@ -1,4 +1,4 @@
-"""Records as CSV."""
+"""Write records as CSV."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def as_csv(records: Sequence[Mapping[str, Any]]) -> str:
-    """Records as CSV with a line of names; a record without a field has it empty."""
+    """Records as CSV with a header line; fields that a record lacks are empty."""
     names = list(dict.fromkeys(name for record in records for name in record))
     text = io.StringIO()
     writer = csv.DictWriter(text, names, restval="", lineterminator="\n")

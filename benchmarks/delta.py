@@ -18,7 +18,8 @@ from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Context, SiloFacts
 from fedmq.malloc import keep_buffers
 from fedmq.wire.fields import all_finite
-from fedmq.wire.messages import Delta, Kind, Message
+from fedmq.wire.messages import Kind, Message
+from fedmq.wire.payloads import Delta
 from protocols._aggregation import accumulate, read_only
 
 _WARM = 8

@@ -37,7 +37,8 @@ from fedmq.federation.protocol import (
     Trained,
 )
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.messages import Delta, Kind, Model, Payload
+from fedmq.wire.messages import Kind
+from fedmq.wire.payloads import Delta, Model, Payload
 from protocols import _aggregation
 
 

@@ -24,7 +24,7 @@ from fedmq.encoders.base import InputSpec
 from fedmq.encoders.gpu import repeatable
 from fedmq.federation.protocol import Context, Local, SiloFacts, Task
 from fedmq.models.build import build
-from fedmq.wire.messages import Model
+from fedmq.wire.payloads import Model
 
 NAME, EDGE, WIDTH, TAU, RATE = "ViT-B-32", 224, 64, 0.07, 1e-4
 MEAN, STD = (0.5, 0.5, 0.5), (0.25, 0.25, 0.25)

@@ -14,7 +14,8 @@ from fedmq.federation.protocol import MergeResult, Reply, SiloFacts, State
 from fedmq.federation.staleness import damping, mixed, rarity
 from fedmq.runs.run_records import MergeLine
 from fedmq.wire.fields import all_finite
-from fedmq.wire.messages import Loss, Message
+from fedmq.wire.messages import Message
+from fedmq.wire.payloads import Loss
 from protocols._missing_branch import completed
 from protocols._robust import robust_replies
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from coordinator.checkpoint_records import CountersRecord
-from fedmq.wire.messages import Payload, tensor_bytes
+from fedmq.wire.payloads import Payload, tensor_bytes
 
 
 @dataclass

@@ -21,7 +21,8 @@ from fedmq.runs.run_records import EvaluationLine, PersonalLine
 from fedmq.storage.run_folder import append_line
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import EVALUATOR, Error, Header, Kind, Message, Metrics, Payload
+from fedmq.wire.messages import EVALUATOR, Header, Kind, Message
+from fedmq.wire.payloads import Error, Metrics, Payload
 
 #: Maximum number of pending evaluations while rounds continue: each keeps a model in memory and one in transit.
 UNDER_WAY = 8

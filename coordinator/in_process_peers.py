@@ -18,7 +18,8 @@ from fedmq.clock import Clock
 from fedmq.errors import DiskError, FedmqError, RemoteWireError
 from fedmq.wire.fields import all_finite
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import COORDINATOR, Error, Header, Kind, Message, Payload, Reason, tensors
+from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
+from fedmq.wire.payloads import Error, Payload, tensors
 
 #: Answers a task or an evaluation request with the payloads of the reply.
 PeerFunction = Callable[[Message], tuple[Payload, ...]]

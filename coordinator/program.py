@@ -49,7 +49,8 @@ from fedmq.wire.handshake import Accepted
 from fedmq.wire.keys import Identity, load_accepted, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import COORDINATOR, EVALUATOR, Loss, Payload, digest
+from fedmq.wire.messages import COORDINATOR, EVALUATOR
+from fedmq.wire.payloads import Loss, Payload, digest
 from fedmq.wire.transports.registry import listen
 
 #: Lower bound of the largest accepted message body [bytes]; see :func:`largest_body`.

@@ -12,14 +12,14 @@ from coordinator.run_context import RunContext
 from fedmq.data.label_levels import fine_columns
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Context, SiloFacts, State
-from fedmq.wire.messages import (
+from fedmq.wire.messages import Message
+from fedmq.wire.payloads import (
     ClassPrototypes,
     Delta,
     DiscriminatorDelta,
     LabelCount,
     Loss,
     Memory,
-    Message,
     Metrics,
     ModalityPrototypes,
     PartialDelta,

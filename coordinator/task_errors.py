@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from fedmq.text import printable
-from fedmq.wire.messages import Error, Message
+from fedmq.wire.messages import Message
+from fedmq.wire.payloads import Error
 
 
 def text_of(message: Message) -> str:

@@ -15,7 +15,8 @@ from coordinator.events import Arrived, Deadline, Event, Failed, Switched
 from coordinator.participation import Trace
 from fedmq.wire.log_records import EventKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Loss, Message
+from fedmq.wire.messages import Message
+from fedmq.wire.payloads import Loss
 
 _KINDS: Mapping[type[Event], EventKind] = {
     Arrived: EventKind.ARRIVED,

@@ -22,7 +22,7 @@ from fedmq.federation.protocol import Reply, SiloFacts, take
 from fedmq.models.two_tower import BRANCHES, SHARED, branch
 from fedmq.wire.fields import all_finite
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import Delta, Model, PartialDelta
+from fedmq.wire.payloads import Delta, Model, PartialDelta
 
 #: Elements per block of a sum.
 _BLOCK = 1 << 16

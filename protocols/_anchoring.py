@@ -15,7 +15,7 @@ from typing import ClassVar, Literal
 from torch import Tensor
 
 from fedmq.federation.protocol import Context, Local, Reply, Task, take
-from fedmq.wire.messages import ModalityPrototypes, Payload
+from fedmq.wire.payloads import ModalityPrototypes, Payload
 from protocols import _aggregation, _prototypes, _training
 from protocols._losses import anchor
 from protocols._options import check

@@ -17,7 +17,7 @@ from fedmq.encoders.base import MODALITIES
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task, take
 from fedmq.seeds import numpy_generator
-from fedmq.wire.messages import ClassPrototypes, Delta, PartialDelta, Payload
+from fedmq.wire.payloads import ClassPrototypes, Delta, PartialDelta, Payload
 from protocols import _class_prototypes, _training
 from protocols._aggregation import as_tensor
 from protocols._clusters import k_means, nearest

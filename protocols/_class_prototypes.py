@@ -20,7 +20,7 @@ from torch import Tensor
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Context, Reply, take
 from fedmq.models.hash_networks import plans_of
-from fedmq.wire.messages import ClassPrototypes
+from fedmq.wire.payloads import ClassPrototypes
 from protocols._aggregation import as_tensor, still_known
 from protocols._prototypes import TOLERANCE, lengths
 

@@ -13,7 +13,7 @@ import torch
 from fedmq.federation.protocol import SiloFacts
 from fedmq.models.two_tower import BRANCHES
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import Delta, PartialDelta, Payload
+from fedmq.wire.payloads import Delta, PartialDelta, Payload
 from protocols import _aggregation
 
 

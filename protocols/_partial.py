@@ -24,7 +24,7 @@ from fedmq.federation.protocol import (
     take,
 )
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import Delta, Loss, Model, PartialDelta, Payload
+from fedmq.wire.payloads import Delta, Loss, Model, PartialDelta, Payload
 from protocols import _aggregation, _personal_model, _training, fedavg
 
 Opts = TypeVar("Opts", bound=fedavg.FedAvgOptions)

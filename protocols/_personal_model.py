@@ -16,7 +16,7 @@ from fedmq.federation import protocol
 from fedmq.federation.protocol import Encoders, Local, take
 from fedmq.models.hash_networks import Tower
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import Model, Payload
+from fedmq.wire.payloads import Model, Payload
 from protocols import _training
 
 #: Name of a silo's personal parameters [P], or its personal layers, in the silo's state.

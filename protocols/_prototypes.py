@@ -15,7 +15,7 @@ from torch import Tensor
 
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Reply, SiloFacts, take
-from fedmq.wire.messages import IMAGE, TEXT, ModalityPrototypes
+from fedmq.wire.payloads import IMAGE, TEXT, ModalityPrototypes
 from protocols._aggregation import as_tensor
 from protocols._losses import unit
 

@@ -21,7 +21,7 @@ import numpy.typing as npt
 from fedmq.config.parts import Robust
 from fedmq.federation.protocol import Reply
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import Delta, PartialDelta, Payload
+from fedmq.wire.payloads import Delta, PartialDelta, Payload
 from protocols._aggregation import module_slices, ordered, owns
 
 F32 = npt.NDArray[np.float32]

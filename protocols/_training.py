@@ -23,7 +23,7 @@ from fedmq.models.hash_networks import Tower
 from fedmq.models.optimiser import optimiser
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import numpy_generator, torch_generator
-from fedmq.wire.messages import Delta
+from fedmq.wire.payloads import Delta
 from protocols import _aggregation
 from protocols._losses import local_prototype, proximal, proximal_gradient
 

@@ -22,7 +22,7 @@ from fedmq.federation.protocol import (
     Traits,
     take,
 )
-from fedmq.wire.messages import Delta, Payload
+from fedmq.wire.payloads import Delta, Payload
 from protocols import _training
 from protocols.fedavg import FedAvg, FedAvgOptions
 

@@ -36,7 +36,7 @@ from fedmq.federation.protocol import (
     take,
 )
 from fedmq.models.two_tower import Out, TwoTower
-from fedmq.wire.messages import Loss, Payload, Representations
+from fedmq.wire.payloads import Loss, Payload, Representations
 from protocols import _aggregation, _personal_model, _prototypes, _training, fedavg
 from protocols._aggregation import as_tensor
 from protocols._options import check, refuse_other_bases

@@ -26,7 +26,7 @@ from fedmq.federation.protocol import (
     Trained,
     take,
 )
-from fedmq.wire.messages import Delta, Loss, Model, Payload
+from fedmq.wire.payloads import Delta, Loss, Model, Payload
 from protocols import _aggregation, _training, objectives
 from protocols._anchoring import Anchoring, InfoNceOptions
 from protocols._losses import info_nce

@@ -38,7 +38,7 @@ from fedmq.federation.protocol import (
     take,
 )
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import ClassPrototypes, Delta, Loss, Model, Payload
+from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, Model, Payload
 from protocols import _aggregation, _centroids, _personal, _training, fedavg
 from protocols._losses import info_nce
 from protocols._options import check, refuse_other_bases

@@ -42,7 +42,7 @@ from fedmq.models.hash_networks import Tower
 from fedmq.models.objectives import OBJECTIVES, TowerPlan, network_of
 from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import numpy_generator
-from fedmq.wire.messages import Delta, Loss, Memory, Model, Payload
+from fedmq.wire.payloads import Delta, Loss, Memory, Model, Payload
 from protocols import _aggregation, _memory, _training, fedavg
 from protocols._aggregation import as_tensor
 from protocols._losses import cosine

@@ -29,7 +29,7 @@ from fedmq.federation.protocol import (
     Traits,
     take,
 )
-from fedmq.wire.messages import LabelCount, Loss, PartialDelta, Payload
+from fedmq.wire.payloads import LabelCount, Loss, PartialDelta, Payload
 from protocols import _aggregation, _personal_model, _training, fedavg
 from protocols._options import check
 from protocols._partial import PartialFedAvg

@@ -38,7 +38,7 @@ from fedmq.federation.protocol import (
 from fedmq.federation.staleness import mixed
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import ClassPrototypes, Delta, DiscriminatorDelta, Payload
+from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta, Payload
 from protocols import _aggregation, _class_prototypes, _training, fedavg, objectives
 from protocols import _discriminator as adversary
 from protocols._aggregation import as_tensor

@@ -35,7 +35,7 @@ from fedmq.federation.protocol import (
     take,
 )
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import ClassPrototypes, Loss, Payload
+from fedmq.wire.payloads import ClassPrototypes, Loss, Payload
 from protocols import _aggregation, _class_prototypes, _personal_model, _training, fedavg
 from protocols._class_prototypes import Shared
 from protocols._options import check

@@ -37,7 +37,7 @@ from fedmq.federation.protocol import (
 )
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
-from fedmq.wire.messages import LabelCount, Loss, MeanAveragePrecision, PartialDelta, Payload
+from fedmq.wire.payloads import LabelCount, Loss, MeanAveragePrecision, PartialDelta, Payload
 from protocols import _aggregation, _personal_model, _scmr, _training, fedavg
 from protocols._options import check
 from protocols._partial import PartialFedAvg

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Context, Local, SiloFacts, Task, take
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import Model
+from fedmq.wire.payloads import Model
 from protocols import _personal_model, _training, fedavg
 from protocols._aggregation import as_tensor
 from protocols._options import check

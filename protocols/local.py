@@ -25,7 +25,7 @@ from fedmq.federation.protocol import (
     Trained,
     Traits,
 )
-from fedmq.wire.messages import Loss, Payload
+from fedmq.wire.payloads import Loss, Payload
 from protocols import _aggregation, _personal_model, _training, fedavg
 from protocols._options import check
 

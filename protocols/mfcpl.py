@@ -44,7 +44,7 @@ from fedmq.federation.protocol import (
 )
 from fedmq.models.two_tower import Out
 from fedmq.seeds import numpy_generator
-from fedmq.wire.messages import ClassPrototypes, Delta, Model, PartialDelta, Payload
+from fedmq.wire.payloads import ClassPrototypes, Delta, Model, PartialDelta, Payload
 from protocols import _aggregation, _class_prototypes, _clusters, _personal_model, _training, fedavg
 from protocols._aggregation import as_tensor
 from protocols._class_prototypes import Shared

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedmq.federation.protocol import Context, Local, Task, Traits, take
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import Model
+from fedmq.wire.payloads import Model
 from protocols import _personal_model, _training, fedavg
 from protocols._aggregation import as_tensor
 from protocols._losses import unit

@@ -37,7 +37,7 @@ from fedmq.federation.protocol import (
 )
 from fedmq.models.two_tower import Out
 from fedmq.seeds import torch_generator
-from fedmq.wire.messages import ClassPrototypes, Delta, Loss, Model, Payload
+from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, Model, Payload
 from protocols import _aggregation, _class_prototypes, _hypernetwork, _personal_model, _training, fedavg
 from protocols._aggregation import as_tensor
 from protocols._options import check

@@ -34,7 +34,7 @@ from fedmq.federation.protocol import (
     take,
 )
 from fedmq.seeds import torch_generator
-from fedmq.wire.messages import (
+from fedmq.wire.payloads import (
     ClassPrototypes,
     Delta,
     Geometry,

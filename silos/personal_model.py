@@ -18,7 +18,8 @@ from fedmq.federation.population import Population
 from fedmq.retrieval.released_model import PersonalModel, Release, Retriever
 from fedmq.runs.results import read_summary
 from fedmq.storage.cache import key_of
-from fedmq.wire.messages import Message, digest
+from fedmq.wire.messages import Message
+from fedmq.wire.payloads import digest
 from silos.program import Silo, SiloArguments
 
 #: Relative difference that the metrics of a model may have between machines.

@@ -36,7 +36,8 @@ from fedmq.wire.keys import Identity, load_accepted, load_identity, noise_key
 from fedmq.wire.layout import agree, require_layout
 from fedmq.wire.log_records import NoteKind, NoteRecord, read_log
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import DiscriminatorDelta, Error, Kind, Message, Metrics, Model, Payload
+from fedmq.wire.messages import Kind, Message
+from fedmq.wire.payloads import DiscriminatorDelta, Error, Metrics, Model, Payload
 from protocols._missing_branch import shortened
 from silos.personal_state import StateStore
 from silos.slots import Slots, slots_folder

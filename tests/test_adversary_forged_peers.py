@@ -21,7 +21,8 @@ from fedmq.wire import handshake
 from fedmq.wire.codec import decode_header, unpack
 from fedmq.wire.handshake import WELCOME_LABEL, complete, initiate, respond
 from fedmq.wire.keys import Identity, init_keys, load_identity
-from fedmq.wire.messages import Delta, Header, Kind, Message
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import Delta
 from tests.small_federation import World, population
 from tests.threaded_run import resolved
 

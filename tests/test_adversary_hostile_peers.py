@@ -35,7 +35,8 @@ from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.log_records import MessageRecord, NoteRecord, RefusedRecord, read_log
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import DiscriminatorDelta, Error, Header, Kind, Loss, Message, Metrics, Model
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import DiscriminatorDelta, Error, Loss, Metrics, Model
 from fedmq.wire.sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect, listen

@@ -23,7 +23,8 @@ from fedmq.errors import InputError, RemoteWireError, RunError
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.channel import BEAT_SECONDS
 from fedmq.wire.log_records import NoteKind
-from fedmq.wire.messages import Header, Kind, Message, Metrics
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import Metrics
 from silos.program import Silo, SiloArguments, reportable, run_silo
 from tests import in_process_run, threaded_run
 from tests.test_adversary_hostile_peers import joined, within

@@ -25,15 +25,13 @@ from fedmq.storage.run_folder import RunFolder
 from fedmq.wire import codec
 from fedmq.wire.fields import FieldError
 from fedmq.wire.log_records import NoteKind, RefusedRecord, read_log
-from fedmq.wire.messages import (
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import (
     ClassPrototypes,
     Delta,
-    Header,
-    Kind,
     LabelCount,
     Loss,
     Memory,
-    Message,
     ModalityPrototypes,
     Payload,
     Representations,

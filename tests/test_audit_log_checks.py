@@ -29,8 +29,8 @@ from fedmq.wire.codec import decode, encode_body
 from fedmq.wire.keys import fingerprint, load_accepted
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Kind, Message, digest
-from fedmq.wire.payloads import Error, Loss, Metrics
+from fedmq.wire.messages import Kind, Message
+from fedmq.wire.payloads import Error, Loss, Metrics, digest
 from tests.adversary_forged_logs import forge, lines, reseal, rewrite
 from tests.two_logs import held, message, two_logs, written
 

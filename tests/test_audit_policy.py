@@ -23,7 +23,7 @@ from fedmq.encoders.base import InputSpec
 from fedmq.errors import InputError
 from fedmq.models.build import build
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import PAYLOADS
+from fedmq.wire.payloads import PAYLOADS
 from tests.adversary_forged_logs import lines, message_record, reseal, rewrite
 from tests.two_logs import held, message, two_logs, written
 

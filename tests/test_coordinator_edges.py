@@ -38,7 +38,8 @@ from fedmq.federation.population import build_population
 from fedmq.federation.protocol import SiloFacts, State
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Delta, Header, Kind, Message
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import Delta
 from silos.program import Silo
 from tests import in_process_run
 from tests.threaded_run import resolved

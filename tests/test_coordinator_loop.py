@@ -30,7 +30,8 @@ from fedmq.wire.channel import BEAT_SECONDS, LOST_BEATS
 from fedmq.wire.handshake import initiate
 from fedmq.wire.keys import init_keys, load_identity
 from fedmq.wire.log_records import NoteKind
-from fedmq.wire.messages import Delta, Header, Kind, Message, Metrics, Payload
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import Delta, Metrics, Payload
 from fedmq.wire.sessions import seal_message
 from fedmq.wire.transports import _zeromq
 from fedmq.wire.transports.registry import connect

@@ -30,7 +30,8 @@ from fedmq.experiments import summary as comparisons
 from fedmq.experiments.grid import ComparisonPlan
 from fedmq.runs import results
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.messages import Message, Metrics
+from fedmq.wire.messages import Message
+from fedmq.wire.payloads import Metrics
 from silos.program import Silo
 from tests import in_process_run, threaded_run
 from tests.threaded_run import resolved

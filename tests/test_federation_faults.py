@@ -23,7 +23,7 @@ from fedmq.federation.fault_schedule import FaultSchedule
 from fedmq.federation.protocol import SiloFacts
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.log_records import EventKind, EventRecord, NoteKind, NoteRecord, read_log
-from fedmq.wire.messages import ClassPrototypes, Delta, Loss, Memory, ModalityPrototypes
+from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, Memory, ModalityPrototypes
 from tests import in_process_run
 from tests.in_process_run import lines, notes, run_restarted
 from tests.threaded_run import resolved

@@ -17,7 +17,8 @@ from coordinator.run_context import RunContext
 from fedmq.config.parts import Cost
 from fedmq.federation.protocol import Reply, State
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.messages import Header, Kind, Message, Representations
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import Representations
 from protocols._aggregation import update_of
 from protocols.creamfl_public import GLOBAL
 from tests.small_federation import World, population

@@ -15,7 +15,7 @@ from fedmq.config.scenario import Privacy
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Task
 from fedmq.federation.update_transforms import transform
-from fedmq.wire.messages import Delta, DiscriminatorDelta, Payload
+from fedmq.wire.payloads import Delta, DiscriminatorDelta, Payload
 from silos.program import Silo
 from tests import in_process_run
 from tests.threaded_run import resolved, run

@@ -24,7 +24,7 @@ from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import open_release
 from fedmq.runs.results import read_metrics
 from fedmq.storage.run_folder import RunFolder
-from fedmq.wire.messages import ClassPrototypes
+from fedmq.wire.payloads import ClassPrototypes
 from tests import in_process_run
 from tests.small_federation import DIM, World, population
 from tests.threaded_run import resolved

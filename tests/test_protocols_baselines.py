@@ -16,7 +16,7 @@ from fedmq.config.scenario import Objective, Privacy, ProtocolChoice, Training
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.federation.protocol import Reply, Task
 from fedmq.federation.update_transforms import transform
-from fedmq.wire.messages import ClassPrototypes, Delta, Loss, PartialDelta, Representations
+from fedmq.wire.payloads import ClassPrototypes, Delta, Loss, PartialDelta, Representations
 from protocols import _aggregation
 from protocols._personal_model import OWN
 from silos.program import Silo

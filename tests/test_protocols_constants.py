@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy, normalize
 from fedmq.config.scenario import Training
 from fedmq.federation.protocol import Local, Reply, State, take
 from fedmq.seeds import torch_generator
-from fedmq.wire.messages import ClassPrototypes, ModalityPrototypes, Representations, RouterStatistics
+from fedmq.wire.payloads import ClassPrototypes, ModalityPrototypes, Representations, RouterStatistics
 from protocols import _class_prototypes, _personal, _prototypes, creamfl_public
 from protocols._losses import info_nce
 from protocols._personal_model import OWN

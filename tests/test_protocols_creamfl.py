@@ -16,7 +16,7 @@ from fedmq.config.parts import Aggregation
 from fedmq.config.scenario import Objective, ProtocolChoice
 from fedmq.errors import InputError
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import Loss, Representations
+from fedmq.wire.payloads import Loss, Representations
 from protocols import creamfl, creamfl_public
 from tests.replies import payload_of
 from tests.small_federation import DIM, population

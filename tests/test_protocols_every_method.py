@@ -21,8 +21,8 @@ from fedmq.config.scenario import Objective
 from fedmq.errors import FedmqError, InputError, RemoteWireError, RunError
 from fedmq.federation.protocol import Local, Reply, State
 from fedmq.wire.fields import FieldError
-from fedmq.wire.messages import Delta, Header, Kind, Message, PartialDelta, Payload
-from fedmq.wire.payloads import tensors
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import Delta, PartialDelta, Payload, tensors
 from protocols._aggregation import inserted, places
 from protocols._missing_branch import completed, shortened
 from protocols._personal_model import OWN

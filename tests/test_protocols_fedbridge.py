@@ -11,7 +11,7 @@ import torch
 
 from fedmq.errors import RemoteWireError
 from fedmq.federation.protocol import Local, Reply, Task, take
-from fedmq.wire.messages import ClassPrototypes, Delta
+from fedmq.wire.payloads import ClassPrototypes, Delta
 from protocols import _centroids, fedbridge
 from tests.small_federation import DIM, population
 

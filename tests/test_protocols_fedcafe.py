@@ -23,7 +23,7 @@ from fedmq.errors import InputError, RemoteWireError
 from fedmq.evaluation import program
 from fedmq.federation.protocol import Context, Local, Reply, SiloFacts, Task
 from fedmq.models import hash_networks
-from fedmq.wire.messages import Memory, Model
+from fedmq.wire.payloads import Memory, Model
 from protocols import _memory, _training, fedcafe, objectives
 from protocols.objectives import _alternating, dcmh, shdch
 from tests import definitions, in_process_run
@@ -459,9 +459,9 @@ def test_relevance_goes_by_the_fine_labels(monkeypatch: pytest.MonkeyPatch) -> N
     whole = share(PAIRED, 5)
     monkeypatch.setattr(program, "load_silo_dataset", lambda *_, **__: whole)
     held_out: Any = SimpleNamespace(prepared=SimpleNamespace(label_names=LEVELS))
-    assert torch.equal(program._judged(held_out, np.arange(5)).labels, whole.labels[:, [0, 2]])
+    assert torch.equal(program._with_fine_labels(held_out, np.arange(5)).labels, whole.labels[:, [0, 2]])
     held_out.prepared.label_names = LABELS
-    assert torch.equal(program._judged(held_out, np.arange(5)).labels, whole.labels)
+    assert torch.equal(program._with_fine_labels(held_out, np.arange(5)).labels, whole.labels)
 
 
 def test_shdch_takes_as_many_levels_as_the_names_have_or_fewer() -> None:

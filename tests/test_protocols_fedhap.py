@@ -23,7 +23,7 @@ from fedmq.federation.population import build_population
 from fedmq.federation.protocol import Reply
 from fedmq.models.hash_networks import signs, straight_through
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import ClassPrototypes, Delta, DiscriminatorDelta
+from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta
 from protocols import _class_prototypes, fedhap, objectives
 from protocols import _discriminator as adversary
 from protocols.objectives import csq, dch, dpsh, greedyhash, triplet

@@ -10,7 +10,7 @@ import torch
 
 from fedmq.config.scenario import Training
 from fedmq.errors import InputError
-from fedmq.wire.messages import ClassPrototypes
+from fedmq.wire.payloads import ClassPrototypes
 from protocols import _class_prototypes, _clusters, fedproto
 from protocols._personal_model import OWN
 from tests.replies import own_embeddings, payload_of, with_payload

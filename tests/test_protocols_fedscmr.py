@@ -18,7 +18,7 @@ from fedmq.errors import InputError
 from fedmq.evaluation.label_metrics import cosine_metrics
 from fedmq.federation.protocol import Local, Reply, take
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import Loss, MeanAveragePrecision, PartialDelta
+from fedmq.wire.payloads import Loss, MeanAveragePrecision, PartialDelta
 from protocols import _aggregation, _training, fedcmr, fedscmr
 from protocols._personal_model import OWN
 from protocols._robust import robust_replies

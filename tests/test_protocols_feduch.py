@@ -17,7 +17,7 @@ from fedmq.federation.protocol import Local, Task
 from fedmq.models.hash_networks import dropout_mask, signs
 from fedmq.models.two_tower import Out
 from fedmq.seeds import torch_generator
-from fedmq.wire.messages import Delta
+from fedmq.wire.payloads import Delta
 from protocols import _personal_model, _training, feduch, objectives
 from protocols._losses import unit
 from protocols._similarity import Graph, batch_features, item_features, smallest

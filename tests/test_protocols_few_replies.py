@@ -14,7 +14,7 @@ import protocols
 from fedmq.config.scenario import Objective, ProtocolChoice
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Reply
-from fedmq.wire.messages import ClassPrototypes, Loss
+from fedmq.wire.payloads import ClassPrototypes, Loss
 from tests import in_process_run
 from tests.small_federation import World, population
 from tests.threaded_run import resolved

@@ -15,7 +15,7 @@ from fedmq.config.parts import Robust
 from fedmq.config.scenario import Objective, Training
 from fedmq.federation.protocol import Local, Reply, SiloFacts, Task, take
 from fedmq.models.hash_networks import Tower
-from fedmq.wire.messages import ClassPrototypes, Loss
+from fedmq.wire.payloads import ClassPrototypes, Loss
 from protocols import (
     _centroids,
     _class_prototypes,

@@ -10,7 +10,7 @@ import torch
 from fedmq.config.scenario import Training
 from fedmq.errors import RemoteWireError
 from fedmq.seeds import numpy_generator
-from fedmq.wire.messages import ClassPrototypes, Delta
+from fedmq.wire.payloads import ClassPrototypes, Delta
 from protocols import _class_prototypes, _clusters
 from tests.replies import payload_of, with_payload
 from tests.small_federation import DIM, LABELS, World, population

@@ -13,7 +13,7 @@ import torch
 from fedmq.config.scenario import Objective
 from fedmq.errors import InputError
 from fedmq.federation.protocol import Local, State
-from fedmq.wire.messages import ClassPrototypes, Delta, Model
+from fedmq.wire.payloads import ClassPrototypes, Delta, Model
 from protocols import _hypernetwork, plfedcmh
 from tests.replies import payload_of
 from tests.small_federation import DIM, World, equal_states, population, share

@@ -14,7 +14,7 @@ import torch
 
 from fedmq.config.scenario import Training
 from fedmq.federation.protocol import MergeResult, Reply, State, take
-from fedmq.wire.messages import ClassPrototypes, Geometry, Loss, ModalityPrototypes, RouterStatistics
+from fedmq.wire.payloads import ClassPrototypes, Geometry, Loss, ModalityPrototypes, RouterStatistics
 from protocols import _aggregation, _prototypes, _router, rcsr
 from protocols._centroids import MEMBERS
 from protocols._losses import anchor, info_nce, nearest_anchor, unit

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedmq.wire.messages import Loss
+from fedmq.wire.payloads import Loss
 from protocols import _aggregation, _fairness, rcsr
 from tests.replies import weights_of, with_payload
 from tests.small_federation import population

@@ -16,7 +16,7 @@ from fedmq.config.parts import Robust
 from fedmq.federation.protocol import Reply, SiloFacts
 from fedmq.wire.layout import Layout
 from fedmq.wire.log_records import NoteKind
-from fedmq.wire.messages import Delta, Loss, PartialDelta
+from fedmq.wire.payloads import Delta, Loss, PartialDelta
 from protocols._aggregation import branch_slices
 from protocols._robust import (
     coordinate_median,

@@ -20,7 +20,7 @@ from torch.nn.functional import cosine_similarity, one_hot, relu, softplus
 from fedmq.config.scenario import Objective, Training
 from fedmq.federation.protocol import Local, Task, Trained, take
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import ClassPrototypes, Delta, DiscriminatorDelta, Memory, Model, Representations
+from fedmq.wire.payloads import ClassPrototypes, Delta, DiscriminatorDelta, Memory, Model, Representations
 from protocols import _centroids, _training
 from protocols import _discriminator as adversary
 from protocols._losses import info_nce

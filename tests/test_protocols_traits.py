@@ -26,7 +26,7 @@ from fedmq.federation.protocol import (
     class_problem,
 )
 from fedmq.models.two_tower import Out
-from fedmq.wire.messages import Payload
+from fedmq.wire.payloads import Payload
 from protocols import _training
 from protocols._variant import variant
 from protocols.fedavg import FedAvg, FedAvgOptions

@@ -24,7 +24,7 @@ from fedmq.retrieval import pr_curves, search, select_model
 from fedmq.retrieval.gallery import export
 from fedmq.retrieval.released_model import OtherModelError, Release, open_release
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import Delta, PartialDelta
+from fedmq.wire.payloads import Delta, PartialDelta
 from protocols import fedscmr
 from silos.personal_model import personal_model_of
 from tests import in_process_run

@@ -16,7 +16,7 @@ from fedmq.runs import results
 from fedmq.runs.run_records import EvaluationLine, MergeLine, MetricsLine, ReleaseConfig
 from fedmq.storage.json_files import Stored, read_json
 from fedmq.storage.run_folder import RunFolder, append_line, write_json
-from fedmq.wire.messages import Metrics
+from fedmq.wire.payloads import Metrics
 from tests.run_summaries import summary
 
 FIGURES = {"i2t_medr": 1.0, "mean_r1": 0.5}

@@ -26,7 +26,8 @@ from fedmq.wire.log_records import (
     read_log,
 )
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import COORDINATOR, Error, Kind, Message
+from fedmq.wire.messages import COORDINATOR, Kind, Message
+from fedmq.wire.payloads import Error
 from fedmq.wire.transports.base import QUEUE, Listener
 from fedmq.wire.transports.registry import listen
 from silos.program import SiloArguments, run_silo

@@ -18,22 +18,18 @@ from fedmq.wire import codec
 from fedmq.wire.codec import decode, decode_header, encode_body, encode_header
 from fedmq.wire.fields import LAYER, NAME, Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
 from fedmq.wire.layout import DTYPES, Layout
-from fedmq.wire.messages import (
-    CARRIES,
+from fedmq.wire.messages import CARRIES, Header, Kind, Message, TaskInfo
+from fedmq.wire.payloads import (
     PAYLOADS,
     ClassPrototypes,
     Delta,
     Error,
     Geometry,
-    Header,
-    Kind,
     Loss,
-    Message,
     Metrics,
     Model,
     Payload,
     SecretShare,
-    TaskInfo,
 )
 
 FEW = settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))

@@ -10,7 +10,8 @@ import pytest
 from coordinator import program
 from fedmq.wire import channel, codec, fields, handshake, layout, messages, payloads, sessions
 from fedmq.wire.fields import Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
-from fedmq.wire.messages import CARRIES, PAYLOADS, WIRE_VERSION, Kind, Reason
+from fedmq.wire.messages import CARRIES, WIRE_VERSION, Kind, Reason
+from fedmq.wire.payloads import PAYLOADS
 from fedmq.wire.transports import base
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "reference" / "wire.md").read_text(encoding="utf-8")

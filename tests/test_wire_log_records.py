@@ -27,7 +27,8 @@ from fedmq.wire.log_records import (
     record_of,
 )
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Header, Kind, Loss, Message, Reason, digest
+from fedmq.wire.messages import Header, Kind, Message, Reason
+from fedmq.wire.payloads import Loss, digest
 
 #: Written by the release before records had types: one of each kind, action, note and event.
 OLD = Path(__file__).parent / "logs" / "records.jsonl"

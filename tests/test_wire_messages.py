@@ -13,32 +13,29 @@ import pytest
 from fedmq.errors import InputError, LocalWireError, RemoteWireError
 from fedmq.wire.fields import FieldError, Real, all_finite
 from fedmq.wire.layout import Layout, LayoutEntry, agree, require_layout
-from fedmq.wire.messages import (
-    CARRIES,
+from fedmq.wire.messages import CARRIES, Header, Kind, Message, TaskInfo
+from fedmq.wire.payloads import (
     PAYLOADS,
     ClassPrototypes,
     Delta,
     Error,
     Geometry,
-    Header,
-    Kind,
     LabelCount,
     Loss,
     MeanAveragePrecision,
     Memory,
-    Message,
     Metrics,
     ModalityPrototypes,
     Model,
     PartialDelta,
+    Payload,
     Representations,
     RouterStatistics,
     SecretShare,
-    TaskInfo,
+    payload,
     tensor_bytes,
     tensors,
 )
-from fedmq.wire.payloads import Payload, payload
 
 DIGEST = "0" * 64
 LAYOUT = Layout.of([("a.weight", (2, 3), "float32"), ("a.bias", (2,), "float32"), ("scale", (), "float32")])

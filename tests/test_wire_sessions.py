@@ -16,7 +16,8 @@ from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire import handshake
 from fedmq.wire import sessions as crypto
 from fedmq.wire.codec import encode_header
-from fedmq.wire.messages import Delta, Header, Kind, Loss, Message
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import Delta, Loss
 from fedmq.wire.sessions import Sealed, Session, open_message, seal_message
 from tests.wire_checks import RUN, assert_works, flipped, message, reason
 

@@ -21,7 +21,8 @@ from fedmq.errors import InputError, LocalWireError, RemoteWireError
 from fedmq.wire import transports
 from fedmq.wire.handshake import complete, confirm, initiate, respond
 from fedmq.wire.keys import Identity
-from fedmq.wire.messages import Delta, Header, Kind, Message
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import Delta
 from fedmq.wire.sessions import open_message, seal_message
 from fedmq.wire.transports import base, memory, registry
 from fedmq.wire.transports.base import Connection, Listener

@@ -10,7 +10,8 @@ from fedmq.audit import policy
 from fedmq.audit.log_checks import audit_run
 from fedmq.clock import WallClock
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import Delta, Header, Kind, Message
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import Delta
 
 
 def message(counter: int, sender: str = "silo-00", receiver: str = "coordinator") -> Message:

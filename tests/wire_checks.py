@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from fedmq.errors import RemoteWireError
-from fedmq.wire.messages import Header, Kind, Loss, Message
+from fedmq.wire.messages import Header, Kind, Message
+from fedmq.wire.payloads import Loss
 from fedmq.wire.sessions import Session, open_message, seal_message
 
 RUN = "run-1"

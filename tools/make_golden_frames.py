@@ -21,19 +21,17 @@ from fedmq.wire.codec import encode_body
 from fedmq.wire.handshake import Ephemeral, complete, confirm, initiate, respond
 from fedmq.wire.keys import Identity
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import (
+from fedmq.wire.messages import Header, Kind, Message, TaskInfo
+from fedmq.wire.payloads import (
     ClassPrototypes,
     Delta,
     DiscriminatorDelta,
     Error,
     Geometry,
-    Header,
-    Kind,
     LabelCount,
     Loss,
     MeanAveragePrecision,
     Memory,
-    Message,
     Metrics,
     ModalityPrototypes,
     Model,
@@ -42,7 +40,6 @@ from fedmq.wire.messages import (
     Representations,
     RouterStatistics,
     SecretShare,
-    TaskInfo,
 )
 from fedmq.wire.sessions import Session, seal_message
 

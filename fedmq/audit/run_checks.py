@@ -35,7 +35,8 @@ from fedmq.storage.json_files import read_json
 from fedmq.storage.run_folder import RunFolder
 from fedmq.wire.fields import FieldError
 from fedmq.wire.log_records import EventRecord, LogRecord, MessageRecord, NoteKind, NoteRecord, RefusedRecord
-from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind, Metrics, Model, digest
+from fedmq.wire.messages import COORDINATOR, EVALUATOR, Kind
+from fedmq.wire.payloads import Metrics, Model, digest
 
 #: Phase in the coordinator's last note once all rounds are done. The layer order forbids importing it.
 _DONE = "done"

@@ -31,7 +31,8 @@ from fedmq.wire.keys import load_accepted, load_identity
 from fedmq.wire.layout import agree, require_layout
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import EVALUATOR, ClassPrototypes, Error, Kind, Memory, Metrics, Model, Payload
+from fedmq.wire.messages import EVALUATOR, Kind
+from fedmq.wire.payloads import ClassPrototypes, Error, Memory, Metrics, Model, Payload
 
 
 @dataclass(frozen=True)

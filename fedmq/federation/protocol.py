@@ -19,7 +19,7 @@ from fedmq.data.silo_dataset import SiloDataset
 from fedmq.errors import InputError, RemoteWireError
 from fedmq.models.two_tower import TwoTower
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import Model, PartialDelta, Payload
+from fedmq.wire.payloads import Model, PartialDelta, Payload
 
 P = TypeVar("P")
 

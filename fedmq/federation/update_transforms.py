@@ -9,7 +9,7 @@ from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 
 from fedmq import seeds
 from fedmq.config.scenario import Privacy
-from fedmq.wire.messages import Delta, DiscriminatorDelta, PartialDelta
+from fedmq.wire.payloads import Delta, DiscriminatorDelta, PartialDelta
 
 F32 = npt.NDArray[np.float32]
 #: Payload types to which the transforms apply: all updates.

@@ -14,7 +14,7 @@ from fedmq.errors import InputError
 from fedmq.runs.run_records import ReleaseConfig, RunSummary
 from fedmq.wire.fields import FieldError
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import ClassPrototypes, Memory, Payload
+from fedmq.wire.payloads import ClassPrototypes, Memory, Payload
 
 #: Payloads that may be released with a model, by kind: name in messages, and constructor from the file's arrays.
 BESIDE: Mapping[str, tuple[str, Callable[..., Payload]]] = {

@@ -18,7 +18,8 @@ from fedmq.wire.handshake import Accepted, Initiated, complete, initiate
 from fedmq.wire.keys import Identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
-from fedmq.wire.messages import COORDINATOR, Error, Header, Kind, Message, Payload, Reason
+from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
+from fedmq.wire.payloads import Error, Payload
 from fedmq.wire.sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect

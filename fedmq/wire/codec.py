@@ -18,18 +18,8 @@ import numpy.typing as npt
 from fedmq.errors import LocalWireError, RemoteWireError
 from fedmq.wire.fields import Field, FieldError, Names, Numbers, NumbersByName, Real, Tensor, all_finite, shown
 from fedmq.wire.layout import Layout
-from fedmq.wire.messages import (
-    MAX_PAYLOADS,
-    PAYLOADS,
-    WIRE_VERSIONS,
-    Header,
-    Kind,
-    Message,
-    Payload,
-    Reason,
-    TaskInfo,
-    tensors,
-)
+from fedmq.wire.messages import MAX_PAYLOADS, WIRE_VERSIONS, Header, Kind, Message, Reason, TaskInfo
+from fedmq.wire.payloads import PAYLOADS, Payload, tensors
 
 BytesLike: TypeAlias = bytes | bytearray | memoryview
 

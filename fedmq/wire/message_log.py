@@ -27,7 +27,8 @@ from fedmq.wire.log_records import (
     record_of,
     sealed,
 )
-from fedmq.wire.messages import Kind, Message, digest, tensor_bytes
+from fedmq.wire.messages import Kind, Message
+from fedmq.wire.payloads import digest, tensor_bytes
 
 
 class MessageLog:

@@ -317,7 +317,7 @@ def test_what_the_method_refuses_of_a_file_of_features_is_told_beside_its_counts
     assert facts["items"]
     assert facts["silos"]
     assert facts["problems"] == [
-        "protocol.name: found 'creamfl_public', allowed: creamfl: the data set marks no public items"
+        "protocol.name: found 'creamfl_public', allowed: creamfl, as the data set marks no public items"
     ]
 
 

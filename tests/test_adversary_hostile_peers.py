@@ -17,6 +17,7 @@ import torch
 import yaml
 
 from coordinator.evaluation import EvaluationRequests
+from coordinator.events import Merge
 from coordinator.loop import Loop
 from coordinator.reply_validation import LARGEST, check_reply
 from coordinator.roster import Roster
@@ -406,10 +407,10 @@ def test_from_the_checkpoint_before_the_last_the_same_model_comes_out(tiny: Path
     class Killed(Exception):
         pass
 
-    def killed(loop: Loop, round_: int, arrived: Any) -> None:
-        if round_ == 3:
+    def killed(loop: Loop, action: Merge) -> None:
+        if action.round == 3:
             raise Killed
-        merge(loop, round_, arrived)
+        merge(loop, action)
 
     cut = tmp_path / "cut"
     with pytest.MonkeyPatch.context() as patch:

@@ -271,7 +271,7 @@ def test_a_sweep_runs_goes_on_after_a_stop_and_gives_what_single_runs_give(tiny:
     assert not result["errors"]
     runs = list(csv.DictReader((out / "runs.csv").read_text().splitlines()))
     alone = run(resolved(short, "protocol=fedavg"), tmp_path / "one")
-    assert alone.summary["model_digest"] == runs[0]["model_digest"]
+    assert alone.summary.model_digest == runs[0]["model_digest"]
     assert {path.name for path in out.iterdir()} == {
         "runs", "runs.csv", "table.csv", "table.md", "table.tex", "plots.html",
     }  # fmt: skip

@@ -197,7 +197,7 @@ def test_a_coordinator_whose_disk_was_slow_calls_nobody_silent(
 
     def slow(folder: Path, record: checkpoint.Checkpoint, disk: Callable[[], None]) -> None:
         real(folder, record, disk)
-        if record.rounds["version"] == 2:
+        if record.rounds.version == 2:
             time.sleep(held)
 
     monkeypatch.setattr(checkpoint, "save", slow)

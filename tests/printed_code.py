@@ -22,7 +22,7 @@ def blocks(page: Path, heading: str) -> list[Block]:
     """The blocks of code under a heading of the second level."""
     _, found, below = page.read_text(encoding="utf-8").partition(f"\n## {heading}\n")
     assert found, f"{page.name} has no section {heading}"
-    parts = re.split(r"((?:^    .*\n(?:\n(?=    ))*)+)", below.partition("\n## ")[0], flags=re.MULTILINE)
+    parts = re.split(r"((?:^    .*\n(?:\n+(?=    ))?)+)", below.partition("\n## ")[0], flags=re.MULTILINE)
     return [
         Block(" ".join(intro.strip().rpartition("\n\n")[2].split()), textwrap.dedent(code))
         for intro, code in zip(parts[::2], parts[1::2], strict=False)

@@ -13,6 +13,7 @@ test: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.import_circles
+	$(BIN)/python -m tools.size_limits
 	$(BIN)/pytest -n auto --dist worksteal
 
 check: .venv/installed
@@ -21,6 +22,7 @@ check: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python -m tools.import_circles
+	$(BIN)/python -m tools.size_limits
 	$(BIN)/pytest -n auto --dist worksteal -m "not slow"
 
 chaos: .venv/installed

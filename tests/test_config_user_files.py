@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-import textwrap
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -23,22 +21,13 @@ from fedmq.config.scenario import Scenario
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import RunFolder
 from tests import data_set_folders, in_process_run
+from tests.printed_code import ROOT, file_under
 from tests.threaded_run import resolved
 
-PAGE = (Path(__file__).parent.parent / "docs" / "howto" / "own_methods.md").read_text()
-
-
-def printed(heading: str) -> str:
-    """The file that the page prints under a heading: its first block of code."""
-    below = PAGE.partition(f"\n## {heading}\n")[2]
-    block = re.search(r'^    """(?:.*\n(?=    |\n))*.*\n', below, flags=re.MULTILINE)
-    assert block is not None
-    return textwrap.dedent(block[0])
-
-
-METHOD = printed("A method")
-OBJECTIVE = printed("An objective")
-DATA_SET = printed("A data set").replace("Draw(queries=1000)", "Draw(4, 2)")
+PAGE = ROOT / "docs" / "howto" / "own_methods.md"
+METHOD = file_under(PAGE, "A method")
+OBJECTIVE = file_under(PAGE, "An objective")
+DATA_SET = file_under(PAGE, "A data set").replace("Draw(queries=1000)", "Draw(4, 2)")
 MARKED = "from pathlib import Path\nPath({path!r}).touch()\n"
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedmq.config.scenario import Data
 from fedmq.data.catalogue import SETS
 from fedmq.encoders.images import decode
 from fedmq.errors import InputError
@@ -426,24 +425,6 @@ def test_the_document_has_a_layout_and_a_snippet_for_every_set() -> None:
         assert f"\n### {name}\n" in text, name
         path = "}" if name == "openmoji" else ", path:"
         assert f"data: {{name: {name}{path}" in text, name
-
-
-def test_the_data_set_of_contributing_is_a_data_set(tmp_path: Path) -> None:
-    lines = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
-    start = lines.index("    def read_mine(data: Data) -> RawSet:")
-    code = "\n".join(line[4:] for line in lines[start : lines.index("", start)])
-    from fedmq.data import raw_set
-    from fedmq.encoders.images import Files
-
-    names = {**vars(raw_set), "Files": Files, "Data": Data}
-    exec(code, names)
-    data_set_folders.photo(tmp_path / "photos" / "a.png", 1)
-    entries = [{"file": "a.png", "class": "x", "text": "one"}, {"file": "b.png", "class": "y", "text": "two"}]
-    data_set_folders.write(tmp_path / "list.json", json.dumps(entries))
-    found = names["read_mine"](Data(name="manifest", path=tmp_path))
-    assert found.captions == (("one",), ("two",))
-    assert found.label_names == ("x", "y")
-    assert found.pictures.missing(1)
 
 
 @pytest.mark.slow

@@ -16,7 +16,6 @@ from fedmq.audit.log_checks import audit_run
 from fedmq.cli import compare as cli_compare
 from fedmq.cli import main as cli
 from fedmq.cli.terminal import print_summary
-from fedmq.config import user_files
 from fedmq.config.run_id import facts_of
 from fedmq.config.scenario import Evaluation, Scenario
 from fedmq.errors import InputError, RunError
@@ -237,16 +236,6 @@ def test_an_installed_package_offers_metrics_by_entry_points(
     assert set(metrics.known_names(asked, measures_of(asked))) >= OWN
     with pytest.raises(InputError, match=r"evaluation\.metrics: found 'reciprocol', allowed: .*: reciprocal"):
         measures_of(Evaluation(metrics=("reciprocol",)))
-
-
-def test_the_metric_that_contributing_shows_runs_as_printed(mine: Path) -> None:
-    text = (Path(__file__).parent.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
-    section = text.partition("## A metric\n")[2].partition("\n## ")[0]
-    mine.write_text("\n".join(line[4:] for line in section.splitlines() if line.startswith("    ") or not line))
-    asked = Evaluation(metrics=(user_files.adopt(mine),))
-    found = metrics.measure(ITEMS, asked, measures=measures_of(asked), whole_split=True)
-    assert (found["mrr_i2t"], found["mrr"]) == (1.0, 1.0)
-    assert "mrr" not in metrics.measure(ITEMS, Evaluation())
 
 
 def test_a_path_that_nobody_adopted_is_not_executed(mine: Path) -> None:

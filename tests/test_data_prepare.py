@@ -1,4 +1,4 @@
-"""Prepared data: made once and whole, read row by row, and only what a silo has."""
+"""Prepared data: built once and atomically, read row by row, only the modalities that a silo has."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def made(tmp_path: Path) -> Prepared:
     return prepare(write(tmp_path / "set.npz"), FEATURES, tmp_path / "cache")
 
 
-def test_arrays_come_out_as_they_went_in(made: Prepared, tmp_path: Path) -> None:
+def test_prepared_arrays_equal_the_source_arrays(made: Prepared, tmp_path: Path) -> None:
     with np.load(tmp_path / "set.npz") as given:
         assert (made.image == given["image"].astype(np.float32)).all()
         assert np.allclose(made.text[:, 0], given["text"][:, 0])
@@ -73,7 +73,7 @@ def test_another_process_opens_the_folder_by_its_path(made: Prepared) -> None:
     assert again.inputs == made.inputs
 
 
-def test_the_same_file_is_prepared_once_wherever_it_lies(made: Prepared, tmp_path: Path) -> None:
+def test_the_same_file_is_prepared_once_whatever_its_path(made: Prepared, tmp_path: Path) -> None:
     stamp = (made.folder / "meta.json").stat().st_mtime_ns
     (tmp_path / "other.npz").write_bytes((tmp_path / "set.npz").read_bytes())
     again = prepare(Data(name="features", path=tmp_path / "other.npz"), FEATURES, tmp_path / "cache")
@@ -81,14 +81,14 @@ def test_the_same_file_is_prepared_once_wherever_it_lies(made: Prepared, tmp_pat
     assert (again.folder / "meta.json").stat().st_mtime_ns == stamp
 
 
-def test_another_content_is_another_folder(made: Prepared, tmp_path: Path) -> None:
+def test_different_content_gets_a_different_folder(made: Prepared, tmp_path: Path) -> None:
     data = write(tmp_path / "set.npz", labels=None)
     again = prepare(data, FEATURES, tmp_path / "cache")
     assert again.folder != made.folder
     assert again.labels is None
 
 
-def test_a_drawn_split_is_its_own_seeds_whatever_the_runs_is(made: Prepared, tmp_path: Path) -> None:
+def test_a_random_split_depends_on_split_seed_and_not_on_the_run_seed(made: Prepared, tmp_path: Path) -> None:
     data = Data(name="features", path=tmp_path / "set.npz")
     assert prepare(data, FEATURES, tmp_path / "cache", 7).folder == made.folder
     bare = write(tmp_path / "bare.npz", split=None)
@@ -101,7 +101,7 @@ def test_a_drawn_split_is_its_own_seeds_whatever_the_runs_is(made: Prepared, tmp
 @pytest.mark.parametrize(
     ("name", "content"), [("image.npy", b""), ("captions.npy", b"\x93NUMPY"), ("keys.json", b""), ("text.npy", None)]
 )
-def test_a_damaged_array_in_the_cache_is_one_line(made: Prepared, name: str, content: bytes | None) -> None:
+def test_a_damaged_array_in_the_cache_is_a_one_line_error(made: Prepared, name: str, content: bytes | None) -> None:
     if content is None:
         (made.folder / name).unlink()
     else:
@@ -114,7 +114,7 @@ def test_a_damaged_array_in_the_cache_is_one_line(made: Prepared, name: str, con
             load_silo_dataset(again, [0], image=True, text=True)
 
 
-def test_features_need_the_features_backbone_and_the_other_way_round(tmp_path: Path) -> None:
+def test_feature_files_and_the_features_backbone_require_each_other(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"backbone\.name.*lite with data\.name features"):
         prepare(write(tmp_path / "set.npz"), Backbone(name="lite"), tmp_path / "cache")
     with pytest.raises(InputError, match=r"backbone\.name.*features with data\.name openmoji"):
@@ -137,7 +137,7 @@ def test_an_interrupted_build_leaves_nothing_and_the_next_one_succeeds(tmp_path:
     with pytest.raises(KeyboardInterrupt):
         build_once(folder, dies)
     assert [path.name for path in folder.parent.iterdir()] == ["thing.lock"]
-    # A killed process cannot even tidy up.
+    # A killed process does not clean up.
     folder.with_name("thing.unfinished").mkdir()
     (folder.with_name("thing.unfinished") / "half").write_text("half")
     build_once(folder, lambda into: (into / "whole").touch())
@@ -153,7 +153,7 @@ def _count(folder: Path, counts: Path) -> None:
     build_once(folder, fill)
 
 
-def test_several_processes_at_once_build_once(tmp_path: Path) -> None:
+def test_concurrent_processes_build_a_folder_once(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=_count, args=(tmp_path / "c" / "f", tmp_path / "n")) for _ in range(6)]
     for process in processes:
@@ -164,13 +164,13 @@ def test_several_processes_at_once_build_once(tmp_path: Path) -> None:
     assert (tmp_path / "n").read_text() == "x"
 
 
-def test_a_cache_that_cannot_be_written_is_one_line(tmp_path: Path) -> None:
+def test_an_unwritable_cache_is_a_one_line_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match="cannot be written"):
         prepare(write(tmp_path / "set.npz"), FEATURES, tmp_path / "file")
 
 
-def test_a_partition_in_a_cache_that_cannot_be_written_is_read_and_a_new_one_is_one_line(
+def test_an_unwritable_cache_serves_existing_partitions_and_refuses_new_ones_in_one_line(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path))
@@ -182,7 +182,7 @@ def test_a_partition_in_a_cache_that_cannot_be_written_is_read_and_a_new_one_is_
         build_population(scenarios.load(tiny, ["partition.alpha=0.4"]))
 
 
-def test_a_damaged_folder_is_named(made: Prepared) -> None:
+def test_a_damaged_prepared_folder_is_refused_by_name(made: Prepared) -> None:
     (made.folder / "meta.json").write_text("{")
     with pytest.raises(InputError, match="delete the folder"):
         open_prepared(made.folder)
@@ -191,7 +191,7 @@ def test_a_damaged_folder_is_named(made: Prepared) -> None:
         open_prepared(made.folder)
 
 
-def test_the_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_cache_folder_is_set_by_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("FEDMQ_CACHE", raising=False)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -210,7 +210,7 @@ def test_text_features_are_the_mean_of_an_items_captions(made: Prepared) -> None
         assert np.allclose(found[row], made.text[row, :count].mean(axis=0), atol=1e-6)
 
 
-def test_a_share_holds_its_rows_in_the_order_asked_for(made: Prepared) -> None:
+def test_a_silo_dataset_keeps_the_requested_row_order(made: Prepared) -> None:
     share = load_silo_dataset(made, [5, 2, 11], image=True, text=True)
     assert len(share) == 3
     assert share.image is not None
@@ -235,7 +235,7 @@ def test_files_of_a_modality_that_a_silo_lacks_are_never_opened(
     assert share.captions.min() >= 1
 
 
-def test_changing_a_share_changes_neither_the_cache_nor_the_callers_rows(made: Prepared) -> None:
+def test_modifying_a_silo_dataset_changes_neither_the_cache_nor_the_callers_rows(made: Prepared) -> None:
     rows = np.array([0, 1], dtype=np.int64)
     share = load_silo_dataset(made, rows, image=True, text=False)
     assert share.image is not None
@@ -245,7 +245,7 @@ def test_changing_a_share_changes_neither_the_cache_nor_the_callers_rows(made: P
     assert rows.tolist() == [0, 1]
 
 
-def test_an_empty_share_is_allowed_and_a_wrong_row_is_not(made: Prepared) -> None:
+def test_an_empty_silo_dataset_is_allowed_and_an_invalid_row_is_not(made: Prepared) -> None:
     assert len(load_silo_dataset(made, [], image=True, text=True)) == 0
     for rows in ([20], [-1]):
         with pytest.raises(ValueError, match="data set of 20 items"):
@@ -254,7 +254,7 @@ def test_an_empty_share_is_allowed_and_a_wrong_row_is_not(made: Prepared) -> Non
         load_silo_dataset(made, [1], image=False, text=False)
 
 
-# --- openmoji: a handful of real drawings --------------------------------------------------------------------------
+# --- openmoji: a few real drawings --------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -269,7 +269,7 @@ def few(monkeypatch: pytest.MonkeyPatch) -> list[openmoji.Item]:
 
 
 @pytest.mark.slow
-def test_openmoji_on_lite_gives_joint_features_and_categories(few: list[openmoji.Item], tmp_path: Path) -> None:
+def test_openmoji_with_lite_yields_joint_features_and_categories(few: list[openmoji.Item], tmp_path: Path) -> None:
     told: list[tuple[str, int, int]] = []
     found = prepare(Data(name="openmoji"), Backbone(), tmp_path, 0, lambda *what: told.append(what))
     assert found.image.shape == (5, lite.DIM)
@@ -295,7 +295,9 @@ def tiny_clip(tmp_path: Path, **changes: Any) -> Backbone:
     return Backbone(name=str(tmp_path / "tiny.json"), **changes)
 
 
-def test_openmoji_with_adapters_in_the_blocks_is_pixels_and_token_ids(few: list[openmoji.Item], tmp_path: Path) -> None:
+def test_openmoji_with_adapters_in_the_blocks_is_stored_as_pixels_and_token_ids(
+    few: list[openmoji.Item], tmp_path: Path
+) -> None:
     backbone = tiny_clip(tmp_path, adapter_site="blocks", head="mlp")
     found = prepare(Data(name="openmoji"), backbone, tmp_path / "cache")
     assert (found.image.dtype, found.image.shape) == (np.uint8, (5, 3, 32, 32))
@@ -315,7 +317,9 @@ def test_openmoji_with_adapters_in_the_blocks_is_pixels_and_token_ids(few: list[
     assert np.allclose(text_features(frozen, tiny_clip(tmp_path)), features, atol=1e-6)
 
 
-def test_openmoji_at_the_feature_site_is_the_frozen_towers_features(few: list[openmoji.Item], tmp_path: Path) -> None:
+def test_openmoji_at_the_feature_site_is_stored_as_frozen_tower_features(
+    few: list[openmoji.Item], tmp_path: Path
+) -> None:
     found = prepare(Data(name="openmoji"), tiny_clip(tmp_path), tmp_path / "cache")
     assert (found.image.shape, found.image.dtype) == ((len(few), 16), np.float32)
     assert found.inputs.image_dtype == "float32"

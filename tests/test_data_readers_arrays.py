@@ -1,4 +1,4 @@
-"""The .mat, .h5 and .npz files that circulate: which array is what, of which part, and how they are split."""
+"""Readers of published .mat, .h5 and .npz files: what each array name denotes, and how items are split."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ scipy_sparse = pytest.importorskip("scipy.sparse")
         ("__header__", None),
     ],
 )
-def test_the_words_of_a_name_say_what_an_array_is(key: str, expected: object) -> None:
+def test_an_array_name_tells_its_part_and_modality(key: str, expected: object) -> None:
     assert meaning(key) == expected
 
 
-def test_tr_beside_tra_is_what_is_retrieved_from(tmp_path: Path) -> None:
+def test_tr_next_to_tra_denotes_the_retrieval_database(tmp_path: Path) -> None:
     assert meaning("L_tr", tra=True) == ("database", "labels")
     assert meaning("train_texts", tra=True) == ("train", "text")
     arrays = parts()
@@ -74,7 +74,7 @@ def test_tr_beside_tra_is_what_is_retrieved_from(tmp_path: Path) -> None:
         assert np.array_equal(found["image"][found["split"] == 2], arrays["I_te"])
 
 
-def test_the_document_has_every_word_of_a_part() -> None:
+def test_the_reference_page_lists_every_part_name() -> None:
     text = (Path(__file__).parent.parent / "docs" / "reference" / "data_sets.md").read_text(encoding="utf-8")
     for part, words in PARTS.items():
         line = next(line for line in text.splitlines() if line.startswith(f"| `{part}` | `"))
@@ -82,7 +82,7 @@ def test_the_document_has_every_word_of_a_part() -> None:
 
 
 @pytest.mark.parametrize("word", ["dbase", "base", "ret", "retrieval"])
-def test_a_database_has_many_names(word: str, tmp_path: Path) -> None:
+def test_every_name_of_the_database_part_is_recognised(word: str, tmp_path: Path) -> None:
     database = {f"I_{word}": rows(9, 5), f"T_{word}": rows(9, 3), f"L_{word}": np.eye(9, 4)}
     found = read_arrays(Data(name="pascal", path=saved(tmp_path / "a.mat", {**parts(), **database})))
     assert np.bincount(found["split"], minlength=5).tolist() == [8, 0, 4, 0, 9]
@@ -98,22 +98,22 @@ def test_a_database_has_many_names(word: str, tmp_path: Path) -> None:
     ],
 )
 @pytest.mark.parametrize("ending", ["mat", "h5", "npz"])
-def test_parts_are_never_lost_beside_arrays_of_no_part(more: dict[str, Any], ending: str, tmp_path: Path) -> None:
-    # HDF5 lists names in the order of the alphabet.
+def test_arrays_without_a_part_next_to_parts_are_refused(more: dict[str, Any], ending: str, tmp_path: Path) -> None:
+    # HDF5 lists names alphabetically.
     order = sorted if ending == "h5" else list
     found = f"'{', '.join(order(more))} without a known part next to {', '.join(order(parts()))}'"
     path = saved(tmp_path / f"a.{ending}", {**parts(), **more})
     refused(path, rf"{found}, allowed: a part in every name, or in none \(train: tr, tra, .*database: base, database")
 
 
-def test_parts_of_pixels_are_never_lost_either(tmp_path: Path) -> None:
+def test_pixel_arrays_without_a_part_next_to_parts_are_refused(tmp_path: Path) -> None:
     arrays = {"I_te": PIXELS, "T_te": np.eye(6), "L_te": np.eye(6), "I_foo": PIXELS, "T_foo": np.eye(6)}
     with pytest.raises(InputError, match="I_foo, T_foo without a known part next to I_te, T_te, L_te"):
         read_pixels(Data(name="mirflickr", path=saved(tmp_path / "a.mat", arrays)))
 
 
 @pytest.mark.parametrize("kind", ["mat", "v73", "h5", "npz"])
-def test_train_and_test_parts_become_one_set_with_its_split(kind: str, tmp_path: Path) -> None:
+def test_train_and_test_parts_become_one_data_set_with_that_split(kind: str, tmp_path: Path) -> None:
     arrays = {
         "I_tr": rows(6), "T_tr": rows(6, 3), "L_tr": np.array([[1], [2], [3], [1], [2], [3]]),
         "I_te": rows(2), "T_te": rows(2, 3), "L_te": np.array([[3], [1]]),
@@ -138,7 +138,7 @@ def test_train_and_test_parts_become_one_set_with_its_split(kind: str, tmp_path:
     assert found.split.tolist() == [0] * 6 + [2] * 2
 
 
-def test_arrays_of_a_whole_set_get_the_split_its_papers_draw(tmp_path: Path) -> None:
+def test_arrays_without_parts_are_split_randomly_as_in_the_data_sets_papers(tmp_path: Path) -> None:
     scipy_io.savemat(tmp_path / "mirflickr25k-fall.mat", {"FAll": rows(20)})
     tags = scipy_sparse.csc_matrix((rows(20, 5) > 0).astype(float))
     scipy_io.savemat(tmp_path / "mirflickr25k-yall.mat", {"YAll": tags})
@@ -155,7 +155,7 @@ def test_arrays_of_a_whole_set_get_the_split_its_papers_draw(tmp_path: Path) -> 
     assert other.folder != found.folder
 
 
-def test_a_split_in_the_file_is_kept(tmp_path: Path) -> None:
+def test_a_split_stored_in_the_file_is_kept(tmp_path: Path) -> None:
     split = np.array(["train"] * 5 + ["test"] * 3)
     np.savez(tmp_path / "a.npz", image=rows(8), text=rows(8), split=split)
     found = prepare(Data(name="iapr", path=tmp_path / "a.npz"), FEATURES, tmp_path / "cache")
@@ -163,7 +163,7 @@ def test_a_split_in_the_file_is_kept(tmp_path: Path) -> None:
 
 
 def matlab_characters(path: Path, split: Sequence[str]) -> None:
-    """A char array in HDF5, as MATLAB stores one: numbers of characters, a string in each column."""
+    """A char array in HDF5 as MATLAB stores it: character codes, one string per column."""
     width = max(map(len, split))
     with h5py.File(path, "a") as file:
         file["split"] = np.array([[ord(letter) for letter in word.ljust(width)] for word in split], np.uint16).T
@@ -196,7 +196,9 @@ CELLS[:] = [SPLIT]
     ],
 )
 @pytest.mark.parametrize("pixels", [False, True])
-def test_a_files_own_split_is_read_however_it_is_stored(name: str, split: Any, pixels: bool, tmp_path: Path) -> None:
+def test_a_split_stored_in_the_file_is_read_in_any_encoding(
+    name: str, split: Any, pixels: bool, tmp_path: Path
+) -> None:
     image = RNG.integers(0, 256, (8, 5, 6, 3), dtype=np.uint8) if pixels else rows(8, 6)
     arrays = {"IAll": image, "TAll": rows(8, 5), "LAll": np.eye(8, 4)}
     if split is not None:
@@ -224,7 +226,7 @@ def test_a_files_own_split_is_read_however_it_is_stored(name: str, split: Any, p
         ("a.h5", np.array(["train"] * 8, dtype=object), "no test item"),
     ],
 )
-def test_a_split_that_is_none_is_never_replaced_by_a_drawn_one(
+def test_an_invalid_split_is_refused_and_not_replaced_by_a_random_one(
     name: str, split: Any, expected: str, tmp_path: Path
 ) -> None:
     arrays = {"IAll": rows(8, 6), "TAll": rows(8, 5), "LAll": np.eye(8, 4), "split": split}
@@ -241,7 +243,7 @@ def test_a_split_of_references_in_hdf5_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "options", [{"text": "bag"}, {"missing": "skip"}, {"images": "x"}, {"annotations": "x"}, {"frames": 3}]
 )
-def test_keys_about_pictures_and_sentences_are_not_for_arrays(options: dict[str, Any], tmp_path: Path) -> None:
+def test_options_for_images_and_sentences_are_refused_for_arrays(options: dict[str, Any], tmp_path: Path) -> None:
     (key,) = options
     path = saved(tmp_path / "a.npz", parts())
     with pytest.raises(InputError, match=rf"data\.{key}: found .*not for arrays of features"):
@@ -252,7 +254,7 @@ def test_keys_about_pictures_and_sentences_are_not_for_arrays(options: dict[str,
             SETS["nuswide"].read(Data(name="nuswide", path=path, **options))
 
 
-def test_hdf5_without_matlabs_mark_is_read_the_way_that_fits(tmp_path: Path) -> None:
+def test_hdf5_without_a_matlab_header_is_read_in_the_orientation_that_fits(tmp_path: Path) -> None:
     arrays = parts()
     plain = read_arrays(Data(name="pascal", path=saved(tmp_path / "plain.h5", arrays)))
     turned = read_arrays(
@@ -263,7 +265,7 @@ def test_hdf5_without_matlabs_mark_is_read_the_way_that_fits(tmp_path: Path) -> 
     assert np.array_equal(plain["image"][:8], arrays["I_tr"])
 
 
-def test_hdf5_that_fits_both_ways_is_refused_unless_labels_or_a_split_decide(tmp_path: Path) -> None:
+def test_hdf5_that_fits_both_orientations_is_refused_unless_labels_or_a_split_decide(tmp_path: Path) -> None:
     both = {"IAll": rows(20, 6), "TAll": rows(20, 6)}
     refused(saved(tmp_path / "a.h5", both), "items may be rows or columns.*a `split`")
     split = np.array([0] * 15 + [2] * 5)
@@ -271,19 +273,19 @@ def test_hdf5_that_fits_both_ways_is_refused_unless_labels_or_a_split_decide(tmp
     turned = {name: value.T for name, value in both.items()}
     found = read_arrays(Data(name="pascal", path=saved(tmp_path / "c.h5", {**turned, "LAll": np.arange(20) % 3})))
     assert np.array_equal(found["image"], both["IAll"])
-    # MATLAB's own mark leaves no doubt, and .npz is read as NumPy shows it.
+    # MATLAB's header settles the orientation, and .npz is read as NumPy shows it.
     assert len(read_arrays(Data(name="iapr", path=matlab_hdf5(tmp_path / "d.mat", **both)))["image"]) == 20
     assert len(read_arrays(Data(name="iapr", path=saved(tmp_path / "e.npz", both)))["image"]) == 20
 
 
-def test_columns_are_suggested_where_rows_do_not_fit_and_nothing_else_decides(tmp_path: Path) -> None:
+def test_items_as_columns_are_suggested_where_rows_do_not_fit_and_nothing_else_decides(tmp_path: Path) -> None:
     # One text too few looks like columns too.
     refused(saved(tmp_path / "a.h5", {"IAll": rows(9, 4), "TAll": rows(8, 4)}), "not equally many rows.*transpose")
     columns = {name: value.T for name, value in parts().items()}
     refused(saved(tmp_path / "a.mat", columns), "not equally many rows.*transpose")
 
 
-def test_only_items_with_a_label_are_left_where_the_scenario_asks_for_it(tmp_path: Path) -> None:
+def test_items_without_a_label_are_dropped_if_the_scenario_says_so(tmp_path: Path) -> None:
     labels = np.eye(8, 4)
     path = saved(tmp_path / "a.npz", parts(L_tr=labels))
     found = read_arrays(Data(name="pascal", path=path, labelled=True))
@@ -294,7 +296,7 @@ def test_only_items_with_a_label_are_left_where_the_scenario_asks_for_it(tmp_pat
         read_arrays(Data(name="iapr", path=path, labelled=True))
 
 
-def test_wikipedias_raw_features_take_their_classes_from_the_lists_beside_them(tmp_path: Path) -> None:
+def test_wikipedias_raw_features_take_their_classes_from_the_lists_next_to_them(tmp_path: Path) -> None:
     data_set_folders.wikipedia(tmp_path)
     arrays = {"I_tr": rows(2), "T_tr": rows(2), "I_te": rows(3), "T_te": rows(3)}
     scipy_io.savemat(tmp_path / "raw_features.mat", arrays)
@@ -303,7 +305,7 @@ def test_wikipedias_raw_features_take_their_classes_from_the_lists_beside_them(t
     assert [SPLITS[code] for code in found["split"]] == ["train", "train", "val", "test", "test"]
 
 
-def test_wikipedias_validation_items_are_not_retrieved_from(tmp_path: Path) -> None:
+def test_wikipedias_validation_items_are_not_in_the_database(tmp_path: Path) -> None:
     data_set_folders.wikipedia(tmp_path)
     arrays = {"I_tr": rows(2), "T_tr": rows(2), "I_te": rows(3), "T_te": rows(3)}
     scipy_io.savemat(tmp_path / "raw_features.mat", arrays)
@@ -321,7 +323,7 @@ def test_wikipedias_validation_items_are_not_retrieved_from(tmp_path: Path) -> N
     assert population.database.tolist() == [0, 1]
 
 
-def test_two_label_levels_are_told_apart_by_name(tmp_path: Path) -> None:
+def test_two_label_levels_are_distinguished_by_name(tmp_path: Path) -> None:
     labels = np.zeros((10, 35))
     labels[:, 2] = labels[:, 20] = 1
     scipy_io.savemat(tmp_path / "vgg.mat", {"images": rows(10), "tags": rows(10), "labels": labels})
@@ -334,7 +336,7 @@ def test_two_label_levels_are_told_apart_by_name(tmp_path: Path) -> None:
         read_arrays(Data(name="fashionvc", path=tmp_path / "vgg.mat"))
 
 
-def test_labels_of_minus_one_and_one_are_those_of_nought_and_one(tmp_path: Path) -> None:
+def test_labels_of_minus_one_and_one_are_read_as_zero_and_one(tmp_path: Path) -> None:
     labels = np.eye(4, 3)
     for number, given in enumerate((labels, 2 * labels - 1)):
         np.savez(tmp_path / f"{number}.npz", IAll=rows(4), TAll=rows(4), LAll=given)
@@ -342,7 +344,7 @@ def test_labels_of_minus_one_and_one_are_those_of_nought_and_one(tmp_path: Path)
         assert np.array_equal(found["labels"], labels)
 
 
-def test_fedcmrs_files_go_by_their_own_names_where_their_arrays_have_bare_ones(tmp_path: Path) -> None:
+def test_fedcmrs_files_are_identified_by_file_name_where_array_names_are_generic(tmp_path: Path) -> None:
     for folder in ("whole", "parts/train", "parts/test"):
         (tmp_path / folder).mkdir(parents=True)
     for name, columns in (("imgs", 8), ("texts", 6)):
@@ -359,7 +361,7 @@ def test_fedcmrs_files_go_by_their_own_names_where_their_arrays_have_bare_ones(t
     assert (parts["split"] == SPLITS.index("train")).sum() == 20
 
 
-def test_arrays_of_all_of_wikipedia_are_drawn_as_its_papers_do(tmp_path: Path) -> None:
+def test_arrays_of_the_whole_wikipedia_set_are_split_as_in_its_papers(tmp_path: Path) -> None:
     values = {"IAll": rows(1000, 8), "TAll": rows(1000, 6), "LAll": np.eye(10)[np.arange(1000) % 10]}
     path = saved(tmp_path / "wikipedia.npz", values)
     found = prepare(Data(name="wikipedia", path=path), FEATURES, tmp_path / "cache")
@@ -368,7 +370,7 @@ def test_arrays_of_all_of_wikipedia_are_drawn_as_its_papers_do(tmp_path: Path) -
     assert len(SETS["wikipedia"].read(Data(name="wikipedia", path=saved(tmp_path / "pixels.npz", pixels)))) == 1000
 
 
-def test_what_a_mac_leaves_beside_the_arrays_is_passed_over(tmp_path: Path) -> None:
+def test_macos_metadata_files_next_to_the_arrays_are_ignored(tmp_path: Path) -> None:
     scipy_io.savemat(tmp_path / "iall.mat", {"IAll": PIXELS, "YAll": np.eye(6, 5), "LAll": np.eye(6, 24)})
     (tmp_path / "._iall.mat").write_bytes(b"\x00\x05\x16\x07Mac OS X")
     (tmp_path / "__MACOSX").mkdir()

@@ -1,4 +1,4 @@
-"""Files of arrays that were cut, that are damaged, or whose parts do not fit each other."""
+"""Array files that are truncated, damaged, or whose parts do not fit each other."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ scipy_io = pytest.importorskip("scipy.io")
 
 
 @pytest.mark.parametrize("kind", ["4", "5", "compressed"])
-def test_a_mat_file_that_was_cut_anywhere_is_refused(kind: str, tmp_path: Path) -> None:
+def test_a_truncated_mat_file_is_refused(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "a.mat"
     scipy_io.savemat(
         path, parts(), format=kind[0] if kind != "compressed" else "5", do_compression=kind == "compressed"
@@ -34,7 +34,7 @@ def test_a_mat_file_that_was_cut_anywhere_is_refused(kind: str, tmp_path: Path) 
             prepare(data, FEATURES, tmp_path / "cache")
 
 
-def test_an_empty_file_and_a_damaged_one_are_one_line(tmp_path: Path) -> None:
+def test_an_empty_file_and_a_damaged_one_are_one_line_errors(tmp_path: Path) -> None:
     for name in ("empty.mat", "empty.h5", "empty.npz"):
         (tmp_path / name).write_bytes(b"")
         refused(tmp_path / name, name)
@@ -46,7 +46,7 @@ def test_an_empty_file_and_a_damaged_one_are_one_line(tmp_path: Path) -> None:
     refused(path, r"damaged\.mat")
 
 
-def test_an_hdf5_file_whose_data_are_damaged_is_one_line(tmp_path: Path) -> None:
+def test_an_hdf5_file_with_damaged_data_is_a_one_line_error(tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
         for key, value in parts().items():
@@ -62,7 +62,7 @@ def test_an_hdf5_file_whose_data_are_damaged_is_one_line(tmp_path: Path) -> None
     ("changes", "expected"),
     [
         ({"L_te": None}, "L_tr; no test labels.*of every part"),
-        # Together they are as many as the items are.
+        # Together they have as many rows as there are items.
         ({"L_tr": np.eye(4)[np.arange(7) % 4], "L_te": np.eye(5, 4)}, r"L_tr.*shape \[7, 4\].*8 labels"),
         ({"L_te": np.eye(4, 3)}, r"L_te.*shape \[4, 3\].*\[4\] for each item, as L_tr"),
         ({"L_te": np.arange(4)[:, None]}, r"L_te.*shape \[4\].*as L_tr"),
@@ -72,18 +72,20 @@ def test_an_hdf5_file_whose_data_are_damaged_is_one_line(tmp_path: Path) -> None
         ({"T_tr": rows(8, 3) * 1j}, "T_tr.*complex.*real numbers"),
     ],
 )
-def test_parts_that_do_not_fit_each_other_are_named(changes: dict[str, Any], expected: str, tmp_path: Path) -> None:
+def test_parts_that_do_not_fit_each_other_are_refused_by_name(
+    changes: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
     refused(saved(tmp_path / "a.mat", parts(**changes)), expected)
 
 
-def test_names_beside_the_arrays_are_not_taken_for_them(tmp_path: Path) -> None:
+def test_arrays_of_item_names_are_not_mistaken_for_data(tmp_path: Path) -> None:
     names = {"image_names": np.array(["a.jpg", "b.jpg"]), "label_names": np.array(["x", "y", "z", "w"])}
     for name in ("a.mat", "a.npz"):
         path = saved(tmp_path / name, {**names, **parts()})
         assert read_arrays(Data(name="pascal", path=path))["labels"].shape == (12, 4)
 
 
-def test_a_training_item_that_is_in_the_database_too_is_one_item(tmp_path: Path) -> None:
+def test_a_training_item_repeated_in_the_database_is_read_as_one_item(tmp_path: Path) -> None:
     image, text, labels = rows(20, 5), rows(20, 3), np.eye(4)[np.arange(20) % 4]
     image[9], text[9], labels[9] = image[8], text[8], labels[8]  # two equal items, one of them trained on
     train = np.array([2, 3, 8, 15])
@@ -99,7 +101,7 @@ def test_a_training_item_that_is_in_the_database_too_is_one_item(tmp_path: Path)
         assert np.array_equal(found.labels[found.rows("database")], labels[rest])
 
 
-def test_a_database_apart_from_the_training_items_is_kept_whole(tmp_path: Path) -> None:
+def test_a_database_disjoint_from_the_training_items_is_kept_whole(tmp_path: Path) -> None:
     image, text, labels = rows(20, 5), rows(20, 3), np.eye(4)[np.arange(20) % 4]
     other = labels[:8, ::-1]  # the same pictures and texts with other labels are other items
     arrays = parts(I_tr=image[:8], T_tr=text[:8], L_tr=other, I_db=image, T_db=text, L_db=labels)
@@ -113,7 +115,7 @@ def test_a_database_apart_from_the_training_items_is_kept_whole(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("train", [True, False])
-def test_a_query_that_is_in_the_database_too_is_not_in_the_gallery(train: bool, tmp_path: Path) -> None:
+def test_a_query_repeated_in_the_database_is_left_out_of_the_gallery(train: bool, tmp_path: Path) -> None:
     image, text, labels = rows(20, 5), rows(20, 3), np.eye(4)[np.arange(20) % 4]
     image[9], text[9], labels[9] = image[8], text[8], labels[8]  # two equal items, one of them a query
     queries, rest = np.array([2, 8, 15]), np.delete(np.arange(20), [2, 8, 15])
@@ -127,20 +129,20 @@ def test_a_query_that_is_in_the_database_too_is_not_in_the_gallery(train: bool, 
     assert len(found["image"]) == len(found["text"]) == len(found["labels"]) == len(found["split"]) == 20 + 6 * train
 
 
-def test_a_database_of_queries_alone_leaves_nothing_to_train_on(tmp_path: Path) -> None:
+def test_a_database_of_queries_only_is_refused_for_lack_of_training_items(tmp_path: Path) -> None:
     arrays = {name.replace("tr", "db"): value for name, value in parts().items()}
     arrays |= {"I_db": arrays["I_te"], "T_db": arrays["T_te"], "L_db": arrays["L_te"]}
     refused(saved(tmp_path / "a.npz", arrays), "no train item")
 
 
-def test_a_mat_file_cut_off_between_two_arrays_is_refused_where_the_set_has_labels(tmp_path: Path) -> None:
+def test_a_mat_file_truncated_between_two_arrays_is_refused_where_the_set_has_labels(tmp_path: Path) -> None:
     cut = saved(tmp_path / "b.mat", parts(L_tr=None, L_te=None))
     refused(cut, r"no labels.*labels, too, e\.g\. L_tr or LAll: pascal has some")
     assert "labels" not in read_arrays(Data(name="iapr", path=cut))
 
 
 @pytest.mark.parametrize("name", ["a.mat", "a.h5", "a.npz"])
-def test_a_broken_file_is_one_line(name: str, tmp_path: Path) -> None:
+def test_a_broken_file_is_a_one_line_error(name: str, tmp_path: Path) -> None:
     head = b"\x89HDF\r\n\x1a\n" if name == "a.h5" else b""
     (tmp_path / name).write_bytes(head + b"nonsense" * 100)
     with pytest.raises(InputError, match=name) as caught:

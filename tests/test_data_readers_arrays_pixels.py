@@ -1,4 +1,4 @@
-"""Arrays of pixels, however they lie."""
+"""Arrays of pixels in any axis order."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_pixels_come_out_upright_however_they_were_stored(layout: str, tmp_path:
 
 @pytest.mark.parametrize("layout", ["mat", "v73", "h5", "npz"])
 @pytest.mark.parametrize("dtype", ["f8", "f4", "i8", "u2"])
-def test_pixels_of_any_type_are_read_as_long_as_they_are_whole(layout: str, dtype: str, tmp_path: Path) -> None:
+def test_pixels_of_any_dtype_are_read_if_they_are_whole_numbers(layout: str, dtype: str, tmp_path: Path) -> None:
     arrays = {"IAll": PIXELS.astype(dtype), "YAll": np.eye(6, 5), "LAll": np.eye(6, 4)}
     path = tmp_path / {"mat": "a.mat", "v73": "a.mat", "h5": "a.h5", "npz": "a.npz"}[layout]
     found = read_pixels(
@@ -55,7 +55,7 @@ def test_pixels_of_any_type_are_read_as_long_as_they_are_whole(layout: str, dtyp
         assert np.array_equal(found.pictures.frames(row)[0], PIXELS[row])
 
 
-def test_pixels_that_are_none_are_refused_once(tmp_path: Path) -> None:
+def test_invalid_pixel_values_and_shapes_are_refused(tmp_path: Path) -> None:
     nan = PIXELS.astype("f4")
     nan[3, 0, 0, 0] = np.nan
     for number, (value, expected) in enumerate(
@@ -76,7 +76,7 @@ def test_pixels_that_are_none_are_refused_once(tmp_path: Path) -> None:
                     read_pixels(Data(name="mirflickr", path=saved(tmp_path / f"{number}.{ending}", arrays)))
 
 
-def test_a_picture_whose_values_are_no_pixels_is_unreadable_by_name(tmp_path: Path) -> None:
+def test_an_image_with_invalid_pixel_values_is_listed_as_unreadable(tmp_path: Path) -> None:
     for dtype, value in (("f8", 0.5), ("i2", 256), ("i2", -1)):
         image = PIXELS.astype(dtype)
         image[2, 1, 1, 1] = value
@@ -87,7 +87,7 @@ def test_a_picture_whose_values_are_no_pixels_is_unreadable_by_name(tmp_path: Pa
             found.pictures.frames(2)
 
 
-def test_pixels_that_are_split_already_say_what_to_do(tmp_path: Path) -> None:
+def test_pixel_arrays_that_are_split_already_are_refused_with_a_remedy(tmp_path: Path) -> None:
     arrays = {
         f"{what}_{part}": value
         for part in ("tr", "te", "db")
@@ -98,7 +98,7 @@ def test_pixels_that_are_split_already_say_what_to_do(tmp_path: Path) -> None:
             read_pixels(Data(name="mirflickr", path=path))
 
 
-def test_a_bag_with_a_value_that_is_no_number_is_named(tmp_path: Path) -> None:
+def test_a_bag_of_words_with_a_non_finite_value_is_refused_by_name(tmp_path: Path) -> None:
     bag = np.eye(6, 5)
     bag[3, 1] = np.nan
     path = tmp_path / "a.mat"
@@ -107,7 +107,7 @@ def test_a_bag_with_a_value_that_is_no_number_is_named(tmp_path: Path) -> None:
         read_pixels(Data(name="mirflickr", path=path))
 
 
-def test_pixels_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
+def test_unreadable_pixels_are_a_one_line_error(tmp_path: Path) -> None:
     path = tmp_path / "a.h5"
     with h5py.File(path, "w") as file:
         file.create_dataset("IAll", data=PIXELS, chunks=(1, 8, 9, 3), fletcher32=True)
@@ -141,7 +141,9 @@ def test_pixels_that_cannot_be_read_are_one_line(tmp_path: Path) -> None:
         ({"IAll": rows(0), "TAll": rows(0), "LAll": np.eye(0, 3)}, "found 'no rows', allowed: at least one item"),
     ],
 )
-def test_arrays_that_do_not_fit_are_named(arrays: dict[str, Any], expected: str, tmp_path: Path) -> None:
+def test_pixel_arrays_of_mismatched_size_are_refused_by_name(
+    arrays: dict[str, Any], expected: str, tmp_path: Path
+) -> None:
     np.savez(tmp_path / "a.npz", **arrays)
     with pytest.raises(InputError, match=expected):
         prepare(Data(name="iapr", path=tmp_path / "a.npz", queries=1, val=0), FEATURES, tmp_path / "cache")

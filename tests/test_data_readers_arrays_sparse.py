@@ -19,7 +19,7 @@ scipy_sparse = pytest.importorskip("scipy.sparse")
 
 
 def sparse_hdf5(path: Path, key: str, dense: Any, **changes: Any) -> Path:
-    """A sparse array as MATLAB writes it with -v7.3, beside what the file has; without data and ir where all is 0."""
+    """Add a sparse array to a file as MATLAB writes it with -v7.3; an all-zero array has no data and ir."""
     matrix = scipy_sparse.csc_matrix(dense)
     inside = {"data": matrix.data, "ir": matrix.indices.astype(np.uint64), "jc": matrix.indptr.astype(np.uint64)}
     inside = {"jc": inside["jc"]} if matrix.nnz == 0 else inside
@@ -33,12 +33,14 @@ def sparse_hdf5(path: Path, key: str, dense: Any, **changes: Any) -> Path:
     return path
 
 
-TAGS = np.kron(np.eye(3), [[0, 2, 0], [1, 0, 0], [0, 0, 0]])[:8]  # with rows and columns without a tag
+TAGS = np.kron(np.eye(3), [[0, 2, 0], [1, 0, 0], [0, 0, 0]])[:8]  # including rows and columns without a tag
 
 
 @pytest.mark.parametrize("dtype", [np.float64, np.uint8])
 @pytest.mark.parametrize("pixels", [False, True])
-def test_sparse_arrays_of_matlabs_hdf5_are_read_as_those_of_version_5(dtype: Any, pixels: bool, tmp_path: Path) -> None:
+def test_sparse_arrays_in_matlabs_hdf5_are_read_like_those_of_version_5(
+    dtype: Any, pixels: bool, tmp_path: Path
+) -> None:
     image = RNG.integers(0, 256, (8, 5, 6, 3), dtype=np.uint8) if pixels else rows(8, 6)
     path = matlab_hdf5(tmp_path / "a.mat", IAll=image)
     sparse_hdf5(path, "YAll", TAGS.astype(dtype))
@@ -88,7 +90,7 @@ HUGE = np.uint64(2**63)
         ({"data": np.zeros(6, [("real", "f8"), ("imag", "f8")])}, "YAll: data: found .dtype .*allowed: real numbers"),
     ],
 )
-def test_a_sparse_array_whose_numbers_point_nowhere_is_refused(
+def test_a_sparse_array_with_indices_out_of_range_is_refused(
     changes: dict[str, Any], expected: str, tmp_path: Path
 ) -> None:
     path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(8, 6), LAll=np.eye(8, 4))
@@ -103,16 +105,16 @@ def test_a_sparse_array_whose_numbers_point_nowhere_is_refused(
         assert "\n" not in str(caught.value)
 
 
-def test_columns_that_no_row_limits_are_not_written_out(tmp_path: Path) -> None:
+def test_a_sparse_array_of_absurd_width_is_refused_before_it_is_made_dense(tmp_path: Path) -> None:
     path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(8, 6), LAll=np.eye(8, 4))
     with h5py.File(path, "a") as file:
         group = file.create_group("YAll")
         group.attrs["MATLAB_sparse"] = np.uint64(8)
-        group.create_dataset("jc", (2**40,), dtype=np.uint64, chunks=(1024,))  # nothing of it lies on the disk
+        group.create_dataset("jc", (2**40,), dtype=np.uint64, chunks=(1024,))  # takes no space on disk
     refused(path, r"a sparse array of 8 x 1099511627775'")
 
 
-def test_a_sparse_array_of_version_5_that_points_outside_is_refused_before_it_is_written_out(tmp_path: Path) -> None:
+def test_a_version_5_sparse_array_with_indices_out_of_range_is_refused_before_it_is_made_dense(tmp_path: Path) -> None:
     matrix = scipy_sparse.csc_matrix(TAGS)
     path = saved(tmp_path / "a.mat", {"YAll": matrix, "IAll": rows(8, 6), "LAll": np.eye(8, 4)})
     content, known = path.read_bytes(), matrix.indices.astype("<i4").tobytes()
@@ -122,9 +124,9 @@ def test_a_sparse_array_of_version_5_that_points_outside_is_refused_before_it_is
     refused(path, "YAll: ir: found 'row 100000000', allowed: 0 to 7")
 
 
-def test_a_structure_as_a_split_in_hdf5_is_refused(tmp_path: Path) -> None:
+def test_an_hdf5_group_as_a_split_is_refused(tmp_path: Path) -> None:
     path = matlab_hdf5(tmp_path / "a.mat", IAll=rows(8, 6), TAll=rows(8, 5), LAll=np.eye(8, 4))
     with h5py.File(path, "a") as file:
         file["split/train"] = np.arange(4)
-        file["about/image"] = np.arange(4)  # another structure is passed over
+        file["about/image"] = np.arange(4)  # other groups are ignored
     refused(path, r"a\.mat: split: found 'a group of train")

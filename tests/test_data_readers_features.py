@@ -1,4 +1,4 @@
-"""Files of features: what is read, and that whatever is wrong is named by file and key."""
+"""Feature files: what is read, and that errors name the file and the key."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def saved(tmp_path: Path, **changes: Any) -> Path:
     return path
 
 
-def test_a_plain_file_is_read_with_its_split(tmp_path: Path) -> None:
+def test_a_feature_file_is_read_with_its_split(tmp_path: Path) -> None:
     found = read_features(saved(tmp_path))
     assert found.image.shape == (10, 6)
     assert found.text.shape == (10, 3, 5)
@@ -48,7 +48,7 @@ def test_a_plain_file_is_read_with_its_split(tmp_path: Path) -> None:
     assert found.keys[3] == "000003"
 
 
-def test_text_without_a_caption_axis_is_one_caption_per_item(tmp_path: Path) -> None:
+def test_text_without_a_caption_axis_is_read_as_one_caption_per_item(tmp_path: Path) -> None:
     assert read_features(saved(tmp_path, text=np.ones((10, 5)))).text.shape == (10, 1, 5)
 
 
@@ -61,7 +61,7 @@ def test_safetensors_files_are_read_with_split_numbers_and_label_names(tmp_path:
     assert found.split.tolist() == [0] * 7 + [1, 2, 3]
 
 
-def test_class_numbers_become_one_hot_rows(tmp_path: Path) -> None:
+def test_class_numbers_are_read_as_one_hot_rows(tmp_path: Path) -> None:
     found = read_features(saved(tmp_path, labels=np.array([0, 2] * 5)))
     assert found.labels is not None
     assert found.labels[:2].tolist() == [[1, 0, 0], [0, 0, 1]]
@@ -77,14 +77,14 @@ def test_multi_hot_labels_keep_their_rows_and_names(tmp_path: Path) -> None:
     assert found.label_names == ("a", "b", "c")
 
 
-def test_rows_beyond_an_items_captions_are_zero_even_where_the_file_is_not(tmp_path: Path) -> None:
+def test_padding_captions_are_zero_even_where_the_file_is_not(tmp_path: Path) -> None:
     found = read_features(saved(tmp_path, captions=np.array([1, 2, 3, 3, 3, 3, 3, 3, 3, 3])))
     assert not found.text[0, 1:].any()
     assert not found.text[1, 2:].any()
     assert found.text[1, :2].all()
 
 
-def test_without_a_split_one_is_drawn_from_the_seed(tmp_path: Path) -> None:
+def test_without_a_split_a_random_one_is_drawn_from_the_seed(tmp_path: Path) -> None:
     path = saved(tmp_path, split=None)
     found = read_features(path, 5)
     assert not found.split_given
@@ -94,7 +94,7 @@ def test_without_a_split_one_is_drawn_from_the_seed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("header", ["{'descr': '<f8', 'shape': (10, 6, ", "  {'descr'\n x", "{'shape': 3}"])
-def test_a_damaged_header_of_an_array_is_one_line(header: str, tmp_path: Path) -> None:
+def test_a_damaged_array_header_is_a_one_line_error(header: str, tmp_path: Path) -> None:
     padded = header.encode().ljust(117) + b"\n"
     with zipfile.ZipFile(tmp_path / "set.npz", "w") as file:
         for key in ("image", "text"):
@@ -106,7 +106,7 @@ def test_a_damaged_header_of_an_array_is_one_line(header: str, tmp_path: Path) -
 
 @given(n=st.integers(2, 400), seed=st.integers(0, 2**40))
 @settings(max_examples=50, deadline=None)
-def test_a_drawn_split_always_has_train_and_test_items(n: int, seed: int) -> None:
+def test_a_random_split_always_has_train_and_test_items(n: int, seed: int) -> None:
     counts = np.bincount(draw_split(n, seed), minlength=3)
     assert counts[0] >= 1
     assert counts[2] >= 1
@@ -154,7 +154,9 @@ SPLIT = arrays()["split"]
         ({"lables": np.zeros(10, dtype=int)}, "lables", "did you mean labels"),
     ],
 )
-def test_what_is_wrong_is_named_by_file_and_key(tmp_path: Path, changes: dict[str, Any], key: str, words: str) -> None:
+def test_errors_in_a_feature_file_name_the_file_and_the_key(
+    tmp_path: Path, changes: dict[str, Any], key: str, words: str
+) -> None:
     path = saved(tmp_path, **changes)
     with pytest.raises(InputError, match=words) as caught:
         read_features(path)
@@ -176,7 +178,9 @@ def test_what_is_wrong_is_named_by_file_and_key(tmp_path: Path, changes: dict[st
         ("i", b"1", "no ending"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_one_line(tmp_path: Path, name: str, content: bytes | None, words: str) -> None:
+def test_an_unreadable_feature_file_is_a_one_line_error(
+    tmp_path: Path, name: str, content: bytes | None, words: str
+) -> None:
     path = tmp_path / name
     if content is not None:
         path.write_bytes(content)
@@ -195,7 +199,7 @@ def test_a_truncated_archive_is_refused(tmp_path: Path, cut: float) -> None:
         read_features(path)
 
 
-def test_a_single_array_under_the_wrong_ending_is_refused(tmp_path: Path) -> None:
+def test_a_single_array_with_the_wrong_file_ending_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.npz"
     with path.open("wb") as file:
         np.save(file, np.ones(3))
@@ -220,11 +224,11 @@ def test_the_flickr8k_files_are_read(name: str, shape: tuple[int, int]) -> None:
     assert found.keys[0].endswith(".jpg")
 
 
-def test_the_wikipedia_file_is_read_but_for_its_pickled_labels(tmp_path: Path) -> None:
+def test_the_wikipedia_file_is_read_except_for_its_pickled_labels(tmp_path: Path) -> None:
     path = SHARED / "wikipedia" / "features.npz"
     if not path.is_file():
         pytest.skip("shared data not there")
-    # Its labels are a pickled scipy matrix, which must never be opened.
+    # Its labels are a pickled scipy matrix, which must never be loaded.
     with pytest.raises(InputError, match=r"labels.*Python objects"):
         read_features(path)
     with np.load(path, allow_pickle=False) as opened:

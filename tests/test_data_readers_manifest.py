@@ -1,4 +1,4 @@
-"""A data set of one's own: a manifest in JSONL or CSV."""
+"""A user's own data set: a manifest in JSONL or CSV."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests import data_set_folders
 from tests.read_data_sets import ROWS, labels_of, read, words
 
 
-def test_a_manifest_in_jsonl_starts_its_paths_at_its_own_folder(tmp_path: Path) -> None:
+def test_paths_in_a_jsonl_manifest_are_relative_to_its_folder(tmp_path: Path) -> None:
     found = read("manifest", data_set_folders.manifest(tmp_path, ROWS))
     assert found.keys == ("a.png", "in/b.png")
     assert found.captions == (("one", "two"), ("three",))
@@ -20,7 +20,7 @@ def test_a_manifest_in_jsonl_starts_its_paths_at_its_own_folder(tmp_path: Path) 
     assert found.pictures.frames(1)[0].shape == (16, 16, 3)
 
 
-def test_a_manifest_in_csv_is_the_same_set(tmp_path: Path) -> None:
+def test_a_csv_manifest_is_read_as_the_same_data_set(tmp_path: Path) -> None:
     whole = read("manifest", data_set_folders.manifest(tmp_path, ROWS))
     path = data_set_folders.write(
         tmp_path / "list.csv", "image,captions,labels,split\na.png,one|two,x|y,train\nin/b.png,three,y,test\n"
@@ -59,7 +59,7 @@ def test_a_manifest_in_csv_is_the_same_set(tmp_path: Path) -> None:
         ("list.jsonl", '{"image": "a", "key": []}', "line 1: key: found"),
     ],
 )
-def test_what_is_wrong_in_a_manifest_is_named_by_line(name: str, content: str, expected: str, tmp_path: Path) -> None:
+def test_errors_in_a_manifest_name_the_line(name: str, content: str, expected: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=expected) as caught:
         read("manifest", data_set_folders.write(tmp_path / name, content))
     str(caught.value).encode()
@@ -75,17 +75,17 @@ def test_what_is_wrong_in_a_manifest_is_named_by_line(name: str, content: str, e
         ),
     ],
 )
-def test_several_fields_of_captions_are_joined(name: str, content: str, tmp_path: Path) -> None:
+def test_several_caption_fields_are_combined(name: str, content: str, tmp_path: Path) -> None:
     found = read("manifest", data_set_folders.write(tmp_path / name, content))
     assert found.captions == (("one", "two", "three"), ("four",))
 
 
-def test_a_mark_of_windows_before_jsonl_and_a_key_of_zero_are_read(tmp_path: Path) -> None:
+def test_a_byte_order_mark_before_jsonl_and_a_key_of_zero_are_accepted(tmp_path: Path) -> None:
     content = '{"image": "a", "key": 0}\n{"image": "b", "key": ""}\n'
     assert read("manifest", data_set_folders.write(tmp_path / "list.jsonl", content, "utf-8-sig")).keys == ("0", "b")
 
 
-def test_a_mark_of_windows_before_csv_is_passed_over_and_what_is_no_text_has_its_line(tmp_path: Path) -> None:
+def test_a_byte_order_mark_before_csv_is_skipped_and_undecodable_text_is_reported_with_its_line(tmp_path: Path) -> None:
     path = data_set_folders.write(tmp_path / "list.csv", "image,caption\na,one\nb,two\n", "utf-8-sig")
     assert read("manifest", path).captions == (("one",), ("two",))
     path.write_bytes(b"image,caption\na,one\nb,tw\xff\n")
@@ -93,7 +93,7 @@ def test_a_mark_of_windows_before_csv_is_passed_over_and_what_is_no_text_has_its
         read("manifest", path)
 
 
-def test_a_folder_of_frames_in_a_manifest_is_a_video(tmp_path: Path) -> None:
+def test_a_folder_of_frames_in_a_manifest_is_read_as_a_video(tmp_path: Path) -> None:
     data_set_folders.msrvtt(tmp_path)
     rows = [f'{{"image": "frames/video{row}", "caption": "x"}}\n' for row in range(4)]
     path = data_set_folders.write(tmp_path / "list.jsonl", "".join(rows))
@@ -102,7 +102,7 @@ def test_a_folder_of_frames_in_a_manifest_is_a_video(tmp_path: Path) -> None:
     assert len(found.pictures.frames(1)) == 12
     once = read("manifest", path, frames=1)
     assert len(once.pictures.frames(1)) == 1
-    # A folder above the manifest holds many things, but no frames.
+    # The manifest's parent folder contains no frames.
     data_set_folders.write(path, rows[0] + '{"image": "frames/..", "caption": "x"}\n')
     with pytest.raises(InputError, match=r"line 2: image: found 'frames/\.\.'"):
         read("manifest", path)

@@ -1,4 +1,4 @@
-"""The embedded drawings: which ones, their captions, their split, and what a user sees when packages are missing."""
+"""The built-in OpenMoji drawings: their selection, captions and split, and the error when packages are missing."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ pytest.importorskip("emoji")
 SKIN_AND_HAIR = {"1F3FB", "1F3FC", "1F3FD", "1F3FE", "1F3FF", "1F9B0", "1F9B1", "1F9B2", "1F9B3"}
 
 
-def test_about_1630_drawings_sorted_by_key_without_repeats() -> None:
+def test_about_1630_drawings_are_sorted_by_key_without_duplicates() -> None:
     keys = [item.key for item in openmoji.load_items()]
     assert 1600 <= len(keys) <= 1660
     assert keys == sorted(set(keys))
 
 
-def test_no_flags_components_skin_tones_or_hair() -> None:
+def test_flags_components_skin_tones_and_hair_are_excluded() -> None:
     for item in openmoji.load_items():
         assert item.category not in {"flags", "component"}
-        # A keycap's or a couple's own points are fine; a variant always has its base before it.
+        # Code points of keycaps and couples are fine; a variant always comes after its base.
         assert not set(item.key.split("-")) & SKIN_AND_HAIR
 
 
@@ -44,7 +44,7 @@ def test_the_split_is_about_70_10_20_and_covers_every_category() -> None:
 
 def test_the_split_depends_on_the_key_alone() -> None:
     assert all(openmoji.split_of(item.key) == item.split for item in openmoji.load_items())
-    # Pinned: published numbers stop being comparable when a key changes sides.
+    # Pinned: published numbers are not comparable once a key moves to another split.
     sides = "".join(openmoji.split_of(f"1F4{low:02X}")[1] for low in range(64))
     assert hashlib.sha256(sides.encode()).hexdigest()[:16] == "315f1ba665fc93c4"
 
@@ -61,13 +61,13 @@ def test_no_two_drawings_share_a_caption() -> None:
     assert [caption for caption, times in uses.items() if times > 1] == []
 
 
-def test_a_known_drawing_reads_as_expected() -> None:
+def test_a_known_drawing_has_the_expected_caption_and_category() -> None:
     dog = next(item for item in openmoji.load_items() if item.key == "1F436")
     assert dog.captions[0] == "dog face"
     assert (dog.category, dog.subcategory) == ("animals-nature", "animal-mammal")
 
 
-def test_captions_that_say_the_same_words_are_given_once() -> None:
+def test_captions_with_the_same_words_are_listed_once() -> None:
     found = openmoji.caption_candidates(["T-Rex", "t rex"], ["rex", "dinosaur"], "animal-reptile")
     assert found == ["T-Rex", "a drawing of T-Rex, as in dinosaur", "animal reptile: dinosaur", "a drawing of T-Rex"]
 
@@ -83,7 +83,7 @@ def test_a_drawing_is_rendered_on_white_and_is_not_blank() -> None:
 
 
 @pytest.mark.parametrize("key", ["../1F436", "1f436", "", "FFFFFF", "1F436.svg"])
-def test_a_key_that_is_no_drawing_is_refused(key: str) -> None:
+def test_an_unknown_drawing_key_is_refused(key: str) -> None:
     with pytest.raises(InputError, match="openmoji: key"):
         openmoji.render(key)
 

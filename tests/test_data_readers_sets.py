@@ -1,4 +1,4 @@
-"""Every data set in the layout it is distributed in, whole and broken."""
+"""Every data set in the layout it is distributed in, intact and broken."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytest.importorskip("PIL")
 
 
 @pytest.mark.parametrize("name", ["flickr8k", "flickr30k"])
-def test_karpathys_json_gives_captions_and_splits_in_its_order(name: str, tmp_path: Path) -> None:
+def test_karpathys_json_yields_captions_and_splits_in_its_order(name: str, tmp_path: Path) -> None:
     found = read(name, data_set_folders.flickr(tmp_path, name))
     assert found.keys == tuple(f"{row}.jpg" for row in range(6))
     assert words(found) == list(data_set_folders.SPLITS)
@@ -30,7 +30,7 @@ def test_karpathys_json_gives_captions_and_splits_in_its_order(name: str, tmp_pa
     assert found.pictures.frames(0)[0].shape == (16, 20, 3)
 
 
-def test_annotations_and_images_may_lie_elsewhere(tmp_path: Path) -> None:
+def test_annotations_and_images_may_be_in_other_folders(tmp_path: Path) -> None:
     data_set_folders.flickr(tmp_path / "a")
     (tmp_path / "a" / "images").rename(tmp_path / "photos")
     (tmp_path / "a" / "dataset_flickr8k.json").rename(tmp_path / "k.json")
@@ -41,7 +41,7 @@ def test_annotations_and_images_may_lie_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["Flickr8k_text", "."])
-def test_flickr8ks_release_gives_the_photos_of_its_lists(text: str, tmp_path: Path) -> None:
+def test_flickr8ks_release_yields_the_photos_of_its_lists(text: str, tmp_path: Path) -> None:
     found = read("flickr8k", data_set_folders.flickr8k_release(tmp_path, ["test", "val", "train", "train"], text))
     assert found.keys == ("102_00000002.jpg", "103_00000003.jpg", "101_00000001.jpg", "100_00000000.jpg")
     assert words(found) == ["train", "train", "val", "test"]
@@ -49,14 +49,14 @@ def test_flickr8ks_release_gives_the_photos_of_its_lists(text: str, tmp_path: Pa
     assert all(len(own) == 5 for own in found.captions)
     assert not any(found.pictures.missing(row) for row in range(len(found)))
     assert np.array_equal(found.pictures.frames(0)[0], decode(tmp_path / "Flicker8k_Dataset" / found.keys[0]))
-    # The other name of the folder, and Karpathy's JSON comes first where it is there.
+    # The folder's other name; Karpathy's JSON takes precedence where it exists.
     (tmp_path / "Flicker8k_Dataset").rename(tmp_path / "Flickr8k_Dataset")
     assert not read("flickr8k", tmp_path).pictures.missing(0)
     data_set_folders.flickr(tmp_path)
     assert read("flickr8k", tmp_path).keys[0] == "0.jpg"
 
 
-def test_flickr8ks_release_may_lie_elsewhere(tmp_path: Path) -> None:
+def test_parts_of_flickr8ks_release_may_be_in_other_folders(tmp_path: Path) -> None:
     whole = read("flickr8k", data_set_folders.flickr8k_release(tmp_path / "set"))
     (tmp_path / "set" / "Flickr8k_text").rename(tmp_path / "notes")
     with pytest.raises(InputError, match=r"data\.annotations.*dataset_flickr8k\.json or .*Flickr8k\.token\.txt"):
@@ -67,7 +67,7 @@ def test_flickr8ks_release_may_lie_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "set" / "Flicker8k_Dataset").rename(tmp_path / "photos")
     found = read("flickr8k", tmp_path / "set", annotations=tmp_path / "notes", images=tmp_path / "photos")
     assert not any(found.pictures.missing(row) for row in range(len(found)))
-    # The three lists may lie in the set's own folder.
+    # The three lists may be in the data set's root folder.
     for path in (tmp_path / "notes").glob("Flickr_8k.*"):
         path.rename(tmp_path / "set" / path.name)
     assert read("flickr8k", tmp_path / "set", annotations=tmp_path / "notes", images=tmp_path).keys == whole.keys
@@ -90,9 +90,7 @@ def test_flickr8ks_release_may_lie_elsewhere(tmp_path: Path) -> None:
         ("Flickr_8k.devImages.txt", None, r"data\.annotations: found 'no list Flickr_8k\.devImages\.txt'"),
     ],
 )
-def test_what_is_wrong_in_flickr8ks_release_is_named(
-    name: str, content: str | None, expected: str, tmp_path: Path
-) -> None:
+def test_errors_in_flickr8ks_release_are_named(name: str, content: str | None, expected: str, tmp_path: Path) -> None:
     file = data_set_folders.flickr8k_release(tmp_path) / "Flickr8k_text" / name
     if content is None:
         file.unlink()
@@ -103,7 +101,7 @@ def test_what_is_wrong_in_flickr8ks_release_is_named(
     assert "\n" not in str(caught.value)
 
 
-def test_wikipedias_lists_and_texts_may_lie_elsewhere(tmp_path: Path) -> None:
+def test_wikipedias_lists_and_texts_may_be_in_other_folders(tmp_path: Path) -> None:
     whole = read("wikipedia", data_set_folders.wikipedia(tmp_path / "set"))
     notes = tmp_path / "notes"
     notes.mkdir()
@@ -120,7 +118,7 @@ def test_wikipedias_lists_and_texts_may_lie_elsewhere(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("inner", ["Groundtruth/AllLabels", "AllLabels", "."])
-def test_nuswides_labels_may_lie_elsewhere(inner: str, tmp_path: Path) -> None:
+def test_nuswides_labels_may_be_in_another_folder(inner: str, tmp_path: Path) -> None:
     whole = read("nuswide", data_set_folders.nuswide(tmp_path / "set"))
     (tmp_path / "notes" / inner).parent.mkdir(parents=True, exist_ok=True)
     (tmp_path / "set" / "Groundtruth" / "AllLabels").rename(tmp_path / "notes" / inner)
@@ -131,7 +129,7 @@ def test_nuswides_labels_may_lie_elsewhere(inner: str, tmp_path: Path) -> None:
     assert np.array_equal(found.labels, whole.labels)  # type: ignore[arg-type]
 
 
-def test_images_of_iapr_are_a_folder_of_numbers_or_the_one_above(tmp_path: Path) -> None:
+def test_iaprs_images_may_be_given_as_the_numbered_folders_or_their_parent(tmp_path: Path) -> None:
     data_set_folders.iapr(tmp_path / "set")
     (tmp_path / "photos").mkdir()
     (tmp_path / "set" / "images").rename(tmp_path / "photos" / "images")
@@ -144,7 +142,7 @@ def test_images_of_iapr_are_a_folder_of_numbers_or_the_one_above(tmp_path: Path)
     assert found.pictures.name(1) == str(tmp_path / "photos" / "images" / "00" / "1.jpg")
 
 
-def test_coco_trains_on_restval_and_takes_its_labels_from_the_instances(tmp_path: Path) -> None:
+def test_coco_trains_on_restval_and_takes_its_labels_from_the_instance_annotations(tmp_path: Path) -> None:
     found = read("coco", data_set_folders.coco(tmp_path))
     assert words(found) == ["train", "train", "val", "test", "test"]
     assert found.label_names == ("dog", "person")
@@ -178,7 +176,7 @@ def test_coco_trains_on_restval_and_takes_its_labels_from_the_instances(tmp_path
         (json.dumps({"images": []}), "0 items"),
     ],
 )
-def test_a_broken_annotation_file_is_one_line(content: str, expected: str, tmp_path: Path) -> None:
+def test_a_broken_annotation_file_is_a_one_line_error(content: str, expected: str, tmp_path: Path) -> None:
     data_set_folders.flickr(tmp_path)
     (tmp_path / "dataset_flickr8k.json").write_text(content)
     with pytest.raises(InputError, match=expected) as caught:
@@ -186,7 +184,7 @@ def test_a_broken_annotation_file_is_one_line(content: str, expected: str, tmp_p
     assert "\n" not in str(caught.value)
 
 
-def test_coco_finds_its_labels_beside_annotations_that_lie_elsewhere(tmp_path: Path) -> None:
+def test_coco_finds_its_labels_next_to_annotations_in_another_folder(tmp_path: Path) -> None:
     data_set_folders.coco(tmp_path / "set")
     (tmp_path / "notes").mkdir()
     (tmp_path / "set" / "dataset_coco.json").rename(tmp_path / "notes" / "dataset_coco.json")
@@ -195,7 +193,7 @@ def test_coco_finds_its_labels_beside_annotations_that_lie_elsewhere(tmp_path: P
     assert found.label_names == ("dog", "person")
 
 
-def test_items_without_a_label_are_left_out_where_the_scenario_asks_for_it(tmp_path: Path) -> None:
+def test_items_without_a_label_are_dropped_if_the_scenario_says_so(tmp_path: Path) -> None:
     found = read("coco", data_set_folders.coco(tmp_path), labelled=True)
     assert [labels_of(found, row) for row in range(len(found))] == [["dog"], ["dog", "person"], ["person"]]
     assert words(found) == ["train", "train", "test"]
@@ -203,7 +201,7 @@ def test_items_without_a_label_are_left_out_where_the_scenario_asks_for_it(tmp_p
         read("flickr8k", data_set_folders.flickr(tmp_path), labelled=True)
 
 
-def test_the_first_captions_alone_are_kept_where_the_scenario_asks_for_it(tmp_path: Path) -> None:
+def test_only_the_first_captions_are_kept_if_the_scenario_says_so(tmp_path: Path) -> None:
     folder = data_set_folders.flickr(tmp_path)
     whole, one = read("flickr8k", folder), read("flickr8k", folder, captions=1)
     assert max(map(len, whole.captions)) > 1
@@ -211,7 +209,7 @@ def test_the_first_captions_alone_are_kept_where_the_scenario_asks_for_it(tmp_pa
     assert read("flickr8k", folder, captions=99).captions == whole.captions
 
 
-def test_a_folder_in_place_of_a_photo_is_unreadable_by_name(tmp_path: Path) -> None:
+def test_a_folder_in_place_of_a_photo_is_listed_as_unreadable(tmp_path: Path) -> None:
     folder = data_set_folders.flickr(tmp_path)
     (folder / "images" / "1.jpg").unlink()
     data_set_folders.photo(folder / "images" / "1.jpg" / "frame.jpg", 1)
@@ -221,7 +219,7 @@ def test_a_folder_in_place_of_a_photo_is_unreadable_by_name(tmp_path: Path) -> N
         pictures.frames(1)
 
 
-def test_linked_folders_are_followed_and_a_circle_of_links_ends(tmp_path: Path) -> None:
+def test_symlinked_folders_are_followed_and_link_cycles_end(tmp_path: Path) -> None:
     data_set_folders.pascal(tmp_path / "elsewhere")
     for name in ("dataset", "sentence"):
         (tmp_path / "set" / name).mkdir(parents=True)
@@ -246,7 +244,7 @@ def test_linked_folders_are_followed_and_a_circle_of_links_ends(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("size", [(4, 5), (1, 1)])
-def test_grey_values_of_16_bits_are_scaled_to_8(size: tuple[int, int], tmp_path: Path) -> None:
+def test_grayscale_images_of_16_bits_are_scaled_to_8_bits(size: tuple[int, int], tmp_path: Path) -> None:
     from PIL import Image
 
     wide = np.linspace(0, 65535, size[0] * size[1]).reshape(size).astype(np.uint16)
@@ -256,7 +254,7 @@ def test_grey_values_of_16_bits_are_scaled_to_8(size: tuple[int, int], tmp_path:
     assert np.array_equal(found[..., 1], np.round(wide / 257).astype(np.uint8))
 
 
-def test_pixels_of_which_nobody_knows_the_white_are_refused(tmp_path: Path) -> None:
+def test_pixels_with_an_unknown_white_level_are_refused(tmp_path: Path) -> None:
     from PIL import Image
 
     Image.fromarray(np.array([[0.0, 1e6]], np.float32)).save(tmp_path / "a.tif")
@@ -266,7 +264,7 @@ def test_pixels_of_which_nobody_knows_the_white_are_refused(tmp_path: Path) -> N
     assert decode(tmp_path / "b.tif")[0, :, 0].tolist() == [0, 255]
 
 
-def test_a_file_name_too_long_for_the_disk_is_a_missing_picture(tmp_path: Path) -> None:
+def test_a_file_name_too_long_for_the_disk_counts_as_a_missing_image(tmp_path: Path) -> None:
     path = data_set_folders.manifest(tmp_path, ROWS)
     data_set_folders.write(path, path.read_text().replace("in/b.png", "a" * 300 + ".png"))
     assert [read("manifest", path).pictures.missing(row) for row in (0, 1)] == [False, True]
@@ -276,7 +274,7 @@ def test_a_file_name_too_long_for_the_disk_is_a_missing_picture(tmp_path: Path) 
     assert read("wikipedia", tmp_path / "wiki").pictures.missing(3)
 
 
-def test_an_iapr_file_may_be_utf_8_or_have_a_byte_that_windows_does_not_know(tmp_path: Path) -> None:
+def test_an_iapr_file_may_be_utf_8_or_contain_a_byte_undefined_in_windows_1252(tmp_path: Path) -> None:
     folder = data_set_folders.iapr(tmp_path) / "annotations_complete_eng" / "00"
     text = (folder / "0.eng").read_text("cp1252")
     (folder / "0.eng").write_text(text, "utf-8-sig")
@@ -285,7 +283,7 @@ def test_an_iapr_file_may_be_utf_8_or_have_a_byte_that_windows_does_not_know(tmp
     assert found.captions[:2] == (("a café & 0 trees;",), ("Title \x81",))
 
 
-def test_iapr_reads_descriptions_in_their_own_encoding_and_saiapr_labels(tmp_path: Path) -> None:
+def test_iapr_descriptions_are_read_in_their_own_encoding_with_saiapr_labels(tmp_path: Path) -> None:
     found = read("iapr", data_set_folders.iapr(tmp_path))
     assert found.keys == ("00/0", "00/1", "00/2", "01/3", "01/4")
     assert found.captions[0] == ("a café & 0 trees;",)
@@ -302,7 +300,7 @@ def test_an_iapr_annotation_cannot_name_a_file_outside_the_set(tmp_path: Path) -
         read("iapr", tmp_path)
 
 
-def test_a_caption_that_is_no_text_is_refused(tmp_path: Path) -> None:
+def test_a_caption_that_is_not_text_is_refused(tmp_path: Path) -> None:
     data_set_folders.msrvtt(tmp_path, frames=1)
     whole = json.loads((tmp_path / "MSRVTT_data.json").read_text())
     whole["sentences"][3]["caption"] = None
@@ -312,7 +310,7 @@ def test_a_caption_that_is_no_text_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", ["²", "9" * 5000, "-1"])
-def test_numbers_of_lists_are_plain_ones(tmp_path: Path, number: str) -> None:
+def test_numbers_in_lists_must_be_plain_decimal(tmp_path: Path, number: str) -> None:
     data_set_folders.mirflickr(tmp_path / "mir")
     data_set_folders.write(tmp_path / "mir" / "mirflickr25k_annotations_v080" / "sea.txt", f"1\n{number}\n")
     with pytest.raises(InputError, match="numbers of images, one a line"):
@@ -323,7 +321,7 @@ def test_numbers_of_lists_are_plain_ones(tmp_path: Path, number: str) -> None:
         read("wikipedia", tmp_path / "wiki")
 
 
-def test_mirflickr_keeps_items_with_a_common_tag_and_a_label_and_leaves_the_strict_labels_out(tmp_path: Path) -> None:
+def test_mirflickr_keeps_items_with_a_common_tag_and_a_label_and_ignores_strict_labels(tmp_path: Path) -> None:
     found = read("mirflickr", data_set_folders.mirflickr(tmp_path))
     assert found.keys == tuple(f"im{number}" for number in range(1, 8))
     assert found.bag is not None
@@ -341,7 +339,7 @@ def test_mirflickr_keeps_items_with_a_common_tag_and_a_label_and_leaves_the_stri
         ("mirflickr25k_annotations_v080/[as]*", r"annotations_v080: found 'no label file'"),
     ],
 )
-def test_what_mirflickr_lacks_is_named(gone: str, expected: str, tmp_path: Path) -> None:
+def test_missing_files_of_mirflickr_are_named(gone: str, expected: str, tmp_path: Path) -> None:
     data_set_folders.mirflickr(tmp_path)
     for path in tmp_path.glob(gone):
         path.write_text("") if path.name == "common_tags.txt" else path.unlink()
@@ -349,7 +347,7 @@ def test_what_mirflickr_lacks_is_named(gone: str, expected: str, tmp_path: Path)
         read("mirflickr", tmp_path)
 
 
-def test_nuswide_keeps_the_21_most_frequent_labels_and_the_items_that_have_one(tmp_path: Path) -> None:
+def test_nuswide_keeps_the_21_most_frequent_labels_and_items_with_at_least_one(tmp_path: Path) -> None:
     found = read("nuswide", data_set_folders.nuswide(tmp_path))
     assert len(found.label_names) == 21
     assert "l22" not in found.label_names
@@ -363,7 +361,7 @@ def test_nuswide_keeps_the_21_most_frequent_labels_and_the_items_that_have_one(t
     assert found.captions[1][0].startswith("word2 word11 ")
 
 
-def test_nuswide_files_of_unequal_length_are_named(tmp_path: Path) -> None:
+def test_nuswide_files_of_unequal_length_are_refused_by_name(tmp_path: Path) -> None:
     data_set_folders.nuswide(tmp_path)
     data_set_folders.write(tmp_path / "Groundtruth" / "AllLabels" / "Labels_l03.txt", "0\n1\n")
     with pytest.raises(InputError, match=r"Labels_l03\.txt: found '2 lines', allowed: 9"):
@@ -376,7 +374,7 @@ def test_nuswide_files_of_unequal_length_are_named(tmp_path: Path) -> None:
         read("nuswide", tmp_path)
 
 
-def test_a_list_of_nuswides_tags_that_is_too_short_is_named(tmp_path: Path) -> None:
+def test_a_nuswide_tag_list_that_is_too_short_is_refused_by_name(tmp_path: Path) -> None:
     data_set_folders.nuswide(tmp_path)
     data_set_folders.write(
         tmp_path / "NUS_WID_Tags" / "TagList1k.txt", "\n".join(f"word{column}" for column in range(998))
@@ -385,7 +383,7 @@ def test_a_list_of_nuswides_tags_that_is_too_short_is_named(tmp_path: Path) -> N
         read("nuswide", tmp_path)
 
 
-def test_wikipedia_reads_its_lists_and_halves_the_test_list_into_validation_and_queries(tmp_path: Path) -> None:
+def test_wikipedias_test_list_is_halved_into_validation_and_queries(tmp_path: Path) -> None:
     found = read("wikipedia", data_set_folders.wikipedia(tmp_path))
     assert words(found) == ["train", "train", "val", "test", "test"]
     assert found.captions[1] == ("A & 1",)
@@ -396,7 +394,7 @@ def test_wikipedia_reads_its_lists_and_halves_the_test_list_into_validation_and_
         read("wikipedia", tmp_path)
 
 
-def test_pascal_takes_the_folder_as_the_class_and_lines_as_captions(tmp_path: Path) -> None:
+def test_pascal_reads_the_folder_as_the_class_and_lines_as_captions(tmp_path: Path) -> None:
     data_set_folders.pascal(tmp_path)
     (tmp_path / "dataset" / "sofa" / "2008_000001.jpg").unlink()
     found = read("pascal", tmp_path)
@@ -406,7 +404,7 @@ def test_pascal_takes_the_folder_as_the_class_and_lines_as_captions(tmp_path: Pa
     assert [row for row in range(6) if found.pictures.missing(row)] == [found.keys.index("sofa/2008_000001")]
 
 
-def test_pascal_takes_only_pictures_for_pictures(tmp_path: Path) -> None:
+def test_pascal_ignores_files_that_are_not_images(tmp_path: Path) -> None:
     data_set_folders.pascal(tmp_path)
     data_set_folders.write(tmp_path / "dataset" / "cat" / "2008_000000.jpg.md5", "x")
     data_set_folders.write(tmp_path / "dataset" / "cat" / "2008_000000.txt", "x")
@@ -419,7 +417,7 @@ def test_pascal_takes_only_pictures_for_pictures(tmp_path: Path) -> None:
 ROOT = Path(__file__).parent.parent
 
 
-def test_the_document_has_a_layout_and_a_snippet_for_every_set() -> None:
+def test_the_reference_page_has_a_layout_and_a_snippet_for_every_set() -> None:
     text = (ROOT / "docs" / "reference" / "data_sets.md").read_text()
     for name in SETS:
         assert f"\n### {name}\n" in text, name
@@ -428,7 +426,7 @@ def test_the_document_has_a_layout_and_a_snippet_for_every_set() -> None:
 
 
 @pytest.mark.slow
-def test_reading_a_scenario_brings_no_torch() -> None:
+def test_reading_a_scenario_does_not_import_torch() -> None:
     code = (
         "import sys; from fedmq.config.scenario import Data; Data(name='coco', path='x');"
         "sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
@@ -437,7 +435,7 @@ def test_reading_a_scenario_brings_no_torch() -> None:
 
 
 @pytest.mark.parametrize("name", ["iapr", "pascal", "mirflickr", "msrvtt"])
-def test_what_a_mac_leaves_beside_the_files_is_no_part_of_a_set(name: str, tmp_path: Path) -> None:
+def test_macos_metadata_files_are_not_part_of_a_data_set(name: str, tmp_path: Path) -> None:
     whole = read(name, getattr(data_set_folders, name)(tmp_path))
     for path in [path for path in tmp_path.rglob("*") if path.is_file()]:
         path.with_name(f"._{path.name}").write_bytes(b"\x00\x05\x16\x07Mac OS X\xff")

@@ -1,4 +1,4 @@
-"""Data sets of videos: frames in folders, whole videos, and what is wrong with them."""
+"""Video data sets: frames in folders, video files, and their errors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.read_data_sets import labels_of, read, words
 pytest.importorskip("PIL")
 
 
-def test_msrvtts_whole_file_makes_its_parts_superfluous_wherever_they_lie(tmp_path: Path) -> None:
+def test_msrvtts_complete_file_takes_precedence_over_its_parts_in_any_folder(tmp_path: Path) -> None:
     data_set_folders.msrvtt(tmp_path)
     whole = json.loads((tmp_path / "MSRVTT_data.json").read_text())
     assert len(whole["videos"]) > 2
@@ -39,7 +39,7 @@ def test_msrvtt_takes_evenly_spaced_frames_of_each_folder(tmp_path: Path) -> Non
     assert len(read("msrvtt", tmp_path, frames=4).pictures.frames(0)) == 4
 
 
-def test_msrvtt_in_two_files_is_one_set(tmp_path: Path) -> None:
+def test_msrvtt_in_two_files_is_read_as_one_data_set(tmp_path: Path) -> None:
     data_set_folders.msrvtt(tmp_path, frames=1)
     whole = json.loads((tmp_path / "MSRVTT_data.json").read_text())
     for name, tests in (("train_val_videodatainfo.json", False), ("test_videodatainfo.json", True)):
@@ -49,7 +49,7 @@ def test_msrvtt_in_two_files_is_one_set(tmp_path: Path) -> None:
         )
     (tmp_path / "MSRVTT_data.json").unlink()
     assert words(read("msrvtt", tmp_path)) == ["train", "train", "val", "test"]
-    # Elsewhere, each in a folder of its archive's name.
+    # In other folders, each named after its archive.
     for name, inner in (("train_val", "train_val_annotation"), ("test", "test_videodatainfo")):
         (tmp_path / "notes" / inner).mkdir(parents=True)
         (tmp_path / f"{name}_videodatainfo.json").rename(tmp_path / "notes" / inner / f"{name}_videodatainfo.json")
@@ -58,7 +58,7 @@ def test_msrvtt_in_two_files_is_one_set(tmp_path: Path) -> None:
         read("msrvtt", tmp_path, annotations=tmp_path / "frames")
 
 
-def test_half_a_video_is_named(tmp_path: Path) -> None:
+def test_a_truncated_video_is_refused_by_name(tmp_path: Path) -> None:
     av = pytest.importorskip("av")
     path = tmp_path / "cut.mp4"
     generator = np.random.default_rng(0)
@@ -75,7 +75,7 @@ def test_half_a_video_is_named(tmp_path: Path) -> None:
         pictures.video_frames(path, 12)
 
 
-def test_a_video_gives_twelve_frames_in_order_and_a_broken_one_is_named(tmp_path: Path) -> None:
+def test_a_video_yields_twelve_frames_in_order_and_a_broken_one_is_refused_by_name(tmp_path: Path) -> None:
     av = pytest.importorskip("av")
     data_set_folders.msrvtt(tmp_path, frames=1)
     path = tmp_path / "TrainValVideo" / "video0.mp4"
@@ -98,7 +98,7 @@ def test_a_video_gives_twelve_frames_in_order_and_a_broken_one_is_named(tmp_path
         found.pictures.frames(0)
 
 
-def test_without_a_decoder_a_video_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_decoder_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data_set_folders.msrvtt(tmp_path, frames=1)
     data_set_folders.write(tmp_path / "videos" / "video0.mp4", "x")
     monkeypatch.setitem(__import__("sys").modules, "av", None)

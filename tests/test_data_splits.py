@@ -1,4 +1,4 @@
-"""Splits: a set's own, drawn ones, and what a scenario may say of its data."""
+"""Splits: those of the data set, random ones, and the data options of a scenario."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from fedmq.data.splits import Draw, draw_parts, split_of
 from fedmq.errors import InputError
 
 
-def test_a_drawn_split_has_the_sizes_asked_for_and_the_rest_is_database() -> None:
+def test_a_random_split_has_the_requested_sizes_and_the_rest_is_database() -> None:
     split = draw_parts(100, Draw(10, 5, 30), 0)
     assert np.bincount(split, minlength=5).tolist() == [30, 5, 10, 0, 55]
     assert (split == draw_parts(100, Draw(10, 5, 30), 0)).all()
     assert (split != draw_parts(100, Draw(10, 5, 30), 1)).any()
-    # More training items do not move the queries.
+    # More training items do not change the queries.
     assert (np.flatnonzero(draw_parts(100, Draw(10, 5, 40), 0) == 2) == np.flatnonzero(split == 2)).all()
 
 
 @pytest.mark.parametrize("sizes", [Draw(100), Draw(10, 90), Draw(10, 0, 91)])
-def test_a_set_too_small_for_the_numbers_says_so(sizes: Draw) -> None:
+def test_a_data_set_too_small_for_the_requested_sizes_is_refused(sizes: Draw) -> None:
     with pytest.raises(InputError, match=r"data\.queries.*the 100 items"):
         draw_parts(100, sizes, 0)
 
 
-def test_the_scenarios_numbers_replace_a_sets_own_split() -> None:
+def test_the_scenarios_split_sizes_replace_the_data_sets_split() -> None:
     own = np.array([0] * 8 + [2, 2], dtype=np.uint8)
     plain = Data(name="flickr8k", path=Path("x"))
     assert (split_of(own, 10, plain, Draw()) == own).all()
@@ -52,12 +52,12 @@ def test_the_scenarios_numbers_replace_a_sets_own_split() -> None:
         ({"name": "manifest", "path": "x.csv", "annotations": "y"}, "data.annotations: .*data.name manifest"),
     ],
 )
-def test_a_scenario_names_a_known_set_and_only_its_own_options(options: dict[str, Any], expected: str) -> None:
+def test_a_scenario_may_use_only_known_data_sets_and_their_options(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(InputError, match=expected):
         catalogue.check(Data.model_validate(options))
 
 
 @pytest.mark.parametrize("name", ["lite", "features"])
-def test_weights_are_not_for_a_backbone_that_takes_none(name: str) -> None:
+def test_pretrained_weights_are_refused_for_a_backbone_that_takes_none(name: str) -> None:
     with pytest.raises(ValueError, match=rf"backbone\.pretrained is not for backbone\.name {name}"):
         Backbone.model_validate({"name": name, "pretrained": "w.pt"})

@@ -1,4 +1,4 @@
-"""open_clip models as frozen backbones: adapters in every block, weights shared, nothing fetched, errors by name."""
+"""open_clip models as frozen backbones: adapters in every block, shared weights, no downloads, clear errors."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def reference(tiny: Path, cache: Path) -> tuple[torch.Tensor, torch.Tensor]:
     state: dict[str, torch.Tensor] = {}
     for modality in ("image", "text"):
         state |= safetensors.torch.load_file(found.folder / f"{modality}.safetensors")
-    # The causal mask is in the files, as no state dict holds it and a module without memory cannot compute it.
+    # The causal mask is in the files: no state dict holds it and a module on the meta device cannot compute it.
     result = model.load_state_dict(state, strict=False)
     assert result.unexpected_keys == ["attn_mask"]
     assert result.missing_keys == ["logit_scale"]
@@ -135,14 +135,14 @@ def test_a_silo_trains_one_step_of_the_papers_model_in_a_round_of_rcsr(tmp_path:
     assert trained.loss is not None and trained.loss > 0
 
 
-def test_with_silent_adapters_and_heads_the_model_is_the_frozen_clip(tiny: Path, cache: Path) -> None:
+def test_with_zero_adapters_and_heads_the_model_is_the_frozen_clip(tiny: Path, cache: Path) -> None:
     model = make(tiny, cache, head="residual", adapter_std=0.0, head_std=0.0)
     image, text = reference(tiny, cache)
     assert torch.allclose(model.image(PIXELS), F.normalize(image, dim=-1), atol=1e-5)
     assert torch.allclose(model.caption(captions(tiny)), F.normalize(text, dim=-1), atol=1e-5)
 
 
-def test_an_adapter_follows_every_block_as_printed(tiny: Path, cache: Path) -> None:
+def test_an_adapter_follows_every_block_as_in_the_paper(tiny: Path, cache: Path) -> None:
     model = make(tiny, cache, adapter_std=0.3)
     parameters = {name: value.detach() for name, value in model.named_parameters()}
     seen: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -172,7 +172,7 @@ def test_an_adapter_follows_every_block_as_printed(tiny: Path, cache: Path) -> N
 
 
 @pytest.mark.parametrize("adapter", ["bottleneck", "mma"])
-def test_gradients_reach_every_adapter_through_the_frozen_blocks_and_nothing_else(
+def test_gradients_reach_every_adapter_through_the_frozen_blocks_and_no_frozen_weight(
     tiny: Path, cache: Path, adapter: str
 ) -> None:
     model = make(tiny, cache, adapter=adapter)
@@ -211,14 +211,14 @@ def test_a_silo_without_images_loads_no_image_tower(tiny: Path, cache: Path) -> 
         model.image(PIXELS)
 
 
-def test_the_coordinators_parameters_need_no_weights_at_all(tiny: Path, cache: Path, tmp_path: Path) -> None:
+def test_the_coordinators_parameters_need_no_pretrained_weights(tiny: Path, cache: Path, tmp_path: Path) -> None:
     chosen = backbone(tiny)
     bare = build(chosen, InputSpec((3, 32, 32), (77,)), 0, modalities=(), cache=tmp_path)
     assert torch.equal(bare.flat, make(tiny, cache).flat)
     assert not list(tmp_path.iterdir())
 
 
-def test_weights_are_mapped_from_the_cache_and_made_once(tiny: Path, cache: Path) -> None:
+def test_weights_are_memory_mapped_from_the_cache_and_written_once(tiny: Path, cache: Path) -> None:
     model = make(tiny, cache, ("image",))
     files = sorted((cache / "weights").glob("*/image.safetensors"))
     made = [file.stat().st_mtime_ns for file in files]
@@ -233,7 +233,7 @@ def test_weights_are_mapped_from_the_cache_and_made_once(tiny: Path, cache: Path
         assert any(low <= parameter.data_ptr() < high for low, high in starts)
 
 
-def test_random_weights_follow_the_seed_and_leave_the_global_generator_alone(tiny: Path, cache: Path) -> None:
+def test_random_weights_depend_on_the_seed_and_leave_the_global_generator_alone(tiny: Path, cache: Path) -> None:
     before = torch.get_rng_state()
     one, two = (clip_weights.weights(backbone(tiny), seed, cache) for seed in (11, 12))
     assert torch.equal(before, torch.get_rng_state())
@@ -262,7 +262,7 @@ def test_a_local_checkpoint_is_loaded(tiny: Path, tmp_path: Path) -> None:
         ({"visual.extra": torch.zeros(1)}, r"visual\.extra.*does not have"),
     ],
 )
-def test_a_checkpoint_that_does_not_fit_names_parameter_and_shapes(
+def test_a_mismatched_checkpoint_is_refused_with_parameter_and_shapes(
     tiny: Path, tmp_path: Path, edit: dict[str, torch.Tensor | None], words: str
 ) -> None:
     changed = {**local_weights(tmp_path / "own.pt"), **edit}
@@ -284,7 +284,7 @@ def test_a_pickle_that_would_run_code_is_refused(tiny: Path, tmp_path: Path) -> 
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_torchscript_archive_is_refused_and_what_the_message_advises_makes_it_fit(tiny: Path, tmp_path: Path) -> None:
+def test_a_torchscript_archive_is_refused_and_the_advised_conversion_works(tiny: Path, tmp_path: Path) -> None:
     model = open_clip.model.CLIP(**TINY).eval()
     inputs = (PIXELS.float(), captions(tiny).long())
     with warnings.catch_warnings():
@@ -304,7 +304,9 @@ def test_a_torchscript_archive_is_refused_and_what_the_message_advises_makes_it_
 
 
 @pytest.mark.parametrize("ending", ["pt", "safetensors"])
-def test_openais_file_is_not_put_into_a_model_with_another_activation(tiny: Path, tmp_path: Path, ending: str) -> None:
+def test_openais_weights_are_refused_for_a_model_with_another_activation(
+    tiny: Path, tmp_path: Path, ending: str
+) -> None:
     path, quick = tmp_path / f"openai.{ending}", tmp_path / "quick.json"
     marks = {name: torch.tensor(32) for name in ("input_resolution", "context_length", "vocab_size")}
     state = {**local_weights(tmp_path / "own.pt"), **marks}
@@ -322,7 +324,7 @@ OPENAI = clip_weights.Preprocessing()
 ONE = (1.0, 1.0, 1.0)
 
 
-def test_weights_of_a_model_file_are_the_same_wherever_that_is_named_from(
+def test_the_weights_digest_is_the_same_whatever_path_names_the_model_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -344,20 +346,20 @@ def test_weights_of_a_model_file_are_the_same_wherever_that_is_named_from(
         ("MobileCLIP-S1", None, OPENAI),
         ("MobileCLIP-S1", "FILE", clip_weights.Preprocessing((0.0,) * 3, ONE, "bilinear", unnamed=(0.0,) * 3 + ONE)),
         ("MobileCLIP-S1", "datacompdr", clip_weights.Preprocessing((0.0,) * 3, ONE, "bilinear")),
-        # Its tags do not agree on mean and std, those of ViT-H-14 not on how pictures are scaled.
+        # Its tags disagree on mean and std, those of ViT-H-14 on how images are resized.
         ("ViT-L-14", "laion2b_s32b_b82k", clip_weights.Preprocessing((0.5,) * 3, (0.5,) * 3)),
         ("ViT-L-14", "FILE", OPENAI),
         ("ViT-H-14-quickgelu", "dfn5b", clip_weights.Preprocessing(resize_mode="squash")),
         ("ViT-H-14", "FILE", OPENAI),
     ],
 )
-def test_pictures_are_made_as_the_weights_want_them(
+def test_images_are_preprocessed_as_the_weights_require(
     name: str, tag: str | None, wanted: clip_weights.Preprocessing, tmp_path: Path
 ) -> None:
     torch.save({"a": torch.zeros(1)}, tmp_path / "w.pt")
     chosen = Backbone(name=name, pretrained=str(tmp_path / "w.pt") if tag == "FILE" else tag)
     assert clip_weights.preprocessing(chosen) == wanted
-    # Rows of models that want nothing special keep the names that they always had.
+    # Rows of models with default preprocessing keep their cache keys.
     frozen = clip_weights.weights_digest(chosen, 0, tmp_path)
     size = clip_weights.image_size(name, clip_weights.config_of(name))
     digest = image_encoder(chosen, 0, tmp_path, "cpu").digest
@@ -375,7 +377,7 @@ def test_pictures_are_made_as_the_weights_want_them(
         ("ViT-B-16-SigLIP", "webli", "squash", "bicubic"),
     ],
 )
-def test_a_picture_is_scaled_as_open_clip_does_for_the_tag(
+def test_an_image_is_resized_as_open_clip_does_for_the_tag(
     name: str, tag: str, mode: str, interpolation: str, size: tuple[int, int], tmp_path: Path
 ) -> None:
     picture = np.random.default_rng(3).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
@@ -387,7 +389,7 @@ def test_a_picture_is_scaled_as_open_clip_does_for_the_tag(
     assert np.array_equal(encoder.fit(picture), (255 * theirs).round().permute(1, 2, 0).to(torch.uint8).numpy())
 
 
-def test_pixels_for_adapters_in_the_blocks_are_squashed_too_and_named_apart(
+def test_pixels_for_adapters_in_the_blocks_follow_the_resize_mode_and_get_their_own_cache_key(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usual = image_encoder(backbone(tiny), 0, tmp_path, "cpu")
@@ -402,7 +404,7 @@ def test_pixels_for_adapters_in_the_blocks_are_squashed_too_and_named_apart(
     assert usual.fit(wide)[16, 16].tolist() == [0] * 3
 
 
-def test_a_way_to_scale_pictures_that_is_not_known_here_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_resize_mode_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(open_clip, "get_pretrained_cfg", lambda *_: {"resize_mode": "longest"})
     with pytest.raises(InputError, match=r"laion2b_s34b_b79k, whose pictures are scaled by longest.*or squash"):
         clip_weights.preprocessing(Backbone(name="ViT-B-32", pretrained="laion2b_s34b_b79k"))
@@ -420,19 +422,19 @@ def test_a_way_to_scale_pictures_that_is_not_known_here_is_refused(monkeypatch: 
         (Backbone(name="gone.json"), r"gone\.json.*No such file"),
     ],
 )
-def test_a_model_that_cannot_be_used_is_refused_by_name(tmp_path: Path, chosen: Backbone, words: str) -> None:
+def test_an_unusable_model_is_refused_by_name(tmp_path: Path, chosen: Backbone, words: str) -> None:
     with pytest.raises(InputError, match=words):
         clip_weights.weights_digest(chosen, 0, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["RN50", "convnext_base"])
-def test_towers_without_plain_blocks_are_refused_at_that_site(name: str) -> None:
+def test_towers_without_plain_blocks_are_refused_at_the_blocks_site(name: str) -> None:
     with pytest.raises(InputError, match=rf"adapter_site.*{name}.*feature"):
         clip_two_tower.adapted(Backbone(name=name, adapter_site="blocks", head="mlp"))
 
 
 @pytest.mark.parametrize("name", ["vit_medium_patch16_gap_256", "EVA02-B-16"])
-def test_timms_plain_transformers_get_adapters_in_their_blocks(name: str) -> None:
+def test_adapters_are_inserted_in_the_blocks_of_timms_plain_transformers(name: str) -> None:
     model = clip_two_tower.adapted(Backbone(name=name, adapter_site="blocks", head="mlp"))
     assert len(model.visual.adapters) == len(model.text.adapters) == 12
 
@@ -442,12 +444,12 @@ def test_data_of_another_size_are_refused(tiny: Path, cache: Path) -> None:
         build(backbone(tiny), InputSpec((3, 64, 64), (77,)), 0, cache=cache)
 
 
-def test_a_tokeniser_from_a_hub_is_refused() -> None:
+def test_a_tokeniser_that_needs_a_download_is_refused() -> None:
     with pytest.raises(InputError, match="model hub"):
         clip.tokenise("ViT-B-16-SigLIP", ["a dog"])
 
 
-def test_frozen_features_equal_open_clips_own(tiny: Path, cache: Path) -> None:
+def test_frozen_features_equal_those_of_open_clip(tiny: Path, cache: Path) -> None:
     found = clip_weights.weights(backbone(tiny), 0, cache)
     pictures = [picture.permute(1, 2, 0).numpy() for picture in PIXELS]
     image = image_encoder(backbone(tiny).model_copy(update={"adapter_site": "feature"}), 0, cache, "cpu").encode(
@@ -475,7 +477,7 @@ def test_bfloat16_products_stay_near_float32_and_train(tiny: Path, cache: Path) 
 
 
 @pytest.mark.parametrize("name", ["visual", "text"])
-def test_the_sums_between_bfloat16_products_are_float32(name: str, tiny: Path, cache: Path) -> None:
+def test_activations_between_bfloat16_blocks_are_float32(name: str, tiny: Path, cache: Path) -> None:
     half = make(tiny, cache, precision="bfloat16")
     kinds = set()
     for block in clip.blocks_of(getattr(half, name).frozen.tower, "tiny")[0]:

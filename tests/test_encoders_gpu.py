@@ -1,4 +1,4 @@
-"""Every method, every base and every frozen encoder on a GPU that is pretended: nothing is left behind on the CPU."""
+"""Every method, base and frozen encoder on a simulated GPU: no tensor is left on the CPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(autouse=True)
 def flags() -> Iterator[None]:
-    """What a GPU has its process set is put back."""
+    """Restore the torch flags that a run on a GPU sets."""
     before = torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark, deterministic.fill_uninitialized_memory
     yield
     torch.backends.cudnn.allow_tf32, torch.backends.cudnn.benchmark, deterministic.fill_uninitialized_memory = before
@@ -43,7 +43,7 @@ def flags() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def file(tiny: Path, features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny scenario, ten of its items public."""
+    """The tiny scenario with ten public items."""
     folder = tmp_path_factory.mktemp("public")
     arrays = dict(np.load(features))
     arrays["split"] = np.array(["public"] * 10 + list(arrays["split"][10:]))
@@ -57,7 +57,7 @@ def figures(summary: Any) -> Any:
 
 
 def both(scenario: Scenario, out: Path, patch: pytest.MonkeyPatch) -> None:
-    """A run on the GPU has the CPU's model and figures."""
+    """Run on the GPU and on the CPU and compare models and metrics."""
     here = in_process_run.run(scenario, out / "cpu").summary.plain()
     with pretended(patch):
         there = in_process_run.run(scenario.model_copy(update={"device": "cuda:0"}), out / "gpu").summary.plain()
@@ -66,21 +66,23 @@ def both(scenario: Scenario, out: Path, patch: pytest.MonkeyPatch) -> None:
 
 
 def fitting(name: str) -> list[str]:
-    """What a method asks of a model."""
+    """Objective and backbone settings that a method requires."""
     base = OBJECTIVES.get(name)
     settings = [f"objective={json.dumps(base.model_dump(mode='json', exclude_unset=True))}"] if base else []
     return settings + (["backbone.adapter=mma"] if name == "pfedmma" else [])
 
 
 @pytest.mark.parametrize("name", protocols.names())
-def test_every_method_computes_on_a_gpu_what_it_does_on_the_cpu(
+def test_every_method_computes_the_same_on_a_gpu_as_on_the_cpu(
     name: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     both(resolved(file, "rounds=3", f"protocol={name}", *fitting(name)), tmp_path, monkeypatch)
 
 
 @pytest.mark.parametrize("base", [base for base in protocols.losses() if plans_of(Objective(base=base))])
-def test_every_base_does(base: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_base_computes_the_same_on_a_gpu_as_on_the_cpu(
+    base: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = ["rounds=2", "protocol=moon", f"objective={{base: {base}, bits: 8, hidden: 16}}"]
     both(resolved(file, *settings, "evaluation.gallery=database"), tmp_path, monkeypatch)
 
@@ -94,7 +96,7 @@ def test_every_base_does(base: str, file: Path, tmp_path: Path, monkeypatch: pyt
         "{name: moon, personal: true, buffer: 2}",
     ],
 )
-def test_what_silos_keep_to_themselves_does(
+def test_personal_state_is_the_same_on_a_gpu_as_on_the_cpu(
     method: str, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     noise = "privacy={clip_norm: 1.0, noise_multiplier: 0.1}"
@@ -104,7 +106,9 @@ def test_what_silos_keep_to_themselves_does(
 @pytest.mark.parametrize(
     "more", [{"adapter_site": "blocks"}, {"adapter_site": "feature"}, {"adapter_site": "blocks", "adapter": "mma"}]
 )
-def test_an_open_clip_model_does(more: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_open_clip_model_computes_the_same_on_a_gpu_as_on_the_cpu(
+    more: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "tiny.json").write_text(json.dumps(TINY))
     data = {"name": "flickr8k", "path": str(data_set_folders.flickr(tmp_path / "set"))}
     backbone = {"name": str(tmp_path / "tiny.json"), "head": "mlp", "bottleneck": 8, **more}
@@ -122,7 +126,7 @@ def test_an_open_clip_model_does(more: dict[str, str], tmp_path: Path, monkeypat
         )
     )
     scenario = resolved(tmp_path / "clip.yaml")
-    # The GPU comes first: it has the CPU, too, take its kind of attention. Each extracts features for itself.
+    # The GPU run comes first: it makes the CPU use the same attention kernel. Each run extracts its own features.
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "there"))
     with pretended(monkeypatch):
         there = in_process_run.run(scenario.model_copy(update={"device": "cuda:0"}), tmp_path / "gpu").summary.plain()
@@ -131,7 +135,9 @@ def test_an_open_clip_model_does(more: dict[str, str], tmp_path: Path, monkeypat
     assert figures(there) == figures(here)
 
 
-def test_a_released_model_does(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_released_model_computes_the_same_on_a_gpu_as_on_the_cpu(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     run = tmp_path / "run"
     in_process_run.run(resolved(file, "rounds=1"), run)
     here = export(open_release(run, "cpu"))
@@ -141,7 +147,7 @@ def test_a_released_model_does(file: Path, tmp_path: Path, monkeypatch: pytest.M
         np.testing.assert_array_equal(there.array("image"), kept)
 
 
-def test_a_process_that_computes_on_a_gpu_does_so_repeatably(
+def test_a_process_on_a_gpu_computes_deterministically(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
@@ -158,7 +164,7 @@ def test_a_process_that_computes_on_a_gpu_does_so_repeatably(
     assert not (cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled())
 
 
-def test_the_pretended_gpu_refuses_what_a_gpu_does(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_simulated_gpu_refuses_what_a_real_gpu_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     near = torch.ones(3, 4)
     with pretended(monkeypatch):
         far = near.to("cuda:0")
@@ -177,7 +183,7 @@ def test_the_pretended_gpu_refuses_what_a_gpu_does(monkeypatch: pytest.MonkeyPat
             torch.randn(3, device="cuda:0")
 
 
-def test_a_method_that_leaves_a_tensor_on_the_cpu_fails_there(
+def test_a_method_that_leaves_a_tensor_on_the_cpu_fails_on_the_simulated_gpu(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("protocols._training.labels_of", lambda local, rows: torch.zeros(len(rows), 5))

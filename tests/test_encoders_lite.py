@@ -1,4 +1,4 @@
-"""The lite backbone: shapes, unit length, same bytes every time, and drawings that find their names."""
+"""The lite backbone: shapes, unit length, deterministic bytes, and drawings that retrieve their names."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.slow
-def test_importing_loads_no_tower() -> None:
+def test_importing_the_module_loads_no_tower() -> None:
     code = "import sys, fedmq.encoders.lite; print({'timm', 'tokenizers', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
@@ -57,13 +57,13 @@ def test_vectors_have_unit_length(vectors: np.ndarray) -> None:
         np.testing.assert_allclose(np.linalg.norm(found, axis=1), 1, atol=1e-5)
 
 
-def test_nothing_in_nothing_out() -> None:
+def test_empty_input_gives_empty_output() -> None:
     assert lite.encode_images([]).shape == (0, lite.DIM)
     assert lite.encode_texts([]).shape == (0, lite.DIM)
 
 
 @pytest.mark.usefixtures("one_thread")
-def test_the_same_image_gives_the_same_bytes_alone_and_at_any_thread_count(
+def test_an_image_encodes_to_the_same_bytes_alone_and_at_any_thread_count(
     drawings: list[np.ndarray], vectors: np.ndarray
 ) -> None:
     again = lite.encode_images(iter(drawings[:5]))
@@ -71,14 +71,14 @@ def test_the_same_image_gives_the_same_bytes_alone_and_at_any_thread_count(
     assert torch.get_num_threads() == 1
 
 
-def test_the_same_text_gives_the_same_bytes_in_any_company() -> None:
+def test_a_text_encodes_to_the_same_bytes_in_any_batch() -> None:
     texts = ["dog face", "a very long caption about a very small dog", "key", *map(str, range(40))]
     together = lite.encode_texts(texts)
     for i in (0, 1, 2, 30):
         assert lite.encode_texts([texts[i]]).tobytes() == together[i].tobytes()
 
 
-def test_drawings_find_their_names(vectors: np.ndarray) -> None:
+def test_drawings_retrieve_their_names(vectors: np.ndarray) -> None:
     names = {item.key: item.captions[0] for item in openmoji.load_items()}
     found = (vectors @ lite.encode_texts([names[key] for key in KEYS]).T).argmax(axis=1)
     assert (found == np.arange(len(KEYS))).mean() >= 0.75  # chance is one in twelve
@@ -89,7 +89,7 @@ def test_margins_do_not_change_the_framed_drawing(drawings: list[np.ndarray]) ->
     assert (lite.frame(wide) == lite.frame(drawings[0])).all()
 
 
-def test_a_photograph_and_a_blank_sheet_are_only_scaled() -> None:
+def test_a_photo_and_a_blank_image_are_resized_without_cropping() -> None:
     noise = np.random.default_rng(0).integers(0, 256, (30, 50, 3), dtype=np.uint8)
     assert lite.frame(noise).shape == (224, 224, 3)
     assert (lite.frame(np.full((9, 9, 3), 255, np.uint8)) == 255).all()
@@ -98,7 +98,7 @@ def test_a_photograph_and_a_blank_sheet_are_only_scaled() -> None:
 @pytest.mark.parametrize(
     "image", [np.zeros((8, 8), np.uint8), np.zeros((8, 8, 3), np.float32), np.zeros((0, 8, 3), np.uint8)]
 )
-def test_what_is_no_image_is_refused(image: np.ndarray) -> None:
+def test_an_array_that_is_not_an_image_is_refused(image: np.ndarray) -> None:
     with pytest.raises(InputError, match="image"):
         lite.encode_images([image])
 
@@ -119,7 +119,7 @@ def test_a_missing_package_is_named_with_the_extra_that_installs_it(
     lite.image_tower.cache_clear()
 
 
-def test_missing_heads_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_heads_file_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lite, "HEADS", lite.HEADS.with_name("nowhere.safetensors"))
     lite._heads.cache_clear()
     with pytest.raises(InputError, match="nowhere"):

@@ -1,4 +1,4 @@
-"""Sentence encoders of a local folder: a tiny BERT, made here, takes the place of the backbone's own text side."""
+"""Sentence encoders from a local folder: a tiny BERT replaces the backbone's text encoder."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = ("picture", "as", "number", "sees", "it", "0", "1", "2", "3", "4", "5", 
 
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
-    """A BERT of one layer and random weights, as transformers saves it; it has no pooling of its own."""
+    """A one-layer BERT with random weights as transformers saves it, without a pooling module."""
     folder = tmp_path / "bert"
     folder.mkdir()
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
@@ -38,7 +38,7 @@ def bert(tmp_path: Path) -> Path:
 
 def prepared(tmp_path: Path, folder: Path) -> Prepared:
     data_set_folders.flickr(tmp_path / "set")
-    # The images' side needs no weights here: a file of MatConvNet does.
+    # The image side needs no pretrained weights: a MatConvNet file will do.
     backbone = Backbone(
         name="matconvnet",
         pretrained=str(data_set_folders.matconvnet(tmp_path / "f.mat")),
@@ -48,7 +48,7 @@ def prepared(tmp_path: Path, folder: Path) -> Prepared:
     return prepare(Data(name="flickr8k", path=tmp_path / "set"), backbone, tmp_path / "cache")
 
 
-def test_texts_are_the_mean_of_the_folders_own_token_vectors(bert: Path, tmp_path: Path) -> None:
+def test_text_features_are_the_mean_of_the_encoders_token_vectors(bert: Path, tmp_path: Path) -> None:
     found = prepared(tmp_path, bert)
     assert found.text.shape == (6, 3, WIDTH)
     tokenizer, model = transformers.AutoTokenizer.from_pretrained(bert), transformers.BertModel.from_pretrained(bert)
@@ -59,7 +59,7 @@ def test_texts_are_the_mean_of_the_folders_own_token_vectors(bert: Path, tmp_pat
             assert np.allclose(found.text[row, 0], wanted.numpy(), atol=1e-5)
 
 
-def test_other_weights_are_other_features(bert: Path) -> None:
+def test_other_weights_give_other_features(bert: Path) -> None:
     before = sentences.weights_digest(bert)
     assert sentences.weights_digest(bert) == before
     weights = bert / "model.safetensors"
@@ -69,7 +69,7 @@ def test_other_weights_are_other_features(bert: Path) -> None:
     assert sentences.weights_digest(bert) != before
 
 
-def test_pickled_weights_and_folders_without_an_encoder_are_one_line(bert: Path, tmp_path: Path) -> None:
+def test_pickled_weights_and_folders_without_an_encoder_are_one_line_errors(bert: Path, tmp_path: Path) -> None:
     weights = bert / "model.safetensors"
     weights.rename(bert / "pytorch_model.bin")
     with pytest.raises(InputError, match=r"text_encoder: .*no model\.safetensors in it"):
@@ -85,12 +85,12 @@ def test_pickled_weights_and_folders_without_an_encoder_are_one_line(bert: Path,
 
 
 @pytest.mark.parametrize("other", [{"name": "features"}, {"name": "ViT-B-32", "adapter_site": "blocks"}])
-def test_it_is_refused_where_no_text_is_encoded(other: dict[str, str], tmp_path: Path) -> None:
+def test_a_sentence_encoder_is_refused_where_no_text_is_encoded(other: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"text_encoder is not for backbone\."):
         Backbone.model_validate({**other, "text_encoder": str(tmp_path)})
 
 
-def test_a_bag_of_words_is_not_encoded(bert: Path, tmp_path: Path) -> None:
+def test_a_bag_of_words_is_refused_by_a_sentence_encoder(bert: Path, tmp_path: Path) -> None:
     data_set_folders.mirflickr(tmp_path / "set", 12)
     data = Data(name="mirflickr", path=tmp_path / "set", queries=2, val=1, train=4)
     with pytest.raises(InputError, match=r"data\.text: found 'bag with backbone\.text_encoder'"):

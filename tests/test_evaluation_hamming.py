@@ -1,4 +1,4 @@
-"""Hash codes in bytes against their definitions."""
+"""Packed hash codes against their definitions."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_the_sign_of_zero_is_plus_one() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300))
-def test_packed_codes_come_back(seed: int, bits: int) -> None:
+def test_packed_codes_unpack_to_the_same_codes(seed: int, bits: int) -> None:
     values = drawn(seed, 5, bits)
     packed = hamming.pack(values)
     assert packed.shape == (5, -(-bits // 8))
@@ -33,7 +33,7 @@ def test_packed_codes_come_back(seed: int, bits: int) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(1, 300))
-def test_distances_count_the_bits_that_differ(seed: int, bits: int) -> None:
+def test_distances_count_differing_bits(seed: int, bits: int) -> None:
     a, b = drawn(seed, 4, bits), drawn(seed + 1, 7, bits)
     differing = (hamming.sign(a)[:, None] != hamming.sign(b)[None]).sum(axis=2)
     assert np.array_equal(hamming.hamming(a, b), differing)
@@ -41,13 +41,13 @@ def test_distances_count_the_bits_that_differ(seed: int, bits: int) -> None:
 
 
 @pytest.mark.parametrize("bits", [192, 200, 256, 1024])
-def test_the_largest_distance_is_not_cut_off(bits: int) -> None:
+def test_the_largest_distance_does_not_overflow(bits: int) -> None:
     a = np.ones((1, bits))
     assert hamming.hamming(a, -a).item() == bits
 
 
 @pytest.mark.parametrize("labels", [1, 21, 64, 130])
-def test_items_share_a_label_where_a_bit_is_set_in_both(labels: int) -> None:
+def test_items_share_a_label_if_a_bit_is_set_in_both(labels: int) -> None:
     generator = np.random.default_rng(labels)
     a, b = (generator.random((n, labels)) < 1 / labels**0.5 for n in (6, 9))
     first, second = (hamming.words(np.packbits(each, axis=1)) for each in (a, b))
@@ -55,7 +55,7 @@ def test_items_share_a_label_where_a_bit_is_set_in_both(labels: int) -> None:
     assert np.array_equal(found, (a[:, None] & b[None]).any(axis=2))
 
 
-def test_codes_of_another_length_are_refused() -> None:
+def test_codes_of_mismatched_length_are_refused() -> None:
     with pytest.raises(ValueError, match="bytes"):
         hamming.hamming(np.ones((1, 8)), np.ones((1, 9)))
     with pytest.raises(ValueError, match="shape"):

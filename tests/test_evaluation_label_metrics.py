@@ -1,4 +1,4 @@
-"""One pass over packed codes or embeddings against the definitions on whole matrices."""
+"""One-pass metrics over packed codes or embeddings against the definitions on whole matrices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ seeds = st.integers(0, 2**32 - 1)
 
 
 def example(seed: int, queries: int = 40, items: int = 70, bits: int = 12, labels: int = 5) -> tuple[np.ndarray, ...]:
-    """Real-valued codes that know something of their labels; few bits, so that ties abound; some items without any."""
+    """Real-valued codes correlated with their labels; few bits, so that ties are frequent; some items have no label."""
     generator = np.random.default_rng(seed)
     directions = generator.normal(size=(labels, bits))
     own = [(generator.random((n, labels)) < 0.25).astype(np.uint8) for n in (queries, items)]
@@ -35,7 +35,7 @@ def assert_equal(one: label_metrics.RankingMetrics, other: label_metrics.Ranking
 
 @settings(max_examples=25, deadline=None)
 @given(seeds)
-def test_all_values_of_one_pass_are_those_of_the_definitions(seed: int) -> None:
+def test_one_pass_values_equal_the_definitions(seed: int) -> None:
     q, b, ql, bl = data = example(seed)
     found = one_pass(data, at=(1, 7, 70, 500), ndcg_at=(3, 100), top_n=(5, 100), curves=True)
     distance, relevant = definitions.hamming(hamming.sign(q), hamming.sign(b)), definitions.relevance(ql, bl)
@@ -63,7 +63,7 @@ def test_all_values_of_one_pass_are_those_of_the_definitions(seed: int) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(seeds)
-def test_cosine_values_are_those_of_the_definitions(seed: int) -> None:
+def test_cosine_values_equal_the_definitions(seed: int) -> None:
     q, b, ql, bl = data = example(seed)
     found = label_metrics.cosine_metrics(*data, at=(7,), ndcg_at=(9,), top_n=(5,), curves=True)
     unit = [torch.nn.functional.normalize(torch.from_numpy(each), dim=1) for each in (q, b)]
@@ -80,7 +80,7 @@ def test_cosine_values_are_those_of_the_definitions(seed: int) -> None:
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.sampled_from([-np.inf, -2.0, -1e-30, -0.0, 0.0, 1e-40, 0.5, 1.0, np.inf, np.nan]), max_size=20))
-def test_similarities_of_every_sign_are_ranked_as_a_stable_sort_does(values: list[float]) -> None:
+def test_similarities_of_any_sign_are_ranked_like_a_stable_sort(values: list[float]) -> None:
     similarity = np.array(values, np.float32)
     for item in range(len(values)):
         relevant = np.arange(len(values)) == item
@@ -91,7 +91,7 @@ def test_similarities_of_every_sign_are_ranked_as_a_stable_sort_does(values: lis
         assert found.ends.tolist() == np.cumsum(np.unique(-lowest, return_counts=True)[1]).tolist()
 
 
-def test_packed_codes_and_tensors_give_the_same() -> None:
+def test_packed_codes_and_tensors_give_the_same_values() -> None:
     q, b, ql, bl = example(0, bits=16)
     options: dict[str, Any] = {"at": (5,), "ndcg_at": (5,), "top_n": (5,), "curves": True}
     whole = one_pass((q, b, ql, bl), **options)
@@ -109,7 +109,7 @@ def test_the_bits_of_packed_codes_bound_the_radius() -> None:
 
 
 @pytest.mark.parametrize("bits", [64, 100, 300])
-def test_codes_of_several_words_rank_as_the_definition_says(bits: int) -> None:
+def test_codes_longer_than_a_machine_word_rank_as_defined(bits: int) -> None:
     q, b, ql, bl = data = example(3, bits=bits, labels=70)
     distance = definitions.hamming(hamming.sign(q), hamming.sign(b))
     expected = definitions.mean_ap(distance, definitions.relevance(ql, bl))
@@ -128,8 +128,8 @@ def test_the_number_of_threads_changes_nothing() -> None:
         torch.set_num_threads(before)
 
 
-def test_the_chunks_of_cosine_ranking_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    # Products of small whole numbers are exact, however they are summed.
+def test_cosine_ranking_does_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Sums of products of small whole numbers are exact in any order.
     generator = np.random.default_rng(0)
     vectors = [np.where(generator.random((n, 4)) < 0.5, -1.0, 1.0) for n in (30, 50)]
     labels = [(generator.random((n, 5)) < 0.3).astype(np.uint8) for n in (30, 50)]
@@ -139,16 +139,16 @@ def test_the_chunks_of_cosine_ranking_change_nothing(monkeypatch: pytest.MonkeyP
     assert_equal(label_metrics.cosine_metrics(*vectors, *labels, at=(5,), ndcg_at=(5,)), whole)
 
 
-def test_shuffling_a_gallery_sorted_by_class_takes_the_labels_out_of_the_ties() -> None:
+def test_shuffling_a_gallery_sorted_by_class_makes_tied_ranks_independent_of_labels() -> None:
     labels = np.eye(2, dtype=np.uint8)
     gallery = labels.repeat(500, axis=0)
     data = (np.ones((1, 8)), np.ones((1000, 8)), labels[:1], gallery)
-    assert one_pass(data).map == 1.0  # a code that says nothing, and a perfect score
+    assert one_pass(data).map == 1.0  # a constant code gets a perfect score
     assert one_pass(data, order_seed=0).map == pytest.approx(0.5, abs=0.1)
     assert one_pass(data).map_expected == pytest.approx(one_pass(data, order_seed=0).map_expected, abs=1e-12)
 
 
-def test_a_broken_model_scores_as_chance_does() -> None:
+def test_a_model_of_nan_scores_at_chance_level() -> None:
     q, b, ql, bl = example(0)
     found = label_metrics.cosine_metrics(np.full_like(q, np.nan), b, ql, bl)
     relevant = definitions.relevance(ql, bl)
@@ -167,7 +167,7 @@ def test_no_queries_and_nothing_relevant_give_zeros() -> None:
             assert found.top_n == {5: (0.0, 0.0)}
 
 
-def test_what_does_not_belong_together_is_refused() -> None:
+def test_mismatched_codes_and_labels_are_refused() -> None:
     q, b, ql, bl = example(0)
     for data in (
         (q[:, :3], b, ql, bl),

@@ -1,4 +1,4 @@
-"""The registry of metrics: what an entry says of values, and a metric of the user's own on its way through a run."""
+"""The metric registry: what an entry declares about values, and a user-defined metric in a whole run."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from silos.program import Silo
 from tests import in_process_run, threaded_run
 from tests.threaded_run import resolved
 
-#: The file in which somebody adds metrics of their own, and the only place where he does.
+#: A user's metrics file, the only place where the metrics are defined.
 MINE = """
 import numpy as np
 from fedmq.evaluation.metrics import Measure, Metric
@@ -71,7 +71,7 @@ def mine(tmp_path: Path) -> Path:
 
 
 def with_own(tiny: Path, mine: Path, *settings: str) -> Scenario:
-    """A short run of a method with models of the silos' own, which measures the metrics of a file, too."""
+    """A short run of a method with personal models that also measures the metrics of a file."""
     given = ("protocol={name: fedper}", "rounds=2", "participation=1", f"evaluation.metrics=[{mine}]", *settings)
     return resolved(tiny, *given)
 
@@ -82,8 +82,8 @@ def told(run: Path) -> str:
     return text.getvalue()
 
 
-# --------------------------------------------------------------------------------------- a metric of the user's own
-def test_a_metric_defined_in_one_file_is_in_summary_terminal_report_audit_and_comparison(
+# ------------------------------------------------------------------------------------------- a user-defined metric
+def test_a_metric_defined_in_one_file_appears_in_summary_terminal_report_audit_and_comparison(
     tiny: Path, tmp_path: Path, mine: Path
 ) -> None:
     out = tmp_path / "run"
@@ -117,7 +117,7 @@ def test_a_metric_defined_in_one_file_is_in_summary_terminal_report_audit_and_co
 def compared(
     tiny: Path, runs: dict[int, Path], columns: tuple[str, ...]
 ) -> tuple[ComparisonPlan, tuple[comparisons.Row, ...]]:
-    """Runs of one seed each as the rows of a comparison."""
+    """Comparison rows of single-seed runs."""
     varied = [grid.parse_variation("training.learning_rate=" + ",".join(f"0.{each + 1}" for each in runs), "--vary")]
     entries = grid.entries([tiny], [], varied, [], lambda path, settings, _: resolved(path, *settings))
     plan = ComparisonPlan(entries, (0,), columns)
@@ -127,7 +127,9 @@ def compared(
     return plan, comparisons.rows(plan, {}, finished)
 
 
-def test_the_best_row_of_a_comparison_goes_by_the_own_metrics_direction(tiny: Path, tmp_path: Path, mine: Path) -> None:
+def test_the_best_row_of_a_comparison_follows_the_direction_of_a_user_metric(
+    tiny: Path, tmp_path: Path, mine: Path
+) -> None:
     for rounds in (1, 2):
         scenario = with_own(tiny, mine, f"rounds={rounds}", "training.warmup_rounds=0")
         in_process_run.run(scenario, tmp_path / str(rounds))
@@ -137,7 +139,7 @@ def test_the_best_row_of_a_comparison_goes_by_the_own_metrics_direction(tiny: Pa
     assert [row.columns["shift"].mean == least for row in rows] == [bool(row.best) for row in rows]
 
 
-def test_a_value_out_of_an_own_metrics_bounds_is_refused_by_name_and_told_at_the_end(
+def test_a_user_metric_value_out_of_bounds_is_refused_by_name_and_reported_at_the_end(
     tiny: Path, tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure = Silo.measure
@@ -155,8 +157,8 @@ def test_a_value_out_of_an_own_metrics_bounds_is_refused_by_name_and_told_at_the
     assert why in " ".join(told(tmp_path / "run").split())
 
 
-def test_an_own_metric_beyond_the_range_of_fractions_is_taken_of_silos(tiny: Path, tmp_path: Path, mine: Path) -> None:
-    """Silos' measurements used to be refused, all of them, where a metric was no fraction."""
+def test_a_user_metric_with_values_above_one_is_accepted_from_silos(tiny: Path, tmp_path: Path, mine: Path) -> None:
+    """A metric whose values are not fractions does not invalidate a silo's measurements."""
     mine.write_text(MINE.replace("high=2.0", "low=-50, high=-1").replace('"shift": float(', '"shift": -3 - float('))
     summary = in_process_run.run(with_own(tiny, mine), tmp_path / "run").summary.plain()
     assert len(summary["personal_whole_split"]) == 4
@@ -164,7 +166,7 @@ def test_an_own_metric_beyond_the_range_of_fractions_is_taken_of_silos(tiny: Pat
     assert summary["personal"]["shift"] < -3
 
 
-def test_a_figure_out_of_bounds_in_a_run_folder_is_found_by_the_audit(tiny: Path, tmp_path: Path, mine: Path) -> None:
+def test_the_audit_finds_a_metric_value_out_of_bounds_in_a_run_folder(tiny: Path, tmp_path: Path, mine: Path) -> None:
     out = tmp_path / "run"
     in_process_run.run(with_own(tiny, mine), out)
     assert audit_run(out).findings == []
@@ -177,7 +179,7 @@ def test_a_figure_out_of_bounds_in_a_run_folder_is_found_by_the_audit(tiny: Path
     assert finding.what == "a figure of version 0 that cannot be: shift 9, allowed: 0 to 2"
 
 
-def test_an_evaluator_that_reports_what_cannot_be_ends_the_run_with_the_metrics_name(
+def test_an_evaluator_that_reports_an_impossible_value_ends_the_run_with_the_metrics_name(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     evaluate = Evaluator.evaluate
@@ -191,7 +193,7 @@ def test_an_evaluator_that_reports_what_cannot_be_ends_the_run_with_the_metrics_
         in_process_run.run(resolved(tiny, "rounds=2"), tmp_path)
 
 
-def test_the_command_line_takes_a_file_beside_the_scenario_and_from_where_it_is_set(tiny: Path, mine: Path) -> None:
+def test_a_metrics_file_is_found_next_to_the_scenario_or_relative_to_where_it_is_set(tiny: Path, mine: Path) -> None:
     beside = mine.parent / "own.yaml"
     beside.write_text(tiny.read_text().replace("every: 2", "every: 2\n  metrics: [mine.py]"))
     (reference,) = cli._scenario_of(beside, None, None).evaluation.metrics
@@ -215,7 +217,7 @@ def test_the_command_line_takes_a_file_beside_the_scenario_and_from_where_it_is_
         (MINE.replace('"shift", "', '"Shift", "'), "metric name 'Shift': small letters, digits and _ are allowed"),
     ],
 )
-def test_a_file_that_holds_no_metrics_is_refused_in_one_line(tiny: Path, mine: Path, text: str, error: str) -> None:
+def test_a_file_without_metrics_is_refused_in_one_line(tiny: Path, mine: Path, text: str, error: str) -> None:
     mine.write_text(text)
     with pytest.raises(InputError) as caught:
         measures_of(with_own(tiny, mine).evaluation)
@@ -223,7 +225,7 @@ def test_a_file_that_holds_no_metrics_is_refused_in_one_line(tiny: Path, mine: P
     assert "\n" not in str(caught.value)
 
 
-def test_an_installed_package_offers_metrics_by_entry_points(
+def test_an_installed_package_offers_metrics_through_entry_points(
     tmp_path: Path, mine: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mine.rename(tmp_path / "installed_metrics_of_a_test.py")
@@ -238,13 +240,13 @@ def test_an_installed_package_offers_metrics_by_entry_points(
         measures_of(Evaluation(metrics=("reciprocol",)))
 
 
-def test_a_path_that_nobody_adopted_is_not_executed(mine: Path) -> None:
-    """A run folder's scenario, which others may have written, names whatever file it likes."""
+def test_a_metrics_file_the_user_did_not_name_is_not_executed(mine: Path) -> None:
+    """The scenario in a run folder may come from somebody else and name any file."""
     with pytest.raises(InputError, match=r"evaluation\.metrics: found"):
         measures_of(Evaluation(metrics=(str(mine),)))
 
 
-def test_a_scenario_without_own_metrics_has_the_name_it_always_had(tiny: Path, mine: Path) -> None:
+def test_user_metrics_enter_the_run_name_only_where_there_are_some(tiny: Path, mine: Path) -> None:
     assert "metrics" not in facts_of(resolved(tiny).model_dump(mode="json"))["evaluation"]
     (reference,) = facts_of(with_own(tiny, mine).model_dump(mode="json"))["evaluation"]["metrics"]
     assert reference.startswith("mine.py@")
@@ -281,17 +283,19 @@ def test_a_computed_value_out_of_bounds_or_without_an_entry_is_an_error_that_nam
         ("gap_r1", "mean recall@1 of the best silo minus that of the worst", "", 1.0, False),
     ],
 )
-def test_a_name_with_cut_off_and_way_has_an_entry(name: str, title: str, way: str, high: float, higher: bool) -> None:
+def test_a_metric_name_with_cut_off_and_direction_has_an_entry(
+    name: str, title: str, way: str, high: float, higher: bool
+) -> None:
     found = metric_of(name)
     assert (found.name, found.title, found.way, found.high, found.higher_is_better) == (name, title, way, high, higher)
 
 
-def test_every_name_an_evaluation_may_have_has_an_entry() -> None:
+def test_every_metric_name_of_an_evaluation_has_an_entry() -> None:
     asked = Evaluation(map_at=(5, 50), ndcg_at=(10,), gallery="database", within=True, fold_size=7)
     assert [metric_of(name).name for name in metrics.known_names(asked)] == list(metrics.known_names(asked))
 
 
-def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
+def test_an_unknown_metric_is_refused_with_similar_names() -> None:
     with pytest.raises(InputError, match=r"found 'mean_r11x', allowed: a metric; did you mean mean_r1 or mean_r10"):
         metric_of("mean_r11x")
     for name in ("map_at0", "map_at", "i2i_r1", "map_mean", "", "mean_r1 "):
@@ -299,7 +303,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_ones() -> None:
             metric_of(name)
 
 
-def test_which_columns_are_better_when_they_are_less() -> None:
+def test_columns_where_lower_is_better_are_known() -> None:
     less = ("i2t_medr", "personal.t2i_medr", "fairness.std_r1", "personal_fairness.gap_r1", "bytes.up", "seconds.total")
     more = ("mean_r1", "fairness.worst_r1", "personal_per_silo_mean.map_at50", "participation", "tasks.merged")
     assert not any(map(higher_is_better, less))
@@ -307,11 +311,11 @@ def test_which_columns_are_better_when_they_are_less() -> None:
     assert all(map(higher_is_better, more))
 
 
-def test_rounding_is_no_value_out_of_bounds() -> None:
+def test_rounding_errors_do_not_count_as_out_of_bounds() -> None:
     assert metric_of("mean_r1").objection(1 + 1e-9) is None
     assert metric_of("mean_r1").objection(1.01) == "mean_r1 1.01, allowed: 0 to 1"
     assert metric_of("mean_r1").objection(float("nan")) == "mean_r1 nan, allowed: 0 to 1"
 
 
-def test_the_help_names_the_columns_that_a_comparison_has_by_default() -> None:
+def test_the_help_lists_the_default_columns_of_a_comparison() -> None:
     assert tuple(cli_compare._METRIC.split(",")) == BRIEF == ComparisonPlan((), ()).metrics

@@ -1,4 +1,4 @@
-"""The silos' own models measured during a run (``evaluation.personal_every``): the same everywhere, and no change."""
+"""Personal models evaluated during a run (``evaluation.personal_every``): same values everywhere, run unchanged."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ def scenario_of(tiny: Path, *settings: str) -> Scenario:
 
 
 def counted(summary: dict[str, Any]) -> dict[str, Any]:
-    """What measurements must not change."""
+    """The parts of a summary that evaluating personal models must not change."""
     return {name: summary[name] for name in ("model_digest", "metrics", "per_silo", "bytes", "tasks", "personal")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_models_traffic_and_the_last_figures_are_those_of_a_run_that_measures_at_its_end(
+def test_models_traffic_and_final_metrics_equal_those_of_a_run_that_evaluates_only_at_its_end(
     tiny: Path, tmp_path: Path, mode: str
 ) -> None:
     plain = in_process_run.run(scenario_of(tiny, *MODES[mode]), tmp_path / "plain").summary.plain()
@@ -57,8 +57,8 @@ def test_models_traffic_and_the_last_figures_are_those_of_a_run_that_measures_at
 
 
 @pytest.mark.slow
-def test_a_run_that_ends_at_a_version_measured_there_is_what_the_line_says(tiny: Path, tmp_path: Path) -> None:
-    # More rounds do not change what the silos' own models were at the second; schedules of learning rates would.
+def test_a_line_equals_the_final_metrics_of_a_run_that_ends_at_its_version(tiny: Path, tmp_path: Path) -> None:
+    # More rounds do not change the personal models of round 2; a learning rate schedule would.
     still = ("training.schedule=constant", EVERY)
     in_process_run.run(scenario_of(tiny, *still), tmp_path / "long")
     short = in_process_run.run(scenario_of(tiny, *still, "rounds=2"), tmp_path / "short").summary.plain()
@@ -67,12 +67,12 @@ def test_a_run_that_ends_at_a_version_measured_there_is_what_the_line_says(tiny:
     assert line["personal_whole_split"] == short["personal_whole_split"]
 
 
-def test_a_method_without_models_of_the_silos_own_has_no_lines(tiny: Path, tmp_path: Path) -> None:
+def test_a_method_without_personal_models_writes_no_lines(tiny: Path, tmp_path: Path) -> None:
     in_process_run.run(resolved(tiny, EVERY), tmp_path)
     assert in_process_run.lines(tmp_path, "personal") == []
 
 
-def test_a_silo_that_is_away_for_a_task_is_measured_all_the_same(tiny: Path, tmp_path: Path) -> None:
+def test_a_silo_that_is_away_for_a_task_is_still_evaluated(tiny: Path, tmp_path: Path) -> None:
     left = "faults=[{kind: leave, silos: [silo-00], rounds: [1, 3]}]"
     in_process_run.run(scenario_of(tiny, EVERY, "participation=1.0", left), tmp_path)
     merged = {line["version"]: line["replies"] for line in in_process_run.lines(tmp_path, "merge")}
@@ -80,7 +80,7 @@ def test_a_silo_that_is_away_for_a_task_is_measured_all_the_same(tiny: Path, tmp
     assert "silo-00" in in_process_run.lines(tmp_path, "personal")[0]["personal_per_silo"]
 
 
-def test_a_measurement_that_no_silo_can_make_leaves_no_line_and_the_run_goes_on(
+def test_a_measurement_that_fails_on_every_silo_writes_no_line_and_the_run_continues(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from silos.program import Silo
@@ -96,7 +96,7 @@ def test_a_measurement_that_no_silo_can_make_leaves_no_line_and_the_run_goes_on(
 
 
 @pytest.mark.slow
-def test_an_answer_said_again_is_neither_refused_nor_counted(
+def test_a_repeated_answer_is_neither_refused_nor_counted(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole, measured, again = (
@@ -118,7 +118,7 @@ def test_an_answer_said_again_is_neither_refused_nor_counted(
 
 
 @pytest.mark.slow
-def test_a_measurement_that_comes_before_the_first_evaluation_waits_for_it(
+def test_a_measurement_that_arrives_before_the_first_evaluation_waits_for_it(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "whole")
@@ -144,7 +144,7 @@ def test_a_measurement_that_comes_before_the_first_evaluation_waits_for_it(
 
 # ------------------------------------------------------------------------------------------------- killed and resumed
 @pytest.mark.slow
-def test_a_coordinator_that_dies_at_any_merge_leaves_every_line_once(tiny: Path, tmp_path: Path) -> None:
+def test_a_coordinator_killed_at_any_merge_writes_every_line_once(tiny: Path, tmp_path: Path) -> None:
     whole = in_process_run.run(scenario_of(tiny, EVERY), tmp_path / "whole").summary.plain()
     for after in (1, 2, 4):
         crash = f"faults=[{{kind: coordinator_crash, after_round: {after}}}]"
@@ -157,7 +157,7 @@ def test_a_coordinator_that_dies_at_any_merge_leaves_every_line_once(tiny: Path,
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [2, 5, 11])
-def test_a_run_stopped_or_killed_while_its_silos_measure_gives_the_same_lines(
+def test_a_run_stopped_or_killed_while_silos_evaluate_writes_the_same_lines(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
     scenario = scenario_of(tiny, EVERY)
@@ -193,7 +193,7 @@ def test_a_run_stopped_or_killed_while_its_silos_measure_gives_the_same_lines(
 
 
 @pytest.mark.slow
-def test_a_coordinator_killed_between_the_last_line_and_the_summary_writes_that_line_once(
+def test_a_coordinator_killed_between_the_last_line_and_the_summary_writes_the_line_once(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from coordinator import program
@@ -221,20 +221,22 @@ def sealed(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-def test_messages_and_calls_give_the_same_lines_and_the_audit_agrees(tiny: Path, tmp_path: Path, sealed: Path) -> None:
+def test_sealed_messages_and_in_process_calls_give_the_same_lines_and_the_audit_agrees(
+    tiny: Path, tmp_path: Path, sealed: Path
+) -> None:
     summary = in_process_run.run(scenario_of(tiny, EVERY), tmp_path).summary.plain()
     assert counted(json.loads(RunFolder(sealed).summary.read_text())) == counted(dict(summary))
     assert in_process_run.lines(sealed, "personal") == in_process_run.lines(tmp_path, "personal")
     audit = audit_run(sealed)
     assert not audit.findings
-    # Three times a measurement of each silo, and nothing else that is none of a task's.
+    # Three measurements of each silo are the only messages that belong to no task.
     records = [record for _, record in audit.messages if record.header.sender in scenario_of(tiny).silo_names]
     measured = [record for record in records if any(kind == "metrics" for kind, _ in record.payloads)]
     assert len({(record.header.sender, record.header.base_version) for record in measured}) == 3 * 4
 
 
 @pytest.mark.slow
-def test_a_replay_is_the_same_and_names_a_line_that_is_not(tiny: Path, tmp_path: Path, sealed: Path) -> None:
+def test_a_replay_matches_and_names_a_line_that_differs(tiny: Path, tmp_path: Path, sealed: Path) -> None:
     threaded_run.run(scenario_of(tiny, EVERY), tmp_path)
     was, now = (replay.read_record(RunFolder(each)) for each in (sealed, tmp_path))
     assert replay.first_difference(was, now) is None
@@ -249,7 +251,7 @@ def test_a_replay_is_the_same_and_names_a_line_that_is_not(tiny: Path, tmp_path:
 
 
 def changed(sealed: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> list[str]:
-    """What an audit finds of a copy whose lines were changed."""
+    """Audit findings on a copy of the run with changed metric lines."""
     import shutil
 
     out = tmp_path / "copy"
@@ -261,7 +263,7 @@ def changed(sealed: Path, tmp_path: Path, change: Callable[[dict[str, Any]], obj
     return [finding.what for finding in audit_run(out).findings]
 
 
-def test_figures_that_a_silo_never_said_are_found(tmp_path: Path, sealed: Path) -> None:
+def test_the_audit_finds_metrics_that_a_silo_never_reported(tmp_path: Path, sealed: Path) -> None:
     def forge(line: dict[str, Any]) -> None:
         if line["kind"] == "personal" and line["version"] == 4:
             line["personal_whole_split"]["silo-01"]["mean_r1"] -= 0.1
@@ -273,12 +275,12 @@ def test_figures_that_a_silo_never_said_are_found(tmp_path: Path, sealed: Path) 
     ]
 
 
-def test_a_measurement_is_no_reply_that_can_be_merged(tmp_path: Path, sealed: Path) -> None:
+def test_the_audit_finds_a_merge_of_a_silo_that_only_sent_a_measurement(tmp_path: Path, sealed: Path) -> None:
     asked = {record["version"]: record["replies"] for record in in_process_run.lines(sealed, "merge")}
     (away,) = {"silo-00", "silo-01", "silo-02", "silo-03"} - set(asked[3])
 
     def forge(line: dict[str, Any]) -> None:
-        # It measured its own model at version 2, but did no task there.
+        # The silo evaluated its personal model at version 2, but ran no task there.
         if line["kind"] == "merge" and line["version"] == 3:
             line["replies"].append(away)
             line["staleness"].append(0)
@@ -311,7 +313,7 @@ def test_real_processes_give_the_same_lines(tiny: Path, tmp_path: Path, faulty: 
     summaries = [json.loads(RunFolder(tmp_path / each).summary.read_text()) for each in ("run", "calls")]
     real, calls = (counted(summary) for summary in summaries)
     if faulty:
-        # A process that comes back is sent its task again, as often as it comes back: that is the machine's affair.
+        # A process that reconnects receives its task again, so these counts depend on the machine.
         for each in (real, calls):
             each["tasks"] = {name: each["tasks"][name] for name in ("merged", "failed")}
             del each["bytes"]
@@ -320,13 +322,15 @@ def test_real_processes_give_the_same_lines(tiny: Path, tmp_path: Path, faulty: 
 
 
 # ---------------------------------------------------------------------------------------------------- names and curves
-def test_runs_named_before_there_was_the_key_keep_their_names(tiny: Path) -> None:
+def test_personal_every_enters_the_run_name_only_where_it_is_set(tiny: Path) -> None:
     facts = facts_of(scenario_of(tiny).model_dump(mode="json"))
     assert "personal_every" not in facts["evaluation"]
     assert facts_of(scenario_of(tiny, EVERY).model_dump(mode="json"))["evaluation"]["personal_every"] == 2
 
 
-def test_own_models_have_a_course_over_merges_and_time_and_a_figure_in_the_report(tiny: Path, tmp_path: Path) -> None:
+def test_personal_models_have_curves_over_merges_and_time_and_a_figure_in_the_report(
+    tiny: Path, tmp_path: Path
+) -> None:
     in_process_run.run(scenario_of(tiny, EVERY), tmp_path)
     outcome = results.read(RunFolder(tmp_path))
     for metric in ("personal.mean_r1", "personal_fairness.std_r1", "personal_per_silo_mean.i2t_r5"):

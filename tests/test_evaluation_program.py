@@ -1,4 +1,4 @@
-"""What models are measured on: the whole split, and each silo's own share of queries and gallery."""
+"""Held-out sets that models are evaluated on: the whole split, and each silo's own queries and gallery."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ launcher: inline
 
 
 @pytest.mark.parametrize("change", [(), ("partition.kind=iid",), ("partition={kind: dir_clusters, clusters: 3}",)])
-def test_the_gallery_is_shared_out_among_the_silos_as_the_data_is(tmp_path: Path, change: Sequence[str]) -> None:
+def test_the_gallery_is_partitioned_among_silos_like_the_training_data(tmp_path: Path, change: Sequence[str]) -> None:
     population = build_population(scenario(tmp_path, *change), cache=tmp_path / "cache")
     together = np.concatenate(population.galleries)
     assert sorted(together.tolist()) == population.database.tolist() == list(range(44))
@@ -68,7 +68,7 @@ def test_the_gallery_is_shared_out_among_the_silos_as_the_data_is(tmp_path: Path
         assert np.array_equal(own, np.sort(own))
 
 
-def test_a_silos_own_queries_retrieve_from_its_own_share_of_the_gallery(tmp_path: Path) -> None:
+def test_a_silos_queries_retrieve_from_its_own_gallery(tmp_path: Path) -> None:
     chosen = scenario(tmp_path)
     population = build_population(chosen, cache=tmp_path / "cache")
     heldout = HeldOut.load(chosen, population)
@@ -86,7 +86,7 @@ def test_a_silos_own_queries_retrieve_from_its_own_share_of_the_gallery(tmp_path
     assert among_queries["map"] != expected["map"]
 
 
-def test_folds_are_galleries_of_their_own_and_one_that_is_not_full_is_none(tmp_path: Path) -> None:
+def test_folds_are_separate_galleries_and_an_incomplete_fold_is_dropped(tmp_path: Path) -> None:
     chosen = scenario(tmp_path, "evaluation.fold_size=10")
     population = build_population(chosen, cache=tmp_path / "cache")
     heldout = HeldOut.load(chosen, population)
@@ -106,7 +106,7 @@ def test_a_fold_larger_than_the_split_is_refused(tmp_path: Path) -> None:
         build_population(scenario(tmp_path, "evaluation.fold_size=25"), cache=tmp_path / "cache")
 
 
-def test_a_summary_has_every_silos_figures_and_their_means(tmp_path: Path) -> None:
+def test_a_summary_has_every_silos_metrics_and_their_means(tmp_path: Path) -> None:
     summary = in_process_run.run(scenario(tmp_path, "protocol.name=local"), tmp_path / "run").summary.plain()
     names = ["silo-00", "silo-01", "silo-02"]
     for means, each in (
@@ -135,7 +135,7 @@ def test_recalls_rank_by_cosine_whatever_the_length_of_embeddings() -> None:
 
 
 @pytest.mark.parametrize("bits", [12, 24, 32, 48])
-def test_equally_distant_codes_are_tied_in_recalls_too(bits: int) -> None:
+def test_equally_distant_codes_are_tied_in_recalls(bits: int) -> None:
     generator = np.random.default_rng(bits)
     image, text = generator.normal(size=(2, 60, bits)).astype(np.float32)
     found = measure(Embedded(image, text, np.arange(60), binary=True), Evaluation())
@@ -148,15 +148,15 @@ def test_equally_distant_codes_are_tied_in_recalls_too(bits: int) -> None:
         assert found[f"i2t_r{k}"] == np.mean(ranks < k)
 
 
-def test_captions_of_tied_codes_do_not_come_image_by_image() -> None:
+def test_captions_of_tied_codes_are_not_ranked_image_by_image() -> None:
     same = np.ones((200, 8), np.float32)
     items = Embedded(same, same.repeat(5, axis=0), np.arange(200).repeat(5), binary=True)
     for found, name in ((measure(items, Evaluation()), "i2t_r5"), (fold_recalls(items, 200), "fold_i2t_r5")):
-        # All queries see one order: found are those whose captions are among its first five, one image or several.
+        # All queries see the same order; those with a caption among its first five, of one or several images, hit.
         assert found[name] > 1 / 200
 
 
-def test_a_damaged_partition_in_the_cache_is_made_again(tmp_path: Path) -> None:
+def test_a_damaged_partition_in_the_cache_is_rebuilt(tmp_path: Path) -> None:
     first = build_population(scenario(tmp_path), cache=tmp_path / "cache")
     (kept,) = (tmp_path / "cache" / "partitions").glob("*.npz")
     whole = kept.read_bytes()
@@ -167,7 +167,7 @@ def test_a_damaged_partition_in_the_cache_is_made_again(tmp_path: Path) -> None:
         assert kept.read_bytes() == whole
 
 
-def test_a_scenario_says_what_map_divides_by_and_what_becomes_of_queries_without_anything_relevant() -> None:
+def test_a_scenario_sets_the_map_denominator_and_the_handling_of_queries_without_relevant_items() -> None:
     image, text = torch.eye(4).numpy(), torch.eye(4).numpy()
     labels = np.array([[1, 0], [1, 0], [1, 0], [0, 1]], np.uint8)
     gallery = Embedded(image, text, np.arange(4), labels)
@@ -177,7 +177,7 @@ def test_a_scenario_says_what_map_divides_by_and_what_becomes_of_queries_without
         (way,) = rank(queries, gallery, Evaluation(map_at=(2,), **keys), 0, ("i2t",)).values()
         return way.map, way.map_at[2]
 
-    # The first query finds itself first and of the two others at least one after it; the second has nothing to find.
+    # The first query ranks itself first and at least one of the two others after it; the second has no relevant item.
     whole, retrieved = found()
     assert found(map_empty="skip") == (2 * whole, 2 * retrieved)
     total, lesser = (found(map_denominator=each)[1] for each in ("total", "min"))
@@ -185,7 +185,7 @@ def test_a_scenario_says_what_map_divides_by_and_what_becomes_of_queries_without
     assert total < retrieved
 
 
-def test_auto_deals_the_gpus_of_a_machine_out_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_auto_assigns_gpus_round_robin_and_unknown_devices_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(populations.torch.cuda, "device_count", lambda: 2)
     told: list[str] = []
     monkeypatch.setattr(populations, "repeatable", lambda: told.append("GPU"))

@@ -1,4 +1,4 @@
-"""Retrieval metrics against brute force and against what must not change them."""
+"""Retrieval metrics against brute force, and their invariances."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def embeddings(seed: int, images: int = 9, dim: int = 4) -> tuple[np.ndarray, np
 
 
 def coarse(seed: int, queries: int = 5, items: int = 14) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Codes of three bits, whose distances have many ties, and labels, of which a query has none now and then."""
+    """Three-bit codes, whose distances have many ties, and labels, which some queries lack."""
     generator = np.random.default_rng(seed)
     q, b = (2.0 * generator.integers(0, 2, (n, 3)) - 1 for n in (queries, items))
     ql, bl = (generator.random((n, 3)) < 0.3 for n in (queries, items))
@@ -35,7 +35,7 @@ def coarse(seed: int, queries: int = 5, items: int = 14) -> tuple[np.ndarray, np
 seeds = st.integers(0, 2**32 - 1)
 
 
-def test_owners_lay_captions_out_image_by_image() -> None:
+def test_owners_list_captions_image_by_image() -> None:
     assert definitions.owners(torch.tensor([2, 1, 3])).tolist() == [0, 0, 1, 2, 2, 2]
 
 
@@ -49,14 +49,14 @@ def test_any_of_an_images_captions_is_a_hit() -> None:
     assert (found["i2t_medr"], found["t2i_medr"]) == (1, 1)  # ranks 0 0 2, and 1 0 2 0: floor of the median 0.5, plus 1
 
 
-def test_the_median_rank_of_no_queries_is_nothing() -> None:
+def test_the_median_rank_of_no_queries_is_undefined() -> None:
     found = recall.recalls(np.zeros((0, 3)), np.zeros((0, 3)), np.zeros(0, np.int64))
     assert found["i2t_medr"] == found["t2i_medr"] == 0
 
 
 @settings(max_examples=30, deadline=None)
 @given(seeds)
-def test_ranks_are_those_of_a_stable_sort(seed: int) -> None:
+def test_ranks_equal_those_of_a_stable_sort(seed: int) -> None:
     generator = np.random.default_rng(seed)
     scores = generator.integers(0, 3, (6, 12)).astype(float)  # ties everywhere
     positive = generator.random((6, 12)) < 0.3
@@ -66,7 +66,7 @@ def test_ranks_are_those_of_a_stable_sort(seed: int) -> None:
     assert recall.best_ranks(scores, positive).tolist() == expected
 
 
-def test_ranks_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_do_not_depend_on_the_chunk_size(monkeypatch: pytest.MonkeyPatch) -> None:
     data = embeddings(0, images=40)
     whole = recall.retrieval_ranks(*data)
     monkeypatch.setattr(recall, "CHUNK_SCORES", 100)
@@ -74,13 +74,13 @@ def test_ranks_do_not_depend_on_the_chunks(monkeypatch: pytest.MonkeyPatch) -> N
         assert np.array_equal(one, other)
 
 
-def test_tensors_and_arrays_give_the_same() -> None:
+def test_tensors_and_arrays_give_the_same_values() -> None:
     zi, zt, owner = embeddings(1)
     tensors = (torch.from_numpy(zi), torch.from_numpy(zt), torch.from_numpy(owner))
     assert recall.recalls(zi, zt, owner) == recall.recalls(*tensors)
 
 
-def test_a_perfect_model_has_a_recall_of_one_and_a_collapsed_one_that_of_chance() -> None:
+def test_a_perfect_model_has_recall_one_and_a_collapsed_one_recall_at_chance_level() -> None:
     zi = np.eye(20)
     owner = definitions.owners(np.full(20, 2))
     assert recall.recalls(zi, zi[owner], owner)["mean_r1"] == 1.0
@@ -88,7 +88,7 @@ def test_a_perfect_model_has_a_recall_of_one_and_a_collapsed_one_that_of_chance(
     assert recall.recalls(same, same[owner], owner)["t2i_r1"] == 1 / 20
 
 
-def test_a_model_full_of_nan_does_not_score() -> None:
+def test_a_model_of_nan_scores_at_most_at_chance_level() -> None:
     zi, zt, owner = embeddings(2, images=20)
     found = recall.recalls(np.full_like(zi, np.nan), zt, owner)
     assert found["i2t_r1"] <= 1 / 20
@@ -109,11 +109,11 @@ def test_no_queries_give_zeros() -> None:
     assert fairness([]) == {"mean": 0.0, "std": 0.0, "worst": 0.0, "gap": 0.0}
 
 
-def test_medians_count_from_one() -> None:
+def test_median_ranks_count_from_one() -> None:
     assert recall.median_rank(np.array([0, 1, 2, 3])) == 2
 
 
-def test_fairness_is_about_silos() -> None:
+def test_fairness_is_computed_over_silos() -> None:
     shares = (embeddings(0), embeddings(1))
     values = [recall.recalls(*share)["mean_r1"] for share in shares]
     found = fairness(values)
@@ -124,7 +124,7 @@ def test_fairness_is_about_silos() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(seeds)
-def test_mean_ap_lies_between_the_worst_and_the_best_order_of_ties(seed: int) -> None:
+def test_mean_ap_is_between_the_worst_and_the_best_order_of_ties(seed: int) -> None:
     q, b, ql, bl = coarse(seed)
     distance, relevant = definitions.hamming(q, b), definitions.relevance(ql, bl)
     worst, best = (definitions.mean_ap(distance, relevant, ties=ties) for ties in ("worst", "best"))
@@ -135,14 +135,14 @@ def test_mean_ap_lies_between_the_worst_and_the_best_order_of_ties(seed: int) ->
 
 @settings(max_examples=30, deadline=None)
 @given(seeds)
-def test_permuting_the_database_with_its_labels_leaves_the_tie_averaged_map_alone(seed: int) -> None:
+def test_permuting_the_database_with_its_labels_does_not_change_tie_averaged_map(seed: int) -> None:
     q, b, ql, bl = coarse(seed)
     order = np.random.default_rng(seed).permutation(len(b))
     here, there = label_metrics.hamming_metrics(q, b, ql, bl), label_metrics.hamming_metrics(q, b[order], ql, bl[order])
     assert there.map_expected == pytest.approx(here.map_expected, abs=1e-12)
 
 
-def test_tie_averaged_ap_is_the_mean_over_all_orders() -> None:
+def test_tie_averaged_ap_is_the_mean_over_all_orders_of_ties() -> None:
     query, gallery = np.ones((1, 2)), np.array([[1, 1], [1, -1], [1, -1], [-1, 1], [-1, -1], [-1, -1], [-1, -1]])
     relevant = np.array([[0.0, 1, 0, 1, 1, 0, 0]])
     labels = np.concatenate([relevant.T, 1 - relevant.T], axis=1)
@@ -170,7 +170,7 @@ def test_the_ideal_order_has_an_ndcg_of_one() -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(n=st.integers(1, 20), d=st.integers(1, 8), seed=st.integers(0, 99), scale=st.floats(1e-3, 1e3))
-def test_embeddings_that_all_point_one_way_have_no_spread(n: int, d: int, seed: int, scale: float) -> None:
+def test_embeddings_with_one_common_direction_have_no_spread(n: int, d: int, seed: int, scale: float) -> None:
     generator = np.random.default_rng(seed)
     direction = generator.normal(size=d)
     same = direction * generator.uniform(0.1, 10, size=(n, 1))

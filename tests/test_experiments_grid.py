@@ -1,4 +1,4 @@
-"""Comparisons: which runs a command means, and how they are named."""
+"""Comparisons: the runs that a command expands to, and their names."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from tests.threaded_run import run_of
 
 
 def fully_resolved(file: Path, settings: list[str], seed: int | None) -> Scenario:
-    """With the method's options checked."""
+    """Resolve a scenario and check the method's options."""
     return run_of(resolve(file, settings, seed)).scenario
 
 
 @pytest.mark.parametrize("text", ["rounds", "rounds=", "=3", "a b=3", "rounds=[", "rounds=3,3", "x:=1"])
-def test_a_variation_that_is_none_is_refused_in_one_line(text: str) -> None:
+def test_an_invalid_variation_is_refused_in_one_line(text: str) -> None:
     with pytest.raises(InputError, match="--vary") as caught:
         planning.parse_variation(text, "--vary")
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("text", "allowed"), [("seed=1,2", "--seeds"), ("name=a,b", "set={name")])
-def test_what_a_comparison_sets_itself_is_not_varied(text: str, allowed: str) -> None:
+def test_keys_that_a_comparison_sets_itself_cannot_be_varied(text: str, allowed: str) -> None:
     for option in ("--vary", "--select"):
         with pytest.raises(InputError, match=allowed):
             planning.parse_variation(text, option)
@@ -44,7 +44,7 @@ def test_a_target_is_a_number(value: str) -> None:
         planning.parse_target(f"mean_r1={value}")
 
 
-def test_values_are_yaml_and_may_be_for_one_method() -> None:
+def test_values_are_yaml_and_may_apply_to_one_method() -> None:
     own = planning.parse_variation("rcsr:protocol.lambda_anc=0.3,1", "--select")
     assert (own.who, own.key, own.values) == ("rcsr", "protocol.lambda_anc", (0.3, 1))
     whole = planning.parse_variation("protocol=fedavg,{name: rcsr, filler: zero}", "--vary")
@@ -52,12 +52,12 @@ def test_values_are_yaml_and_may_be_for_one_method() -> None:
 
 
 @pytest.mark.parametrize("text", ["", "a", "0,0", "-1", "1.5", "0,,1", "9" * 5000])
-def test_seeds_are_different_whole_numbers(text: str) -> None:
+def test_seeds_must_be_distinct_whole_numbers(text: str) -> None:
     with pytest.raises(InputError, match="--seeds"):
         planning.parse_seeds(text)
 
 
-def test_every_combination_of_varied_values_is_a_row_named_by_what_differs(tiny: Path) -> None:
+def test_every_combination_of_varied_values_is_a_row_named_by_its_differences(tiny: Path) -> None:
     rows = entries(tiny, ["silos.count=4,5", "protocol=fedavg,{name: rcsr, filler: zero}"])
     assert [row.name for row in rows] == [
         "fedavg, silos.count=4",
@@ -70,7 +70,7 @@ def test_every_combination_of_varied_values_is_a_row_named_by_what_differs(tiny:
     assert [row.name for row in entries(tiny, ["silos.count=4,5"])] == ["silos.count=4", "silos.count=5"]
 
 
-def test_keys_that_go_together_are_varied_as_a_named_set(tiny: Path) -> None:
+def test_keys_are_varied_together_as_a_named_set(tiny: Path) -> None:
     rows = entries(tiny, ["set={name: short, rounds: 3, training.learning_rate: 0.1},{name: long, rounds: 6}"])
     assert [row.name for row in rows] == ["short", "long"]
     scenario = resolve(tiny, list(rows[0].settings), None)
@@ -82,7 +82,7 @@ def test_keys_that_go_together_are_varied_as_a_named_set(tiny: Path) -> None:
             planning.parse_variation(text, option)
 
 
-def test_a_variation_may_be_for_one_of_several_scenarios(tiny: Path, tmp_path: Path) -> None:
+def test_a_variation_may_apply_to_one_of_several_scenarios(tiny: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.yaml"
     other.write_text(tiny.read_text().replace("name: tiny", "name: other"))
 
@@ -99,14 +99,14 @@ def test_a_variation_may_be_for_one_of_several_scenarios(tiny: Path, tmp_path: P
         names("nobody:rounds=1,2")
 
 
-def test_a_bad_value_is_found_before_anything_runs(tiny: Path) -> None:
+def test_an_invalid_value_is_refused_before_anything_runs(tiny: Path) -> None:
     with pytest.raises(InputError, match=r"silos\.count"):
         entries(tiny, ["silos.count=4,0"])
     with pytest.raises(InputError, match=r"training\.learning_rate"):
         entries(tiny, [], ["training.learning_rate=0.1,-1"])
 
 
-def test_a_varied_method_keeps_the_options_set_beside_it_and_its_own_value_counts_first(tiny: Path) -> None:
+def test_a_varied_method_keeps_options_set_separately_and_its_own_value_takes_precedence(tiny: Path) -> None:
     def taus(settings: list[str], *vary: str) -> list[tuple[str, float]]:
         varied = [planning.parse_variation(text, "--vary") for text in vary]
         rows = planning.entries([tiny], settings, varied, [], resolve)
@@ -120,7 +120,7 @@ def test_a_varied_method_keeps_the_options_set_beside_it_and_its_own_value_count
     assert taus(["protocol.tau=0.3"], "set={protocol: fedavg},{protocol: {name: rcsr, tau: 1}}")[1] == ("rcsr", 1)
 
 
-def test_an_option_that_one_row_does_not_know_is_refused_with_how_to_give_it_to_others(tiny: Path) -> None:
+def test_an_option_unknown_to_one_row_is_refused_with_advice_on_setting_it_for_others(tiny: Path) -> None:
     varied = [planning.parse_variation("protocol=fedprox,fedavg", "--vary")]
     with pytest.raises(
         InputError, match=r"protocol of fedavg: found 'mu'.*--vary 'protocol={name: \.\.\., mu: "
@@ -133,7 +133,7 @@ def test_an_option_that_one_row_does_not_know_is_refused_with_how_to_give_it_to_
     assert fully_resolved(row.file, list(row.settings), None).protocol.options["mu"] == 0.1
 
 
-def test_rows_that_are_the_same_scenario_are_refused(tiny: Path) -> None:
+def test_rows_with_the_same_scenario_are_refused(tiny: Path) -> None:
     for vary in (["set={name: u, rounds: 3},{name: v, rounds: 3}"], ["protocol.name=rcsr,fedavg", "protocol=moon"]):
         with pytest.raises(InputError, match="rows that differ: its scenario is that of ") as caught:
             entries(tiny, vary)
@@ -142,7 +142,7 @@ def test_rows_that_are_the_same_scenario_are_refused(tiny: Path) -> None:
     assert len(entries(tiny, [equal], ["v:training.learning_rate=0.1,0.2"])) == 2
 
 
-def test_seeds_are_not_set(tiny: Path) -> None:
+def test_the_seed_cannot_be_set_as_a_key(tiny: Path) -> None:
     with pytest.raises(InputError, match="--set: found 'seed', allowed: seeds with --seeds"):
         planning.entries([tiny], ["seed=3"], [], [], resolve)
     with pytest.raises(InputError, match="--vary set: found 'seed', allowed: seeds with --seeds"):
@@ -154,7 +154,7 @@ def test_the_same_file_twice_is_refused(tiny: Path) -> None:
         planning.entries([tiny, tiny], [], [], [], resolve)
 
 
-def test_a_methods_own_candidates_take_the_place_of_those_for_all(tiny: Path) -> None:
+def test_a_methods_own_candidates_replace_those_for_all_methods(tiny: Path) -> None:
     fedavg, rcsr = entries(
         tiny,
         ["protocol=fedavg,rcsr"],
@@ -167,12 +167,12 @@ def test_a_methods_own_candidates_take_the_place_of_those_for_all(tiny: Path) ->
     assert rcsr.candidates[1] == ("training.learning_rate=1", "protocol.tau=0.2")
 
 
-def test_candidates_for_nobody_are_refused_with_who_there_is(tiny: Path) -> None:
+def test_candidates_for_an_absent_method_are_refused_with_the_methods_present(tiny: Path) -> None:
     with pytest.raises(InputError, match=r"'moon'.*fedavg.*rcsr"):
         entries(tiny, ["protocol=fedavg,rcsr"], ["moon:protocol.mu=1,2"])
 
 
-def test_the_same_rows_find_the_same_folder_whatever_is_measured(tiny: Path) -> None:
+def test_the_comparison_folder_depends_on_the_rows_and_not_on_metrics(tiny: Path) -> None:
     def folder(vary: str, **more: Any) -> Path:
         return planning.default_folder(ComparisonPlan(entries(tiny, [vary]), (0,), **more), "compare", resolve)
 
@@ -180,7 +180,7 @@ def test_the_same_rows_find_the_same_folder_whatever_is_measured(tiny: Path) -> 
     assert folder("silos.count=4,5") != folder("silos.count=4,6")
 
 
-def test_a_run_is_named_by_what_it_computes(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_name_depends_only_on_what_the_run_computes(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [])
     name = runner.run_of(entry, (), 0, place(tmp_path)).name
     assert runner.run_of(entry, ("launcher=none",), 0, place(tmp_path)).name == name
@@ -194,7 +194,7 @@ def test_a_run_is_named_by_what_it_computes(tiny: Path, tmp_path: Path) -> None:
     assert len({name, *(other.name for other in others)}) == 5
 
 
-def test_a_run_is_named_by_what_is_in_its_trace_not_by_where_that_lies(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_name_depends_on_the_content_of_its_trace_not_its_path(tiny: Path, tmp_path: Path) -> None:
     def name(path: Path, trace: str) -> str:
         path.write_text(f"silo,on,off\n{trace}\n")
         (entry,) = planning.entries([tiny], [f"participation={{kind: availability, trace: {path}}}"], [], [], resolve)
@@ -205,7 +205,7 @@ def test_a_run_is_named_by_what_is_in_its_trace_not_by_where_that_lies(tiny: Pat
     assert name(tmp_path / "trace.csv", "silo-00,0,50") != before
 
 
-def test_names_do_not_change_with_links_nor_with_weights_named_in_full(
+def test_run_names_do_not_change_with_symlinks_or_absolute_weight_paths(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -221,7 +221,7 @@ def test_names_do_not_change_with_links_nor_with_weights_named_in_full(
     assert facts("/elsewhere/w.mat", "link.npz") != named
 
 
-def test_data_are_prepared_once_for_all_runs_that_share_them(tiny: Path) -> None:
+def test_data_is_prepared_once_for_all_runs_that_share_it(tiny: Path) -> None:
     asked: list[int] = []
 
     def prepare(scenario: Scenario) -> Path:
@@ -249,7 +249,7 @@ def test_data_are_prepared_once_for_all_runs_that_share_them(tiny: Path) -> None
         ("partition", "{kind: iid}", "{kind: shards_classes, classes_per_silo: 50}"),
     ],
 )
-def test_every_way_to_share_the_data_out_is_checked_beforehand(
+def test_every_partition_is_checked_before_the_runs_start(
     tiny: Path, tmp_path: Path, key: str, good: object, bad: object
 ) -> None:
     place = runner.Workplace(

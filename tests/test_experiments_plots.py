@@ -1,4 +1,4 @@
-"""Comparisons: the page of plots of their results."""
+"""Comparisons: the page of result plots."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ from fedmq.storage.run_folder import RunFolder
 from tests.comparisons import entries, finish, resolve, studied
 
 
-def test_the_page_of_plots_draws_every_column_in_every_way(tiny: Path, tmp_path: Path) -> None:
+def test_the_page_plots_every_column_against_the_varied_key_over_merges_and_over_time(
+    tiny: Path, tmp_path: Path
+) -> None:
     _, rows = studied(tiny, tmp_path)
     page = plots.page(rows, "title & more", ["note"])
     assert "title &amp; more" in page
     for column in ("mean_r1", "fairness.worst_r1"):
         for title in (f"{column} against silos.count", f"{column} over merges", f"{column} over virtual time"):
             assert title in page
-    assert page.count("Plotly.newPlot(") == 2 + 2 + 2 + 4  # against and bars of three columns, two curves of two
+    assert (
+        page.count("Plotly.newPlot(") == 2 + 2 + 2 + 4
+    )  # three columns as bars and against the key, two columns as two curves each
 
 
-def test_the_spread_over_silos_has_a_course_and_what_is_measured_once_has_no_curve(tiny: Path, tmp_path: Path) -> None:
+def test_the_spread_over_silos_has_a_curve_and_a_value_measured_once_has_none(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [])
     finish(RunFolder(tmp_path), 0.5)
     with RunFolder(tmp_path).metrics.open("a") as file:
@@ -80,7 +84,7 @@ def test_curves_of_different_lengths_are_averaged_where_all_have_values() -> Non
     assert values.tolist() == [[0.0, 2.0, 3.0], [1.0, 3.0, 4.0]]
 
 
-def test_no_curve_is_drawn_out_to_the_left_of_its_first_value() -> None:
+def test_no_curve_extends_to_the_left_of_its_first_value() -> None:
     late, early = (np.array([2.0, 3.0]), np.array([5.0, 7.0])), (np.array([1.0, 4.0]), np.array([0.0, 3.0]))
     x, values = plots.on_common_grid([late, early])
     assert x.tolist() == [2.0, 3.0]

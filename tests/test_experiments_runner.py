@@ -1,4 +1,4 @@
-"""Comparisons: how runs are done, and how a row's candidate is chosen."""
+"""Comparisons: how runs are executed, and how a row's candidate is chosen."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def job(tmp_path: Path, name: str, program: str, rounds: int = 4) -> process_poo
     )
 
 
-def test_one_that_fails_is_told_by_its_last_word_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_failed_run_is_reported_with_its_last_error_line_and_the_others_continue(tmp_path: Path) -> None:
     todo = [
         job(tmp_path, "good", "pass"),
         job(tmp_path, "bad", "import sys; print('noise', file=sys.stderr); sys.exit('fedmq: no such thing\\n')"),
@@ -41,7 +41,7 @@ def test_one_that_fails_is_told_by_its_last_word_and_the_others_go_on(tmp_path: 
 
 
 @pytest.mark.slow
-def test_no_more_run_at_once_than_asked_and_each_on_one_thread(tmp_path: Path) -> None:
+def test_at_most_the_requested_number_of_runs_is_active_and_each_uses_one_thread(tmp_path: Path) -> None:
     program = (
         f"import os, time, pathlib; here = pathlib.Path({str(tmp_path)!r}); own = here / f'{{os.getpid()}}.on';"
         "own.touch(); time.sleep(0.2);"
@@ -55,7 +55,7 @@ def test_no_more_run_at_once_than_asked_and_each_on_one_thread(tmp_path: Path) -
     assert {path.read_text() for path in tmp_path.glob("*.seen")} <= {"1", "2"}
 
 
-def test_a_stop_is_passed_on_and_nothing_is_started_after_it(tmp_path: Path) -> None:
+def test_a_stop_is_passed_on_to_the_runs_and_no_run_starts_after_it(tmp_path: Path) -> None:
     catching = (
         "import signal, sys, time, pathlib; path = pathlib.Path({path!r});"
         "signal.signal(signal.SIGTERM, lambda *_: (path.write_text('stopped'), sys.exit(1)));"
@@ -71,7 +71,7 @@ def test_a_stop_is_passed_on_and_nothing_is_started_after_it(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_time_left_follows_from_the_merges_on_file(tmp_path: Path) -> None:
+def test_the_remaining_time_is_estimated_from_the_merges_on_file(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"kind": "merge"}\n{"kind": "evaluation"}\n')
     told: list[process_pool.JobProgress] = []
     program = (
@@ -85,7 +85,7 @@ def test_the_time_left_follows_from_the_merges_on_file(tmp_path: Path) -> None:
     assert 0 < middle.left < 60
 
 
-def test_a_run_with_a_scenario_on_file_is_resumed_and_another_begun(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_scenario_on_file_is_resumed_and_any_other_is_started(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [])
     begun = runner.run_of(entry, (), 3, place(tmp_path))
     fresh = runner.job_of(begun).command
@@ -101,7 +101,7 @@ def test_a_run_with_a_scenario_on_file_is_resumed_and_another_begun(tiny: Path, 
     assert runner.job_of(begun).command[5:7] == ("--resume", str(begun.folder.root))
 
 
-def test_two_comparisons_never_work_on_the_same_runs_at_once(tmp_path: Path) -> None:
+def test_two_comparisons_cannot_work_on_the_same_runs_concurrently(tmp_path: Path) -> None:
     plan = ComparisonPlan((), (0,))
     here = place(tmp_path)
     with runner.exclusive_use(tmp_path), pytest.raises(InputError, match="one at a time"):
@@ -120,7 +120,7 @@ def test_the_candidate_that_is_best_on_validation_is_chosen(tiny: Path, tmp_path
         runner.choose(entry, trials, "mean_r2")
 
 
-def test_where_nobody_trains_the_shared_model_silos_own_ones_are_chosen_by(tiny: Path, tmp_path: Path) -> None:
+def test_personal_models_decide_the_choice_where_the_shared_model_is_not_trained(tiny: Path, tmp_path: Path) -> None:
     (entry,) = entries(tiny, [], ["training.learning_rate=0.1,0.2,0.3"])
     trials = runner.trials_of(ComparisonPlan((entry,), (0,)), place(tmp_path))
     for trial, own in zip(trials.values(), (0.3, 0.5, 0.4), strict=True):
@@ -129,7 +129,7 @@ def test_where_nobody_trains_the_shared_model_silos_own_ones_are_chosen_by(tiny:
         told = {"personal": {"mean_r1": own}, "own_only": True}
         trial.folder.summary.write_text(json.dumps({**summary, **told}))
     assert runner.choose(entry, trials, "mean_r1") == ("training.learning_rate=0.2",)
-    # One that is trained, too, is what was asked for.
+    # Where the shared model is trained too, the requested metric of the shared model decides.
     for trial in trials.values():
         summary = json.loads(trial.folder.summary.read_text())
         trial.folder.summary.write_text(json.dumps({**summary, "own_only": False}))
@@ -141,7 +141,7 @@ def test_without_a_finished_trial_nothing_is_chosen(tiny: Path, tmp_path: Path) 
     assert runner.choose(entry, runner.trials_of(ComparisonPlan((entry,), (0,)), place(tmp_path)), "mean_r1") is None
 
 
-def test_finished_runs_are_read_and_not_done_again(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_runs_are_read_and_not_repeated(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = entries(tiny, ["protocol=fedavg,rcsr"], ["rcsr:training.learning_rate=0.1,0.2"])
     here, plan = place(tmp_path), ComparisonPlan(rows, (0, 1), ("mean_r1",))
     started: list[str] = []

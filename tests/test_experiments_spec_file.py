@@ -1,4 +1,4 @@
-"""Comparison files: the command line in a file."""
+"""Comparison files: the options of ``fedmq compare`` and ``fedmq sweep`` in a file."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.comparisons import ROOTS, comparison_file, fedmq, resolve
 
 @pytest.fixture
 def options_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., cli_compare.Options]:
-    """What a command comes to, before anything is planned."""
+    """A function that parses a command into its options before anything is planned."""
 
     def options(*arguments: object) -> cli_compare.Options:
         found: list[cli_compare.Options] = []
@@ -66,7 +66,7 @@ SAME = [
 ]  # fmt: skip
 
 
-def test_a_comparison_file_is_the_command_line_that_says_the_same(
+def test_a_comparison_file_equals_the_corresponding_command_line(
     tiny: Path, options_of: Callable[..., cli_compare.Options]
 ) -> None:
     by_file = options_of("compare", comparison_file(tiny.parent, WHOLE), "--jobs", 3)
@@ -80,7 +80,9 @@ def test_a_comparison_file_is_the_command_line_that_says_the_same(
     assert len(folders) == 1
 
 
-def test_options_beside_a_comparison_file_go_on_top(tiny: Path, options_of: Callable[..., cli_compare.Options]) -> None:
+def test_command_line_options_override_a_comparison_file(
+    tiny: Path, options_of: Callable[..., cli_compare.Options]
+) -> None:
     file = comparison_file(tiny.parent, WHOLE)
     options = options_of(
         "compare", file, "--set", "rounds=7", "--vary", "silos.count=6", "--vary", "protocol.tau=0.1,0.2",
@@ -103,7 +105,7 @@ def test_options_beside_a_comparison_file_go_on_top(tiny: Path, options_of: Call
     assert resolve(first.file, list(first.settings), None).rounds == 7
 
 
-def test_two_sets_of_a_file_stay_two_unless_another_takes_their_place(
+def test_settings_of_a_file_are_kept_unless_the_command_line_replaces_them(
     tiny: Path, options_of: Callable[..., cli_compare.Options]
 ) -> None:
     text = "compare: ../tiny.yaml\nvary:\n  - 'set={rounds: 3},{rounds: 4}'\n  - 'set={device: cpu},{device: auto}'\n"
@@ -163,7 +165,7 @@ def test_a_bad_comparison_file_is_one_line_that_names_file_and_key(
     assert not out.exists()
 
 
-def test_a_comparison_file_stands_alone_and_names_scenarios(
+def test_a_comparison_file_excludes_scenario_arguments_and_must_name_scenarios(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def refused(*arguments: object) -> str:

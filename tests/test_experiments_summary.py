@@ -1,4 +1,4 @@
-"""Comparisons: what the runs of a row came to."""
+"""Comparisons: summary values of a row's runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fedmq.storage.run_folder import RunFolder
 from tests.comparisons import finish
 
 
-def test_values_are_found_by_metric_or_by_place_in_the_summary(tmp_path: Path) -> None:
+def test_values_are_found_by_metric_name_or_by_path_in_the_summary(tmp_path: Path) -> None:
     finish(RunFolder(tmp_path), 0.5)
     outcome = results.read(RunFolder(tmp_path))
     assert outcome.value("mean_r1") == 0.5
@@ -27,7 +27,7 @@ def test_values_are_found_by_metric_or_by_place_in_the_summary(tmp_path: Path) -
     assert [outcome.value(name) for name in ("personal.mean_r1", "protocol", "map", "bytes", "fairness")] == [None] * 5
 
 
-def test_the_time_to_a_target_is_that_of_the_first_evaluation_that_reaches_it(tmp_path: Path) -> None:
+def test_the_time_to_target_is_that_of_the_first_evaluation_that_reaches_it(tmp_path: Path) -> None:
     finish(RunFolder(tmp_path), 0.5)
     outcome = results.read(RunFolder(tmp_path))
     assert outcome.time_to(Target("mean_r1", 0.1)) == 0.0
@@ -44,7 +44,7 @@ def test_the_time_to_a_target_is_that_of_the_first_evaluation_that_reaches_it(tm
     assert outcome.time_to(Target("fairness.worst_r1", 0.3)) is None
 
 
-def test_version_0_is_what_no_training_gives(tmp_path: Path) -> None:
+def test_version_0_yields_the_untrained_values(tmp_path: Path) -> None:
     finish(RunFolder(tmp_path), 0.5)
     before = results.read(RunFolder(tmp_path)).untrained()
     assert before.value("mean_r1") == 0.1
@@ -57,7 +57,7 @@ def test_an_unfinished_run_is_not_read(tmp_path: Path) -> None:
         results.read(RunFolder(tmp_path))
 
 
-def test_the_interval_is_the_paired_t_interval() -> None:
+def test_the_confidence_interval_is_the_paired_t_interval() -> None:
     own, base = {0: 0.50, 1: 0.61, 2: 0.55}, {0: 0.45, 1: 0.52, 2: 0.53}
     found = results.statistic(own, base)
     differences = np.array([0.05, 0.09, 0.02])
@@ -70,7 +70,7 @@ def test_the_interval_is_the_paired_t_interval() -> None:
     )
 
 
-def test_differences_are_taken_over_the_seeds_that_both_have() -> None:
+def test_differences_use_the_seeds_that_both_rows_have() -> None:
     found = results.statistic({0: 1.0, 2: 3.0}, {0: 0.5, 1: 9.0, 2: 2.5})
     assert (found.n, found.difference, found.low, found.high) == (2, 0.5, 0.5, 0.5)
     assert "seeds" not in tables.difference_text(found)
@@ -83,7 +83,7 @@ def test_differences_are_taken_over_the_seeds_that_both_have() -> None:
     assert np.isnan(results.statistic({}, {0: 1.0}).mean)
 
 
-def test_the_best_is_the_least_where_less_is_better_and_an_incomplete_row_is_left_out() -> None:
+def test_the_best_row_has_the_lowest_value_where_lower_is_better_and_incomplete_rows_are_skipped() -> None:
     rows = [results.statistic(values, None) for values in ({0: 1.0, 1: 2.0}, {0: 2.0, 1: 2.0}, {0: 9.0})]
     assert results.best(rows, "mean_r1") == {1}
     assert results.best(rows, "fairness.std_r1") == {0}

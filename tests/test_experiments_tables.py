@@ -1,4 +1,4 @@
-"""Comparisons: the tables of their results."""
+"""Comparisons: result tables."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def study(tiny: Path, tmp_path: Path) -> Study:
     return studied(tiny, tmp_path)
 
 
-def test_methods_are_compared_at_the_same_point(study: Study) -> None:
+def test_methods_are_compared_at_the_same_values_of_varied_keys(study: Study) -> None:
     _, rows = study
     assert {row.entry.name: row.against for row in rows} == {
         "zero-shot": "fedavg, silos.count=4",
@@ -48,7 +48,7 @@ def test_methods_are_compared_at_the_same_point(study: Study) -> None:
     assert rows[2].columns["mean_r1"].difference == pytest.approx(0.1)
 
 
-def test_the_baseline_is_a_method_or_a_row_by_name(tiny: Path) -> None:
+def test_the_baseline_is_a_method_or_a_named_row(tiny: Path) -> None:
     rows = entries(tiny, ["silos.count=4,5", "protocol=fedavg,rcsr"])
     by_method = made_rows.baselines(ComparisonPlan(rows, (0,), baseline="rcsr"))
     assert by_method["fedavg, silos.count=5"] == "rcsr, silos.count=5"
@@ -58,7 +58,7 @@ def test_the_baseline_is_a_method_or_a_row_by_name(tiny: Path) -> None:
         made_rows.baselines(ComparisonPlan(rows, (0,), baseline="moon"))
 
 
-def test_rows_that_are_no_rivals_are_compared_with_nobody(study: Study) -> None:
+def test_without_a_matching_baseline_no_differences_are_shown(study: Study) -> None:
     plan, rows = study
     finished = {row.entry.name: row.outcomes for row in rows[1:]}
     plan = replace(plan, baseline="nobody")
@@ -68,7 +68,7 @@ def test_rows_that_are_no_rivals_are_compared_with_nobody(study: Study) -> None:
     assert not any("difference" in note or "bold" in note for note in grid.notes)
 
 
-def test_a_varied_keys_values_stand_side_by_side_where_asked(study: Study) -> None:
+def test_values_of_a_varied_key_are_shown_side_by_side_on_request(study: Study) -> None:
     plan, rows = study
     long = {line[0].text: line for line in tables.grid(rows, plan).body}
     grid = tables.grid(rows, replace(plan, across="silos.count"))
@@ -86,7 +86,7 @@ def test_a_varied_keys_values_stand_side_by_side_where_asked(study: Study) -> No
     assert tables.markdown(grid, "fedmq").splitlines()[2].startswith("|  | mean_r1, 4 | difference | mean_r1, 50 |")
 
 
-def test_what_was_chosen_at_each_point_stands_side_by_side_and_a_sweeps_lines_are_its_other_keys(tiny: Path) -> None:
+def test_choices_are_shown_side_by_side_and_the_lines_of_a_sweep_are_its_other_keys(tiny: Path) -> None:
     made = entries(tiny, ["silos.count=4,5", "rounds=3,4"], ["training.learning_rate=0.1,0.2"])
     plan = ComparisonPlan(made, (0,), ("mean_r1",), across="silos.count")
     chosen = {row.name: ("training.learning_rate=0.2",) for row in made}
@@ -97,7 +97,7 @@ def test_what_was_chosen_at_each_point_stands_side_by_side_and_a_sweeps_lines_ar
     assert [cell.text for cell in grid.body[0][-4:]] == ["learning_rate=0.2", "2"] * 2
 
 
-def test_a_metric_that_no_run_has_is_a_column_of_dashes_and_a_warning_with_the_nearest(
+def test_a_metric_that_no_run_has_is_a_column_of_dashes_and_a_warning_with_similar_names(
     tiny: Path, tmp_path: Path
 ) -> None:
     (entry,) = entries(tiny, [])
@@ -126,7 +126,7 @@ def with_metric(entry: Entry, folder: Path, metric: str) -> tuple[ComparisonPlan
     return plan, made_rows.rows(plan, {entry.name: ()}, {entry.name: {0: results.read(RunFolder(folder))}})
 
 
-def test_metrics_no_run_can_have_are_refused_and_cut_offs_are_those_of_the_rows(tiny: Path) -> None:
+def test_metrics_that_no_run_can_have_are_refused_and_cut_offs_come_from_the_rows(tiny: Path) -> None:
     rows = entries(tiny, ["evaluation.map_at=[50],[100]"])
     named = ("mean_r1", "t2i_r10", "spread_text", "map", "map_expected", "map_at50", "map_at100_i2t", "personal.any")
     planning.check_metrics(ComparisonPlan(rows, (0,), named, (Target("map_at100", 0.5),)), resolve)
@@ -137,7 +137,7 @@ def test_metrics_no_run_can_have_are_refused_and_cut_offs_are_those_of_the_rows(
         planning.check_metrics(ComparisonPlan(rows, (0,), targets=(Target("mean_r2", 0.5),)), resolve)
 
 
-def test_what_an_evaluation_measures_is_known_before(tmp_path: Path) -> None:
+def test_the_metrics_of_an_evaluation_are_known_beforehand(tmp_path: Path) -> None:
     asked = Evaluation(map_at=(2,), ndcg_at=(3,), gallery="database", within=True)
     generator = np.random.default_rng(0)
     image, text = generator.normal(size=(2, 6, 4)).astype(np.float32)
@@ -147,7 +147,7 @@ def test_what_an_evaluation_measures_is_known_before(tmp_path: Path) -> None:
     assert with_folds == set(known_names(asked)) | set(fold_recalls(items, 2))
 
 
-def test_runs_that_were_not_made_alike_are_named_under_the_table(study: Study) -> None:
+def test_runs_of_differing_software_or_hardware_are_noted_under_the_table(study: Study) -> None:
     plan, rows = study
     assert not any("alike" in note for note in tables.grid(rows, plan).notes)
     own = rows[1].outcomes[0]
@@ -158,7 +158,7 @@ def test_runs_that_were_not_made_alike_are_named_under_the_table(study: Study) -
     assert tables.grid(rows, plan).notes[-1].endswith("processor not recorded and x86_64 AVX2")
 
 
-def test_the_tables_say_the_same_in_every_form(study: Study) -> None:
+def test_tables_have_the_same_content_in_every_format(study: Study) -> None:
     plan, rows = study
     grid = tables.grid(rows, plan)
     console = Console(width=160, record=True, file=io.StringIO())
@@ -190,7 +190,7 @@ def test_the_tables_say_the_same_in_every_form(study: Study) -> None:
     assert [run["seconds to mean_r1 0.55"] for run in runs[6:9]] == ["4.0", "5.0", "6.0"]
 
 
-def test_a_terminal_too_narrow_for_all_columns_shows_them_in_several_tables() -> None:
+def test_a_terminal_too_narrow_for_all_columns_splits_them_into_several_tables() -> None:
     names = [f"metric_{number}" for number in range(9)]
     head = ("", *(title for name in names for title in (name, "difference")))
     cells = [tables.Cell(text) for number in range(9) for text in (f"0.{number}446 ± 0.0031", "+0.1 [+0.0, +0.2]")]
@@ -206,7 +206,7 @@ def test_a_terminal_too_narrow_for_all_columns_shows_them_in_several_tables() ->
         assert (text.count("title"), text.count("a note")) == (1, 1)
 
 
-def test_a_target_that_not_all_seeds_reach_is_counted(study: Study) -> None:
+def test_a_target_that_not_all_seeds_reach_shows_how_many_did(study: Study) -> None:
     _, rows = study
     column = "seconds to mean_r1 0.55"
     assert [row.columns[column].n for row in rows] == [0, 0, 3, 0, 2]

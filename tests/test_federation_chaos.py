@@ -1,5 +1,5 @@
-"""Random fault scripts, and a coordinator killed after every event: nothing hangs, no reply counts twice, no merge is
-lost, and everything happens again the same. ``make chaos`` runs 200 scripts instead of 20 (FEDMQ_CHAOS).
+"""Random fault scripts, and a coordinator killed after every event: no run hangs, no reply counts twice, no merge is
+lost, and every run is reproducible. ``make chaos`` runs 200 scripts instead of 20 (FEDMQ_CHAOS).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ MODES = st.sampled_from(
 
 
 def sane(out: Path, rounds: int) -> None:
-    """No merge is lost, none is there twice, and no reply is in two of them."""
+    """Assert that no merge is lost or duplicated and that no reply is in two merges."""
     merges = lines(out, "merge")
     assert [line["version"] for line in merges] == list(range(1, rounds + 1))
     arrived = Counter(
@@ -113,7 +113,7 @@ def sane(out: Path, rounds: int) -> None:
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(faults=SCRIPT, mode=MODES)
-def test_whatever_happens_a_run_ends_and_happens_again_the_same(
+def test_under_random_faults_a_run_ends_and_is_reproducible(
     faults: list[dict[str, object]], mode: tuple[str, ...], tiny: Path
 ) -> None:
     scenario = resolved(tiny, "participation=1.0", *mode)
@@ -138,7 +138,9 @@ def test_whatever_happens_a_run_ends_and_happens_again_the_same(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 @given(faults=st.lists(st.tuples(TASKS, where, when).map(lambda p: {**p[1], **p[2], **p[0]}), min_size=1, max_size=3))
-def test_real_messages_come_to_what_the_calls_came_to(faults: list[dict[str, object]], tiny: Path) -> None:
+def test_sealed_messages_and_in_process_calls_give_the_same_events_and_model(
+    faults: list[dict[str, object]], tiny: Path
+) -> None:
     scenario = resolved(tiny, "participation=1.0")
     scenario = Scenario.model_validate({**scenario.model_dump(), "faults": faults})
     with tempfile.TemporaryDirectory() as name, pytest.MonkeyPatch.context() as patch:
@@ -181,7 +183,7 @@ def test_a_coordinator_killed_after_every_single_event_loses_nothing(
 
 
 @pytest.mark.slow
-def test_events_are_counted_over_the_restarts_of_a_run(tiny: Path, tmp_path: Path) -> None:
+def test_events_are_counted_across_the_restarts_of_a_run(tiny: Path, tmp_path: Path) -> None:
     crashes = "{kind: coordinator_crash, after_event: 7}, {kind: coordinator_crash, after_event: 14}"
     run_restarted(resolved(tiny, "participation=1.0", f"faults=[{crashes}]"), tmp_path)
     assert [note["place"] for note in notes(tmp_path, NoteKind.FAULT)] == [0, 1]

@@ -1,4 +1,4 @@
-"""`fedmq data check` and `fedmq data features` on sets on disk."""
+"""`fedmq data check` and `fedmq data features` on data sets on disk."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "cache"))
 
 
-def test_a_whole_set_is_counted_and_after_extraction_shared_out(
+def test_a_data_set_is_counted_and_after_extraction_partitioned(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data_set_folders.coco(tmp_path / "set")
@@ -82,7 +82,7 @@ def test_a_whole_set_is_counted_and_after_extraction_shared_out(
     assert made["folder"] in capfd.readouterr().out
 
 
-def test_missing_and_unreadable_files_are_all_named_and_the_exit_code_is_2(
+def test_all_missing_and_unreadable_files_are_named_and_the_exit_code_is_2(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = data_set_folders.flickr(tmp_path / "set", splits=["train"] * 30 + ["test"] * 2)
@@ -109,7 +109,7 @@ def test_missing_and_unreadable_files_are_all_named_and_the_exit_code_is_2(
     assert json.loads(capfd.readouterr().out)["items"] == 5
 
 
-def test_flickr8ks_release_is_counted_without_what_no_list_names(
+def test_flickr8ks_release_is_counted_without_unlisted_photos(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = data_set_folders.flickr8k_release(tmp_path / "set")
@@ -120,7 +120,7 @@ def test_flickr8ks_release_is_counted_without_what_no_list_names(
     assert facts["splits"] == {"train": 3, "val": 1, "test": 2, "public": 0, "database": 0}
     assert fedmq(monkeypatch, "data", "features", path, "--json") == 0
     assert json.loads(capfd.readouterr().out)["n"] == 6
-    # A photo of a list that is not there, and one of which nothing is said.
+    # A listed photo that does not exist, and a photo without a caption.
     (folder / "Flicker8k_Dataset" / "101_00000001.jpg").unlink()
     with (folder / "Flickr8k_text" / "Flickr_8k.trainImages.txt").open("a") as file:
         file.write("106_00000006.jpg\n107.jpg\n")
@@ -130,7 +130,7 @@ def test_flickr8ks_release_is_counted_without_what_no_list_names(
     assert facts["without_captions"] == ["107.jpg"]
 
 
-def test_labels_are_counted_over_the_items_that_are_left(
+def test_labels_are_counted_over_the_remaining_items(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data_set_folders.coco(tmp_path / "set")
@@ -141,7 +141,7 @@ def test_labels_are_counted_over_the_items_that_are_left(
     assert (facts["items"], facts["labels"], facts["without_labels"]) == (4, {"dog": 1, "person": 1}, 2)
 
 
-def test_other_numbers_of_items_than_a_sets_papers_use_are_told_and_are_no_error(
+def test_item_counts_that_differ_from_the_papers_are_reported_but_are_no_error(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data_set_folders.coco(tmp_path / "set")
@@ -157,7 +157,7 @@ def test_other_numbers_of_items_than_a_sets_papers_use_are_told_and_are_no_error
         assert json.loads(capfd.readouterr().out)["published"] == told
 
 
-def test_names_that_no_disk_or_no_encoding_can_hold_are_named_without_a_traceback(
+def test_file_names_too_long_or_not_encodable_are_reported_without_a_traceback(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     folder = data_set_folders.flickr(tmp_path / "set")
@@ -174,7 +174,7 @@ def test_names_that_no_disk_or_no_encoding_can_hold_are_named_without_a_tracebac
     assert "whole characters of Unicode" in error[0]
 
 
-def test_a_folder_whose_name_is_no_utf_8_is_checked_and_extracted(
+def test_a_folder_whose_name_is_not_utf_8_is_checked_and_extracted(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     data_set_folders.msrvtt(tmp_path / "set", frames=2)
@@ -189,7 +189,7 @@ def test_a_folder_whose_name_is_no_utf_8_is_checked_and_extracted(
     assert f"{tmp_path}/set/vid\\udce9os/video1/000.jpg: " in capfd.readouterr().out
 
 
-def test_a_text_of_wikipedia_that_is_not_there_is_listed_and_may_be_left_out(
+def test_a_missing_wikipedia_text_is_listed_and_may_be_skipped(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (data_set_folders.wikipedia(tmp_path / "set") / "texts" / "txt3-7.xml").unlink()
@@ -213,7 +213,7 @@ def test_a_text_of_wikipedia_that_is_not_there_is_listed_and_may_be_left_out(
         assert (facts["items"], facts["without_captions"]) == (items, ["txt3-7/img3"])
 
 
-def test_the_example_of_a_device_is_a_scenario_that_uses_it(
+def test_the_device_example_in_the_documentation_is_a_valid_scenario(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "data", "features", "--help") == 0
@@ -224,7 +224,7 @@ def test_the_example_of_a_device_is_a_scenario_that_uses_it(
     assert chosen.adapter_site == "feature"
 
 
-def test_a_run_extracts_on_its_device_where_the_machine_has_it(
+def test_a_run_extracts_features_on_its_device_where_available(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data_set_folders.flickr(tmp_path / "set")
@@ -243,7 +243,7 @@ def test_a_run_extracts_on_its_device_where_the_machine_has_it(
     assert seen == ["cpu", "cuda:0", "cuda:1", "cpu"]
 
 
-def test_a_set_too_small_for_its_papers_split_says_which_numbers_to_give(
+def test_a_data_set_too_small_for_its_papers_split_names_the_sizes_to_set(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     path = scenario(tmp_path, {"name": "mirflickr", "path": str(data_set_folders.mirflickr(tmp_path / "set"))})
@@ -252,14 +252,14 @@ def test_a_set_too_small_for_its_papers_split_says_which_numbers_to_give(
 
 
 @pytest.mark.parametrize("extracted", [False, True])
-def test_widths_that_do_not_go_together_are_told_before_features_are_extracted_and_after(
+def test_mismatched_feature_widths_are_reported_before_and_after_extraction(
     own_cache: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
     extracted: bool,
 ) -> None:
-    """A bag of words is as wide as its vocabulary."""
+    """The width of a bag of words is the size of its vocabulary."""
     data = {"name": "mirflickr", "path": str(data_set_folders.mirflickr(tmp_path / "set")), "queries": 2, "train": 3}
     path = scenario(tmp_path, data)
     if extracted:
@@ -273,7 +273,7 @@ def test_widths_that_do_not_go_together_are_told_before_features_are_extracted_a
 
 
 @pytest.mark.parametrize("extracted", [False, True])
-def test_what_the_method_refuses_is_told_before_features_are_extracted_and_after(
+def test_settings_that_the_method_refuses_are_reported_before_and_after_extraction(
     own_cache: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -298,7 +298,7 @@ def test_what_the_method_refuses_is_told_before_features_are_extracted_and_after
         assert (tmp_path / "cache" / "features").exists() is extracted
 
 
-def test_text_clusters_and_devices_wait_for_the_run(
+def test_text_clusters_and_devices_are_not_checked_before_the_run(
     own_cache: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     data_set_folders.coco(tmp_path / "set")
@@ -307,7 +307,7 @@ def test_text_clusters_and_devices_wait_for_the_run(
     assert fedmq(monkeypatch, "data", "check", path, "--set", clusters, "--set", "device=cuda:7") == 0
 
 
-def test_what_the_method_refuses_of_a_file_of_features_is_told_beside_its_counts(
+def test_a_feature_file_that_the_method_refuses_is_reported_next_to_its_counts(
     own_cache: None, tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "data", "check", tiny, "--json") == 0
@@ -321,13 +321,17 @@ def test_what_the_method_refuses_of_a_file_of_features_is_told_beside_its_counts
     ]
 
 
-def test_twins_of_training_items_and_a_label_of_all_are_told(
+def test_duplicates_of_training_items_and_a_label_on_every_item_are_reported(
     own_cache: None, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with np.load(yaml.safe_load(tiny.read_text())["data"]["path"]) as stored:
         arrays = dict(stored)
     arrays["labels"] = np.stack([arrays["labels"] == label for label in range(5)] + [np.ones(150, bool)], 1)
-    for row in (125, 140, 141):  # of the test split: one with a training item's image alone, two that are its twins
+    for row in (
+        125,
+        140,
+        141,
+    ):  # of the test split: one with only a training item's image, two that duplicate the whole item
         arrays["image"][row] = arrays["image"][7]
         if row > 125:
             arrays["text"][row] = arrays["text"][7]
@@ -344,7 +348,7 @@ def test_twins_of_training_items_and_a_label_of_all_are_told(
     assert "twins" not in said and "every item" not in said
 
 
-def test_a_label_of_all_on_the_upper_level_makes_nothing_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_coarse_label_on_every_item_is_not_reported(capsys: pytest.CaptureFixture[str]) -> None:
     labels = {"coarse:clothes": 4, "fine:shirt": 3, "fine:shoe": 1}
     facts = data_check.DataFacts("features", items=4, captions=4, splits={}, labels=labels, without_labels=0)
     data_check.show(facts, Console())
@@ -364,7 +368,7 @@ def test_a_broken_annotation_file_is_bad_input(
         assert len(error.splitlines()) == 1
 
 
-def test_every_set_is_listed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_data_set_is_listed(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
     assert fedmq(monkeypatch, "data", "list") == 0
     shown = capfd.readouterr().out
     assert all(name in shown for name in ("openmoji", "features", "coco", "nuswide", "manifest"))

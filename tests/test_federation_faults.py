@@ -1,4 +1,4 @@
-"""Scripted faults: who is struck and when, what becomes of a task, and what the message log shows of each."""
+"""Scripted faults: which silos they hit and when, a task's outcome, and what the message log records."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def fate(*faults: dict[str, object], handed: float = 100.0, work: float = 10.0, 
     return script(*faults).outcome("silo-00", 1, round_, handed, work)[0]
 
 
-# ------------------------------------------------------------------------------------------------- where and when
+# ----------------------------------------------------------------------------------------------- targets and times
 @pytest.mark.parametrize(
     ("group", "struck"),
     [
@@ -61,12 +61,12 @@ def fate(*faults: dict[str, object], handed: float = 100.0, work: float = 10.0, 
         (["silo-01", "silo-03"], {"silo-01", "silo-03"}),
     ],
 )
-def test_a_fault_strikes_its_group(group: object, struck: set[str]) -> None:
+def test_a_fault_hits_only_its_group(group: object, struck: set[str]) -> None:
     made = script({"kind": "late", "seconds": 1, "silos": group})
     assert {silo.name for silo in SILOS if list(made.strikes(silo.name, 1, 0, 0.0))} == struck
 
 
-def test_a_share_is_the_same_silos_for_the_whole_run_and_others_for_another_seed() -> None:
+def test_a_share_of_silos_is_fixed_for_the_run_and_depends_on_the_seed() -> None:
     def struck(seed: int) -> set[str]:
         made = script({"kind": "late", "seconds": 1, "share": 0.5}, seed=seed)
         every = [{s.name for s in SILOS if list(made.strikes(s.name, number, 0, 0.0))} for number in range(5)]
@@ -83,19 +83,19 @@ def test_rounds_are_a_list_or_a_range(rounds: object, on: list[int]) -> None:
     assert [round_ for round_ in range(5) if made.in_rounds(round_)] == on
 
 
-def test_a_time_window_looks_at_when_the_task_was_handed_out() -> None:
+def test_a_time_window_applies_to_when_the_task_was_sent() -> None:
     made = script({"kind": "late", "seconds": 1, "time": [10, 20]})
     assert [bool(list(made.strikes("silo-00", 1, 0, at))) for at in (9.9, 10.0, 19.9, 20.0)] == [0, 1, 1, 0]
 
 
-def test_a_probability_is_drawn_for_each_task_and_never_twice_differently() -> None:
+def test_a_probability_is_drawn_per_task_and_deterministically() -> None:
     made = script({"kind": "late", "seconds": 1, "probability": 0.3})
     hits = [bool(list(made.strikes("silo-00", number, 0, 0.0))) for number in range(1000)]
     assert 250 < sum(hits) < 350
     assert hits == [bool(list(made.strikes("silo-00", number, 5, 9.0))) for number in range(1000)]
 
 
-def test_two_like_faults_are_drawn_apart() -> None:
+def test_two_identical_faults_are_drawn_independently() -> None:
     one = {"kind": "late", "seconds": 1, "probability": 0.5}
     struck = [len(list(script(one, one).strikes("silo-00", number, 0, 0.0))) for number in range(100)]
     assert set(struck) == {0, 1, 2}
@@ -122,46 +122,46 @@ def test_two_like_faults_are_drawn_apart() -> None:
         {"kind": "modality_lost", "modality": "text", "probability": 0.5},
     ],
 )
-def test_what_makes_no_sense_is_refused(facts: dict[str, object]) -> None:
+def test_inconsistent_faults_are_refused(facts: dict[str, object]) -> None:
     with pytest.raises(ValidationError):
         fault(**facts)
 
 
-def test_a_scenario_names_the_line_of_a_bad_fault_and_silos_that_exist(tiny: Path) -> None:
+def test_an_invalid_fault_is_refused_with_its_line_and_the_existing_silos(tiny: Path) -> None:
     with pytest.raises(InputError, match=r"faults\.0\.seconds"):
         resolved(tiny, "faults=[{kind: late}]")
     with pytest.raises(InputError, match="silo-09"):
         resolved(tiny, "faults=[{kind: late, seconds: 1, silos: [silo-09]}]")
 
 
-# ------------------------------------------------------------------------------------------------- fates, by hand
-def test_fates_of_delays_add_up() -> None:
+# ---------------------------------------------------------------------------------- outcomes computed by hand
+def test_delays_of_several_faults_add_up() -> None:
     assert fate().due == 110.0
     assert fate({"kind": "late", "seconds": 5}, {"kind": "freeze", "seconds": 7}).due == 122.0
-    assert fate({"kind": "crash", "restart": 20}).due == 140.0  # 10 lost, 20 to come up, 10 again
+    assert fate({"kind": "crash", "restart": 20}).due == 140.0  # 10 s lost, 20 s restart, 10 s repeated
     assert fate({"kind": "reorder", "seconds": 3}, {"kind": "corrupt", "seconds": 2}).due == 115.0
     assert fate({"kind": "duplicate"}).due == 110.0
 
 
-def test_a_dropped_reply_fails_when_it_was_due_or_comes_after_a_second_try() -> None:
+def test_a_dropped_reply_fails_when_due_or_arrives_after_a_retry() -> None:
     assert fate({"kind": "drop"}) == TaskOutcome(100.0, 10.0, 110.0, "dropped")
     assert fate({"kind": "drop", "again": 5}) == TaskOutcome(100.0, 10.0, 125.0)
 
 
-def test_a_silo_that_is_away_gets_no_task_and_one_that_leaves_does_its_task_again() -> None:
+def test_an_absent_silo_receives_no_task_and_one_that_leaves_repeats_its_task() -> None:
     assert fate({"kind": "leave", "time": [90, 200]}) == TaskOutcome(100.0, 10.0, 104.0, "away", sent=False)
     assert fate({"kind": "leave", "time": [105, 200]}).due == 210.0
     assert fate({"kind": "leave", "time": [110, 200]}).due == 110.0
     assert fate({"kind": "leave", "rounds": [1]}, round_=1).fails == "away"
 
 
-def test_absences_come_again_and_take_their_share_of_time() -> None:
+def test_recurring_absences_take_the_configured_fraction_of_time() -> None:
     made = script({"kind": "leave", "every": 100, "away": 30})
     away = [made.outcome("silo-00", 1, 0, float(at), 1e-9)[0].fails == "away" for at in range(100, 10100)]
     assert math.isclose(sum(away) / len(away), 0.3, abs_tol=0.01)
 
 
-def test_silos_that_come_and_go_are_not_all_away_when_the_run_begins() -> None:
+def test_recurring_absences_do_not_all_start_with_the_run() -> None:
     silos = tuple(SiloFacts(f"silo-{index:02d}", index, True, True) for index in range(40))
     made = FaultSchedule((fault(kind="leave", every=600, away=180),), 0, silos)
     away = [
@@ -170,7 +170,7 @@ def test_silos_that_come_and_go_are_not_all_away_when_the_run_begins() -> None:
     assert all(3 <= count <= 25 for count in away), away  # 12 on average
 
 
-def test_a_run_of_a_billion_rounds_is_planned_at_once() -> None:
+def test_a_run_of_a_billion_rounds_is_planned_instantly() -> None:
     made = script({"kind": "modality_lost", "silos": ["silo-00"], "modality": "text", "rounds": "5-900000000"})
     assert made.phases(SILOS[0], 10**9) == {SILOS[0], SiloFacts("silo-00", 0, True, False)}
     assert made.phases(SILOS[0], 5) == {SILOS[0]}
@@ -183,14 +183,14 @@ def test_a_frame_without_a_body_can_be_damaged_too() -> None:
     assert [bytes(each) for each in _damaged([memoryview(b"h"), memoryview(b"")])] == [b"h", b""]
 
 
-def test_a_split_lets_nothing_through_until_it_is_mended() -> None:
+def test_a_network_split_blocks_tasks_and_replies_until_it_ends() -> None:
     assert fate({"kind": "split", "time": [100, 200]}) == TaskOutcome(100.0, 10.0, 104.0, "unreachable", sent=False)
     assert fate({"kind": "split", "time": [105, 200]}).due == 200.0
     assert fate({"kind": "split", "time": [10, 100]}).due == 110.0
 
 
-# -------------------------------------------------------------------------------------------- what silos do to data
-def test_modalities_come_and_go_with_the_rounds() -> None:
+# ------------------------------------------------------------------------------------------------ silos' data changes
+def test_modalities_are_lost_and_regained_by_round() -> None:
     made = script(
         {"kind": "modality_lost", "modality": "text", "silos": ["silo-00"], "rounds": "2-3"},
         {"kind": "modality_gained", "modality": "image", "silos": "text_only", "rounds": "4-"},
@@ -205,14 +205,14 @@ def test_a_silo_cannot_lose_its_only_modality() -> None:
         script({"kind": "modality_lost", "modality": "text", "silos": ["silo-03"]}).phases(SILOS[3], 1)
 
 
-def test_drift_exchanges_a_share_of_the_samples() -> None:
+def test_drift_replaces_a_fraction_of_the_samples() -> None:
     own, everybody = np.arange(100), np.arange(1000, 2000)
     rows = drifted_rows(Drift(amount=0.3), own, everybody, np.random.default_rng(0))
     assert (rows >= 1000).sum() == 30
     assert (own == np.arange(100)).all()
 
 
-def test_label_noise_moves_exactly_the_captions_of_its_share() -> None:
+def test_label_noise_moves_the_captions_of_exactly_its_fraction() -> None:
     share = SiloDataset(
         torch.arange(10), torch.arange(10) * 10, torch.arange(1, 11), torch.arange(10), torch.arange(10)
     )
@@ -225,7 +225,7 @@ def test_label_noise_moves_exactly_the_captions_of_its_share() -> None:
     assert torch.equal(spoilt.image, share.image)  # type: ignore[arg-type]
 
 
-def test_one_modality_alone_has_no_pairs_to_mix() -> None:
+def test_a_single_modality_silo_has_no_pairs_to_mix() -> None:
     share = SiloDataset(None, torch.arange(10), torch.ones(10, dtype=torch.int64), None, torch.arange(10))
     spoilt = with_noisy_labels(LabelNoise(amount=1.0), share, np.random.default_rng(0))
     assert torch.equal(spoilt.text, share.text)  # type: ignore[arg-type]
@@ -251,7 +251,7 @@ def test_byzantine_updates(facts: dict[str, object], expected: list[float]) -> N
     assert poisoned.n_samples == 5
 
 
-def test_byzantine_noise_has_its_size_and_the_tasks_own_seed() -> None:
+def test_byzantine_noise_has_the_configured_size_and_the_tasks_own_seed() -> None:
     made = script({"kind": "noise", "factor": 2})
     payload = Delta("0" * 64, np.full(10_000, 3.0, np.float32), 5)
 
@@ -264,7 +264,7 @@ def test_byzantine_noise_has_its_size_and_the_tasks_own_seed() -> None:
     assert not np.array_equal(noise(1), noise(2))
 
 
-def test_poisoned_prototypes_point_the_other_way_and_losses_stay() -> None:
+def test_poisoned_prototypes_are_negated_and_losses_stay() -> None:
     poison = fault(kind="prototype_poisoning", scale=3)
     row, table = np.array([1.0, -2.0], np.float32), np.array([[1.0, -2.0]], np.float32)
     counts, generator = np.array([4]), np.random.default_rng(0)
@@ -277,9 +277,9 @@ def test_poisoned_prototypes_point_the_other_way_and_losses_stay() -> None:
     assert attacked(poison, loss, generator) is loss
 
 
-# --------------------------------------------------------------------------------- what the message log shows of it
+# ---------------------------------------------------------------------------------------- records in the message log
 def struck(out: Path, kind: str) -> list[tuple[str, int]]:
-    """Silo and task number of each strike of a kind on record."""
+    """Silo and task number of each logged fault of a kind."""
     return [(note["silo"], note["sequence"]) for note in notes(out, NoteKind.FAULT) if note.get("kind") == kind]
 
 
@@ -289,7 +289,7 @@ def failed(out: Path) -> list[tuple[str, int, str]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", sorted(FAULTS))
-def test_every_fault_runs_and_is_on_record(kind: str, tiny: Path, tmp_path: Path) -> None:
+def test_every_fault_runs_and_is_logged(kind: str, tiny: Path, tmp_path: Path) -> None:
     more = {
         "late": "seconds: 3",
         "freeze": "seconds: 3",
@@ -310,7 +310,7 @@ def test_every_fault_runs_and_is_on_record(kind: str, tiny: Path, tmp_path: Path
     assert struck(tmp_path, kind)
 
 
-def test_a_dropped_reply_is_not_merged_and_the_silo_is_asked_again(tiny: Path, tmp_path: Path) -> None:
+def test_a_dropped_reply_is_not_merged_and_the_silo_is_selected_again(tiny: Path, tmp_path: Path) -> None:
     scenario = resolved(tiny, "faults=[{kind: drop, silos: [silo-01], rounds: [1]}]", "participation=1.0")
     in_process_run.run(scenario, tmp_path)
     assert struck(tmp_path, "drop") == [("silo-01", 2)]
@@ -319,7 +319,7 @@ def test_a_dropped_reply_is_not_merged_and_the_silo_is_asked_again(tiny: Path, t
     assert ["silo-01" in each for each in replies] == [True, False, True, True]
 
 
-def test_every_note_names_the_event_that_it_follows_from(tiny: Path, tmp_path: Path) -> None:
+def test_every_note_names_the_event_that_caused_it(tiny: Path, tmp_path: Path) -> None:
     faults = "[{kind: drop, silos: [silo-01], rounds: [1]}, {kind: coordinator_crash, after_round: 2}]"
     run_restarted(resolved(tiny, f"faults={faults}", "participation=1.0"), tmp_path)
     found = [record for _, record in read_log(RunFolder(tmp_path).messages("coordinator"))]
@@ -343,7 +343,7 @@ def test_nan_is_refused_by_name_and_only_its_task_fails(tiny: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_once_loses_no_merge(tiny: Path, tmp_path: Path) -> None:
+def test_a_temporarily_full_disk_loses_no_merge(tiny: Path, tmp_path: Path) -> None:
     whole = in_process_run.run(resolved(tiny), tmp_path / "whole").summary.model_digest
     outcome = in_process_run.run(resolved(tiny, "faults=[{kind: disk_full, round: 2}]"), tmp_path / "full")
     assert outcome.summary.model_digest == whole
@@ -352,7 +352,7 @@ def test_a_disk_that_is_full_once_loses_no_merge(tiny: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_disk_that_stays_full_stops_the_run_and_a_resume_goes_on(tiny: Path, tmp_path: Path) -> None:
+def test_a_disk_that_stays_full_stops_the_run_which_can_be_resumed(tiny: Path, tmp_path: Path) -> None:
     whole = in_process_run.run(resolved(tiny), tmp_path / "whole").summary.model_digest
     scenario = resolved(tiny, "faults=[{kind: disk_full, round: 2, times: 3}]")
     with pytest.raises(RunError, match="checkpoint could not be written"):
@@ -361,8 +361,8 @@ def test_a_disk_that_stays_full_stops_the_run_and_a_resume_goes_on(tiny: Path, t
 
 
 @pytest.mark.slow
-def test_a_lost_modality_uploads_nothing_from_that_round_on(tiny: Path, tmp_path: Path) -> None:
-    """The silo's facts change at both ends: what it trains, and what its reply counts for."""
+def test_a_lost_modality_is_not_uploaded_from_that_round_on(tiny: Path, tmp_path: Path) -> None:
+    """The modalities change at both ends: what the silo trains, and what the coordinator merges."""
     scenario = resolved(
         tiny, "faults=[{kind: modality_lost, modality: text, silos: [silo-00], rounds: 2-}]", "participation=1.0"
     )
@@ -386,7 +386,7 @@ def test_a_lost_modality_uploads_nothing_from_that_round_on(tiny: Path, tmp_path
 
 
 @pytest.mark.slow
-def test_a_silo_the_method_no_longer_asks_is_left_alone(tiny: Path, tmp_path: Path) -> None:
+def test_tasks_of_a_silo_that_becomes_ineligible_fail_as_not_eligible(tiny: Path, tmp_path: Path) -> None:
     scenario = resolved(
         tiny,
         "protocol=paired_only",
@@ -399,14 +399,14 @@ def test_a_silo_the_method_no_longer_asks_is_left_alone(tiny: Path, tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_coordinator_nobody_would_start_again_does_not_kill_itself_and_says_so(tiny: Path, tmp_path: Path) -> None:
+def test_a_coordinator_without_a_supervisor_skips_its_own_crash_and_logs_that(tiny: Path, tmp_path: Path) -> None:
     outcome = in_process_run.run(resolved(tiny, "faults=[{kind: coordinator_crash, after_round: 1}]"), tmp_path)
     assert outcome.phase is Phase.DONE
     assert [note["kind"] for note in notes(tmp_path, NoteKind.FAULT_NOT_CARRIED_OUT)] == ["coordinator_crash"]
 
 
 @pytest.mark.slow
-def test_with_a_wall_clock_the_run_ends_and_says_that_it_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
+def test_a_wall_clock_run_ends_and_says_that_it_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
     late, drop = "{kind: late, seconds: 0.2}", "{kind: drop, silos: [silo-01], rounds: [1]}"
     split = "{kind: split, noticed: 0.1, time: [0, 0.3]}"
     assert (
@@ -418,7 +418,7 @@ def test_with_a_wall_clock_the_run_ends_and_says_that_it_cannot_be_replayed(tiny
 
 
 # -------------------------------------------------------------------------------------------------------- documents
-def test_the_document_lists_every_fault_with_a_line_that_the_code_accepts() -> None:
+def test_the_reference_page_lists_every_fault_with_a_valid_example() -> None:
     text = (ROOT / "docs" / "reference" / "faults.md").read_text()
     listed = [yaml.safe_load(line) for line in re.findall(r"^    - (\{.*\})$", text, flags=re.MULTILINE)]
     assert {line["kind"] for line in listed} == set(FAULTS)
@@ -426,7 +426,7 @@ def test_the_document_lists_every_fault_with_a_line_that_the_code_accepts() -> N
         fault(**line)
 
 
-def test_the_document_names_every_option_of_every_fault() -> None:
+def test_the_reference_page_names_every_option_of_every_fault() -> None:
     text = (ROOT / "docs" / "reference" / "faults.md").read_text()
     shared = {"kind", "silos", "share", "rounds", "time", "probability"}
     for name, each in FAULTS.items():

@@ -1,4 +1,4 @@
-"""What a stale, lone or rare reply is worth in a merge, by hand: from the message to the state after it."""
+"""Weights of stale, lone and rare replies, computed by hand: from the message to the merged state."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def setting(tiny: Path, run: World, name: str, *changes: str) -> RunContext:
 
 
 def replies(run: World, kept: RunContext, bases: tuple[int, ...], merged: Mapping[str, int]) -> list[Reply]:
-    """Each silo's answer to a task of a version, as the method merges it into version 2."""
+    """Each silo's reply to a task of the given version, as the method merges it into version 2."""
     found = []
     for silo, base in zip(run.context.silos, bases, strict=False):
         facts = {"run": "run-0", "kind": Kind.REPLY, "sender": silo.name, "receiver": "coordinator", "sent_at": 0.0}
@@ -60,7 +60,7 @@ HINGE = "aggregation.staleness={kind: hinge, slope: 10, grace: 1}"
         (HINGE, 1 / 11),
     ],
 )
-def test_a_reply_two_versions_old_is_worth_what_the_scenarios_damping_says(tiny: Path, kind: str, worth: float) -> None:
+def test_a_reply_two_versions_old_is_weighted_by_the_scenarios_damping(tiny: Path, kind: str, worth: float) -> None:
     run = population("fedavg", kinds=PAIRED)
     kept = setting(tiny, run, "fedavg", "aggregation.mode=buffered", kind)
     stale, fresh = replies(run, kept, (0, 2), Counter())
@@ -72,13 +72,13 @@ def test_a_reply_two_versions_old_is_worth_what_the_scenarios_damping_says(tiny:
 @pytest.mark.parametrize(
     ("silo", "merged", "worth"),
     [
-        (1, {"silo-00": 6}, 2.5),  # 6 replies of 4 silos: 1.5 on average, of one that was never merged
+        (1, {"silo-00": 6}, 2.5),  # 6 replies of 4 silos, 1.5 on average; this silo was never merged
         (0, {"silo-00": 6}, 2.5 / 7),
         (1, {"silo-00": 99}, 8.0),
         (1, dict.fromkeys(("silo-00", "silo-01", "silo-02", "silo-03"), 5), 1.0),
     ],
 )
-def test_a_rare_reply_is_measured_against_all_who_are_asked_not_those_merged(
+def test_rarity_is_relative_to_all_eligible_silos_not_only_merged_ones(
     tiny: Path, silo: int, merged: dict[str, int], worth: float
 ) -> None:
     run = population("fedavg", kinds=PAIRED)
@@ -91,7 +91,7 @@ def test_a_rare_reply_is_measured_against_all_who_are_asked_not_those_merged(
 
 
 @pytest.mark.parametrize("changes", [("mode: sync, balance: 8"), ("mode: buffered")])
-def test_rarity_counts_only_without_rounds_and_where_it_is_asked_for(tiny: Path, changes: str) -> None:
+def test_rarity_counts_only_without_rounds_and_where_it_is_configured(tiny: Path, changes: str) -> None:
     run = population("fedavg", kinds=PAIRED)
     kept = setting(tiny, run, "fedavg", f"aggregation={{{changes}}}")
     assert [reply.rarity for reply in replies(run, kept, (2, 2), Counter({"silo-00": 6}))] == [1.0, 1.0]
@@ -108,10 +108,10 @@ def step_of(run: World, reply: Reply) -> Tensor:
         ("mode: async, mixing: 0.25, staleness: {kind: constant}", {}, 0.25),
         ("mode: async, mixing: 0.5, staleness: {kind: hinge, slope: 10, grace: 1}", {}, 0.5 / 11),
         ("mode: async, mixing: 0.5, balance: 8", {"silo-01": 4}, 0.5 * POLYNOMIAL * 2),
-        ("mode: async, mixing: 0.5, balance: 8", {"silo-01": 90}, 1.0),  # never beyond the whole step
+        ("mode: async, mixing: 0.5, balance: 8", {"silo-01": 90}, 1.0),  # capped at the full step
     ],
 )
-def test_a_lone_stale_reply_moves_the_model_by_mixing_times_its_worth(
+def test_a_lone_stale_reply_moves_the_model_by_mixing_times_its_weight(
     tiny: Path, changes: str, merged: dict[str, int], rate: float
 ) -> None:
     run = population("fedavg", kinds=PAIRED)
@@ -123,7 +123,7 @@ def test_a_lone_stale_reply_moves_the_model_by_mixing_times_its_worth(
     assert left_out == ()
 
 
-def test_in_a_buffer_worth_decides_between_replies_and_mixing_alone_scales_the_step(tiny: Path) -> None:
+def test_in_a_buffer_weights_balance_the_replies_and_only_mixing_scales_the_step(tiny: Path) -> None:
     run = population("fedavg", kinds=PAIRED)
     kept = setting(tiny, run, "fedavg", "aggregation={mode: buffered, mixing: 0.5, staleness: {exponent: 2}}")
     given = replies(run, kept, (0, 2), Counter())
@@ -131,13 +131,13 @@ def test_in_a_buffer_worth_decides_between_replies_and_mixing_alone_scales_the_s
     stale, fresh = (step_of(run, reply) for reply in given)
     step = (11 / 9 * stale + 9 * fresh) / (11 / 9 + 9)
     torch.testing.assert_close(after.state.theta, (run.state.theta + 0.5 * step).float(), rtol=0, atol=1e-7)
-    # All alike stale, nobody counts less than another.
+    # Replies of equal staleness have equal weights.
     after, _ = merged_state(kept, run.state, [replace(each, damping=0.1) for each in given], 2)
     step = (11 * stale + 9 * fresh) / 20
     torch.testing.assert_close(after.state.theta, (run.state.theta + 0.5 * step).float(), rtol=0, atol=1e-7)
 
 
-def test_a_stale_silos_public_representations_count_less(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_representations_of_a_stale_silo_are_weighted_less(monkeypatch: pytest.MonkeyPatch) -> None:
     run = population("creamfl_public", kinds=PAIRED[:2])
     wanted: list[Mapping[str, Tensor]] = []
 

@@ -1,4 +1,4 @@
-"""Clipping and noise as silos really apply them, in a whole run: how much, and never the same twice."""
+"""Clipping and noise as silos apply them in a whole run: noise has the configured scale and never repeats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ F32 = npt.NDArray[np.float32]
 
 @pytest.fixture
 def sent(monkeypatch: pytest.MonkeyPatch) -> dict[Key, tuple[F32, F32]]:
-    """What silos were about to send and what they sent of it, by silo, task and kind; nothing else is changed."""
+    """Updates before and after the transform by silo, task and kind; the run itself is unchanged."""
     real, seen = Silo._transform, dict[Key, tuple[F32, F32]]()
 
     def watched(silo: Silo, payload: Payload, task: Task) -> Payload:
@@ -49,7 +49,7 @@ def clipped(update: F32, norm: float = CLIP) -> F32:
     return (update * min(1.0, norm / float(np.linalg.norm(update)))).astype(np.float32)
 
 
-def test_every_update_of_a_run_has_noise_of_its_own_as_large_as_the_scenario_says(
+def test_every_update_of_a_run_has_independent_noise_of_the_configured_scale(
     tiny: Path, tmp_path: Path, sent: dict[Key, tuple[F32, F32]]
 ) -> None:
     hashing = ("protocol=fedhap", "objective={base: dcmh, bits: 8, hidden: 16}", "training.learning_rate=0.05")
@@ -69,7 +69,7 @@ def test_every_update_of_a_run_has_noise_of_its_own_as_large_as_the_scenario_say
         assert abs(np.corrcoef(a[:shortest], b[:shortest])[0, 1]) < 6 / np.sqrt(shortest), (one, two)
 
 
-def test_without_noise_an_update_is_clipped_and_one_that_is_short_enough_goes_as_it_is(
+def test_without_noise_a_long_update_is_clipped_and_a_short_one_is_unchanged(
     tiny: Path, tmp_path: Path, sent: dict[Key, tuple[F32, F32]]
 ) -> None:
     in_process_run.run(resolved(tiny, *SILOS, "protocol=fedavg", "privacy.clip_norm=0.01"), tmp_path / "clipped")
@@ -83,7 +83,7 @@ def test_without_noise_an_update_is_clipped_and_one_that_is_short_enough_goes_as
     assert len(sent) == 4
 
 
-def test_an_idle_silos_update_of_zeros_stays_one_and_tells_nothing() -> None:
+def test_an_idle_silos_zero_update_stays_zero() -> None:
     still = np.zeros(9, np.float32)
     assert transform(still, Privacy(clip_norm=1.0, noise_multiplier=2.0), 0, ("silo-00", 0, 1)) is still
 
@@ -96,7 +96,7 @@ def noise_of(secret: bytes, update: F32, path: tuple[str | int, ...] = ("silo-00
     return (transform(update, privacy, secret, path) - clipped(update, 1.0)) / np.float32(2.0)
 
 
-def test_a_secrets_noise_is_normal_and_only_the_same_secret_task_and_update_find_it_again() -> None:
+def test_secret_noise_is_normal_and_reproducible_only_with_the_same_secret_task_and_update() -> None:
     size = 100_001
     update = np.random.default_rng(0).standard_normal(size, dtype=np.float32)
     noise = noise_of(SECRET, update)
@@ -110,14 +110,14 @@ def test_a_secrets_noise_is_normal_and_only_the_same_secret_task_and_update_find
         noise_of(SECRET, update, ("silo-01", 0, 1)),
         noise_of(SECRET, update, ("silo-00", 0, 2)),
         np.roll(noise, 1),
-        np.roll(noise, size // 2),  # the two halves of Box and Muller's pairs
+        np.roll(noise, size // 2),  # the two halves of the Box-Muller pairs
     )
     for other in others:
         assert abs(np.corrcoef(noise, other)[0, 1]) < 6 / np.sqrt(size)
 
 
 @pytest.mark.slow
-def test_noise_from_keys_is_other_noise_with_other_keys_and_the_same_with_the_same(tiny: Path, tmp_path: Path) -> None:
+def test_noise_from_keys_is_the_same_with_the_same_keys_and_differs_with_other_keys(tiny: Path, tmp_path: Path) -> None:
     def model(out: str, noise_from: str, keys: str | None = None) -> str:
         folder = tmp_path / out
         if keys:
@@ -129,10 +129,10 @@ def test_noise_from_keys_is_other_noise_with_other_keys_and_the_same_with_the_sa
 
     assert model("one", "key") != model("two", "key")
     assert model("again", "key", "one") == model("twice", "key", "one")
-    # A new run with the keys of an old one: the seed's noise is the same with any keys, a key's is its own.
+    # A new run with an old run's keys: noise from the seed is the same with any keys, noise from keys is not.
     assert model("three", "seed") == model("four", "seed", "one") != model("five", "key", "one")
 
 
-def test_silos_without_keys_of_their_own_are_told_so(tiny: Path) -> None:
+def test_noise_from_keys_is_refused_where_silos_have_no_keys(tiny: Path) -> None:
     with pytest.raises(InputError, match=r"privacy.noise_from key is not for launcher inline"):
         resolved(tiny, NOISY, "privacy.noise_from=key", "launcher=inline")

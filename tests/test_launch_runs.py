@@ -1,4 +1,4 @@
-"""Runs with real processes, started and killed as a user would."""
+"""Runs with real processes, started and killed as a user does."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def scenario(path: Path, *options: str) -> dict[str, Any]:
 
 
 def wait_for_merges(out: Path, merges: int) -> None:
-    """Wait until so many merges are on file."""
+    """Wait until the run has written this number of merges."""
     deadline = time.monotonic() + PATIENCE
     while time.monotonic() < deadline:
         metrics = out / "metrics.jsonl"
@@ -58,7 +58,7 @@ def reference(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return summary
 
 
-def test_processes_and_threads_come_to_the_same_model(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
+def test_processes_and_threads_give_the_same_model(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
     assert run(resolved(tiny, "rounds=12"), tmp_path).summary.model_digest == reference["model_digest"]
 
 
@@ -74,7 +74,7 @@ def test_a_run_leaves_no_process_behind(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("merges", [1, 4, 9])
-def test_a_run_killed_anywhere_and_resumed_gives_the_same_model(
+def test_a_run_killed_at_any_point_and_resumed_gives_the_same_model(
     tiny: Path, tmp_path: Path, reference: dict[str, Any], merges: int
 ) -> None:
     out = tmp_path / "run"
@@ -102,7 +102,7 @@ def test_a_run_killed_anywhere_and_resumed_gives_the_same_model(
 
 
 def started(tiny: Path, out: Path, *options: str) -> subprocess.Popen[str]:
-    """A run in a session of its own, by which its processes are found whoever their parents are."""
+    """Start a run in its own session, by which its processes are found whatever their parents."""
     return subprocess.Popen(
         [FEDMQ, "scenario", str(tiny), "--out", str(out), "--quiet", *options],
         start_new_session=True,
@@ -112,7 +112,7 @@ def started(tiny: Path, out: Path, *options: str) -> subprocess.Popen[str]:
 
 
 def members(session: int) -> list[psutil.Process]:
-    """The processes of a session that still run."""
+    """The processes of a session that are still running."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -138,7 +138,7 @@ def end_all(process: subprocess.Popen[str]) -> None:
 
 @pytest.fixture
 def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The temporary directory of the programs a test starts; by a short path, for there are Unix sockets in it."""
+    """A temporary directory for the programs that a test starts; its path is short, as Unix sockets require."""
     with tempfile.TemporaryDirectory() as name:
         monkeypatch.setenv("TMPDIR", name)
         yield Path(name)
@@ -147,7 +147,7 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_no_process_outlives_a_killed_command_and_the_run_can_be_resumed(
     tiny: Path, tmp_path: Path, reference: dict[str, Any], temporary: Path
 ) -> None:
-    # Only the command dies; in the first run a silo stands still meanwhile and cannot end itself.
+    # Only the command is killed; in the first run a silo is suspended meanwhile and cannot end itself.
     for merges, frozen in ((1, True), (1, False), (3, False)):
         out = tmp_path / f"run-{merges}-{frozen}"
         process = started(tiny, out, "--set", "rounds=12", "--set", "evaluation.every=6")
@@ -161,7 +161,7 @@ def test_no_process_outlives_a_killed_command_and_the_run_can_be_resumed(
         finally:
             end_all(process)
         assert "Traceback" not in error
-        # A killed run leaves its keys, and removes those of the one killed before it.
+        # A killed run leaves its keys behind; the next run removes those of the one killed before it.
         (left,) = temporary.glob("fedmq-run-*")
         assert (left / "keys").is_dir()
     summary = resumed(tiny, out, "rounds=12", "evaluation.every=6")
@@ -169,7 +169,7 @@ def test_no_process_outlives_a_killed_command_and_the_run_can_be_resumed(
     assert not list(temporary.glob("*fedmq-run-*"))
 
 
-def test_a_run_leaves_the_keys_of_one_beside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_does_not_remove_the_keys_of_a_concurrent_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     stranger = tmp_path / "fedmq-run-elsewhere"
     stranger.symlink_to(tmp_path)
@@ -185,7 +185,7 @@ def resumed(tiny: Path, out: Path, *settings: str) -> dict[str, Any]:
     return scenario(tiny, "--resume", str(out), *(part for setting in settings for part in ("--set", setting)))
 
 
-def test_a_stop_that_takes_long_is_told_of(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
+def test_a_slow_stop_is_reported(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
     assert reference
     process = started(tiny, tmp_path / "run", "--set", "rounds=200")
     try:
@@ -208,12 +208,12 @@ def test_a_stop_that_takes_long_is_told_of(tiny: Path, tmp_path: Path, reference
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM])
-def test_ctrl_c_while_silos_start_ends_those_at_once(tiny: Path, tmp_path: Path, how: signal.Signals) -> None:
+def test_ctrl_c_while_silos_start_ends_them_immediately(tiny: Path, tmp_path: Path, how: signal.Signals) -> None:
     out = tmp_path / "run"
     process = started(tiny, out)
     try:
         deadline = time.monotonic() + PATIENCE
-        # The coordinator listens as soon as the silos are started; they have not even begun their logs then.
+        # The coordinator listens as soon as the silos are started, before they open their logs.
         while not (out / "messages" / "coordinator.jsonl").exists():
             assert time.monotonic() < deadline
             time.sleep(0.005)
@@ -230,9 +230,7 @@ def test_ctrl_c_while_silos_start_ends_those_at_once(tiny: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize("seconds", [0.3, 1.0])
-def test_ctrl_c_in_the_first_seconds_gives_no_traceback_of_the_imports(
-    tiny: Path, tmp_path: Path, seconds: float
-) -> None:
+def test_ctrl_c_during_imports_prints_no_traceback(tiny: Path, tmp_path: Path, seconds: float) -> None:
     process = started(tiny, tmp_path / "run")
     try:
         time.sleep(seconds)
@@ -247,7 +245,7 @@ def test_ctrl_c_in_the_first_seconds_gives_no_traceback_of_the_imports(
 
 @pytest.mark.parametrize(("where", "said"), [("os.kill", "KeyboardInterrupt"), ("import interrupting", "fedmq: inter")])
 def test_ctrl_c_is_never_lost(tmp_path: Path, where: str, said: str) -> None:
-    """Not in callbacks while modules are imported, nor where a script put the command in the background."""
+    """Neither in callbacks during imports nor where a script started the command in the background."""
     (tmp_path / "interrupting.py").write_text(
         "import os, signal, weakref\n"
         "class Gone: pass\n"
@@ -268,15 +266,15 @@ def test_ctrl_c_is_never_lost(tmp_path: Path, where: str, said: str) -> None:
     assert not found.stdout
 
 
-def test_the_processes_of_a_run_import_no_command_line() -> None:
-    """Each of them runs the script that the command was started by once more, under another name."""
+def test_the_processes_of_a_run_do_not_import_the_command_line() -> None:
+    """Each process runs the script that started the command once more, under another name."""
     code = "import runpy, sys; runpy.run_path(sys.argv[1], run_name='__mp_main__'); print(*sys.modules)"
     found = subprocess.run([sys.executable, "-c", code, FEDMQ], capture_output=True, text=True, check=True).stdout
     assert "fedmq.__main__" in found.split()
     assert not {"fedmq.cli.main", "typer", "rich"} & set(found.split())
 
 
-def test_a_silo_that_is_killed_is_started_again_and_the_model_is_the_same(
+def test_a_killed_silo_is_restarted_and_the_model_is_the_same(
     tiny: Path, tmp_path: Path, reference: dict[str, Any]
 ) -> None:
     out = tmp_path / "run"
@@ -308,7 +306,7 @@ def holds(process: psutil.Process, name: str) -> bool:
 def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(
     tiny: Path, tmp_path: Path, reference: dict[str, Any], how: signal.Signals
 ) -> None:
-    """So does what a scheduler sends to all processes of a run alike."""
+    """So does a signal that a scheduler sends to all processes of a run."""
     out = tmp_path / "run"
     process = subprocess.Popen(
         [FEDMQ, "scenario", str(tiny), "--out", str(out), "--set", "rounds=12"],
@@ -335,7 +333,7 @@ def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(
     assert not audit_run(out).findings
 
 
-def test_programs_started_by_hand_come_to_the_same_model(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
+def test_manually_launched_programs_give_the_same_model(tiny: Path, tmp_path: Path, reference: dict[str, Any]) -> None:
     keys, out = tmp_path / "keys", tmp_path / "run"
     subprocess.run([FEDMQ, "keys", "init", str(keys), "--silos", "4"], check=True, capture_output=True)
     common = [str(tiny), "--keys", str(keys), "--out", str(out), "--set", "rounds=12"]
@@ -364,7 +362,7 @@ def test_programs_started_by_hand_come_to_the_same_model(tiny: Path, tmp_path: P
     assert not audit_run(out).findings
 
 
-def test_the_wheel_holds_exactly_the_four_packages(tmp_path: Path) -> None:
+def test_the_wheel_contains_exactly_the_four_packages(tmp_path: Path) -> None:
     import zipfile
 
     root = Path(__file__).parent.parent

@@ -1,4 +1,4 @@
-"""Hash networks that train their image encoder, too: DCMH and its like end to end from a .mat file's weights."""
+"""Hash networks that also train their image encoder: DCMH and similar bases end to end from a .mat file's weights."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ LABELLED = [base for base in protocols.losses() if not protocols.loss(base).on_f
 
 @pytest.fixture
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A scenario on twenty photos, half of the silos without images."""
+    """A scenario on twenty photos where half of the silos have no images."""
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "cache"))
     path = tmp_path / "end.yaml"
     path.write_text(
@@ -61,7 +61,7 @@ def pictures(scenario: Scenario) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("base", LABELLED)
-def test_an_untrained_end_to_end_network_is_the_one_over_frozen_features(file: Path, base: str) -> None:
+def test_an_untrained_end_to_end_network_equals_the_one_over_frozen_features(file: Path, base: str) -> None:
     scenario = scenarios.load(file, [f"objective.base={base}"])
     frozen = scenarios.load(file, [f"objective.base={base}", "backbone.end_to_end=false"])
     shown = pictures(scenario)
@@ -74,7 +74,7 @@ def test_an_untrained_end_to_end_network_is_the_one_over_frozen_features(file: P
     }
 
 
-def test_another_file_of_weights_is_another_run_over_the_same_pictures(file: Path, tmp_path: Path) -> None:
+def test_another_weight_file_gives_another_run_over_the_same_pixels(file: Path, tmp_path: Path) -> None:
     scenario = scenarios.load(file)
     first = prepare(scenario.data, scenario.backbone)
     data_set_folders.matconvnet(tmp_path / "f.mat", old=True)
@@ -83,7 +83,7 @@ def test_another_file_of_weights_is_another_run_over_the_same_pictures(file: Pat
     assert (first.folder / "image.npy").samefile(second.folder / "image.npy")
 
 
-def test_blocks_without_gradient_are_what_one_pass_gives(file: Path) -> None:
+def test_chunked_inference_without_gradient_equals_one_forward_pass(file: Path) -> None:
     network = matconvnet.load(scenarios.load(file).backbone, "cpu")
     shown = torch.randint(0, 256, (70, 3, 224, 224), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
     with torch.no_grad():
@@ -93,7 +93,7 @@ def test_blocks_without_gradient_are_what_one_pass_gives(file: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("protocol", ["fedavg", "fedcafe", "moon", "plfedcmh"])
-def test_a_run_trains_the_encoder_and_its_release_searches_pictures(file: Path, tmp_path: Path, protocol: str) -> None:
+def test_a_run_trains_the_encoder_and_its_release_searches_images(file: Path, tmp_path: Path, protocol: str) -> None:
     scenario = scenarios.load(file, [f"protocol={protocol}"])
     begun = model_of(scenario)
     in_process_run.run(scenario, tmp_path / "run")
@@ -103,10 +103,10 @@ def test_a_run_trains_the_encoder_and_its_release_searches_pictures(file: Path, 
             assert not np.array_equal(trained[name].numpy(), view), name
     release = open_release(tmp_path / "run")
     found = export(release, tmp_path / "set" / "mirflickr")
-    assert len(found.items.keys) == 21  # a folder of pictures, whatever the set makes of them
+    assert len(found.items.keys) == 21  # a plain folder of images
 
 
-def test_a_silo_without_images_leaves_the_encoder_as_it_is(file: Path, tmp_path: Path) -> None:
+def test_a_silo_without_images_leaves_the_encoder_unchanged(file: Path, tmp_path: Path) -> None:
     scenario = scenarios.load(file, ["missing_modality={rate: 1, only: text}"])
     begun = model_of(scenario)
     in_process_run.run(scenario, tmp_path / "run")
@@ -125,12 +125,14 @@ def test_a_silo_without_images_leaves_the_encoder_as_it_is(file: Path, tmp_path:
         (["objective=dscmr"], r"end_to_end is for hash networks on labels, not objective\.base dscmr"),
     ],
 )
-def test_what_is_defined_on_frozen_features_is_refused(file: Path, settings: Sequence[str], message: str) -> None:
+def test_end_to_end_training_is_refused_for_other_backbones_and_bases(
+    file: Path, settings: Sequence[str], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
         resolved(file, *settings)
 
 
-def test_features_in_place_of_pictures_are_refused(file: Path, tmp_path: Path) -> None:
+def test_features_in_place_of_images_are_refused(file: Path, tmp_path: Path) -> None:
     rows = np.random.default_rng(0).normal(size=(12, 6)).astype(np.float32)
     np.savez(tmp_path / "f.npz", image=rows, text=rows, labels=np.arange(12) % 2)
     setting = f"data={{name: features, path: {tmp_path / 'f.npz'}}}"

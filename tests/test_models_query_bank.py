@@ -1,4 +1,4 @@
-"""A query bank against hubs: what it does to embeddings, and its way from a merge into a release."""
+"""Query bank against hubness: its effect on similarities, and its path from a merge into a release."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def some_bank(dim: int = 8) -> Bank:
     return Bank(unit(3, dim, seed=5), counts, unit(2, dim, seed=6), counts[1:])
 
 
-def test_hubness_is_the_logarithm_of_the_mean_over_everything_behind_the_centroids() -> None:
+def test_hubness_is_the_log_mean_exp_over_all_samples_behind_the_centroids() -> None:
     z, centroids, counts = unit(4, 8), unit(3, 8, seed=1), torch.tensor([1.0, 2.0, 3.0])
     every = np.repeat((z @ centroids.T).double().numpy(), [1, 2, 3], axis=1)
     wanted = TEMPERATURE * np.log(np.exp(every / TEMPERATURE).mean(1))
     np.testing.assert_allclose(hubness(z, centroids, counts), wanted, atol=1e-6)
 
 
-def test_longer_vectors_are_of_unit_length_and_score_as_the_formula_has_it() -> None:
+def test_extended_vectors_have_unit_length_and_score_as_in_the_formula() -> None:
     bank, image, text = some_bank(), unit(6, 8, seed=2), unit(7, 8, seed=3)
     x, y = bank.images(image), bank.texts(text)
     assert x.shape == (6, 8 + MORE)
@@ -60,10 +60,10 @@ def test_longer_vectors_are_of_unit_length_and_score_as_the_formula_has_it() -> 
     torch.testing.assert_close(x @ y.T * (2 + STRENGTH**2), scores)
 
 
-def test_an_image_that_every_caption_of_the_bank_is_near_to_is_found_less_often() -> None:
-    text = unit(40, 8, seed=3) + 0.8 * unit(1, 8, seed=4)  # captions that lean to one side
+def test_an_image_close_to_every_caption_of_the_bank_is_retrieved_less_often() -> None:
+    text = unit(40, 8, seed=3) + 0.8 * unit(1, 8, seed=4)  # captions biased in one direction
     text = torch.nn.functional.normalize(text, dim=1)
-    image = torch.cat([unit(9, 8, seed=7), unit(1, 8, seed=4)])  # the last image lies where they lean to
+    image = torch.cat([unit(9, 8, seed=7), unit(1, 8, seed=4)])  # the last image lies in that direction
     plain = (text @ image.T).argmax(1)
     bank = Bank(unit(3, 8), torch.ones(3), text, torch.ones(40))
     better = (bank.texts(text) @ bank.images(image).T).argmax(1)
@@ -80,7 +80,7 @@ def released(bank: str) -> tuple[World, ClassPrototypes]:
     return run, payload
 
 
-def test_a_bank_holds_all_silos_centroids_or_those_of_paired_ones() -> None:
+def test_a_bank_holds_the_centroids_of_all_silos_or_of_paired_ones() -> None:
     run, every = released("all")
     counts = run.state.tensors["centroid_counts"]  # [silos, 2, 3]; of the four silos the second and third lack one
     half = len(every.counts) // 2
@@ -92,7 +92,7 @@ def test_a_bank_holds_all_silos_centroids_or_those_of_paired_ones() -> None:
     assert paired.counts[half:].sum() == counts[[0, 3], 1].sum() < counts[:, 1].sum()
 
 
-def test_no_bank_is_released_unless_asked_for_or_while_a_modality_has_no_centroid() -> None:
+def test_a_bank_is_released_only_if_configured_and_once_both_modalities_have_centroids() -> None:
     run = population("fedbridge", NOW)
     run.round()
     assert run.protocol.release(run.state) == ()
@@ -101,7 +101,7 @@ def test_no_bank_is_released_unless_asked_for_or_while_a_modality_has_no_centroi
     assert run.protocol.release(run.state) == ()
 
 
-def test_a_model_forgets_its_bank_when_one_without_is_loaded() -> None:
+def test_a_model_drops_its_bank_when_a_release_without_one_is_loaded() -> None:
     run, payload = released("all")
     model = run.state.model(run.context.layout)
     load_inference(run.model, (model, payload))
@@ -129,7 +129,9 @@ def test_a_bank_that_does_not_fit_is_refused() -> None:
         load_inference(hashing.model, (hashing.state.model(hashing.context.layout), payload))
 
 
-def test_the_release_finds_what_the_evaluator_measured_and_trains_no_other_model(tiny: Path, tmp_path: Path) -> None:
+def test_a_release_retrieves_as_the_evaluator_measured_and_the_bank_does_not_change_training(
+    tiny: Path, tmp_path: Path
+) -> None:
     pytest.importorskip("faiss")
     digests, measured = [], []
     for bank in ("none", "all"):

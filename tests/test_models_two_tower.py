@@ -1,4 +1,4 @@
-"""Two towers: one flat buffer, the same start everywhere, and optimisers that touch only what they are given."""
+"""The two-tower model: one flat buffer, the same initialisation everywhere, optimisers restricted to given branches."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ def loss_of(model: TwoTower) -> torch.Tensor:
     return F.cross_entropy(scores, torch.arange(len(scores)))
 
 
-def test_two_processes_with_one_seed_start_from_the_same_parameters() -> None:
+def test_two_processes_with_one_seed_initialise_the_same_parameters() -> None:
     assert torch.equal(small(3).flat, small(3).flat)
     assert not torch.equal(small(3).flat, small(4).flat)
 
 
-def test_a_silo_without_images_starts_from_the_same_parameters_as_one_with() -> None:
+def test_silos_with_and_without_images_initialise_the_same_parameters() -> None:
     alone = build(FEATURES, SPEC, 0, modalities=("text",))
     assert torch.equal(alone.flat, small().flat)
     assert alone.layout.digest == small().layout.digest
 
 
-def test_drawing_parameters_leaves_the_global_generator_alone() -> None:
+def test_initialisation_leaves_the_global_generator_alone() -> None:
     before = torch.get_rng_state()
     small()
     assert torch.equal(before, torch.get_rng_state())
 
 
-def test_initial_standard_deviations_are_the_scenarios_and_biases_are_zero() -> None:
+def test_initial_standard_deviations_follow_the_scenario_and_biases_are_zero() -> None:
     model = build(Backbone(name="features", adapter_std=0.01, head_std=0.02), InputSpec((512,), (512,)), 0)
     for name, parameter in model.named_parameters():
         if name.endswith(".bias"):
@@ -72,7 +72,7 @@ def test_parameters_are_views_of_the_flat_buffer() -> None:
     assert offset == model.flat.numel() == model.layout.size
 
 
-def test_gradients_are_those_of_the_last_loss_and_of_what_is_added() -> None:
+def test_gradients_are_of_the_last_loss_plus_added_gradients() -> None:
     model = small()
     loss_of(model).backward()
     first = gradient_of(model)
@@ -89,7 +89,7 @@ def test_gradients_are_those_of_the_last_loss_and_of_what_is_added() -> None:
     assert torch.equal(gradient_of(model), image + 1)
 
 
-def test_what_has_no_gradient_is_trained_with_a_gradient_of_zero() -> None:
+def test_parameters_without_gradient_are_stepped_with_a_zero_gradient() -> None:
     model = small()
     start = model.flat.clone()
     both = [model.branch("image"), model.branch("text")]
@@ -110,7 +110,7 @@ def test_branches_are_the_two_halves_of_the_buffer() -> None:
     assert branch(model.layout, "text.") == text
 
 
-def test_loading_copies_and_keeps_the_views() -> None:
+def test_loading_copies_into_the_buffer_and_keeps_the_views() -> None:
     model = small()
     theta = np.arange(model.flat.numel(), dtype=np.float32)
     model.load(theta)
@@ -122,7 +122,7 @@ def test_loading_copies_and_keeps_the_views() -> None:
     assert not model.flat.any()
 
 
-def test_a_read_only_buffer_off_the_wire_loads_without_a_warning() -> None:
+def test_a_read_only_buffer_from_the_wire_loads_without_a_warning() -> None:
     model = small()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -131,7 +131,7 @@ def test_a_read_only_buffer_off_the_wire_loads_without_a_warning() -> None:
 
 
 @pytest.mark.parametrize("size", [0, 1, 10**6])
-def test_loading_another_size_is_refused(size: int) -> None:
+def test_loading_a_buffer_of_another_size_is_refused(size: int) -> None:
     with pytest.raises(ValueError, match="parameters of shape"):
         small().load(np.zeros(size, dtype=np.float32))
 
@@ -144,7 +144,7 @@ def test_embeddings_have_unit_length(head: str) -> None:
         assert torch.allclose(z.norm(dim=-1), torch.ones(6), atol=1e-6)
 
 
-def test_the_residual_head_is_the_printed_formula() -> None:
+def test_the_residual_head_follows_the_papers_formula() -> None:
     model = small()
     w = dict(model.named_parameters())
     x = batch()[0]
@@ -169,13 +169,13 @@ def test_a_residual_head_refuses_another_joint_dimension() -> None:
         build(Backbone(name="features", dim=7), SPEC, 0)
 
 
-def test_an_mlp_head_joins_towers_of_different_dimensions() -> None:
+def test_an_mlp_head_maps_towers_of_different_dimensions_to_a_joint_one() -> None:
     model = build(Backbone(name="features", head="mlp", bottleneck=4), InputSpec((30,), (20,)), 0)
     assert model.dim == 512
     assert model.image(torch.randn(2, 30)).shape == model.caption(torch.randn(2, 20)).shape == (2, 512)
 
 
-def test_the_joint_dimension_is_the_scenarios_or_the_common_one() -> None:
+def test_the_joint_dimension_is_the_scenarios_or_the_towers_common_one() -> None:
     assert joint_dim(Backbone(name="features", head="mlp", dim=9), 30, 20) == 9
     assert joint_dim(Backbone(name="features", head="mlp"), 24, 24) == 24
 
@@ -187,7 +187,7 @@ def test_pixels_at_the_feature_site_are_refused() -> None:
 
 @pytest.mark.parametrize("kind", ["adamw", "adam", "sgd"])
 @pytest.mark.parametrize(("present", "absent"), [("image", "text"), ("text", "image")])
-def test_an_absent_branch_stays_exactly_as_it_was(kind: str, present: str, absent: str) -> None:
+def test_an_absent_branch_is_unchanged_by_training(kind: str, present: str, absent: str) -> None:
     model = small()
     start = model.flat.clone()
     training = Training(optimizer=kind, weight_decay=0.5)
@@ -202,7 +202,7 @@ def test_an_absent_branch_stays_exactly_as_it_was(kind: str, present: str, absen
 
 
 @pytest.mark.parametrize(("kind", "momentum"), [("adamw", 0.9), ("adam", 0.9), ("sgd", 0.9), ("sgd", 0.0)])
-def test_steps_on_flat_branches_equal_torchs_steps_on_single_parameters(kind: str, momentum: float) -> None:
+def test_steps_on_flat_branches_equal_torch_steps_on_single_parameters(kind: str, momentum: float) -> None:
     flat, single = small(), small()
     training = Training(optimizer=kind, weight_decay=0.1, momentum=momentum)
     step = optimiser(flat, training, 1e-2, [flat.branch("image"), flat.branch("text")])
@@ -235,6 +235,6 @@ def test_an_optimiser_without_a_branch_is_refused() -> None:
         optimiser(small(), Training(), 1e-3, [slice(0, 0)])
 
 
-def test_moving_the_model_is_refused_as_it_would_tear_the_views() -> None:
+def test_moving_the_model_is_refused_as_it_would_break_the_views() -> None:
     with pytest.raises(RuntimeError, match="cannot change its device"):
         small().double()

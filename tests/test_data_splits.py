@@ -59,5 +59,5 @@ def test_a_scenario_names_a_known_set_and_only_its_own_options(options: dict[str
 
 @pytest.mark.parametrize("name", ["lite", "features"])
 def test_weights_are_not_for_a_backbone_that_takes_none(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"backbone\.pretrained is not for backbone\.name {name}"):
+    with pytest.raises(ValueError, match=rf"backbone\.pretrained cannot be combined with backbone\.name {name}"):
         Backbone.model_validate({"name": name, "pretrained": "w.pt"})

@@ -134,5 +134,5 @@ def test_noise_from_keys_is_other_noise_with_other_keys_and_the_same_with_the_sa
 
 
 def test_silos_without_keys_of_their_own_are_told_so(tiny: Path) -> None:
-    with pytest.raises(InputError, match=r"privacy.noise_from key is not for launcher inline"):
+    with pytest.raises(InputError, match=r"privacy.noise_from key needs launcher local or none"):
         resolved(tiny, NOISY, "privacy.noise_from=key", "launcher=inline")

@@ -1,6 +1,6 @@
-"""The federated methods, one file each; found by name, so that a new file is all a new method needs.
+"""The federated methods, one module each, found by name: a new module adds a new method.
 
-This package is what ``fedmq.config.resolve`` asks about methods and objectives, its ``Known``.
+This package implements ``fedmq.config.resolve.Known``, the look-up of methods, objectives and data sets.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ METHODS: Registry[type[FederatedProtocol]] = Registry(
     class_problem,
     "a subclass of fedmq.federation.protocol.FederatedProtocol",
 )
-"""Every method by its name."""
+"""All methods by name."""
 METHODS.add_package(__name__)
 
 
 def names() -> tuple[str, ...]:
-    """Names of all methods: the modules of this package without a leading underscore, then installed packages'."""
+    """Names of all methods: modules of this package without a leading underscore, then those of installed packages."""
     return METHODS.names()
 
 
@@ -38,17 +38,17 @@ def load(name: str) -> type[FederatedProtocol]:
     """The class of a method.
 
     Raises:
-        InputError: there is no such method, its file cannot be used, or what it holds is no method.
+        InputError: the method is unknown, or its file cannot be used or does not define a method.
     """
     return METHODS.find(name)
 
 
 def create(choice: ProtocolChoice, context: Context) -> FederatedProtocol:
-    """The method of a scenario, for one of its silos or for its coordinator.
+    """An instance of a scenario's method, for one of its silos or its coordinator.
 
     Raises:
-        InputError: an unknown method, an option that is unknown or not allowed, a run that the method is not made for,
-            or a method that does not implement what its traits say.
+        InputError: the method or an option is unknown, an option is not allowed, the method does not support the run,
+            or it does not implement what its traits declare.
     """
     kind = load(choice.name)
     options = options_of(kind, choice.options)
@@ -58,10 +58,10 @@ def create(choice: ProtocolChoice, context: Context) -> FederatedProtocol:
 
 
 def traits_of(scenario: Scenario) -> Traits:
-    """What a scenario's method is as far as its options tell: whether it is ``pooled``, or ``own_only``.
+    """The traits of a scenario's method that depend only on its options.
 
     Raises:
-        InputError: an unknown method, or an option that is unknown or not allowed.
+        InputError: the method or an option is unknown, or an option is not allowed.
     """
     kind = load(scenario.protocol.name)
     return kind.traits_of(options_of(kind, scenario.protocol.options))
@@ -71,22 +71,22 @@ def summary(name: str) -> str:
     """First line of a method's docstring, for ``fedmq protocols``.
 
     Raises:
-        InputError: there is no such method.
+        InputError: the method is unknown.
     """
     load(name)
     return _first_line(METHODS.module(name))
 
 
 def losses() -> tuple[str, ...]:
-    """Names of the base losses with options of their own: not of one whose loss is the method's."""
+    """Names of the base losses, except those whose loss the method defines."""
     return tuple(name for name in OBJECTIVES.names() if OBJECTIVES.find(name).begin is not None)
 
 
 def loss(name: str) -> ObjectiveKind:
-    """A base loss: its options, its network.
+    """The declaration of a base loss, with its options and network.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: the base loss is unknown.
     """
     return OBJECTIVES.find(name)
 
@@ -95,7 +95,7 @@ def loss_summary(name: str) -> str:
     """First line of a base loss's docstring, for ``fedmq losses``.
 
     Raises:
-        InputError: there is none of that name.
+        InputError: the base loss is unknown.
     """
     return _first_line(OBJECTIVES.module(name))
 
@@ -105,28 +105,28 @@ def _first_line(module: object) -> str:
 
 
 def options_of(protocol: type[FederatedProtocol], raw: Mapping[str, object], place: str = "protocol") -> Any:
-    """A method's options from the scenario's ``protocol:`` keys, defaults filled in, types and bounds checked.
+    """A method's options from the scenario's ``protocol:`` keys, with defaults filled in, types and bounds checked.
 
     Args:
         protocol: from :func:`load`.
-        raw: option name to value as YAML gives it.
-        place: what the names stand under, for the error, e.g. ``"scenarios/x.yaml: protocol"``.
+        raw: option name to value as read from YAML.
+        place: section of the options, for errors, e.g. ``"scenarios/x.yaml: protocol"``.
 
     Raises:
-        InputError: an unknown option, a wrong type or a value out of bounds.
+        InputError: an option is unknown, of a wrong type or out of bounds.
     """
     return parsed(protocol.Options, raw, place)
 
 
 def method_facts(choice: ProtocolChoice, objective: Objective) -> MethodFacts:
-    """What a run needs to know of its method before there is any data.
+    """Facts of a scenario's method that do not depend on the data.
 
     Args:
         choice: ``protocol`` of the scenario.
-        objective: ``objective`` of the scenario, on which may depend whether an option has an effect.
+        objective: ``objective`` of the scenario, as some options only have an effect with some base losses.
 
     Raises:
-        InputError: an unknown method, or an option that is unknown or not allowed.
+        InputError: the method or an option is unknown, or an option is not allowed.
     """
     kind = load(choice.name)
     options = options_of(kind, choice.options)
@@ -140,10 +140,10 @@ def method_facts(choice: ProtocolChoice, objective: Objective) -> MethodFacts:
 
 
 def objective_facts(objective: Objective) -> ObjectiveFacts:
-    """What a run needs to know of its objective before there is any data.
+    """Facts of a scenario's objective that do not depend on the data.
 
     Raises:
-        InputError: an unknown base, or an option that is unknown or not allowed.
+        InputError: the base loss or an option is unknown, or an option is not allowed.
     """
     kind = OBJECTIVES.find(objective.base)
     options = objectives.options_of(objective)
@@ -151,9 +151,9 @@ def objective_facts(objective: Objective) -> ObjectiveFacts:
 
 
 def check_data(data: Data) -> None:
-    """Refuse a choice of data that no reader takes.
+    """Refuse an unknown data set or a key that it does not read.
 
     Raises:
-        InputError: an unknown data set, or a key that it does not read.
+        InputError: the data set is unknown, or does not read a key.
     """
     catalogue.check(data)

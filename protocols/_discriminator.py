@@ -23,7 +23,7 @@ Adversarial = Literal["nonsat", "minimax", "literal"]
 
 
 def layout_of(bits: int, classes: int, hidden: int) -> Layout:
-    """Its parameters: r + C inputs, a ReLU layer of ``hidden``, one output."""
+    """Parameters of the discriminator: r + C inputs, a ReLU layer of width ``hidden``, one output."""
     shapes: dict[str, tuple[int, ...]] = {
         "discriminator.hidden.weight": (hidden, bits + classes),
         "discriminator.hidden.bias": (hidden,),
@@ -34,7 +34,7 @@ def layout_of(bits: int, classes: int, hidden: int) -> Layout:
 
 
 def initial(layout: Layout, seed: int) -> Tensor:
-    """Its initial parameters float32 [Q], as torch draws a linear layer's."""
+    """Initial parameters float32 [Q], distributed as those of torch's linear layer."""
     return initial_parameters(layout, TowerPlan(), seed)
 
 

@@ -262,7 +262,7 @@ def test_a_sweep_runs_goes_on_after_a_stop_and_gives_what_single_runs_give(tiny:
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "the same command goes on" in error
+    assert "stopped; continue with fedmq compare" in error
     assert not (out / "table.csv").exists()
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=250, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

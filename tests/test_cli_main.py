@@ -298,14 +298,14 @@ def test_weights_are_found_from_any_folder_and_names_of_tags_left_alone(
     (tmp_path / "bert").mkdir()
     monkeypatch.chdir(tmp_path)
 
-    def backbone(written: str, *, by_hand: bool = False) -> tuple[str, str | None, Path | None]:
+    def backbone(written: str, *, manual: bool = False) -> tuple[str, str | None, Path | None]:
         settings = ["data={name: openmoji}", f"backbone={written}"]
-        found = resolved_file(tiny, settings, by_hand=by_hand).scenario.backbone
+        found = resolved_file(tiny, settings, manual=manual).scenario.backbone
         return found.name, found.pretrained, found.text_encoder
 
     of_file = "{name: tower.json, pretrained: w.pt, text_encoder: bert}"
     assert backbone(of_file) == (str(tmp_path / "tower.json"), str(tmp_path / "w.pt"), tmp_path / "bert")
-    assert backbone(of_file, by_hand=True) == ("tower.json", "w.pt", Path("bert")), "agreed on by several machines"
+    assert backbone(of_file, manual=True) == ("tower.json", "w.pt", Path("bert")), "agreed on by several machines"
     assert backbone("{name: ViT-B-32, pretrained: openai}") == ("ViT-B-32", "openai", None)
     assert backbone("{name: tower.json}") == ("tower.json", None, None), "random weights are drawn by this name"
     assert backbone("{name: ViT-B-32, pretrained: not/there.pt}") == ("ViT-B-32", "not/there.pt", None)

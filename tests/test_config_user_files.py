@@ -119,7 +119,7 @@ def test_a_changed_file_does_not_go_on_with_a_run(
             r"half\.py: PROTOCOL: found 'class Half without __init__, eligible, initial, task, train, uploads'",
         ),
         (METHOD.replace("share: float = 0.5", "share: str").replace("(FedAvgOptions)", ""), "no default for share"),
-        (METHOD.replace("Options = HalfOptions", "Options = dict"), "class Half, whose Options are no dataclass'"),
+        (METHOD.replace("Options = HalfOptions", "Options = dict"), "class Half, whose Options are not a dataclass'"),
     ],
 )
 def test_a_file_that_is_no_method_is_one_clear_line(file: Path, text: str | None, told: str) -> None:

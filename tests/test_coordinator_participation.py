@@ -163,8 +163,8 @@ def test_a_bare_number_is_the_rate_and_settings_reach_below_it(tiny: Path) -> No
     [
         ("participation.kind=availability", "participation.trace or participation.diurnal"),
         ("participation={kind: availability, trace: x.csv, diurnal: {}}", "trace or participation.diurnal"),
-        ("participation.diurnal={}", "are for participation.kind availability"),
-        ("participation={kind: availability, diurnal: {}, repeat: 5}", "repeat is for participation.trace"),
+        ("participation.diurnal={}", "need participation.kind availability"),
+        ("participation={kind: availability, diurnal: {}, repeat: 5}", "repeat needs participation.trace"),
         ("participation.kind=lottery", "power_of_choice"),
         ("participation={kind: availability, diurnal: {share: 0}}", "greater than 0"),
         ("participation=half", "number"),

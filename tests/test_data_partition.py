@@ -116,7 +116,7 @@ def test_in_n_way_k_shot_a_silo_trains_on_k_samples_of_each_of_its_classes() -> 
 
 
 def test_shots_are_allowed_for_shards_only() -> None:
-    with pytest.raises(ValueError, match=r"shots is for partition\.kind shards_classes, found iid"):
+    with pytest.raises(ValueError, match=r"shots needs partition\.kind shards_classes, found iid"):
         Partition(kind="iid", shots=5)
 
 

@@ -59,5 +59,5 @@ def test_a_scenario_may_use_only_known_data_sets_and_their_options(options: dict
 
 @pytest.mark.parametrize("name", ["lite", "features"])
 def test_pretrained_weights_are_refused_for_a_backbone_that_takes_none(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"backbone\.pretrained is not for backbone\.name {name}"):
+    with pytest.raises(ValueError, match=rf"backbone\.pretrained cannot be combined with backbone\.name {name}"):
         Backbone.model_validate({"name": name, "pretrained": "w.pt"})

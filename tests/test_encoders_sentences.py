@@ -86,7 +86,7 @@ def test_pickled_weights_and_folders_without_an_encoder_are_one_line_errors(bert
 
 @pytest.mark.parametrize("other", [{"name": "features"}, {"name": "ViT-B-32", "adapter_site": "blocks"}])
 def test_a_sentence_encoder_is_refused_where_no_text_is_encoded(other: dict[str, str], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"text_encoder is not for backbone\."):
+    with pytest.raises(ValueError, match=r"text_encoder cannot be combined with backbone\."):
         Backbone.model_validate({**other, "text_encoder": str(tmp_path)})
 
 

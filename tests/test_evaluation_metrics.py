@@ -96,8 +96,8 @@ def test_a_metric_defined_in_one_file_appears_in_summary_terminal_report_audit_a
 
     shown = told(out)
     assert re.search(r"R@1 .* R@10 .* mAP .* MRR", shown)
-    assert re.search(rf"own models, mean .* {summary['personal']['mrr']:.4f}", shown)
-    shift = f"{summary['metrics']['shift']:.4f}, own models, {summary['personal']['shift']:.4f}"
+    assert re.search(rf"personal models, mean .* {summary['personal']['mrr']:.4f}", shown)
+    shift = f"{summary['metrics']['shift']:.4f}, personal models, {summary['personal']['shift']:.4f}"
     assert f"distance of the modalities' means: {shift}" in shown
 
     report = (out / "report.html").read_text()

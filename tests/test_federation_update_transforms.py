@@ -134,5 +134,5 @@ def test_noise_from_keys_is_the_same_with_the_same_keys_and_differs_with_other_k
 
 
 def test_noise_from_keys_is_refused_where_silos_have_no_keys(tiny: Path) -> None:
-    with pytest.raises(InputError, match=r"privacy.noise_from key is not for launcher inline"):
+    with pytest.raises(InputError, match=r"privacy.noise_from key needs launcher local or none"):
         resolved(tiny, NOISY, "privacy.noise_from=key", "launcher=inline")

@@ -320,7 +320,7 @@ def test_ctrl_c_stops_cleanly_and_the_run_can_be_resumed(
     assert process.returncode == 1
     assert "Traceback" not in error
     (line,) = [line for line in error.splitlines() if line.startswith("stopped; ")]
-    command = line.removeprefix("stopped; fedmq ").removesuffix(" goes on").split()
+    command = line.removeprefix("stopped; continue with fedmq ").split()
     assert command[-2:] == ["--resume", str(out)]
     done = subprocess.run(
         [FEDMQ, *command, "--json", "--quiet"],

@@ -249,7 +249,7 @@ def test_the_commands_take_a_silo(
         assert "--silo NAME (silo-00 to silo-03)" in capfd.readouterr().err
         assert fedmq(monkeypatch, command[0], "--help") == 0
         shown = " ".join(capfd.readouterr().out.replace("│", " ").split())
-        assert "--silo silo-03" in shown and "this silo's own model" in shown
+        assert "--silo silo-03" in shown and "this silo's personal model" in shown
     assert fedmq(monkeypatch, "search", local, "--item", "000007", "--silo", PAIRED, "--json") == 0
     assert f"data-{PAIRED}-" in json.loads(capfd.readouterr().out)["gallery"]
     assert fedmq(monkeypatch, "export", local, "--silo", PAIRED, "--json") == 0

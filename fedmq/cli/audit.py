@@ -1,4 +1,4 @@
-"""``fedmq audit``: what the message logs of a run show, what its policy says of them, what its model gives away."""
+"""``fedmq audit``: checks of message logs and policy, privacy accounting, and a membership inference probe."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
     _Probed = tuple[Probe, None] | tuple[None, Finding]
 
-_QUIET_SECONDS = 2.0  # of a probe without progress
+#: Time until a probe shows its progress [s].
+_QUIET_SECONDS = 2.0
 Bar = Callable[[], Callable[[str, int, int], None]]
 
 
@@ -35,7 +36,7 @@ def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits
     Args:
         app: the command line.
         bar: makes a progress line.
-        traits_of: what a scenario's method is as far as its options tell.
+        traits_of: returns the traits of a scenario's method.
     """
 
     @app.command("audit")
@@ -43,22 +44,22 @@ def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits
         run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.", show_default=False)],
         policy_file: Annotated[
             Path | None,
-            typer.Option("--policy", metavar="FILE", help="What may pass (YAML): every message is held against it."),
+            typer.Option("--policy", metavar="FILE", help="Policy file (YAML); every message is checked against it."),
         ] = None,
         with_probe: Annotated[
             bool,
-            typer.Option("--probe", help="Test whether the released model tells training items from held-out ones."),
+            typer.Option("--probe", help="Test whether the released model reveals which items it was trained on."),
         ] = False,
         delta: Annotated[
             float | None,
-            typer.Option("--delta", help="Say what the run's noise guarantees every silo: epsilon, at this delta."),
+            typer.Option("--delta", help="Compute each silo's differential privacy epsilon at this delta."),
         ] = None,
         as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")] = False,
     ) -> None:
-        """Check the message logs of a run: hash chains, sent against received, what left each silo, what was released.
+        """Check a run's message logs: hash chains, sent against received messages, payloads of each silo, the release.
 
-        Exit code 3 if anything does not add up or breaks the policy; a probe and an epsilon are no findings, unless
-        what is probed is another model than the run's.
+        Exit code 3 if the logs are inconsistent or violate the policy. The results of --probe and --delta do not
+        affect it, unless the released model is not the run's.
 
         Example: [bold]fedmq audit runs/smoke-20260101-120000[/bold]
 
@@ -75,18 +76,18 @@ def add_audit(app: typer.Typer, bar: Bar, traits_of: Callable[[Scenario], Traits
 def _audit(
     run: Path, policy_file: Path | None, delta: float | None, probe: Callable[[], _Probed] | None, as_json: bool
 ) -> bool:
-    """Audit a run and print what shows; says whether anything was found.
+    """Audit a run, print the result, and return whether there are findings.
 
     Args:
         run: the run folder.
-        policy_file: what may pass, if a policy is asked about.
-        delta: of the epsilon, if one is asked for.
-        probe: probes the released model, if that is asked for.
-        as_json: print JSON on standard output, else text.
+        policy_file: the policy to check; None checks none.
+        delta: delta for which to compute epsilon; None computes none.
+        probe: probes the released model; None does not probe it.
+        as_json: print JSON on standard output instead of text.
 
     Raises:
-        InputError: there is nothing to audit, the policy is not allowed, or nothing was found and an epsilon or a probe
-            cannot be had.
+        InputError: there is nothing to audit, the policy is invalid, or, without any finding, epsilon cannot be
+            computed or the model cannot be probed.
     """
     from fedmq.audit import dp_accounting, policy  # noqa: PLC0415 - --help does without
     from fedmq.audit.log_checks import audit_run  # noqa: PLC0415
@@ -94,29 +95,28 @@ def _audit(
     allowed = None if policy_file is None else policy.read_policy(policy_file)
     audit = audit_run(run)
     if audit.inline and not audit.findings:
-        wanted = "a run with messages (launcher local, or processes started by hand)"
-        raise InputError(str(run), "a run whose silos were calls inside the coordinator: nothing was sent", wanted)
+        wanted = "a run with messages (launcher local, or processes launched manually)"
+        raise InputError(str(run), "a run of launcher inline, whose silos sent no messages", wanted)
     held = None if allowed is None or policy_file is None else policy.hold(audit, allowed, policy_file)
-    accounts, measured, swapped, untold = None, None, None, None
+    accounts, measured, other_model, deferred = None, None, None, None
     try:
         accounts = None if delta is None else dp_accounting.account(run, audit, delta)
-        measured, swapped = probe() if probe else (None, None)
-    except InputError as error:  # What the logs show is told all the same.
-        untold = error
-    # Beside the logs' findings, and printed with them.
-    audit.findings += [swapped] if swapped and swapped not in audit.findings else []
+        measured, other_model = probe() if probe else (None, None)
+    except InputError as error:
+        deferred = error  # raised or printed after the findings of the logs
+    audit.findings += [other_model] if other_model and other_model not in audit.findings else []
     findings = [*audit.findings, *(held.findings if held else ())]
     if as_json:
         facts = {**audit.to_plain(), "ok": not findings, "findings": [vars(finding) for finding in findings]}
-        told = {"policy": held, "accounts": accounts, "probe": measured}
-        facts |= {name: each.to_plain() for name, each in told.items() if each is not None}
-        print(json.dumps(facts | ({"error": str(untold)} if untold else {}), indent=2))
+        results = {"policy": held, "accounts": accounts, "probe": measured}
+        facts |= {name: each.to_plain() for name, each in results.items() if each is not None}
+        print(json.dumps(facts | ({"error": str(deferred)} if deferred else {}), indent=2))
     else:
         _show(audit, held, accounts, measured)
-    if untold and not findings:
-        raise untold
-    if untold:
-        err.print(f"fedmq: {untold}", markup=False, highlight=False, soft_wrap=True)
+    if deferred and not findings:
+        raise deferred
+    if deferred:
+        err.print(f"fedmq: {deferred}", markup=False, highlight=False, soft_wrap=True)
     return bool(findings)
 
 
@@ -137,7 +137,7 @@ def _show(audit: Audit, held: Held | None, accounts: Accounts | None, measured: 
 
 
 def _probed(run: Path, bar: Bar, traits_of: Callable[[Scenario], Traits]) -> _Probed:
-    """Probe a run's released model, or find that it is another; what takes longer says how far it is."""
+    """Probe a run's released model; a finding if the model is not the run's. A slow probe shows its progress."""
     from fedmq.audit import membership_inference  # noqa: PLC0415 - brings torch
     from fedmq.audit.log_checks import Finding  # noqa: PLC0415
     from fedmq.retrieval.released_model import OtherModelError, open_release  # noqa: PLC0415
@@ -149,7 +149,7 @@ def _probed(run: Path, bar: Bar, traits_of: Callable[[Scenario], Traits]) -> _Pr
             show(what, done, total)
 
     try:
-        release = open_release(run, "auto")  # The auditor's machine need not have the run's GPU.
+        release = open_release(run, "auto")  # the auditor's machine may lack the run's GPU
         pooled = traits_of(release.scenario).pooled
         return membership_inference.probe(release, pooled=pooled, progress=tell), None
     except OtherModelError as error:

@@ -1,4 +1,4 @@
-"""``fedmq compare`` and ``fedmq sweep``: one engine, two ways to say what is compared."""
+"""``fedmq compare`` and ``fedmq sweep``: two ways to define a comparison."""
 
 from __future__ import annotations
 
@@ -41,24 +41,24 @@ Files = Annotated[
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario, or a comparison file.", show_default=False)]
 Seeds = Annotated[
     str | None,
-    typer.Option("--seeds", metavar="A,B,...", help=f"Every row is run with each of them; {_SEEDS} by default."),
+    typer.Option("--seeds", metavar="A,B,...", help=f"Seeds; each row runs with all of them. {_SEEDS} by default."),
 ]
 Out = Annotated[
-    Path | None, typer.Option("--out", metavar="DIR", help="Folder of the results; named by its rows by default.")
+    Path | None, typer.Option("--out", metavar="DIR", help="Folder for the results; by default named after the rows.")
 ]
 Runs = Annotated[
     Path | None,
-    typer.Option("--runs", metavar="DIR", help="Folder of the runs; one for several comparisons shares what is equal."),
+    typer.Option("--runs", metavar="DIR", help="Folder for the runs; comparisons that share it reuse equal runs."),
 ]
 Settings = Annotated[
-    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key in all of them.")
+    list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Override a key in all scenarios.")
 ]
 Vary = Annotated[
     list[str] | None,
     typer.Option(
         "--vary",
         metavar="[NAME:]KEY=A,B,...",
-        help="A row for each value (YAML), of all scenarios or the one named; several --vary give all combinations. "
+        help="Add a row per value (YAML), for all scenarios or the named one; several --vary give all combinations. "
         "E.g. silos.count=6,10,30 or 'protocol=fedavg,{name: rcsr, filler: zero}'.",
     ),
 ]
@@ -67,18 +67,18 @@ Select = Annotated[
     typer.Option(
         "--select",
         metavar="[METHOD:]KEY=A,B,...",
-        help="Values to choose from on the validation split, for all rows or one method's; only the chosen one is run "
+        help="Choose one of these values on the validation split, for all rows or one method; only the chosen one runs "
         "on the test split.",
     ),
 ]
 SelectRounds = Annotated[
     int | None,
     typer.Option(
-        "--select-rounds", min=1, help="Rounds of the runs that --select chooses by; the scenario's by default."
+        "--select-rounds", min=1, help="Rounds of the runs that --select compares; by default the scenario's."
     ),
 ]
 SelectSeed = Annotated[
-    int | None, typer.Option("--select-seed", min=0, help="Seed of the runs that --select chooses by; 0 by default.")
+    int | None, typer.Option("--select-seed", min=0, help="Seed of the runs that --select compares; 0 by default.")
 ]
 Metric = Annotated[
     str | None,
@@ -86,7 +86,7 @@ Metric = Annotated[
         "--metric",
         metavar="A,B,...",
         help="Columns: mean_r1, i2t_r5, map, fairness.worst_r1, personal.mean_r1, bytes.up, seconds.virtual, ... "
-        f"The first one decides what --select chooses. {_METRIC} by default.",
+        f"--select chooses by the first one. {_METRIC} by default.",
     ),
 ]
 Baseline = Annotated[
@@ -94,7 +94,7 @@ Baseline = Annotated[
     typer.Option(
         "--baseline",
         metavar="NAME",
-        help="Method or row the others are compared to; the first by default. nobody: rows that are no rivals.",
+        help="Method or row to which the others are compared; the first by default. nobody: no baseline.",
     ),
 ]
 Across = Annotated[
@@ -102,32 +102,38 @@ Across = Annotated[
     typer.Option(
         "--across",
         metavar="KEY",
-        help="A varied key, e.g. objective.bits, whose values stand side by side in the table, as papers print them.",
+        help="A varied key, e.g. objective.bits, whose values become groups of columns, as in the tables of papers.",
     ),
 ]
 Targets = Annotated[
     list[str] | None,
-    typer.Option("--target", metavar="METRIC=VALUE", help="Add a column: virtual time until an evaluation reaches it."),
+    typer.Option(
+        "--target", metavar="METRIC=VALUE", help="Add a column: virtual time until an evaluation reaches the value."
+    ),
 ]
 ZeroShot = Annotated[
-    bool, typer.Option("--zero-shot", help="Add a row: version 0 of the first row's runs, before any training.")
+    bool,
+    typer.Option("--zero-shot", help="Add a row: the first row's initial models (version 0), before any training."),
 ]
 Jobs = Annotated[
-    int | None, typer.Option("--jobs", min=1, help="Runs at once; as many as cores, half of that with --processes.")
+    int | None,
+    typer.Option(
+        "--jobs", min=1, help="Runs in parallel; by default the number of cores, half of it with --processes."
+    ),
 ]
 Processes = Annotated[
     bool,
     typer.Option(
         "--processes",
-        help="Start the silos as the scenario's launcher says; by default those of a run share one process without "
-        "messages, which gives the same model to the bit.",
+        help="Start silos with the scenario's launcher. By default, all silos of a run share one process without "
+        "messages, which gives a bit-identical model.",
     ),
 ]
 
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for, as it was written; None where nothing was. ``source`` is the comparison file, if any."""
+    """Options as given; None for those that were not given. ``source`` is the comparison file, if there is one."""
 
     kind: str
     files: list[Path]
@@ -153,19 +159,19 @@ class Options:
 
 @dataclass(frozen=True)
 class Roots:
-    """What only the command line can put together.
+    """Functions that the command line supplies.
 
     Args:
-        resolve: reads and checks a scenario, the method's options included.
-        prepare: makes a scenario's data, from whether to be quiet.
-        share: refuses what they cannot be shared out by.
-        until_stopped: catches Ctrl-C from now on; gives what tells whether it came.
-        warn: says which options of a scenario's method have no effect.
+        resolve: reads and checks a scenario, including the method's options.
+        prepare: returns a function that prepares a scenario's data; takes whether to be quiet.
+        check_partition: refuses a partition that is impossible with the prepared data.
+        until_stopped: handles SIGINT and SIGTERM from now on; returns a function that says whether one was received.
+        warn: prints which options of a scenario's method have no effect.
     """
 
     resolve: Resolve
     prepare: Callable[[bool], Prepare]
-    share: CheckPartition
+    check_partition: CheckPartition
     until_stopped: Callable[[], Callable[[], bool]]
     warn: Callable[[Iterable[Scenario]], None]
 
@@ -196,17 +202,17 @@ def add_compare(app: typer.Typer, roots: Roots) -> None:
     ) -> None:
         """Compare scenarios or methods on equal terms: mean and spread over seeds, paired differences, plots.
 
-        Finished runs are kept: the same command goes on where it was stopped, and more seeds or columns can be asked
-        for later. The folder holds table.csv, runs.csv, table.tex, table.md and plots.html.
+        Finished runs are kept: repeat the command to continue after a stop, or to add seeds or columns. The folder
+        holds table.csv, runs.csv, table.tex, table.md and plots.html.
 
         Example: [bold]fedmq compare scenarios/fedavg_mr50.yaml scenarios/rcsr_mr50.yaml --seeds 0,1,2[/bold]
 
-        Learning rate and a method's own option chosen on the validation split: [bold]fedmq compare
+        Choose the learning rate and a method's option on the validation split: [bold]fedmq compare
         scenarios/rcsr/main.yaml --vary protocol=fedavg,rcsr --select training.learning_rate=1e-4,3e-4,1e-3
         --select rcsr:protocol.lambda_anc=0.3,1[/bold]
 
-        All of that can stand in a comparison file (a YAML file with [bold]compare:[/bold] in it), which options are
-        added to: [bold]fedmq compare scenarios/rcsr/tables/ablation.yaml --seeds 0[/bold]
+        A comparison file (YAML with the key [bold]compare:[/bold]) can hold all of this; options on the command line
+        add to it: [bold]fedmq compare scenarios/rcsr/tables/ablation.yaml --seeds 0[/bold]
         """
         options = Options(
             kind="compare",
@@ -229,7 +235,7 @@ def add_compare(app: typer.Typer, roots: Roots) -> None:
             as_json=as_json,
             quiet=quiet,
         )
-        carry_out(_asked(options), roots)
+        carry_out(_merged_options(options), roots)
 
 
 def add_sweep(app: typer.Typer, roots: Roots) -> None:
@@ -258,14 +264,14 @@ def add_sweep(app: typer.Typer, roots: Roots) -> None:
     ) -> None:
         """Vary keys of a scenario: every combination with every seed, and plots of each metric against the value.
 
-        With [bold]--select val[/bold] the varied values are chosen from: each is tried on the validation split, and
-        only the best one is run on the test split. Files and resuming are those of [bold]fedmq compare[/bold].
+        With [bold]--select val[/bold] each combination runs on the validation split, and only the best one on the test
+        split. Files and resuming are as in [bold]fedmq compare[/bold].
 
         Example: [bold]fedmq sweep scenarios/rcsr/main.yaml --vary silos.count=6,10,30,50 --vary
         protocol=fedavg,rcsr[/bold]
 
-        The same from a comparison file (a YAML file with [bold]sweep:[/bold] in it), which options are added to:
-        [bold]fedmq sweep scenarios/rcsr/tables/silos.yaml --seeds 0[/bold]
+        A comparison file (YAML with the key [bold]sweep:[/bold]) can hold all of this; options on the command line add
+        to it: [bold]fedmq sweep scenarios/rcsr/tables/silos.yaml --seeds 0[/bold]
         """
         options = Options(
             kind="sweep",
@@ -288,14 +294,14 @@ def add_sweep(app: typer.Typer, roots: Roots) -> None:
             as_json=as_json,
             quiet=quiet,
         )
-        carry_out(_asked(options), roots)
+        carry_out(_merged_options(options), roots)
 
 
-def _asked(options: Options) -> Options:
-    """What the command line says, over what its comparison file says; what a sweep chooses from is no longer varied.
+def _merged_options(options: Options) -> Options:
+    """Options of the command line over those of its comparison file; ``--select val`` turns varied keys into choices.
 
     Raises:
-        InputError: the file is not allowed, is for the other command or not alone, or a sweep has nothing to vary.
+        InputError: the file is invalid, belongs to the other command or is not alone, or a sweep has nothing to vary.
     """
     from fedmq.experiments import spec_file as comparison  # noqa: PLC0415 - brings torch, which --help does without
 
@@ -303,7 +309,7 @@ def _asked(options: Options) -> Options:
     if read:
         (path, file), *_ = read.items()
         if len(options.files) > 1:
-            raise InputError(str(path), "a comparison file beside others", "one comparison file alone, or scenarios")
+            raise InputError(str(path), "a comparison file among others", "one comparison file alone, or scenarios")
         if file.kind != options.kind:
             raise InputError(str(path), f"a comparison file with the key {file.kind}", f"fedmq {file.kind} {path}")
         options = _over(options, path, file)
@@ -319,7 +325,7 @@ def _asked(options: Options) -> Options:
 
 
 def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
-    """A comparison file's options with the command line's on top."""
+    """A comparison file's options, overridden by the command line's."""
     return replace(
         options,
         source=path,
@@ -340,7 +346,7 @@ def _over(options: Options, path: Path, file: ComparisonFile) -> Options:
 
 
 def _in_place(own: Sequence[str], given: Sequence[str]) -> list[str]:
-    """Lists of values with others on top: one of the same key takes its place, further ones follow."""
+    """Variations of a file with those given: each replaces that of the same key, further ones follow."""
     later: dict[str, list[str]] = {}
     for text in given:
         later.setdefault(text.partition("=")[0], []).append(text)
@@ -355,10 +361,10 @@ def _in_place(own: Sequence[str], given: Sequence[str]) -> list[str]:
 
 
 def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
-    """Plan a comparison as its options ask for it.
+    """The plan of a comparison.
 
     Raises:
-        InputError: an option is not allowed, or its value is not.
+        InputError: an option or its value is not allowed.
     """
     from fedmq.experiments import grid as plan  # noqa: PLC0415 - brings torch, which --help does without
     from fedmq.experiments import summary  # noqa: PLC0415 - brings torch, which --help does without
@@ -394,10 +400,10 @@ def plan_of(options: Options, resolve: Resolve) -> ComparisonPlan:
 
 
 def carry_out(options: Options, roots: Roots) -> None:
-    """Plan, run, write the tables and plots, and say what came out.
+    """Plan and execute a comparison, write its tables and plots, and print the result.
 
     Raises:
-        InputError: what is asked for is not allowed, or a folder cannot be written.
+        InputError: an option is not allowed, or a folder cannot be written.
     """
     plan = plan_of(options, roots.resolve)
     from fedmq.experiments import (  # noqa: PLC0415
@@ -412,29 +418,31 @@ def carry_out(options: Options, roots: Roots) -> None:
     folder = options.out_dir or default_folder(plan, options.kind, roots.resolve)
     roots.warn(scenarios(plan, roots.resolve))
     if RunFolder(folder).scenario.exists():
-        raise InputError(f"--out {folder}", "the folder of a run", "a folder of the comparison's own")
+        raise InputError(f"--out {folder}", "the folder of a run", "another folder, which the comparison creates")
     jobs = options.jobs or max(1, (os.cpu_count() or 1) // (2 if options.processes else 1))
-    data_digest = runner.digest_once(roots.prepare(options.quiet), roots.share)
+    data_digest = runner.digest_once(roots.prepare(options.quiet), roots.check_partition)
     place = runner.Workplace(options.runs_dir or folder / "runs", roots.resolve, data_digest, options.processes, jobs)
     if not options.quiet:
         trials = sum(len(entry.candidates) for entry in plan.entries if len(entry.candidates) > 1)
         size = f"{len(plan.entries)} rows x {len(plan.seeds)} seeds" + f", {trials} trials on validation" * bool(trials)
-        err.print(f"{size}; at most {jobs} runs at once, in {folder}", highlight=False, soft_wrap=True, markup=False)
-    # The tables are written at the very end: too late to learn that they cannot be.
-    with provisional_folder(folder), display_progress(err, quiet=options.quiet) as told:
-        comparison = runner.carry_out(plan, place, told, roots.until_stopped)
+        err.print(
+            f"{size}; at most {jobs} runs in parallel, in {folder}", highlight=False, soft_wrap=True, markup=False
+        )
+    # The folder is created first: after hours of runs it is too late to find that the tables cannot be written.
+    with provisional_folder(folder), display_progress(err, quiet=options.quiet) as progress:
+        comparison = runner.carry_out(plan, place, progress, roots.until_stopped)
     if comparison.stopped:
-        err.print(f"stopped; the same command goes on: [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
+        err.print(f"stopped; continue with [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
         sys.exit(FAILED)
     table = tables.grid(comparison.rows, plan)
     _write_tables(comparison, plan, table, folder, command)
     if options.as_json:
         print(json.dumps({"folder": str(folder), "rows": tables.plain(comparison.rows), "errors": comparison.errors}))
     else:
-        named = [options.source] if options.source else options.files
-        title = f"{options.kind}: {', '.join(map(str, named))}"
+        files = [options.source] if options.source else options.files
+        title = f"{options.kind}: {', '.join(map(str, files))}"
         out.print(*tables.terminal(table, title, out.width), sep="\n")
-    # Last: whatever becomes of the plots, the tables are there.
+    # Last, so that the tables exist even if this fails.
     write_text(folder / "plots.html", plots.page(comparison.rows, command, table.notes))
     if not options.as_json:
         out.print(
@@ -448,7 +456,7 @@ def carry_out(options: Options, roots: Roots) -> None:
     for name, line in comparison.errors.items():
         err.print(f"[red]failed[/red] {escape(name)}: {escape(line)}", highlight=False, soft_wrap=True)
     if comparison.errors:
-        err.print("the others are done; the same command tries those that failed again", highlight=False)
+        err.print("the other runs are done; repeat the command to retry the failed ones", highlight=False)
         sys.exit(FAILED)
 
 
@@ -476,18 +484,18 @@ def _progress_line(what: str, how: JobProgress) -> str:
 
 @contextmanager
 def display_progress(console: Console, *, quiet: bool) -> Iterator[Callable[[str, JobProgress], None]]:
-    """One line that is kept up to date; if nobody watches, a line at each run's end and every half minute."""
+    """A live line of progress; without a terminal, a line at the end of each run and every half minute."""
     if quiet:
         yield lambda what, how: None
     elif console.is_terminal and not console.is_dumb_terminal:
         with Live("", console=console, refresh_per_second=2, transient=True) as shown:
             yield lambda what, how: shown.update(escape(_progress_line(what, how)))
     else:
-        clock, told = WallClock(), {"done": -1, "at": 0.0}
+        clock, last = WallClock(), {"done": -1, "at": 0.0}
 
         def plain(what: str, how: JobProgress) -> None:
-            if how.done != told["done"] or clock.now() - told["at"] >= _PLAIN_SECONDS:
-                told.update(done=how.done, at=clock.now())
+            if how.done != last["done"] or clock.now() - last["at"] >= _PLAIN_SECONDS:
+                last.update(done=how.done, at=clock.now())
                 console.print(escape(_progress_line(what, how)), highlight=False, soft_wrap=True)
 
         yield plain

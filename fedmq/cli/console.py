@@ -1,4 +1,4 @@
-"""Where commands print to, and progress there."""
+"""Standard output and standard error of the commands, and progress lines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-#: Exit code of an audit or a replay that found a difference.
+#: Exit code of an audit or replay with findings.
 DIFFERENT = 3
 
 out = Console()
@@ -17,24 +17,24 @@ err = Console(stderr=True)
 
 
 def print_anything() -> None:
-    """Let standard output take any text: what its encoding lacks comes as an escape, as on standard error."""
+    """Print characters that standard output cannot encode as escapes, as standard error does."""
     if isinstance(sys.stdout, io.TextIOWrapper) and not (writes_unicode() and sys.stdout.errors == "surrogateescape"):
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def writes_unicode() -> bool:
-    """Whether standard output has every character."""
+    """Whether standard output can encode every character."""
     return (sys.stdout.encoding or "").lower().startswith("utf")
 
 
 def starting(*, quiet: bool = False) -> None:
-    """Tell who waits at a terminal that something goes on: loading torch takes seconds, in which nothing else shows."""
+    """Print on a terminal that the command is starting, since loading torch takes seconds."""
     if err.is_terminal and not quiet:
         err.print("starting: reading the scenario, loading torch", highlight=False)
 
 
 def bar() -> Callable[[str, int, int], None]:
-    """Progress of something long, on one line of standard error."""
+    """A progress line on standard error; returns the function that updates it with (what, done, total)."""
     shown: tuple[str, float] = ("", 0.0)
 
     def show(what: str, done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""``fedmq keys``: the keys that the processes of a run know each other by."""
+"""``fedmq keys``: the keys with which the processes of a run authenticate each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from fedmq.cli.console import out
 
 keys_app = typer.Typer(
-    help="Make, show and revoke the keys that the processes of a run know each other by.\n\n"
+    help="Create, show and revoke the keys with which the processes of a run authenticate each other.\n\n"
     "Example: [bold]fedmq keys init keys --silos 4[/bold]",
     no_args_is_help=True,
     rich_markup_mode="rich",
@@ -20,11 +20,11 @@ keys_app = typer.Typer(
 @keys_app.command("init")
 def keys_init(
     directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
-    silos: Annotated[int, typer.Option("--silos", min=1, max=1024, help="How many silos get a key.")],
+    silos: Annotated[int, typer.Option("--silos", min=1, max=1024, help="Number of silos.")],
 ) -> None:
-    """Make a key for the coordinator, the evaluator and every silo, and accept them all.
+    """Create keys for the coordinator, the evaluator and every silo, all of them accepted.
 
-    For a real deployment copy to each machine its own NAME.key and the accepted/ folder, nothing else.
+    For a deployment, copy only its NAME.key and the accepted/ folder to each machine.
 
     Example: [bold]fedmq keys init keys --silos 4[/bold]
     """
@@ -39,7 +39,7 @@ def keys_init(
 
 @keys_app.command("show")
 def keys_show(directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)]) -> None:
-    """Show whose keys are accepted, by fingerprint.
+    """List the accepted keys by name and fingerprint.
 
     Example: [bold]fedmq keys show keys[/bold]
     """
@@ -47,7 +47,7 @@ def keys_show(directory: Annotated[Path, typer.Argument(metavar="DIR", show_defa
 
     accepted = load_accepted(directory)
     width = max(map(len, accepted), default=0)
-    for name, key in accepted.items():  # no table: what is compared or piped must stay on one line
+    for name, key in accepted.items():  # no table, so that each key is one line for pipes and diffs
         out.print(f"{name:{width}}  {fingerprint(key)}", highlight=False, soft_wrap=True)
 
 
@@ -56,11 +56,11 @@ def keys_revoke(
     directory: Annotated[Path, typer.Argument(metavar="DIR", show_default=False)],
     name: Annotated[str, typer.Argument(metavar="NAME", show_default=False)],
 ) -> None:
-    """Accept somebody's key no longer; takes effect at the next start of whoever uses this folder.
+    """Revoke a key; takes effect when the processes that use this folder are next started.
 
     Example: [bold]fedmq keys revoke keys silo-03[/bold]
     """
     from fedmq.wire.keys import revoke  # noqa: PLC0415
 
     revoke(directory, name)
-    out.print(f"{name} is accepted no longer", highlight=False)
+    out.print(f"{name} is no longer accepted", highlight=False)

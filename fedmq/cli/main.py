@@ -1,4 +1,4 @@
-"""The command line. Every command says in ``--help`` what it does and shows an example."""
+"""The command line: its commands, and its errors as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ BAD_INPUT = 2
 
 app = typer.Typer(
     name="fedmq",
-    help="Federated cross-modal retrieval over sealed messages, and its own simulator.\n\n"
+    help="Federated cross-modal retrieval over encrypted messages, with a simulator.\n\n"
     "Example: [bold]fedmq scenario scenarios/smoke.yaml[/bold]",
     no_args_is_help=True,
     add_completion=False,
@@ -36,16 +36,16 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 data_app = typer.Typer(
-    help="Look at data sets.\n\nExample: [bold]fedmq data check scenarios/smoke.yaml[/bold]",
+    help="List, check and prepare data sets.\n\nExample: [bold]fedmq data check scenarios/smoke.yaml[/bold]",
     no_args_is_help=True,
     rich_markup_mode="rich",
 )
 app.add_typer(keys.keys_app, name="keys")
 app.add_typer(data_app, name="data")
 
-#: What the command line's library leaves with after Ctrl-C.
+#: Exit code that typer returns after Ctrl-C.
 _INTERRUPTED = 130
-#: What it raises for a command line that is none: of one it exports, the next above.
+#: Base of typer's usage errors, which typer does not export.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
 
@@ -60,7 +60,7 @@ def main() -> None:
     except _UsageError as error:
         _fail_usage(error)
     except typer.Abort:
-        _fail(RunError("the input ended"), FAILED)
+        _fail(RunError("standard input ended before the answer"), FAILED)
     except InputError as error:
         _fail(error, BAD_INPUT)
     except FedmqError as error:
@@ -71,26 +71,26 @@ def main() -> None:
     except OSError as error:
         if error.errno != errno.ENOSPC:
             raise
-        # What is not printed yet is dropped, so that the interpreter does not try again on its way out.
+        # Drop unprinted output, so that the interpreter does not try to write it again when it exits.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         _fail(RunError(f"{error.filename or 'the output'}: could not be written: {error.strerror}"), FAILED)
 
 
 def _fail_usage(error: Any) -> NoReturn:
-    """One line, as of every other mistake; a command without its arguments shows its help."""
+    """Print a usage error as one line; a command without its arguments has shown its help."""
     path = error.ctx.command_path if error.ctx else "fedmq"
     option = next(iter(getattr(getattr(error, "param", None), "opts", ())), "")
     given = _given(option)
     if given is not None and isinstance(error, typer.BadParameter):
         allowed = error.message.removeprefix("Input should be ").partition(", unable to parse")[0]
         _fail(InputError(option, given, allowed[:1].lower() + allowed[1:]), BAD_INPUT)
-    if text := error.format_message().strip():  # without one its help has been shown already
+    if text := error.format_message().strip():  # empty if the help has been shown
         print(f"fedmq: {text.rstrip('.')}; see {path} --help", file=sys.stderr)
     sys.exit(BAD_INPUT)
 
 
 def _given(option: str) -> str | None:
-    """What stands behind an option on the command line, the last time: that one counts."""
+    """The last value given for an option, which is the one that counts."""
     found = None
     for word, following in itertools.zip_longest(sys.argv[1:], sys.argv[2:]):
         if option.startswith("-") and word == option:
@@ -106,13 +106,13 @@ def _fail(error: FedmqError, code: int) -> NoReturn:
 
 
 def _traits_of(scenario: Scenario) -> Traits:
-    import protocols  # noqa: PLC0415 - all of them bring torch
+    import protocols  # noqa: PLC0415 - imports torch
 
     return protocols.traits_of(scenario)
 
 
-def _opened(run: Path, device: str | None, silo: str | None, progress: Callable[[str, int, int], None]) -> Any:
-    import protocols  # noqa: PLC0415 - all of them bring torch
+def _open_model(run: Path, device: str | None, silo: str | None, progress: Callable[[str, int, int], None]) -> Any:
+    import protocols  # noqa: PLC0415 - imports torch
     from coordinator.final_request import final_evaluation_request  # noqa: PLC0415
     from fedmq.retrieval import select_model  # noqa: PLC0415
     from silos.personal_model import personal_model_of  # noqa: PLC0415
@@ -127,7 +127,7 @@ def _opened(run: Path, device: str | None, silo: str | None, progress: Callable[
 
 
 def _fits(scenario: Scenario, folder: Path) -> None:
-    """Refuse what a run on the prepared data of a folder would, wherever it runs."""
+    """Refuse a scenario that cannot run on the prepared data in a folder."""
     from fedmq.launch import processes  # noqa: PLC0415
 
     processes.population_here(again(scenario.model_copy(update={"device": "cpu"})), None, folder)
@@ -149,16 +149,16 @@ def _prepare(quiet: bool) -> Callable[[Scenario], Path]:
     return lambda scenario: supervisor.prepare_population(again(scenario), None if quiet else bar())
 
 
-def _share(scenario: Scenario, folder: Path) -> None:
-    """Refuse what the data in a folder cannot be shared out by, without making clusters, which takes a second each."""
+def _check_partition(scenario: Scenario, folder: Path) -> None:
+    """Refuse a partition that is impossible with the data in a folder; does not cluster, which takes seconds."""
     from fedmq.federation.population import build_population  # noqa: PLC0415
 
     partition = scenario.partition
     clustered = partition.kind == "dir_clusters"
-    alike = partition.model_copy(update={"kind": "iid"}) if clustered else partition
-    samples = sum(map(len, build_population(scenario.model_copy(update={"partition": alike}), folder=folder).train))
+    checked = partition.model_copy(update={"kind": "iid"}) if clustered else partition
+    samples = sum(map(len, build_population(scenario.model_copy(update={"partition": checked}), folder=folder).train))
     if clustered and partition.clusters > samples:
-        raise InputError("partition.clusters", partition.clusters, f"at most {samples}, the training samples")
+        raise InputError("partition.clusters", partition.clusters, f"at most {samples}, the number of training samples")
 
 
 def _scenario_of(file: Path, settings: list[str], seed: int | None) -> Scenario:
@@ -169,13 +169,13 @@ def _warn(scenarios: Iterable[Scenario]) -> None:
     warn(map(again, scenarios))
 
 
-_ROOTS = compare.Roots(_scenario_of, _prepare, _share, run.until_stopped, _warn)
+_ROOTS = compare.Roots(_scenario_of, _prepare, _check_partition, run.until_stopped, _warn)
 compare.add_compare(app, _ROOTS)
 compare.add_sweep(app, _ROOTS)
-search.add_search(app, bar, _opened)
-search.add_export(app, bar, _opened)
-search.add_curves(app, bar, _opened)
-search.add_tsne(app, bar, _opened)
+search.add_search(app, bar, _open_model)
+search.add_export(app, bar, _open_model)
+search.add_curves(app, bar, _open_model)
+search.add_tsne(app, bar, _open_model)
 
 
 @app.callback(invoke_without_command=True)

@@ -1,4 +1,4 @@
-"""Arguments and options that several commands have."""
+"""Arguments and options that several commands share."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-#: Makes a progress line, which is told (what, done, total).
+#: Makes a progress line, a function of (what, done, total).
 Bar = Callable[[], Callable[[str, int, int], None]]
 
 File = Annotated[Path, typer.Argument(metavar="FILE", help="A scenario (YAML).", show_default=False)]
@@ -17,9 +17,9 @@ Settings = Annotated[
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key, e.g. --set missing_modality.rate=0."),
 ]
 Seed = Annotated[int | None, typer.Option("--seed", help="Override the scenario's seed.", min=0)]
-Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder made by [bold]fedmq keys init[/bold].")]
-Connect = Annotated[str, typer.Option("--connect", metavar="URI", help="Where the coordinator listens.")]
-Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N; the scenario's by default.")]
+Keys = Annotated[Path, typer.Option("--keys", metavar="DIR", help="Folder created by [bold]fedmq keys init[/bold].")]
+Connect = Annotated[str, typer.Option("--connect", metavar="URI", help="Address of the coordinator.")]
+Device = Annotated[str | None, typer.Option("--device", help="auto, cpu, cuda or cuda:N; by default the scenario's.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
-Quiet = Annotated[bool, typer.Option("--quiet", help="No progress.")]
+Quiet = Annotated[bool, typer.Option("--quiet", help="Show no progress.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="The folder of a finished run.", show_default=False)]

@@ -1,4 +1,4 @@
-"""``fedmq protocols`` and ``fedmq losses``: what there is, and what its options mean."""
+"""``fedmq protocols`` and ``fedmq losses``: the methods and base losses with their options."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from fedmq.cli.scenario_keys import Key
 
 Names = Annotated[
-    list[str] | None, typer.Argument(metavar="NAME", help="Explain all options of these.", show_default=False)
+    list[str] | None,
+    typer.Argument(metavar="NAME", help="Methods or losses whose options to explain.", show_default=False),
 ]
 
 
@@ -29,58 +30,58 @@ def add_reference(app: typer.Typer) -> None:
 
     @app.command("protocols")
     def protocols_command(names: Names = None, as_json: AsJson = False) -> None:
-        """List the federated methods, or explain the options of those named; a file of your own may be named, too.
+        """List the federated methods, or explain the options of those named, which may be Python files of your own.
 
         Example: [bold]fedmq protocols rcsr[/bold]
 
         Example: [bold]fedmq protocols ./mine.py[/bold]
         """
         import protocols  # noqa: PLC0415
-        from fedmq.cli import scenario_keys  # noqa: PLC0415 - brings the whole scenario, likewise
+        from fedmq.cli import scenario_keys  # noqa: PLC0415 - imports pydantic
 
         known = {
             label: (protocols.summary(name), scenario_keys.options(protocols.load(name).Options))
-            for label, name in _asked("protocols", names, protocols.names()).items()
+            for label, name in _references("protocols", names, protocols.names()).items()
         }
         _explain("protocols", known, named=bool(names), as_json=as_json)
 
     @app.command("losses")
     def losses_command(names: Names = None, as_json: AsJson = False) -> None:
-        """List the base losses, or explain the options of those named; a file of your own may be named, too.
+        """List the base losses, or explain the options of those named, which may be Python files of your own.
 
         Example: [bold]fedmq losses dcmh[/bold]
         """
         import protocols  # noqa: PLC0415
-        from fedmq.cli import scenario_keys  # noqa: PLC0415 - brings the whole scenario, likewise
+        from fedmq.cli import scenario_keys  # noqa: PLC0415 - imports pydantic
 
         known = {
             label: (protocols.loss_summary(name), scenario_keys.loss(protocols.loss(name)))
-            for label, name in _asked("losses", names, protocols.losses()).items()
+            for label, name in _references("losses", names, protocols.losses()).items()
         }
         _explain("losses", known, named=bool(names), as_json=as_json)
 
 
-def _asked(command: str, names: Sequence[str] | None, known: Sequence[str]) -> dict[str, str]:
-    """The names asked for, or else all, with what the registries know them by.
+def _references(command: str, names: Sequence[str] | None, known: Sequence[str]) -> dict[str, str]:
+    """The given names, or all known ones, each with its name in the registry.
 
-    A file of the user's own may be executed from now on, for it is the user who names it here.
+    A Python file that the user names here may be executed from now on.
 
     Raises:
-        InputError: there is nothing of a name, or a file cannot be used.
+        InputError: a name is unknown, or a file cannot be used.
     """
     from fedmq.config import user_files  # noqa: PLC0415 - --help does without
 
-    found = {name: name for name in names or known}
-    for name in found:
+    references = {name: name for name in names or known}
+    for name in references:
         if user_files.is_path(name):
-            found[name] = user_files.adopt(Path(name).expanduser())
+            references[name] = user_files.adopt(Path(name).expanduser())
         elif name not in known:
             raise InputError(f"fedmq {command}", name, one_of(name, known))
-    return found
+    return references
 
 
 def _facts(key: Key) -> dict[str, Any]:
-    """A key for scripts: its default has its type."""
+    """A key as JSON; its default keeps its type."""
     try:
         default = json.loads(key.default)
     except ValueError:  # a word
@@ -89,7 +90,7 @@ def _facts(key: Key) -> dict[str, Any]:
 
 
 def _explain(command: str, chosen: Mapping[str, tuple[str, tuple[Key, ...]]], *, named: bool, as_json: bool) -> None:
-    """Print what there is; of those named, every option."""
+    """Print the methods or losses; if they were named, with a table of their options."""
     if as_json:
         facts = {
             name: {"summary": summary, "options": {key.name: _facts(key) for key in keys}}
@@ -107,4 +108,4 @@ def _explain(command: str, chosen: Mapping[str, tuple[str, tuple[Key, ...]]], *,
         else:
             out.print("    " + ", ".join(f"{key.name}: {key.default}" for key in keys), highlight=False, style="dim")
     if not named:
-        out.print(f"fedmq {command} NAME explains the options of one", highlight=False)
+        out.print(f"see fedmq {command} NAME for the meaning of its options", highlight=False)

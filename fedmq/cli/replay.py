@@ -1,4 +1,4 @@
-"""``fedmq replay`` and ``fedmq report``: a run that is over, done again, or told of again."""
+"""``fedmq replay`` and ``fedmq report``: repeat a finished run, or write its report again."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_replay(app: typer.Typer) -> None:
 
     @app.command("replay")
     def replay_command(run: Run, as_json: AsJson = False, quiet: Quiet = False) -> None:
-        """Do a run again, faults and all, and compare the two event by event.
+        """Repeat a run, including its faults, and compare the two event by event.
 
         Exit code 3 and the first difference if they are not the same.
 
@@ -45,37 +45,37 @@ def add_replay(app: typer.Typer) -> None:
         from fedmq.storage.run_folder import open_run  # noqa: PLC0415
 
         folder = open_run(run)
-        chosen = resolved(source, adopt=False)
-        replay.require_repeatable(chosen.scenario, folder)
+        resolved_run = resolved(source, adopt=False)
+        replay.require_repeatable(resolved_run.scenario, folder)
         before = replay.read_record(folder)
-        after = _done_again(chosen, folder.root.name, before.resumed, quiet=quiet)
+        after = _repeat(resolved_run, folder.root.name, before.resumed, quiet=quiet)
         if after is None:
-            err.print("stopped before the end; nothing was compared")
+            err.print("stopped before the end, nothing was compared; repeat the command to compare")
             sys.exit(FAILED)
         difference = replay.first_difference(before, after)
         otherwise = results.made_otherwise([before.made_with, after.made_with])
         if as_json:
-            found = {
+            result = {
                 "same": difference is None,
                 "events": len(before.events),
                 "difference": None if difference is None else vars(difference),
                 "made_otherwise": {name: {"run": was, "replay": now} for name, (was, now) in otherwise.items()},
             }
-            print(json.dumps(found, indent=2))
+            print(json.dumps(result, indent=2))
         else:
             _show(before, difference, otherwise)
         if difference is not None:
             sys.exit(DIFFERENT)
 
 
-def _done_again(run: ResolvedRun, name: str, resumed: int, *, quiet: bool) -> Record | None:
-    """Do a run again in a folder that is gone afterwards; None if it was stopped before its end.
+def _repeat(run: ResolvedRun, name: str, resumed: int, *, quiet: bool) -> Record | None:
+    """Repeat a run in a temporary folder; None if it was stopped before its end.
 
     Args:
-        run: as resolved.
-        name: of the run's folder.
-        resumed: how often somebody went on with it.
-        quiet: without progress.
+        run: the run.
+        name: name of the run's folder.
+        resumed: how often the run was resumed.
+        quiet: show no progress.
     """
     from fedmq.audit import replay  # noqa: PLC0415
     from fedmq.cli import terminal  # noqa: PLC0415
@@ -95,7 +95,7 @@ def _done_again(run: ResolvedRun, name: str, resumed: int, *, quiet: bool) -> Re
                     simulated = launch(run, again, resume=left < resumed, status=status, data=data)
                     break
                 except RunError:
-                    # Where its scripted disk was full the run stopped, and somebody went on with it.
+                    # A scripted full disk stopped the run, and it was resumed.
                     if not left:
                         raise
         if (summary := simulated.outcome.summary) is None:
@@ -111,7 +111,7 @@ def _show(before: Record, difference: Difference | None, otherwise: Mapping[str,
         return
     print(f"{difference.place}\n  run:    {difference.was}\n  replay: {difference.now}")
     if otherwise:
-        print("The two were not made alike, which alone changes the last bits of a model:")
+        print("The environments differ, which alone can change the last bits of a model:")
         print("\n".join(f"  {name}: run {was}, replay {now}" for name, (was, now) in otherwise.items()))
 
 

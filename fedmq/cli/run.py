@@ -1,4 +1,4 @@
-"""``fedmq scenario``, and the programs it starts by themselves: ``fedmq coordinator``, ``silo`` and ``evaluator``."""
+"""``fedmq scenario``, and its programs for manual launches: ``fedmq coordinator``, ``silo`` and ``evaluator``."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
     from fedmq.storage.run_folder import RunFolder
 
-#: When this program began, for the start-up time it tells.
+#: Start of this program, for the reported start-up time.
 _BEGAN = time.monotonic()
 
 
@@ -48,14 +48,14 @@ def scenario_command(
     settings: Settings = None,
     seed: Seed = None,
     resume: Annotated[
-        Path | None, typer.Option("--resume", metavar="DIR", help="Go on with a run that was stopped or killed.")
+        Path | None, typer.Option("--resume", metavar="DIR", help="Resume a run that was stopped or killed.")
     ] = None,
     as_json: AsJson = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a scenario: a coordinator, an evaluator and all silos as real processes on this machine.
+    """Run a scenario: a coordinator, an evaluator and all silos as processes on this machine.
 
-    docs/reference/scenario.md has every key of a scenario, docs/reference/methods.md every option of a method or loss.
+    docs/reference/scenario.md lists all scenario keys, docs/reference/methods.md the options of methods and losses.
 
     Example: [bold]fedmq scenario scenarios/rcsr_mr50.yaml --set rounds=50 --seed 1[/bold]
     """
@@ -66,7 +66,7 @@ def scenario_command(
     source = read(file, settings or (), seed)
     inline = _inline(file, source.scenario.launcher)
     if not inline:
-        # Before torch is imported here: the forkserver then imports it at the same time.
+        # Before torch is imported here, so that the forkserver imports it in parallel.
         forkserver.warm_up(source.scenario.backbone.name)
     from fedmq.cli import terminal  # noqa: PLC0415
     from fedmq.federation.population import device_of  # noqa: PLC0415
@@ -77,10 +77,10 @@ def scenario_command(
     scenario = run.scenario
     device_of(scenario.device)
     warn([run])
-    ours = out_dir is None or not out_dir.expanduser().exists()
+    new = out_dir is None or not out_dir.expanduser().exists()
     folder = _folder_for(scenario, out_dir, resume)
     prepare = processes.population_here if inline else supervisor.prepare_population
-    with _removed_if_refused(folder.root if resume is None and ours else None):
+    with _removed_if_refused(folder.root if resume is None and new else None):
         data = prepare(run, None if quiet else bar())
     if resume is None:
         _begin(folder, scenario)
@@ -88,8 +88,8 @@ def scenario_command(
         launch = supervisor.simulate_inline if inline else partial(supervisor.simulate, began=_BEGAN)
         simulated = launch(run, folder, resume=resume is not None, status=status, data=data)
     if simulated.outcome.summary is None:
-        goes_on = f"fedmq scenario {folder.scenario} --resume {folder.root}"
-        err.print(f"stopped; [bold]{escape(goes_on)}[/bold] goes on", highlight=False, soft_wrap=True)
+        command = f"fedmq scenario {folder.scenario} --resume {folder.root}"
+        err.print(f"stopped; continue with [bold]{escape(command)}[/bold]", highlight=False, soft_wrap=True)
         sys.exit(FAILED)
     summary = supervisor.finish_summary(simulated.outcome.summary, simulated)
     write_json(folder.summary, summary.plain())
@@ -101,7 +101,7 @@ def scenario_command(
 
 @contextlib.contextmanager
 def _removed_if_refused(root: Path | None) -> Iterator[None]:
-    """Remove a folder that was made to see that it can be, where nothing comes to be in it."""
+    """Remove the folder, if it is still empty, when the block fails; None removes nothing."""
     try:
         yield
     except BaseException:
@@ -112,17 +112,17 @@ def _removed_if_refused(root: Path | None) -> Iterator[None]:
 
 
 def _folder_for(scenario: Scenario, out_dir: Path | None, resume: Path | None) -> RunFolder:
-    """The folder of a run: a new one, or that of the run to go on with.
+    """The folder of a new run, or of the run to resume.
 
     Raises:
-        InputError: it holds something, or is of another scenario or a finished run.
+        InputError: a new run's folder is not empty, or the run to resume has another scenario or is finished.
     """
     from fedmq.runs import resume_check as resuming  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder, make_folder, open_run  # noqa: PLC0415
 
     if resume is not None:
         if out_dir is not None:
-            raise InputError("--out", str(out_dir), "no --out beside --resume, which names the folder itself")
+            raise InputError("--out", str(out_dir), "no --out with --resume DIR, which is the folder")
         folder = open_run(resume)
         before = resolved_file(folder.scenario, adopt=False).scenario
         resuming.check(folder, before, scenario, f"--resume {resume}", inline=scenario.launcher == "inline")
@@ -133,13 +133,13 @@ def _folder_for(scenario: Scenario, out_dir: Path | None, resume: Path | None) -
     folder = RunFolder(out_dir.expanduser())
     make_folder(folder.root)
     if any(folder.root.iterdir()):
-        allowed = "a new folder, or --resume DIR to go on with a run"
+        allowed = "a new folder, or --resume DIR to resume a run"
         raise InputError(f"--out {folder.root}", "a folder that is not empty", allowed)
     return folder
 
 
 def _new_folder(parent: Path, name: str) -> Path:
-    """A folder of that name that was not there; with a number behind it where runs begin within one second."""
+    """Create a folder of this name, with a number appended if another run has started in the same second."""
     from fedmq.storage.run_folder import writing  # noqa: PLC0415
 
     for number in itertools.count(1):
@@ -151,10 +151,10 @@ def _new_folder(parent: Path, name: str) -> Path:
 
 
 def _begin(folder: RunFolder, scenario: Scenario) -> None:
-    """Write a run's scenario into its folder, which so is taken.
+    """Write a run's scenario into its folder, which claims the folder.
 
     Raises:
-        InputError: another run took it while this one prepared its data.
+        InputError: another run has claimed it while this one prepared its data.
     """
     from fedmq.storage.run_folder import writing  # noqa: PLC0415
 
@@ -163,21 +163,21 @@ def _begin(folder: RunFolder, scenario: Scenario) -> None:
             with folder.scenario.open("x", encoding="utf-8") as file:
                 file.write(scenario.dump())
         except FileExistsError:
-            found = "a folder that another run has taken meanwhile"
+            found = "a folder that another run has taken in the meantime"
             raise InputError(f"--out {folder.root}", found, "a new folder") from None
 
 
 def _inline(file: Path, launcher: str) -> bool:
-    """Whether the silos run in this process; a scenario that leaves starting them to its user is refused."""
+    """Whether the silos run in this process; refuses a scenario whose silos are launched manually."""
     if launcher == "none":
-        allowed = "local or inline; `fedmq coordinator`, `fedmq silo` and `fedmq evaluator` start a run by hand"
+        allowed = "local or inline; launch this run with `fedmq coordinator`, `fedmq evaluator` and `fedmq silo`"
         raise InputError(f"{file}: launcher", launcher, allowed)
     return launcher == "inline"
 
 
-# ---------------------------------------------------------------------------------------------- programs by hand
+# ---------------------------------------------------------------------------------------- manually launched programs
 def until_stopped(resume: str = "the same command") -> Callable[[], bool]:
-    """A function that is true once SIGINT or SIGTERM came; a second signal aborts the program.
+    """A function that returns whether SIGINT or SIGTERM was received; a second signal aborts the program.
 
     Args:
         resume: the options that continue the run, for the message.
@@ -206,9 +206,9 @@ def coordinator_command(
     ] = None,
     settings: Settings = None,
     seed: Seed = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the run folder's last checkpoint.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Resume from the last checkpoint in --out.")] = False,
 ) -> None:
-    """Run a coordinator by hand and wait for its silos.
+    """Run a coordinator, which waits for manually launched silos and an evaluator.
 
     Example: [bold]fedmq coordinator scenarios/smoke.yaml --keys keys --bind tcp://127.0.0.1:5555 --out runs/hand[/bold]
     """
@@ -221,21 +221,21 @@ def coordinator_command(
     from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
 
     check_uri(bind, "--bind", listening=True)
-    run = resolved_file(file, settings, seed, by_hand=True)
+    run = resolved_file(file, settings, seed, manual=True)
     scenario = run.scenario
     if resume and out_dir is None:
-        raise InputError("--resume", "no --out", "the folder of the run to go on with: --out DIR --resume")
+        raise InputError("--resume", "no --out", "--out DIR --resume, with the folder of the run to resume")
     folder = RunFolder(out_dir or Path("runs") / f"{scenario.name}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}")
     if resume or folder.scenario.exists():
-        # Silos and the evaluator may have begun their logs there, but no other run may have been.
+        # Silos and the evaluator may already have started their logs in it, but it must not be another run's.
         open_run(folder.root)
-        before = resolved_file(folder.scenario, by_hand=True, adopt=False).scenario
+        before = resolved_file(folder.scenario, manual=True, adopt=False).scenario
         resuming.check(folder, before, scenario, f"--out {folder.root}", inline=False)
     if not resume and any(folder.checkpoints.glob("version-*")):
         raise InputError(f"--out {folder.root}", "a folder with checkpoints of a run", "a new folder, or --resume")
     warn([run])
     data = build_population(scenario, bar()).prepared.folder
-    stop = until_stopped(f"--out {folder.root} --resume")
+    stop = until_stopped(f"the same command and --out {folder.root} --resume")
     with terminal.display(scenario, err, quiet=False) as status:
         outcome = run_coordinator(
             CoordinatorArguments(run, bind, keys, folder.root, resume, data),
@@ -246,8 +246,10 @@ def coordinator_command(
             stop_wanted=stop,
         )
     if outcome.summary is None:
-        goes_on = f"--out {folder.root} --resume"
-        err.print(f"stopped; the same command with [bold]{goes_on}[/bold] goes on", highlight=False, soft_wrap=True)
+        options = escape(f"--out {folder.root} --resume")
+        err.print(
+            f"stopped; continue with the same command and [bold]{options}[/bold]", highlight=False, soft_wrap=True
+        )
         sys.exit(FAILED)
     terminal.print_summary(outcome.summary, folder, out)
 
@@ -260,12 +262,14 @@ def silo_command(
     device: Device = None,
     out_dir: Annotated[
         Path | None,
-        typer.Option("--out", metavar="DIR", help="For its log and personal state; runs/<name>-<silo> by default."),
+        typer.Option(
+            "--out", metavar="DIR", help="Folder for its log and personal state; runs/<name>-<silo> by default."
+        ),
     ] = None,
     settings: Settings = None,
     seed: Seed = None,
 ) -> None:
-    """Run one silo by hand; it waits for the coordinator and outlives its restarts.
+    """Run one silo; it waits for the coordinator and reconnects when the coordinator restarts.
 
     Example: [bold]fedmq silo scenarios/smoke.yaml --name silo-00 --keys keys --device cuda:1[/bold]
     """
@@ -274,10 +278,10 @@ def silo_command(
     from silos.program import SiloArguments, run_silo  # noqa: PLC0415
 
     check_uri(connect, "--connect")
-    run = resolved_file(file, settings, seed, by_hand=True)
+    run = resolved_file(file, settings, seed, manual=True)
     out_dir = out_dir or Path("runs") / f"{run.scenario.name}-{name}"
     arguments = SiloArguments(run, name, connect, keys, out_dir, device)
-    run_silo(arguments, progress=_say)
+    run_silo(arguments, progress=_print_progress)
 
 
 def evaluator_command(
@@ -286,12 +290,12 @@ def evaluator_command(
     connect: Connect = "tcp://127.0.0.1:5555",
     device: Device = None,
     out_dir: Annotated[
-        Path | None, typer.Option("--out", metavar="DIR", help="For its log; runs/<name>-evaluator by default.")
+        Path | None, typer.Option("--out", metavar="DIR", help="Folder for its log; runs/<name>-evaluator by default.")
     ] = None,
     settings: Settings = None,
     seed: Seed = None,
 ) -> None:
-    """Run the evaluator by hand.
+    """Run the evaluator; it waits for the coordinator.
 
     Example: [bold]fedmq evaluator scenarios/smoke.yaml --keys keys --connect tcp://127.0.0.1:5555[/bold]
     """
@@ -300,10 +304,10 @@ def evaluator_command(
     from fedmq.wire.transports.registry import check_uri  # noqa: PLC0415
 
     check_uri(connect, "--connect")
-    run = resolved_file(file, settings, seed, by_hand=True)
+    run = resolved_file(file, settings, seed, manual=True)
     out_dir = out_dir or Path("runs") / f"{run.scenario.name}-evaluator"
     arguments = EvaluatorArguments(run, connect, keys, out_dir, device)
-    run_evaluator(arguments, progress=_say)
+    run_evaluator(arguments, progress=_print_progress)
 
 
-_say = partial(print, file=sys.stderr, flush=True)
+_print_progress = partial(print, file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""What may stand in a scenario, for readers: every key with its values, default and meaning, out of the code itself."""
+"""Reference of scenario keys, derived from the code: name, values, default and meaning."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fedmq.config.parts import Part
 from fedmq.config.scenario import Objective, ProtocolChoice, Scenario
 from fedmq.models.objectives import CommonSpacePlan, ObjectiveKind
 
-#: Stands where there is no default: the key must be given.
+#: Stands in for the default of a key that must be given.
 REQUIRED = "required"
 _TYPES = {"integer": "integer", "number": "number", "string": "text", "boolean": "true, false", "null": "null"}
 _BOUNDS = {"minimum": "≥ {}", "exclusiveMinimum": "> {}", "maximum": "≤ {}", "exclusiveMaximum": "< {}"}
-#: Upper bounds of whole numbers from here on only keep them from overflowing.
+#: Larger upper bounds only prevent overflow and are not shown.
 _VAST = 10**9
 
 
 @dataclass(frozen=True)
 class Key:
-    """One thing that may be set.
+    """A scenario key or an option.
 
     Args:
-        name: as it is written.
-        values: what it may be.
-        default: as YAML writes it, or :data:`REQUIRED`.
-        meaning: what it does.
+        name: name of the key.
+        values: allowed values, in words.
+        default: the default in YAML, or :data:`REQUIRED`.
+        meaning: description.
     """
 
     name: str
@@ -45,54 +45,54 @@ class Key:
 
 
 def options(schema: type[Any]) -> tuple[Key, ...]:
-    """The options of a method or base loss, which its dataclass's docstring explains.
+    """The options of a method or base loss, described by its dataclass's docstring.
 
     Args:
-        schema: a dataclass; what it inherits is explained where it comes from.
+        schema: the dataclass; docstrings of its bases describe inherited options.
     """
-    said: dict[str, str] = {}
+    meanings: dict[str, str] = {}
     for kind in reversed([each for each in inspect.getmro(schema) if dataclasses.is_dataclass(each)]):
-        told = docstring_parser.parse(inspect.cleandoc(kind.__doc__ or ""), docstring_parser.DocstringStyle.GOOGLE)
-        said |= {each.arg_name: _plain(each.description or "") for each in told.params}
+        docstring = docstring_parser.parse(inspect.cleandoc(kind.__doc__ or ""), docstring_parser.DocstringStyle.GOOGLE)
+        meanings |= {each.arg_name: _plain(each.description or "") for each in docstring.params}
     hints = get_type_hints(schema)
     return tuple(
         Key(
             field.name,
             _values(TypeAdapter(hints[field.name]).json_schema()),
             _written(field.default),
-            said.get(field.name, ""),
+            meanings.get(field.name, ""),
         )
         for field in dataclasses.fields(schema)
     )
 
 
 def loss(kind: ObjectiveKind) -> tuple[Key, ...]:
-    """What may be set of a base loss: the sizes of its network if it has one of its own, then its own options."""
-    own, plan = options(kind.options), kind.network(kind.options())
+    """Keys of a base loss: the sizes of its network, if it has a separate one, then its options."""
+    keys, plan = options(kind.options), kind.network(kind.options())
     if plan is None:
-        return own
+        return keys
     if isinstance(plan, CommonSpacePlan):
         code, hidden, image = "width of the common space.", str(plan.hidden), True
     else:
-        code, hidden, image = "length of a code.", ", ".join(map(str, plan.text)), bool(plan.image)
-    before = "width of the layer before it" + ("." if image else ", which the text tower alone has.")
-    return Key("bits", "integer ≥ 1", str(plan.bits), code), Key("hidden", "integer ≥ 1", hidden, before), *own
+        code, hidden, image = "code length.", ", ".join(map(str, plan.text)), bool(plan.image)
+    before = "width of the layer before it" + ("." if image else ", which only the text tower has.")
+    return Key("bits", "integer ≥ 1", str(plan.bits), code), Key("hidden", "integer ≥ 1", hidden, before), *keys
 
 
 def parts() -> dict[str, tuple[str, tuple[Key, ...]]]:
-    """A scenario's keys: title of a part -> what it is for, and its keys by their full names, ``training.betas``."""
-    top, found = [], dict[str, tuple[str, tuple[Key, ...]]]()
+    """Sections of a scenario by title: the purpose, and keys with full names such as ``training.betas``."""
+    top, sections = [], dict[str, tuple[str, tuple[Key, ...]]]()
     for name, field in Scenario.model_fields.items():
         below = _part(field.annotation)
         if below is None or name == "faults":
             top.append(_key(Scenario, name, ""))
         else:
-            found[name] = _purpose(below), tuple(_flat(below, f"{name}."))
-    return {"": (_purpose(Scenario), tuple(top)), **found}
+            sections[name] = _purpose(below), tuple(_flat(below, f"{name}."))
+    return {"": (_purpose(Scenario), tuple(top)), **sections}
 
 
 def faults() -> dict[str, tuple[str, tuple[Key, ...]]]:
-    """The faults by their ``kind``: what each does, and its keys."""
+    """Faults by ``kind``: description and keys."""
     return {
         kind: (_purpose(each), tuple(_key(each, name, "") for name in each.model_fields if name != "kind"))
         for kind, each in FAULTS.items()
@@ -100,17 +100,17 @@ def faults() -> dict[str, tuple[str, tuple[Key, ...]]]:
 
 
 def _purpose(kind: type[Any]) -> str:
-    """The first paragraph of a class's docstring, without the markup of Python's own references."""
+    """First paragraph of a class's docstring, without Sphinx roles."""
     return _plain(inspect.cleandoc(kind.__doc__ or "").partition("\n\n")[0])
 
 
 def _plain(text: str) -> str:
-    """A docstring's text on one line, names in it marked as Markdown does."""
+    """A docstring's text on one line, with names as Markdown code."""
     return " ".join(re.sub(r":(?:mod|class|func|meth|data):`~?([^`]*)`", r"`\1`", text).replace("``", "`").split())
 
 
 def _part(annotation: Any) -> type[BaseModel] | None:
-    """The part that a field holds, be it optional; None if it holds a value, a list or a mapping."""
+    """The section that a field holds, possibly optional; None if it holds a value, a list or a mapping."""
     kinds = [each for each in (annotation, *get_args(annotation)) if isinstance(each, type)]
     if get_origin(annotation) in (dict, tuple, list):
         return None
@@ -118,7 +118,7 @@ def _part(annotation: Any) -> type[BaseModel] | None:
 
 
 def _flat(model: type[BaseModel], prefix: str) -> Iterator[Key]:
-    """All keys below a part; of a mapping to parts, such as device classes, by a name that stands for any."""
+    """All keys below a section; keys of a mapping, such as device classes, are listed under ``NAME``."""
     for name, field in model.model_fields.items():
         below = _part(field.annotation)
         if below is not None:
@@ -127,8 +127,8 @@ def _flat(model: type[BaseModel], prefix: str) -> Iterator[Key]:
         yield _key(model, name, prefix)
         if get_origin(field.annotation) is dict:
             for each in get_args(field.annotation)[1:]:
-                if (own := _part(each)) is not None:
-                    yield from _flat(own, f"{prefix}{name}.NAME.")
+                if (section := _part(each)) is not None:
+                    yield from _flat(section, f"{prefix}{name}.NAME.")
 
 
 def _key(model: type[BaseModel], name: str, prefix: str) -> Key:
@@ -140,14 +140,14 @@ def _key(model: type[BaseModel], name: str, prefix: str) -> Key:
 
 
 def _written(value: Any) -> str:
-    """A default as a scenario would say it."""
+    """A default as written in a scenario."""
     if isinstance(value, Path):
         return str(value)
     return json.dumps(list(value) if isinstance(value, tuple | frozenset) else value, ensure_ascii=False).strip('"')
 
 
 def _values(schema: Mapping[str, Any], defs: Mapping[str, Any] | None = None) -> str:
-    """What a JSON schema allows, in words."""
+    """Values that a JSON schema allows, in words."""
     defs = defs or {}
     if "$ref" in schema:
         return _values(defs[schema["$ref"].rpartition("/")[2]], defs)
@@ -170,8 +170,8 @@ def _values(schema: Mapping[str, Any], defs: Mapping[str, Any] | None = None) ->
         case "string" if schema.get("format") == "path":
             return "path"
         case kind:
-            told = {bound: schema[bound] for bound in _BOUNDS if bound in schema and schema[bound] < _VAST}
-            if "exclusiveMinimum" in told:
-                told.pop("minimum", None)
-            bounds = [_BOUNDS[bound].format(f"{value:g}") for bound, value in told.items()]
+            limits = {bound: schema[bound] for bound in _BOUNDS if bound in schema and schema[bound] < _VAST}
+            if "exclusiveMinimum" in limits:
+                limits.pop("minimum", None)
+            bounds = [_BOUNDS[bound].format(f"{value:g}") for bound, value in limits.items()]
             return " ".join([_TYPES.get(str(kind), "anything"), " and ".join(bounds)]).strip()

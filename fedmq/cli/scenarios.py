@@ -1,4 +1,4 @@
-"""Scenarios as commands get them: resolved once, with the methods, objectives and data sets there are."""
+"""Scenarios of commands: read, and resolved with the known methods, objectives and data sets."""
 
 from __future__ import annotations
 
@@ -15,40 +15,40 @@ if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
 
 
-def resolved(source: Source, *, by_hand: bool = False, adopt: bool = True) -> ResolvedRun:
-    """A run with every default written out, the method's options included.
+def resolved(source: Source, *, manual: bool = False, adopt: bool = True) -> ResolvedRun:
+    """A run with all defaults filled in, including the method's options.
 
-    Its paths are absolute, so that a resume or a search finds them from any folder. Where the programs are started by
-    hand, those of weights stay as they are written: the programs, each on its own machine, must agree on them.
+    Paths become absolute, so that a resume or a search finds them from any folder. With manually launched programs,
+    paths of weights stay as written: the programs run on several machines and must agree on them.
 
     Args:
         source: from ``fedmq.config.resolve.read``.
-        by_hand: the programs are started by hand.
-        adopt: Python files that the scenario names may be executed; False for a run folder that is only read.
+        manual: the programs are launched manually.
+        adopt: allow to execute Python files that the scenario names; False for a run folder that is only read.
     """
-    import protocols  # noqa: PLC0415 - all of them bring torch
+    import protocols  # noqa: PLC0415 - imports torch
     from fedmq.config.resolve import resolve  # noqa: PLC0415
 
-    return resolve(source, protocols, weights=not by_hand, adopt=adopt)
+    return resolve(source, protocols, weights=not manual, adopt=adopt)
 
 
 def resolved_file(
-    file: Path, settings: list[str] | None = None, seed: int | None = None, *, by_hand: bool = False, adopt: bool = True
+    file: Path, settings: list[str] | None = None, seed: int | None = None, *, manual: bool = False, adopt: bool = True
 ) -> ResolvedRun:
-    """As :func:`resolved`, of a file with settings and a seed over it."""
+    """Like :func:`resolved`, for a file with settings and a seed."""
     from fedmq.config.resolve import read  # noqa: PLC0415
 
-    return resolved(read(file, settings or (), seed), by_hand=by_hand, adopt=adopt)
+    return resolved(read(file, settings or (), seed), manual=manual, adopt=adopt)
 
 
 def again(scenario: Scenario) -> ResolvedRun:
-    """The run of a scenario that was resolved before, and perhaps changed."""
+    """The run of a scenario that has been resolved, and possibly changed since."""
     from fedmq.config.resolve import Source  # noqa: PLC0415
 
     return resolved(Source(Path(f"{scenario.name}.yaml"), scenario), adopt=False)
 
 
 def warn(runs: Iterable[ResolvedRun]) -> None:
-    """Say which settings of the runs have no effect."""
+    """Print which settings of the runs have no effect."""
     for line in dict.fromkeys(line for run in runs for line in run.warnings):
         err.print(f"[yellow]warning[/yellow] {escape(line)}", highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""``fedmq search``, ``export``, ``curves`` and ``tsne``: what released models make of a gallery and find there."""
+"""``fedmq search``, ``export``, ``curves`` and ``tsne``: retrieval and evaluation with released models."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ if TYPE_CHECKING:
     from fedmq.retrieval.released_model import Release
     from fedmq.runs.selection import Runs
 
-#: Opens a run: its folder, the device, whose own model to use, and what is told while data are prepared.
+#: Opens a released model by run folder, device, silo of a personal model, and progress function.
 Opened = Callable[[Path, str | None, str | None, Callable[[str, int, int], None]], "Release"]
 
-Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="What to look for.", show_default=False)]
+Text = Annotated[str | None, typer.Argument(metavar="[TEXT]", help="Text to search for.", show_default=False)]
 Chosen = Annotated[
     Path | None,
     typer.Option(
         "--gallery",
         metavar="FILE|DIR",
-        help="A scenario whose data set is searched, or a folder of pictures; the run's own data set by default.",
+        help="Gallery: a scenario with its data set, or a folder of pictures; by default the run's data set.",
     ),
 ]
 Finished = Annotated[
     list[Path],
     typer.Argument(
-        metavar="RUN...", help="Folders of finished runs, or of comparisons for all of their rows.", show_default=False
+        metavar="RUN...", help="Folders of finished runs, or of comparisons, for all their rows.", show_default=False
     ),
 ]
 OwnModel = Annotated[
@@ -48,21 +48,21 @@ OwnModel = Annotated[
     typer.Option(
         "--silo",
         metavar="NAME",
-        help="Use this silo's own model, of methods whose silos keep one; the shared model by default.",
+        help="Use this silo's personal model, for methods that have them; by default the shared model.",
         show_default=False,
     ),
 ]
 
 
 class Side(StrEnum):
-    """Of an item."""
+    """Modality of an item."""
 
     IMAGE = "image"
     TEXT = "text"
 
 
 class Among(StrEnum):
-    """What is looked through."""
+    """What is searched."""
 
     IMAGES = "images"
     CAPTIONS = "captions"
@@ -75,33 +75,33 @@ def add_search(app: typer.Typer, bar: Bar, opened: Opened) -> None:
     def search_command(
         run: Run,
         text: Text = None,
-        image: Annotated[Path | None, typer.Option("--image", metavar="FILE", help="A picture to look for.")] = None,
+        image: Annotated[Path | None, typer.Option("--image", metavar="FILE", help="Picture to search for.")] = None,
         item: Annotated[
-            str | None, typer.Option("--item", metavar="KEY", help="An item of the gallery to look for.")
+            str | None, typer.Option("--item", metavar="KEY", help="Item of the gallery to search for.")
         ] = None,
         side: Annotated[
-            Side | None, typer.Option("--side", help="Which side of --item is the query; its image by default.")
+            Side | None, typer.Option("--side", help="Side of --item that is the query; by default its image.")
         ] = None,
         among: Annotated[
             Among | None,
-            typer.Option("--among", help="What to look through; by default what the query is not, image or text."),
+            typer.Option("--among", help="What to search; by default the other modality than the query's."),
         ] = None,
-        top: Annotated[int, typer.Option("--top", min=1, help="How many items.")] = 10,
+        top: Annotated[int, typer.Option("--top", min=1, help="Number of results.")] = 10,
         chosen: Chosen = None,
         silo: OwnModel = None,
         device: Device = None,
         as_json: AsJson = False,
     ) -> None:
-        """Search a gallery with a run's released model: images by a text, captions by a picture.
+        """Search a gallery with a run's released model: images by text, captions by picture.
 
-        The first search encodes the gallery and keeps it under RUN/model/gallery; see [bold]fedmq export[/bold].
+        The first search encodes the gallery and keeps it in RUN/model/gallery; see [bold]fedmq export[/bold].
 
         Example: [bold]fedmq search runs/smoke-20260101-120000 "a dog in the snow"[/bold]
 
         Example: [bold]fedmq search runs/fedper-20260101-120000 "a dog in the snow" --silo silo-03[/bold]
         """
         from fedmq.data.raw_set import whole  # noqa: PLC0415
-        from fedmq.retrieval import search  # noqa: PLC0415 - brings torch, which --help does without
+        from fedmq.retrieval import search  # noqa: PLC0415 - imports torch, which --help does not need
 
         for name, given in (("TEXT", text), ("--item", item)):
             whole(given or "", f"search: {name}")
@@ -150,7 +150,7 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         if as_json:
             print(json.dumps({"folder": str(gallery.folder), "files": files, **facts}))
             return
-        size = f"codes of {facts['bits']} bits" if gallery.binary else f"embeddings of {facts['dim']} numbers"
+        size = f"codes of {facts['bits']} bits" if gallery.binary else f"embeddings of dimension {facts['dim']}"
         Console().print(
             f"{gallery.folder}: {facts['items']} images, {facts['captions']} captions, {size}\n{', '.join(files)}",
             highlight=False,
@@ -159,19 +159,19 @@ def add_export(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         )
 
 
-def _models(asked: Sequence[Runs], opened: Callable[[Path], Release]) -> list[tuple[str, list[Release]]]:
-    """The models under each name; of a comparison, rows without such a model are left out, and said to be."""
-    found: list[tuple[str, list[Release]]] = []
-    for each in asked:
+def _models(rows: Sequence[Runs], opened: Callable[[Path], Release]) -> list[tuple[str, list[Release]]]:
+    """The models of each row; rows of a comparison without such a model are left out, with a message."""
+    models: list[tuple[str, list[Release]]] = []
+    for each in rows:
         try:
-            found.append((each.name, [opened(run) for run in each.folders]))
+            models.append((each.name, [opened(run) for run in each.folders]))
         except InputError as error:
-            if each.comparison is None or (each is asked[-1] and not found):
+            if each.comparison is None or (each is rows[-1] and not models):
                 raise
             Console(stderr=True).print(
                 f"[yellow]left out[/yellow] {escape(each.name)}: {escape(str(error))}", highlight=False, soft_wrap=True
             )
-    return found
+    return models
 
 
 def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
@@ -181,19 +181,22 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
     def curves_command(
         runs: Finished,
         out_dir: Annotated[
-            Path | None, typer.Option("--out", metavar="DIR", help="Where to; curves/ of the first folder by default.")
+            Path | None,
+            typer.Option(
+                "--out", metavar="DIR", help="Folder for the results; by default curves/ in the first folder."
+            ),
         ] = None,
         top: Annotated[
-            str, typer.Option("--top", metavar="N,N,...", help="Cut-offs of precision and recall among the first N.")
+            str, typer.Option("--top", metavar="N,N,...", help="Cut-offs N of precision and recall at N.")
         ] = "1,5,10,20,50,100,200,500,1000",
         silo: OwnModel = None,
         device: Device = None,
         as_json: AsJson = False,
     ) -> None:
-        """Precision and recall of released models: along the list, within each Hamming radius, among the first N.
+        """Precision and recall of released models: over the ranking, by Hamming radius, and at N.
 
-        Writes curves.csv and curves.html, with all the runs in one plot of each kind; of a comparison's rows the means
-        over seeds.
+        Writes curves.csv and curves.html, with all runs in one plot of each kind; for the rows of a comparison, the
+        means over seeds.
 
         Example: [bold]fedmq curves runs/fedhap-20260101-120000 runs/fedavg-20260101-120500[/bold]
 
@@ -201,18 +204,18 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
 
         Example: [bold]fedmq curves runs/compare-fedavg-fedhap-0123456789ab[/bold]
         """
-        from fedmq.retrieval import pr_curves  # noqa: PLC0415 - brings torch, which --help does without
-        from fedmq.runs import selection  # noqa: PLC0415 - brings torch, which --help does without
+        from fedmq.retrieval import pr_curves  # noqa: PLC0415 - imports torch, which --help does not need
+        from fedmq.runs import selection  # noqa: PLC0415 - imports torch, which --help does not need
         from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
         cutoffs = pr_curves.parse_cutoffs(top)
         show = bar()
-        # All of them, before any is measured.
-        asked = _models(selection.named(runs, silo), lambda run: opened(run, device, silo, show))
+        # Opens all models before the first is evaluated, so that errors come first.
+        models = _models(selection.named(runs, silo), lambda run: opened(run, device, silo, show))
         folder = make_folder(out_dir or runs[0] / "curves")
-        total, measured = sum(len(releases) for _, releases in asked), itertools.count(1)
+        total, measured = sum(len(releases) for _, releases in models), itertools.count(1)
         found = []
-        for name, releases in asked:
+        for name, releases in models:
             each = []
             for release in releases:
                 each.append(pr_curves.measured(release, cutoffs, show))
@@ -241,36 +244,41 @@ def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
     def tsne_command(
         runs: Finished,
         out_dir: Annotated[
-            Path | None, typer.Option("--out", metavar="DIR", help="Where to; tsne/ of the first folder by default.")
+            Path | None,
+            typer.Option("--out", metavar="DIR", help="Folder for the results; by default tsne/ in the first folder."),
         ] = None,
-        items: Annotated[int, typer.Option("--items", min=1, help="How many at most, drawn by the run's seed.")] = 1000,
-        classes: Annotated[int, typer.Option("--classes", min=1, help="How many of the commonest.")] = 10,
-        side: Annotated[Side | None, typer.Option("--side", help="Images or texts alone; both by default.")] = None,
+        items: Annotated[
+            int, typer.Option("--items", min=1, help="Maximum number of items, sampled by the run's seed.")
+        ] = 1000,
+        classes: Annotated[
+            int, typer.Option("--classes", min=1, help="Number of classes, the most frequent ones.")
+        ] = 10,
+        side: Annotated[Side | None, typer.Option("--side", help="Only images or only texts; by default both.")] = None,
         silo: OwnModel = None,
         device: Device = None,
         as_json: AsJson = False,
     ) -> None:
-        """Codes and embeddings of released models in the plane (t-SNE), coloured by class.
+        """Plot codes or embeddings of released models in the plane (t-SNE), coloured by class.
 
-        Writes tsne.csv and tsne.html, a picture for each model: the evaluated items' images and first captions. Of a
-        comparison's rows it is their first run that is shown.
+        Writes tsne.csv and tsne.html with a plot per model of the evaluated items' images and first captions. Rows of a
+        comparison are shown by their first run.
 
         Example: [bold]fedmq tsne runs/fedhap-20260101-120000 runs/fedavg-20260101-120500 --classes 6[/bold]
         """
         from fedmq.encoders.base import MODALITIES  # noqa: PLC0415
-        from fedmq.retrieval import tsne  # noqa: PLC0415 - brings torch, which --help does without
-        from fedmq.runs import selection  # noqa: PLC0415 - brings torch, which --help does without
+        from fedmq.retrieval import tsne  # noqa: PLC0415 - imports torch, which --help does not need
+        from fedmq.runs import selection  # noqa: PLC0415 - imports torch, which --help does not need
         from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
         show, planes = bar(), []
         first = [replace(each, folders=each.folders[:1]) for each in selection.named(runs, silo)]
-        asked = _models(first, lambda run: opened(run, device, silo, show))
+        models = _models(first, lambda run: opened(run, device, silo, show))
         folder = make_folder(out_dir or runs[0] / "tsne")
         sides = [each for each in MODALITIES if side in (None, each)]
-        for done, (name, (release,)) in enumerate(asked):
-            show("models placed", done, len(asked))
+        for done, (name, (release,)) in enumerate(models):
+            show("models placed", done, len(models))
             planes.append(tsne.placed(name, release, items=items, classes=classes, sides=sides, progress=show))
-        show("models placed", len(asked), len(asked))
+        show("models placed", len(models), len(models))
         write_text(folder / "tsne.csv", tsne.table(planes))
         write_text(folder / "tsne.html", tsne.page(planes))
         if as_json:

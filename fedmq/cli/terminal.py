@@ -1,4 +1,4 @@
-"""What a run looks like in a terminal: progress while it runs, tables when it is over."""
+"""Terminal output of a run: progress while it runs, tables of its results."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from fedmq.text import printable
 from fedmq.wire.messages import EVALUATOR
 
 _PLAIN_SECONDS = 10.0
-#: Until it is told whom a run waits for, and then that it waits for others [s].
+#: Time until the display names the processes that a run waits for, and until it names others [s].
 _GATHERING_SECONDS = 2.0
-#: Silos that are named one by one.
+#: Most names listed individually.
 _MANY = 5
-_SHOWN = 160  # characters of a refusal
+#: Most characters shown of a refusal.
+_SHOWN = 160
 
 
 def _bytes(number: float) -> str:
@@ -46,15 +47,15 @@ def _left(status: Status, first: tuple[int, float] | None) -> str:
 
 
 def name_some(names: Sequence[str]) -> str:
-    """``silo-02, silo-03 and the evaluator``; of many the first few and how many more."""
-    told = ["the evaluator" if name == EVALUATOR else name for name in names]
-    if len(told) > _MANY:
-        return f"{', '.join(told[:_MANY])} and {len(told) - _MANY} more"
-    return " and ".join(filter(None, [", ".join(told[:-1]), *told[-1:]]))
+    """``silo-02, silo-03 and the evaluator``; of many names the first few and the number of the others."""
+    shown_names = ["the evaluator" if name == EVALUATOR else name for name in names]
+    if len(shown_names) > _MANY:
+        return f"{', '.join(shown_names[:_MANY])} and {len(shown_names) - _MANY} more"
+    return " and ".join(filter(None, [", ".join(shown_names[:-1]), *shown_names[-1:]]))
 
 
 def _refused(status: Status) -> str:
-    """How many messages and why, and what of the last one: whoever starts silos by hand learns it here first."""
+    """Refused messages by reason, and the last refusal in detail, for users who launch silos manually."""
     reasons, last = status.refused
     counts = ", ".join(f"{count} {reason}" for reason, count in sorted(reasons.items()))
     last = printable(last)
@@ -77,13 +78,13 @@ def _line(status: Status, left: str) -> str:
 
 
 def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = ()) -> Table:
-    """How a run stands, for a terminal that is kept up to date.
+    """Status of a run, for a live display.
 
     Args:
-        status: as the coordinator tells it.
-        left: the time left, as shown.
-        title: of the run.
-        own: entries of the user's own metrics.
+        status: as reported by the coordinator.
+        left: time left, formatted.
+        title: title of the run.
+        own: user-defined metrics.
     """
     table = Table.grid(padding=(0, 2))
     table.add_row(
@@ -98,7 +99,7 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
         for metric in shown(status.metrics, own)
         if metric.way in ("", "mean")
     )
-    table.add_row("metrics", measured or "not measured yet", _bytes(status.bytes))
+    table.add_row("metrics", measured or "not evaluated yet", _bytes(status.bytes))
     if status.phase == "gathering" and status.missing:
         table.add_row("waiting for", name_some(status.missing))
     if any(status.refused):
@@ -108,11 +109,11 @@ def status_table(status: Status, left: str, title: str, own: Sequence[Metric] = 
 
 @contextmanager
 def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Callable[[Status], None]]:
-    """A live display; gives the function to tell it how things stand.
+    """A live display; yields the function that updates it.
 
     Args:
         scenario: for the title.
-        console: where to show it; plain lines every ten seconds if it is no terminal.
+        console: where to show it; if it is not a terminal, plain lines every ten seconds.
         quiet: show nothing.
     """
     if quiet:
@@ -124,17 +125,17 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
     first: list[tuple[int, float]] = []
     if not console.is_terminal or console.is_dumb_terminal:
         console.print(title, highlight=False)
-        told, ended = [0.0], list[bool]()
-        waited: list[tuple[str, ...]] = [()]  # for whom, as told last
+        printed_at, ended = [0.0], list[bool]()
+        waited: list[tuple[str, ...]] = [()]  # missing processes that were printed last
 
         def plain(status: Status) -> None:
             if not first and status.phase != "gathering":
                 first.append((status.round, status.elapsed))
-                told[0] = -_PLAIN_SECONDS  # all are here: that is told at once
+                printed_at[0] = -_PLAIN_SECONDS  # all have joined: print it immediately
             last = status.round == status.rounds and not ended
             others = status.phase == "gathering" and status.missing != waited[0]
-            if status.elapsed - told[0] >= (_GATHERING_SECONDS if others else _PLAIN_SECONDS) or last:
-                told[0], waited[0] = status.elapsed, status.missing
+            if status.elapsed - printed_at[0] >= (_GATHERING_SECONDS if others else _PLAIN_SECONDS) or last:
+                printed_at[0], waited[0] = status.elapsed, status.missing
                 if last:
                     ended.append(True)
                 line = _line(status, _left(status, first[0] if first else None))
@@ -154,7 +155,7 @@ def display(scenario: Scenario, console: Console, *, quiet: bool) -> Iterator[Ca
 
 
 def _results(models: Sequence[tuple[str, Mapping[str, float]]], own: Sequence[Metric], title: str) -> Table:
-    """Metrics by way of retrieval: a row for each way and model, a column for each metric."""
+    """Table of metrics: a row per direction of retrieval and model, a column per metric."""
     columns: dict[str, dict[str, str]] = {}
     for metric in shown(models[0][1], own):
         if metric.way:
@@ -169,9 +170,9 @@ def _results(models: Sequence[tuple[str, Mapping[str, float]]], own: Sequence[Me
 
 
 def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> None:
-    """What a run came to, and where to look further."""
+    """Print a run's result, and the commands that show more."""
     own = tuple(summary.own_metrics.values())
-    models = [("", summary.metrics)] + ([("own models, ", summary.personal)] if summary.personal else [])
+    models = [("", summary.metrics)] + ([("personal models, ", summary.personal)] if summary.personal else [])
     console.print(_results(models, own, escape(f"{summary.scenario}: {summary.protocol}, seed {summary.seed}")))
     for metric in shown(summary.metrics, own):
         if not metric.way:
@@ -188,15 +189,15 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         f"time: {seconds.total:.1f} s ({seconds.startup:.1f} s until all silos were ready), "
         f"memory of all processes {summary.processes.peak_pss_mb:.0f} MB\n"
         f"model digest {summary.model_digest}\n"
-        f"run folder {folder.root}: report.html to look at"
-        + (f", fedmq audit {folder.root} to check the message logs" if summary.messages.logged else ""),
+        f"run folder {folder.root}: open report.html"
+        + (f", or check the message logs with fedmq audit {folder.root}" if summary.messages.logged else ""),
         highlight=False,
         markup=False,
         soft_wrap=True,
     )
     for silo, why in summary.personal_missing.items():
         console.print(
-            f"{silo}: its own model was not measured, and counts in no mean over silos: {printable(why)}",
+            f"{silo}: its personal model was not evaluated and is missing from means over silos: {printable(why)}",
             style="yellow",
             highlight=False,
             markup=False,
@@ -204,8 +205,8 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
         )
     if summary.unchanged:
         console.print(
-            "the model is the one the run began with, to the bit: no silo's update changed it. Silos that have nothing "
-            "to train on send zeros; `loss` in metrics.jsonl says whether any of them trained",
+            "the model is identical to the initial model: no silo's update changed it. Silos without training data "
+            "send zeros; see `loss` in metrics.jsonl for whether any silo trained",
             style="yellow",
             highlight=False,
             soft_wrap=True,
@@ -213,40 +214,38 @@ def print_summary(summary: RunSummary, folder: RunFolder, console: Console) -> N
 
 
 def print_audit(audit: Audit, console: Console) -> None:
-    """What the logs show."""
+    """Print the result of an audit."""
     whose = Column("process", no_wrap=True)
-    table = Table(whose, "records", "bytes of frames sent", "payloads that left it [bytes]", "refused")
+    table = Table(whose, "records", "bytes of frames sent", "payloads sent [bytes]", "refused")
     for process in sorted(audit.records):
         left = ", ".join(f"{kind} {size:,}" for kind, size in sorted(audit.left.get(process, {}).items()))
         refused = ", ".join(f"{reason} {count}" for reason, count in sorted(audit.refused.get(process, {}).items()))
-        name, left, refused = (escape(printable(text)) for text in (process, left, refused))  # a log may say anything
+        name, left, refused = (
+            escape(printable(text)) for text in (process, left, refused)
+        )  # a log may contain anything
         table.add_row(name, f"{audit.records[process]:,}", f"{audit.frames[process]:,}", left or "-", refused or "-")
     console.print(table)
     if audit.undelivered:
         console.print(
-            f"{audit.undelivered} messages were sent and never taken: refused, or under way when a process ended",
+            f"{audit.undelivered} messages were sent but not accepted: refused, or in transit when a process ended",
             highlight=False,
         )
     if audit.written:
         console.print(
-            f"{', '.join(map(printable, audit.written))}: being written now; "
-            "what is sent while logs are read, one after the other, may show as a difference",
+            f"{', '.join(map(printable, audit.written))}: still being written; "
+            "messages sent while the logs are read may appear as differences, so audit again after the run",
             style="yellow",
             highlight=False,
             markup=False,
         )
     if not audit.finished:
         console.print(
-            "no summary.json: the run has not finished, or its logs were brought alone; nothing is known of its end",
+            "no summary.json: the run has not finished, or only its logs were copied; its result was not checked",
             style="yellow",
             highlight=False,
         )
     for finding in audit.findings:
         place, what = escape(printable(finding.place)), escape(printable(finding.what))
         console.print(f"[red]{place}[/red]: {what}", highlight=False)
-    verdict = (
-        "the logs agree with themselves and with each other"
-        if not audit.findings
-        else f"{len(audit.findings)} differences"
-    )
+    verdict = "the logs are consistent" if not audit.findings else f"{len(audit.findings)} differences"
     console.print(verdict, style="green" if not audit.findings else "red", highlight=False)

@@ -1,1 +1,1 @@
-"""The scenario: its schema, its file, its faults, and the digest that names a run."""
+"""Scenarios: schema, files, faults, registries, and the id of a run."""

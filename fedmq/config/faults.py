@@ -1,7 +1,7 @@
-"""Scripted faults: one class per fault. ``faults:`` in a scenario is a list of them.
+"""Schema of scripted faults: one class per kind. ``faults:`` in a scenario is a list of them.
 
-docs/reference/faults.md shows each. A fault says where (``silos``, ``share``), when (``rounds``, ``time``,
-``probability``) and what. What it does is in :mod:`fedmq.federation.fault_effects`.
+docs/reference/faults.md has an example of each. A fault defines where (``silos``, ``share``), when (``rounds``,
+``time``, ``probability``) and what happens; :mod:`fedmq.federation.fault_effects` implements its effect.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from fedmq.config.parts import Count, Fraction, Modality, Name, NonNegative, Par
 Group = Literal["all", "image_only", "text_only", "paired"]
 Window = tuple[float, float]
 _RANGE = re.compile(r"(\d+)-(\d*)")
-_NOTICED = Field(4.0, gt=0.0, description="until the coordinator notices, two heartbeats by default [s]")
+_NOTICED = Field(4.0, gt=0.0, description="time until the coordinator notices, by default two heartbeats [s]")
 
 
 class Fault(Part):
-    """Where and when; every condition must hold."""
+    """Where and when a fault applies; all conditions must hold."""
 
-    silos: Group | tuple[Name, ...] = Field("all", description="a group by modality, or silos by name")
-    share: Fraction = Field(1.0, gt=0.0, description="share of those silos, drawn from the seed, at least one")
+    silos: Group | tuple[Name, ...] = Field("all", description="silos, as a group by modality or by name")
+    share: Fraction = Field(1.0, gt=0.0, description="fraction of those silos, drawn by the seed, at least one")
     rounds: tuple[Annotated[int, Field(ge=0)], ...] | str | None = Field(
-        None, description="rounds (version a task stands on): a list, or a range like 3-7 or 3-; null means all"
+        None, description="rounds (base version of a task): a list, or a range like 3-7 or 3-; null: all"
     )
 
     @field_validator("rounds")
@@ -41,7 +41,7 @@ class Fault(Part):
 
     @property
     def turns(self) -> frozenset[int]:
-        """Rounds at which the fault may go on or off."""
+        """Rounds at which the fault may start or end."""
         if self.rounds is None:
             return frozenset({0})
         if isinstance(self.rounds, str):
@@ -50,7 +50,7 @@ class Fault(Part):
         return frozenset(turn for round_ in self.rounds for turn in (round_, round_ + 1))
 
     def in_rounds(self, round_: int) -> bool:
-        """Whether the fault is on in a round."""
+        """Whether the fault applies in a round."""
         if self.rounds is None:
             return True
         if isinstance(self.rounds, str):
@@ -60,12 +60,12 @@ class Fault(Part):
 
 
 class TaskFault(Fault):
-    """Strikes single tasks."""
+    """A fault of single tasks."""
 
     time: tuple[NonNegative, Annotated[float, Field(gt=0.0)]] | None = Field(
-        None, description="from and to on the run's clock [s]: when the task was handed out"
+        None, description="from and to on the run's clock [s]: when the task was sent"
     )
-    probability: Fraction = Field(1.0, gt=0.0, description="per task")
+    probability: Fraction = Field(1.0, gt=0.0, description="probability per task")
 
     @model_validator(mode="after")
     def _forward(self) -> TaskFault:
@@ -74,33 +74,33 @@ class TaskFault(Fault):
         return self
 
     def in_time(self, at: float) -> bool:
-        """Whether the fault is on at a time [s]."""
+        """Whether the fault applies at a time [s]."""
         return self.time is None or self.time[0] <= at < self.time[1]
 
 
 # ------------------------------------------------------------------------------------------------ links and processes
 class Late(TaskFault):
-    """A reply comes later."""
+    """A reply is delayed."""
 
     kind: Literal["late"] = "late"
     seconds: Positive = Field(description="delay [s]")
 
 
 class Drop(TaskFault):
-    """A reply is lost on the way."""
+    """A reply is lost."""
 
     kind: Literal["drop"] = "drop"
     again: Positive | None = Field(
-        None, description="seconds after which the task is handed out again; null gives it up"
+        None, description="time after which the task is sent again [s]; null: it is given up"
     )
 
 
 class Leave(TaskFault):
-    """A silo leaves and rejoins with its personal state: in ``time``, in ``rounds``, or again and again (``every``)."""
+    """A silo leaves and rejoins with its personal state: in ``time``, in ``rounds``, or periodically (``every``)."""
 
     kind: Literal["leave"] = "leave"
     every: Positive | None = Field(
-        None, description="seconds from one absence to the next; each silo has its own phase"
+        None, description="time from one absence to the next [s]; each silo has its own phase"
     )
     away: Positive | None = Field(None, description="length of an absence [s]; needs every")
     noticed: float = _NOTICED
@@ -114,12 +114,12 @@ class Leave(TaskFault):
         return self
 
     def in_time(self, _at: float) -> bool:
-        """Always: whether the fault strikes depends on the whole task, not on its start."""
+        """Always true: whether the fault applies depends on the whole task, not on its start."""
         return True
 
 
 class Split(TaskFault):
-    """The network is split: these silos cannot be reached for a while, nor can they reach the coordinator."""
+    """The network is partitioned: for a while, these silos and the coordinator cannot reach each other."""
 
     kind: Literal["split"] = "split"
     noticed: float = _NOTICED
@@ -131,23 +131,23 @@ class Split(TaskFault):
         return self
 
     def in_time(self, _at: float) -> bool:
-        """Always: whether the fault strikes depends on the whole task, not on its start."""
+        """Always true: whether the fault applies depends on the whole task, not on its start."""
         return True
 
 
 class Crash(TaskFault):
-    """The silo's process is killed (SIGKILL) at its task and started again."""
+    """The silo's process is killed (SIGKILL) during a task and restarted."""
 
     kind: Literal["crash"] = "crash"
-    restart: Positive = Field(10.0, description="until it is up again [s]; the task is then done from the start")
+    restart: Positive = Field(10.0, description="time until it is up again [s]; the task then starts over")
 
 
 class Freeze(TaskFault):
-    """The silo's process stands still (SIGSTOP) and goes on (SIGCONT)."""
+    """The silo's process is paused (SIGSTOP) and continued (SIGCONT)."""
 
     kind: Literal["freeze"] = "freeze"
-    seconds: Positive = Field(description="on the run's clock [s]")
-    beats: Positive = Field(3.0, description="real heartbeats it stands still for")
+    seconds: Positive = Field(description="length of the pause on the run's clock [s]")
+    beats: Positive = Field(3.0, description="real length of the pause [heartbeats]")
 
 
 class Duplicate(TaskFault):
@@ -157,26 +157,26 @@ class Duplicate(TaskFault):
 
 
 class Reorder(TaskFault):
-    """A reply's frames arrive after the message behind them; both are refused, and the task is handed out again."""
+    """A reply's frames arrive after the next message; both are refused, and the task is sent again."""
 
     kind: Literal["reorder"] = "reorder"
-    seconds: NonNegative = Field(4.0, description="until the reply is here after all [s]")
+    seconds: NonNegative = Field(4.0, description="delay until the reply is accepted [s]")
 
 
 class Corrupt(TaskFault):
-    """One bit of a reply's frames is flipped; it is refused, and the task is handed out again."""
+    """One bit of a reply's frames is flipped; the reply is refused, and the task is sent again."""
 
     kind: Literal["corrupt"] = "corrupt"
-    seconds: NonNegative = Field(4.0, description="until the reply is here after all [s]")
+    seconds: NonNegative = Field(4.0, description="delay until the reply is accepted [s]")
 
 
 # -------------------------------------------------------------------------------------------------- the coordinator
 class CoordinatorCrash(Part):
-    """The coordinator kills itself (SIGKILL) once and is started again from its last checkpoint."""
+    """The coordinator kills itself (SIGKILL) once and restarts from its last checkpoint."""
 
     kind: Literal["coordinator_crash"] = "coordinator_crash"
-    after_round: Count | None = Field(None, description="when so many merges are done")
-    after_event: Count | None = Field(None, description="after so many events of the run")
+    after_round: Count | None = Field(None, description="number of merges after which it crashes")
+    after_event: Count | None = Field(None, description="number of events after which it crashes")
 
     @model_validator(mode="after")
     def _one(self) -> CoordinatorCrash:
@@ -186,11 +186,11 @@ class CoordinatorCrash(Part):
 
 
 class DiskFull(Part):
-    """The disk refuses a checkpoint (ENOSPC)."""
+    """Writing a checkpoint fails because the disk is full (ENOSPC)."""
 
     kind: Literal["disk_full"] = "disk_full"
-    round: Count = Field(description="the merge whose checkpoint is refused")
-    times: Count = Field(1, description="how often in a row; from the third on the run stops and can be resumed")
+    round: Count = Field(description="merge whose checkpoint cannot be written")
+    times: Count = Field(1, description="consecutive failures; at the third the run stops, and it can be resumed")
 
 
 # ------------------------------------------------------------------------------------------------------------- data
@@ -198,50 +198,50 @@ class ModalityLost(Fault):
     """Silos lose a modality in ``rounds`` (``5-``: from round 5 on)."""
 
     kind: Literal["modality_lost"] = "modality_lost"
-    modality: Modality = Field(description="that they lose")
+    modality: Modality = Field(description="the modality that is lost")
 
 
 class ModalityGained(Fault):
-    """Silos get the modality they lack in ``rounds``."""
+    """Silos that lack a modality have it in ``rounds``."""
 
     kind: Literal["modality_gained"] = "modality_gained"
-    modality: Modality = Field(description="that they get")
+    modality: Modality = Field(description="the modality that is gained")
 
 
 class Drift(Fault):
-    """A silo's data changes in ``rounds``: a share of its samples gives way to samples drawn from everybody's."""
+    """A silo's data changes in ``rounds``: a fraction of its samples is replaced by samples drawn from all silos."""
 
     kind: Literal["drift"] = "drift"
-    amount: Fraction = Field(0.5, gt=0.0, description="share of the samples that change")
+    amount: Fraction = Field(0.5, gt=0.0, description="fraction of the samples that is replaced")
 
 
 class LabelNoise(Fault):
-    """Byzantine: in ``rounds`` captions and labels of a share of the samples are exchanged among each other."""
+    """Byzantine: in ``rounds``, captions and labels are permuted within a fraction of the samples."""
 
     kind: Literal["label_noise"] = "label_noise"
-    amount: Fraction = Field(0.5, gt=0.0, description="share of the samples")
+    amount: Fraction = Field(0.5, gt=0.0, description="fraction of the samples")
 
 
 # -------------------------------------------------------------------------------------------------- Byzantine silos
 class SignFlip(TaskFault):
-    """Byzantine: the update points the other way."""
+    """Byzantine: the sign of the update is flipped."""
 
     kind: Literal["sign_flip"] = "sign_flip"
-    scale: Positive = Field(1.0, description="and is so many times as long")
+    scale: Positive = Field(1.0, description="factor by which the update is also scaled")
 
 
 class Scaled(TaskFault):
-    """Byzantine: the update is far too long."""
+    """Byzantine: the update is scaled."""
 
     kind: Literal["scaled"] = "scaled"
-    factor: float = Field(10.0, allow_inf_nan=False, description="times as long")
+    factor: float = Field(10.0, allow_inf_nan=False, description="scale factor")
 
 
 class Noise(TaskFault):
-    """Byzantine: Gaussian noise on the update."""
+    """Byzantine: Gaussian noise is added to the update."""
 
     kind: Literal["noise"] = "noise"
-    factor: Positive = Field(10.0, description="standard deviation in root mean squares of the update")
+    factor: Positive = Field(10.0, description="standard deviation, in multiples of the update's root mean square")
 
 
 class NotANumber(TaskFault):
@@ -251,10 +251,10 @@ class NotANumber(TaskFault):
 
 
 class PrototypePoisoning(TaskFault):
-    """Byzantine: prototypes and centroids point the other way."""
+    """Byzantine: the signs of prototypes and centroids are flipped."""
 
     kind: Literal["prototype_poisoning"] = "prototype_poisoning"
-    scale: Positive = Field(1.0, description="and are so many times as long")
+    scale: Positive = Field(1.0, description="factor by which they are also scaled")
 
 
 Timed = Late | Drop | Leave | Split | Crash | Freeze | Duplicate | Reorder | Corrupt
@@ -263,7 +263,7 @@ Standing = ModalityLost | ModalityGained | Drift | LabelNoise
 OfCoordinator = CoordinatorCrash | DiskFull
 AnyFault = Annotated[Timed | Poison | Standing | OfCoordinator, Field(discriminator="kind")]
 
-#: Every fault by the ``kind`` that names it in a scenario.
+#: Fault classes by ``kind``.
 FAULTS: dict[str, type[Part]] = {
     each.model_fields["kind"].default: each
     for union in (Timed, Poison, Standing, OfCoordinator)
@@ -272,6 +272,6 @@ FAULTS: dict[str, type[Part]] = {
 
 
 def named_silos(faults: Iterable[AnyFault]) -> frozenset[str]:
-    """The silos that faults name, to be compared with those there are."""
+    """The silo names that faults list."""
     aims = [fault.silos for fault in faults if isinstance(fault, Fault)]
     return frozenset(name for aim in aims if not isinstance(aim, str) for name in aim)

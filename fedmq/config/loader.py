@@ -1,4 +1,4 @@
-"""Reading a scenario's YAML file: settings over it, validation, and errors of one line that name file, line and key."""
+"""Reads a scenario's YAML file: settings, validation, and one-line errors that name file, line and key."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fedmq.text import did_you_mean, one_of
 
 
 class _Lines(yaml.SafeLoader):
-    """SafeLoader that refuses duplicate keys, which YAML would silently let win."""
+    """SafeLoader that refuses duplicate keys, of which the last would silently win."""
 
 
 def _mapping(loader: _Lines, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -26,10 +26,10 @@ def _mapping(loader: _Lines, node: yaml.MappingNode) -> dict[Any, Any]:
     for key_node, _ in node.value:
         key = loader.construct_object(key_node, deep=True)
         if not isinstance(key, Hashable):
-            what = "a mapping or list in place of a key; text with braces needs quotes"
+            what = "a mapping or list as a key; quote text that contains braces"
             raise yaml.constructor.ConstructorError(None, None, what, key_node.start_mark)
         if key in seen:
-            raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is there twice", key_node.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"duplicate key {key!r}", key_node.start_mark)
         seen.add(key)
     return loader.construct_mapping(node, deep=True)
 
@@ -41,7 +41,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """Read a YAML mapping.
 
     Raises:
-        InputError: the file is missing, unreadable, no YAML, or no mapping.
+        InputError: the file is missing, unreadable, not YAML, or not a mapping.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -53,25 +53,25 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise InputError(str(path), str(error), "a readable UTF-8 file") from None
     try:
         loaded = yaml.load(text, Loader=_Lines)  # noqa: S506 - a SafeLoader subclass
-        json.dumps(loaded, default=str, skipkeys=True)  # an alias may hold itself
+        json.dumps(loaded, default=str, skipkeys=True)  # refuses aliases that contain themselves
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
         raise InputError(f"{path}: line {line}", error.problem or "not YAML", "valid YAML") from None
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none, such as 2026-13-01
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an invalid date such as 2026-13-01
         raise InputError(str(path), str(error).splitlines()[0], "valid YAML") from None
     except RecursionError:
-        raise InputError(str(path), "brackets or indents nested far too deep", "valid YAML") from None
+        raise InputError(str(path), "brackets or indentation nested too deeply", "valid YAML") from None
     if not isinstance(loaded, dict):
         raise InputError(str(path), type(loaded).__name__, "a mapping of scenario keys")
     return loaded
 
 
 class Overridden(dict[str, object]):
-    """A raw scenario that knows which of its keys were set over the file's, for errors to name the right place.
+    """A raw scenario with the keys that were overridden, so that errors name the right place.
 
     Args:
-        values: of the raw scenario.
-        keys: as ``--set`` names them, the last one last.
+        values: the raw scenario.
+        keys: keys given with ``--set``, in order.
     """
 
     def __init__(self, values: Mapping[str, object], keys: Sequence[str]) -> None:
@@ -82,11 +82,11 @@ class Overridden(dict[str, object]):
 def apply_settings(raw: Mapping[str, object], settings: Sequence[str]) -> Overridden:
     """Apply ``key.sub=value`` settings (``--set``) to a raw scenario; values are read as YAML.
 
-    Of one key the last setting counts. One of a whole key, such as ``protocol``, goes before those below it, such as
-    ``protocol.mu``, whichever was written first, so that it does not wipe them.
+    The last setting of a key counts. A setting of a section, such as ``protocol``, is applied before settings of its
+    keys, such as ``protocol.mu``, regardless of their order, so that it does not overwrite them.
 
     Raises:
-        InputError: a setting is not ``key=value``, or goes below something that is no mapping.
+        InputError: a setting is not ``key=value``, or is for a key in something that is not a mapping.
     """
     result: dict[str, object] = {**raw}
     keys = [*(raw.overridden if isinstance(raw, Overridden) else ())]
@@ -96,7 +96,9 @@ def apply_settings(raw: Mapping[str, object], settings: Sequence[str]) -> Overri
         for parent in parents:
             below = _long_form(parent, place.get(parent)) if place is result else place.get(parent)
             if below is not None and not isinstance(below, dict):
-                raise InputError(f"--set {key}", value, f"no key below {parent}, which holds none")
+                raise InputError(
+                    f"--set {key}", value, f"no key in {parent}, which is not a mapping; set {parent} itself"
+                )
             inner: dict[str, object] = {**(below or {})}
             place[parent] = inner
             place = inner
@@ -111,14 +113,14 @@ def _read_setting(setting: str) -> tuple[str, object]:
         raise InputError("--set", setting, "key=value, e.g. --set training.learning_rate=0.001")
     try:
         value = yaml.safe_load(text)
-        json.dumps(value, default=str, skipkeys=True)  # an alias may hold itself
+        json.dumps(value, default=str, skipkeys=True)  # refuses aliases that contain themselves
     except (yaml.YAMLError, ValueError, RecursionError):
         raise InputError(f"--set {key}", text[:60], "a YAML value") from None
     return key, _long_form(key, value)
 
 
 def _long_form(key: str, value: object) -> object:
-    """A mapping in place of the short form that some keys of a scenario have."""
+    """The mapping that the short form of a section stands for; other values unchanged."""
     if isinstance(value, str) and key in ("protocol", "objective"):
         return {"name" if key == "protocol" else "base": value}
     if isinstance(value, int | float) and not isinstance(value, bool) and key == "participation":
@@ -127,22 +129,23 @@ def _long_form(key: str, value: object) -> object:
 
 
 def _in_order(settings: Sequence[tuple[str, object]]) -> list[tuple[str, object]]:
-    """Settings as they are applied: a whole key before what is below it.
+    """Settings in the order in which they are applied: a section before its keys.
 
-    What is below falls away where a later setting of the whole key holds that place itself.
+    A setting of a key is dropped if a later setting of the section contains the key.
     """
     kept = [
         (key, value)
         for number, (key, value) in enumerate(settings, 1)
         if not any(
-            key.startswith(f"{whole}.") and _holds(own, key[len(whole) + 1 :]) for whole, own in settings[number:]
+            key.startswith(f"{section}.") and _contains(later, key[len(section) + 1 :])
+            for section, later in settings[number:]
         )
     ]
     return sorted(kept, key=lambda setting: setting[0].count("."))
 
 
-def _holds(value: object, key: str) -> bool:
-    """Whether a value has a place of its own for a key below it; one that is no mapping leaves no room for any."""
+def _contains(value: object, key: str) -> bool:
+    """Whether a section's value determines a key in it; a value that is not a mapping determines every key."""
     for part in key.split("."):
         if not isinstance(value, Mapping):
             return True
@@ -153,7 +156,7 @@ def _holds(value: object, key: str) -> bool:
 
 
 def _line_of(path: Path, location: Sequence[str | int]) -> int | None:
-    """The line of a key in a YAML file, or None (key came from --set or from a default)."""
+    """Line of a key in a YAML file; None if it comes from --set or a default."""
     try:
         node = yaml.compose(path.read_text(encoding="utf-8"), Loader=yaml.SafeLoader)
     except (OSError, yaml.YAMLError, UnicodeDecodeError):
@@ -174,7 +177,7 @@ def _line_of(path: Path, location: Sequence[str | int]) -> int | None:
 
 
 def _as_written(location: Sequence[str | int]) -> list[str | int]:
-    """A place as the file has it: pydantic's also name the kind of a union behind an index, and types tried."""
+    """A location as in the file; pydantic's also contain the kinds of unions and the types it tried."""
     kept: list[str | int] = []
     for before, part in zip([None, *location], location, strict=False):
         of_kind = isinstance(before, int) and part in FAULTS
@@ -183,14 +186,14 @@ def _as_written(location: Sequence[str | int]) -> list[str | int]:
     return kept
 
 
-#: What pydantic calls a key that it does not know.
+#: Pydantic's error types of unknown keys.
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
-#: Types that it names where a value may be of several.
+#: Type names in pydantic's locations of union errors.
 _TRIED = ("str", "int", "float", "bool")
 
 
 def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    """The models in a type: of its options, items and values."""
+    """The models in a type annotation, including those of unions, lists and mappings."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):
@@ -198,7 +201,7 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]:
-    """The keys that a place in a model knows; pydantic's places also hold indices and kinds of a union."""
+    """Known keys at a location in a model; the location may contain indices and kinds of a union."""
     models = [model]
     for part in location:
         fields = [each.model_fields[part] for each in models if part in each.model_fields]
@@ -210,7 +213,7 @@ def _keys_at(model: type[BaseModel], location: Sequence[str | int]) -> list[str]
 
 
 def place_of(path: Path, location: Sequence[str | int], settings: Sequence[str] = ()) -> str:
-    """File with line and key; for what was set over the file, the setting in place of the line."""
+    """File, line and key of a location; the setting instead of the line if the key was overridden."""
     key = ".".join(map(str, location))
     given = [each for each in settings if f"{key}.".startswith(f"{each}.")]
     if given:
@@ -227,24 +230,25 @@ def input_error(
     model: type[BaseModel] | None = None,
     settings: Sequence[str] = (),
 ) -> InputError:
-    """One line for the first thing pydantic found wrong, with file, line and key.
+    """The first error that pydantic found, as one line with file, line and key.
 
     Args:
-        error: what pydantic found.
+        error: pydantic's error.
         path: the file.
-        prefix: keys above what was validated.
-        model: what was validated; with it an unknown key's error names the nearest ones there are.
-        settings: keys whose values are not the file's but ``--set``'s.
+        prefix: keys above the validated part.
+        model: the validated model, for suggestions of known keys.
+        settings: keys given with ``--set``.
     """
-    # A key that is misspelt is also missed: what stands there helps more than what does not.
+    # A misspelt key causes two errors, unknown and missing: the unknown key helps more.
     errors = sorted(error.errors(), key=lambda each: each["type"] not in _UNKNOWN)
     first = errors[0]
     location = [*prefix, *_as_written(first["loc"])]
     where = place_of(path, location, settings)
-    # Of a value that may be one thing or another each is told.
+    # A union has an error for each type that it allows.
     tried = [each for each in errors if _as_written(each["loc"]) == _as_written(first["loc"])]
-    told = [each["msg"].removeprefix("Value error, ") for each in tried]
-    message = " or ".join(dict.fromkeys([told[0], *(each.removeprefix("Input should be ") for each in told[1:])]))
+    messages = [each["msg"].removeprefix("Value error, ") for each in tried]
+    rest = (each.removeprefix("Input should be ") for each in messages[1:])
+    message = " or ".join(dict.fromkeys([messages[0], *rest]))
     message = message.replace("a valid tuple", "a list").replace("a valid string", "text")
     if first["type"] == "missing":
         found: object = "nothing"
@@ -255,7 +259,7 @@ def input_error(
             keys = _keys_at(model, first["loc"][:-1])
             message += f"; {hint}" if (hint := did_you_mean(found, keys)) else f": {', '.join(keys)}"
     elif first["type"] in ("union_tag_invalid", "union_tag_not_found"):
-        # Pydantic names the discriminator in quotes.
+        # Pydantic quotes the discriminator.
         context = first["ctx"]
         where = place_of(path, [*location, context["discriminator"].strip("'")], settings)
         found = context.get("tag", "nothing")
@@ -278,27 +282,29 @@ def parse(raw: Mapping[str, object], path: Path) -> Scenario:
     """Validate a raw scenario.
 
     Raises:
-        InputError: anything is not allowed; ``path`` is named as the place.
+        InputError: a key or value is not allowed; the place is in ``path``.
     """
     for command in ("compare", "sweep"):
         if command in raw:
-            raise InputError(str(path), "a comparison file", f"a scenario; fedmq {command} {path} runs comparisons")
+            raise InputError(
+                str(path), "a comparison file", f"a scenario; run the comparison with fedmq {command} {path}"
+            )
     settings = raw.overridden if isinstance(raw, Overridden) else ()
     try:
         scenario = Scenario.model_validate(raw)
     except ValidationError as error:
         raise input_error(error, path, model=Scenario, settings=settings) from None
-    for location, value in _truths_for_numbers(raw, scenario):
-        raise InputError(place_of(path, location, settings), value, "a number; true and false are none")
+    for location, value in _booleans_for_numbers(raw, scenario):
+        raise InputError(place_of(path, location, settings), value, "a number, not true or false")
     return scenario
 
 
-def _truths_for_numbers(
+def _booleans_for_numbers(
     raw: object, made: object, above: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[tuple[str | int, ...], bool]]:
-    """Where a raw value is true or false and became something else: pydantic takes them for 1 and 0.
+    """Locations of booleans that pydantic converted to numbers.
 
-    Its strict mode would also refuse ``1e-4``, which is a text to YAML 1.1, and a path, which always is.
+    Pydantic's strict mode would also refuse ``1e-4``, which YAML 1.1 reads as text, and paths.
     """
     if isinstance(raw, bool):
         if not isinstance(made, bool):
@@ -306,30 +312,30 @@ def _truths_for_numbers(
     elif isinstance(raw, Mapping):
         for key, value in raw.items():
             below = made.get(key) if isinstance(made, Mapping) else getattr(made, str(key), value)
-            yield from _truths_for_numbers(value, below, (*above, key))
+            yield from _booleans_for_numbers(value, below, (*above, key))
     elif isinstance(raw, list | tuple) and isinstance(made, list | tuple):
         for place, pair in enumerate(zip(raw, made, strict=False)):
-            yield from _truths_for_numbers(*pair, (*above, place))
+            yield from _booleans_for_numbers(*pair, (*above, place))
 
 
 def load(path: Path, settings: Sequence[str] = ()) -> Scenario:
     """Read, override and validate a scenario file.
 
     Raises:
-        InputError: anything is not allowed.
+        InputError: a key or value is not allowed.
     """
     return parse(apply_settings(read_yaml(path), settings), path)
 
 
 def with_absolute_paths(scenario: Scenario, *, weights: bool) -> Scenario:
-    """A scenario that finds its files from any folder. Links are left: what belongs to a file lies beside its link.
+    """A scenario with absolute paths. Symbolic links are kept, as related files may lie next to the link.
 
     Args:
         scenario: as read; relative paths start at the working directory.
-        weights: also the backbone's files and folders that are there.
+        weights: also make paths of existing backbone files and folders absolute.
 
     Raises:
-        InputError: something is no path.
+        InputError: a path is invalid.
     """
     data, trace = scenario.data, scenario.participation.trace
     places = {key: getattr(data, key) for key in ("path", "annotations", "images")}
@@ -347,21 +353,21 @@ def _absolute(key: str, path: Path) -> Path:
     try:
         path = path.expanduser()
         path.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # links in a circle, a character no path has
+    except (OSError, RuntimeError, ValueError) as error:  # circular links, or a character that paths cannot contain
         raise InputError(key, str(path)[:200], f"a path ({error})") from None
     return path.absolute()
 
 
 def _weights(backbone: Backbone) -> dict[str, object]:
-    """The backbone's files and folders that are there, absolute. Names of models and tags are left alone."""
-    found: dict[str, object] = {}
+    """Absolute paths of the backbone's existing files and folders, by key, without names of models and tags."""
+    paths: dict[str, object] = {}
     name, pretrained, text_encoder = backbone.name, backbone.pretrained, backbone.text_encoder
-    # A tag has neither dot nor slash, and comes before a file that is called like it.
+    # A tag contains neither dot nor slash, and has precedence over a file of the same name.
     if pretrained and re.search(r"[./]", pretrained) and Path(pretrained).is_file():
-        found["pretrained"] = str(Path(pretrained).absolute())
-        # Random weights would be others: they are drawn by the model's name as it is written.
+        paths["pretrained"] = str(Path(pretrained).absolute())
+        # Only with weights: random weights are drawn from the model's name as written.
         if name.endswith(".json") and Path(name).is_file():
-            found["name"] = str(Path(name).absolute())
+            paths["name"] = str(Path(name).absolute())
     if text_encoder is not None and text_encoder.exists():
-        found["text_encoder"] = text_encoder.absolute()
-    return found
+        paths["text_encoder"] = text_encoder.absolute()
+    return paths

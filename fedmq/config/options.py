@@ -1,4 +1,4 @@
-"""Options of methods and objectives: a frozen dataclass is the schema of keys that a scenario does not know itself."""
+"""Options of methods and objectives, each with a frozen dataclass as its schema."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ T = TypeVar("T")
 
 
 def schema_problem(schema: object) -> str | None:
-    """What keeps an object from being the schema of options; None if nothing does."""
+    """Why an object cannot be a schema of options; None if it can."""
     if not (isinstance(schema, type) and dataclasses.is_dataclass(schema)):
-        return "no dataclass"
+        return "not a dataclass"
     missing = dataclasses.MISSING
     without = [field.name for field in dataclasses.fields(schema) if field.default is field.default_factory is missing]
-    return f"a dataclass with no default for {', '.join(without)}" if without else None
+    return f"a dataclass without a default for {', '.join(without)}" if without else None
 
 
 def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
-    """An options dataclass from a scenario's keys, defaults filled in, types and bounds checked.
+    """An options dataclass from a scenario's keys, with defaults filled in, types and bounds checked.
 
     Args:
         schema: a frozen dataclass.
-        raw: option name to value as YAML gives it.
-        place: what the names stand under, for the error.
+        raw: option name to value as read from YAML.
+        place: section of the options, for errors.
 
     Raises:
         InputError: an unknown option, a wrong type or a value out of bounds.
@@ -39,7 +39,7 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
     known = [field.name for field in dataclasses.fields(schema)]  # type: ignore[arg-type]
     for option in raw:
         if option not in known:
-            allowed = f"one of the options {', '.join(known)}" if known else "no option: there are none"
+            allowed = f"one of the options {', '.join(known)}" if known else "no options"
             raise InputError(place, option, f"{did_you_mean(option, known)} {allowed}".strip())
     values: dict[str, Any] = {}
     for option, raw_value in raw.items():
@@ -51,37 +51,37 @@ def parsed(schema: type[T], raw: Mapping[str, object], place: str) -> T:
             raise InputError(f"{place}.{option}", raw_value, allowed) from None
     try:
         return schema(**values)
-    except ValueError as error:  # __post_init__ says "option: found, allowed"
+    except ValueError as error:  # __post_init__ raises "option: found, allowed"
         option, _, rest = str(error).partition(": ")
         found, _, allowed = rest.partition(", ")
         raise InputError(f"{place}.{option}", values.get(option, found), allowed or str(error)) from None
 
 
 def without_effect(options: Any, around: Mapping[str, object]) -> Iterator[tuple[str, object, str]]:
-    """Options that are set to something of their own though what they are of is off.
+    """Options that are set although they have no effect because their switch is off.
 
-    An options dataclass says in ``OF`` what its options are of: condition to patterns of options. A condition is
-    ``switch``, on unless it is false, 0 or "none", or ``switch=value``, or several of these with "|" between them,
-    of which one must hold. A switch is another option, or a key of ``around``.
+    An options dataclass declares in ``OF`` the conditions of its options: a mapping from condition to option patterns.
+    A condition is ``switch``, which holds unless the switch is false, 0, null or "none", or ``switch=value``, or
+    several of these joined by "|", of which one must hold. A switch is another option or a key of ``around``.
 
     Args:
-        options: a frozen dataclass's instance.
-        around: other keys of the scenario to their values.
+        options: instance of a frozen dataclass.
+        around: other keys of the scenario with their values.
 
     Yields:
-        The option, its value, and the switches with the values they have, as a scenario writes them.
+        The option, its value, and the switches with their values as written in a scenario.
     """
     values = {**around, **vars(options)}
     defaults = {field.name: field.default for field in dataclasses.fields(options)}
-    told = set()
+    seen = set()
     for condition, names in getattr(options, "OF", {}).items():
         terms = [term.partition("=")[::2] for term in condition.split("|")]
         if any(_written(values[switch]) == wanted if wanted else _on(values[switch]) for switch, wanted in terms):
             continue
         off = " and ".join(dict.fromkeys(f"{switch}: {_written(values[switch])}" for switch, _ in terms))
         for name in (option for pattern in names for option in fnmatch.filter(defaults, pattern)):
-            if name not in told and values[name] != defaults[name]:
-                told.add(name)
+            if name not in seen and values[name] != defaults[name]:
+                seen.add(name)
                 yield name, values[name], off
 
 
@@ -94,7 +94,7 @@ def _written(value: object) -> str:
 
 
 def _number(value: object) -> object:
-    """YAML 1.1 reads ``1e-3`` as a string; take it for the number it means."""
+    """Convert text such as ``1e-3``, which YAML 1.1 does not read as a number."""
     if isinstance(value, str):
         try:
             return float(value)
@@ -104,5 +104,5 @@ def _number(value: object) -> object:
 
 
 def as_plain(options: object) -> dict[str, object]:
-    """An options dataclass as a scenario writes it: JSON-serialisable, tuples as lists."""
+    """An options dataclass as plain data: JSON-serialisable, tuples as lists."""
     return {name: list(value) if isinstance(value, tuple) else value for name, value in vars(options).items()}

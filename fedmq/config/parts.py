@@ -1,7 +1,4 @@
-"""Parts of a scenario about time and chance: when replies are merged, who takes part, what a task costs.
-
-The base class of all parts and the value types they share live here too.
-"""
+"""Schema of the sections ``aggregation``, ``participation`` and ``cost``, and the base class of all sections."""
 
 from __future__ import annotations
 
@@ -20,76 +17,82 @@ Name = Annotated[str, Field(pattern=r"^[a-z0-9][a-z0-9_.-]{0,63}$")]
 
 
 class Part(BaseModel):
-    """Every part of a scenario is frozen and refuses keys it does not know."""
+    """Base of every section of a scenario: frozen, and refuses unknown keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 class Staleness(Part):
-    """The damping h(s) of a reply that is s versions old; see :mod:`fedmq.federation.staleness`."""
+    """Damping h(s) of a reply with a staleness of s versions; see :mod:`fedmq.federation.staleness`."""
 
     kind: Literal["constant", "polynomial", "hinge"] = Field(
-        "polynomial", description="1, (1 + s)^-exponent, or 1 up to s = grace and 1 / (slope (s - grace) + 1) after"
+        "polynomial", description="1; (1 + s)^-exponent; or 1 up to s = grace and 1 / (slope (s - grace) + 1) beyond"
     )
-    exponent: NonNegative = Field(0.5, description="of polynomial")
-    slope: NonNegative = Field(10.0, description="of hinge")
-    grace: NonNegative = Field(4.0, description="versions that hinge forgives")
+    exponent: NonNegative = Field(0.5, description="polynomial: exponent")
+    slope: NonNegative = Field(10.0, description="hinge: slope")
+    grace: NonNegative = Field(4.0, description="hinge: largest staleness without damping [versions]")
 
 
 class Robust(Part):
-    """A merge that a few Byzantine silos cannot steer; see :mod:`protocols._robust`."""
+    """Aggregation that is robust to a minority of Byzantine silos; see :mod:`protocols._robust`."""
 
     rule: Literal["none", "norm_bound", "median", "trimmed_mean", "krum"] = Field(
-        "none", description="of the merge: the method's own, or one that bounds what a few silos can do"
+        "none", description="aggregation rule: the method's own, or a robust one"
     )
-    bound: Positive | None = Field(None, description="norm_bound: longest update (L2); null means their median length")
-    trim: float = Field(0.2, ge=0.0, lt=0.5, description="trimmed_mean: share cut off at either end")
-    byzantine: float = Field(0.2, ge=0.0, lt=0.5, description="krum: share of the replies that may be Byzantine")
+    bound: Positive | None = Field(None, description="norm_bound: maximum L2 norm of an update; null: the median norm")
+    trim: float = Field(0.2, ge=0.0, lt=0.5, description="trimmed_mean: fraction cut off at each end")
+    byzantine: float = Field(0.2, ge=0.0, lt=0.5, description="krum: fraction of the replies that may be Byzantine")
     keep: Count | None = Field(
-        None, description="krum: replies kept, fewer than silos; 1 is Krum, null means all but the Byzantine share"
+        None, description="krum: replies kept, fewer than silos; 1 is Krum; null: all but the Byzantine fraction"
     )
 
 
 class Aggregation(Part):
-    """When replies are merged. Keys of another mode than the one chosen are left alone."""
+    """When and how replies are merged. Keys of other modes have no effect."""
 
     mode: Literal["sync", "buffered", "async"] = Field(
-        "sync", description="merge a whole cohort, or `buffer` replies (FedBuff), or each reply (FedAsync)"
+        "sync", description="merge a whole cohort, every `buffer` replies (FedBuff), or each reply (FedAsync)"
     )
-    quorum: Fraction = Field(1.0, gt=0.0, description="sync: share of the cohort that is enough after the deadline")
-    deadline: Positive | None = Field(None, description="sync: seconds a round waits for stragglers; null for all")
+    quorum: Fraction = Field(1.0, gt=0.0, description="sync: fraction of the cohort that suffices after the deadline")
+    deadline: Positive | None = Field(None, description="sync: time a round waits for stragglers [s]; null: no limit")
     over_select: float = Field(
-        1.0, ge=1.0, allow_inf_nan=False, description="sync: asks so many times the cohort and merges the first replies"
+        1.0,
+        ge=1.0,
+        allow_inf_nan=False,
+        description="sync: selects this multiple of the cohort, merges the first replies",
     )
     buffer: Count | None = Field(
-        None, description="buffered: replies in a merge, at most the cohort; null means a third of the cohort"
+        None, description="buffered: replies per merge, at most the cohort; null: a third of the cohort"
     )
     timeout: Positive | None = Field(
-        None, description="buffered: seconds after which fewer replies are merged; null waits for them"
+        None, description="buffered: time after which fewer replies are merged [s]; null: no limit"
     )
     mixing: Annotated[float, Field(gt=0.0, le=1.0)] | None = Field(
-        None, description="buffered and async: share of a merge's step that is applied; null means 1 and 0.6"
+        None,
+        description="buffered and async: fraction of a merge's step that is applied; null: 1 and 0.6, respectively",
     )
     staleness: Staleness = Staleness()
     balance: Annotated[float, Field(ge=1.0, allow_inf_nan=False)] | None = Field(
         None,
-        description="buffered and async: the fewer replies of a silo were merged, the more its next one counts, at "
-        "most so many times; null counts all alike",
+        description="buffered and async: maximum factor by which replies of rarely merged silos are weighted up, and "
+        "those of frequently merged silos down; null: no reweighting",
     )
-    max_staleness: int | None = Field(None, ge=0, description="older replies are discarded; null takes all")
+    max_staleness: int | None = Field(
+        None, ge=0, description="replies with a higher staleness are discarded; null: none are"
+    )
     max_age: int | None = Field(
-        None, ge=0, description="versions after which a table of last-known statistics forgets a silo; null keeps all"
+        None, ge=0, description="versions after which a silo's last-known statistics are dropped; null: never"
     )
     on_lost: Literal["wait", "give_up"] | None = Field(
         None,
-        description="a silo that stays away: its task waits for it, or is given up after lost_after; null waits in "
-        "virtual time, where nothing may depend on how long it really takes, and gives up in real time",
+        description="pending task of a lost silo: wait for the silo, or give the task up after lost_after; null: wait "
+        "with clock virtual, whose results must not depend on real time, and give up with clock wall",
     )
-    lost_after: Positive = Field(60.0, description="real seconds after which a silo that stays away is given up")
+    lost_after: Positive = Field(60.0, description="real time after which a lost silo's task is given up [s]")
 
     @property
     def rate(self) -> float:
-        """The share of a merge's step that is applied (FedBuff's server learning rate, FedAsync's mixing rate)."""
+        """Fraction of a merge's step that is applied (FedBuff's server learning rate, FedAsync's mixing rate)."""
         match self.mode:
             case "sync":
                 return 1.0
@@ -102,29 +105,29 @@ class Aggregation(Part):
 
 
 class Diurnal(Part):
-    """Silos that are on for a share of each day, every one from its own hour."""
+    """Silos that are online for a fraction of each day, each with its own phase."""
 
-    period: Positive = Field(86400.0, description="availability, if either is given: length of a day [s]")
-    share: Fraction = Field(0.5, gt=0.0, description="availability, likewise: share of a day that a silo is on")
+    period: Positive = Field(86400.0, description="availability: length of a day [s]")
+    share: Fraction = Field(0.5, gt=0.0, description="availability: fraction of a day that a silo is online")
 
 
 class Participation(Part):
-    """Which silos are asked. A bare number in the scenario is the rate."""
+    """Which silos are selected. A bare number is the rate."""
 
-    rate: float = Field(1.0, gt=0.0, le=1.0, description="share of the eligible silos asked in a round")
+    rate: float = Field(1.0, gt=0.0, le=1.0, description="fraction of the eligible silos that are selected in a round")
     kind: Literal["uniform", "by_data", "availability", "power_of_choice"] = Field(
         "uniform",
-        description="all alike; by samples; those that are on, by a trace or by diurnal; those with the highest "
-        "last-known loss",
+        description="with equal probability; in proportion to their samples; among those online by a trace or diurnal; "
+        "those with the highest last-known loss",
     )
     candidates: Count | None = Field(
-        None, description="power_of_choice: silos drawn to choose from; null means twice as many as are asked"
+        None, description="power_of_choice: silos sampled as candidates; null: twice the number selected"
     )
     trace: Path | None = Field(None, description="availability: CSV with the columns silo, on, off [s]")
-    repeat: Positive | None = Field(None, description="availability: the trace repeats after so long [s]")
-    diurnal: Diurnal | None = Field(None, description="availability: made up instead of read")
+    repeat: Positive | None = Field(None, description="availability: period after which the trace repeats [s]")
+    diurnal: Diurnal | None = Field(None, description="availability: a generated daily cycle instead of a trace")
     interrupted: Literal["wait", "lost"] = Field(
-        "wait", description="availability: a silo that goes off with a task replies once it is on again, or never"
+        "wait", description="availability: a silo that goes offline during a task replies once it is back, or never"
     )
 
     @model_validator(mode="after")
@@ -133,21 +136,21 @@ class Participation(Part):
         if self.kind == "availability" and given != 1:
             raise ValueError("participation.kind availability needs participation.trace or participation.diurnal")
         if self.kind != "availability" and (given or self.repeat):
-            raise ValueError("participation.trace, .repeat and .diurnal are for participation.kind availability")
+            raise ValueError("participation.trace, .repeat and .diurnal need participation.kind availability")
         if self.repeat and self.trace is None:
-            raise ValueError("participation.repeat is for participation.trace")
+            raise ValueError("participation.repeat needs participation.trace")
         return self
 
 
 class DeviceClass(Part):
-    """Silos of one kind of machine."""
+    """Silos with the same kind of machine."""
 
-    slowdown: Positive = Field(description="how many times slower than an average silo")
-    share: Fraction = Field(0.0, description="share of all silos, rounded to whole silos that the seed chooses")
-    silos: tuple[Name, ...] = Field((), description="silos by name, beside the share")
+    slowdown: Positive = Field(description="slowdown relative to an average silo")
+    share: Fraction = Field(0.0, description="fraction of all silos, rounded to whole silos, drawn by the seed")
+    silos: tuple[Name, ...] = Field((), description="further silos, by name")
 
 
-#: Rough orders of magnitude, not measurements. Any value written beside a preset replaces the preset's.
+#: Rough orders of magnitude, not measurements. Values given in the scenario override those of its preset.
 COST_PRESETS: Mapping[str, Mapping[str, float | str]] = {
     "hospital": {
         "seconds_per_sample": 0.02,
@@ -184,24 +187,26 @@ COST_PRESETS: Mapping[str, Mapping[str, float | str]] = {
 
 
 class Cost(Part):
-    """What a task costs in virtual time."""
+    """Cost of a task in virtual time."""
 
     preset: Literal["hospital", "bank", "edge", "gpu_farm"] | None = Field(
-        None, description="values for all that is not given"
+        None, description="defaults for the keys that are not given"
     )
     seconds_per_sample: NonNegative = Field(
-        0.01, description="compute of one sample in one epoch on an average silo [s]"
+        0.01, description="compute time per sample and epoch on an average silo [s]"
     )
     speed_sigma: NonNegative = Field(0.5, description="log-normal spread of silo speeds")
     classes: dict[Name, DeviceClass] = Field(default_factory=dict, description="device classes, by name")
-    jitter: Literal["lognormal", "pareto"] = Field("lognormal", description="spread from task to task; median 1")
-    jitter_sigma: NonNegative = Field(0.1, description="lognormal: spread from task to task")
-    jitter_tail: Positive = Field(1.5, description="pareto: exponent of the tail; heavier the smaller")
-    latency: NonNegative = Field(0.05, description="one way [s]")
-    bandwidth: Positive = Field(10e6, description="of a silo's link, both ways [bytes/s]")
-    down_bandwidth: Positive | None = Field(None, description="to the silo, if not `bandwidth` [bytes/s]")
-    up_bandwidth: Positive | None = Field(None, description="from the silo, if not `bandwidth` [bytes/s]")
-    loss: float = Field(0.0, ge=0.0, lt=1.0, description="share of messages lost on the way and sent again")
+    jitter: Literal["lognormal", "pareto"] = Field(
+        "lognormal", description="distribution of a task's time factor; median 1"
+    )
+    jitter_sigma: NonNegative = Field(0.1, description="lognormal: spread between tasks")
+    jitter_tail: Positive = Field(1.5, description="pareto: tail exponent; smaller means a heavier tail")
+    latency: NonNegative = Field(0.05, description="one-way latency [s]")
+    bandwidth: Positive = Field(10e6, description="bandwidth of a silo's link, each way [bytes/s]")
+    down_bandwidth: Positive | None = Field(None, description="bandwidth to the silo; null: `bandwidth` [bytes/s]")
+    up_bandwidth: Positive | None = Field(None, description="bandwidth from the silo; null: `bandwidth` [bytes/s]")
+    loss: float = Field(0.0, ge=0.0, lt=1.0, description="fraction of the messages that are lost and sent again")
 
     @model_validator(mode="before")
     @classmethod
@@ -218,5 +223,5 @@ class Cost(Part):
         named = [silo for each in self.classes.values() for silo in each.silos]
         twice = next((silo for silo in named if named.count(silo) > 1), None)
         if twice is not None:
-            raise ValueError(f"{twice} is in two of cost.classes, allowed is one")
+            raise ValueError(f"cost.classes lists {twice} more than once; keep it in one class")
         return self

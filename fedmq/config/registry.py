@@ -1,7 +1,7 @@
-"""Registries of names: what a scenario may name of one kind, wherever it comes from.
+"""Registries of the plug-ins that a scenario selects by name, e.g. methods and data sets.
 
-A part is built in, or comes with an installed package that names it in an entry point group, or is a file of the
-user's own. Built-in names win over entry points of the same name.
+A plug-in is built in, an entry point of an installed package, or a Python file of the user. Built-in names take
+precedence over entry points of the same name.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ T = TypeVar("T")
 
 
 class Registry(Generic[T]):
-    """The parts of one kind by name.
+    """The plug-ins of one kind by name.
 
     Args:
-        key: of the scenario that names one, e.g. ``protocol.name``.
+        key: scenario key that selects a plug-in, e.g. ``protocol.name``.
         group: entry point group of installed packages; an entry point names a module.
-        attribute: what such a module, or a user's file, holds the part in, e.g. ``PROTOCOL``.
-        check: says what is wrong with an object that is no such part; None if nothing is.
-        expected: the part in words, for the error.
-        built_in: parts that are there from the start.
+        attribute: attribute of a module or user file that is the plug-in, e.g. ``PROTOCOL``.
+        check: returns what is wrong with an object that is not such a plug-in; None if nothing is.
+        expected: description of a plug-in, for errors.
+        built_in: built-in plug-ins that are not modules.
     """
 
     def __init__(
@@ -46,28 +46,28 @@ class Registry(Generic[T]):
         self._check, self._expected = check, expected
         self._built_in: Mapping[str, T] = {} if built_in is None else built_in
         self._packages: list[str] = []
-        self._found: dict[str, str] = {}
+        self._module_packages: dict[str, str] = {}
 
     def add_package(self, package: str) -> None:
-        """Add the modules of a package, by their file names; those with a leading underscore are its own."""
+        """Add the modules of a package as built-in plug-ins, except those with a leading underscore."""
         if package not in self._packages:
             self._packages.append(package)
-            self._found = {}
+            self._module_packages = {}
 
     def built_in(self) -> tuple[str, ...]:
-        """The built-in names, sorted where they are modules."""
+        """The built-in names; those of modules sorted."""
         return (*self._built_in, *sorted(self._modules()))
 
     def names(self) -> tuple[str, ...]:
         """The built-in names, then those of installed packages."""
-        own = self.built_in()
-        return (*own, *sorted(each.name for each in entry_points(group=self.group) if each.name not in own))
+        built_in = self.built_in()
+        return (*built_in, *sorted(each.name for each in entry_points(group=self.group) if each.name not in built_in))
 
     def module(self, name: str) -> ModuleType | None:
-        """The module that a part stands in; None for one that stands in none of its own.
+        """The module of a plug-in; None for a built-in one without a separate module.
 
         Raises:
-            InputError: there is nothing of that name, or its module cannot be imported.
+            InputError: the name is unknown, or its module cannot be imported.
         """
         if user_files.is_reference(name):
             return user_files.load(name)
@@ -77,23 +77,25 @@ class Registry(Generic[T]):
             return importlib.import_module(f"{package}.{name}")
         for each in entry_points(group=self.group, name=name):
             try:
-                found = each.load()
+                loaded = each.load()
             except Exception as error:
                 raise UserFileError(self._place(name), f"{type(error).__name__}: {error}", each.value) from error
-            if isinstance(found, ModuleType):
-                return found
-            raise UserFileError(self._place(name), each.value, f"a module that holds {self.attribute}")
-        raise InputError(self.key, name, f"{one_of(name, self.names())}, or the path of a file of your own, ./mine.py")
+            if isinstance(loaded, ModuleType):
+                return loaded
+            raise UserFileError(self._place(name), each.value, f"a module that defines {self.attribute}")
+        raise InputError(
+            self.key, name, f"{one_of(name, self.names())}, or the path of your own Python file, ./mine.py"
+        )
 
     def find(self, name: str) -> T:
-        """The part of a name.
+        """The plug-in of a name.
 
         Args:
-            name: a built-in one, one of an entry point, or the reference of a user's file, ``mine.py@<SHA-256>``.
+            name: a built-in name, the name of an entry point, or a reference to a user's file, ``mine.py@<SHA-256>``.
 
         Raises:
-            InputError: there is none; a near name is suggested.
-            UserFileError: a user's file or a package's module does not hold such a part.
+            InputError: the name is unknown.
+            UserFileError: a user's file or a package's module does not define such a plug-in.
         """
         module = self.module(name)
         if module is None:
@@ -101,21 +103,21 @@ class Registry(Generic[T]):
         if not hasattr(module, self.attribute):
             place = self._place(name)
             raise UserFileError(place, f"no {self.attribute}", f"{self.attribute} = ..., {self._expected}")
-        found = getattr(module, self.attribute)
-        if (wrong := self._check(found)) is not None:
+        plug_in = getattr(module, self.attribute)
+        if (wrong := self._check(plug_in)) is not None:
             raise UserFileError(f"{self._place(name)}: {self.attribute}", wrong, self._expected)
-        return cast(T, found)
+        return cast(T, plug_in)
 
     def _place(self, name: str) -> str:
         return user_files.label(name) if user_files.is_reference(name) else f"entry point {self.group}: {name}"
 
     def _modules(self) -> dict[str, str]:
-        """Built-in modules, with the packages they are of."""
-        if not self._found:
-            self._found = {
-                found.name: package
+        """Names of the built-in modules, with their packages."""
+        if not self._module_packages:
+            self._module_packages = {
+                module.name: package
                 for package in self._packages
-                for found in pkgutil.iter_modules(importlib.import_module(package).__path__)
-                if not found.ispkg and not found.name.startswith("_")
+                for module in pkgutil.iter_modules(importlib.import_module(package).__path__)
+                if not module.ispkg and not module.name.startswith("_")
             }
-        return self._found
+        return self._module_packages

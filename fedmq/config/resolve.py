@@ -1,7 +1,7 @@
-"""From a scenario file to a run: read once, resolved once, and carried to every process.
+"""From a scenario file to a run, which is resolved once and passed to every process.
 
-``read`` knows only the scenario's schema and needs neither torch nor a method. ``resolve`` also asks those who know the
-methods, the objectives and the data sets, which lie above this package, through :class:`Known`.
+``read`` checks a scenario against its schema, without torch or any method. ``resolve`` also checks what it names,
+through :class:`Known`, as the methods, objectives and data sets are in packages above this one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fedmq.errors import InputError
 
 @dataclass(frozen=True)
 class MethodFacts:
-    """What is known of a scenario's method before there is any data.
+    """Facts of a scenario's method that do not depend on the data.
 
     Args:
-        options: all of its options, the defaults written out, as YAML writes them.
-        pooled: it trains on everybody's data in one place, as a centralised upper bound.
-        own_only: it trains only the silos' own models as a whole, and none that is shared.
-        without_effect: options that are set though their switch is off: name, value, and the switch as it stands.
+        options: all options including defaults, as plain data.
+        pooled: it trains centrally on all silos' data, as an upper bound.
+        own_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
+        without_effect: options that are set although their switch is off: name, value, and the switch's value.
     """
 
     options: Mapping[str, object]
@@ -38,12 +38,12 @@ class MethodFacts:
 
 @dataclass(frozen=True)
 class ObjectiveFacts:
-    """What is known of a scenario's objective before there is any data.
+    """Facts of a scenario's objective that do not depend on the data.
 
     Args:
-        options: all of its options, the defaults written out, as YAML writes them.
-        on_features: it is defined on frozen features alone, so that no encoder can be trained with it.
-        hashes: it has a network of its own, whose sizes are ``objective.bits`` and ``objective.hidden``.
+        options: all options including defaults, as plain data.
+        on_features: it is defined only on frozen features, so that no encoder can be trained with it.
+        hashes: it has a separate network, whose sizes are ``objective.bits`` and ``objective.hidden``.
     """
 
     options: Mapping[str, object]
@@ -52,21 +52,21 @@ class ObjectiveFacts:
 
 
 class Known(Protocol):
-    """Who knows the methods, objectives and data sets that a scenario may name; the package ``protocols`` does."""
+    """Look-up of methods, objectives and data sets by name, which the package ``protocols`` implements."""
 
     @property
     def method_facts(self) -> Callable[[ProtocolChoice, Objective], MethodFacts]:
-        """Facts of the method; InputError with the scenario's key as its place where something is not allowed."""
+        """Facts of the method; raises InputError, whose place is the scenario key, if something is not allowed."""
         ...
 
     @property
     def objective_facts(self) -> Callable[[Objective], ObjectiveFacts]:
-        """Facts of the objective; errors likewise."""
+        """Facts of the objective; the same errors."""
         ...
 
     @property
     def check_data(self) -> Callable[[Data], None]:
-        """Refuses a choice of data that no reader takes; errors likewise."""
+        """Refuses an unknown data set or a key that it does not read; the same errors."""
         ...
 
 
@@ -76,8 +76,8 @@ class Source:
 
     Args:
         file: the file.
-        scenario: with the settings applied; what it names is not looked up yet.
-        overridden: keys that ``--set`` gave, for the place in errors.
+        scenario: with settings applied; names are not looked up yet.
+        overridden: keys given with ``--set``, for the place in errors.
     """
 
     file: Path
@@ -85,21 +85,21 @@ class Source:
     overridden: tuple[str, ...] = ()
 
     def place(self, key: str) -> str:
-        """The file with line and key, or the setting that gave the key; ``key`` is as ``partition.alpha``."""
+        """File, line and key, or the setting that gave the key; ``key`` is e.g. ``partition.alpha``."""
         return loader.place_of(self.file, key.split("."), self.overridden)
 
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run as all of its processes see it: made once by :func:`resolve`, never asked for again.
+    """A run as all its processes see it, created once by :func:`resolve`.
 
     Args:
-        source: the file it came from, for the place in errors.
-        scenario: with every default written out, those of the method and the objective included; paths are absolute,
-            a user's Python files are named by their references (``fedmq.config.user_files``).
+        source: the scenario file, for the place in errors.
+        scenario: with all defaults, including those of the method and the objective; with absolute paths, and with
+            references to the user's Python files (``fedmq.config.user_files``).
         id: the run's name on the wire and in logs.
-        pooled: the method trains on everybody's data in one place.
-        own_only: only the silos' own models are trained as a whole.
+        pooled: the method trains centrally on all silos' data.
+        own_only: the shared model is not fully trained, so that retrieval needs a silo's personal model.
         warnings: a line for each setting that has no effect.
     """
 
@@ -112,12 +112,12 @@ class ResolvedRun:
 
 
 def read(file: Path, settings: Sequence[str] = (), seed: int | None = None) -> Source:
-    """Read a scenario file once; no method, data set or torch is needed.
+    """Read a scenario file and check it against the schema.
 
     Args:
-        file: YAML.
-        settings: ``key=value`` over it.
-        seed: over both; None leaves it.
+        file: the YAML file.
+        settings: ``key=value`` pairs that override it.
+        seed: overrides both; None keeps their seed.
 
     Raises:
         InputError: the file cannot be read, or a key or value in it is not allowed.
@@ -128,18 +128,18 @@ def read(file: Path, settings: Sequence[str] = (), seed: int | None = None) -> S
 
 
 def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool = True) -> ResolvedRun:
-    """Look up all that a scenario names, and write out what it leaves to defaults.
+    """Look up everything that a scenario names, and fill in all defaults.
 
     Args:
         source: from :func:`read`.
-        known: who knows the methods, objectives and data sets.
-        weights: the paths of the backbone's weights are made absolute, too. Not where the programs are started
-            manually, each on its own machine: they must agree on what the scenario says.
-        adopt: Python files that the scenario names by their paths may be executed. False for the scenario of a run
-            folder that is only read: there such a path is refused, see ``fedmq.config.user_files``.
+        known: looks up methods, objectives and data sets.
+        weights: also make paths of the backbone's weights absolute; not with manually launched programs, which run on
+            several machines and must agree on the scenario.
+        adopt: allow to execute Python files that the scenario names by path. False for the scenario of a run folder,
+            in which such a path is refused, see ``fedmq.config.user_files``.
 
     Raises:
-        InputError: one line with file, line and key for whatever is not allowed.
+        InputError: something is not allowed; names file, line and key.
     """
     try:
         scenario = _adopted(source, adopt=adopt)
@@ -152,30 +152,30 @@ def resolve(source: Source, known: Known, *, weights: bool = True, adopt: bool =
             changes["objective"] = scenario.objective.with_options(objective.options)
         scenario = loader.with_absolute_paths(scenario.model_copy(update=changes), weights=weights)
     except UserFileError:
-        raise  # its place is the user's file
+        raise  # the place is the user's file
     except InputError as error:
-        unknown = f"{error.place}.{error.found}"  # of an option that is none, its own setting is its place
+        unknown = f"{error.place}.{error.found}"  # an unknown option may come from --set
         key = unknown if unknown in source.overridden else error.place
         raise InputError(source.place(key), error.found, error.allowed) from None
     warnings = (
         *(f"protocol.{name}: {value} has no effect with {off}" for name, value, off in method.without_effect),
         *_late_faults(scenario),
     )
-    own_id = name_of(scenario.model_dump(mode="json"))
-    return ResolvedRun(source, scenario, own_id, method.pooled, method.own_only, warnings)
+    run_id = name_of(scenario.model_dump(mode="json"))
+    return ResolvedRun(source, scenario, run_id, method.pooled, method.own_only, warnings)
 
 
 def _adopted(source: Source, *, adopt: bool) -> Scenario:
-    """The scenario with references in place of the paths of a user's Python files."""
+    """The scenario with references instead of paths of Python files."""
     scenario = source.scenario
 
     def named(key: str, name: str) -> str:
         if not user_files.is_path(name):
             return name
         if not adopt:
-            allowed = "a name or a reference: files that the scenario of a run folder names by path are not executed"
+            allowed = "a name or a reference, as files that a run folder's scenario names by path are not executed"
             raise InputError(key, name, allowed)
-        # What is set on the command line starts at the working directory, what a file says at that file.
+        # Paths from the command line are relative to the working directory, those of a file to that file.
         given = any(f"{key}.".startswith(f"{each}.") for each in source.overridden)
         return user_files.adopt((Path() if given else source.file.parent) / Path(name).expanduser())
 
@@ -196,18 +196,20 @@ def _check_objective(scenario: Scenario, facts: ObjectiveFacts) -> None:
     objective = scenario.objective
     if not facts.hashes and (objective.bits or objective.hidden):
         found = f"sizes of a hash network with {objective.base}"
-        raise InputError("objective", found, "objective.bits and .hidden with hash networks; here it is backbone.dim")
+        raise InputError(
+            "objective", found, "objective.bits and .hidden only with hash networks; use backbone.dim instead"
+        )
     if scenario.backbone.end_to_end and facts.on_features:
         allowed = f"false: end_to_end is for hash networks on labels, not objective.base {objective.base}"
         raise InputError("backbone.end_to_end", True, allowed)
 
 
 def _late_faults(scenario: Scenario) -> list[str]:
-    """A line for each fault whose rounds all come after the run's last one."""
+    """A warning for each fault whose rounds are all after the run's last round."""
     lines = []
     for number, fault in enumerate(scenario.faults):
         if isinstance(fault, Fault) and not any(map(fault.in_rounds, range(scenario.rounds))):
             rounds = fault.rounds if isinstance(fault.rounds, str) else ", ".join(map(str, fault.rounds or ()))
-            last = f"rounds: {scenario.rounds}, whose last one is {scenario.rounds - 1}"
+            last = f"rounds: {scenario.rounds}, as the last round is {scenario.rounds - 1}"
             lines.append(f"faults[{number}].rounds: {rounds} has no effect with {last}")
     return lines

@@ -1,4 +1,4 @@
-"""The name of a run: a digest of all that its scenario says but where it runs; found without the data and torch."""
+"""The id of a run, a digest of its scenario without machine-dependent keys; needs neither data nor torch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-#: What a scenario says of where it runs and where its files lie; of a mapping, keys of it.
-_HERE: Mapping[str, tuple[str, ...]] = {
+#: Keys that depend on the machine and do not enter the id: whole keys, or the listed keys of a section.
+_MACHINE_KEYS: Mapping[str, tuple[str, ...]] = {
     "device": (),
     "launcher": (),
     "data": ("path", "annotations", "images"),
@@ -15,40 +15,40 @@ _HERE: Mapping[str, tuple[str, ...]] = {
     "participation": ("trace",),
 }
 
-#: Keys that scenarios did not always have, with their defaults.
-_YOUNGER: Mapping[str, Mapping[str, object]] = {"evaluation": {"personal_every": 0, "metrics": []}}
+#: Keys that were added after the first format, with their defaults, at which they do not enter the id.
+_LATER_KEYS: Mapping[str, Mapping[str, object]] = {"evaluation": {"personal_every": 0, "metrics": []}}
 
 
 def facts_of(plain: Mapping[str, object]) -> dict[str, object]:
-    """What a run is a run of.
+    """The part of a scenario that identifies a run.
 
     Args:
-        plain: a whole scenario as plain data, as ``scenario.yaml`` of a run folder has it.
+        plain: a complete scenario as plain data, as in ``scenario.yaml`` of a run folder.
     """
-    facts = {key: value for key, value in plain.items() if _HERE.get(key, ("",)) != ()}
-    for key, own in _HERE.items():
+    facts = {key: value for key, value in plain.items() if _MACHINE_KEYS.get(key, ("",)) != ()}
+    for key, names in _MACHINE_KEYS.items():
         part = facts.get(key)
-        if own and isinstance(part, Mapping):
-            facts[key] = {name: value for name, value in part.items() if name not in own}
+        if names and isinstance(part, Mapping):
+            facts[key] = {name: value for name, value in part.items() if name not in names}
     return without_younger(facts)
 
 
 def without_younger(facts: Mapping[str, object]) -> dict[str, object]:
-    """A scenario as plain data without keys at their defaults that scenarios did not always have.
+    """A scenario as plain data without later keys at their defaults.
 
-    With them no run that was named before would be found again.
+    Otherwise the ids of existing runs would change.
     """
     kept = dict(facts)
-    for key, younger in _YOUNGER.items():
+    for key, later in _LATER_KEYS.items():
         part = kept.get(key)
         if isinstance(part, Mapping):
-            own = part.items()
-            kept[key] = {name: value for name, value in own if name not in younger or value != younger[name]}
+            items = part.items()
+            kept[key] = {name: value for name, value in items if name not in later or value != later[name]}
     return kept
 
 
 def name_of(plain: Mapping[str, object]) -> str:
-    """The run's name on the wire: equal only for equal scenarios, wherever they run and wherever their files lie.
+    """The run's id on the wire: equal for equal scenarios, regardless of the machine and the paths of files.
 
     Args:
         plain: as for :func:`facts_of`.

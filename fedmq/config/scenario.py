@@ -1,4 +1,4 @@
-"""A scenario: one YAML file that says everything about a run; ``fedmq.config.loader`` reads it."""
+"""Schema of a scenario, the YAML file that defines a run; ``fedmq.config.loader`` reads it."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from fedmq.config.parts import Aggregation, Cost, Count, Fraction, Name, NonNega
 from fedmq.config.user_files import label
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
-#: What a device may be called.
+#: Allowed names of devices.
 DEVICE = r"^(auto|cpu|cuda(:\d+)?)$"
 Device = Annotated[str, Field(pattern=DEVICE)]
 
 
-#: A file of the user's own metrics, or the name of an installed one.
+#: A Python file that defines metrics, or the name of an installed metric.
 MetricSource = Annotated[str, Field(min_length=1, max_length=4096)]
-#: Before the name of a timm model in ``backbone.name``.
+#: Prefix of timm models in ``backbone.name``.
 TIMM = "timm:"
-#: ``backbone.name`` of an image network in a .mat file of MatConvNet, as CNN-F is distributed.
+#: ``backbone.name`` of an image network in a MatConvNet file (.mat), the format of CNN-F.
 MATCONVNET = "matconvnet"
 
 
 class ProtocolChoice(BaseModel):
-    """Which federated method runs; the other keys are that method's own options, checked by its dataclass."""
+    """The federated method. All other keys are options of the method, checked by its dataclass."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
-    name: str = Field(min_length=1, description="of a method, of fedmq protocols, or a file of your own: ./mine.py")
+    name: str = Field(
+        min_length=1, description="a method listed by `fedmq protocols`, or your own Python file: ./mine.py"
+    )
 
     @property
     def options(self) -> Mapping[str, object]:
-        """The method's own options as written."""
+        """The method's options as written."""
         return dict(self.model_extra or {})
 
     @property
     def label(self) -> str:
-        """The method's name for people and for file names."""
+        """The method's name for display and for file names."""
         return label(self.name)
 
     def with_options(self, options: Mapping[str, object]) -> ProtocolChoice:
@@ -51,48 +53,52 @@ class ProtocolChoice(BaseModel):
 
 
 class Data(Part):
-    """Which data set the silos share out among themselves, and where it lies. Layouts: docs/reference/data_sets.md."""
+    """The data set that is partitioned among the silos. docs/reference/data_sets.md has the layouts."""
 
-    name: str = Field(description="data set, of fedmq data list, or a file of your own: ./mine.py")
+    name: str = Field(description="a data set listed by `fedmq data list`, or your own Python file: ./mine.py")
     path: Path | None = Field(None, description="folder or file of the data set")
-    annotations: Path | None = Field(None, description="captions or labels where they are not in their usual place")
-    images: Path | None = Field(None, description="folder of the images or videos, likewise")
+    annotations: Path | None = Field(None, description="captions or labels, if not in their usual place")
+    images: Path | None = Field(None, description="folder of the images or videos, if not in its usual place")
     text: Literal["sentences", "bag"] | None = Field(
-        None, description="encoded sentences or a bag of words; null takes the data set's own"
+        None, description="texts as encoded sentences or as bags of words; null: the data set's default"
     )
-    queries: Count | None = Field(None, description="test items to draw; null takes the data set's own split")
-    val: int | None = Field(None, ge=0, description="validation items to draw")
-    train: Count | None = Field(None, description="training items to draw; the rest is database (gallery only)")
-    split_seed: int = Field(0, ge=0, description="of a drawn split, apart from the run's seed")
-    frames: Count = Field(12, description="frames of a video, evenly spaced")
-    captions: Count | None = Field(None, description="captions kept of each item, the first ones; null keeps all")
+    queries: Count | None = Field(None, description="number of test items to sample; null: the data set's own split")
+    val: int | None = Field(None, ge=0, description="number of validation items to sample")
+    train: Count | None = Field(
+        None, description="number of training items to sample; the rest is only in the gallery (database)"
+    )
+    split_seed: int = Field(0, ge=0, description="seed of a sampled split, independent of the run's seed")
+    frames: Count = Field(12, description="frames per video, evenly spaced")
+    captions: Count | None = Field(None, description="captions kept per item, the first ones; null: all")
     missing: Literal["refuse", "skip"] = Field(
-        "refuse", description="items without their picture or without a caption: refuse the set, or leave them out"
+        "refuse", description="items without a picture or a caption: refuse the data set, or skip them"
     )
-    labelled: bool = Field(False, description="leave out the items that have no label")
+    labelled: bool = Field(False, description="leave out items without a label")
 
 
 class Backbone(Part):
-    """The frozen encoder under the trainable adapters and heads."""
+    """The frozen encoder below the trainable adapters and heads."""
 
     name: str = Field("lite", min_length=1, description="lite, features, an open_clip model, timm:NAME, or matconvnet")
-    pretrained: str | None = Field(None, description="open_clip tag or local file; null means random weights")
-    adapter_site: Literal["feature", "blocks"] = Field("feature", description="where the bottleneck adapters sit")
+    pretrained: str | None = Field(None, description="open_clip tag or local weights file; null: random weights")
+    adapter_site: Literal["feature", "blocks"] = Field(
+        "feature", description="position of the adapters: on the features, or in the encoder's blocks"
+    )
     text_encoder: Path | None = Field(
-        None, description="folder of a sentence encoder such as BERT for the texts; null takes the backbone's own"
+        None, description="folder of a sentence encoder, e.g. BERT; null: the backbone's own text encoder"
     )
     end_to_end: bool = Field(
-        False, description="train the image network of a .mat file, too, from its weights; it travels with the updates"
+        False, description="also train the image network of a .mat file, starting from its weights; updates include it"
     )
     bottleneck: Count = Field(64, description="width of the adapters")
     adapter: Literal["bottleneck", "mma"] = Field(
-        "bottleneck", description="each tower's own, or multi-modal with a middle layer both towers share, for pfedmma"
+        "bottleneck", description="separate per tower, or (mma, for pfedmma) with a middle layer that both towers share"
     )
-    adapter_scale: NonNegative = Field(0.5, description="factor of what multi-modal adapters add; others know none")
-    head: Literal["residual", "mlp"] = Field("residual", description="z = x + mlp(x), or z = mlp(x) as RCSR prints it")
-    dim: Count | None = Field(None, description="joint dimension of an mlp head; null means the encoder's own")
+    adapter_scale: NonNegative = Field(0.5, description="mma: factor of the adapters' output")
+    head: Literal["residual", "mlp"] = Field("residual", description="z = x + mlp(x), or z = mlp(x) as printed in RCSR")
+    dim: Count | None = Field(None, description="joint dimension of an mlp head; null: the encoder's own")
     precision: Literal["float32", "bfloat16"] = Field(
-        "float32", description="of the frozen towers' products with adapters in the blocks; bfloat16 by autocast"
+        "float32", description="arithmetic of the frozen towers with adapters in the blocks; bfloat16: by autocast"
     )
     adapter_std: NonNegative = Field(0.01, description="initial standard deviation of adapter weights")
     head_std: NonNegative = Field(0.02, description="initial standard deviation of head weights")
@@ -101,10 +107,10 @@ class Backbone(Part):
     def _site_fits(self) -> Backbone:
         if self.text_encoder is not None and (self.name == "features" or self.adapter_site == "blocks"):
             other = "backbone.name features" if self.name == "features" else "backbone.adapter_site blocks"
-            raise ValueError(f"backbone.text_encoder is not for {other}")
+            raise ValueError(f"backbone.text_encoder cannot be combined with {other}")
         if self.pretrained is not None and self.name in ("lite", "features"):
-            has = "brings its own weights" if self.name == "lite" else "has no encoder"
-            raise ValueError(f"backbone.pretrained is not for backbone.name {self.name}, which {has}")
+            has = "includes its weights" if self.name == "lite" else "has no encoder"
+            raise ValueError(f"backbone.pretrained cannot be combined with backbone.name {self.name}, which {has}")
         if self.end_to_end and self.name != MATCONVNET:
             raise ValueError(f"backbone.end_to_end needs backbone.name {MATCONVNET}, not {self.name}")
         if self.adapter_site == "blocks" and (
@@ -113,82 +119,85 @@ class Backbone(Part):
             raise ValueError(f"backbone.adapter_site blocks needs an open_clip model, not {self.name}")
         if self.precision == "bfloat16" and self.adapter_site == "feature":
             raise ValueError(
-                "backbone.precision bfloat16 is for adapter_site blocks; features are extracted in float32"
+                "backbone.precision bfloat16 needs backbone.adapter_site blocks; features are extracted in float32"
             )
         return self
 
 
 class Objective(BaseModel):
-    """What the silos learn: a base loss with its network; the other keys are that loss's own options.
+    """The training objective: a base loss and its network. All other keys are options of the base loss.
 
-    Every federated method runs on every base loss it can be defined on, so that methods are compared on equal terms.
+    Every method runs on every base loss for which it is defined, so that methods can be compared on equal terms.
     """
 
     model_config = ConfigDict(extra="allow", frozen=True, validate_default=True)
     base: str = Field(
         "info_nce",
         min_length=1,
-        description="base loss: info_nce trains adapters and heads, those of fedmq losses mostly hash networks; or a "
-        "file of your own: ./mine.py",
+        description="base loss: info_nce, which trains adapters and heads; one listed by `fedmq losses`, most of which "
+        "train hash networks; or your own Python file: ./mine.py",
     )
-    bits: Count | None = Field(None, description="length of a code; null: the base's own default (`fedmq losses`)")
-    hidden: Count | None = Field(None, description="width of the layer before the code; likewise")
+    bits: Count | None = Field(None, description="code length; null: the base loss's default (`fedmq losses`)")
+    hidden: Count | None = Field(None, description="width of the layer before the code; null: the base loss's default")
 
     @property
     def options(self) -> Mapping[str, object]:
-        """The base loss's own options as written."""
+        """The base loss's options as written."""
         return dict(self.model_extra or {})
 
     def with_options(self, options: Mapping[str, object]) -> Objective:
-        """The same base and sizes with other options."""
+        """The same base loss and sizes with other options."""
         sizes = {"base": self.base, "bits": self.bits, "hidden": self.hidden}
         return Objective.model_validate({**sizes, **options})
 
 
 class Silos(Part):
-    """How many silos there are and how many of them train at once on one machine."""
+    """The number of silos, and how many of them train in parallel on one machine."""
 
-    count: int = Field(30, ge=1, le=1024, description="silos of the federation")
-    slots: Count | None = Field(None, description="silos training at once; null means the machine's cores")
+    count: int = Field(30, ge=1, le=1024, description="number of silos")
+    slots: Count | None = Field(None, description="silos that train in parallel; null: the number of cores")
 
 
 class Partition(Part):
-    """How the training data is shared out."""
+    """How the training data is partitioned among the silos."""
 
     kind: Literal["iid", "dir_class", "dir_clusters", "shards_classes"] = Field(
-        "dir_clusters", description="iid, Dirichlet over labels, Dirichlet over text clusters, classes per silo"
+        "dir_clusters",
+        description="iid, Dirichlet over labels, Dirichlet over text clusters, or a number of classes per silo",
     )
     alpha: Positive = Field(0.1, le=1e6, description="Dirichlet concentration")
-    clusters: Count = Field(50, description="text clusters of dir_clusters")
+    clusters: Count = Field(50, description="dir_clusters: number of text clusters")
     classes_per_silo: Count = Field(
         3,
-        description="shards_classes: classes of a silo; fewer places than classes make it equal shards of sorted items",
+        description="shards_classes: classes per silo; if they do not cover all classes, equal shards of the items "
+        "sorted by class",
     )
     shots: Count | None = Field(
-        None, description="shards_classes: training samples of a class in a silo at most (n-way k-shot); null deals all"
+        None, description="shards_classes: most training samples per class and silo (n-way k-shot); null: no limit"
     )
     label: Literal["rarest", "first"] = Field(
-        "rarest", description="which label of an item with several says whose it is: the rarest, or the first in order"
+        "rarest",
+        description="label by which an item with several labels is assigned to a silo: its rarest or its first",
     )
-    balanced: bool = Field(False, description="dir_class: silos that already hold n/K samples get no more")
+    balanced: bool = Field(False, description="dir_class: silos that already hold n/K samples receive no more")
 
     @model_validator(mode="after")
     def _shots(self) -> Partition:
         if self.shots is not None and self.kind != "shards_classes":
-            raise ValueError(f"partition.shots is for partition.kind shards_classes, found {self.kind}")
+            raise ValueError(f"partition.shots needs partition.kind shards_classes, found {self.kind}")
         return self
 
 
 class MissingModality(Part):
     """Which silos lack a modality."""
 
-    rate: Fraction = Field(0.0, description="share of silos with a single modality")
-    seed: int = Field(42, ge=0, description="of the assignment, apart from the run's seed")
+    rate: Fraction = Field(0.0, description="fraction of the silos with a single modality")
+    seed: int = Field(42, ge=0, description="seed of the assignment, independent of the run's seed")
     only: Literal["image", "text"] | None = Field(
-        None, description="the modality that the rate's silos have; null draws it, either alike"
+        None, description="modality of the single-modality silos; null: drawn, both equally likely"
     )
     silos: dict[Name, Literal["image", "text"]] = Field(
-        default_factory=dict, description="listed by hand: silo name to the one modality it has; in place of a rate"
+        default_factory=dict, description="instead of a rate, single-modality silos by name, each with its modality"
     )
 
     @model_validator(mode="after")
@@ -196,38 +205,40 @@ class MissingModality(Part):
         if self.silos and self.rate > 0:
             raise ValueError("give missing_modality.rate or missing_modality.silos, not both")
         if self.only and self.rate == 0:
-            raise ValueError("missing_modality.only is for missing_modality.rate above 0")
+            raise ValueError("missing_modality.only needs missing_modality.rate above 0")
         return self
 
 
 class Training(Part):
-    """Local training, the same for every method."""
+    """Local training; the same for every method."""
 
-    optimizer: Literal["adamw", "adam", "sgd"] = Field("adamw", description="of local training")
-    learning_rate: Positive = Field(1e-4, description="after the warm-up")
-    weight_decay: NonNegative = Field(0.01, description="decoupled with adamw, else added to the gradient")
-    momentum: float = Field(0.9, ge=0.0, lt=1.0, description="of sgd")
-    betas: tuple[Decay, Decay] = Field((0.9, 0.999), description="of adam and adamw: what their two averages keep")
-    batch_size: Count = Field(128, description="items; a last batch of fewer counts as well")
-    local_epochs: Count = Field(1, description="passes over a silo's own data in a task")
+    optimizer: Literal["adamw", "adam", "sgd"] = Field("adamw", description="optimiser of local training")
+    learning_rate: Positive = Field(1e-4, description="learning rate after the warm-up")
+    weight_decay: NonNegative = Field(0.01, description="decoupled with adamw, otherwise added to the gradient")
+    momentum: float = Field(0.9, ge=0.0, lt=1.0, description="sgd: momentum")
+    betas: tuple[Decay, Decay] = Field(
+        (0.9, 0.999), description="adam and adamw: decay rates of the two moment estimates"
+    )
+    batch_size: Count = Field(128, description="items per batch; a smaller last batch is used, too")
+    local_epochs: Count = Field(1, description="epochs over the silo's dataset per task")
     schedule: Literal["cosine", "linear", "step", "constant"] = Field(
-        "cosine", description="of the learning rate over the rounds: falling to the floor, or in steps, or not"
+        "cosine", description="learning rate over the rounds: decay to the floor, decay in steps, or constant"
     )
     warmup_rounds: int = Field(
         5,
         ge=0,
-        description="linear warm-up of the learning rate; not given, fewer in a run of no more rounds than 5; "
-        "with cosine and linear below rounds",
+        description="rounds of linear learning rate warm-up; with cosine and linear below rounds; the default is "
+        "rounds - 1 in runs of at most 5 rounds",
     )
-    floor: Fraction = Field(0.01, description="share of the learning rate that cosine and linear end at")
-    step_rounds: Count = Field(30, description="step: rounds from one to the next")
-    step_factor: float = Field(0.1, gt=0.0, lt=1.0, description="step: what the learning rate is multiplied by")
+    floor: Fraction = Field(0.01, description="cosine and linear: final learning rate, as a fraction of learning_rate")
+    step_rounds: Count = Field(30, description="step: rounds between steps")
+    step_factor: float = Field(0.1, gt=0.0, lt=1.0, description="step: factor of the learning rate at each step")
 
     def rate_at(self, round_: int, rounds: int) -> float:
-        """Learning rate of a round: linear warm-up, then by the schedule over the rest.
+        """Learning rate of a round: linear warm-up, then the schedule over the remaining rounds.
 
-        The cosine is that of RCSR, section 5.1; the line that of DCMH's code (to 1e-6, a floor of 3.2e-5), the steps, a
-        tenth each 30 epochs, those of GreedyHash's.
+        ``cosine`` is the schedule of RCSR, section 5.1; ``linear`` that of DCMH's code, which ends at 1e-6 (a floor of
+        3.2e-5); ``step`` that of GreedyHash's code, a tenth every 30 epochs.
         """
         if round_ < self.warmup_rounds:
             return self.learning_rate * (round_ + 1) / self.warmup_rounds
@@ -248,37 +259,39 @@ class Training(Part):
 class Evaluation(Part):
     """What the evaluator measures and when."""
 
-    every: int = Field(10, ge=0, description="rounds between evaluations; 0 only before the first and after the last")
+    every: int = Field(
+        10, ge=0, description="rounds between evaluations; 0: only before the first and after the last round"
+    )
     personal_every: int = Field(
         0,
         ge=0,
-        description="rounds between measurements of the silos' own models, where a method has such; 0 only at the end",
+        description="rounds between evaluations of personal models, for methods that have them; 0: only at the end",
     )
-    split: Literal["val", "test"] = Field("test", description="whose items are the queries")
+    split: Literal["val", "test"] = Field("test", description="split whose items are the queries")
     gallery: Literal["split", "database"] = Field(
         "split",
-        description="what label metrics retrieve from: the split's other modality, or all items outside the split but "
-        "public ones (of Wikipedia but validation ones, too)",
+        description="gallery of label-based metrics: the split's other modality, or all items outside the split except "
+        "public ones (for Wikipedia also except validation items)",
     )
     fold_size: Count | None = Field(
-        None, description="also recall within consecutive folds of so many items of the split, the mean over folds"
+        None, description="also report recall as the mean over consecutive folds of this number of items of the split"
     )
-    within: bool = Field(
-        False, description="also retrieve images by images and texts by texts, from gallery database, which it needs"
+    within: bool = Field(False, description="also retrieve images by images and texts by texts; needs gallery database")
+    map_at: tuple[Count, ...] = Field(
+        (), description="cut-offs R of mAP@R, in addition to the mAP over the whole ranking"
     )
-    map_at: tuple[Count, ...] = Field((), description="cut-offs R of mAP@R, beside the mAP over the whole list")
     map_denominator: Literal["retrieved", "total", "min"] = Field(
         "retrieved",
-        description="what mAP@R divides by: relevant items among the first R, all relevant ones, or the lesser of "
-        "these and R",
+        description="denominator of AP@R: number of relevant items among the first R, of all relevant items, or the "
+        "smaller of the latter and R",
     )
     map_empty: Literal["zero", "skip"] = Field(
-        "zero", description="a query with nothing relevant counts 0 in the mAP, or is left out"
+        "zero", description="queries without relevant items count as 0 in the mAP, or are left out"
     )
     ndcg_at: tuple[Count, ...] = Field((), description="cut-offs N of NDCG@N")
-    ndcg_ideal: Literal["database", "retrieved"] = Field("database", description="what NDCG's ideal list is made of")
+    ndcg_ideal: Literal["database", "retrieved"] = Field("database", description="items of NDCG's ideal ranking")
     metrics: tuple[MetricSource, ...] = Field(
-        (), description="further metrics: Python files (./mine.py) or names of the entry point group fedmq.metrics"
+        (), description="additional metrics: Python files (./mine.py), or names in the entry point group fedmq.metrics"
     )
 
     @model_validator(mode="after")
@@ -289,17 +302,17 @@ class Evaluation(Part):
 
 
 class Privacy(Part):
-    """Transforms of a silo's update before it is sealed."""
+    """Clipping and noise, which a silo applies to its update before sending it."""
 
-    clip_norm: Positive | None = Field(None, description="the update is scaled down to at most this L2 norm")
+    clip_norm: Positive | None = Field(None, description="maximum L2 norm of an update; a longer one is scaled down")
     noise_multiplier: NonNegative = Field(
-        0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm, which must be given, too"
+        0.0, description="Gaussian noise of standard deviation noise_multiplier * clip_norm; needs clip_norm"
     )
     noise_from: Literal["seed", "key"] = Field(
         "seed",
-        description="seed: noise repeats with the run and hides nothing from whoever knows the scenario; key: it comes "
-        "from the silo's private key and the update, nobody else can derive it, a run cannot be replayed, and launcher "
-        "inline has no keys",
+        description="seed: the noise is reproducible, and anyone who knows the scenario can remove it; key: only the "
+        "silo can derive it, from its private key and the update, so that the run cannot be replayed; not with "
+        "launcher inline, which has no keys",
     )
 
     @model_validator(mode="after")
@@ -312,14 +325,14 @@ class Privacy(Part):
 
 
 class Scenario(Part):
-    """Everything about a run. Two equal scenarios on one machine give the same model to the bit."""
+    """Definition of a run. Equal scenarios give bit-identical models on the same machine."""
 
     name: str = Field(
         pattern=r"^[a-z0-9][a-z0-9_.-]{0,47}$",
-        description="of the run, for folders and tables: small letters, digits, `_`, `.` and `-`, at most 48",
+        description="name of the run, for folders and tables: at most 48 lower-case letters, digits, `_`, `.` and `-`",
     )
-    seed: int = Field(0, ge=0, lt=2**63, description="every random draw derives from it")
-    rounds: Count = Field(200, description="merges of the shared model, in every mode of aggregation")
+    seed: int = Field(0, ge=0, lt=2**63, description="seed from which all random draws are derived")
+    rounds: Count = Field(200, description="number of merges of the shared model, in every aggregation mode")
     participation: Participation = Participation()
     protocol: ProtocolChoice
     data: Data
@@ -333,24 +346,24 @@ class Scenario(Part):
     evaluation: Evaluation = Evaluation()
     cost: Cost = Cost()
     privacy: Privacy = Privacy()
-    faults: tuple[AnyFault, ...] = Field((), description="scripted faults; docs/reference/faults.md lists them")
+    faults: tuple[AnyFault, ...] = Field((), description="scripted faults, see docs/reference/faults.md")
     clock: Literal["virtual", "wall"] = Field(
-        "virtual", description="virtual: time is made up from `cost`, and a run repeats to the bit; wall: real time"
+        "virtual", description="virtual: time is simulated from `cost`, and runs are bit-reproducible; wall: real time"
     )
-    device: Device = Field("cpu", description="of every silo and the evaluator: auto, cpu, cuda or cuda:N")
+    device: Device = Field("cpu", description="device of every silo and the evaluator: auto, cpu, cuda or cuda:N")
     launcher: Literal["local", "inline", "none"] = Field(
         "local",
-        description="local starts the silos here; inline runs them in the coordinator's process without messages: the "
-        "same model to the bit, no logged messages but the coordinator's notes; none is for silos started "
-        "by hand, with the programs' own commands",
+        description="local: silos are processes on this machine; inline: silos run in the coordinator's process "
+        "without messages, which gives a bit-identical model and logs only the coordinator's notes; none: "
+        "coordinator, evaluator and silos are launched manually with their own commands",
     )
 
     @model_validator(mode="before")
     @classmethod
     def _short_warmup(cls, given: object) -> object:
-        """In a run of five rounds or fewer the default warm-up, which nobody chose, leaves the last round to itself."""
+        """Shorten the default warm-up of a run of at most five rounds, so that it ends before the last round."""
         rounds = given.get("rounds") if isinstance(given, dict) else None
-        # 4.0 is taken for 4 as everywhere; what is no number of rounds has an error of its own.
+        # 4.0 counts as 4, as for every integer key; the validation of `rounds` reports anything else.
         if not isinstance(given, dict) or isinstance(rounds, bool) or not isinstance(rounds, int | float) or rounds % 1:
             return given
         training, most = given.get("training") or {}, int(rounds) - 1
@@ -400,12 +413,13 @@ class Scenario(Part):
         robust, count = self.aggregation.robust, self.silos.count
         if robust.rule == "krum" and robust.keep is not None and robust.keep >= count:
             raise ValueError(
-                f"aggregation.robust.keep ({robust.keep}) must be below silos.count ({count}): krum leaves nobody out"
+                f"aggregation.robust.keep ({robust.keep}) must be below silos.count ({count}): krum would keep all "
+                "replies"
             )
         if self.privacy.noise_from == "key" and self.launcher == "inline":
             raise ValueError(
-                "privacy.noise_from key is not for launcher inline, whose silos have no keys (compare and sweep: give "
-                "--processes)"
+                "privacy.noise_from key needs launcher local or none, as inline silos have no keys (compare and "
+                "sweep: add --processes)"
             )
         return self
 
@@ -417,7 +431,7 @@ class Scenario(Part):
 
     @property
     def slots(self) -> int:
-        """How many silos train at once on this machine."""
+        """Number of silos that train in parallel on this machine."""
         return self.silos.slots or os.cpu_count() or 1
 
     def dump(self) -> str:

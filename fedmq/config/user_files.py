@@ -1,13 +1,13 @@
-"""Python files of the user's own that a scenario names: a method, an objective or a data set.
+"""Python files of the user that a scenario names: methods, objectives, data sets and metrics.
 
-A scenario says ``./mine.py``. Where the user names the scenario, :func:`adopt` reads the file, keeps a copy in the
-cache under its SHA-256 and gives its *reference*, ``mine.py@<SHA-256>``, which stands in the resolved scenario from
-then on. So the run's id depends on the file's content but not on where it lies, every process of the run executes the
-same bytes, and a run can be replayed after the file was edited.
+A scenario contains ``./mine.py``. When the user starts the scenario, :func:`adopt` copies the file into the cache
+under its SHA-256 and returns its *reference*, ``mine.py@<SHA-256>``, which replaces the path in the resolved scenario.
+Thus the run's id depends on the file's content but not its path, every process of the run executes the same code, and a
+run can be replayed after the file was edited.
 
-Only :func:`load` executes such a file, by its reference and from the cache alone. A scenario of a run folder that
-somebody else made may hold any reference; what nobody adopted on this machine is refused. Whoever may write to the
-cache folder may thus have code executed: it must not be shared with people one does not trust.
+Only :func:`load` executes such a file, by its reference and from the cache. The scenario in a run folder from another
+user may contain any reference, so files that were not adopted on this machine are refused. Anyone who can write to the
+cache folder can have code executed: do not share it with people you do not trust.
 """
 
 from __future__ import annotations
@@ -28,41 +28,41 @@ from fedmq.storage.run_folder import write_atomically
 
 _FILE = r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}\.py"
 _REFERENCE = re.compile(rf"(?P<file>{_FILE})@(?P<digest>[0-9a-f]{{64}})")
-#: Two threads of one process must not execute a file twice: its classes would be different ones.
+#: Prevents two threads from executing a file twice, which would create two versions of its classes.
 _LOCK = threading.RLock()
 
 
 class UserFileError(InputError):
-    """A user's Python file cannot be used; the place is the file itself, with the line where there is one."""
+    """A user's Python file cannot be used; the place is the file, with the line if known."""
 
 
 def is_path(name: str) -> bool:
-    """Whether a name in a scenario is the path of a Python file, as ``./mine.py``."""
+    """Whether a name in a scenario is the path of a Python file, e.g. ``./mine.py``."""
     return name.endswith(".py")
 
 
 def is_reference(name: str) -> bool:
-    """Whether a name in a scenario is a reference to a file that was adopted, ``mine.py@<SHA-256>``."""
+    """Whether a name in a scenario is a reference to an adopted file, ``mine.py@<SHA-256>``."""
     return _REFERENCE.fullmatch(name) is not None
 
 
 def label(name: str) -> str:
-    """A name for people: of a reference the file's name alone, of any other the name itself."""
+    """A name for display: the file's name of a reference, otherwise the name itself."""
     match = _REFERENCE.fullmatch(name)
     return match["file"] if match else name
 
 
 def adopt(path: Path) -> str:
-    """Keep a copy of a file that the user names, so that this machine's processes may execute it.
+    """Copy a file that the user names into the cache, so that processes on this machine may execute it.
 
     Args:
-        path: of the file. It is compiled, not executed.
+        path: the file; it is compiled but not executed.
 
     Returns:
         The reference.
 
     Raises:
-        UserFileError: no such file, a name that is not allowed, or a syntax error, with its line.
+        UserFileError: the file does not exist, its name is not allowed, or it has a syntax error.
         RunError: the cache cannot be written.
     """
     if not re.fullmatch(_FILE, path.name):
@@ -70,7 +70,9 @@ def adopt(path: Path) -> str:
     try:
         source = path.read_bytes()
     except FileNotFoundError:
-        raise UserFileError(str(path), "no such file", "a Python file, seen from the scenario's folder") from None
+        raise UserFileError(
+            str(path), "no such file", "a Python file; paths are relative to the scenario's folder"
+        ) from None
     except OSError as error:
         raise UserFileError(str(path), error.strerror or str(error), "a readable Python file") from None
     try:
@@ -102,7 +104,7 @@ def _copy(digest: str) -> Path:
 @functools.cache
 def _executed(reference: str) -> ModuleType:
     match = _REFERENCE.fullmatch(reference)
-    assert match is not None  # noqa: S101 - the caller has seen to it
+    assert match is not None  # noqa: S101 - checked by the caller
     file, digest = match["file"], match["digest"]
     path = _copy(digest)
     try:
@@ -110,29 +112,29 @@ def _executed(reference: str) -> ModuleType:
     except OSError:
         source = b""
     if hashlib.sha256(source).hexdigest() != digest:
-        allowed = "a file that was run on this machine: name the file itself, e.g. fedmq protocols FILE, to allow it"
+        allowed = "a file adopted on this machine; if you trust it, adopt it with fedmq protocols FILE"
         raise UserFileError(file, f"content with SHA-256 {digest[:12]}, unknown here", allowed)
     module = ModuleType(f"fedmq_user_{digest}")
     module.__file__ = str(path)
-    sys.modules[module.__name__] = module  # dataclasses and type hints look their module up there
+    sys.modules[module.__name__] = module  # dataclasses and type hints look up their module there
     try:
-        exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))  # noqa: S102 - what the user asked for
+        exec(compile(source, str(path), "exec", dont_inherit=True), vars(module))  # noqa: S102 - requested by the user
     except (Exception, SystemExit) as error:
         del sys.modules[module.__name__]
-        own = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
-        place = f"{file}: line {own[-1]}" if own else file
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+        place = f"{file}: line {lines[-1]}" if lines else file
         raise UserFileError(place, f"{type(error).__name__}: {error}", "a file that can be imported") from error
     return module
 
 
 def load(reference: str) -> ModuleType:
-    """Execute an adopted file, once in a process.
+    """Execute an adopted file, once per process.
 
     Args:
-        reference: from :func:`adopt`, or out of a run folder's scenario.
+        reference: from :func:`adopt` or from a run folder's scenario.
 
     Raises:
-        UserFileError: nobody adopted a file of this content on this machine, or executing it fails.
+        UserFileError: no file of this content was adopted on this machine, or executing it fails.
     """
     with _LOCK:
         return _executed(reference)

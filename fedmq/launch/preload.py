@@ -1,6 +1,6 @@
-"""What the forkserver imports once so that every process of a run shares the pages.
+"""Imports of the forkserver, whose memory pages all processes of a run share.
 
-Nothing here may start a thread, run a torch operation or touch CUDA: a fork would copy a broken state.
+Nothing here may start a thread, run a torch operation or use CUDA, whose state does not survive a fork.
 """
 
 import atexit
@@ -9,12 +9,12 @@ import importlib
 import os
 import signal
 
-# Ctrl-C is for the command that started the forkserver: it ends, and then the forkserver does. The forkserver itself
-# ignores it only once all is imported. The children inherit this, and none of them wants anything else.
+# Ctrl-C is handled by the command that started the forkserver; when it exits, the forkserver exits, too. Children
+# inherit this.
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-# SIGTERM, which a scheduler sends to every process of a run, is blocked here: a child takes what came once it is ready.
+# A scheduler sends SIGTERM to every process of a run. It is blocked here, and children unblock it once they are ready.
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-# SIGINT came blocked, see fedmq.launch.forkserver.
+# fedmq.launch.forkserver blocked SIGINT.
 signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
 
 _MODULES = (
@@ -32,13 +32,13 @@ for _name in _MODULES:
     importlib.import_module(_name)
 for _name in importlib.import_module("protocols").METHODS.built_in():
     importlib.import_module(f"protocols.{_name}")
-# What lives now lives for good: the collector must not write to these pages in every child.
+# Exclude all current objects from garbage collection, which would write to the shared pages in every child.
 gc.collect()
 gc.freeze()
 
 
 def _leave(forkserver: int = os.getpid()) -> None:
-    """End the forkserver itself without tearing modules down: triton's bindings complain loudly when they are."""
+    """Exit the forkserver without tearing down modules, at which triton's bindings print errors."""
     if os.getpid() == forkserver:
         os._exit(0)
 

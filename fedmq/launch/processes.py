@@ -1,4 +1,4 @@
-"""What each process that ``fedmq scenario`` starts does, from its fork to its end; none outlives who started it."""
+"""Main functions of the processes that ``fedmq scenario`` forks; none of them outlives the command."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ from fedmq.federation.population import build_population
 from silos.program import SiloArguments, run_silo
 
 _PR_SET_PDEATHSIG = 1
-#: Exit code of a process whose starter is gone; nobody is left to read it.
+#: Exit code of a process whose parent is gone.
 _ORPHANED = 1
 
 
-def _settle_in(*, terminable: bool = True) -> None:
-    """A child leaves Ctrl-C to the process that started it and never outlives it.
+def _set_up_child(*, terminable: bool = True) -> None:
+    """Ignore Ctrl-C, which the parent handles, and make sure that this process does not outlive the parent.
 
-    To the kernel its parent is the forkserver, so dying with the parent is not enough: the forkserver ends once nobody
-    holds the write end of its pipe any more, and every child is given one. A thread waits for the starter's end; and
-    the write end is closed, so that the forkserver ends too and takes with it a child that stands still.
+    The kernel's parent is the forkserver, which lives as long as any process holds the write end of its pipe, which
+    every child inherits. So a thread waits for the end of the actual parent, and the write end is closed. Then the
+    forkserver ends as well, and the kernel kills its children, even a paused one.
 
     Args:
-        terminable: SIGTERM ends it; the coordinator, told to stop by its starter, finishes what it writes instead.
+        terminable: SIGTERM ends this process. False for the coordinator, which the parent stops by a message, so that
+            it can finish writing.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_DFL if terminable else signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    starter = multiprocessing.parent_process()
-    if starter is not None:
-        threading.Thread(target=_end_with, args=(starter.sentinel,), name="starter", daemon=True).start()
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_exit_with, args=(parent.sentinel,), name="parent", daemon=True).start()
     server: Any = getattr(forkserver, "_forkserver", None)
     alive = getattr(server, "_forkserver_alive_fd", None)
     if alive is not None:
@@ -54,14 +55,14 @@ def _settle_in(*, terminable: bool = True) -> None:
         os.close(alive)
 
 
-def _end_with(sentinel: int) -> None:
-    """End this process at once when another ends; the run goes on from its checkpoint, as after any kill."""
+def _exit_with(sentinel: int) -> None:
+    """Exit immediately when another process ends; the run can be resumed from its checkpoint."""
     wait([sentinel])
     os._exit(_ORPHANED)
 
 
-def _tell(line: Connection, item: object) -> None:
-    """Tell the starter; if it listens no more, nobody needs what this process does."""
+def _report(line: Connection, item: object) -> None:
+    """Send an item to the parent; exit if the parent is gone."""
     try:
         line.send(item)
     except ConnectionError:
@@ -69,87 +70,90 @@ def _tell(line: Connection, item: object) -> None:
 
 
 def _ignore_sigterm() -> None:
-    """Leave it to the coordinator to stop this process, as it does once a silo has joined or the evaluator measured.
+    """Ignore SIGTERM, with which the parent stops silos that have not joined and an evaluator without a result.
 
-    Until then a SIGTERM of its starter ends it.
+    From then on, the coordinator stops this process by a message.
     """
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
-def _say(error: FedmqError) -> int:
+def _print_error(error: FedmqError) -> int:
     print(f"fedmq: {error}", file=sys.stderr, flush=True)
     return 2 if isinstance(error, InputError) else 1
 
 
 def coordinator_process(arguments: CoordinatorArguments, line: Connection) -> None:
-    """The coordinator; the line tells its starter the status, the orders, and at last the outcome."""
-    _settle_in(terminable=False)
+    """Run the coordinator; sends its status, its orders and finally its result to the parent."""
+    _set_up_child(terminable=False)
     try:
         outcome = run_coordinator(
             arguments,
-            listening=partial(_tell, line),
-            status=partial(_tell, line),
+            listening=partial(_report, line),
+            status=partial(_report, line),
             stop_wanted=lambda: line.poll(0),
             order=lambda order: _pass_on(order, line),
         )
     except InputError as error:
-        _tell(line, (error.place, str(error.found), error.allowed))
+        _report(line, (error.place, str(error.found), error.allowed))
     except FedmqError as error:
-        _tell(line, (str(error),))
+        _report(line, (str(error),))
     else:
-        _tell(line, outcome)
+        _report(line, outcome)
 
 
 def _pass_on(order: ProcessCommand, line: Connection) -> None:
-    """Tell the parent what a scripted fault needs; dying is the coordinator's own part of it."""
-    _tell(line, order)
+    """Send the order of a scripted fault to the parent; the coordinator kills itself if the order says so."""
+    _report(line, order)
     if order.what == "die":
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def silo_process(arguments: SiloArguments) -> None:
-    """A silo."""
-    _settle_in()
+    """Run a silo."""
+    _set_up_child()
     try:
         run_silo(arguments, joined=_ignore_sigterm)
     except FedmqError as error:
-        sys.exit(_say(error))
+        sys.exit(_print_error(error))
 
 
 def evaluator_process(arguments: EvaluatorArguments) -> None:
-    """The evaluator."""
-    _settle_in()
+    """Run the evaluator."""
+    _set_up_child()
     try:
         run_evaluator(arguments, measured=_ignore_sigterm)
     except FedmqError as error:
-        sys.exit(_say(error))
+        sys.exit(_print_error(error))
 
 
-def world_process(run: ResolvedRun, line: Connection) -> None:
-    """Prepares the data; the line tells progress, and at last the folder or what went wrong."""
-    _settle_in()
+def population_process(run: ResolvedRun, line: Connection) -> None:
+    """Prepare the data; sends progress and finally the folder or the error to the parent."""
+    _set_up_child()
     try:
-        folder = population_here(run, lambda what, done, total: _tell(line, (what, done, total)))
+        folder = population_here(run, lambda what, done, total: _report(line, (what, done, total)))
     except InputError as error:
-        _tell(line, ("input", error.place, str(error.found), error.allowed))
+        _report(line, ("input", error.place, str(error.found), error.allowed))
     except FedmqError as error:
-        _tell(line, (str(error),))
+        _report(line, (str(error),))
     else:
-        _tell(line, folder)
+        _report(line, folder)
 
 
 def population_here(
     run: ResolvedRun, progress: Callable[[str, int, int], None] | None, folder: Path | None = None
 ) -> Path:
-    """Make the run's world in the cache, in this process; as ``fedmq.launch.supervisor.prepare_population`` otherwise.
+    """Prepare the run's data in this process, otherwise like ``fedmq.launch.supervisor.prepare_population``.
 
     Args:
-        run: as resolved.
-        progress: told during anything long.
-        folder: of the prepared data, if it is there.
+        run: the run.
+        progress: called with (what, done, total) during long steps.
+        folder: folder of the prepared data, if known.
+
+    Returns:
+        The folder of the prepared data.
 
     Raises:
-        InputError: the data, or the scenario with these data, would be refused by a run's programs.
+        InputError: the run's programs would refuse the data, or the scenario with these data.
     """
     population = build_population(run.scenario, progress, folder=folder, pooled=run.pooled)
     check(run.scenario, population)

@@ -1,7 +1,7 @@
-"""``fedmq scenario``: start a coordinator, an evaluator and all silos on this machine, and watch over them.
+"""``fedmq scenario``: starts and supervises a coordinator, an evaluator and all silos on this machine.
 
-These are the same programs that ``fedmq coordinator``, ``fedmq evaluator`` and ``fedmq silo`` run by hand. They are
-forked from a forkserver that has imported everything beforehand, so that thirty silos share the pages of one.
+These are the programs of ``fedmq coordinator``, ``fedmq evaluator`` and ``fedmq silo``. They are forked from a
+forkserver that has imported everything, so that they share its memory pages.
 """
 
 from __future__ import annotations
@@ -41,36 +41,38 @@ from fedmq.wire.keys import init_keys
 from fedmq.wire.messages import COORDINATOR, EVALUATOR
 from silos.program import Silo, SiloArguments
 
-#: Times one process may die and be started again before the run is given up.
-_LIVES = 3
-#: Weighing memory walks every process's page tables: about a second for thirty silos.
+#: Most restarts of a process that dies; after one more death the run fails.
+_MAX_RESTARTS = 3
+#: Interval between measurements of memory, which take about a second for thirty silos [s].
 _MEMORY_SECONDS = 30.0
+#: Time for the processes to end by themselves before they are killed [s].
 _STOP_PATIENCE = 20.0
+#: Time before an evaluator without a result receives SIGTERM [s].
 _EVALUATOR_GRACE = 1.0
-#: A stop that takes longer than this is told of, so that nobody takes it for a hang.
-_STOP_UNTOLD = 2.0
-#: How the folders of runs' keys and sockets begin.
+#: Time after which the user is told that the processes are still stopping [s].
+_SLOW_STOP_SECONDS = 2.0
+#: Prefix of the temporary folders with runs' keys and sockets.
 _PRIVATE = "fedmq-run-"
-#: The file in one that its run holds a lock on.
+#: File in such a folder that its run has locked.
 _LOCK = "lock"
 
 
 def prepare_population(run: ResolvedRun, progress: Callable[[str, int, int], None] | None) -> Path:
-    """Make the run's world in the cache, in a process of its own: extracting features loads what nobody else needs.
+    """Prepare the run's data in a separate process, as the encoders are needed only for extracting features.
 
     Args:
-        run: as resolved.
-        progress: told (what, done, total) during anything long.
+        run: the run.
+        progress: called with (what, done, total) during long steps.
 
     Returns:
         The folder of the prepared data.
 
     Raises:
-        InputError: the data cannot be read, or cannot be shared out as asked.
+        InputError: the data cannot be read, or not partitioned as configured.
         RunError: the process died.
     """
     line, theirs = CONTEXT.Pipe()
-    process = CONTEXT.Process(target=children.world_process, args=(run, theirs), daemon=True)
+    process = CONTEXT.Process(target=children.population_process, args=(run, theirs), daemon=True)
     process.start()
     theirs.close()
     try:
@@ -100,10 +102,10 @@ class _Supervisor:
     """The processes of one run.
 
     Args:
-        run: as resolved.
+        run: the run.
         folder: the run folder.
-        keys: a private folder of keys made for this run.
-        resume: go on from the last checkpoint.
+        keys: private folder with keys created for this run.
+        resume: resume from the last checkpoint.
         data: folder of the prepared data; None lets every process find it.
     """
 
@@ -121,7 +123,7 @@ class _Supervisor:
     stopping: float | None = None
 
     def start_coordinator(self) -> Connection:
-        """Start the coordinator; returns the line it reports on."""
+        """Start the coordinator; returns the connection on which it reports."""
         ours, theirs = CONTEXT.Pipe()
         bind = f"ipc://{self.keys.parent / 'wire'}"
         arguments = CoordinatorArguments(self.run, bind, self.keys, self.folder.root, self.resume, self.data)
@@ -130,14 +132,14 @@ class _Supervisor:
         return ours
 
     def start_peers(self, uri: str) -> None:
-        """Start the evaluator and every silo that does not run yet."""
+        """Start the evaluator and every silo that is not running yet."""
         self.uri = uri
         for name in (EVALUATOR, *self.run.scenario.silo_names):
             if name not in self.processes:
                 self.start_peer(name)
 
     def start_peer(self, name: str) -> None:
-        """Start, or start again, a silo or the evaluator."""
+        """Start or restart a silo or the evaluator."""
         if name == EVALUATOR:
             evaluator = EvaluatorArguments(self.run, self.uri, self.keys, self.folder.root, data=self.data)
             self._start(name, children.evaluator_process, evaluator)
@@ -145,11 +147,11 @@ class _Supervisor:
             silo = SiloArguments(self.run, name, self.uri, self.keys, self.folder.root, data=self.data)
             self._start(name, children.silo_process, silo)
 
-    def carry_out(self, order: ProcessCommand) -> Connection | None:
-        """Do to a process what a scripted fault asks for; such deaths do not count as its own.
+    def execute(self, order: ProcessCommand) -> Connection | None:
+        """Execute an order of a scripted fault; such deaths do not count towards the limit of restarts.
 
         Returns:
-            The line of the coordinator if it was started again.
+            The connection to the coordinator if it was restarted.
         """
         process = self.processes.get(order.name)
         match order.what:
@@ -172,7 +174,7 @@ class _Supervisor:
         return None
 
     def thaw(self, *names: str) -> None:
-        """Let frozen processes go on: those named, and those whose time is over."""
+        """Continue paused processes: those named, and those whose pause is over."""
         now = time.monotonic()
         for name, until in list(self.frozen.items()):
             if name in names or now >= until:
@@ -182,7 +184,7 @@ class _Supervisor:
                     os.kill(process.pid, signal.SIGCONT)
 
     def restart_coordinator(self) -> Connection:
-        """Start the coordinator again from its checkpoint; silos that had left come back, for it waits for all."""
+        """Restart the coordinator from its checkpoint; silos that had left rejoin, as it waits for all silos."""
         self.processes[COORDINATOR].join()
         self.resume = True
         return self.start_coordinator()
@@ -193,11 +195,10 @@ class _Supervisor:
         self.processes[name] = process
 
     def revive(self) -> None:
-        """Start again whoever died; a process that asked to end is let go.
+        """Restart processes that died, but not those that exited successfully.
 
         Raises:
-            RunError: somebody keeps dying.
-            InputError: somebody found its input wrong (it has said so on standard error).
+            RunError: a process keeps dying, or refused its input and printed the reason on standard error.
         """
         for name, process in list(self.processes.items()):
             if name == COORDINATOR or process.exitcode is None or process.exitcode == 0:
@@ -205,12 +206,12 @@ class _Supervisor:
             if process.exitcode == 2:
                 raise RunError(f"{name} refused its input, see the line above")
             self.deaths[name] = self.deaths.get(name, 0) + 1
-            if self.deaths[name] > _LIVES:
+            if self.deaths[name] > _MAX_RESTARTS:
                 raise RunError(f"{name} died {self.deaths[name]} times, last with exit code {process.exitcode}")
             self.start_peer(name)
 
-    def weigh(self) -> None:
-        """Note the memory of all processes together [bytes, PSS]."""
+    def measure_memory(self) -> None:
+        """Update the peak memory of all processes together [bytes, PSS]."""
         with contextlib.suppress(psutil.Error):
             family = [psutil.Process(), *psutil.Process().children(recursive=True)]
             total = 0
@@ -219,19 +220,19 @@ class _Supervisor:
                     total += process.memory_full_info().pss
             self.peak_pss = max(self.peak_pss, total)
 
-    def tell_of_stop(self) -> None:
-        """Say once that the run is being stopped, if that takes long."""
-        if self.stopping is not None and time.monotonic() - self.stopping > _STOP_UNTOLD:
+    def report_slow_stop(self) -> None:
+        """Print once that the run is still stopping, if that takes long."""
+        if self.stopping is not None and time.monotonic() - self.stopping > _SLOW_STOP_SECONDS:
             self.stopping = None
             print("stopping: waiting for the processes to end", file=sys.stderr, flush=True)
 
     def end(self) -> None:
-        """End whatever still runs; only processes started here."""
+        """End all processes that this supervisor started and that are still running."""
         self.thaw(*self.frozen)
         peers = [process for name, process in self.processes.items() if name != COORDINATOR]
         try:
             for process in peers:
-                # Who has joined is told to stop by the coordinator and ignores this; nobody would tell the others.
+                # Processes that have joined ignore SIGTERM, as the coordinator stops them; it cannot stop the others.
                 if process.name != EVALUATOR:
                     process.terminate()
             began = time.monotonic()
@@ -240,11 +241,11 @@ class _Supervisor:
                 if not running:
                     break
                 for process in running:
-                    # An evaluator that has joined and measured nothing yet needs a moment to end by itself.
+                    # An evaluator that has joined but has no result yet needs a moment to end by itself.
                     if process.name == EVALUATOR and spent > _EVALUATOR_GRACE:
                         process.terminate()
                 wait([process.sentinel for process in running], 0.5)
-                self.tell_of_stop()
+                self.report_slow_stop()
             if COORDINATOR in self.processes:
                 self.processes[COORDINATOR].join(0.1)
         finally:
@@ -256,7 +257,7 @@ class _Supervisor:
 
 @contextlib.contextmanager
 def _signals(folder: RunFolder) -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM instead of dying of them; a second Ctrl-C is the usual KeyboardInterrupt."""
+    """Collect SIGINT and SIGTERM; a second one raises KeyboardInterrupt."""
     caught: list[int] = []
 
     def note(number: int, _frame: object) -> None:
@@ -275,13 +276,13 @@ def _signals(folder: RunFolder) -> Iterator[list[int]]:
 
 @dataclass(frozen=True)
 class Simulated:
-    """How a simulated run ended.
+    """Result of a simulated run.
 
     Args:
-        outcome: of the coordinator.
-        seconds: from the call to the end.
-        ready_seconds: from the call until all silos had joined; None if they never did.
-        peak_pss_mb: of all processes together.
+        outcome: the coordinator's result.
+        seconds: time from the call to the end [s].
+        ready_seconds: time from the call until all silos had joined [s]; None if they did not.
+        peak_pss_mb: peak memory of all processes together [MiB].
     """
 
     outcome: CoordinatorResult
@@ -292,10 +293,10 @@ class Simulated:
 
 @contextlib.contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder of one run's own in the temporary directory, for its keys and socket; gone when it ends.
+    """A temporary folder for the keys and the socket of one run, removed at its end.
 
-    A run that SIGKILL ends cannot remove its folder, so the next one does, which knows it by its lost lock. The path is
-    short, because that of a Unix socket must be.
+    A run ended by SIGKILL cannot remove its folder; the next run does, as the folder's lock is then free. The path is
+    short, because paths of Unix sockets must be.
     """
     for lock in Path(tempfile.gettempdir()).glob(f"{_PRIVATE}*/{_LOCK}"):
         with contextlib.suppress(OSError), lock.open("r+b") as file:
@@ -303,9 +304,9 @@ def private_folder() -> Iterator[Path]:
                 shutil.rmtree(lock.parent)
     private = Path(tempfile.mkdtemp(prefix=_PRIVATE))
     try:
-        # Locked under another name, so that nobody takes it for one that was left.
+        # Locked under another name first, so that no other run takes the folder for an abandoned one.
         with (private / "fresh").open("xb") as file:
-            with contextlib.suppress(OSError):  # where there are no locks, nobody else gets one either
+            with contextlib.suppress(OSError):  # without support for locks, no other run gets this one
                 try_lock(file)
             (private / "fresh").rename(private / _LOCK)
             yield private
@@ -325,16 +326,16 @@ def simulate(
     """Run a scenario with real processes on this machine.
 
     Args:
-        run: as resolved; its world is in the cache already.
+        run: the run; its data have been prepared.
         folder: the run folder.
-        resume: go on from its last checkpoint.
-        status: told how things stand, a few times a second.
-        began: ``time.monotonic()`` of the command's start, for the start-up time.
-        data: folder of the prepared data, as :func:`prepare_population` gave it; None lets every process find it.
+        resume: resume from its last checkpoint.
+        status: called with the run's status a few times per second.
+        began: ``time.monotonic()`` at the command's start, for the start-up time.
+        data: folder of the prepared data, from :func:`prepare_population`; None lets every process find it.
 
     Raises:
-        RunError: the run cannot go on.
-        InputError: somebody found its input wrong.
+        RunError: the run cannot continue.
+        InputError: the coordinator refused its input.
     """
     began = time.monotonic() if began is None else began
     warm_up(run.scenario.backbone.name)
@@ -346,7 +347,7 @@ def simulate(
             with _signals(folder) as caught:
                 outcome, ready = _watch(supervisor, status, caught, began)
         except BaseException:
-            # A second Ctrl-C, or an error: nobody was told to stop, so there is nothing to wait for.
+            # A second Ctrl-C or an error: the processes were not asked to stop, so do not wait for them.
             supervisor.patience = 0.0
             raise
         finally:
@@ -357,7 +358,7 @@ def simulate(
 def inline_peers(
     run: ResolvedRun, folder: RunFolder, data: Path | None, population: Population
 ) -> dict[str, PeerFunction]:
-    """The evaluator and every silo of a run as functions, by name; they take turns with one model."""
+    """The evaluator and every silo of a run as functions, by name; they share one model in turn."""
     scenario = run.scenario
     device = device_of(scenario.device)
     model = population.build_model(scenario, device, ("image", "text"))
@@ -372,10 +373,10 @@ def inline_peers(
 def simulate_inline(
     run: ResolvedRun, folder: RunFolder, *, resume: bool, status: Callable[[Status], None], data: Path | None = None
 ) -> Simulated:
-    """Run a scenario in this process alone: silos and evaluator are calls, nothing is sent or sealed.
+    """Run a scenario in this process: silos and evaluator are function calls, without messages.
 
-    The same programs' parts and the same rounds as with real processes give the same model to the bit, in about half
-    the processor time; there are no messages to audit. Arguments and errors as in :func:`simulate`.
+    The model is bit-identical to that of real processes, in about half the processor time, but there are no messages to
+    audit. Arguments and errors as in :func:`simulate`.
     """
     began = time.monotonic()
 
@@ -393,12 +394,12 @@ def simulate_inline(
 def _watch(
     supervisor: _Supervisor, status: Callable[[Status], None], caught: list[int], began: float
 ) -> tuple[CoordinatorResult, float | None]:
-    """Start everybody and wait for the outcome."""
+    """Start all processes and wait for the coordinator's result."""
     line = supervisor.start_coordinator()
-    asked_to_stop, weighed, ready = False, time.monotonic(), None
+    stop_sent, measured_at, ready = False, time.monotonic(), None
     while True:
-        if caught and not asked_to_stop:
-            asked_to_stop = True
+        if caught and not stop_sent:
+            stop_sent = True
             supervisor.stopping = time.monotonic()
             with contextlib.suppress(OSError):
                 line.send("stop")
@@ -409,31 +410,31 @@ def _watch(
             case str(uri):
                 supervisor.start_peers(uri)
             case ProcessCommand():
-                line = supervisor.carry_out(item) or line
-                asked_to_stop = asked_to_stop and item.what != "die"
+                line = supervisor.execute(item) or line
+                stop_sent = stop_sent and item.what != "die"
             case Status():
                 if ready is None and item.online == supervisor.run.scenario.silos.count:
                     ready = time.monotonic() - began
-                    supervisor.weigh()
+                    supervisor.measure_memory()
                 status(item)
             case CoordinatorResult():
-                supervisor.weigh()
+                supervisor.measure_memory()
                 return item, ready
             case (str(place), str(found), str(allowed)):
                 raise InputError(place, found, allowed)
             case (str(text),):
                 raise RunError(text)
         supervisor.thaw()
-        supervisor.tell_of_stop()
-        if not asked_to_stop:
+        supervisor.report_slow_stop()
+        if not stop_sent:
             supervisor.revive()
-        if time.monotonic() - weighed > _MEMORY_SECONDS:
-            supervisor.weigh()
-            weighed = time.monotonic()
+        if time.monotonic() - measured_at > _MEMORY_SECONDS:
+            supervisor.measure_memory()
+            measured_at = time.monotonic()
 
 
 def _next(line: Connection, supervisor: _Supervisor) -> Any:
-    """What the coordinator says next, or None after a while.
+    """The coordinator's next report, or None after a while.
 
     Raises:
         RunError: the coordinator died.
@@ -447,15 +448,15 @@ def _next(line: Connection, supervisor: _Supervisor) -> Any:
         supervisor.processes[COORDINATOR].join(1.0)
         code = supervisor.processes[COORDINATOR].exitcode
         folder = supervisor.folder
-        goes_on = f"fedmq scenario {folder.scenario} --resume {folder.root}"
-        raise RunError(f"the coordinator died with exit code {code}; {goes_on} goes on")
+        command = f"fedmq scenario {folder.scenario} --resume {folder.root}"
+        raise RunError(f"the coordinator died with exit code {code}; continue with {command}")
     return None
 
 
 def finish_summary(summary: RunSummary, simulated: Simulated) -> RunSummary:
-    """The summary with what only the parent of all processes can know."""
+    """The summary with the times and memory that only the parent of all processes can measure."""
     seconds = {
-        # Of a resumed run the coordinators' own time, all together; else the command's, start-up included.
+        # A resumed run counts the total time of its coordinators, any other run that of the command.
         "total": round(max(simulated.seconds, summary.seconds.total), 3),
         "startup": round(simulated.ready_seconds or summary.seconds.startup, 3),
     }

@@ -1,7 +1,7 @@
-"""The networks of the hashing and supervised bases: small towers in one flat buffer, over frozen features.
+"""Networks of the hashing and supervised base losses: small towers over frozen features, in one flat buffer.
 
-A scenario may have the image encoder trained, too; it is a part of the image tower then. Each base loss has its own
-network, which it registers with ``fedmq.models.objectives``; the scenario may give other widths than its plan has.
+Optionally the image encoder is trained as part of the image tower. Each base loss registers the plan of its network
+with ``fedmq.models.objectives``; a scenario may change the widths.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from fedmq.models.two_tower import Out, TwoTower
 from fedmq.seeds import torch_generator
 from fedmq.wire.layout import Layout
 
-#: Rate of the dropout before the last layer of the unsupervised bases' networks: one random bit per unit says it.
+#: Dropout rate before the last layer of the unsupervised networks; 1/2, so that it takes one random bit per unit.
 DROPOUT = 0.5
-# Name prefix of an encoder's parameters where it is trained.
+#: Name prefix of the parameters of a trained encoder.
 _ENCODER = "visual.encoder."
 
 
 def plans_of(objective: Objective) -> tuple[TowerPlan, TowerPlan] | None:
-    """Plans of the image and the text tower of a scenario's objective; None for those with another network."""
+    """Plans of the image and the text tower of an objective; None for objectives with another network."""
     plan = network_of(objective)
     if not isinstance(plan, TowerPlan):
         return None
@@ -41,20 +41,20 @@ def plans_of(objective: Objective) -> tuple[TowerPlan, TowerPlan] | None:
 
 
 class Tower(nn.Module):
-    """Hidden ReLU layers, dropout while training, a last linear layer, perhaps tanh and a classifier.
+    """Hidden ReLU layers, dropout during training, a linear layer, and optionally tanh and a classifier.
 
     Args:
-        width: of the features.
+        width: width of the features.
         hidden: widths of the hidden layers.
-        bits: length of the code.
-        classes: of the classifier; 0 has none.
-        plan: squashing and dropout.
+        bits: code length.
+        classes: classes of the classifier; 0 for none.
+        plan: use of tanh and dropout.
         encoder: see below.
 
     Attributes:
-        encoder: what makes the features of pictures where it is trained with the tower; None where they come frozen.
-        noise: draws dropout masks; None outside training.
-        memory: float32 [C, r], FedCAFE's global memory, which enhances the code (eqs 3 and 4); None leaves it alone.
+        encoder: image encoder that is trained with the tower; None for frozen features.
+        noise: generator of dropout masks; None outside training.
+        memory: float32 [C, r], FedCAFE's global memory, which enhances the code (eqs 3 and 4); None without.
         sharpness: factor before tanh (DJSRH's alpha).
     """
 
@@ -81,7 +81,7 @@ class Tower(nn.Module):
         self.sharpness = 1.0
 
     def forward(self, x: Tensor) -> Out:
-        """float32 features [B, d], or an encoder's pictures [B, ...], to an Out."""
+        """Map float32 features [B, d], or pictures [B, ...] for an encoder, to an Out."""
         if self.encoder is not None:
             x = self.encoder(x)
         for layer in self.hidden.values():
@@ -94,27 +94,27 @@ class Tower(nn.Module):
         logits = None if self.classifier is None else self.classifier(code)
         if self.memory is not None and logits is not None:
             code, before = enhanced(code, logits, self.memory), code
-        # Without a hidden layer the first thing a tower makes of frozen features is its code.
+        # Without a hidden layer, the raw code is the first output of a tower over frozen features.
         return Out(raw if hidden is None else hidden, raw, code, logits, before)
 
     def squashed(self, raw: Tensor) -> Tensor:
-        """The code [B, r] of what the last layer gives [B, r], by the tower's present sharpness."""
+        """The code [B, r] from outputs of the last layer [B, r], with the current sharpness."""
         return torch.tanh(self.sharpness * raw) if self.plan.tanh else raw
 
 
 @cache
 def _mask_of_byte() -> Tensor:
-    # Made at first use: a torch operation at import would run in the process that silos are forked from.
+    # Created at first use: at import, the torch operation would run in the forkserver.
     bits = (torch.arange(256)[:, None] >> torch.arange(8)) & 1
     return bits / (1 - DROPOUT)
 
 
 def dropout_mask(shape: Sequence[int], noise: torch.Generator) -> Tensor:
-    """Factors of :data:`DROPOUT`, 0 or 2 with equal chance, float32 of a shape; one draw gives 64 of them.
+    """Dropout factors, 0 or 2 with equal probability (rate :data:`DROPOUT`), float32.
 
     Args:
-        shape: of what is to be multiplied.
-        noise: draws whole 64-bit words: a number for each unit would take as long as the layer.
+        shape: shape of the mask.
+        noise: generator; it draws 64-bit words for 64 factors each, as one draw per factor takes as long as the layer.
     """
     count = math.prod(shape)
     words = torch.empty(-(-count // 64), dtype=torch.int64).random_(-(2**63), None, generator=noise)
@@ -126,33 +126,33 @@ def enhanced(raw: Tensor, logits: Tensor, memory: Tensor) -> Tensor:
 
     Args:
         raw: [B, r] outputs O.
-        logits: [B, C] of the tower's classifier.
-        memory: [C, r] global memory P_g; all zero before the first merge, which leaves O as it is.
+        logits: [B, C] logits of the tower's classifier.
+        memory: [C, r] global memory P_g; zero before the first merge, which gives V_E = O.
     """
     return raw + torch.tanh(raw) * memory_feature(logits, memory)
 
 
 def memory_feature(logits: Tensor, memory: Tensor) -> Tensor:
-    """V_P = L' P_g: what the memory [C, r] says to predicted labels, logits [B, C] -> [B, r] (FedCAFE eq 3)."""
+    """V_P = softmax(logits) P_g, float32 [B, r], from logits [B, C] and memory P_g [C, r] (FedCAFE eq 3)."""
     return logits.softmax(1) @ memory
 
 
 def signs(x: Tensor) -> Tensor:
-    """Binary codes in {-1, 1} of the same shape; sign(0) = +1."""
+    """Binary codes in {-1, 1} of the same shape, with sign(0) = +1."""
     return torch.where(x >= 0, 1.0, -1.0).to(x.dtype)
 
 
 def straight_through(x: Tensor) -> Tensor:
-    """Binary codes whose gradient is passed on to ``x`` as it is: the sign itself has none."""
+    """Binary codes with the straight-through estimator: the gradient passes unchanged to ``x``."""
     return signs(x.detach()) + (x - x.detach())
 
 
 class SignHead(nn.Module):
-    """GreedyHash's linear classifier of binary codes, without bias; one for both modalities, which ties their codes.
+    """GreedyHash's linear classifier of binary codes, without bias; shared by both modalities to align their codes.
 
     Args:
-        bits: length of the code.
-        classes: labels of the data set.
+        bits: code length.
+        classes: number of labels.
     """
 
     def __init__(self, bits: int, classes: int) -> None:
@@ -160,18 +160,18 @@ class SignHead(nn.Module):
         self.head = nn.Linear(bits, classes, bias=False, device="meta")
 
     def forward(self, out: Out, tower: Tower) -> Out:
-        """Adds label predictions [B, C] of the binary codes to a tower's Out."""
+        """Add label predictions [B, C] of the binary codes to a tower's Out."""
         return replace(out, logits=self.head(straight_through(out.code)))
 
 
 class FirstLayer(nn.Module):
-    """DSCMR's own layer of one modality, and FedSCMR's enhancing layer where the shared part has one.
+    """DSCMR's modality-specific layer, optionally with FedSCMR's enhancing layer.
 
     Args:
-        width: of the features.
+        width: width of the features.
         hidden: output width.
         dim: width of the common space.
-        enhance: whether the enhancing layer is there.
+        enhance: include the enhancing layer.
     """
 
     def __init__(self, width: int, hidden: int, dim: int, enhance: bool) -> None:
@@ -180,19 +180,19 @@ class FirstLayer(nn.Module):
         self.enhance = nn.Linear(dim, dim, device="meta") if enhance else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """float32 features [B, d] to [B, hidden]."""
+        """Map float32 features [B, d] to [B, hidden]."""
         return F.relu(self.first(x))
 
 
 class CommonSpace(nn.Module):
-    """DSCMR's shared layers: common subspace and label head; FedSCMR's second common layer behind them.
+    """DSCMR's shared layers, common subspace and label head, optionally with FedSCMR's second common layer.
 
     Args:
-        hidden: width that comes in.
-        dim: of the common space.
-        classes: of the label head.
-        enhance: FedSCMR's EnhanceNet is there: S' = common(relu(own(S))).
-        leaky: leaky ReLU after the common layer, as FedCMR has.
+        hidden: input width.
+        dim: width of the common space.
+        classes: classes of the label head.
+        enhance: include FedSCMR's EnhanceNet, S' = common(relu(specific(S))).
+        leaky: leaky ReLU after the common layer, as in FedCMR.
     """
 
     def __init__(self, hidden: int, dim: int, classes: int, *, enhance: bool, leaky: bool) -> None:
@@ -203,7 +203,7 @@ class CommonSpace(nn.Module):
         self.leaky = leaky
 
     def forward(self, out: Out, tower: FirstLayer) -> Out:
-        """Out.hidden is S, Out.code what ranks (S' where there is an EnhanceNet), Out.raw S, Out.logits of S."""
+        """Out.hidden and Out.raw are S, Out.code is S' with an EnhanceNet and S otherwise, Out.logits belong to S."""
         common = self.base(out.hidden)
         common = F.leaky_relu(common) if self.leaky else common
         code = common
@@ -213,18 +213,18 @@ class CommonSpace(nn.Module):
 
 
 def classes_of(label_names: Sequence[str]) -> int:
-    """Classes of a classifier: of two label levels it tells the lower ones apart."""
+    """Number of classes of a classifier; of two label levels, those of the lower one."""
     return len(fine_columns(label_names))
 
 
 def initial_parameters(layout: Layout, plan: TowerPlan, seed: int, trained: Backbone | None = None) -> Tensor:
-    """The initial parameters float32 [P]; each has a generator of its own.
+    """Initial parameters float32 [P], with a separate generator for each parameter tensor.
 
     Args:
-        layout: of the parameters.
-        plan: of the towers; says how they are drawn.
-        seed: the scenario's.
-        trained: the encoder that is trained with the image tower and begins as its file has it; None where none is.
+        layout: layout of the parameters.
+        plan: plan of the towers, with their initialisation.
+        seed: the scenario's seed.
+        trained: encoder that is trained with the image tower, initialised from its file; None for frozen features.
     """
     by_name = layout.by_name
     known = {} if trained is None else {f"{_ENCODER}{name}": each for name, each in _encoder_parameters(trained)}
@@ -266,31 +266,31 @@ def build(
     *,
     trained: Backbone | None = None,
 ) -> TwoTower:
-    """A base's network with its initial parameters, the same in every process.
+    """The network of a base loss with its initial parameters, which are the same in every process.
 
     Args:
-        objective: base, bits, hidden width; FedSCMR's and FedCMR's variants of DSCMR are its options ``enhance`` and
-            ``leaky``.
+        objective: base loss, code length and hidden width; FedSCMR's and FedCMR's variants of DSCMR are selected by its
+            options ``enhance`` and ``leaky``.
         inputs: shapes of the features.
-        classes: labels of the data set; 0 where it has none.
-        seed: the scenario's.
-        device: where it computes.
-        trained: the encoder that is trained with the image tower; None where images come as features.
+        classes: number of labels; 0 for a data set without labels.
+        seed: the scenario's seed.
+        device: device of the network.
+        trained: encoder that is trained with the image tower; None for frozen features.
 
     Raises:
-        InputError: the inputs are no features (images of a trained encoder: no pictures of its size), or the base needs
-            labels and the data set has none.
+        InputError: the inputs are not features (with a trained encoder: not pictures of its size), or the base loss
+            needs labels that the data set lacks.
     """
     encoder = None if trained is None else _trained_encoder(trained, inputs.image_shape, device)
     features = {"text": inputs.text_shape} if encoder else {"image": inputs.image_shape, "text": inputs.text_shape}
     for what, shape in features.items():
         if len(shape) != 1:
             found = f"items of shape {list(shape)}"
-            raise InputError(f"data: {what}", found, f"features [d] with base {objective.base}")
+            raise InputError(f"data: {what}", found, f"features [d] with objective.base {objective.base}")
     widths = inputs.image_shape[0] if encoder is None else encoder.width, inputs.text_shape[0]
     if OBJECTIVES.find(objective.base).needs_labels and classes == 0:
         free = [name for name in OBJECTIVES.built_in() if not OBJECTIVES.find(name).needs_labels]
-        allowed = f"{', '.join(free[:-1])} or {free[-1]}: the data set has no labels"
+        allowed = f"{', '.join(free[:-1])} or {free[-1]}, as the data set has no labels"
         raise InputError("objective.base", objective.base, allowed)
     network, plans = network_of(objective), plans_of(objective)
     if isinstance(network, CommonSpacePlan):
@@ -304,15 +304,17 @@ def build(
             width,
             tuple(objective.hidden or each for each in hidden),
             bits,
-            classes if own.classifier else 0,
-            own,
-            encoder=below,
+            classes if tower_plan.classifier else 0,
+            tower_plan,
+            encoder=tower_encoder,
         )
-        for width, hidden, own, below in zip(widths, (plan.image, plan.text), plans, (encoder, None), strict=True)
+        for width, hidden, tower_plan, tower_encoder in zip(
+            widths, (plan.image, plan.text), plans, (encoder, None), strict=True
+        )
     ]
     shared = SignHead(bits, classes) if plan.sign_head else None
     model = TwoTower(towers[0], towers[1], bits, device, shared=shared, binary=True)
-    return _drawn(model, partial(initial_parameters, model.layout, plan, seed, trained))
+    return _initialised(model, partial(initial_parameters, model.layout, plan, seed, trained))
 
 
 def _common_space(
@@ -327,10 +329,10 @@ def _common_space(
     towers = [FirstLayer(width, hidden, dim, plan.enhance) for width in widths]
     shared = CommonSpace(hidden, dim, classes, enhance=plan.enhance, leaky=plan.leaky)
     model = TwoTower(towers[0], towers[1], dim, device, shared=shared)
-    return _drawn(model, partial(initial_parameters, model.layout, TowerPlan(), seed))
+    return _initialised(model, partial(initial_parameters, model.layout, TowerPlan(), seed))
 
 
-def _drawn(model: TwoTower, initial: Callable[[], Tensor]) -> TwoTower:
+def _initialised(model: TwoTower, initial: Callable[[], Tensor]) -> TwoTower:
     model.initial = initial
     model.load(initial())
     return model

@@ -1,8 +1,7 @@
-"""What an objective (a base loss) tells of itself, and the registry in which objectives register themselves.
+"""Declarations of objectives (base losses), and the registry of objectives. Does not import torch.
 
-An objective says which of the network families it is defined on: towers of its own (:class:`TowerPlan`), DSCMR's two
-layers with a common space (:class:`CommonSpacePlan`), or the adapters and heads over the scenario's frozen backbone.
-Importing this module brings no torch.
+An objective is defined on one of the network families: separate towers (:class:`TowerPlan`), DSCMR's two layers with a
+common space (:class:`CommonSpacePlan`), or adapters and heads over the scenario's frozen backbone (None).
 """
 
 from __future__ import annotations
@@ -18,19 +17,20 @@ from fedmq.config.scenario import Objective
 
 @dataclass(frozen=True)
 class TowerPlan:
-    """What a base's towers look like.
+    """Architecture and initialisation of a base loss's towers.
 
     Args:
         image: widths of the image tower's hidden layers (ReLU).
-        text: widths of the text tower's.
-        bits: default length of the code.
-        tanh: the code is squashed.
-        classifier: each tower ends in a linear classifier of its code.
-        dropout: before the last layer.
-        std: of all weights and biases, normal; None draws uniformly within 1/sqrt(fan in), as torch does.
-        last_std: of the last layer's weights alone, normal, its bias zero; None as the others.
-        squashed: which towers ``tanh`` is for.
-        sign_head: one linear classifier of the binary codes, for both towers together, as GreedyHash has.
+        text: widths of the text tower's hidden layers.
+        bits: default code length.
+        tanh: apply tanh to the code.
+        classifier: each tower has a linear classifier of its code.
+        dropout: use dropout before the last layer.
+        std: standard deviation of normally distributed initial weights and biases; None draws them uniformly within
+            1/sqrt(fan in), as torch does.
+        last_std: like ``std`` for the last layer's weights, with zero biases; None as the other layers.
+        squashed: towers to which ``tanh`` applies.
+        sign_head: one linear classifier of the binary codes for both towers, as in GreedyHash.
     """
 
     image: tuple[int, ...] = (1024,)
@@ -47,13 +47,13 @@ class TowerPlan:
 
 @dataclass(frozen=True)
 class CommonSpacePlan:
-    """DSCMR's network: a layer of each modality's own, and a common space with a label head that they share.
+    """DSCMR's network: a layer per modality, and a shared common space with a label head.
 
     Args:
-        hidden: default width of the layers of their own.
+        hidden: default width of the modality-specific layers.
         bits: default width of the common space.
-        enhance: FedSCMR's EnhanceNet behind it.
-        leaky: leaky ReLU after the common layer, as FedCMR has.
+        enhance: add FedSCMR's EnhanceNet.
+        leaky: leaky ReLU after the common layer, as in FedCMR.
     """
 
     hidden: int = 2048
@@ -63,21 +63,21 @@ class CommonSpacePlan:
 
 
 Network = TowerPlan | CommonSpacePlan | None
-"""None stands for the adapters and heads over the frozen backbone, whose sizes the scenario's ``backbone`` says."""
+"""None stands for adapters and heads over the frozen backbone, whose sizes are in the scenario's ``backbone``."""
 
 
 @dataclass(frozen=True)
 class ObjectiveKind:
-    """An objective, as its module's ``OBJECTIVE`` registers it.
+    """An objective, which its module defines as ``OBJECTIVE``.
 
     Args:
-        options: frozen dataclass, the schema of the further keys of ``objective:`` in a scenario.
-        begin: ``begin(options, local, context, task) -> Work | None``, the loss at work in one task of one silo; None
-            where the loss is the method's own, as InfoNCE with its temperature is.
-        network: the network that it is defined on, by its options.
-        needs_labels: data sets without labels, or silos none of whose training items has one, are refused.
-        on_features: defined on frozen features alone, so that no encoder can be trained with it.
-        both_levels: of labels on two levels silos train on both, not on the lower one alone.
+        options: frozen dataclass, the schema of its options in ``objective:`` of a scenario.
+        begin: ``begin(options, local, context, task) -> Work | None``, the loss in one task of one silo; None if the
+            method defines the loss, as with InfoNCE and its temperature.
+        network: returns the network for given options.
+        needs_labels: refuse data sets without labels, and silos without labelled training items.
+        on_features: defined only on frozen features, so that no encoder can be trained with it.
+        both_levels: train on both levels of two-level labels, not only on the lower one.
     """
 
     options: type[Any]
@@ -98,14 +98,14 @@ def _wrong(found: object) -> str | None:
 OBJECTIVES: Registry[ObjectiveKind] = Registry(
     "objective.base", "fedmq.objectives", "OBJECTIVE", _wrong, "a fedmq.models.objectives.ObjectiveKind"
 )
-"""Every objective by its name. ``protocols`` adds the built-in ones when it is imported."""
+"""All objectives by name. Importing ``protocols`` adds the built-in ones."""
 
 
 def network_of(objective: Objective) -> Network:
     """The network of a scenario's objective; None for adapters and heads.
 
     Raises:
-        InputError: an unknown objective, an option that is unknown or not allowed.
+        InputError: the objective is unknown, or one of its options is unknown or not allowed.
     """
     kind = OBJECTIVES.find(objective.base)
     return kind.network(parsed(kind.options, objective.options, "objective"))

@@ -1,8 +1,8 @@
-"""Base losses: what a silo minimises, whatever federated method it takes part in. One module per base.
+"""Base losses, which silos minimise with any federated method. One module per base loss.
 
-A module ``protocols/objectives/<base>.py`` registers itself by ``OBJECTIVE``, an
-:class:`~fedmq.models.objectives.ObjectiveKind`: its options, its network, and ``begin(options, local, context, task)``,
-the base at work in one task of one silo. Its equations are module-level functions, checked against golden values.
+A module ``protocols/objectives/<base>.py`` defines ``OBJECTIVE``, an :class:`~fedmq.models.objectives.ObjectiveKind`
+with the options, the network, and ``begin(options, local, context, task)``, which starts the loss in one task of one
+silo. Equations are module-level functions, checked against golden values.
 """
 
 from __future__ import annotations
@@ -21,25 +21,27 @@ OBJECTIVES.add_package(__name__)
 
 
 def options_of(objective: Objective, place: str = "objective") -> Any:
-    """A base's options, checked.
+    """A base loss's options, checked.
 
     Raises:
-        InputError: an unknown base or option, or a value that is not allowed.
+        InputError: the base loss or an option is unknown, or a value is not allowed.
     """
     kind = OBJECTIVES.find(objective.base)
     if objective.options and not dataclasses.fields(kind.options):
-        raise InputError(place, "options", f"none with base {objective.base}; its temperature is the method's")
+        raise InputError(
+            place, "options", f"none with base {objective.base}; its temperature is an option of the method"
+        )
     return parsed(kind.options, objective.options, place)
 
 
 def begin(options: Any, local: Local, context: Context, task: Task) -> Work | None:
-    """The scenario's base at work in one task of one silo.
+    """Start the scenario's base loss in one task of one silo.
 
     Returns:
-        None when this silo has nothing to minimise, as one that lacks a modality it needs.
+        None if the silo has nothing to minimise, e.g. because it lacks a modality.
     """
-    begun = OBJECTIVES.find(context.objective.base).begin
-    if begun is None:
-        raise ValueError(f"the loss of base {context.objective.base} is the method's")
-    work: Work | None = begun(options, local, context, task)
+    begin_loss = OBJECTIVES.find(context.objective.base).begin
+    if begin_loss is None:
+        raise ValueError(f"the method defines the loss of base {context.objective.base}")
+    work: Work | None = begin_loss(options, local, context, task)
     return work

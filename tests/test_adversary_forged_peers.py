@@ -1,4 +1,4 @@
-"""What a peer with a key of its own may not claim: of its replies, of its handshake, of its key's file."""
+"""Peers with a valid key that forge replies or handshakes, and private keys with unsafe file permissions."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ def run() -> World:
     return population("fedavg", kinds=((True, True),) * 2)
 
 
-def accepted(tiny: Path, run: World, change: Change, pending_task: PendingTask | None = TASK) -> None:
+def validate_changed(tiny: Path, run: World, change: Change, pending_task: PendingTask | None = TASK) -> None:
     (reply,) = run.replies(run.eligible[:1])
     cost = CostModel(Cost(), 0, ("silo-00", "silo-01"), 1, 1, 1)
     scenario = resolved(tiny, "protocol=fedavg")
-    setting = RunContext(scenario, run.protocol, run.context, (11, 9), cost, RunFolder(tiny.parent))
+    run_context = RunContext(scenario, run.protocol, run.context, (11, 9), cost, RunFolder(tiny.parent))
     facts = {"run": "run-0", "kind": Kind.REPLY, "sender": "silo-00", "receiver": "coordinator", "sent_at": 0.0}
     honest = Header(**facts, sequence=4, reply_to=4, base_version=3)  # type: ignore[arg-type]
-    validate_reply(change(Message(honest, reply.payloads)), setting, reply.silo, pending_task)
+    validate_reply(change(Message(honest, reply.payloads)), run_context, reply.silo, pending_task)
 
 
 FORGED = {
@@ -67,26 +67,26 @@ FORGED = {
 }
 
 
-@pytest.mark.parametrize(("change", "reason", "said"), FORGED.values(), ids=FORGED.keys())
-def test_a_forged_reply_is_refused(tiny: Path, run: World, change: Change, reason: str, said: str) -> None:
-    accepted(tiny, run, header())
-    accepted(tiny, run, update(n_samples=1))
-    accepted(tiny, run, update(n_samples=11))
-    with pytest.raises(RemoteWireError, match=said) as refused:
-        accepted(tiny, run, change)
+@pytest.mark.parametrize(("change", "reason", "detail"), FORGED.values(), ids=FORGED.keys())
+def test_a_forged_reply_is_refused(tiny: Path, run: World, change: Change, reason: str, detail: str) -> None:
+    validate_changed(tiny, run, header())
+    validate_changed(tiny, run, update(n_samples=1))
+    validate_changed(tiny, run, update(n_samples=11))
+    with pytest.raises(RemoteWireError, match=detail) as refused:
+        validate_changed(tiny, run, change)
     assert refused.value.reason == reason
 
 
 @pytest.mark.parametrize("pending_task", [None, replace(TASK, sequence=5)])
-def test_the_version_of_a_reply_to_a_task_that_is_over_says_nothing(
+def test_the_base_version_of_a_reply_to_a_finished_task_is_not_checked(
     tiny: Path, run: World, pending_task: PendingTask | None
 ) -> None:
-    accepted(tiny, run, header(base_version=9), pending_task)  # the rounds machine discards it as a duplicate
+    validate_changed(tiny, run, header(base_version=9), pending_task)  # the rounds machine discards it as a duplicate
 
 
 # ---------------------------------------------------------------------------------------------------------- handshake
 @pytest.mark.parametrize("answers", [None, 1])
-def test_a_welcome_that_names_another_hello_is_refused_though_it_is_signed(answers: int | None) -> None:
+def test_a_signed_welcome_that_answers_another_hello_is_refused(answers: int | None) -> None:
     silo, coordinator = (Identity(name, Ed25519PrivateKey.generate()) for name in ("silo-00", "coordinator"))
     keys = {each.name: each.key.public_key() for each in (silo, coordinator)}
     hello, initiated = initiate(silo, "coordinator", "run-0", 0.0)
@@ -105,12 +105,12 @@ def test_a_welcome_that_names_another_hello_is_refused_though_it_is_signed(answe
 
 # ----------------------------------------------------------------------------------------------------------- key files
 @pytest.mark.parametrize("mode", [0o640, 0o620, 0o610, 0o604, 0o602, 0o601, 0o660, 0o777])
-def test_a_private_key_that_anybody_else_may_touch_is_refused(tmp_path: Path, mode: int) -> None:
+def test_a_private_key_accessible_to_group_or_others_is_refused(tmp_path: Path, mode: int) -> None:
     init_keys(tmp_path, ["silo-00"])
     key = tmp_path / "silo-00.key"
     key.chmod(mode)
     with pytest.raises(InputError, match=f"mode {mode:04o}"):
         load_identity(tmp_path, "silo-00")
-    for own in (0o600, 0o400):
-        key.chmod(own)
+    for private_mode in (0o600, 0o400):
+        key.chmod(private_mode)
         assert load_identity(tmp_path, "silo-00").name == "silo-00"

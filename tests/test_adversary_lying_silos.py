@@ -1,4 +1,4 @@
-"""Silos with a key of their own that say of themselves what is not so, come back too often, or say too much."""
+"""Silos with a valid key that report false metrics, reconnect too often or have errors that name local paths."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests import in_process_run, threaded_run
 from tests.test_adversary_hostile_peers import joined, within
 from tests.threaded_run import resolved, run_of
 
-# ------------------------------------------------------------------------------------------------ own models' figures
+# --------------------------------------------------------------------------------------------------- personal metrics
 LIES: dict[str, Callable[[Metrics], Metrics]] = {
     "one figure alone": lambda m: Metrics({"mean_r1": 0.5}, {"silo-00": {"mean_r1": 0.5}}),
     "one figure more": lambda m: replace(m, values={**m.values, "mine": 1.0}),
@@ -45,10 +45,10 @@ LIES: dict[str, Callable[[Metrics], Metrics]] = {
 
 @pytest.mark.parametrize("lie", LIES)
 @pytest.mark.parametrize("late", [False, True])
-def test_what_a_silo_says_of_its_own_model_spoils_nobody_elses_figures(
+def test_false_metrics_of_one_silo_do_not_affect_those_of_the_others(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lie: str, *, late: bool
 ) -> None:
-    """And the evaluator's first evaluation may come after all the silos'."""
+    """With ``late``, the evaluator's first evaluation arrives after the measurements of all silos."""
     measure, measured, evaluated = Silo.measure, EvaluationRequests.measured, EvaluationRequests.evaluated
 
     def answer(silo: Silo, message: Message) -> Metrics:
@@ -60,7 +60,7 @@ def test_what_a_silo_says_of_its_own_model_spoils_nobody_elses_figures(
     def hold(measuring: EvaluationRequests, message: Message) -> None:
         held.append(message)
 
-    def let_go(measuring: EvaluationRequests, message: Message) -> bool:
+    def release_once_all_measured(measuring: EvaluationRequests, message: Message) -> bool:
         taken = measured(measuring, message)
         if taken:
             ended.add(message.header.sender)
@@ -72,7 +72,7 @@ def test_what_a_silo_says_of_its_own_model_spoils_nobody_elses_figures(
     monkeypatch.setattr(Silo, "measure", answer)
     if late:
         monkeypatch.setattr(EvaluationRequests, "evaluated", hold)
-        monkeypatch.setattr(EvaluationRequests, "measured", let_go)
+        monkeypatch.setattr(EvaluationRequests, "measured", release_once_all_measured)
     scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2", "participation=1")
     summary = in_process_run.run(scenario, tmp_path, stop_wanted=within(60)).summary
     assert sorted(summary.personal_whole_split) == ["silo-01", "silo-02", "silo-03"]
@@ -82,7 +82,7 @@ def test_what_a_silo_says_of_its_own_model_spoils_nobody_elses_figures(
     print_summary(summary, RunFolder(tmp_path), Console(quiet=True))
 
 
-def test_a_resumed_run_knows_the_evaluations_figures_from_its_file(tiny: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_reads_the_metrics_of_earlier_evaluations_from_its_file(tiny: Path, tmp_path: Path) -> None:
     scenario, asked = resolved(tiny, "protocol={name: fedper}", "rounds=2", "participation=1"), list[str]()
 
     def stop() -> bool:
@@ -96,15 +96,15 @@ def test_a_resumed_run_knows_the_evaluations_figures_from_its_file(tiny: Path, t
     assert len(in_process_run.run(scenario, tmp_path, resume=True).summary.personal_whole_split) == 4
 
 
-# -------------------------------------------------------------------------------------------------- who comes back
-def storming(scenario: Scenario, sent: list[float], done: list[int]) -> Callable[[str, Path], None]:
-    """A silo-03 that, once it has a task, shakes hands again and again; then one as any other."""
+# ------------------------------------------------------------------------------------------------------- reconnects
+def reconnecting(scenario: Scenario, sent: list[float], done: list[int]) -> Callable[[str, Path], None]:
+    """A silo-03 that reconnects again and again once it has a task, then runs as an honest silo."""
 
     def silo(uri: str, keys: Path) -> None:
         kept = [joined(uri, keys, "silo-03", scenario)[0]]
         end = time.monotonic() + 20
         while not sent and time.monotonic() < end:
-            time.sleep(0.01)  # nobody has a task before all others came
+            time.sleep(0.01)  # tasks go out only once all other silos have joined
         for _ in range(29):
             kept.append(joined(uri, keys, "silo-03", scenario)[0])
         done.append(len(kept))
@@ -116,11 +116,11 @@ def storming(scenario: Scenario, sent: list[float], done: list[int]) -> Callable
 
 
 @pytest.mark.slow
-def test_who_comes_back_again_and_again_is_handed_its_open_task_once_in_a_beat(
+def test_a_silo_that_keeps_reconnecting_gets_its_pending_task_at_most_once_per_heartbeat(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario, done = resolved(tiny, "rounds=2", "participation=1.0", "evaluation.every=0"), list[int]()
-    whole = in_process_run.run(scenario, tmp_path / "whole").summary.model_digest
+    expected_digest = in_process_run.run(scenario, tmp_path / "whole").summary.model_digest
     sent, send, began = list[float](), Roster.send, time.monotonic()
 
     def counted(roster: Roster, name: str, message: Message | Header) -> int:
@@ -130,14 +130,16 @@ def test_who_comes_back_again_and_again_is_handed_its_open_task_once_in_a_beat(
 
     monkeypatch.setattr(Roster, "send", counted)
     out = tmp_path / "storm"
-    outcome = threaded_run.run(scenario, out, silos=scenario.silo_names[:3], others=[storming(scenario, sent, done)])
+    outcome = threaded_run.run(
+        scenario, out, silos=scenario.silo_names[:3], others=[reconnecting(scenario, sent, done)]
+    )
     assert done == [30]
-    # The first time, the first time again, and once in each beat that the storm lasted.
+    # The first send, the resend at the first reconnect, and one per heartbeat while the reconnects last.
     assert len(sent) <= 3 + (sent[-1] - sent[0]) / BEAT_SECONDS
-    assert outcome.summary.model_digest == whole
+    assert outcome.summary.model_digest == expected_digest
 
 
-def test_who_comes_back_within_a_beat_waits_for_the_next() -> None:
+def test_a_second_reconnect_within_a_heartbeat_waits_for_the_next_one() -> None:
     throttle = ReconnectThrottle()
     assert not throttle.must_wait("silo-00", 10.0, 2.0)
     assert not throttle.must_wait("silo-00", 10.1, 2.0)
@@ -154,7 +156,7 @@ def test_who_comes_back_within_a_beat_waits_for_the_next() -> None:
 
 
 @pytest.mark.slow
-def test_a_coordinator_takes_as_many_connections_as_the_system_allows(tmp_path: Path) -> None:
+def test_the_coordinator_raises_its_limit_of_open_files_to_the_system_maximum(tmp_path: Path) -> None:
     program = (
         "import resource; from pathlib import Path; from types import SimpleNamespace as S\n"
         "from coordinator.program import run_coordinator\n"
@@ -168,9 +170,9 @@ def test_a_coordinator_takes_as_many_connections_as_the_system_allows(tmp_path: 
     assert done.stdout == "True\n"
 
 
-# ------------------------------------------------------------------------------------------- what silos say of errors
+# ---------------------------------------------------------------------------------------------------- reported errors
 @pytest.mark.parametrize(
-    ("error", "told"),
+    ("error", "expected"),
     [
         (ValueError("no such thing in /home/jane/data"), "ValueError"),
         (FileNotFoundError(2, "No such file or directory", "/home/jane/x.npz"), "FileNotFoundError"),
@@ -185,11 +187,11 @@ def test_a_coordinator_takes_as_many_connections_as_the_system_allows(tmp_path: 
         (InputError("x", Path("/home/jane/x"), "y"), "InputError: x: found PosixPath('x'), allowed: y"),
     ],
 )
-def test_no_folder_of_a_silo_is_told_to_the_coordinator(error: Exception, told: str) -> None:
-    assert reportable(error) == told
+def test_an_error_reported_to_the_coordinator_names_no_folder_of_the_silo(error: Exception, expected: str) -> None:
+    assert reportable(error) == expected
 
 
-def test_the_whole_of_a_silos_error_stays_with_the_silo(
+def test_the_full_text_of_an_error_stays_with_its_silo(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     respond, scenario = Silo.respond, resolved(tiny, "rounds=2", "participation=1", "evaluation.every=0")
@@ -205,8 +207,8 @@ def test_the_whole_of_a_silos_error_stays_with_the_silo(
 
     monkeypatch.setattr(Silo, "respond", answer)
     assert threaded_run.run(scenario, tmp_path).phase is Phase.DONE
-    said = {note["peer"]: note["error"] for note in in_process_run.notes(tmp_path, NoteKind.ERROR_REPORTED)}
-    assert said == {
+    reported = {note["peer"]: note["error"] for note in in_process_run.notes(tmp_path, NoteKind.ERROR_REPORTED)}
+    assert reported == {
         "silo-01": "task 2: InputError: a.npz: found 'no file', allowed: a file",
         "silo-02": "task 2: OSError",
     }

@@ -1,4 +1,4 @@
-"""What comes beside an update is no larger than an honest silo can send; else it costs the message, never the run."""
+"""Bounds on the payloads of a reply: what no honest silo can send fails its task, never the run."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def hashing(base: str) -> Objective:
     return Objective.model_validate({"base": name, "bits": BITS, "hidden": 16, **options})
 
 
-#: method, base, and the length of the longest feature that its class prototypes are means of
+#: Method, base objective, and the norm of the longest feature that its class prototypes average.
 BOUNDS = [
     ("fedproto", "info_nce", 1.0),
     ("mfcpl", "info_nce", 1.0),
@@ -75,7 +75,7 @@ BOUNDS = [
 every_bound = pytest.mark.parametrize(("name", "base", "longest"), BOUNDS, ids=[f"{n}-{b}" for n, b, _ in BOUNDS])
 
 
-def made(name: str, base: str, **more: Any) -> World:
+def make_population(name: str, base: str, **more: Any) -> World:
     return population(name, objective=Objective() if base == "info_nce" else hashing(base), **more)
 
 
@@ -83,13 +83,13 @@ def check(run: World, *payloads: Payload) -> None:
     run.protocol.check(payloads)
 
 
-def of(reply: Reply, kind: type[Any]) -> Any:
+def payload_of(reply: Reply, kind: type[Any]) -> Any:
     (found,) = [payload for payload in reply.payloads if isinstance(payload, kind)]
     return found
 
 
-def stretched(rows: npt.NDArray[np.float32], length: float) -> npt.NDArray[np.float32]:
-    """The rows, the first of them of another length."""
+def with_first_norm(rows: npt.NDArray[np.float32], length: float) -> npt.NDArray[np.float32]:
+    """``rows`` (n, d) with the first one replaced by a vector of norm ``length``."""
     changed = rows.copy()
     changed[0] = length / math.sqrt(rows.shape[1])
     return changed
@@ -115,17 +115,19 @@ def test_huge_prototypes_of_one_silo_do_not_end_the_run(name: str, tiny: Path, t
 
 
 @every_bound
-def test_a_class_prototype_longer_than_any_mean_is_refused_with_the_bound(name: str, base: str, longest: float) -> None:
-    run = made(name, base)
+def test_a_class_prototype_above_the_norm_bound_is_refused_and_the_error_names_the_bound(
+    name: str, base: str, longest: float
+) -> None:
+    run = make_population(name, base)
     run.round()
     for reply in (replies := run.replies()):
         if ClassPrototypes not in map(type, reply.payloads):
             continue
-        found = of(reply, ClassPrototypes)
-        longest_allowed = dataclasses.replace(found, prototypes=stretched(found.prototypes, longest))
+        found = payload_of(reply, ClassPrototypes)
+        longest_allowed = dataclasses.replace(found, prototypes=with_first_norm(found.prototypes, longest))
         check(run, *with_payload(reply, longest_allowed).payloads)
         for length in (1.002 * longest, 1e30, 3e38):
-            lie = dataclasses.replace(found, prototypes=stretched(found.prototypes, length))
+            lie = dataclasses.replace(found, prototypes=with_first_norm(found.prototypes, length))
             with pytest.raises(RemoteWireError, match=f"at most {longest * 1.001:.4g}") as caught:
                 check(run, *with_payload(reply, lie).payloads)
             assert caught.value.reason == "malformed"
@@ -135,7 +137,7 @@ def test_a_class_prototype_longer_than_any_mean_is_refused_with_the_bound(name: 
 @pytest.mark.slow
 @every_bound
 def test_honest_replies_pass_however_long_the_silos_train(name: str, base: str, longest: float) -> None:
-    run = made(name, base, training=Training(batch_size=4, local_epochs=10))
+    run = make_population(name, base, training=Training(batch_size=4, local_epochs=10))
     for _ in range(4):
         for reply in (replies := run.replies()):
             check(run, *reply.payloads)
@@ -147,11 +149,11 @@ def test_honest_replies_pass_however_long_the_silos_train(name: str, base: str, 
     ("name", "base"), [("fedproto", "dscmr"), ("mfcpl", "dcmh"), ("fedhap", "triplet"), ("plfedcmh", "shdch")]
 )
 @pytest.mark.parametrize("optimizer", ["adamw", "adam"])
-def test_a_lie_as_long_as_is_let_through_leaves_the_others_training(name: str, base: str, optimizer: str) -> None:
-    run = made(name, base, training=Training.model_validate({"batch_size": 4, "optimizer": optimizer}))
+def test_forged_prototypes_at_the_norm_bound_leave_the_training_finite(name: str, base: str, optimizer: str) -> None:
+    run = make_population(name, base, training=Training.model_validate({"batch_size": 4, "optimizer": optimizer}))
     for _ in range(4):
         replies = [run.reply(silo, run.train(silo, learning_rate=1e-2)) for silo in run.eligible]
-        found = of(replies[0], ClassPrototypes)
+        found = payload_of(replies[0], ClassPrototypes)
         entries = np.full_like(found.prototypes, -_class_prototypes.LOOSE)
         replies[0] = with_payload(
             replies[0], dataclasses.replace(found, prototypes=entries, counts=np.ones_like(found.counts))
@@ -162,11 +164,11 @@ def test_a_lie_as_long_as_is_let_through_leaves_the_others_training(name: str, b
         assert all(torch.isfinite(tensor).all() for tensor in (run.state.theta, *run.state.tensors.values()))
 
 
-def test_more_samples_of_a_class_than_int64_can_add_up_are_refused() -> None:
+def test_class_counts_whose_sum_overflows_int64_are_refused() -> None:
     run = population("mfcpl", {"classes": 3}, labels=())
     replies = run.replies()
-    lie = dataclasses.replace(of(replies[0], ClassPrototypes), counts=np.full(3, (1 << 63) - 1))
-    with pytest.raises(FieldError):  # what became of it: classes of less than no samples, which cannot go down
+    lie = dataclasses.replace(payload_of(replies[0], ClassPrototypes), counts=np.full(3, (1 << 63) - 1))
+    with pytest.raises(FieldError):  # without the check the sum overflows to negative counts, which cannot be sent
         merged = run.protocol.merge(run.state, [with_payload(each, lie) for each in (replies[0], replies[3])], 0)
         run.protocol.task(merged.state, run.eligible[0])
     with pytest.raises(RemoteWireError, match="samples") as caught:
@@ -180,13 +182,13 @@ ANCHORED = ["fedavg", "fedprox", "moon", "fedmekt", "creamfl", "mfcpl", "fedper"
 
 @pytest.mark.parametrize("name", ANCHORED)
 @pytest.mark.parametrize("length", [1e6, 3e37, 1e-6])
-def test_a_modality_prototype_counts_by_its_direction_alone(name: str, length: float) -> None:
+def test_only_the_direction_of_a_modality_prototype_counts(name: str, length: float) -> None:
     run = population(name)
     run.round()
     replies = run.replies()
 
     def merged(scale: float) -> torch.Tensor:
-        found = of(replies[0], ModalityPrototypes)
+        found = payload_of(replies[0], ModalityPrototypes)
         factor = np.float32(-scale)
         lie = dataclasses.replace(found, image=factor * found.image, text=factor * found.text)
         lying = [with_payload(replies[0], lie), *replies[1:]]
@@ -197,15 +199,17 @@ def test_a_modality_prototype_counts_by_its_direction_alone(name: str, length: f
     assert ((honest * merged(length)).sum(1) > 0).all()
 
 
-def test_an_honest_prototype_is_merged_as_it_came_to_the_bit() -> None:
+def test_an_honest_prototype_reaches_the_merge_bit_for_bit() -> None:
     run = population("fedavg")
     replies = run.replies()
     rows, mask = _prototypes.read_uploads(replies, DIM)
     for index, reply in enumerate(replies):
-        sent = of(reply, ModalityPrototypes)
-        for place, own in enumerate((sent.image, sent.text)):
+        sent = payload_of(reply, ModalityPrototypes)
+        for place, prototype in enumerate((sent.image, sent.text)):
             assert bool(mask[index, place]) == (reply.silo.image, reply.silo.text)[place]
-            assert torch.equal(rows[index, place], torch.from_numpy(own) if mask[index, place] else torch.zeros(DIM))
+            assert torch.equal(
+                rows[index, place], torch.from_numpy(prototype) if mask[index, place] else torch.zeros(DIM)
+            )
 
 
 # --------------------------------------------------------------------------- public representations
@@ -214,23 +218,23 @@ def test_an_honest_prototype_is_merged_as_it_came_to_the_bit() -> None:
 def test_a_public_representation_that_is_not_of_unit_length_is_refused(length: float, dtype: Any) -> None:
     run = population("creamfl_public")
     for reply in run.replies():
-        found = of(reply, Representations)
-        lie = dataclasses.replace(found, values=stretched(found.values.astype(np.float32), length).astype(dtype))
+        found = payload_of(reply, Representations)
+        lie = dataclasses.replace(found, values=with_first_norm(found.values.astype(np.float32), length).astype(dtype))
         with pytest.raises(RemoteWireError, match="here 1 within") as caught:
             check(run, *with_payload(reply, lie).payloads)
         assert caught.value.reason == "malformed"
 
 
 @pytest.mark.parametrize("length", [0.0, 1.0])
-def test_unit_vectors_pass_as_float16_or_float32_and_so_does_an_item_of_which_a_tower_makes_nothing(
+def test_unit_and_zero_vectors_pass_as_float16_and_float32(
     length: float,
 ) -> None:
     generator = np.random.default_rng(0)
     run = population("creamfl_public")
     for reply in run.replies():
         check(run, *reply.payloads)
-        found = of(reply, Representations)
-        values = generator.standard_normal(found.values.shape) ** 3  # entries of many sizes
+        found = payload_of(reply, Representations)
+        values = generator.standard_normal(found.values.shape) ** 3  # entries of many magnitudes
         values /= np.linalg.norm(values, axis=1, keepdims=True)
         values[0] *= length
         for dtype in (np.float16, np.float32):
@@ -239,7 +243,7 @@ def test_unit_vectors_pass_as_float16_or_float32_and_so_does_an_item_of_which_a_
 
 @pytest.fixture(scope="module")
 def public(features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The tiny features with twenty public items."""
+    """The tiny feature set with 20 of its items in the public split."""
     with np.load(features) as given:
         arrays = dict(given)
     arrays["split"] = arrays["split"].astype("U8")
@@ -249,7 +253,7 @@ def public(features: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_huge_representations_of_one_silo_do_not_end_the_run_and_the_summary_says_what_was_public(
+def test_huge_representations_of_one_silo_do_not_end_the_run_and_the_summary_counts_the_public_items(
     public: Path, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = creamfl_public.CreamFlPublic
@@ -273,11 +277,11 @@ def test_huge_representations_of_one_silo_do_not_end_the_run_and_the_summary_say
     assert outcome.summary.public_items == 20
 
 
-def test_a_method_without_a_public_set_says_nothing_of_one(tiny: Path, tmp_path: Path) -> None:
+def test_the_summary_of_a_method_without_a_public_set_has_no_public_items(tiny: Path, tmp_path: Path) -> None:
     assert "public_items" not in in_process_run.run(resolved(tiny, "protocol={name: fedavg}"), tmp_path).summary.plain()
 
 
-def test_tables_note_who_had_a_public_set() -> None:
+def test_tables_note_which_methods_used_a_public_set() -> None:
     def row(method: str, **facts: int) -> Any:
         outcome = types.SimpleNamespace(summary=summary(**facts))
         entry = types.SimpleNamespace(method=method, name=method, candidates=(None,))
@@ -291,8 +295,8 @@ def test_tables_note_who_had_a_public_set() -> None:
 
 
 # --------------------------------------------------------------------------- many public items
-def printed_weights(representations: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """All scores at once."""
+def weights_at_once(representations: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Item weights (silos, items) computed from all scores at once."""
     return (representations @ other.T).log_softmax(2).diagonal(dim1=1, dim2=2).softmax(0)
 
 
@@ -303,20 +307,20 @@ def representations(silos: int, items: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 @pytest.mark.parametrize("most", [1, 3 * 37, 3 * 37 * 5, 3 * 37 * 36, 3 * 37 * 37])
-def test_weights_made_in_blocks_are_those_made_at_once(most: int) -> None:
+def test_weights_computed_in_blocks_equal_those_computed_at_once(most: int) -> None:
     given = representations(3, 37)
     found = creamfl_public.item_weights(*given, most)
-    torch.testing.assert_close(found, printed_weights(*given))
+    torch.testing.assert_close(found, weights_at_once(*given))
     torch.testing.assert_close(found.sum(0), torch.ones(37))
 
 
-def test_where_all_scores_fit_the_weights_are_the_same_to_the_bit() -> None:
+def test_weights_are_bit_identical_where_all_scores_fit_in_one_block() -> None:
     given = representations(4, 100)
-    assert torch.equal(creamfl_public.item_weights(*given), printed_weights(*given))
+    assert torch.equal(creamfl_public.item_weights(*given), weights_at_once(*given))
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that an operation gives."""
+    """Records the number of elements of the largest tensor that any operation returns."""
 
     elements = 0
 
@@ -328,7 +332,7 @@ class Largest(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("most", [1 << 14, 1 << 16])
-def test_no_more_scores_are_held_than_said(most: int) -> None:
+def test_no_more_scores_are_held_at_once_than_allowed(most: int) -> None:
     given = representations(5, 1000)
     with Largest() as largest:
         creamfl_public.item_weights(*given, most)
@@ -341,27 +345,27 @@ def test_a_reply_about_many_public_items_is_not_oversized(monkeypatch: pytest.Mo
     layout = types.SimpleNamespace(nbytes=0)
     public = run.protocol.public  # type: ignore[attr-defined]
     monkeypatch.setattr(run.protocol, "public", dataclasses.replace(public, rows=torch.arange(items)))
-    setting: Any = types.SimpleNamespace(traits=run.protocol.traits(), context=types.SimpleNamespace(layout=layout))
+    run_context: Any = types.SimpleNamespace(traits=run.protocol.traits(), context=types.SimpleNamespace(layout=layout))
     reply = Representations(np.full((2 * items, DIM), DIM**-0.5, np.float32), "both")
     check(run, reply)
     header = Header(run="run", kind=Kind.REPLY, sender="silo-00", receiver="coordinator", sequence=1, sent_at=0.0,
                     reply_to=1, base_version=0)  # fmt: skip
     size = codec.body_size(codec.encode_body(Message(header, (reply,))))
-    assert size <= program.largest_body(setting) < 2 * size
+    assert size <= program.largest_body(run_context) < 2 * size
 
 
-def test_other_methods_keep_their_limit() -> None:
+def test_methods_without_a_public_set_keep_their_size_limit() -> None:
     layout = types.SimpleNamespace(nbytes=1 << 26)
     protocol = population("fedavg").protocol
     for size, limit in ((1000, 1 << 26), (1 << 26, 1 << 28)):
         layout.nbytes = size
-        setting: Any = types.SimpleNamespace(traits=protocol.traits(), context=types.SimpleNamespace(layout=layout))
-        assert program.largest_body(setting) == limit
+        run_context: Any = types.SimpleNamespace(traits=protocol.traits(), context=types.SimpleNamespace(layout=layout))
+        assert program.largest_body(run_context) == limit
 
 
 # --------------------------------------------------------------------------- updates, losses and counts
 def refused(run: World, reply: Reply, **more: Any) -> str | None:
-    """The reason for which the coordinator refuses a reply of a silo of 20 samples; None if it takes it."""
+    """The reason why the coordinator refuses a reply of a silo with 20 samples; None if it accepts it."""
     header = Header(
         run="run-0",
         kind=Kind.REPLY,
@@ -382,12 +386,12 @@ def refused(run: World, reply: Reply, **more: Any) -> str | None:
 
 
 @pytest.mark.parametrize("theta_length", [0.01, 30.0])
-def test_an_update_as_long_as_no_training_makes_it_is_refused(theta_length: float) -> None:
-    run = made("fedavg", "info_nce")
+def test_an_update_with_an_implausible_norm_is_refused(theta_length: float) -> None:
+    run = make_population("fedavg", "info_nce")
     run.round()
     (reply, *_) = run.replies()
     theta = run.state.theta * theta_length / run.state.theta.norm()
-    delta = of(reply, Delta)
+    delta = payload_of(reply, Delta)
     most = LONGEST * max(1.0, theta_length)
     for length, reason in ((0.99 * most, None), (1.01 * most, "malformed"), (9e14, "malformed")):
         buffer = np.zeros_like(delta.buffer)
@@ -396,7 +400,7 @@ def test_an_update_as_long_as_no_training_makes_it_is_refused(theta_length: floa
         assert refused(run, lie, theta=theta) == reason, length
 
 
-def test_one_endless_update_costs_its_task_and_not_the_run(
+def test_an_update_with_a_huge_norm_fails_its_task_but_not_the_run(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     respond = Silo.respond
@@ -416,14 +420,14 @@ def test_one_endless_update_costs_its_task_and_not_the_run(
     outcome = in_process_run.run(resolved(tiny, "protocol={name: fedavg}", "participation=1.0"), tmp_path)
     assert outcome.phase is Phase.DONE
     assert [line["replies"] for line in lines(tmp_path, "merge")] == [["silo-01", "silo-02", "silo-03"]] * 4
-    told = {(peer, reason) for peer, reason, detail in refusals(tmp_path) if "of length" in detail}
-    assert told == {("silo-00", "malformed")}
+    refused_peers = {(peer, reason) for peer, reason, detail in refusals(tmp_path) if "of length" in detail}
+    assert refused_peers == {("silo-00", "malformed")}
 
 
-def test_a_loss_that_no_training_makes_is_refused_and_a_run_with_two_such_liars_ends(
+def test_an_implausible_loss_is_refused_and_a_run_with_two_such_silos_completes(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = made("fedavg", "info_nce")
+    run = make_population("fedavg", "info_nce")
     run.round()
     (reply, *_) = run.replies()
     for value, reason in ((2e7, None), (-2e7, None), (2.1e7, "malformed"), (-1.7e308, "malformed")):
@@ -445,7 +449,7 @@ def test_a_loss_that_no_training_makes_is_refused_and_a_run_with_two_such_liars_
 
 
 @pytest.mark.parametrize("name", ["fedscmr", "fedcmr"])
-def test_a_silo_has_no_more_categories_than_there_are(name: str) -> None:
+def test_a_silo_cannot_report_more_label_categories_than_exist(name: str) -> None:
     objective = Objective.model_validate({"base": "dscmr", "bits": BITS, "enhance": True})
     run = population(name, objective=objective)
     run.round()
@@ -467,10 +471,10 @@ def test_a_silo_has_no_more_categories_than_there_are(name: str) -> None:
         ("fedcafe", "dcmh", {"memory": "kmeans_two_stage"}, True),
     ],
 )
-def test_a_row_counts_no_more_samples_than_its_silo_has(
+def test_a_prototype_row_cannot_count_more_samples_than_its_silo_has(
     name: str, base: str, options: dict[str, Any], *, twice: bool
 ) -> None:
-    run = made(name, base, options=options) if options else made(name, base)
+    run = make_population(name, base, options=options) if options else make_population(name, base)
     run.round()
     assert run.protocol.traits().counts_items_twice is twice
     tried = 0

@@ -1,4 +1,4 @@
-"""What an audit says the noise guarantees: the right epsilon, of the updates that left, and what it does not cover."""
+"""Privacy accounting of an audit: the epsilon of the updates that left each silo, and what the noise does not cover."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NOISE = "privacy={clip_norm: 0.5, noise_multiplier: 2.0}"
 
 
 def delta_of(epsilon: float, multiplier: float, updates: int) -> float:
-    """Balle and Wang 2018, equation 6, of what Gaussian mechanisms come to together (Dong et al. 2022)."""
+    """Delta of ``updates`` composed Gaussian mechanisms (Dong et al. 2022), by Balle and Wang 2018, equation 6."""
     mu = math.sqrt(updates) / multiplier
     return float(norm.cdf(mu / 2 - epsilon / mu) - math.exp(epsilon) * norm.cdf(-mu / 2 - epsilon / mu))
 
@@ -44,14 +44,14 @@ def folder(tiny: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("updates", [1, 2, 7, 200])
 @pytest.mark.parametrize("delta", [1e-9, 1e-5, 0.05])
-def test_epsilon_is_that_of_gaussian_mechanisms_one_after_another(folder: Path, updates: int, delta: float) -> None:
+def test_epsilon_is_that_of_composed_gaussian_mechanisms(folder: Path, updates: int, delta: float) -> None:
     audit = audited(*(message("silo-00", ("delta", str(number))) for number in range(updates)))
     spent = account(folder, audit, delta).silos["silo-00"]
     assert spent.updates == updates
     assert delta_of(spent.epsilon, 2.0, updates) == pytest.approx(delta, rel=1e-3)
 
 
-def test_an_update_counts_once_however_often_it_is_sent_and_wherever_it_is_logged(folder: Path) -> None:
+def test_an_update_counts_once_even_if_it_is_sent_or_logged_several_times(folder: Path) -> None:
     once = audited(message("silo-00", ("delta", "a")), message("silo-00", ("partial_delta", "b")))
     twice = audited(*once.messages, *once.messages)
     assert account(folder, twice, 1e-5) == account(folder, once, 1e-5)
@@ -60,7 +60,7 @@ def test_an_update_counts_once_however_often_it_is_sent_and_wherever_it_is_logge
     assert account(folder, second, 1e-5).silos["silo-00"].updates == 2, "two updates in one reply"
 
 
-def test_what_left_without_noise_is_named_and_the_programs_that_are_no_silos_are_not(folder: Path) -> None:
+def test_payloads_without_noise_are_named_for_silos_only(folder: Path) -> None:
     audit = audited(
         message("coordinator", ("model", "m"), kind=Kind.TASK),
         message("evaluator", ("metrics", "e")),
@@ -74,7 +74,7 @@ def test_what_left_without_noise_is_named_and_the_programs_that_are_no_silos_are
 
 
 @pytest.mark.parametrize("delta", [0.0, 1.0, -1e-5, float("nan")])
-def test_a_delta_that_is_no_chance_is_one_line(folder: Path, delta: float) -> None:
+def test_a_delta_outside_0_to_1_is_refused(folder: Path, delta: float) -> None:
     with pytest.raises(InputError, match=r"--delta: found .*, allowed: a number between 0 and 1"):
         account(folder, audited(), delta)
 
@@ -86,16 +86,16 @@ def test_a_run_without_noise_has_no_epsilon(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_audit_of_a_real_run_says_what_its_noise_guarantees(tiny: Path, tmp_path: Path) -> None:
+def test_the_audit_of_a_real_run_reports_its_privacy_guarantee(tiny: Path, tmp_path: Path) -> None:
     scenario = resolved(tiny, "protocol=fedavg", "missing_modality={}", "participation=1.0", "rounds=3", NOISE)
     run(scenario, tmp_path)
     (tmp_path / "scenario.yaml").write_text(scenario.dump())
-    asked = ["audit", str(tmp_path), "--delta", "1e-5"]
-    printed = CliRunner().invoke(app, asked, env={"COLUMNS": "200"})
+    arguments = ["audit", str(tmp_path), "--delta", "1e-5"]
+    printed = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert printed.exit_code == 0, printed.output
     assert "there is no guarantee against anyone who knows the seed" in printed.output
     assert "It covers neither their numbers of samples nor the other payloads." in printed.output
-    accounts = json.loads(CliRunner().invoke(app, [*asked, "--json"]).output)["accounts"]
+    accounts = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)["accounts"]
     assert set(accounts["silos"]) == set(scenario.silo_names)
     for spent in accounts["silos"].values():
         assert delta_of(spent["epsilon"], 2.0, 3) == pytest.approx(1e-5, rel=1e-3)

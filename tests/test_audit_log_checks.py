@@ -1,4 +1,4 @@
-"""The message log and its audit: what an edit, a lost line or a forged record looks like."""
+"""The audit of message logs: edited, lost and forged records are found."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_untouched_logs_agree(run: Path) -> None:
     assert audit.undelivered == 0
 
 
-def test_an_edited_record_shows(run: Path) -> None:
+def test_an_edited_record_is_found(run: Path) -> None:
     content = lines(run, "silo-00")
     content[1] = content[1].replace('"bytes":100', '"bytes":101')
     rewrite(run, "silo-00", content)
@@ -96,7 +96,7 @@ with MessageLog(path, "silo-00", WallClock()) as log:
 
 
 @pytest.mark.slow
-def test_a_record_that_the_disk_takes_only_in_part_is_an_error_and_leaves_nothing(run: Path) -> None:
+def test_a_record_written_only_in_part_is_an_error_and_leaves_no_trace(run: Path) -> None:
     path = run / "messages" / "silo-00.jsonl"
     done = subprocess.run([sys.executable, "-c", FILLED, path], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
@@ -105,13 +105,13 @@ def test_a_record_that_the_disk_takes_only_in_part_is_an_error_and_leaves_nothin
     assert not audit_run(run).findings
 
 
-def test_a_record_that_is_taken_in_parts_is_whole(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Slow(io.FileIO):
+def test_a_record_written_in_several_parts_is_complete(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class ShortWrites(io.FileIO):
         def write(self, data: Any) -> int:
             return super().write(bytes(data[:7]))
 
     with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
-        monkeypatch.setattr(log, "_file", Slow(log.path, "ab"))
+        monkeypatch.setattr(log, "_file", ShortWrites(log.path, "ab"))
         log.note(NoteKind.STARTED)
         log.note(NoteKind.ENDED)
     assert not audit_run(run).findings
@@ -119,7 +119,7 @@ def test_a_record_that_is_taken_in_parts_is_whole(run: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("edit", ["remove", "swap", "insert"])
-def test_removed_moved_and_inserted_records_show(run: Path, edit: str) -> None:
+def test_removed_moved_and_inserted_records_are_found(run: Path, edit: str) -> None:
     content = lines(run, "coordinator")
     match edit:
         case "remove":
@@ -132,7 +132,7 @@ def test_removed_moved_and_inserted_records_show(run: Path, edit: str) -> None:
     assert any("does not follow" in f.what for f in audit_run(run).findings)
 
 
-def test_a_forged_chain_is_betrayed_by_the_other_end(run: Path) -> None:
+def test_a_forged_hash_chain_is_found_by_comparing_with_the_log_of_the_other_end(run: Path) -> None:
     content = lines(run, "silo-00")
     content[1] = content[1].replace('["delta",20]', '["loss",8]')
     rewrite(run, "silo-00", reseal(content))
@@ -141,18 +141,18 @@ def test_a_forged_chain_is_betrayed_by_the_other_end(run: Path) -> None:
     assert "differs from silo-00.jsonl:2 in payloads" in findings[0].what
 
 
-def test_a_record_cut_off_the_end_is_betrayed_by_the_other_end(run: Path) -> None:
+def test_a_record_cut_off_the_end_is_found_by_comparing_with_the_log_of_the_other_end(run: Path) -> None:
     rewrite(run, "silo-00", lines(run, "silo-00")[:-1])
     assert [f.what for f in audit_run(run).findings] == ["reply from silo-00 received, but never logged as sent"]
 
 
-def test_what_was_under_way_at_the_end_is_counted_not_blamed(run: Path) -> None:
+def test_messages_undelivered_at_the_end_are_counted_and_are_no_finding(run: Path) -> None:
     rewrite(run, "coordinator", lines(run, "coordinator")[:2])
     audit = audit_run(run)
     assert (audit.findings, audit.undelivered) == ([], 1)
 
 
-def test_an_unfinished_line_is_reported_by_the_audit_and_cut_off_by_the_next_start(run: Path) -> None:
+def test_an_unfinished_line_is_reported_by_the_audit_and_removed_at_the_next_start(run: Path) -> None:
     path = run / "messages" / "silo-00.jsonl"
     with path.open("a") as file:
         file.write('{"n":3,"proc')
@@ -163,13 +163,13 @@ def test_an_unfinished_line_is_reported_by_the_audit_and_cut_off_by_the_next_sta
     assert json.loads(lines(run, "silo-00")[-1])["n"] == 3
 
 
-def test_one_frame_logged_twice_shows(run: Path) -> None:
+def test_a_frame_logged_twice_is_found(run: Path) -> None:
     content = lines(run, "coordinator")
     rewrite(run, "coordinator", reseal([*content, content[0]]))
     assert any("again" in f.what for f in audit_run(run).findings)
 
 
-def test_a_log_that_is_not_there_is_one_finding(run: Path) -> None:
+def test_a_missing_log_is_one_finding(run: Path) -> None:
     (run / "messages" / "silo-00.jsonl").unlink()
     findings = audit_run(run).findings
     assert [(f.place, f.what) for f in findings] == [
@@ -177,10 +177,10 @@ def test_a_log_that_is_not_there_is_one_finding(run: Path) -> None:
     ]
 
 
-def test_a_missing_log_is_a_finding_even_of_a_process_that_no_message_came_from(run: Path) -> None:
+def test_a_missing_log_is_a_finding_even_if_its_process_sent_no_message(run: Path) -> None:
     with MessageLog(run / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
         log.refused("unknown", "unknown_session", "a task before a handshake", 100)
-        assert not audit_run(run).findings  # noise of nobody known
+        assert not audit_run(run).findings  # the sender of an invalid frame is unknown, so no log is missing
         log.handshake("received", Kind.READY, "silo-01", 1400)
         log.message("sent", message(0, "coordinator", "silo-02"), "d" * 32, 100)
         log.refused("silo-03", "malformed", "40 MB", 40_000_000)
@@ -199,7 +199,7 @@ def test_a_missing_log_is_a_finding_even_of_a_process_that_no_message_came_from(
     assert [f.place for f in audit_run(run).findings] == ["coordinator.jsonl"]
 
 
-def test_a_name_that_a_record_has_no_place_for_is_passed_over(run: Path) -> None:
+def test_a_sender_field_in_a_record_that_has_none_is_ignored(run: Path) -> None:
     content = [
         line.replace('"peer":"silo-00"', '"peer":"silo-00","sender":["x"]') for line in lines(run, "coordinator")
     ]
@@ -207,7 +207,7 @@ def test_a_name_that_a_record_has_no_place_for_is_passed_over(run: Path) -> None
     assert not audit_run(run).findings
 
 
-def test_the_audit_calls_an_unknown_peer_as_the_coordinator_does() -> None:
+def test_the_audit_and_the_coordinator_name_unknown_peers_alike() -> None:
     assert audits._UNKNOWN == roster._UNKNOWN
 
 
@@ -216,11 +216,11 @@ def test_a_folder_without_logs_is_refused(tmp_path: Path) -> None:
         audit_run(tmp_path)
 
 
-def test_records_hold_no_numbers_of_a_tensor(run: Path) -> None:
+def test_records_contain_no_tensor_data(run: Path) -> None:
     assert "buffer" not in "".join(lines(run, "silo-00"))
 
 
-def test_a_run_without_messages_is_no_clean_record(tmp_path: Path) -> None:
+def test_the_audit_of_a_run_without_messages_is_refused(tmp_path: Path) -> None:
     with MessageLog(tmp_path / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
         log.note(NoteKind.INLINE)
     assert audit_run(tmp_path).inline
@@ -230,7 +230,7 @@ def test_a_run_without_messages_is_no_clean_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("liar", ["silo-00", "coordinator"])
-def test_nobodys_word_that_nothing_was_sent_ends_the_audit_of_logs_with_messages(run: Path, liar: str) -> None:
+def test_a_note_that_nothing_was_sent_does_not_end_the_audit_of_logs_with_messages(run: Path, liar: str) -> None:
     with MessageLog(run / "messages" / f"{liar}.jsonl", liar, WallClock()) as log:
         log.note(NoteKind.INLINE)
     rewrite(run, "silo-00", reseal(lines(run, "silo-00")[1:]))
@@ -242,7 +242,9 @@ def test_nobodys_word_that_nothing_was_sent_ends_the_audit_of_logs_with_messages
 
 
 @pytest.mark.parametrize("other", ["silo-00", "coordinator"])
-def test_only_a_coordinator_without_a_handshake_says_that_nothing_was_sent(tmp_path: Path, other: str) -> None:
+def test_a_note_that_nothing_was_sent_counts_only_from_a_coordinator_without_a_handshake(
+    tmp_path: Path, other: str
+) -> None:
     with MessageLog(tmp_path / "messages" / f"{other}.jsonl", other, WallClock()) as log:
         log.note(NoteKind.INLINE)
         if other == "coordinator":
@@ -256,7 +258,7 @@ def found(run: Path) -> list[tuple[str, str]]:
     return [(finding.place, finding.what) for finding in audit_run(run).findings]
 
 
-def test_a_record_of_another_process_shows(run: Path) -> None:
+def test_a_record_of_another_process_is_found(run: Path) -> None:
     stolen = lines(run, "silo-00")[0]
     rewrite(run, "coordinator", reseal([*lines(run, "coordinator")[1:], stolen]))
     assert ("coordinator.jsonl:4", "a record of silo-00 in the log of coordinator") in found(run)
@@ -264,7 +266,7 @@ def test_a_record_of_another_process_shows(run: Path) -> None:
     assert ("coordinator.jsonl:1", "coordinator logged sending in the name of silo-00") in found(run)
 
 
-def test_swapped_logs_show(run: Path) -> None:
+def test_swapped_logs_are_found(run: Path) -> None:
     one, other = run / "messages" / "silo-00.jsonl", run / "messages" / "coordinator.jsonl"
     one.rename(run / "kept")
     other.rename(one)
@@ -283,10 +285,10 @@ def test_a_sealed_message_does_not_pass_as_a_handshake(run: Path) -> None:
 
 
 @pytest.mark.parametrize("edit", ["doubled", "spaced", "carriage return"])
-def test_another_way_to_write_a_record_shows(run: Path, edit: str) -> None:
+def test_a_record_serialised_in_another_way_is_found(run: Path, edit: str) -> None:
     content = lines(run, "silo-00")
     match edit:
-        case "doubled":  # whoever reads the first of the two reads another size
+        case "doubled":  # a reader that keeps the first of two equal keys sees another size
             content[2] = content[2].replace('{"action"', '{"bytes":1,"action"')
         case "spaced":
             content[2] = content[2].replace('"bytes":', '"bytes": ')
@@ -296,17 +298,17 @@ def test_another_way_to_write_a_record_shows(run: Path, edit: str) -> None:
     assert ("silo-00.jsonl:3", "no whole record of a message log") in found(run)
 
 
-def test_a_message_removed_from_both_ends_leaves_a_hole_in_its_sessions_numbers(run: Path) -> None:
+def test_a_message_removed_from_both_logs_leaves_a_gap_in_its_sessions_counters(run: Path) -> None:
     for process in ("silo-00", "coordinator"):
         forge(run, process, lambda record: None if record.get("counter") == 2 else record)
-    hole = "message 3 of a session, expected 2: what was between is not in the log"
-    assert found(run) == [("coordinator.jsonl:2", hole), ("silo-00.jsonl:2", hole)]
+    gap = "message 3 of a session, expected 2: what was between is not in the log"
+    assert found(run) == [("coordinator.jsonl:2", gap), ("silo-00.jsonl:2", gap)]
     for process in ("silo-00", "coordinator"):
         forge(run, process, lambda record: None if record.get("counter") == 1 else record)
-    assert "message 3 of a session, expected 1" in found(run)[0][1]  # the first of all is no more than another
+    assert "message 3 of a session, expected 1" in found(run)[0][1]  # the first message of a session is no exception
 
 
-def test_a_coordinator_counts_from_0_and_each_session_by_itself(run: Path) -> None:
+def test_the_coordinator_counts_from_0_in_each_session(run: Path) -> None:
     for process, action in (("coordinator", "sent"), ("silo-00", "received")):
         with MessageLog(run / "messages" / f"{process}.jsonl", process, WallClock()) as log:
             for session, counter in ((b"s" * 16, 0), (b"t" * 16, 0), (b"s" * 16, 1)):
@@ -317,7 +319,7 @@ def test_a_coordinator_counts_from_0_and_each_session_by_itself(run: Path) -> No
     assert any("message 1 of a session, expected 0" in what for _, what in found(run))
 
 
-def test_what_arrives_in_another_order_than_it_was_sealed_in_shows(run: Path) -> None:
+def test_messages_received_in_another_order_than_they_were_sealed_are_found(run: Path) -> None:
     content = lines(run, "coordinator")
     content[0], content[1] = content[1], content[0]
     rewrite(run, "coordinator", reseal(content))
@@ -327,7 +329,7 @@ def test_what_arrives_in_another_order_than_it_was_sealed_in_shows(run: Path) ->
     ]
 
 
-def test_a_refusal_taken_out_of_the_log_leaves_a_hole_in_what_arrived(run: Path) -> None:
+def test_a_refusal_removed_from_the_log_leaves_a_gap_in_the_received_messages(run: Path) -> None:
     with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
         for counter in (4, 5):
             log.message("sent", message(counter), f"{counter:032x}", 100)
@@ -336,11 +338,11 @@ def test_a_refusal_taken_out_of_the_log_leaves_a_hole_in_what_arrived(run: Path)
         log.message("received", message(5), f"{5:032x}", 100)
     assert found(run) == []
     forge(run, "coordinator", lambda record: None if record["action"] == "refused" else record)
-    hole = "message 5 of a session, expected 4: what was between is not in the log"
-    assert found(run) == [("coordinator.jsonl:4", hole)]
+    gap = "message 5 of a session, expected 4: what was between is not in the log"
+    assert found(run) == [("coordinator.jsonl:4", gap)]
 
 
-def test_what_was_lost_on_the_way_leaves_a_hole_that_a_refusal_explains(run: Path) -> None:
+def test_a_logged_refusal_explains_the_gap_of_messages_lost_in_transit(run: Path) -> None:
     with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
         for counter in range(4, 9):
             log.message("sent", message(counter), f"{counter:032x}", 100)
@@ -352,18 +354,18 @@ def test_what_was_lost_on_the_way_leaves_a_hole_that_a_refusal_explains(run: Pat
     assert audit_run(run).undelivered == 4
 
 
-def test_a_handshake_that_its_sender_did_not_log_shows(run: Path) -> None:
+def test_a_handshake_that_its_sender_did_not_log_is_found(run: Path) -> None:
     for process, action, peer in (("silo-00", "sent", "coordinator"), ("coordinator", "received", "silo-00")):
         with MessageLog(run / "messages" / f"{process}.jsonl", process, WallClock()) as log:
             log.handshake(action, Kind.HELLO, peer, 1400)  # type: ignore[arg-type]
             log.handshake(action, Kind.READY, peer, 300)  # type: ignore[arg-type]
     assert found(run) == []
     forge(run, "silo-00", lambda record: None if record.get("kind") in ("hello", "ready") else record)
-    # A hello may be anybody's who recorded one.
+    # A hello may be replayed by anyone who recorded one, so its absence is no finding.
     assert found(run) == [("coordinator.jsonl:6", "1 times a ready from silo-00 received, but 0 times logged as sent")]
 
 
-def test_an_audit_of_logs_that_are_being_written_says_so(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_audit_reports_logs_that_are_being_written(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()):
         audit = audit_run(run)
     assert audit.written == ("silo-00",)
@@ -372,7 +374,7 @@ def test_an_audit_of_logs_that_are_being_written_says_so(run: Path, capsys: pyte
     assert "silo-00: being written now" in capsys.readouterr().out
 
 
-def test_silos_have_nothing_to_say_to_each_other(run: Path) -> None:
+def test_a_message_between_silos_is_found(run: Path) -> None:
     with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
         aside = message(1, receiver="silo-01")
         log.message("sent", replace(aside, header=replace(aside.header, session=b"t" * 16)), "a" * 32, 100)
@@ -390,7 +392,7 @@ def test_silos_have_nothing_to_say_to_each_other(run: Path) -> None:
         ("coordinator", {"reason": "because"}),
     ],
 )
-def test_a_field_that_says_what_no_log_does_is_no_record(run: Path, process: str, change: dict[str, Any]) -> None:
+def test_a_record_with_an_invalid_field_is_found(run: Path, process: str, change: dict[str, Any]) -> None:
     def misstate(record: dict[str, Any]) -> dict[str, Any]:
         return {**record, **change} if change.keys() <= record.keys() else record
 
@@ -399,7 +401,7 @@ def test_a_field_that_says_what_no_log_does_is_no_record(run: Path, process: str
     assert any("no whole record of a message log" in what for _, what in found(run))
 
 
-def test_who_logs_another_payload_than_it_sends_is_named_by_the_other_end(run: Path) -> None:
+def test_a_logged_digest_that_differs_from_the_sent_payload_is_found(run: Path) -> None:
     def lie(record: dict[str, Any]) -> dict[str, Any]:
         return {**record, "digests": ["ab" * 32]} if record["counter"] == 2 else record
 
@@ -407,7 +409,7 @@ def test_who_logs_another_payload_than_it_sends_is_named_by_the_other_end(run: P
     assert found(run) == [("coordinator.jsonl:2", "differs from silo-00.jsonl:2 in digests")]
 
 
-def test_digests_cannot_be_left_out(run: Path) -> None:
+def test_missing_digests_are_found(run: Path) -> None:
     for process in ("silo-00", "coordinator"):
         forge(run, process, lambda record: {**record, "digests": []} if "digests" in record else record)
     assert {("silo-00.jsonl:1", "0 digests of 1 payloads"), ("coordinator.jsonl:3", "0 digests of 1 payloads")} <= set(
@@ -426,17 +428,17 @@ def test_digests_cannot_be_left_out(run: Path) -> None:
         (Kind.ERROR, Error("failed", "why")),
     ],
 )
-def test_both_ends_take_the_same_digest_whatever_sort_of_number_a_method_gave(kind: Kind, payload: Any) -> None:
+def test_both_ends_compute_the_same_digest_for_any_type_of_number(kind: Kind, payload: Any) -> None:
     header = replace(message(1).header, kind=kind)
     body = b"".join(map(bytes, encode_body(Message(header, (payload,)))))
     assert digest(decode(header, body).payloads[0]) == digest(payload)
 
 
-def test_what_a_log_says_never_steers_the_auditors_terminal(run: Path) -> None:
-    def steer(record: dict[str, Any]) -> dict[str, Any]:
+def test_escape_sequences_in_a_log_do_not_reach_the_auditors_terminal(run: Path) -> None:
+    def add_escape_sequence(record: dict[str, Any]) -> dict[str, Any]:
         return {**record, "payloads": [["x\x1b[2Jy", 20]]}
 
-    forge(run, "silo-00", steer)
+    forge(run, "silo-00", add_escape_sequence)
     forge(run, "coordinator", lambda each: {**each, "peer": "z\x1b]0;t\x07"} if each["action"] == "refused" else each)
     (run / "messages" / "silo-00.jsonl").rename(run / "messages" / "silo\x1b[31m.jsonl")
     console = Console(record=True, width=200)
@@ -453,7 +455,7 @@ GUIDE = Path(__file__).parent.parent / "docs" / "howto" / "audit.md"
 
 
 @pytest.mark.slow
-def test_the_script_of_the_document_finds_what_the_audit_finds(run: Path, tmp_path: Path) -> None:
+def test_the_checking_script_in_the_docs_finds_what_the_audit_finds(run: Path, tmp_path: Path) -> None:
     block = DOCUMENT.read_text().partition("    import hashlib")[2].partition("\n\nAnyone")[0]
     script = tmp_path / "check.py"
     script.write_text(textwrap.dedent("    import hashlib" + block))
@@ -479,13 +481,13 @@ def test_the_script_of_the_document_finds_what_the_audit_finds(run: Path, tmp_pa
     assert check().stdout == f"0 records, last hash {'0' * 64}\n"
 
 
-def test_the_document_names_every_field_of_a_record(run: Path) -> None:
+def test_the_docs_name_every_field_of_a_record(run: Path) -> None:
     fields = {key for process in ("silo-00", "coordinator") for line in lines(run, process) for key in json.loads(line)}
     named = set(re.findall(r"`(\w+)`", DOCUMENT.read_text()))
     assert fields <= named
 
 
-def test_what_a_log_says_is_never_taken_for_markup(run: Path) -> None:
+def test_the_content_of_a_log_is_never_rendered_as_markup(run: Path) -> None:
     rewrite(run, "silo-00", reseal([line.replace('"delta"', '"x[/nope]y"') for line in lines(run, "silo-00")]))
     done = CliRunner().invoke(app, ["audit", str(run)])
     assert done.exit_code == 3, done.exception
@@ -495,7 +497,7 @@ def test_what_a_log_says_is_never_taken_for_markup(run: Path) -> None:
     assert "[/conceal]" in table.stdout
 
 
-def test_brackets_in_a_place_are_no_markup(tmp_path: Path) -> None:
+def test_brackets_in_a_path_are_not_rendered_as_markup(tmp_path: Path) -> None:
     place = tmp_path / "q[/b] br[old]"
     done = CliRunner().invoke(app, ["keys", "init", str(place), "--silos", "2"])
     assert (done.exit_code, done.exception) == (0, None)
@@ -505,7 +507,7 @@ def test_brackets_in_a_place_are_no_markup(tmp_path: Path) -> None:
     assert all(each in re.sub(r"[\s│┃]", "", shown.stdout) or each[:30] in shown.stdout for each in prints)
 
 
-def test_a_log_that_is_a_folder_is_one_line(run: Path) -> None:
+def test_a_folder_in_place_of_a_log_is_an_input_error(run: Path) -> None:
     (run / "messages" / "silo-07.jsonl").mkdir()
     with pytest.raises(InputError, match=r"silo-07\.jsonl: found 'Is a directory'"):
         audit_run(run)

@@ -1,4 +1,4 @@
-"""The privacy probe: does a released model tell what it was trained on from what it was not?"""
+"""The membership-inference probe: can the training items of a released model be told from held-out items?"""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from fedmq.retrieval.released_model import OtherModelError, Release, open_releas
 from tests import in_process_run, threaded_run
 
 HASHING = "objective={base: dcmh, bits: 12, hidden: 16}"
-# Few different values, so that ties come up.
+# Few distinct values, so that ties occur.
 VALUES = arrays.arrays(np.float64, st.integers(1, 40), elements=st.integers(-6, 6).map(float))
 
 
-# ------------------------------------------------------------------------------------------------------- the numbers
+# -------------------------------------------------------------------------------------------------------- statistics
 @given(VALUES, VALUES)
 @settings(deadline=None)
-def test_area_and_rate_are_those_of_scikit_learn(members: np.ndarray, others: np.ndarray) -> None:
+def test_auc_and_true_positive_rate_equal_those_of_scikit_learn(members: np.ndarray, others: np.ndarray) -> None:
     truth = np.concatenate([np.ones(len(members)), np.zeros(len(others))])
     both = np.concatenate([members, others])
     below, above = membership_inference.components(members, others)
@@ -48,7 +48,7 @@ def test_area_and_rate_are_those_of_scikit_learn(members: np.ndarray, others: np
 
 @given(VALUES, VALUES)
 @settings(deadline=None)
-def test_the_interval_is_delongs_by_all_pairs(members: np.ndarray, others: np.ndarray) -> None:
+def test_the_confidence_interval_is_that_of_delong_over_all_pairs(members: np.ndarray, others: np.ndarray) -> None:
     found = membership_inference.estimate(
         membership_inference.area(members, others), membership_inference.components(members, others), 0.0
     )
@@ -59,14 +59,14 @@ def test_the_interval_is_delongs_by_all_pairs(members: np.ndarray, others: np.nd
     variance = pairs.mean(1).var(ddof=1) / len(members) + pairs.mean(0).var(ddof=1) / len(others)
     half = 1.959963984540054 * np.sqrt(variance)
     ends = max(0, pairs.mean() - half), min(1, pairs.mean() + half)
-    # Next to 0 what is left of a difference has few digits.
+    # Near 0 the difference has few significant digits.
     assert (found.low, found.high) == pytest.approx(ends, rel=1e-5, abs=1e-9)
     assert 0 <= found.low <= found.value <= found.high <= 1
 
 
-def test_nineteen_of_twenty_intervals_hold_the_true_area() -> None:
+def test_about_95_percent_of_the_confidence_intervals_contain_the_true_auc() -> None:
     generator = np.random.default_rng(0)
-    truth = 0.7602499389065233  # of N(1, 1) against N(0, 1): the normal distribution at 1 / sqrt(2)
+    truth = 0.7602499389065233  # AUC of N(1, 1) against N(0, 1): the standard normal CDF at 1 / sqrt(2)
     held, count = 0, 400
     for _ in range(count):
         members, others = generator.normal(1, 1, 60), generator.normal(0, 1, 45)
@@ -78,7 +78,7 @@ def test_nineteen_of_twenty_intervals_hold_the_true_area() -> None:
     assert 0.92 <= held / count <= 0.98
 
 
-def test_the_difference_of_two_models_over_the_same_items_is_known_better_than_either() -> None:
+def test_the_auc_difference_of_two_models_on_the_same_items_has_a_narrower_interval_than_the_auc() -> None:
     generator = np.random.default_rng(0)
     before = generator.normal(size=200), generator.normal(size=100)
     after = before[0] + 0.3 + 0.1 * generator.normal(size=200), before[1]
@@ -89,14 +89,14 @@ def test_the_difference_of_two_models_over_the_same_items_is_known_better_than_e
     assert found.added.high - found.added.low < (found.auc.high - found.auc.low) / 2
 
 
-def test_one_item_has_no_interval() -> None:
+def test_a_single_member_has_no_confidence_interval() -> None:
     found = membership_inference.compared(
         (np.ones(1), np.zeros(5)), (np.ones(1), np.zeros(5)), ("image",), trained=True
     )
     assert (found.auc.value, found.auc.low, found.added.low) == (1.0, None, None)
 
 
-def test_a_score_is_the_pairs_cosine_less_that_with_all_others() -> None:
+def test_a_score_is_the_cosine_of_the_pair_minus_the_mean_cosine_with_all_others() -> None:
     generator = np.random.default_rng(1)
     image, text = generator.normal(size=(2, 7, 5)).astype(np.float32)
     x, y = (each / np.linalg.norm(each, axis=1, keepdims=True) for each in (image, text))
@@ -109,8 +109,8 @@ def test_a_score_is_the_pairs_cosine_less_that_with_all_others() -> None:
 
 
 # --------------------------------------------------------------------------------------------------------- whole runs
-def of_noise(tmp_path: Path, **more: object) -> Scenario:
-    """A scenario whose images say nothing about their captions: only what is learnt by heart fits."""
+def noise_scenario(tmp_path: Path, **more: object) -> Scenario:
+    """A scenario whose images and captions are independent noise, so that a model can only memorise its items."""
     generator = np.random.default_rng(2)
     path = tmp_path / "noise.npz"
     np.savez(
@@ -143,8 +143,8 @@ def finished(scenario: Scenario, out: Path) -> Release:
     return open_release(out)
 
 
-def test_a_model_that_learnt_its_items_by_heart_gives_them_away(tmp_path: Path) -> None:
-    measured = membership_inference.probe(finished(of_noise(tmp_path), tmp_path / "run"))
+def test_the_probe_detects_a_model_that_memorised_its_items(tmp_path: Path) -> None:
+    measured = membership_inference.probe(finished(noise_scenario(tmp_path), tmp_path / "run"))
     assert (measured.overall.members, measured.overall.others) == (80, 60)
     assert measured.overall.auc.value > 0.9
     assert measured.overall.tpr > 0.3
@@ -153,16 +153,18 @@ def test_a_model_that_learnt_its_items_by_heart_gives_them_away(tmp_path: Path) 
     assert sum(found.members for found in measured.per_silo.values()) == 80
 
 
-def test_a_model_that_hardly_learnt_gives_nothing_away(tmp_path: Path) -> None:
+def test_the_probe_finds_no_leak_in_a_barely_trained_model(tmp_path: Path) -> None:
     hardly = {"learning_rate": 1e-7, "warmup_rounds": 0, "local_epochs": 1}
-    measured = membership_inference.probe(finished(of_noise(tmp_path, rounds=1, training=hardly), tmp_path / "run"))
+    measured = membership_inference.probe(
+        finished(noise_scenario(tmp_path, rounds=1, training=hardly), tmp_path / "run")
+    )
     assert measured.overall.auc.low is not None and measured.overall.auc.high is not None
     assert measured.overall.auc.low < 0.5 < measured.overall.auc.high
     assert measured.overall.added.value == pytest.approx(0, abs=0.05)
 
 
-def test_items_that_nobody_trained_on_are_no_members(tmp_path: Path) -> None:
-    scenario = of_noise(tmp_path, protocol="paired_only", missing_modality={"silos": {"silo-01": "image"}})
+def test_items_of_a_silo_that_did_not_train_are_not_members(tmp_path: Path) -> None:
+    scenario = noise_scenario(tmp_path, protocol="paired_only", missing_modality={"silos": {"silo-01": "image"}})
     measured = membership_inference.probe(finished(scenario, tmp_path / "run"))
     one, other = measured.per_silo["silo-00"], measured.per_silo["silo-01"]
     assert (one.trained, other.trained, other.modalities) == (True, False, ("image",))
@@ -175,8 +177,8 @@ def test_items_that_nobody_trained_on_are_no_members(tmp_path: Path) -> None:
     assert "silo-01, image, took no part" in console.export_text()
 
 
-def test_pooled_data_are_probed_as_one(tmp_path: Path) -> None:
-    scenario = of_noise(tmp_path, protocol="central")
+def test_pooled_data_are_probed_as_a_single_data_set(tmp_path: Path) -> None:
+    scenario = noise_scenario(tmp_path, protocol="central")
     measured = membership_inference.probe(
         finished(scenario, tmp_path / "run"), pooled=protocols.traits_of(scenario).pooled
     )
@@ -185,17 +187,17 @@ def test_pooled_data_are_probed_as_one(tmp_path: Path) -> None:
     assert not measured.per_silo
 
 
-def test_without_the_runs_data_one_line_says_so(tmp_path: Path) -> None:
-    release = finished(of_noise(tmp_path, rounds=1), tmp_path / "run")
+def test_a_probe_without_the_data_of_the_run_is_an_input_error(tmp_path: Path) -> None:
+    release = finished(noise_scenario(tmp_path, rounds=1), tmp_path / "run")
     (tmp_path / "noise.npz").unlink()
     with pytest.raises(InputError, match=r"--probe .*noise\.npz.*the run's data on this machine"):
         membership_inference.probe(release)
 
 
 @pytest.mark.slow
-def test_other_data_of_the_same_shape_are_not_taken_for_the_runs(tmp_path: Path) -> None:
+def test_other_data_of_the_same_shape_are_refused(tmp_path: Path) -> None:
     pytest.importorskip("faiss")
-    release = finished(of_noise(tmp_path, rounds=1), tmp_path / "run")
+    release = finished(noise_scenario(tmp_path, rounds=1), tmp_path / "run")
     path = tmp_path / "noise.npz"
     with np.load(path) as whole:
         there = dict(whole)
@@ -208,12 +210,12 @@ def test_other_data_of_the_same_shape_are_not_taken_for_the_runs(tmp_path: Path)
 
 
 def test_a_release_swapped_together_with_its_configuration_is_not_opened(tmp_path: Path) -> None:
-    own, other = (finished(of_noise(tmp_path, rounds=1, seed=seed), tmp_path / f"run{seed}") for seed in (0, 1))
+    own, other = (finished(noise_scenario(tmp_path, rounds=1, seed=seed), tmp_path / f"run{seed}") for seed in (0, 1))
     shutil.rmtree(own.run.model)
     shutil.copytree(other.run.model, own.run.model)
     with pytest.raises(OtherModelError, match=r"model/config\.json: found 'a model with digest"):
         open_release(own.run.root)
-    own.run.summary.unlink()  # a release that was brought alone
+    own.run.summary.unlink()  # a release copied without its summary
     assert open_release(own.run.root).digest == other.digest
 
 
@@ -235,7 +237,7 @@ def run_of_rcsr_p(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_the_command_probes_and_stays_at_exit_code_0(
+def test_the_command_probes_and_exits_with_0(
     run_of_rcsr_p: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "audit", run_of_rcsr_p, "--probe", "--json") == 0
@@ -248,12 +250,12 @@ def test_the_command_probes_and_stays_at_exit_code_0(
         assert 0 <= found["auc"]["value"] <= 1
         assert 0 <= found["tpr"] <= 1
     assert fedmq(monkeypatch, "audit", run_of_rcsr_p, "--probe") == 0
-    said = " ".join(capsys.readouterr().out.split())
-    assert "0.5 is guessing" in said
-    assert "the personal parameters of the silos are not tested" in said
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "0.5 is guessing" in printed
+    assert "the personal parameters of the silos are not tested" in printed
 
 
-def test_without_the_options_nothing_of_them_is_said(
+def test_without_the_options_the_output_has_no_probe_and_no_policy(
     run_of_rcsr_p: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "audit", run_of_rcsr_p, "--json") == 0
@@ -270,7 +272,7 @@ def test_a_probe_of_broken_logs_exits_with_3(
     assert fedmq(monkeypatch, "audit", tmp_path / "run", "--probe", "--json") == 3
 
 
-def test_a_probe_that_cannot_be_made_does_not_silence_what_was_found(
+def test_an_impossible_probe_does_not_hide_the_findings_of_the_audit(
     run_of_rcsr_p: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     root = tmp_path / "run"
@@ -306,9 +308,9 @@ def test_a_swapped_model_is_a_finding_and_is_not_probed(
     told = [each["what"].endswith(f"instead of the run's own, with digest {own}") for each in facts["findings"]]
     assert places[0] == str(path if swapped == "model" else config)
     assert told[0]
-    assert len(set(places)) == len(places)  # what the audit and the probe both find is told once
+    assert len(set(places)) == len(places)  # a finding of both the audit and the probe is reported once
     assert (facts["ok"], "probe" in facts) == (False, False)
-    assert fedmq(monkeypatch, "audit", root) == 3  # nor does it take a probe to see it
+    assert fedmq(monkeypatch, "audit", root) == 3  # found without the probe too
 
 
 def test_hash_codes_are_probed_too(tiny: Path, tmp_path: Path) -> None:
@@ -319,7 +321,7 @@ def test_hash_codes_are_probed_too(tiny: Path, tmp_path: Path) -> None:
     assert 0 <= measured.overall.auc.value <= 1
 
 
-def test_a_real_run_of_rcsr_p_keeps_to_the_policy_of_the_documents(
+def test_a_real_run_of_rcsr_p_complies_with_the_policy_of_the_docs(
     run_of_rcsr_p: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shipped = Path(__file__).parent.parent / "docs" / "policies" / "rcsr_p.yaml"

@@ -1,4 +1,4 @@
-"""An auditor's policy: what may pass between silos and coordinator, and what a run is held against."""
+"""Audit policies: what may pass between silos and coordinator, and how the messages of a run are checked."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def run(tmp_path: Path) -> Path:
 SHIPPED = Path(__file__).parent.parent / "docs" / "policies" / "rcsr_p.yaml"
 
 
-def test_a_run_that_keeps_to_its_policy_says_how_many_messages_were_held(run: Path) -> None:
+def test_a_compliant_run_reports_how_many_messages_were_checked(run: Path) -> None:
     found = held(run, "up: {kinds: [delta], bytes_per_payload: {delta: 20}, bytes_per_message: 100, bytes_in_all: 300}")
     assert not held(run, "up: {bytes_per_message: 50, bytes_per_message_with: {delta: 100, loss: 10}}").findings
     assert (found.held, found.free, found.findings) == (3, 0, [])  # each once, though both ends logged it
@@ -50,7 +50,7 @@ def test_a_run_that_keeps_to_its_policy_says_how_many_messages_were_held(run: Pa
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "breach"),
     [
         ("up: {kinds: [loss, geometry]}", "reply with delta, 20 bytes: up.kinds allows loss, geometry"),
         ("up: {kinds: []}", "reply with delta, 20 bytes: up.kinds allows nothing"),
@@ -67,19 +67,19 @@ def test_a_run_that_keeps_to_its_policy_says_how_many_messages_were_held(run: Pa
         ("peers: [coordinator]", "reply, 100 bytes: peers allows coordinator"),
     ],
 )
-def test_each_message_that_breaks_a_rule_is_a_finding(run: Path, text: str, said: str) -> None:
+def test_each_message_that_breaks_a_rule_is_a_finding(run: Path, text: str, breach: str) -> None:
     findings = held(run, text).findings
     assert [f.place for f in findings] == [f"silo-00.jsonl:{number}" for number in (1, 2, 3)]
-    assert {f.what for f in findings} == {f"silo-00 up, {said}"}
+    assert {f.what for f in findings} == {f"silo-00 up, {breach}"}
 
 
-def test_what_a_silo_sends_in_all_is_a_finding_once_where_it_goes_beyond_the_limit(run: Path) -> None:
+def test_the_total_bytes_of_a_silo_are_one_finding_at_the_message_that_exceeds_the_limit(run: Path) -> None:
     (finding,) = held(run, "up: {bytes_in_all: 150}").findings
     assert finding.place == "silo-00.jsonl:2"
     assert finding.what == ("silo-00 up, reply, 200 bytes: up.bytes_in_all allows 150, which this message exceeds")
 
 
-def test_what_goes_down_and_the_evaluator_have_rules_of_their_own(run: Path) -> None:
+def test_downloads_and_the_evaluator_have_separate_rules(run: Path) -> None:
     with MessageLog(run / "messages" / "evaluator.jsonl", "evaluator", WallClock()) as log:
         log.message("sent", message(1, sender="evaluator"), "e" * 32, 100)
     with MessageLog(run / "messages" / "coordinator.jsonl", "coordinator", WallClock()) as log:
@@ -91,10 +91,10 @@ def test_what_goes_down_and_the_evaluator_have_rules_of_their_own(run: Path) -> 
     found = held(run, "evaluator: {up: {kinds: [metrics]}}")
     assert [f.place for f in found.findings] == ["evaluator.jsonl:1"]
     assert "evaluator.up.kinds allows metrics" in found.findings[0].what
-    assert held(run, "up: {kinds: [delta]}").held == 3  # up and down speak of silos
+    assert held(run, "up: {kinds: [delta]}").held == 3  # up and down apply to silos only
 
 
-def test_a_silos_own_rule_replaces_key_by_key(run: Path) -> None:
+def test_the_rule_of_one_silo_overrides_the_general_rule_key_by_key(run: Path) -> None:
     general = "up: {kinds: [loss], bytes_per_message: 100}"
     assert not held(run, f"{general}\nsilos: {{silo-00: {{up: {{kinds: [delta]}}}}}}").findings
     assert not held(run, f"{general}\nsilos: {{silo-00: {{up: {{kinds: null}}}}}}").findings
@@ -105,19 +105,19 @@ def test_a_silos_own_rule_replaces_key_by_key(run: Path) -> None:
     assert len(held(run, narrower).findings) == 3
 
 
-def test_a_rule_for_a_silo_that_is_not_there_is_not_passed_over(run: Path) -> None:
+def test_a_rule_for_an_unknown_silo_is_a_finding(run: Path) -> None:
     (finding,) = held(run, "up: {kinds: [delta]}\nsilos: {silo-0: {up: {kinds: []}}}").findings
     assert finding.place.endswith("policy.yaml: silos.silo-0")
     assert "no log mentions" in finding.what
 
 
-def test_a_policy_that_no_message_falls_under_shows_nothing(run: Path) -> None:
+def test_a_policy_that_applies_to_no_message_is_reported_as_not_tested(run: Path) -> None:
     found = held(run, "down: {kinds: [model]}")
     assert (found.held, found.free) == (0, 3)
     assert ["not tested" in f.what for f in found.findings] == [True]
 
 
-def test_neither_ends_word_hides_what_the_other_end_logged(run: Path) -> None:
+def test_a_message_is_checked_as_each_end_logged_it(run: Path) -> None:
     content = lines(run, "silo-00")
     content[1] = content[1].replace('["delta",20]', '["loss",0]')
     rewrite(run, "silo-00", reseal(content))
@@ -126,7 +126,7 @@ def test_neither_ends_word_hides_what_the_other_end_logged(run: Path) -> None:
     assert not held(run, "up: {kinds: [loss, delta]}").findings
 
 
-def test_a_silo_whose_log_is_elsewhere_is_held_to_what_the_other_end_logged(run: Path) -> None:
+def test_a_silo_without_a_log_here_is_checked_by_the_log_of_the_other_end(run: Path) -> None:
     (run / "messages" / "silo-00.jsonl").unlink()
     found = held(run, "up: {kinds: [loss], bytes_in_all: 250}")
     assert [f.place for f in found.findings if "kinds" in f.what] == [f"coordinator.jsonl:{n}" for n in (1, 2, 3)]
@@ -154,7 +154,9 @@ def test_a_silo_whose_log_is_elsewhere_is_held_to_what_the_other_end_logged(run:
         ("up: {}\nup: {}", "line 2", "there twice", "a policy"),
     ],
 )
-def test_a_policy_that_is_none_is_one_line(tmp_path: Path, text: str, place: str, value: object, allowed: str) -> None:
+def test_an_invalid_policy_is_refused_with_one_line(
+    tmp_path: Path, text: str, place: str, value: object, allowed: str
+) -> None:
     with pytest.raises(InputError) as caught:
         policy.read_policy(written(tmp_path, text))
     error = caught.value
@@ -180,7 +182,7 @@ MESSAGES = st.lists(
 
 @given(MESSAGES, st.data())
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-def test_the_tightest_policy_that_a_record_keeps_to_has_no_room(
+def test_any_policy_stricter_than_the_tightest_compliant_one_is_broken(
     messages: list[tuple[str, list[tuple[str, int]], int]], data: st.DataObject
 ) -> None:
     audit = Audit()
@@ -213,7 +215,7 @@ def test_the_tightest_policy_that_a_record_keeps_to_has_no_room(
             assert breaches(bytes_per_payload={kind: most - 1}) == every.count((kind, most))
 
 
-def test_the_command_exits_with_3_where_the_policy_is_broken_and_with_2_where_it_is_none(run: Path) -> None:
+def test_the_command_exits_with_3_for_a_broken_policy_and_with_2_for_an_invalid_one(run: Path) -> None:
     def audited(text: str, *more: str) -> tuple[int, dict[str, object]]:
         path = written(run, text)
         done = CliRunner().invoke(app, ["audit", str(run), "--policy", str(path), "--json", *more])
@@ -247,7 +249,7 @@ def test_the_command_exits_with_3_where_the_policy_is_broken_and_with_2_where_it
     assert isinstance(refused.exception, InputError)  # main() makes this exit code 2
 
 
-def test_a_policy_that_is_broken_everywhere_is_told_in_short(run: Path) -> None:
+def test_many_breaches_of_a_policy_are_abbreviated(run: Path) -> None:
     with MessageLog(run / "messages" / "silo-00.jsonl", "silo-00", WallClock()) as log:
         for counter in range(4, 41):
             log.message("sent", message(counter), f"{counter:032x}", 100)
@@ -262,13 +264,13 @@ def test_the_sizes_of_the_shipped_policy_are_those_of_the_lite_backbone() -> Non
     layout = build(Backbone(name="lite"), InputSpec((512,), (512,)), 0).layout
     assert rule["delta"] == layout.nbytes
     assert 2 * rule["partial_delta"] == layout.nbytes
-    # Both matrices of an adapter of its default width would be noticed.
+    # A message that also carried both matrices of an adapter of default width would exceed the limit.
     limit = policy.read_policy(SHIPPED).up.bytes_per_message
     assert limit is not None
     assert limit < rule["delta"] + 2 * 64 * 512 * 4
 
 
-def test_the_policies_of_the_document_can_be_read(tmp_path: Path) -> None:
+def test_the_policies_in_the_docs_can_be_read(tmp_path: Path) -> None:
     text = GUIDE.read_text()
     blocks = re.findall(r"((?:^    (?:up|down|evaluator|silos|peers):.*\n(?:^     .*\n)*)+)", text, flags=re.MULTILINE)
     assert blocks

@@ -1,4 +1,4 @@
-"""Replay: a run done again is the same run, and if it is not, the first difference is named."""
+"""Replay: a repeated run is the same run; otherwise the first difference is named."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ FEDMQ = str(Path(sys.executable).parent / "fedmq")
 
 @pytest.fixture
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats of less than half a second, so that what is lost is missed soon."""
+    """Heartbeats of 0.4 s, so that lost silos are noticed soon."""
     for module in (channel, loop):
         monkeypatch.setattr(module, "BEAT_SECONDS", 0.4)
 
 
-def finished(scenario: Scenario, out: Path, *, calls: bool = True) -> RunFolder:
-    outcome = run_restarted(scenario, out) if calls else run(scenario, out)
+def finished(scenario: Scenario, out: Path, *, in_process: bool = True) -> RunFolder:
+    outcome = run_restarted(scenario, out) if in_process else run(scenario, out)
     assert outcome.phase is Phase.DONE
     return RunFolder(out)
 
@@ -48,25 +48,25 @@ def difference(one: RunFolder, other: RunFolder) -> Difference | None:
     return first_difference(read_record(one), read_record(other))
 
 
-def test_a_run_done_again_is_the_same(tiny: Path, tmp_path: Path) -> None:
+def test_a_repeated_run_is_the_same(tiny: Path, tmp_path: Path) -> None:
     first, second = (finished(resolved(tiny), tmp_path / name) for name in ("first", "second"))
     assert difference(first, second) is None
     assert len(read_record(first).events) == 12
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_is_the_same_as_one_that_was_not(tiny: Path, tmp_path: Path) -> None:
-    whole = finished(resolved(tiny), tmp_path / "whole")
+def test_a_run_that_crashed_and_resumed_is_the_same_as_an_uninterrupted_one(tiny: Path, tmp_path: Path) -> None:
+    uninterrupted = finished(resolved(tiny), tmp_path / "whole")
     crashing = resolved(
         tiny, "faults=[{kind: coordinator_crash, after_event: 4}, {kind: disk_full, round: 3, times: 3}]"
     )
-    assert difference(whole, finished(crashing, tmp_path / "killed")) is None
+    assert difference(uninterrupted, finished(crashing, tmp_path / "killed")) is None
 
 
 @pytest.mark.slow
-def test_calls_and_messages_have_the_same_events(tiny: Path, tmp_path: Path) -> None:
+def test_runs_in_one_process_and_over_messages_have_the_same_events(tiny: Path, tmp_path: Path) -> None:
     called = read_record(finished(resolved(tiny), tmp_path / "called"))
-    sent = read_record(finished(resolved(tiny), tmp_path / "sent", calls=False))
+    sent = read_record(finished(resolved(tiny), tmp_path / "sent", in_process=False))
     assert called.events == sent.events
     assert called.digest == sent.digest
     assert sum(silo != "evaluator" for _, silo, _ in sent.messages) == 2 * len(sent.events)
@@ -74,10 +74,10 @@ def test_calls_and_messages_have_the_same_events(tiny: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_a_silo_that_also_measures_its_own_model_is_the_same(tiny: Path, tmp_path: Path) -> None:
-    # Its figures answer by the number of its last merged task, as the reply to that task did.
+def test_a_repeated_run_with_personal_models_is_the_same(tiny: Path, tmp_path: Path) -> None:
+    # A silo's measurement carries the sequence number of its last merged task, as the reply to that task did.
     own = resolved(tiny, "protocol={name: rcsr, personal: fixed, personal_onset: 0}", "evaluation.every=1")
-    first, second = (finished(own, tmp_path / name, calls=False) for name in ("first", "second"))
+    first, second = (finished(own, tmp_path / name, in_process=False) for name in ("first", "second"))
     record = read_record(first)
     assert {version for kind, silo, version in record.messages if kind == "measurement of version"} >= {1, 2}
     assert all(len(contents) == 1 for contents in record.messages.values())
@@ -85,7 +85,7 @@ def test_a_silo_that_also_measures_its_own_model_is_the_same(tiny: Path, tmp_pat
 
 
 @pytest.mark.slow
-def test_a_log_that_tells_of_deadlines_of_merges_that_were_over_is_of_the_same_run(tiny: Path, tmp_path: Path) -> None:
+def test_logged_deadlines_of_finished_merges_do_not_make_a_run_different(tiny: Path, tmp_path: Path) -> None:
     first, second = (finished(resolved(tiny), tmp_path / name) for name in ("first", "second"))
     with MessageLog(second.messages("coordinator"), "coordinator", VirtualClock()) as log:
         log.event(EventKind.DEADLINE, silo="", sequence=0, now=1.0, version=0, number=9)
@@ -105,10 +105,10 @@ def test_the_first_difference_is_named(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_payload_that_differs_is_named_by_its_silo_and_task(tiny: Path, tmp_path: Path) -> None:
-    first = finished(resolved(tiny), tmp_path / "first", calls=False)
+def test_a_differing_payload_is_named_by_its_silo_and_task(tiny: Path, tmp_path: Path) -> None:
+    first = finished(resolved(tiny), tmp_path / "first", in_process=False)
     lying = resolved(tiny, "faults=[{kind: sign_flip, silos: [silo-02], rounds: [1]}]")
-    found = difference(first, finished(lying, tmp_path / "lying", calls=False))
+    found = difference(first, finished(lying, tmp_path / "lying", in_process=False))
     assert found is not None
     assert found.place.startswith("reply 2 of silo-02") or found.place.startswith("reply 1 of silo-02")
 
@@ -130,7 +130,7 @@ def test_a_changed_metric_and_a_changed_digest_are_found(tiny: Path, tmp_path: P
 FORGED = ("metrics", "per_silo", "participations", "fairness", "tasks", "seconds")
 
 
-def test_forged_figures_of_a_summary_are_not_the_same_run(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_with_forged_figures_in_its_summary_is_not_the_same(tiny: Path, tmp_path: Path) -> None:
     run = finished(resolved(tiny, "rounds=2"), tmp_path / "run")
     honest, summary = read_record(run), json.loads(run.summary.read_text())
     for what in FORGED:
@@ -155,10 +155,10 @@ def test_forged_figures_of_a_summary_are_not_the_same_run(tiny: Path, tmp_path: 
     write_json(
         run.summary, {**summary, "seconds": {**summary["seconds"], "total": 1e6}, "bytes": {"up": {}, "down": {}}}
     )
-    assert first_difference(read_record(run), honest) is None  # real time, and what had to be sent again
+    assert first_difference(read_record(run), honest) is None  # real time and resent bytes may differ
 
 
-def test_a_swapped_model_is_not_the_same_run(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_swapped_model_is_not_the_same(tiny: Path, tmp_path: Path) -> None:
     run = finished(resolved(tiny, "rounds=2"), tmp_path / "run")
     honest, path = read_record(run), run.model / "model.safetensors"
     save_file({name: -array for name, array in load_file(path).items()}, path)
@@ -170,7 +170,7 @@ def test_a_swapped_model_is_not_the_same_run(tiny: Path, tmp_path: Path) -> None
         read_record(run)
 
 
-def test_a_message_that_no_event_tells_of_must_be_in_both_runs(tiny: Path, tmp_path: Path) -> None:
+def test_a_message_without_an_event_must_be_in_both_runs(tiny: Path, tmp_path: Path) -> None:
     honest = read_record(finished(resolved(tiny, "rounds=2"), tmp_path / "run"))
     last = max(event["sequence"] for event in honest.events if event["silo"] == "silo-00")
 
@@ -181,7 +181,7 @@ def test_a_message_that_no_event_tells_of_must_be_in_both_runs(tiny: Path, tmp_p
         return found
 
     task, reply = ("task", "silo-00", last + 1), ("reply", "silo-00", last + 1)
-    assert compared(task, reply) is None  # under way when the run ended
+    assert compared(task, reply) is None  # still pending when the run ended
     for invented in (
         reply,
         ("error", "silo-00", 0),
@@ -194,7 +194,7 @@ def test_a_message_that_no_event_tells_of_must_be_in_both_runs(tiny: Path, tmp_p
         assert (found.place, found.was, found.now) == ("{0} {2} of {1}".format(*invented), "said", "nothing")
 
 
-def test_an_unfinished_run_is_no_run_to_compare(tiny: Path, tmp_path: Path) -> None:
+def test_an_unfinished_run_cannot_be_compared(tiny: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"summary\.json"):
         read_record(RunFolder(tmp_path))
 
@@ -221,12 +221,12 @@ WIRE = {
     ],
 )
 @pytest.mark.usefixtures("quick_beats")
-def test_frames_that_go_wrong_are_refused_and_the_model_is_the_one_of_the_calls(
+def test_faulty_frames_are_refused_and_the_model_is_that_of_the_run_in_one_process(
     kind: str, refusals: set[str], tiny: Path, tmp_path: Path
 ) -> None:
-    """Real frames are mistreated between transport and roster; the outcome is what the fate said beforehand."""
+    """Faults hit real frames between transport and roster; the outcome is the one drawn in advance."""
     scenario = resolved(tiny, f"faults=[{WIRE[kind]}]", "participation=1.0")
-    sent = finished(scenario, tmp_path / "sent", calls=False)
+    sent = finished(scenario, tmp_path / "sent", in_process=False)
     called = finished(scenario, tmp_path / "called")
     assert struck(sent.root, kind)
     assert struck(sent.root, kind) == struck(called.root, kind)
@@ -248,7 +248,7 @@ def fedmq(*arguments: object, code: int = 0) -> str:
 
 
 @pytest.mark.slow
-def test_real_processes_are_killed_frozen_and_taken_away_and_the_run_replays(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_whose_processes_are_killed_frozen_and_removed_replays(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     struck_by = (
         "{kind: crash, silos: [silo-00], rounds: [1]}",
@@ -264,7 +264,7 @@ def test_real_processes_are_killed_frozen_and_taken_away_and_the_run_replays(tin
     assert not notes(out, NoteKind.FAULT_NOT_CARRIED_OUT)
     assert [len(notes(out, NoteKind.STARTED, name)) for name in ("silo-00", "silo-01", "silo-02")] == [2, 1, 2]
     assert len(notes(out, NoteKind.RESUMED)) == 1
-    # Whether the frozen silo is missed depends on how soon the coordinator dies; test_recovery has the two beats.
+    # Whether the frozen silo is noticed as lost depends on how soon the coordinator crashes.
     assert not audit_run(out).findings
     called = in_process_run.run_restarted(resolved(tiny, faults, "participation=1.0"), tmp_path / "called")
     assert json.loads((out / "summary.json").read_text())["model_digest"] == called.summary.model_digest
@@ -293,9 +293,7 @@ def test_replay_exits_with_3_and_names_the_difference(tiny: Path, tmp_path: Path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", ["inline", "local"])
-def test_a_run_that_its_scripted_disk_stopped_and_a_user_resumed_replays(
-    tiny: Path, tmp_path: Path, launcher: str
-) -> None:
+def test_a_run_stopped_by_a_scripted_full_disk_and_resumed_replays(tiny: Path, tmp_path: Path, launcher: str) -> None:
     out, full = tmp_path / "run", "faults=[{kind: disk_full, round: 2, times: 3}]"
     fedmq("scenario", tiny, "--out", out, "--quiet", "--set", f"launcher={launcher}", "--set", full, code=1)
     fedmq("scenario", out / "scenario.yaml", "--resume", out, "--quiet")
@@ -309,9 +307,9 @@ def test_a_run_in_real_time_cannot_be_replayed(tiny: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-def test_a_run_whose_noise_came_from_keys_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_whose_noise_is_drawn_from_keys_cannot_be_replayed(tiny: Path, tmp_path: Path) -> None:
     secret = "privacy={clip_norm: 1.0, noise_multiplier: 1.0, noise_from: key}"
-    folder = finished(resolved(tiny, secret), tmp_path / "run", calls=False)
+    folder = finished(resolved(tiny, secret), tmp_path / "run", in_process=False)
     assert "privacy.noise_from: found 'key', allowed: seed" in _error("replay", folder.root)
 
 
@@ -322,7 +320,7 @@ def _error(*arguments: object) -> str:
 
 
 @pytest.mark.slow
-def test_a_frozen_process_is_missed_while_it_stands_still_and_its_run_ends(tiny: Path, tmp_path: Path) -> None:
+def test_a_frozen_silo_is_noticed_as_lost_and_the_run_completes(tiny: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
     faults = "faults=[{kind: freeze, silos: [silo-01], rounds: [1], seconds: 9, beats: 6}]"
     # Long enough that the freeze lands before the last round, however quick the silos are.

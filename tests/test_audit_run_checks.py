@@ -1,4 +1,4 @@
-"""Message logs held against the run folder they lie in: another run's logs, forged figures, swapped releases."""
+"""Message logs checked against their run folder: logs of another run, forged figures, swapped releases."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MEMORY = "model/memory.safetensors"
 
 @pytest.fixture(scope="module")
 def honest(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run with its message logs, and a memory beside its model."""
+    """A finished run with its message logs and a memory file beside its model."""
     out = tmp_path_factory.mktemp("bound") / "run"
     assert threaded_run.run(resolved(tiny, *HASHING), out).phase is Phase.DONE
     return out
@@ -61,17 +61,17 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     write_json(path, content)
 
 
-def turned(path: Path) -> None:
-    """The numbers of a file with their signs changed."""
+def negate_arrays(path: Path) -> None:
+    """Negate every float32 array of a safetensors file in place."""
     save_file({name: -array if array.dtype == np.float32 else array for name, array in load_file(path).items()}, path)
 
 
-def test_an_honest_run_fits_its_folder(run: Path) -> None:
+def test_an_honest_run_has_no_findings(run: Path) -> None:
     assert (run / MEMORY).exists()
     assert found(run) == []
 
 
-def test_whoever_may_read_the_summary_may_read_the_release(run: Path) -> None:
+def test_released_files_have_the_permissions_of_the_summary(run: Path) -> None:
     usual = (run / "summary.json").stat().st_mode
     assert {file.stat().st_mode for file in (run / "model").iterdir()} == {usual}
 
@@ -81,14 +81,14 @@ def test_the_name_in_the_logs_is_that_of_the_scenario_file(run: Path, tiny: Path
 
 
 @pytest.mark.slow
-def test_a_plain_audit_does_without_torch(run: Path) -> None:
-    said = "import sys, pathlib; from fedmq.audit.log_checks import audit_run; audit_run(pathlib.Path(sys.argv[1]))"
-    code = f"{said}; print('torch' in sys.modules)"
+def test_a_plain_audit_does_not_import_torch(run: Path) -> None:
+    audit = "import sys, pathlib; from fedmq.audit.log_checks import audit_run; audit_run(pathlib.Path(sys.argv[1]))"
+    code = f"{audit}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, run], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "False\n"
 
 
-# ------------------------------------------------------------------------------------------------------ another run's
+# ----------------------------------------------------------------------------------------------- logs of another run
 def test_logs_of_another_run_are_found(run: Path, tiny: Path) -> None:
     (run / "scenario.yaml").write_text(resolved(tiny, *HASHING, "seed=8").dump())
     assert {f"{name}.jsonl" for name in ("coordinator", "evaluator", "silo-00")} <= {
@@ -106,7 +106,7 @@ def test_logs_of_two_runs_are_found_without_a_scenario(run: Path) -> None:
     assert any("of the run other, but the first record is of tiny-" in what for _, what in found(run))
 
 
-def test_logs_brought_without_their_folder_are_held_against_themselves(run: Path) -> None:
+def test_logs_without_their_run_folder_are_checked_by_themselves(run: Path) -> None:
     for each in run.iterdir():
         if each.name != "messages":
             shutil.rmtree(each) if each.is_dir() else each.unlink()
@@ -126,24 +126,24 @@ def test_a_silo_erased_from_every_log_is_found(run: Path) -> None:
     (run / "messages" / "silo-00.jsonl").unlink()
     ends = ("sender", "receiver", "peer", "silo")
     forge(run, "coordinator", lambda record: None if "silo-00" in [record.get(end) for end in ends] else record)
-    said = dict(found(run))
-    assert said["silo-00.jsonl"] == "no such log in this folder: summary.json mentions silo-00"
-    assert "replies of silo-00 to version" in said["metrics.jsonl"]
+    findings = dict(found(run))
+    assert findings["silo-00.jsonl"] == "no such log in this folder: summary.json mentions silo-00"
+    assert "replies of silo-00 to version" in findings["metrics.jsonl"]
 
 
-def test_a_run_that_is_not_finished_owes_nothing(run: Path) -> None:
+def test_an_unfinished_run_has_no_findings(run: Path) -> None:
     for name in ("summary.json", "model"):
         path = run / name
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     assert any("there is no summary.json" in what for _, what in found(run))
     content = lines(run, "coordinator")
-    rewrite(run, "coordinator", content[:-2])  # killed before it noted what it released
+    rewrite(run, "coordinator", content[:-2])  # killed before it logged its release
     assert found(run) == []
     assert '"released"' in content[-2]
     assert '"ended"' in content[-1]
 
 
-def test_a_run_killed_between_its_release_and_its_summary_owes_nothing(run: Path) -> None:
+def test_a_run_killed_between_its_release_and_its_summary_has_no_findings(run: Path) -> None:
     (run / "summary.json").unlink()
     rewrite(run, "coordinator", lines(run, "coordinator")[:-1])
     assert found(run) == []
@@ -152,13 +152,13 @@ def test_a_run_killed_between_its_release_and_its_summary_owes_nothing(run: Path
 # ------------------------------------------------------------------------------------------------------- the release
 @pytest.mark.parametrize("file", ["model/model.safetensors", MEMORY])
 def test_a_swapped_file_is_found(run: Path, file: str) -> None:
-    turned(run / file)
+    negate_arrays(run / file)
     assert places(run) - {"coordinator.jsonl"} >= {file}
     (run / file).unlink()
     assert file in places(run)
 
 
-def test_a_memory_that_config_json_no_longer_names_is_found(run: Path) -> None:
+def test_a_missing_memory_is_found_even_if_config_json_does_not_name_it(run: Path) -> None:
     edit(run / "model" / "config.json", lambda config: config["released_with"].clear())
     (run / MEMORY).unlink()
     assert places(run) == {"model/config.json", MEMORY}
@@ -166,7 +166,9 @@ def test_a_memory_that_config_json_no_longer_names_is_found(run: Path) -> None:
     assert places(run) == {"model/config.json", "summary.json", MEMORY}
 
 
-def test_a_release_that_all_but_the_evaluators_log_was_made_to_fit_is_found(run: Path, tiny: Path) -> None:
+def test_a_release_swapped_with_its_summary_and_note_is_found_by_what_the_evaluator_was_sent(
+    run: Path, tiny: Path
+) -> None:
     other = run.parent / "other"
     threaded_run.run(resolved(tiny, *HASHING, "seed=8"), other)
     shutil.rmtree(run / "model")
@@ -176,17 +178,17 @@ def test_a_release_that_all_but_the_evaluators_log_was_made_to_fit_is_found(run:
     edit(run / "summary.json", lambda summary: summary.update(own))
     flat = {"model_digest": own["model_digest"], **own["released_with"]}
     forge(run, "coordinator", lambda record: {**record, **flat} if record.get("text") == "released" else record)
-    said = [what for place, what in found(run) if place.startswith("coordinator.jsonl:")]
-    assert said == [f"the evaluator was sent another {kind} than is released" for kind in ("memory", "model")]
+    findings = [what for place, what in found(run) if place.startswith("coordinator.jsonl:")]
+    assert findings == [f"the evaluator was sent another {kind} than is released" for kind in ("memory", "model")]
 
 
-def test_a_run_without_messages_has_its_release_held_against_its_note(
+def test_the_release_of_a_run_without_messages_is_checked_against_its_note(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     in_process_run.run(resolved(tiny, *HASHING), out)
     assert found(out) == []
-    turned(out / MEMORY)
+    negate_arrays(out / MEMORY)
     assert places(out) == {MEMORY}
     monkeypatch.setattr("sys.argv", ["fedmq", "audit", str(out)])
     with pytest.raises(SystemExit) as ended:
@@ -221,8 +223,8 @@ def test_forged_figures_of_a_summary_are_found(run: Path, what: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def own_models(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A finished run whose silos' own models were measured during it and at its end."""
+def personal_run(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose personal models were evaluated during the run and at its end."""
     out = tmp_path_factory.mktemp("own") / "run"
     settings = ("rounds=3", "protocol=fedper", "evaluation.personal_every=2")
     assert threaded_run.run(resolved(tiny, *settings), out).phase is Phase.DONE
@@ -234,31 +236,31 @@ def without_figures(summary: dict[str, Any]) -> None:
         del summary[name]
 
 
-def without_the_worst(summary: dict[str, Any]) -> None:
+def without_one_silo(summary: dict[str, Any]) -> None:
     for name in ("personal_whole_split", "personal_per_silo"):
         del summary[name]["silo-02"]
     for name, value in run_checks.personal_means(summary["personal_whole_split"], summary["personal_per_silo"]).items():
         summary[name] = value
 
 
-def of_another(summary: dict[str, Any]) -> None:
+def with_invented_figures(summary: dict[str, Any]) -> None:
     for own in summary["personal_whole_split"].values():
         own["mean_r1"] = 0.99
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "problem"),
     [
         (lambda summary: summary["personal"].update(mean_r1=0.99), "personal is not that of the figures it is made of"),
         (without_figures, "personal is not that of the figures it is made of"),
-        (without_the_worst, "no figures of silo-02's own model at version 3, though it answered"),
-        (of_another, "the figures of silo-00's own model at version 3 are not what it answered"),
+        (without_one_silo, "no figures of silo-02's own model at version 3, though it answered"),
+        (with_invented_figures, "the figures of silo-00's own model at version 3 are not what it answered"),
     ],
 )
-def test_forged_figures_of_silos_own_models_are_found(
-    own_models: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], said: str
+def test_forged_personal_metrics_of_a_summary_are_found(
+    personal_run: Path, tmp_path: Path, change: Callable[[dict[str, Any]], object], problem: str
 ) -> None:
-    out = Path(shutil.copytree(own_models, tmp_path / "run"))
+    out = Path(shutil.copytree(personal_run, tmp_path / "run"))
     assert found(out) == []
 
     def drop_the_last_line() -> None:
@@ -268,10 +270,10 @@ def test_forged_figures_of_silos_own_models_are_found(
 
     drop_the_last_line()
     edit(out / "summary.json", change)
-    assert said in [what for _, what in found(out)]
+    assert problem in [what for _, what in found(out)]
 
 
-def test_a_refused_frame_does_not_excuse_that_a_silos_figures_are_missing() -> None:
+def test_missing_personal_metrics_are_found_unless_the_measurement_itself_was_refused() -> None:
     course = run_checks.LoggedRun(personal={("silo-00", 4): {"digest"}})
     lines = [(4, dict[str, dict[str, float]]())]
     course.take("coordinator", "line 1", refused_record("silo-00", Reason.GAP, frames=70))
@@ -282,8 +284,8 @@ def test_a_refused_frame_does_not_excuse_that_a_silos_figures_are_missing() -> N
     assert not list(run_checks._reported_not_recorded(RunFolder(Path("run")), lines, course))
 
 
-def test_forged_or_missing_lines_of_silos_own_models_are_found(own_models: Path, tmp_path: Path) -> None:
-    out = Path(shutil.copytree(own_models, tmp_path / "run"))
+def test_forged_or_missing_lines_of_personal_metrics_are_found(personal_run: Path, tmp_path: Path) -> None:
+    out = Path(shutil.copytree(personal_run, tmp_path / "run"))
     content = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     for line in content:
         if (line["kind"], line["version"]) == ("personal", 2):
@@ -295,27 +297,27 @@ def test_forged_or_missing_lines_of_silos_own_models_are_found(own_models: Path,
     assert ("metrics.jsonl", "no figures of silo-00's own model at version 2, though it answered") in found(out)
 
 
-def test_a_figure_that_nobody_gave_is_found(run: Path) -> None:
+def test_an_invented_figure_is_found(run: Path) -> None:
     edit(run / "summary.json", lambda summary: summary["per_silo"]["silo-02"].update(best_r1=0.99))
     assert found(run) == [
         ("summary.json", "the figures of silo-02 are not those of the last evaluation in metrics.jsonl")
     ]
 
 
-def test_one_line_that_is_none_is_one_finding(run: Path) -> None:
+def test_one_invalid_line_is_one_finding(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write("nonsense\n")
     assert len(found(run)) == 1
 
 
-def test_what_the_release_says_of_its_method_is_held_against_the_scenario(run: Path) -> None:
+def test_the_method_named_in_the_release_is_checked_against_the_scenario(run: Path) -> None:
     edit(run / "model" / "config.json", lambda config: config.update(protocol="rcsr"))
     edit(run / "model" / "config.json", lambda config: config["objective"].update(bits=16))
-    said = "is not what scenario.yaml says"
-    assert found(run) == [("model/config.json", f"protocol {said}"), ("model/config.json", f"objective {said}")]
+    differs = "is not what scenario.yaml says"
+    assert found(run) == [("model/config.json", f"protocol {differs}"), ("model/config.json", f"objective {differs}")]
 
 
-def test_a_file_that_nobody_released_is_found(run: Path) -> None:
+def test_an_extra_file_beside_the_release_is_found(run: Path) -> None:
     shutil.copy(run / MEMORY, run / "model" / "more.safetensors")
     assert [place for place, _ in found(run)] == ["model/more.safetensors"]
     (run / "model" / "more.safetensors").unlink()
@@ -323,14 +325,14 @@ def test_a_file_that_nobody_released_is_found(run: Path) -> None:
     assert found(run) == []
 
 
-def test_an_evaluation_left_out_of_the_metrics_is_found(run: Path) -> None:
+def test_an_evaluation_missing_from_the_metrics_is_found(run: Path) -> None:
     content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     content = [line for line in content if (line["kind"], line["version"]) != ("evaluation", 0)]
     (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in content))
     assert found(run) == [("metrics.jsonl", "no figures of version 0, though the evaluator answered")]
 
 
-def test_a_line_that_is_no_object_says_so(run: Path) -> None:
+def test_a_line_that_is_not_an_object_is_named(run: Path) -> None:
     with (run / "metrics.jsonl").open("a") as file:
         file.write("[]\n")
     ((place, what),) = found(run)
@@ -338,14 +340,12 @@ def test_a_line_that_is_no_object_says_so(run: Path) -> None:
     assert what == "[] instead of a line of a merge or an evaluation (an object)"
 
 
-def test_a_run_made_to_look_unfinished_is_held_to_all_that_it_has(
-    run: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_made_to_look_unfinished_is_still_checked(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (run / "summary.json").unlink()
-    rewrite(run, "coordinator", lines(run, "coordinator")[:-1])  # without its last word, that all rounds were done
-    turned(run / "model" / "model.safetensors")
+    rewrite(run, "coordinator", lines(run, "coordinator")[:-1])  # without its last note, that the run has ended
+    negate_arrays(run / "model" / "model.safetensors")
     assert places(run) == {"model/model.safetensors"}
-    rewrite(run, "coordinator", lines(run, "coordinator")[:-1])  # and without the note of what it released
+    rewrite(run, "coordinator", lines(run, "coordinator")[:-1])  # and without the note of its release
     content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in content:
         if line["kind"] == "evaluation":
@@ -358,7 +358,7 @@ def test_a_run_made_to_look_unfinished_is_held_to_all_that_it_has(
     assert "the run has not finished" in capsys.readouterr().out
 
 
-def test_figures_that_the_evaluator_never_told_are_found(run: Path) -> None:
+def test_figures_that_the_evaluator_never_sent_are_found(run: Path) -> None:
     content = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for line in content:
         if (line["kind"], line["version"]) == ("evaluation", 2):
@@ -368,7 +368,7 @@ def test_figures_that_the_evaluator_never_told_are_found(run: Path) -> None:
     assert found(run) == [("metrics.jsonl", "the figures of version 2 are not what the evaluator answered")]
 
 
-def test_a_merge_of_a_reply_that_never_came_is_found(run: Path) -> None:
+def test_a_merge_of_a_reply_that_never_arrived_is_found(run: Path) -> None:
     def lost(record: dict[str, Any]) -> dict[str, Any] | None:
         return None if (record.get("kind"), record.get("sender")) == ("reply", "silo-00") else record
 
@@ -377,6 +377,6 @@ def test_a_merge_of_a_reply_that_never_came_is_found(run: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["summary.json", "metrics.jsonl", "model/config.json", "scenario.yaml"])
-def test_a_file_that_is_none_is_a_finding(run: Path, name: str) -> None:
+def test_an_unreadable_file_is_a_finding(run: Path, name: str) -> None:
     (run / name).write_text("[\n")
     assert any(place.startswith(name) for place in places(run))

@@ -1,4 +1,4 @@
-"""fedmq compare and fedmq sweep: what they refuse, write and print."""
+"""fedmq compare and fedmq sweep: refused input, written files and printed output."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 
 
 @pytest.mark.parametrize("command", ["compare", "sweep"])
-def test_the_help_shows_an_example_and_one_with_a_comparison_file(
+def test_the_help_shows_a_plain_example_and_one_with_a_comparison_file(
     command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, command, "--help") == 0
@@ -63,7 +63,7 @@ def test_the_help_shows_an_example_and_one_with_a_comparison_file(
         (["sweep", "TINY", "--vary", "silos"], "--vary"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(
+def test_bad_input_prints_one_line_and_writes_nothing(
     tiny: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -79,7 +79,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
     assert not out.exists()
 
 
-def test_folders_that_were_there_stay_where_a_comparison_is_refused(
+def test_a_refused_comparison_leaves_existing_folders_in_place(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out, runs = tmp_path / "out", tmp_path / "runs"
@@ -102,11 +102,11 @@ def test_a_comparison_does_not_write_into_the_folder_of_a_run(
 
 
 @pytest.fixture
-def pretended(monkeypatch: pytest.MonkeyPatch) -> tuple[typer.Typer, list[str]]:
-    """Both commands, whose runs are over at once: the higher the learning rate the better, and seed 9 fails."""
+def simulated_runs(monkeypatch: pytest.MonkeyPatch) -> tuple[typer.Typer, list[str]]:
+    """Both commands with simulated runs: a higher learning rate scores better, and seed 9 fails."""
     started: list[str] = []
 
-    def pretend(todo: list[process_pool.Job], *_: object) -> process_pool.Ended:
+    def simulate(todo: list[process_pool.Job], *_: object) -> process_pool.Ended:
         started.extend(each.name for each in todo)
         for each in todo:
             scenario = scenarios.load(Path(each.command[4]))
@@ -114,17 +114,17 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> tuple[typer.Typer, list[str]]:
                 finish(RunFolder(each.metrics.parent), scenario.training.learning_rate)
         return process_pool.Ended({each.name: "no luck" for each in todo if "seed 9" in each.name}, stopped=False)
 
-    monkeypatch.setattr(process_pool, "run_all", pretend)
+    monkeypatch.setattr(process_pool, "run_all", simulate)
     app = typer.Typer()
     cli_compare.add_compare(app, ROOTS)
     cli_compare.add_sweep(app, ROOTS)
     return app, started
 
 
-def test_a_comparison_with_a_failed_run_writes_what_there_is_and_exits_with_1(
-    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
+def test_a_comparison_with_a_failed_run_writes_the_other_results_and_exits_with_1(
+    simulated_runs: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
 ) -> None:
-    app, started = pretended
+    app, started = simulated_runs
     arguments = ["compare", str(tiny), "--vary", "training.learning_rate=0.1,0.2", "--metric", "mean_r1", "--json"]
     done = CliRunner().invoke(app, [*arguments, "--quiet", "--seeds", "0,9", "--out", str(tmp_path)])
     assert done.exit_code == 1
@@ -142,11 +142,11 @@ def test_a_comparison_with_a_failed_run_writes_what_there_is_and_exits_with_1(
     assert started[4:] == ["training.learning_rate=0.1, seed 1", "training.learning_rate=0.2, seed 1"]
 
 
-def test_a_column_no_run_has_is_warned_of_and_the_table_is_written(
-    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
+def test_an_unknown_column_gives_a_warning_and_the_table_is_written(
+    simulated_runs: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
 ) -> None:
     arguments = ["compare", str(tiny), "--metric", "mean_r1,fairness.wurst_r1", "--seeds", "0", "--quiet"]
-    done = CliRunner().invoke(pretended[0], [*arguments, "--out", str(tmp_path)], catch_exceptions=False)
+    done = CliRunner().invoke(simulated_runs[0], [*arguments, "--out", str(tmp_path)], catch_exceptions=False)
     assert done.exit_code == 0
     (line,) = done.stderr.splitlines()
     assert re.match(r"warning column 'fairness\.wurst_r1' .*nearest: fairness\.worst_r1", line)
@@ -154,15 +154,15 @@ def test_a_column_no_run_has_is_warned_of_and_the_table_is_written(
     assert (tmp_path / "plots.html").stat().st_size > 0
 
 
-def test_the_tables_are_written_and_printed_before_the_plots_are_made(
-    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_tables_are_written_and_printed_before_the_plots_are_drawn(
+    simulated_runs: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object) -> str:
         raise KeyError("plots")
 
     monkeypatch.setattr(plots, "page", fail)
     arguments = ["compare", str(tiny), "--metric", "mean_r1", "--seeds", "0", "--quiet", "--out", str(tmp_path)]
-    done = CliRunner().invoke(pretended[0], arguments)
+    done = CliRunner().invoke(simulated_runs[0], arguments)
     assert isinstance(done.exception, KeyError)
     assert "mean_r1" in done.stdout
     assert "| tiny | 0.0030 |" in (tmp_path / "table.md").read_text()
@@ -170,10 +170,10 @@ def test_the_tables_are_written_and_printed_before_the_plots_are_made(
 
 @pytest.mark.parametrize("option", ["--out", "--runs"])
 @pytest.mark.parametrize("kind", ["file", "proc"])
-def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
-    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path, option: str, kind: str
+def test_a_folder_that_cannot_be_written_is_refused_before_any_run_starts(
+    simulated_runs: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path, option: str, kind: str
 ) -> None:
-    app, started = pretended
+    app, started = simulated_runs
     file = tmp_path / "file"
     file.write_text("somebody's own")
     folder = {"file": file, "proc": Path("/proc/x")}[kind]
@@ -184,10 +184,10 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_runs(
     assert started == []
 
 
-def test_a_sweep_can_choose_among_the_varied_values_and_runs_only_the_best(
-    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
+def test_a_sweep_can_select_among_the_varied_values_and_runs_only_the_best(
+    simulated_runs: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path
 ) -> None:
-    app, started = pretended
+    app, started = simulated_runs
     arguments = ["sweep", str(tiny), "--vary", "training.learning_rate=0.1,0.3,0.2", "--select", "val"]
     done = CliRunner().invoke(
         app,
@@ -218,12 +218,12 @@ def test_a_sweep_can_choose_among_the_varied_values_and_runs_only_the_best(
     assert "tiny,tiny,training.learning_rate=0.3,3," in (tmp_path / "table.csv").read_text()
 
 
-def test_results_of_a_comparison_file_keep_its_command(
-    pretended: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_the_results_of_a_comparison_file_record_its_command(
+    simulated_runs: tuple[typer.Typer, list[str]], tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = comparison_file(tiny.parent, "compare: ../tiny.yaml\nseeds: 0\nmetric: mean_r1\n")
     monkeypatch.setattr(sys, "argv", ["fedmq", "compare", str(file)])
-    app, started = pretended
+    app, started = simulated_runs
     done = CliRunner().invoke(app, ["compare", str(file), "--quiet", "--out", str(tmp_path / "out")])
     assert done.exit_code == 0, done.stderr
     assert started == ["tiny, seed 0"]
@@ -238,7 +238,7 @@ def test_every_scenario_of_the_paper_is_in_its_readme() -> None:
 
 
 @pytest.mark.slow
-def test_a_sweep_runs_goes_on_after_a_stop_and_gives_what_single_runs_give(tiny: Path, tmp_path: Path) -> None:
+def test_a_stopped_sweep_continues_and_gives_the_models_of_single_runs(tiny: Path, tmp_path: Path) -> None:
     short = tmp_path / "short.yaml"
     short.write_text(yaml.safe_dump({**yaml.safe_load(tiny.read_text()), "name": "short", "rounds": 12}))
     out, base = tmp_path / "out", [sys.executable, "-m", "fedmq"]

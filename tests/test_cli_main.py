@@ -1,4 +1,4 @@
-"""The command line: bad input is one line, exit code 2, and nothing written."""
+"""The command line: bad input prints one line, exits with code 2 and writes nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedmq.wire.message_log import MessageLog
 
 
 def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
-    """Run the command line in this process; returns its exit code."""
+    """Run the command line in this process and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["fedmq", *map(str, arguments)])
     with pytest.raises(SystemExit) as caught:
         cli.main()
@@ -69,7 +69,7 @@ def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         (["silos.count=1025", "missing_modality.silos={}"], "silos.count"),
     ],
 )
-def test_bad_input_is_one_line_and_nothing_is_written(
+def test_bad_input_prints_one_line_and_writes_nothing(
     tiny: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -101,7 +101,7 @@ def test_bad_input_is_one_line_and_nothing_is_written(
         (["keys", "init", "there", "--silos", "5000"], "--silos: found '5000', allowed: "),
     ],
 )
-def test_a_command_line_that_is_none_is_one_line(
+def test_an_invalid_command_line_prints_one_line(
     arguments: list[str], expected: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, *arguments) == 2
@@ -121,12 +121,12 @@ def test_a_folder_in_use_is_not_overwritten(tiny: Path, tmp_path: Path, monkeypa
     assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
 
 
-def test_runs_that_begin_within_one_second_have_folders_of_their_own(tmp_path: Path) -> None:
+def test_runs_started_within_one_second_get_separate_folders(tmp_path: Path) -> None:
     made = [run_commands._new_folder(tmp_path, "smoke-20260101-000000").name for _ in range(3)]
     assert made == ["smoke-20260101-000000", "smoke-20260101-000000-2", "smoke-20260101-000000-3"]
 
 
-def test_a_folder_that_another_run_took_meanwhile_keeps_its_scenario(tiny: Path, tmp_path: Path) -> None:
+def test_a_folder_taken_by_another_run_in_the_meantime_keeps_its_scenario(tiny: Path, tmp_path: Path) -> None:
     folder, scenario = RunFolder(tmp_path), scenarios.load(tiny)
     run_commands._begin(folder, scenario)
     before = folder.scenario.read_text()
@@ -135,27 +135,29 @@ def test_a_folder_that_another_run_took_meanwhile_keeps_its_scenario(tiny: Path,
     assert folder.scenario.read_text() == before
 
 
-def test_a_home_folder_is_found_by_its_tilde(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tilde_in_a_path_is_expanded_to_the_home_folder(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     found = scenarios.with_absolute_paths(scenarios.load(tiny, ["data.path=~/mine.npz"]), weights=False)
     assert found.data.path == tmp_path / "mine.npz"
 
 
-def test_an_empty_list_of_seeds_is_not_the_default_one(
+def test_an_empty_list_of_seeds_is_refused(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "compare", tiny, "--seeds", "", "--out", tmp_path / "out") == 2
     assert "--seeds: found ''" in capfd.readouterr().err
 
 
-def test_data_check_of_bare_vectors_with_an_encoder_is_one_line(
+def test_data_check_of_feature_vectors_with_an_encoder_is_refused(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "data", "check", tiny, "--set", "backbone.name=lite") == 2
     assert "features with data.name features" in capfd.readouterr().err
 
 
-def test_a_resume_of_something_else_is_refused(
+def test_resuming_another_scenario_is_refused(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "scenario", tiny, "--resume", tmp_path) == 2
@@ -167,7 +169,7 @@ def test_a_resume_of_something_else_is_refused(
     assert str(tmp_path / "scenario.yaml") in error
 
 
-def test_a_coordinator_takes_up_its_own_run_alone(
+def test_a_coordinator_resumes_only_an_unfinished_run_of_its_own_scenario(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     coordinator = ("coordinator", tiny, "--keys", tmp_path)
@@ -190,11 +192,11 @@ def test_a_coordinator_takes_up_its_own_run_alone(
     assert "a finished run" in capfd.readouterr().err
 
 
-def test_a_coordinator_does_not_begin_where_another_run_left_checkpoints(
+def test_a_coordinator_does_not_start_in_a_folder_with_checkpoints(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     begin = ("coordinator", tiny, "--keys", tmp_path / "keys", "--out", tmp_path / "run")
-    # Silos may have begun there, with personal state of theirs; what is missing then is the coordinator's key.
+    # Personal state of silos may be there already; then only the coordinator's key is missing.
     (tmp_path / "run" / "checkpoints" / "silos").mkdir(parents=True)
     assert fedmq(monkeypatch, *begin) == 2
     assert "coordinator.key" in capfd.readouterr().err
@@ -236,7 +238,7 @@ def test_the_methods_and_their_options_are_listed(
     assert "lambda_anc: 1.0" in capfd.readouterr().out.replace("\n", " ")
 
 
-def test_data_check_shows_who_would_hold_what(
+def test_data_check_shows_which_silo_would_hold_which_data(
     tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "data", "check", tiny, "--json") == 0
@@ -274,14 +276,14 @@ def test_an_audit_that_finds_a_difference_exits_with_3(tmp_path: Path, monkeypat
         "tsne",
     ],
 )
-def test_every_command_explains_itself_with_an_example(
+def test_the_help_of_every_command_has_an_example(
     command: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, *command.split(), "--help") == 0
     assert "Example: fedmq " in capfd.readouterr().out
 
 
-def test_an_availability_trace_is_found_from_any_folder(
+def test_a_relative_path_of_an_availability_trace_becomes_absolute(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "trace.csv").write_text("silo,on,off\nsilo-00,0,100\n")
@@ -290,7 +292,7 @@ def test_an_availability_trace_is_found_from_any_folder(
     assert chosen.participation.trace == tmp_path / "trace.csv"
 
 
-def test_weights_are_found_from_any_folder_and_names_of_tags_left_alone(
+def test_relative_paths_of_weights_become_absolute_and_tag_names_stay(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("w.pt", "tower.json", "openai"):
@@ -348,7 +350,7 @@ def test_options_of_methods_and_losses_are_explained(
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device here that is always full")
 @pytest.mark.parametrize("arguments", [["--help"], ["protocols"]])
-def test_output_that_finds_no_room_is_one_line(arguments: list[str]) -> None:
+def test_output_to_a_full_device_fails_with_one_line(arguments: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         command = [sys.executable, "-m", "fedmq", *arguments]
         ended = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False)
@@ -357,7 +359,7 @@ def test_output_that_finds_no_room_is_one_line(arguments: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_messages_if_it_began_with_them(
+def test_a_run_started_without_messages_resumes_only_without_them(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
@@ -369,7 +371,7 @@ def test_a_run_goes_on_with_messages_if_it_began_with_them(
 
 
 @pytest.mark.slow
-def test_every_benchmark_can_be_chosen() -> None:
+def test_an_unknown_benchmark_is_refused_with_a_list_of_all() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "benchmarks", "--only", "nonesuch"], capture_output=True, text=True, check=False
     )
@@ -385,7 +387,7 @@ def test_every_benchmark_can_be_chosen() -> None:
         ("evaluator", "--connect", "tcp://*:5555"),
     ],
 )
-def test_an_address_of_no_known_form_names_its_option_and_leaves_nothing(
+def test_an_invalid_address_names_its_option_and_writes_nothing(
     tiny: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -402,7 +404,7 @@ def test_an_address_of_no_known_form_names_its_option_and_leaves_nothing(
     assert not out.exists()
 
 
-def test_an_address_that_cannot_be_had_leaves_nothing(
+def test_an_address_that_cannot_be_bound_writes_nothing(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "keys", "init", tmp_path / "keys", "--silos", "4") == 0
@@ -427,7 +429,7 @@ def test_fingerprints_stay_on_one_line(
 @pytest.mark.parametrize(
     ("encoding", "errors"), [("ascii", "strict"), ("ascii", "surrogateescape"), ("utf-8", "strict")]
 )
-def test_what_an_output_has_no_character_for_comes_as_an_escape(
+def test_characters_that_the_output_encoding_lacks_are_escaped(
     monkeypatch: pytest.MonkeyPatch, encoding: str, errors: str
 ) -> None:
     written = io.BytesIO()
@@ -439,7 +441,7 @@ def test_what_an_output_has_no_character_for_comes_as_an_escape(
 
 
 @pytest.mark.parametrize("command", ["scenario", "data check", "coordinator", "evaluator", "silo"])
-def test_a_start_at_a_terminal_says_at_once_that_it_loads(
+def test_a_command_at_a_terminal_reports_immediately_that_it_is_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
 ) -> None:
     screen = io.StringIO()
@@ -451,7 +453,7 @@ def test_a_start_at_a_terminal_says_at_once_that_it_loads(
     assert screen.getvalue().count("starting: reading the scenario, loading torch") == 1
 
 
-def test_a_start_that_is_quiet_or_at_no_terminal_says_nothing(
+def test_a_quiet_command_or_one_without_a_terminal_does_not_report_that_it_is_loading(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "scenario", tmp_path / "missing.yaml") == 2

@@ -1,4 +1,4 @@
-"""Progress where a terminal cannot move its cursor, as inside an editor (TERM=dumb)."""
+"""Progress display, also on terminals that cannot move their cursor (TERM=dumb, as inside an editor)."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ def dumb(monkeypatch: pytest.MonkeyPatch) -> tuple[Console, io.StringIO]:
     return Console(file=screen, force_terminal=True, width=200), screen
 
 
-def test_a_run_shows_lines(tiny: Path, dumb: tuple[Console, io.StringIO]) -> None:
+def test_a_run_shows_its_progress_as_lines(tiny: Path, dumb: tuple[Console, io.StringIO]) -> None:
     console, screen = dumb
     with terminal.display(resolved(tiny), console, quiet=False) as show:
         show(Status("collecting", 3, 4, 4, (), ({}, ""), 4, 0, None, {}, 0, 0.0, 20.0))
     assert "round 3/4" in screen.getvalue()
 
 
-def test_a_comparison_shows_lines(dumb: tuple[Console, io.StringIO]) -> None:
+def test_a_comparison_shows_its_progress_as_lines(dumb: tuple[Console, io.StringIO]) -> None:
     console, screen = dumb
     with display_progress(console, quiet=False) as show:
         show("runs", JobProgress(5, 12, (), None))
     assert "runs: 5 of 12 done" in screen.getvalue()
 
 
-def test_who_is_missing_is_named_and_what_was_refused_is_counted_and_told(tiny: Path) -> None:
+def test_missing_processes_are_named_and_refused_frames_are_counted(tiny: Path) -> None:
     screen = io.StringIO()
     names, wrong = (
         ("silo-02", "silo-03", "evaluator"),
@@ -46,30 +46,30 @@ def test_who_is_missing_is_named_and_what_was_refused_is_counted_and_told(tiny: 
         for elapsed, missing in ((1.0, names), (2.5, names), (3.0, names[2:]), (13.0, names[2:])):
             show(Status("gathering", 0, 4, 0, missing, wrong, 2, 0, None, {}, 0, 0.0, elapsed))
         show(Status("collecting", 0, 4, 4, (), wrong, 4, 0, None, {}, 0, 0.0, 14.0))
-    told = screen.getvalue().splitlines()[1:]
-    said = "3 bad_signature, 4 wrong_run; the last of unknown: run [red]a, here b?round 4/4"
-    assert told[:2] == [
-        f"waiting for silo-02, silo-03 and the evaluator  refused: {said}",
-        f"waiting for the evaluator  refused: {said}",
+    shown = screen.getvalue().splitlines()[1:]
+    refused_frames = "3 bad_signature, 4 wrong_run; the last of unknown: run [red]a, here b?round 4/4"
+    assert shown[:2] == [
+        f"waiting for silo-02, silo-03 and the evaluator  refused: {refused_frames}",
+        f"waiting for the evaluator  refused: {refused_frames}",
     ]
-    assert told[2].startswith("round 0/4  silos: 4 training") and told[2].endswith(f"refused: {said}")
+    assert shown[2].startswith("round 0/4  silos: 4 training") and shown[2].endswith(f"refused: {refused_frames}")
     assert (
         terminal.name_some([f"silo-{n:02d}" for n in range(30)])
         == "silo-00, silo-01, silo-02, silo-03, silo-04 and 25 more"
     )
 
 
-def test_whom_a_run_waits_for_is_told_when_it_changes(tiny: Path) -> None:
+def test_the_processes_a_run_waits_for_are_shown_when_they_change_and_every_ten_seconds(tiny: Path) -> None:
     screen = io.StringIO()
     both, one = ("silo-02", "silo-03"), ("silo-03",)
     with terminal.display(resolved(tiny), Console(file=screen, width=200), quiet=False) as show:
         for elapsed, missing in ((1.0, both), (2.0, both), (4.0, both), (5.0, one), (8.0, one), (15.0, one)):
             show(Status("gathering", 0, 4, 0, missing, ({}, ""), 2, 0, None, {}, 0, 0.0, elapsed))
-    told = screen.getvalue().splitlines()[1:]
-    assert told == ["waiting for silo-02 and silo-03", "waiting for silo-03", "waiting for silo-03"]
+    shown = screen.getvalue().splitlines()[1:]
+    assert shown == ["waiting for silo-02 and silo-03", "waiting for silo-03", "waiting for silo-03"]
 
 
-def test_a_terminal_shows_who_is_missing(tiny: Path) -> None:
+def test_a_terminal_shows_the_missing_processes(tiny: Path) -> None:
     screen = io.StringIO()
     console = Console(file=screen, width=200, force_terminal=True)
     console.print(

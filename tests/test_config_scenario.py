@@ -1,4 +1,4 @@
-"""Scenarios: what is refused, and how."""
+"""Scenario files and --set settings: how they are read, and the errors for what is refused."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ FILES = sorted((Path(__file__).parent.parent / "scenarios").rglob("*.yaml"))
 SCENARIOS = [path for path in FILES if path.parent.name != "tables"]
 
 
-def test_a_comparison_file_is_no_scenario_and_says_which_command_runs_it() -> None:
+def test_loading_a_comparison_file_as_a_scenario_names_the_command_that_runs_it() -> None:
     for path in set(FILES) - set(SCENARIOS):
         command = "compare" if "compare" in scenarios.read_yaml(path) else "sweep"
         with pytest.raises(InputError, match=f"a comparison file.*fedmq {command}"):
@@ -50,7 +50,7 @@ def test_a_comparison_file_is_no_scenario_and_says_which_command_runs_it() -> No
         ("name=Has Spaces", "name", "pattern"),
     ],
 )
-def test_one_line_names_the_place_the_value_and_what_is_allowed(
+def test_a_refused_value_gives_one_line_with_its_place_and_what_is_allowed(
     tiny: Path, setting: str, place: str, allowed: str
 ) -> None:
     with pytest.raises(InputError) as caught:
@@ -62,7 +62,7 @@ def test_one_line_names_the_place_the_value_and_what_is_allowed(
     assert allowed in text
 
 
-def test_a_key_in_the_file_is_named_with_its_line(tmp_path: Path) -> None:
+def test_an_error_in_the_file_is_named_with_its_key_and_line(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\npartition:\n  kind: iid\n  alpha: 0\n")
     with pytest.raises(InputError, match=r"x\.yaml: line 6: partition\.alpha: found 0, allowed: "):
@@ -98,7 +98,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "message"),
     [
         ("roundz=3", r"--set roundz: found 'roundz', allowed: a known key; did you mean rounds\?$"),
         ("silos.number=3", r"--set silos\.number: .* a known key: count, slots$"),
@@ -121,8 +121,8 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
         ("silos=4", "--set silos: found 4, allowed: a mapping with keys of count, slots$"),
     ],
 )
-def test_a_bad_setting_is_named_as_such_with_the_nearest_keys(tiny: Path, setting: str, told: str) -> None:
-    with pytest.raises(InputError, match=told) as caught:
+def test_a_bad_setting_is_named_as_a_setting_with_the_nearest_keys(tiny: Path, setting: str, message: str) -> None:
+    with pytest.raises(InputError, match=message) as caught:
         scenarios.load(tiny, [setting])
     text = str(caught.value)
     assert "\n" not in text
@@ -130,19 +130,19 @@ def test_a_bad_setting_is_named_as_such_with_the_nearest_keys(tiny: Path, settin
     assert len(text) < 600
 
 
-def test_a_key_of_a_fault_is_known_by_the_faults_kind(tmp_path: Path) -> None:
+def test_the_keys_of_a_fault_depend_on_its_kind(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\nfaults:\n- {kind: sign_flip, shar: 0.5}\n")
     with pytest.raises(InputError, match=r"x\.yaml: line 5: faults\.0\.shar: .* a known key; did you mean share\?$"):
         scenarios.load(path)
 
 
-def test_numbers_as_yaml_writes_them_are_numbers(tiny: Path) -> None:
+def test_numbers_in_yaml_notation_are_read_as_numbers(tiny: Path) -> None:
     scenario = scenarios.load(tiny, ["training.learning_rate=1e-4", "rounds=7", "evaluation.within=false"])
     assert (scenario.training.learning_rate, scenario.rounds, scenario.evaluation.within) == (1e-4, 7, False)
 
 
-def test_true_in_the_file_is_no_number_either(tmp_path: Path) -> None:
+def test_true_in_the_file_is_not_accepted_as_a_number(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("name: x\nprotocol: fedavg\ndata: {name: openmoji}\nsilos:\n  count: true\n")
     with pytest.raises(InputError, match=r"x\.yaml: line 5: silos\.count: found True, allowed: a number"):
@@ -150,7 +150,7 @@ def test_true_in_the_file_is_no_number_either(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("setting", ["rounds", "=3", "name.sub=1"])
-def test_settings_that_are_none_are_refused(tiny: Path, setting: str) -> None:
+def test_malformed_settings_are_refused(tiny: Path, setting: str) -> None:
     with pytest.raises(InputError, match="--set"):
         scenarios.load(tiny, [setting])
 
@@ -172,7 +172,7 @@ def test_settings_that_are_none_are_refused(tiny: Path, setting: str) -> None:
         ),
     ],
 )
-def test_a_setting_of_a_whole_key_leaves_those_below_it(
+def test_setting_a_parent_key_keeps_earlier_settings_below_it(
     tiny: Path, settings: list[str], part: str, wanted: dict[str, object]
 ) -> None:
     found = scenarios.load(tiny, settings).model_dump()
@@ -181,7 +181,7 @@ def test_a_setting_of_a_whole_key_leaves_those_below_it(
     assert {**found, **wanted} == found
 
 
-def test_settings_reach_every_part_and_keep_the_file_as_it_is(tiny: Path) -> None:
+def test_settings_apply_to_every_section_and_do_not_change_the_file(tiny: Path) -> None:
     before = tiny.read_text()
     scenario = scenarios.load(
         tiny, ["protocol.name=fedavg", "partition.alpha=3", "training.batch_size=7", "protocol.tau=0.5"]
@@ -205,7 +205,7 @@ def test_silos_are_named_with_two_digits_or_as_many_as_needed(tiny: Path) -> Non
     assert (wide.silo_names[0], wide.silo_names[-1]) == ("silo-000", "silo-100")
 
 
-def test_the_learning_rate_warms_up_then_falls_to_the_floor() -> None:
+def test_the_learning_rate_warms_up_then_decays_to_the_floor() -> None:
     training = Training(learning_rate=1.0, warmup_rounds=5, floor=0.01)
     rates = [training.rate_at(round_, 200) for round_ in range(201)]
     assert rates[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
@@ -215,7 +215,7 @@ def test_the_learning_rate_warms_up_then_falls_to_the_floor() -> None:
     assert Training(learning_rate=0.5, schedule="constant", warmup_rounds=0).rate_at(150, 200) == 0.5
 
 
-def test_the_learning_rate_falls_along_a_line_or_in_steps() -> None:
+def test_the_learning_rate_decays_linearly_or_in_steps() -> None:
     dcmh = Training(learning_rate=10**-1.5, schedule="linear", warmup_rounds=0, floor=10**-4.5)
     assert [dcmh.rate_at(at, 500) for at in (0, 250, 500)] == pytest.approx([10**-1.5, (10**-1.5 + 10**-6) / 2, 1e-6])
     warm = Training(learning_rate=1.0, schedule="linear", warmup_rounds=10, floor=0.5)
@@ -232,12 +232,12 @@ def test_every_scenario_of_the_repository_is_valid(path: Path) -> None:
 
     source = read(path)
     scenario = source.scenario
-    # Runs are named after their scenario, so one in a paper's folder may carry the paper's name too.
+    # Runs are named after their scenario, so the name may start with that of the paper's folder.
     assert scenario.name in (path.stem, f"{path.parent.name}-{path.stem}")
     resolve(source, protocols)
 
 
-def test_a_short_run_has_a_short_warm_up_unless_one_is_chosen(tiny: Path, tmp_path: Path) -> None:
+def test_a_short_run_has_a_short_warm_up_by_default(tiny: Path, tmp_path: Path) -> None:
     raw = scenarios.read_yaml(tiny)
     raw["training"] = {key: value for key, value in raw["training"].items() if key != "warmup_rounds"}
     for rounds, warmup in ((1, 0), (3, 2), (5, 4), (6, 5), (200, 5)):
@@ -266,7 +266,7 @@ def test_a_short_run_has_a_short_warm_up_unless_one_is_chosen(tiny: Path, tmp_pa
         ("protocol: rcsr\nfaults: [{kind: drop, rounds: 1.5}]\n", "line 3: faults.0.rounds", "list or text"),
     ],
 )
-def test_errors_name_keys_and_lines_as_the_file_has_them(tmp_path: Path, text: str, place: str, rest: str) -> None:
+def test_errors_name_keys_and_lines_as_in_the_file(tmp_path: Path, text: str, place: str, rest: str) -> None:
     file = tmp_path / "scenario.yaml"
     file.write_text("data: {name: openmoji}\n" + text + "name: mine\n")
     with pytest.raises(InputError) as caught:

@@ -1,4 +1,4 @@
-"""Methods, objectives and data sets from the user's own files: they run, and nothing else is executed."""
+"""Methods, objectives and data sets from the user's own files run; code from anywhere else is never executed."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def fedmq(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 @pytest.fixture
 def file(tiny: Path, tmp_path: Path) -> Path:
-    """The tiny scenario in a folder of its own, with a method beside it."""
+    """The tiny scenario in its own folder, with the file of a method beside it."""
     raw = yaml.safe_load(tiny.read_text())
     raw["protocol"] = {"name": "./half.py", "share": 0.25}
     path = tmp_path / "scenario.yaml"
@@ -54,7 +54,7 @@ def digest_of(scenario: Scenario, out: Path) -> str:
 
 
 # ------------------------------------------------------------------------------------------------------------ methods
-def test_a_method_of_the_users_own_file_runs(file: Path, tmp_path: Path) -> None:
+def test_a_method_from_a_user_file_runs(file: Path, tmp_path: Path) -> None:
     half = resolved(file)
     assert half.protocol.label == "half.py"
     whole = resolved(file, "protocol.share=1.0")
@@ -65,7 +65,7 @@ def test_a_method_of_the_users_own_file_runs(file: Path, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-def test_every_process_of_a_run_executes_the_file_and_the_run_can_be_replayed(
+def test_every_process_of_a_run_executes_the_user_file_and_the_run_can_be_replayed(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
@@ -79,7 +79,7 @@ def test_every_process_of_a_run_executes_the_file_and_the_run_can_be_replayed(
     assert digests[0] == digests[1]
 
 
-def test_two_versions_of_a_file_are_different_runs_wherever_it_lies(file: Path, tmp_path: Path) -> None:
+def test_a_run_is_identified_by_the_content_of_the_user_file_and_not_by_its_folder(file: Path, tmp_path: Path) -> None:
     first = resolve(read(file), protocols)
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "half.py").write_text(METHOD)
@@ -91,7 +91,7 @@ def test_two_versions_of_a_file_are_different_runs_wherever_it_lies(file: Path, 
     assert resolve(read(there), protocols).id == first.id
 
 
-def test_a_changed_file_does_not_go_on_with_a_run(
+def test_a_run_does_not_resume_with_a_changed_user_file(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = RunFolder(tmp_path / "run")
@@ -99,13 +99,13 @@ def test_a_changed_file_does_not_go_on_with_a_run(
     run.scenario.write_text(resolved(file, "launcher=inline").dump())
     (tmp_path / "half.py").write_text(METHOD + "# another version\n")
     assert fedmq(monkeypatch, "scenario", file, "--set", "launcher=inline", "--resume", run.root) == 2
-    told = capsys.readouterr().err
-    assert "a run of another scenario: protocol.name is half.py@" in told
-    assert told.count("\n") == 1
+    message = capsys.readouterr().err
+    assert "a run of another scenario: protocol.name is half.py@" in message
+    assert message.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         (None, r"half\.py: found 'no such file', allowed: a Python file"),
         ("def f(:\n", r"half\.py: line 1: found 'invalid syntax', allowed: valid Python"),
@@ -122,16 +122,16 @@ def test_a_changed_file_does_not_go_on_with_a_run(
         (METHOD.replace("Options = HalfOptions", "Options = dict"), "class Half, whose Options are not a dataclass'"),
     ],
 )
-def test_a_file_that_is_no_method_is_one_clear_line(file: Path, text: str | None, told: str) -> None:
+def test_an_invalid_method_file_is_refused_with_one_line(file: Path, text: str | None, message: str) -> None:
     (file.parent / "half.py").unlink()
     if text is not None:
         (file.parent / "half.py").write_text(text)
-    with pytest.raises(InputError, match=told) as caught:
+    with pytest.raises(InputError, match=message) as caught:
         resolve(read(file), protocols)
     assert "\n" not in str(caught.value)
 
 
-def test_its_options_are_checked_at_their_line(file: Path) -> None:
+def test_an_unknown_option_of_a_user_method_is_named_with_its_line(file: Path) -> None:
     file.write_text(file.read_text().replace("share: 0.25", "shar: 0.25"))
     with pytest.raises(
         InputError, match=r"scenario\.yaml: line \d+: protocol: found 'shar', allowed: did you mean share"
@@ -139,7 +139,7 @@ def test_its_options_are_checked_at_their_line(file: Path) -> None:
         resolve(read(file), protocols)
 
 
-def test_its_options_are_explained_without_a_docstring(
+def test_options_of_a_user_method_are_listed_without_a_docstring(
     file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert fedmq(monkeypatch, "protocols", file.parent / "half.py", "--json") == 0
@@ -149,7 +149,7 @@ def test_its_options_are_explained_without_a_docstring(
 
 
 # ----------------------------------------------------------------------------------- objectives, data sets, packages
-def test_an_objective_of_the_users_own_file_runs(file: Path, tmp_path: Path) -> None:
+def test_an_objective_from_a_user_file_runs(file: Path, tmp_path: Path) -> None:
     (tmp_path / "pulled.py").write_text(OBJECTIVE)
     raw = {**yaml.safe_load(file.read_text()), "protocol": "fedavg", "objective": {"base": "pulled.py", "weight": 2}}
     file.write_text(yaml.safe_dump(raw))
@@ -162,7 +162,7 @@ def test_an_objective_of_the_users_own_file_runs(file: Path, tmp_path: Path) -> 
         resolved(file, "objective.wight=1")
 
 
-def test_an_objective_without_a_plan_is_one_clear_line(file: Path, tmp_path: Path) -> None:
+def test_an_objective_without_its_begin_function_is_refused_with_one_line(file: Path, tmp_path: Path) -> None:
     (tmp_path / "pulled.py").write_text(OBJECTIVE.replace("ObjectiveKind(Options, begin, ", "ObjectiveKind(Options, "))
     raw = {**yaml.safe_load(file.read_text()), "protocol": "fedavg", "objective": "./pulled.py"}
     file.write_text(yaml.safe_dump(raw))
@@ -171,7 +171,7 @@ def test_an_objective_without_a_plan_is_one_clear_line(file: Path, tmp_path: Pat
     assert "\n" not in str(caught.value)
 
 
-def test_a_data_set_of_the_users_own_file_is_read(file: Path, tmp_path: Path) -> None:
+def test_a_data_set_from_a_user_file_is_read(file: Path, tmp_path: Path) -> None:
     folder = tmp_path / "set"
     folder.mkdir()
     entries = []
@@ -189,7 +189,7 @@ def test_a_data_set_of_the_users_own_file_is_read(file: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         (["protocol=fedagv"], r"--set protocol: protocol\.name: found 'fedagv', allowed: did you mean fedavg"),
         (["objective=dcmhh"], r"--set objective: objective\.base: found 'dcmhh', allowed: did you mean dcmh"),
@@ -197,8 +197,8 @@ def test_a_data_set_of_the_users_own_file_is_read(file: Path, tmp_path: Path) ->
         (["protocol={name: fedprox, muu: 1}"], r"found 'muu', allowed: did you mean mu\?"),
     ],
 )
-def test_a_name_that_is_nearly_right_is_suggested(tiny: Path, settings: Sequence[str], told: str) -> None:
-    with pytest.raises(InputError, match=told):
+def test_the_nearest_name_is_suggested_for_a_misspelt_one(tiny: Path, settings: Sequence[str], message: str) -> None:
+    with pytest.raises(InputError, match=message):
         resolve(read(tiny, settings), protocols)
 
 
@@ -220,8 +220,8 @@ def test_a_method_of_an_installed_package_is_found_by_its_entry_point(
     assert protocols.load("fedavg").__module__ == "protocols.fedavg", "a built-in name is nobody else's"
 
 
-# ------------------------------------------------------------------------------------------------ what is not executed
-def test_a_run_folder_of_somebody_else_executes_nothing(
+# ---------------------------------------------------------------------------------------------- code that never runs
+def test_a_foreign_run_folder_executes_no_code(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trace = tmp_path / "executed"
@@ -233,15 +233,15 @@ def test_a_run_folder_of_somebody_else_executes_nothing(
     for name in (str(evil), "./evil.py", f"evil.py@{'0' * 64}"):
         run.scenario.write_text(yaml.safe_dump({**raw, "protocol": {"name": name}}))
         assert fedmq(monkeypatch, "replay", run.root, "--quiet") == 2
-        told = capsys.readouterr().err
-        assert "evil.py" in told
-        assert told.count("\n") == 1
+        message = capsys.readouterr().err
+        assert "evil.py" in message
+        assert message.count("\n") == 1
         assert fedmq(monkeypatch, "scenario", file, "--set", "launcher=inline", "--resume", run.root) == 2
         assert "evil.py" in capsys.readouterr().err
         assert not trace.exists()
 
 
-def test_what_nobody_adopted_here_is_refused_until_the_user_names_the_file(
+def test_code_unknown_on_this_machine_is_refused_until_the_user_names_the_file(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "first"))
@@ -260,9 +260,7 @@ def test_what_nobody_adopted_here_is_refused_until_the_user_names_the_file(
     assert resolve(source, protocols, adopt=False).scenario.protocol.name == reference
 
 
-def test_a_copy_that_was_tampered_with_is_not_executed(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_tampered_copy_is_not_executed(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDMQ_CACHE", str(tmp_path / "cache"))
     (tmp_path / "half.py").write_text(METHOD + f"# tampered {tmp_path}\n")
     reference = user_files.adopt(tmp_path / "half.py")

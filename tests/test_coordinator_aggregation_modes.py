@@ -1,4 +1,4 @@
-"""Merging in rounds, from a buffer and reply by reply: every method, and whole runs."""
+"""Synchronous, buffered and asynchronous aggregation: every method, and whole runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,9 @@ every_protocol = pytest.mark.parametrize("name", protocols.names())
 @pytest.mark.slow
 @every_protocol
 @pytest.mark.parametrize("participation", [1.0, 0.5])
-def test_a_buffer_as_large_as_the_cohort_is_the_synchronous_run_to_the_bit(name: str, participation: float) -> None:
+def test_a_buffer_as_large_as_the_cohort_is_bit_identical_to_synchronous_rounds(
+    name: str, participation: float
+) -> None:
     rounds = federation(population(name), 3, {"participation": participation}).run()
     buffered = federation(population(name), 3, {"participation": participation, "mode": "buffered", "buffer": 99})
     assert equal_states(buffered.run(), rounds)
@@ -48,7 +50,7 @@ def test_a_buffer_as_large_as_the_cohort_is_the_synchronous_run_to_the_bit(name:
 
 @pytest.mark.slow
 @every_protocol
-def test_a_method_survives_stale_replies_in_small_buffers_and_alone(name: str) -> None:
+def test_a_method_stays_finite_with_stale_replies_in_buffered_and_async_mode(name: str) -> None:
     for settings in ({"mode": "buffered", "buffer": 2}, {"mode": "async"}):
         run_ = federation(population(name), 12, settings, mixing=0.6)
         state = run_.run()
@@ -58,7 +60,7 @@ def test_a_method_survives_stale_replies_in_small_buffers_and_alone(name: str) -
             assert max(run_.staleness) >= 2
 
 
-def test_a_straggler_holds_up_rounds_and_nobody_else_holds_up_a_buffer() -> None:
+def test_a_straggler_delays_synchronous_rounds_but_not_a_buffer() -> None:
     rounds, buffered = (federation(population("fedavg"), 6, {"mode": mode}) for mode in ("sync", "buffered"))
     rounds.run()
     buffered.run()
@@ -67,14 +69,14 @@ def test_a_straggler_holds_up_rounds_and_nobody_else_holds_up_a_buffer() -> None
     assert buffered.merges == [2] * 6
 
 
-def test_a_lone_reply_moves_the_model_by_mixing_times_damping_of_its_update() -> None:
-    whole, part = (federation(population("fedavg"), 1, {"mode": "async"}, mixing=rate) for rate in (1.0, 0.25))
-    start = whole.population.state.theta
-    assert torch.allclose(part.run().theta - start, 0.25 * (whole.run().theta - start), atol=1e-7)
+def test_an_async_reply_moves_the_model_by_the_mixing_rate_times_its_update() -> None:
+    full_step, part = (federation(population("fedavg"), 1, {"mode": "async"}, mixing=rate) for rate in (1.0, 0.25))
+    start = full_step.population.state.theta
+    assert torch.allclose(part.run().theta - start, 0.25 * (full_step.run().theta - start), atol=1e-7)
 
 
 # ---------------------------------------------------------------------------------------------------------- functions
-def test_damping_is_one_for_a_fresh_reply_and_never_rises() -> None:
+def test_damping_is_one_for_a_fresh_reply_and_never_increases_with_staleness() -> None:
     for kind in ("constant", "polynomial", "hinge"):
         values = [damping(Staleness(kind=kind), age) for age in range(20)]  # type: ignore[arg-type]
         assert values[0] == 1.0
@@ -86,20 +88,20 @@ def test_damping_functions_give_the_values_of_fedasync() -> None:
     assert [hinge(age, 10.0, 4.0) for age in (4, 5, 6)] == pytest.approx([1.0, 1 / 11, 1 / 21])
 
 
-def test_a_rare_reply_counts_by_how_much_rarer_it_is_up_to_the_cut_off() -> None:
+def test_rarity_is_relative_to_the_mean_count_and_clipped_at_the_cut_off() -> None:
     assert rarity(7, 7.0, 10.0) == 1.0
     assert rarity(0, 5.0, 10.0) == 6.0
     assert rarity(0, 99.0, 10.0) == 10.0
     assert rarity(99, 4.0, 10.0) == 0.1
 
 
-def test_mixing_at_rate_one_is_the_merge_to_the_bit() -> None:
+def test_mixing_at_rate_one_is_exactly_the_merged_value() -> None:
     old, new = torch.randn(9, generator=torch.Generator().manual_seed(0)), torch.ones(9)
     assert mixed(old, new, 1.0) is new
     assert torch.allclose(mixed(old, new, 0.25), 0.75 * old + 0.25 * new)
 
 
-def test_a_moving_average_forgets_as_much_per_full_round_however_it_is_split() -> None:
+def test_the_decay_of_a_moving_average_per_full_round_does_not_depend_on_the_number_of_merges() -> None:
     assert _aggregation.decay_at_merge(0.9, 15, 15) == 0.9
     assert _aggregation.decay_at_merge(0.9, 5, 15) ** 3 == pytest.approx(0.9)
     assert _aggregation.decay_at_merge(0.9, 1, None) == 0.9
@@ -107,7 +109,9 @@ def test_a_moving_average_forgets_as_much_per_full_round_however_it_is_split() -
 
 # ------------------------------------------------------------------------------------------------------------ methods
 @pytest.mark.parametrize(("name", "averages"), [("fedavg", ("ema",)), ("rcsr", ("ema", "fair_ema"))])
-def test_half_a_cohort_moves_averages_at_the_root_of_the_rate(name: str, averages: tuple[str, ...]) -> None:
+def test_a_merge_of_half_a_cohort_decays_averages_by_the_square_root_of_the_rate(
+    name: str, averages: tuple[str, ...]
+) -> None:
     part, root = (population(name, dict.fromkeys(averages, rate)) for rate in (0.81, 0.9))
     for each in (part, root):
         each.round()
@@ -119,7 +123,7 @@ def test_half_a_cohort_moves_averages_at_the_root_of_the_rate(name: str, average
         assert torch.allclose(tensor, root.state.tensors[key], atol=1e-6), key
 
 
-def test_a_reply_of_rarity_three_weighs_three_times_its_samples() -> None:
+def test_a_reply_of_rarity_three_has_the_weight_of_three_times_its_samples() -> None:
     run_ = population("fedavg")
     first, second, *_ = (reply for reply in run_.replies() if reply.silo.paired)
     deltas = [_aggregation.update_of(reply, run_.context.layout) for reply in (first, second)]
@@ -130,12 +134,12 @@ def test_a_reply_of_rarity_three_weighs_three_times_its_samples() -> None:
 
 
 @every_protocol
-def test_rarity_changes_who_counts_in_every_method_that_weighs_replies(name: str) -> None:
+def test_rarity_changes_the_merge_of_every_method_that_weights_replies(name: str) -> None:
     run_ = population(name)
     replies = run_.replies()
     tilted = [replace(replies[0], rarity=4.0), *replies[1:]]
     plain, rare = (run_.protocol.merge(run_.state, each, 0).state for each in (replies, tilted))
-    unweighted = {"local", "fedproto"}  # nothing to merge; tables of class means alone
+    unweighted = {"local", "fedproto"}  # local merges nothing, fedproto only tables of class means
     assert equal_states(plain, rare) is (name in unweighted or len(replies) == 1)
 
 
@@ -168,7 +172,7 @@ def notes(out: Path) -> str:
 
 
 @pytest.mark.slow
-def test_the_whole_program_agrees_that_a_full_buffer_is_a_round(tiny: Path, tmp_path: Path) -> None:
+def test_a_whole_run_with_a_full_buffer_equals_synchronous_rounds(tiny: Path, tmp_path: Path) -> None:
     rounds = inline(tiny, tmp_path / "sync")
     buffered = inline(tiny, tmp_path / "buffered", "aggregation.mode=buffered", "aggregation.buffer=3")
     assert buffered["model_digest"] == rounds["model_digest"]
@@ -176,7 +180,7 @@ def test_the_whole_program_agrees_that_a_full_buffer_is_a_round(tiny: Path, tmp_
 
 
 @pytest.mark.slow
-def test_one_silo_at_a_time_is_the_same_in_every_mode(tiny: Path, tmp_path: Path) -> None:
+def test_runs_with_one_silo_at_a_time_are_the_same_in_every_mode(tiny: Path, tmp_path: Path) -> None:
     one = ("participation=0.25", "aggregation.mixing=1", "aggregation.staleness.kind=constant")
     digests = {
         mode: inline(tiny, tmp_path / mode, *one, f"aggregation.mode={mode}")["model_digest"]
@@ -186,7 +190,7 @@ def test_one_silo_at_a_time_is_the_same_in_every_mode(tiny: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_a_balanced_buffer_lets_the_straggler_count_more_and_a_full_one_is_still_a_round(
+def test_balancing_changes_small_buffers_and_a_balanced_full_buffer_equals_synchronous_rounds(
     tiny: Path, tmp_path: Path
 ) -> None:
     small = ("rounds=12", "participation=1", "aggregation.mode=buffered", "aggregation.buffer=2", *STRAGGLER)
@@ -198,12 +202,12 @@ def test_a_balanced_buffer_lets_the_straggler_count_more_and_a_full_one_is_still
     full = ("participation=1", "aggregation.balance=8")
     rounds = inline(tiny, tmp_path / "sync", *full)
     assert inline(tiny, tmp_path / "full", *full, "aggregation.mode=buffered")["model_digest"] != rounds["model_digest"]
-    whole = inline(tiny, tmp_path / "whole", *full, "aggregation.mode=buffered", "aggregation.buffer=4")
-    assert whole["model_digest"] == rounds["model_digest"]
+    buffered = inline(tiny, tmp_path / "whole", *full, "aggregation.mode=buffered", "aggregation.buffer=4")
+    assert buffered["model_digest"] == rounds["model_digest"]
 
 
 @pytest.mark.slow
-def test_a_stale_reply_comes_with_the_state_its_task_was_made_from(
+def test_a_stale_reply_reaches_the_merge_with_the_state_its_task_was_made_from(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     known: list[State] = []  # by version
@@ -223,7 +227,7 @@ def test_a_stale_reply_comes_with_the_state_its_task_was_made_from(
 
 
 @pytest.mark.slow
-def test_staleness_is_on_file_and_bounded(tiny: Path, tmp_path: Path) -> None:
+def test_staleness_is_recorded_and_bounded(tiny: Path, tmp_path: Path) -> None:
     settings = ("rounds=14", "aggregation.mode=async", "participation=1", *STRAGGLER)
     inline(tiny, tmp_path / "free", *settings)
     ages = [line["staleness"][0] for line in merges(tmp_path / "free")]
@@ -234,7 +238,7 @@ def test_staleness_is_on_file_and_bounded(tiny: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_over_selection_leaves_the_straggler_behind(tiny: Path, tmp_path: Path) -> None:
+def test_over_selection_does_not_wait_for_the_straggler(tiny: Path, tmp_path: Path) -> None:
     waiting = inline(tiny, tmp_path / "all", "participation=0.75", *STRAGGLER)
     first = inline(tiny, tmp_path / "first", "participation=0.75", "aggregation.over_select=1.34", *STRAGGLER)
     assert all(len(line["replies"]) == 3 for line in merges(tmp_path / "first")[:1])
@@ -244,7 +248,7 @@ def test_over_selection_leaves_the_straggler_behind(tiny: Path, tmp_path: Path) 
 @pytest.mark.slow
 @pytest.mark.parametrize("interrupted", ["wait", "lost"])
 @pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
-def test_silos_that_come_and_go_reply_only_while_they_are_on(
+def test_intermittently_available_silos_reply_only_while_they_are_on(
     tiny: Path, tmp_path: Path, mode: str, interrupted: str
 ) -> None:
     settings = (
@@ -252,24 +256,24 @@ def test_silos_that_come_and_go_reply_only_while_they_are_on(
         f"aggregation.mode={mode}",
         f"participation={{kind: availability, diurnal: {{period: 3, share: 0.4}}, interrupted: {interrupted}}}",
     )
-    whole = inline(tiny, tmp_path, *settings)
+    first = inline(tiny, tmp_path, *settings)
     scenario = resolved(tiny, *settings)
     trace = trace_of(scenario.participation, scenario.seed, scenario.silo_names)
-    if interrupted == "wait":  # nothing fails then, so the last reply is what a merge waited for
+    if interrupted == "wait":  # no task fails in this mode, so each merge waits for its last reply
         assert all(any(trace.on(silo, line["now"]) for silo in line["replies"]) for line in merges(tmp_path))
     assert ("went off" in notes(tmp_path)) == (interrupted == "lost")
     if mode != "sync":
-        assert inline(tiny, tmp_path / "again", *settings)["model_digest"] == whole["model_digest"]
+        assert inline(tiny, tmp_path / "again", *settings)["model_digest"] == first["model_digest"]
 
 
-def test_a_trace_after_whose_end_nobody_is_on_ends_the_run_with_a_line_that_says_so(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_ends_with_an_error_when_the_trace_leaves_no_silo_on(tiny: Path, tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("silo,on,off\n" + "".join(f"silo-0{index},0,0.5\n" for index in range(4)))
     with pytest.raises(RunError, match=r"participation\.trace"):
         inline(tiny, tmp_path / "run", "rounds=50", f"participation={{kind: availability, trace: {path}}}")
 
 
-def test_a_run_does_not_go_on_with_another_trace(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_does_not_resume_with_another_trace(tiny: Path, tmp_path: Path) -> None:
     path, out = tmp_path / "trace.csv", tmp_path / "run"
     path.write_text("silo,on,off\n" + "".join(f"silo-0{index},0,900\n" for index in range(4)))
     scenario = resolved(tiny, "launcher=inline", f"participation={{kind: availability, trace: {path}}}")
@@ -282,7 +286,7 @@ def test_a_run_does_not_go_on_with_another_trace(tiny: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-def test_the_seconds_of_a_resumed_run_are_those_of_all_its_processes(
+def test_the_seconds_of_a_resumed_run_add_up_over_all_its_processes(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario = resolved(tiny, "launcher=inline", "participation=1.0")
@@ -291,19 +295,20 @@ def test_the_seconds_of_a_resumed_run_are_those_of_all_its_processes(
         stopped = calls.run(scenario, tmp_path, stop_wanted=stop_after(2, tmp_path))
     assert stopped.phase is Phase.STOPPED
     seconds = calls.run(scenario, tmp_path, resume=True).summary.seconds
-    # The last merge before a checkpoint is counted after it.
+    # The time of a merge is added after its checkpoint, so that of the last merge before the stop is lost.
     assert seconds.merge >= 0.3
     assert seconds.total >= max(0.6, seconds.merge + seconds.evaluation)
 
 
-def test_power_of_choice_asks_by_loss_and_needs_a_method_that_reports_one(
+def test_power_of_choice_selects_by_loss_and_needs_a_method_that_reports_losses(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     settings = ("participation={rate: 0.5, kind: power_of_choice, candidates: 4}", "rounds=8", "protocol=fedavg")
     scenario = [each for each in settings if not each.startswith("protocol")]
     inline(tiny, tmp_path / "choice", *scenario)
-    asked = [set(line["replies"]) for line in merges(tmp_path / "choice")]
-    assert asked[0] | asked[1] == {f"silo-0{index}" for index in range(4)}  # the unknown first
+    selected = [set(line["replies"]) for line in merges(tmp_path / "choice")]
+    # Silos without a known loss come first.
+    assert selected[0] | selected[1] == {f"silo-0{index}" for index in range(4)}
     kind = protocols.load("rcsr")
     monkeypatch.setattr(kind, "uploads", lambda self, silo: frozenset())
     with pytest.raises(InputError, match="power_of_choice"):
@@ -319,13 +324,13 @@ def test_clipping_is_refused_where_no_silo_sends_an_update(tiny: Path, tmp_path:
         simulate_inline(run_of(resolved(tiny, *settings)), RunFolder(tmp_path), resume=False, status=lambda _: None)
 
 
-def test_a_coordinator_that_died_after_the_last_merge_ends_the_run_when_it_is_back(tiny: Path, tmp_path: Path) -> None:
-    whole = inline(tiny, tmp_path)
+def test_a_coordinator_that_crashed_after_the_last_merge_finishes_the_run_on_resume(tiny: Path, tmp_path: Path) -> None:
+    uninterrupted = inline(tiny, tmp_path)
     RunFolder(tmp_path).summary.unlink()
     scenario = resolved(tiny, "launcher=inline", "evaluation.every=0", "protocol.warmup=2")
     again = simulate_inline(run_of(scenario), RunFolder(tmp_path), resume=True, status=lambda _: None).outcome
     assert again.phase is Phase.DONE
-    assert again.summary.model_digest == whole["model_digest"]
+    assert again.summary.model_digest == uninterrupted["model_digest"]
     assert len(merges(tmp_path)) == 4
 
 
@@ -336,19 +341,19 @@ def stop_after(count: int, out: Path) -> Callable[[], bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["buffered", "async"])
-def test_a_run_stopped_with_old_tasks_in_flight_and_resumed_gives_the_same_model(
+def test_a_run_stopped_with_stale_tasks_pending_and_resumed_gives_the_same_model(
     tiny: Path, tmp_path: Path, mode: str
 ) -> None:
-    balanced = (f"aggregation.mode={mode}", "aggregation.balance=8")  # counts of merged replies survive, too
+    balanced = (f"aggregation.mode={mode}", "aggregation.balance=8")  # the counts of merged replies are restored too
     settings = ("rounds=9", *balanced, "participation=1", "evaluation.every=0", *STRAGGLER)
     scenario, parts = resolved(tiny, *settings), tmp_path / "parts"
-    whole = inline(tiny, tmp_path / "whole", *settings, "protocol.warmup=1")
+    uninterrupted = inline(tiny, tmp_path / "whole", *settings, "protocol.warmup=1")
     for count in (2, 5):
         assert run(scenario, parts, resume=count > 2, stop_wanted=stop_after(count, parts)).phase is Phase.STOPPED
         newest = max((parts / "checkpoints").glob("version-*/checkpoint.json"))
         machine = json.loads(newest.read_text())["rounds"]
         assert any(base < machine["version"] for _, base, _ in machine["flights"].values())
-    assert run(scenario, parts, resume=True).summary.model_digest == whole["model_digest"]
+    assert run(scenario, parts, resume=True).summary.model_digest == uninterrupted["model_digest"]
     assert [line["version"] for line in merges(parts)] == list(range(1, 10))
 
 
@@ -364,14 +369,14 @@ def test_a_run_stopped_with_old_tasks_in_flight_and_resumed_gives_the_same_model
         ("aggregation.on_lost=panic", "give_up"),
     ],
 )
-def test_aggregation_that_cannot_be_is_refused_by_its_key(tiny: Path, setting: str, allowed: str) -> None:
+def test_invalid_aggregation_is_refused_with_its_key(tiny: Path, setting: str, allowed: str) -> None:
     with pytest.raises(InputError) as caught:
         resolved(tiny, setting)
     assert setting.partition("=")[0] in str(caught.value)
     assert allowed in str(caught.value)
 
 
-def test_a_krum_that_leaves_nobody_out_is_refused(tiny: Path) -> None:
+def test_krum_that_keeps_every_silo_is_refused(tiny: Path) -> None:
     krum = "aggregation.robust={rule: krum, keep: 4}"
     with pytest.raises(InputError, match=r"aggregation.robust.keep \(4\) must be below silos.count \(4\)"):
         resolved(tiny, krum)

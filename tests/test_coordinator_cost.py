@@ -1,4 +1,4 @@
-"""What a task costs in virtual time."""
+"""The cost model: how much virtual time a task takes."""
 
 from __future__ import annotations
 
@@ -25,38 +25,38 @@ def test_compute_grows_with_samples_and_epochs() -> None:
     assert model(seconds_per_sample=0.1).duration("silo-00", 1, 50) == pytest.approx(0.1 * 50 * 2)
 
 
-def test_a_task_and_its_reply_cross_a_link_of_their_own_speed() -> None:
+def test_download_and_upload_have_separate_bandwidths() -> None:
     cost = model(seconds_per_sample=0, latency=0.5, down_bandwidth=100, up_bandwidth=10)
     assert cost.duration("silo-00", 1, 50) == pytest.approx(2 * 0.5 + 1000 / 100 + 500 / 10)
     assert model(seconds_per_sample=0, bandwidth=100).duration("silo-00", 1, 50) == pytest.approx(15)
 
 
-def test_a_task_costs_the_same_whenever_it_is_asked_for() -> None:
+def test_the_cost_of_a_task_is_deterministic_and_differs_between_tasks() -> None:
     cost = model(speed_sigma=0.5, jitter_sigma=0.3, loss=0.3)
     assert cost.duration("silo-04", 7, 50) == cost.duration("silo-04", 7, 50)
     assert len({cost.duration("silo-04", sequence, 50) for sequence in range(20)}) == 20
 
 
-def test_a_class_takes_its_share_of_the_silos_and_slows_them_down() -> None:
+def test_a_class_slows_down_its_share_of_the_silos() -> None:
     cost = Cost.model_validate({"classes": {"slow": {"share": 0.1, "slowdown": 10}}})
     found = slowdowns(cost, 3, SILOS)
     assert sorted(found.values()) == [1.0] * 27 + [10.0] * 3
     assert found != slowdowns(cost, 4, SILOS)
 
 
-def test_silos_named_in_a_class_are_in_it_and_no_other_class_takes_them() -> None:
+def test_silos_named_in_a_class_belong_to_it_and_to_no_other() -> None:
     classes = {"old": {"silos": ["silo-03", "silo-05"], "slowdown": 7}, "new": {"share": 0.9, "slowdown": 0.5}}
     found = slowdowns(Cost.model_validate({"classes": classes}), 3, SILOS)
     assert (found["silo-03"], found["silo-05"]) == (7.0, 7.0)
     assert sorted(found.values()) == [0.5] * 27 + [1.0] + [7.0] * 2
 
 
-def test_ten_times_slower_takes_ten_times_as_long() -> None:
+def test_a_slowdown_of_ten_takes_ten_times_as_long() -> None:
     slow = model(classes={"slow": {"silos": ["silo-01"], "slowdown": 10}})
     assert slow.duration("silo-01", 1, 50) == pytest.approx(10 * slow.duration("silo-00", 1, 50), rel=1e-6)
 
 
-def test_jitter_has_the_median_one_and_paretos_tail_is_heavy() -> None:
+def test_jitter_has_median_one_and_pareto_jitter_has_a_heavy_tail() -> None:
     for kind in ({"jitter_sigma": 0.5}, {"jitter": "pareto", "jitter_tail": 1.5}):
         drawn = [model(**kind).jitter("silo-00", sequence) for sequence in range(2000)]
         assert median(drawn) == pytest.approx(1.0, abs=0.1)
@@ -64,18 +64,18 @@ def test_jitter_has_the_median_one_and_paretos_tail_is_heavy() -> None:
     assert min(drawn) > 0.6  # no task is much faster than usual
 
 
-def test_lost_messages_are_sent_again_and_cost_time() -> None:
+def test_lost_messages_are_resent_and_cost_time() -> None:
     lossless = model(seconds_per_sample=0, latency=1.0, down_bandwidth=1000, up_bandwidth=500)
     lossy = replace(lossless, cost=lossless.cost.model_copy(update={"loss": 0.5}))
     usual = lossless.duration("silo-00", 1, 1)
     drawn = [lossy.duration("silo-00", sequence, 1) for sequence in range(2000)]
     assert min(drawn) == pytest.approx(usual)
-    # One copy of each message is lost on average, for its second on the link and a round trip.
+    # On average one copy of each message is lost, which costs its second on the link and a round trip.
     assert sum(drawn) / 2000 == pytest.approx(usual + 2 * (1 + 2), rel=0.05)
 
 
 @pytest.mark.parametrize("preset", COST_PRESETS)
-def test_a_preset_gives_what_is_not_given(preset: str) -> None:
+def test_a_preset_sets_the_values_that_are_not_given(preset: str) -> None:
     cost = Cost.model_validate({"preset": preset, "latency": 9})
     assert cost.latency == 9
     assert cost.seconds_per_sample == COST_PRESETS[preset]["seconds_per_sample"]
@@ -102,7 +102,7 @@ def test_a_scenario_with_a_preset_reads_back_as_it_was_dumped(tiny: Path, tmp_pa
         ("cost.jitter=gauss", "pareto"),
     ],
 )
-def test_a_cost_that_cannot_be_is_refused(tiny: Path, setting: str, allowed: str) -> None:
+def test_an_invalid_cost_is_refused(tiny: Path, setting: str, allowed: str) -> None:
     with pytest.raises(InputError) as caught:
         scenarios.load(tiny, [setting])
     assert allowed in str(caught.value)

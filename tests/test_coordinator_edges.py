@@ -1,4 +1,4 @@
-"""Edges of the programs' parts that whole runs hardly meet: the last fold, the full disk, the silo that stays off."""
+"""Edge cases that whole runs rarely reach: the last fold, the order of checkpoint writes, a silo that stays off."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ FOUR = tuple(SiloFacts(f"silo-{index:02d}", index, True, True) for index in rang
 
 
 # -------------------------------------------------------------------------------------------------- data and figures
-def test_every_full_fold_counts_the_last_one_too_and_what_is_left_over_does_not() -> None:
-    # Of the first two items captions are swapped, of the next two they are right, and one is left over.
+def test_fold_recalls_include_the_last_full_fold_and_exclude_the_remainder() -> None:
+    # The captions of the first two items are swapped, those of the next two are right, and one item is left over.
     image = np.eye(5, dtype=np.float32)
     items = Embedded(image, image[[1, 0, 2, 3, 4]], np.arange(5))
     assert fold_recalls(items, 2)["fold_i2t_r1"] == pytest.approx(
@@ -60,7 +60,7 @@ def test_every_full_fold_counts_the_last_one_too_and_what_is_left_over_does_not(
     assert fold_recalls(items.subset(np.arange(4)), 2) == fold_recalls(items, 2)
 
 
-def test_public_items_are_in_no_database(features: Path, tiny: Path, tmp_path: Path) -> None:
+def test_public_items_are_not_in_the_retrieval_database(features: Path, tiny: Path, tmp_path: Path) -> None:
     with np.load(features) as given:
         arrays = dict(given)
     arrays["split"] = arrays["split"].astype("U8")
@@ -75,28 +75,28 @@ def test_public_items_are_in_no_database(features: Path, tiny: Path, tmp_path: P
     assert len(population.database) + len(apart) == 150
 
 
-def test_a_balanced_partition_is_drawn_until_its_own_way_of_dealing_leaves_no_silo_short() -> None:
+def test_a_balanced_partition_is_redrawn_until_every_silo_has_enough_samples() -> None:
     differ = 0
     for seed in range(20):
         sizes, generator = np.array([40, 40, 40, 40]), np.random.default_rng(seed)
         draws = [partition.class_proportions(4, 4, 0.5, generator) for _ in range(30)]
         least = [int(partition.split_counts_balanced(sizes, each).sum(axis=0).min()) for each in draws]
         place = next(place for place, each in enumerate(least) if each >= partition.LEAST_BALANCED)
-        found = partition.until_balanced(sizes, draws[0], 0.5, again(seed))
+        found = partition.until_balanced(sizes, draws[0], 0.5, generator_after_first_draw(seed))
         assert np.array_equal(found, draws[place])
         differ += int(partition.split_counts(sizes, found).sum(axis=0).min()) < partition.LEAST_BALANCED
-    assert differ  # the other way of dealing would have gone on drawing
+    assert differ  # with split_counts instead, some draws would have been repeated
 
 
-def again(seed: int) -> np.random.Generator:
-    """The generator after the first draw."""
+def generator_after_first_draw(seed: int) -> np.random.Generator:
+    """A generator in its state after the first draw of class proportions."""
     generator = np.random.default_rng(seed)
     partition.class_proportions(4, 4, 0.5, generator)
     return generator
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
-def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name_and_the_folder_after(tmp_path: Path) -> None:
+def test_a_checkpoint_is_renamed_after_its_files_are_synced_and_before_its_parent_folder_is(tmp_path: Path) -> None:
     seen: list[tuple[str, bool]] = []
     states = {1: State(torch.zeros(3)), 2: State(torch.ones(3), {"a": torch.ones(1)})}
     rounds = RoundsRecord(version=2, gone=[], flights={}, sequences={}, losses={})
@@ -112,23 +112,23 @@ def test_every_file_of_a_checkpoint_is_on_the_disk_before_it_gets_its_name_and_t
     assert seen[-1] == (tmp_path.name, True)
 
 
-def test_a_silo_may_forget_only_what_the_checkpoint_before_the_last_has_settled(
+def test_a_silo_may_delete_only_states_settled_by_the_second_newest_checkpoint(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told, real = dict[tuple[str, int], int](), Silo.answer
+    settled_by_task, real = dict[tuple[str, int], int](), Silo.answer
 
     def watched(silo: Silo, message: Message) -> object:
         assert message.task is not None
-        told[silo.facts.name, message.header.sequence] = message.task.settled
+        settled_by_task[silo.facts.name, message.header.sequence] = message.task.settled
         return real(silo, message)
 
     monkeypatch.setattr(Silo, "answer", watched)
     in_process_run.run(resolved(tiny, "protocol=fedavg", "participation=1.0", "evaluation.every=0", *IID), tmp_path)
-    assert {sequence for _, sequence in told} == {1, 2, 3, 4}
-    assert all(settled == max(0, sequence - 2) for (_, sequence), settled in told.items())
+    assert {sequence for _, sequence in settled_by_task} == {1, 2, 3, 4}
+    assert all(settled == max(0, sequence - 2) for (_, sequence), settled in settled_by_task.items())
 
 
-def test_states_under_evaluation_are_kept_though_no_task_stands_on_them(
+def test_states_under_evaluation_are_kept_although_no_pending_task_needs_them(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kept, forget, receive = dict[int, set[int]](), Loop._forget_states, InProcessPeers.receive
@@ -138,7 +138,7 @@ def test_states_under_evaluation_are_kept_though_no_task_stands_on_them(
         kept[version] = {*loop.states}
 
     def slow(peers: InProcessPeers, timeout_s: float | None = None) -> object:
-        """An evaluator that answers nothing before the last merge."""
+        """Deliver no evaluation request before the last merge."""
         waits = [item for item in peers._queue if isinstance(item, Message) and item.header.kind is Kind.EVALUATE]
         if 4 in kept or not waits:
             return receive(peers, timeout_s)
@@ -154,7 +154,7 @@ def test_states_under_evaluation_are_kept_though_no_task_stands_on_them(
     assert [line["version"] for line in in_process_run.lines(tmp_path, "evaluation")] == [0, 1, 2, 3, 4]
 
 
-def test_errors_before_a_merge_that_had_a_reply_are_forgotten() -> None:
+def test_errors_before_a_merge_with_a_reply_are_cleared() -> None:
     errors = TaskErrors({})
     errors.reported("silo-00", "no")
     errors.task_failed("silo-00")
@@ -166,7 +166,7 @@ def test_errors_before_a_merge_that_had_a_reply_are_forgotten() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------------- policy
-def test_bytes_in_all_are_counted_for_each_way_apart(tmp_path: Path) -> None:
+def test_bytes_in_all_are_counted_separately_for_uploads_and_downloads(tmp_path: Path) -> None:
     def message(counter: int, kind: Kind, ends: tuple[str, str]) -> Message:
         facts = {"sender": ends[0], "receiver": ends[1], "session": b"s" * 16, "counter": counter}
         header = Header(run="r", kind=kind, sequence=counter, reply_to=counter, sent_at=1.5, **facts)  # type: ignore[arg-type]
@@ -186,8 +186,8 @@ def test_bytes_in_all_are_counted_for_each_way_apart(tmp_path: Path) -> None:
         assert sorted((each.way, each.bytes) for each in found.breaches) == [("down", 100), ("up", 100)][:broken]
 
 
-# -------------------------------------------------------------------------------------------------- chance and time
-def test_a_silo_that_never_comes_on_again_has_lost_its_task_when_it_goes_off_whoever_waits() -> None:
+# ------------------------------------------------------------------------------------------------- sampling and time
+def test_the_task_of_a_silo_that_stays_off_is_lost_when_it_goes_off_even_in_wait_mode() -> None:
     trace = Trace({"silo-00": ((0.0, 5.0),)})
     assert trace.outcome_at("silo-00", 1.0, 9.0, wait=True) == 5.0
     assert trace.outcome_at("silo-00", 1.0, 4.0, wait=True) == 4.0
@@ -195,7 +195,7 @@ def test_a_silo_that_never_comes_on_again_has_lost_its_task_when_it_goes_off_who
     assert math.isfinite(trace.outcome_at("silo-00", 1.0, 9.0, wait=False))
 
 
-def test_power_of_choice_with_fewer_candidates_than_it_asks_asks_the_whole_cohort() -> None:
+def test_power_of_choice_with_fewer_candidates_than_the_cohort_selects_a_full_cohort() -> None:
     free = tuple(silo.name for silo in FOUR)
     assert len(Sampling({}, candidates=1).choose(0, 0, free, 3, {})) == 3
     losses = dict(zip(free, (1.0, 4.0, 2.0, 3.0), strict=True))
@@ -203,19 +203,19 @@ def test_power_of_choice_with_fewer_candidates_than_it_asks_asks_the_whole_cohor
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_power_of_choice_draws_twice_as_many_as_it_asks_unless_told_how_many(count: int) -> None:
+def test_power_of_choice_draws_twice_the_cohort_as_candidates_by_default(count: int) -> None:
     free = tuple(silo.name for silo in FOUR)
     losses = dict(zip(free, (1.0, 4.0, 2.0, 3.0), strict=True))
-    asked = Counter[str]()
+    selected = Counter[str]()
     for version in range(200):
-        asked.update(Sampling({}, candidates=0).choose(0, version, free, count, losses))
-    # Of one pair each silo is drawn as often, and the worse of the two is asked: the best of all never.
-    assert (asked["silo-00"] == 0) == (count == 1 or sum(asked.values()) == 400)
-    assert (asked["silo-02"] > 0) == (count == 1)
+        selected.update(Sampling({}, candidates=0).choose(0, version, free, count, losses))
+    # With a cohort of one, the silo with the higher loss of two candidates is selected: the lowest loss never wins.
+    assert (selected["silo-00"] == 0) == (count == 1 or sum(selected.values()) == 400)
+    assert (selected["silo-02"] > 0) == (count == 1)
 
 
 @pytest.mark.parametrize("phase", [Phase.GATHERING, Phase.COLLECTING, Phase.MERGING])
-def test_nobody_is_sent_away_while_silos_gather_or_measure(tmp_path: Path, phase: Phase) -> None:
+def test_a_leave_fault_stops_the_process_only_while_replies_are_collected(tmp_path: Path, phase: Phase) -> None:
     orders, failed = list[ProcessCommand](), list[Failed]()
     log: Any = types.SimpleNamespace(note=lambda *_, **__: None)
     clock = VirtualClock(1.0)
@@ -244,26 +244,26 @@ def script(*faults: dict[str, object]) -> FaultSchedule:
     return FaultSchedule(tuple(TypeAdapter(AnyFault).validate_python(each) for each in faults), 0, FOUR)
 
 
-def test_a_share_of_a_group_too_small_for_one_silo_is_one() -> None:
+def test_a_fault_share_too_small_for_one_silo_hits_one_silo() -> None:
     small = script({"kind": "split", "time": [0, 5], "silos": "all", "share": 0.01})
     struck = [silo.name for silo in FOUR if small.outcome(silo.name, 1, 0, 1.0, 1.0)[1]]
     assert len(struck) == 1
 
 
-def test_a_task_that_failed_is_not_struck_again() -> None:
+def test_a_failed_task_is_hit_by_no_further_fault() -> None:
     windows = ({"kind": "split", "time": [0, 5], "noticed": 3}, {"kind": "split", "time": [0, 50], "noticed": 30})
-    fate, struck = script(*windows).outcome("silo-00", 1, 0, 1.0, 1.0)
-    assert (fate.fails, fate.due, fate.sent) == ("unreachable", 4.0, False)
+    task_outcome, struck = script(*windows).outcome("silo-00", 1, 0, 1.0, 1.0)
+    assert (task_outcome.fails, task_outcome.due, task_outcome.sent) == ("unreachable", 4.0, False)
     assert [strike.place for strike in struck] == [0]
 
 
 @pytest.mark.parametrize(("until", "due"), [(5.0, 10.0), (10.0, 10.0), (15.0, 15.0)])
-def test_a_reply_is_late_for_a_split_only_where_that_lasts_until_it_is_due(until: float, due: float) -> None:
+def test_a_network_split_delays_a_reply_only_if_it_lasts_until_the_reply_is_due(until: float, due: float) -> None:
     (split,) = script({"kind": "split", "time": [2, until]}).faults
     assert outcome_after(split, TaskOutcome(0.0, 10.0, 10.0), 0.0).due == due  # type: ignore[union-attr,arg-type]
 
 
-def test_on_one_stroke_silos_switch_then_replies_arrive_then_the_deadline_is_over() -> None:
+def test_at_one_instant_silos_switch_before_replies_arrive_and_replies_before_the_deadline() -> None:
     timeline = Timeline()
     timeline.deadline(5.0, 0)
     timeline.arrival(5.0, 3, "silo-03", 1)

@@ -1,4 +1,4 @@
-"""A disk that is really full: checkpoints are tried again and the run can be resumed; a silo's task does not fail."""
+"""Full disks: checkpoints are retried and the run can be resumed; the task of a silo does not fail."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests import in_process_run, threaded_run
 from tests.in_process_run import notes
 from tests.threaded_run import resolved
 
-#: A limit on the size of a file stands for a full disk, which to have takes root: the system refuses the write.
+#: A file size limit simulates a full disk, which would need root privileges: the system refuses the write.
 FULL = """
 import resource, sys
 from pathlib import Path
@@ -54,7 +54,7 @@ print(checkpoint.load(root / "run").rounds.version)
 
 
 @pytest.mark.slow
-def test_what_safetensors_says_of_a_full_disk_is_an_error_of_the_disk_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_reported_by_safetensors_is_a_disk_error_and_leaves_no_file(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", FULL, str(tmp_path)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     checkpointed, kept, released, version = done.stdout.splitlines()
@@ -66,7 +66,7 @@ def test_what_safetensors_says_of_a_full_disk_is_an_error_of_the_disk_and_leaves
     assert left == ["run/version-000001/checkpoint.json", "run/version-000001/state-000001.safetensors"]
 
 
-def test_an_error_of_safetensors_without_a_number_is_one_of_the_disk_too(
+def test_a_safetensors_write_error_without_an_error_number_is_an_os_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(*_: object) -> None:
@@ -77,8 +77,8 @@ def test_an_error_of_safetensors_without_a_number_is_one_of_the_disk_too(
         run_folder.write_tensors(tmp_path / "x", {"x": torch.zeros(1)})
 
 
-def refusing(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> list[str]:
-    """A disk that takes no file whose path has ``name`` in it, so many times; gives the files refused."""
+def fail_writes(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> list[str]:
+    """Make the first ``times`` writes to paths that contain ``name`` fail as on a full disk; returns those paths."""
     from safetensors import torch as safetensors
 
     write, refused, lock = safetensors.save_file, list[str](), threading.Lock()
@@ -97,48 +97,48 @@ def refusing(monkeypatch: pytest.MonkeyPatch, name: str, times: int) -> list[str
 
 
 @pytest.mark.slow
-def test_a_full_disk_is_tried_three_times_and_the_run_goes_on_later(
+def test_a_checkpoint_on_a_full_disk_is_tried_three_times_and_the_run_can_be_resumed(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = in_process_run.run(resolved(tiny), tmp_path / "whole").summary.model_digest
+    uninterrupted = in_process_run.run(resolved(tiny), tmp_path / "whole").summary.model_digest
     out = tmp_path / "full"
-    refusing(monkeypatch, "version-000002", 4)
+    fail_writes(monkeypatch, "version-000002", 4)
     with pytest.raises(RunError, match=r"checkpoint could not be written: .*No space left"):
         in_process_run.run(resolved(tiny), out)
     assert len(notes(out, NoteKind.CHECKPOINT_REFUSED)) == 3
     assert not list((out / "checkpoints").glob(".version-*"))
-    assert in_process_run.run(resolved(tiny), out, resume=True).summary.model_digest == whole
+    assert in_process_run.run(resolved(tiny), out, resume=True).summary.model_digest == uninterrupted
     assert len(notes(out, NoteKind.CHECKPOINT_REFUSED)) == 4
 
 
 @pytest.mark.slow
-def test_a_silos_full_disk_ends_its_process_and_not_its_task(
+def test_a_full_disk_of_a_silo_ends_its_process_but_does_not_fail_its_task(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2", "participation=1")
-    whole = in_process_run.run(scenario, tmp_path / "whole").summary.plain()
-    refused = refusing(monkeypatch, f"{os.sep}silo-01{os.sep}", 1)
+    uninterrupted = in_process_run.run(scenario, tmp_path / "whole").summary.plain()
+    refused = fail_writes(monkeypatch, f"{os.sep}silo-01{os.sep}", 1)
     outcome = threaded_run.run(scenario, tmp_path / "full")
     assert len(refused) == 1
     assert outcome.phase is Phase.DONE
     assert outcome.summary.tasks.failed == 0
-    assert outcome.summary.model_digest == whole["model_digest"]
-    assert outcome.summary.personal == whole["personal"]
+    assert outcome.summary.model_digest == uninterrupted["model_digest"]
+    assert outcome.summary.personal == uninterrupted["personal"]
 
 
-def test_a_silos_full_disk_ends_a_run_of_one_process_which_goes_on_later(
+def test_a_full_disk_of_a_silo_ends_a_run_in_one_process_which_can_be_resumed(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scenario = resolved(tiny, "protocol={name: fedper}", "rounds=2", "participation=1")
-    whole = in_process_run.run(scenario, tmp_path / "whole").summary.plain()
-    refusing(monkeypatch, f"{os.sep}silo-01{os.sep}", 1)
+    uninterrupted = in_process_run.run(scenario, tmp_path / "whole").summary.plain()
+    fail_writes(monkeypatch, f"{os.sep}silo-01{os.sep}", 1)
     with pytest.raises(DiskError, match="No space left"):
         in_process_run.run(scenario, tmp_path / "full")
     again = in_process_run.run(scenario, tmp_path / "full", resume=True).summary.plain()
-    assert again["model_digest"] == whole["model_digest"]
+    assert again["model_digest"] == uninterrupted["model_digest"]
 
 
-def test_a_place_that_no_state_can_be_written_to_is_an_error_of_the_disk(tmp_path: Path) -> None:
+def test_a_path_where_no_state_can_be_written_is_a_disk_error(tmp_path: Path) -> None:
     (tmp_path / "silo").write_text("somebody's own")
     with pytest.raises(DiskError, match="a folder that can be written"):
         StateStore(tmp_path / "silo").keep(1, {"x": torch.zeros(1)}, settled=0)

@@ -48,7 +48,7 @@ def reference(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
     return out, outcome.summary.plain()
 
 
-def test_the_summary_has_everything_the_design_lists(reference: tuple[Path, dict[str, object]]) -> None:
+def test_the_summary_has_all_its_fields(reference: tuple[Path, dict[str, object]]) -> None:
     out, _ = reference
     summary = json.loads((out / "summary.json").read_text())
     assert set(summary) == {
@@ -59,7 +59,7 @@ def test_the_summary_has_everything_the_design_lists(reference: tuple[Path, dict
     assert set(summary["per_silo"]) == {"silo-00", "silo-01", "silo-02", "silo-03"}
     assert summary["per_silo"]["silo-02"]["modalities"] == ["image"]
     assert set(summary["fairness"]) == {"std_r1", "worst_r1", "gap_r1"}
-    # Every model that went down came back as an update, without the branch of what a silo lacks.
+    # Each downloaded model is answered by an update without the branch of the modality that the silo lacks.
     (released,) = (out / "model").glob("*.safetensors")
     sizes = {name: array.nbytes for name, array in load_file(released).items()}
     branch = {modality: sum(size for name, size in sizes.items() if name.startswith(prefix))
@@ -87,7 +87,7 @@ def test_metrics_hold_one_line_per_merge_and_per_evaluation(reference: tuple[Pat
     assert sorted(line["version"] for line in lines if line["kind"] == "evaluation") == [0, 2, 4]
 
 
-def test_the_logs_agree_and_say_what_left_each_silo(reference: tuple[Path, dict[str, object]]) -> None:
+def test_the_logs_agree_and_record_what_left_each_silo(reference: tuple[Path, dict[str, object]]) -> None:
     audit = audit_run(reference[0])
     assert not audit.findings
     for silo in ("silo-00", "silo-02", "silo-03"):
@@ -98,7 +98,7 @@ def test_the_logs_agree_and_say_what_left_each_silo(reference: tuple[Path, dict[
     assert of_texts["partial_delta"] > 0
 
 
-def test_the_longest_tasks_of_a_round_go_out_first(tiny: Path, tmp_path: Path) -> None:
+def test_the_longest_tasks_of_a_round_are_sent_first(tiny: Path, tmp_path: Path) -> None:
     lone = "missing_modality={silos: {silo-00: image, silo-01: text}}"
     summary = run(resolved(tiny, "rounds=2", lone), tmp_path).summary.plain()
     work = {name: silo["samples"] * len(silo["modalities"]) for name, silo in summary["per_silo"].items()}
@@ -119,7 +119,9 @@ def test_the_same_seed_gives_the_same_model(
 
 
 @pytest.mark.slow
-def test_a_silo_says_that_its_state_is_gone(tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_silo_reports_that_its_state_is_missing(
+    tiny: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     scenario = resolved(tiny, "protocol=fedper")
     kept, gone = NoteKind.STATE_KEPT, NoteKind.STATE_GONE
 
@@ -142,7 +144,7 @@ def test_another_seed_gives_another_model(
 
 
 def stop_after(merges: int, folder: Path) -> Callable[[], bool]:
-    """True once so many merges are on file."""
+    """A stop condition that holds once ``merges`` merges are in the metrics file."""
     path = RunFolder(folder).metrics
 
     def wanted() -> bool:
@@ -153,7 +155,7 @@ def stop_after(merges: int, folder: Path) -> Callable[[], bool]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("merges", [1, 2, 3])
-def test_a_run_stopped_anywhere_and_resumed_gives_the_same_model(
+def test_a_run_stopped_after_any_merge_and_resumed_gives_the_same_model(
     tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]], merges: int
 ) -> None:
     scenario = resolved(tiny)
@@ -176,21 +178,21 @@ def test_stragglers_past_the_deadline_are_left_out_and_a_resume_changes_nothing(
         "protocol.warmup=2",
     )
     scenario = resolved(tiny, *settings)
-    whole = run(scenario, tmp_path / "whole").summary.plain()
+    uninterrupted = run(scenario, tmp_path / "whole").summary.plain()
     notes = (tmp_path / "whole" / "messages" / "coordinator.jsonl").read_text()
     assert '"reason":"late"' in notes
     assert run(scenario, tmp_path / "parts", stop_wanted=stop_after(4, tmp_path / "parts")).phase is Phase.STOPPED
-    assert run(scenario, tmp_path / "parts", resume=True).summary.model_digest == whole["model_digest"]
+    assert run(scenario, tmp_path / "parts", resume=True).summary.model_digest == uninterrupted["model_digest"]
 
 
-def test_the_wall_clock_gives_a_result_too(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_on_the_wall_clock_completes_and_has_no_virtual_seconds(tiny: Path, tmp_path: Path) -> None:
     outcome = run(resolved(tiny, "clock=wall"), tmp_path)
     assert outcome.phase is Phase.DONE
     assert outcome.summary.seconds.virtual is None
 
 
 @pytest.mark.slow
-def test_a_coordinator_whose_disk_was_slow_calls_nobody_silent(
+def test_a_coordinator_with_a_slow_disk_reports_no_silo_as_lost(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, held = checkpoint.save, BEAT_SECONDS * LOST_BEATS + 0.5
@@ -209,7 +211,7 @@ def test_a_coordinator_whose_disk_was_slow_calls_nobody_silent(
 
 
 def stranger(scenario: Scenario, tried: list[str]) -> Callable[[str, Path], None]:
-    """Somebody who knows everything but has a key of their own making."""
+    """A peer that knows the protocol and all names but has a self-made key."""
 
     def knock(uri: str, keys: Path) -> None:
         own = keys.parent / "strange-keys"
@@ -235,7 +237,7 @@ def test_a_silo_with_an_unknown_key_never_joins(tiny: Path, tmp_path: Path) -> N
 
 
 def hostile(scenario: Scenario, done: list[str]) -> Callable[[str, Path], None]:
-    """A peer with the evaluator's place in nobody's list sends noise of every sort."""
+    """A peer that sends noise, a hello of another run and a hello under an unknown name."""
 
     def attack(uri: str, keys: Path) -> None:
         connection = connect(uri)
@@ -258,7 +260,7 @@ def hostile(scenario: Scenario, done: list[str]) -> Callable[[str, Path], None]:
 
 
 @pytest.mark.slow
-def test_noise_foreign_runs_and_unknown_names_are_refused_counted_and_logged(
+def test_noise_other_runs_and_unknown_names_are_refused_counted_and_logged(
     tiny: Path, tmp_path: Path, reference: tuple[Path, dict[str, object]]
 ) -> None:
     scenario, done = resolved(tiny), list[str]()
@@ -273,14 +275,14 @@ def test_noise_foreign_runs_and_unknown_names_are_refused_counted_and_logged(
 
 
 @pytest.mark.slow
-def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_the_run_goes_on(
+def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_the_run_completes(
     tiny: Path, tmp_path: Path
 ) -> None:
     scenario = resolved(tiny)
     reasons: list[str] = []
 
     def silo(uri: str, keys: Path) -> None:
-        """Joins as silo-00, misbehaves, leaves; then the honest silo-00 takes its place."""
+        """Join as silo-00, misbehave and leave; then the honest silo-00 takes its place."""
         connection, session, beat = joined(scenario, uri, keys)
         first = seal_message(session, Message(beat))
         connection.send(first.frames)
@@ -292,9 +294,9 @@ def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_th
         clear = first.frames[0]
         connection.send((clear, b"\0" * 3))  # truncated below its tag
         connection.send((clear, bytes((1 << 26) + 17)))  # oversized
-        connection.send((bytes(clear).replace(session.session, b"f" * 16), first.frames[1]))  # of a foreign session
+        connection.send((bytes(clear).replace(session.session, b"f" * 16), first.frames[1]))  # of an unknown session
         kept = seal_message(session, Message(beat))
-        connection.send(kept.frames)  # a gap: the damaged one never counted
+        connection.send(kept.frames)  # a gap: the damaged message was not counted
         time.sleep(1.0)
         connection.close()
         reasons.append("done")
@@ -312,7 +314,7 @@ def test_replayed_reordered_and_damaged_frames_of_a_real_silo_are_refused_and_th
     assert refused["gap"] == 1
 
 
-def test_a_capture_of_all_frames_holds_no_tensor_and_no_name_of_what_is_inside(
+def test_captured_frames_contain_no_tensor_data_and_no_field_names(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     captured: list[bytes] = []
@@ -334,29 +336,29 @@ def test_a_capture_of_all_frames_holds_no_tensor_and_no_name_of_what_is_inside(
             continue
         raw = tensor.numpy().tobytes()
         assert raw[:16] not in wire, name
-    assert b"layout_digest" not in wire  # nor the names of what is inside
+    assert b"layout_digest" not in wire  # nor the names of fields and payload kinds
     assert Delta.KIND.encode() not in wire
 
 
-class Slow:
-    """An evaluator that answers nobody until ``enough`` evaluations are under way, and looks what happens then."""
+class SlowEvaluator:
+    """An evaluator that waits until ``enough`` evaluations are requested and counts the requests shortly after."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.asked: set[int] = set()
-        self.enough, self.stood = threading.Event(), 0
+        self.enough, self.requests_seen = threading.Event(), 0
         ask, answer = EvaluationRequests.evaluate, Evaluator.evaluate
 
         def asking(measuring: EvaluationRequests, version: int, state: State) -> None:
             ask(measuring, version, state)
-            self.asked.add(version)  # version 0 twice where the evaluator comes later than it
+            self.asked.add(version)  # version 0 is requested twice if the evaluator joins late
             if len(self.asked) > UNDER_WAY:
                 self.enough.set()
 
         def answering(evaluator: Evaluator, payloads: Sequence[Payload]) -> Metrics:
-            if not self.stood:
+            if not self.requests_seen:
                 assert self.enough.wait(60)
-                time.sleep(0.7)  # in which thirty rounds would go by
-                self.stood = len(self.asked)
+                time.sleep(0.7)  # time for some thirty rounds if they did not wait
+                self.requests_seen = len(self.asked)
             return answer(evaluator, payloads)
 
         monkeypatch.setattr(EvaluationRequests, "evaluate", asking)
@@ -370,9 +372,9 @@ def test_rounds_wait_for_an_evaluator_that_falls_far_behind(
     tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alone = run(resolved(tiny, *LONG, "evaluation.every=0"), tmp_path / "alone")
-    slow = Slow(monkeypatch)
+    slow = SlowEvaluator(monkeypatch)
     outcome = run(resolved(tiny, *LONG), tmp_path / "slow")
-    assert slow.stood == UNDER_WAY + 1  # without the bound all seventeen would have been asked for
+    assert slow.requests_seen == UNDER_WAY + 1  # without the bound, all 17 would have been requested
     assert outcome.summary.model_digest == alone.summary.model_digest
     lines = [json.loads(line) for line in (tmp_path / "slow" / "metrics.jsonl").read_text().splitlines()]
     assert [line["version"] for line in lines if line["kind"] == "evaluation"] == list(range(17))
@@ -383,11 +385,11 @@ def test_a_run_that_waits_for_its_evaluator_can_be_stopped_and_resumed(
 ) -> None:
     alone = run(resolved(tiny, *LONG), tmp_path / "alone")
     with monkeypatch.context() as patched:
-        slow = Slow(patched)
+        slow = SlowEvaluator(patched)
         stopped = run(resolved(tiny, *LONG), tmp_path / "stopped", stop_wanted=slow.enough.is_set)
     assert stopped.phase is Phase.STOPPED
     lines = [json.loads(line) for line in (tmp_path / "stopped" / "metrics.jsonl").read_text().splitlines()]
-    # The merge that waited is none: neither its line nor its checkpoint is there.
+    # The merge that waited for the evaluator is dropped: it has neither a line nor a checkpoint.
     assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, UNDER_WAY))
     outcome = run(resolved(tiny, *LONG), tmp_path / "stopped", resume=True)
     assert outcome.summary.model_digest == alone.summary.model_digest
@@ -397,10 +399,10 @@ def test_a_run_that_waits_for_its_evaluator_can_be_stopped_and_resumed(
 
 
 @pytest.mark.parametrize(
-    ("useless", "merged", "said"), [(99, UNDER_WAY - 1, "--resume continues"), (1, 16, "is trained")]
+    ("useless", "merged", "detail"), [(99, UNDER_WAY - 1, "--resume continues"), (1, 16, "is trained")]
 )
-def test_answers_that_are_no_evaluation_end_a_run_where_they_leave_nothing_to_wait_for(
-    useless: int, merged: int, said: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_invalid_evaluations_end_a_run_that_has_no_other_evaluation_to_wait_for(
+    useless: int, merged: int, detail: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answer, answered = Evaluator.evaluate, itertools.count()
 
@@ -409,7 +411,7 @@ def test_answers_that_are_no_evaluation_end_a_run_where_they_leave_nothing_to_wa
         return Metrics({}, {}) if next(answered) < useless else found
 
     monkeypatch.setattr(Evaluator, "evaluate", answering)
-    with pytest.raises(RunError, match=f"sent an invalid evaluation.*{said}"):
+    with pytest.raises(RunError, match=f"sent an invalid evaluation.*{detail}"):
         run(resolved(tiny, *LONG), tmp_path / "run")
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [line["version"] for line in lines if line["kind"] == "merge"] == list(range(1, merged + 1))

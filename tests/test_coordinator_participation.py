@@ -1,4 +1,4 @@
-"""Who is asked: draws, traces, and what the scenario may say about them."""
+"""Client selection: sampling, availability traces, and the scenario keys that control them."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from fedmq.errors import InputError
 SILOS = ("silo-00", "silo-01", "silo-02", "silo-03")
 
 
-def test_a_cohort_is_the_floor_of_the_share_and_at_least_one() -> None:
+def test_a_cohort_size_is_the_rate_rounded_down_and_at_least_one() -> None:
     assert [cohort_size(rate, 4) for rate in (1.0, 0.74, 0.5, 0.01)] == [4, 2, 2, 1]
     assert cohort_size(0.29, 100) == 29
 
 
-def test_a_uniform_draw_is_uniform_and_one_absence_does_not_reshuffle_the_others() -> None:
+def test_uniform_sampling_is_uniform_and_an_absent_silo_does_not_reshuffle_the_others() -> None:
     counts = Counter(silo for version in range(2000) for silo in Sampling().choose(1, version, SILOS, 2, {}))
     assert all(abs(counts[silo] - 1000) < 100 for silo in SILOS)
     for version in range(50):
@@ -31,20 +31,20 @@ def test_a_uniform_draw_is_uniform_and_one_absence_does_not_reshuffle_the_others
         assert set(everyone) - {"silo-03"} <= set(Sampling().choose(1, version, SILOS[:-1], 2, {}))
 
 
-def test_a_draw_by_data_takes_a_silo_as_often_as_its_samples_say() -> None:
+def test_sampling_by_data_selects_silos_in_proportion_to_their_samples() -> None:
     by_data = Sampling({"silo-00": 10, "silo-01": 20, "silo-02": 30, "silo-03": 40})
     counts = Counter(by_data.choose(1, version, SILOS, 1, {})[0] for version in range(4000))
     assert [counts[silo] / 4000 for silo in SILOS] == pytest.approx([0.1, 0.2, 0.3, 0.4], abs=0.03)
 
 
-def test_a_draw_by_equal_data_is_the_uniform_draw() -> None:
+def test_sampling_by_equal_data_is_uniform_sampling() -> None:
     for version in range(20):
         assert Sampling(dict.fromkeys(SILOS, 7)).choose(1, version, SILOS, 2, {}) == Sampling().choose(
             1, version, SILOS, 2, {}
         )
 
 
-def test_power_of_choice_takes_the_highest_losses_among_its_candidates_only() -> None:
+def test_power_of_choice_selects_the_highest_losses_among_its_candidates_only() -> None:
     losses = dict(zip(SILOS, (4.0, 3.0, 2.0, 1.0), strict=True))
     choice = Sampling(dict.fromkeys(SILOS, 1), candidates=2)
     taken = Counter(choice.choose(1, version, SILOS, 1, losses)[0] for version in range(1200))
@@ -52,7 +52,7 @@ def test_power_of_choice_takes_the_highest_losses_among_its_candidates_only() ->
     assert [taken[silo] / 1200 for silo in SILOS] == pytest.approx([1 / 2, 1 / 3, 1 / 6, 0], abs=0.05)
 
 
-def test_candidates_are_those_of_the_scenario_and_of_power_of_choice_alone() -> None:
+def test_only_power_of_choice_has_candidates_and_the_scenario_sets_their_number() -> None:
     assert sampling_of(Participation(kind="power_of_choice"), {}).candidates == 0
     assert sampling_of(Participation(kind="power_of_choice", candidates=4), {}).candidates == 4
     assert sampling_of(Participation(kind="by_data"), {"silo-00": 2}) == Sampling({"silo-00": 2})
@@ -62,23 +62,23 @@ def test_candidates_are_those_of_the_scenario_and_of_power_of_choice_alone() -> 
 TRACE = Trace({"silo-00": ((0.0, 10.0), (20.0, 30.0)), "silo-01": ((5.0, 40.0),)})
 
 
-def test_a_silo_is_on_from_the_first_moment_of_an_interval_up_to_its_end() -> None:
+def test_an_interval_includes_its_start_and_excludes_its_end() -> None:
     assert [TRACE.on("silo-00", at) for at in (0.0, 9.9, 10.0, 20.0, 30.0)] == [True, True, False, True, False]
     assert TRACE.on("silo-03", 1e9)  # not listed
 
 
-def test_changes_follow_one_another_and_end() -> None:
+def test_the_next_change_of_a_trace_is_found_until_the_trace_ends() -> None:
     assert [TRACE.next_change("silo-00", at) for at in (0.0, 10.0, 25.0, 30.0)] == [10.0, 20.0, 30.0, math.inf]
     assert TRACE.next_change("silo-03", 0.0) == math.inf
 
 
-def test_a_reply_due_while_its_silo_is_off_comes_when_it_is_on_again() -> None:
+def test_a_reply_due_while_its_silo_is_off_arrives_when_it_is_on_again() -> None:
     assert TRACE.outcome_at("silo-00", 5.0, 8.0, wait=True) == 8.0
     assert TRACE.outcome_at("silo-00", 5.0, 12.0, wait=True) == 20.0
     assert TRACE.outcome_at("silo-00", 5.0, 22.0, wait=True) == 22.0
 
 
-def test_a_task_is_lost_when_its_silo_goes_off_and_that_is_known_by_its_being_off_then() -> None:
+def test_without_waiting_a_task_is_lost_at_the_moment_its_silo_goes_off() -> None:
     at = TRACE.outcome_at("silo-00", 5.0, 12.0, wait=False)
     assert at == 10.0
     assert not TRACE.on("silo-00", at)
@@ -90,7 +90,9 @@ def test_a_task_is_lost_when_its_silo_goes_off_and_that_is_known_by_its_being_of
 
 @settings(max_examples=100, deadline=None)
 @given(st.floats(0.5, 1e5), st.floats(0.05, 0.95), st.integers(0, 50), st.floats(0, 1e6))
-def test_diurnal_silos_go_on_and_off_by_turns_for_ever(period: float, share: float, seed: int, begin: float) -> None:
+def test_diurnal_silos_alternate_between_on_and_off_without_end(
+    period: float, share: float, seed: int, begin: float
+) -> None:
     trace = diurnal(Diurnal(period=period, share=share), seed, SILOS)
     at, times = begin, [begin]
     for _ in range(7):
@@ -110,14 +112,14 @@ def test_half_of_the_silos_are_on_at_any_hour_of_a_diurnal_day() -> None:
     assert diurnal(Diurnal(share=1.0), 3, silos) == Trace()
 
 
-def test_a_trace_is_read_and_repeats(tmp_path: Path) -> None:
+def test_a_trace_is_read_and_can_repeat(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("silo,on,off\nsilo-00,0,10\nsilo-01,5,8\nsilo-00,20,30\n\n")
     assert read_trace(path, SILOS).intervals == {"silo-00": ((0.0, 10.0), (20.0, 30.0)), "silo-01": ((5.0, 8.0),)}
     repeated = read_trace(path, SILOS, 30.0)
     assert [repeated.on("silo-01", at) for at in (5.0, 8.0, 35.0, 38.0, 3005.0)] == [True, False, True, False, True]
     assert repeated.next_on("silo-01", 8.0) == 35.0
-    assert repeated.next_change("silo-00", 20.0) == 40.0  # on at the end of one turn and the start of the next
+    assert repeated.next_change("silo-00", 20.0) == 40.0  # on at the end of one period and at the start of the next
 
 
 @pytest.mark.parametrize(
@@ -135,7 +137,7 @@ def test_a_trace_is_read_and_repeats(tmp_path: Path) -> None:
         ("silo,on,off\nsilo-00,0,101\n", "line 2", "<= 100"),
     ],
 )
-def test_a_trace_that_is_none_is_refused_with_its_line(tmp_path: Path, text: str, place: str, allowed: str) -> None:
+def test_an_invalid_trace_is_refused_with_its_line(tmp_path: Path, text: str, place: str, allowed: str) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(text)
     with pytest.raises(InputError) as caught:
@@ -151,7 +153,7 @@ def test_a_missing_trace_is_named(tmp_path: Path) -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ scenarios
-def test_a_bare_number_is_the_rate_and_settings_reach_below_it(tiny: Path) -> None:
+def test_a_bare_number_is_the_participation_rate_and_other_keys_can_be_set_beside_it(tiny: Path) -> None:
     assert scenarios.load(tiny).participation == Participation(rate=0.75)
     assert scenarios.load(tiny, ["participation=0.5"]).participation == Participation(rate=0.5)
     reached = scenarios.load(tiny, ["participation.kind=by_data"]).participation
@@ -170,21 +172,21 @@ def test_a_bare_number_is_the_rate_and_settings_reach_below_it(tiny: Path) -> No
         ("participation=half", "number"),
     ],
 )
-def test_participation_that_does_not_fit_together_is_refused(tiny: Path, setting: str, allowed: str) -> None:
+def test_inconsistent_participation_is_refused(tiny: Path, setting: str, allowed: str) -> None:
     with pytest.raises(InputError) as caught:
         scenarios.load(tiny, [setting])
     assert "participation" in str(caught.value)
     assert allowed in str(caught.value)
 
 
-def test_a_trace_may_begin_with_the_mark_of_windows(tmp_path: Path) -> None:
+def test_a_trace_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text("silo,on,off\nsilo-00,0,10\n", "utf-8-sig")
     assert read_trace(path, SILOS).intervals == {"silo-00": ((0.0, 10.0),)}
 
 
 @pytest.mark.parametrize("bad", [b'"5" 5', b"\xff", b'"5'])
-def test_what_is_no_csv_or_no_text_is_named_with_its_line(tmp_path: Path, bad: bytes) -> None:
+def test_a_malformed_line_of_a_trace_is_named_with_its_number(tmp_path: Path, bad: bytes) -> None:
     path = tmp_path / "trace.csv"
     path.write_bytes(b"silo,on,off\nsilo-00,0,1\nsilo-00,2," + bad)
     with pytest.raises(InputError, match=r"trace\.csv: line 3: "):

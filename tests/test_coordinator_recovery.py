@@ -1,4 +1,4 @@
-"""Silos that go silent: noticed within two beats, waited for or given up, and back as if nothing had been."""
+"""Lost silos: noticed within two heartbeats, waited for or given up; one that returns does not change the result."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def silent(scenario: Scenario, out: Path, *, returns: bool) -> Callable[[str, Path], None]:
-    """A silo-00 that joins, takes its task and is never heard again; or whose machine comes back after a while."""
+    """A silo-00 that joins and falls silent; with ``returns``, it rejoins after four heartbeats."""
 
     def join(uri: str, keys: Path) -> None:
         connection, session, beat = joined(scenario, uri, keys)
@@ -59,9 +59,11 @@ def notes(found: list[LogRecord], kind: NoteKind) -> list[NoteRecord]:
     return [record for record in found if isinstance(record, NoteRecord) and record.text is kind]
 
 
-def test_a_lost_silo_is_noticed_within_two_beats_waited_for_and_changes_nothing(tiny: Path, tmp_path: Path) -> None:
+def test_a_lost_silo_is_noticed_within_two_heartbeats_and_its_return_changes_nothing(
+    tiny: Path, tmp_path: Path
+) -> None:
     scenario = resolved(tiny, "rounds=3", "participation=1")
-    whole = run(scenario, tmp_path / "whole").summary.plain()
+    uninterrupted = run(scenario, tmp_path / "whole").summary.plain()
     out = tmp_path / "lost"
     outcome = run(scenario, out, silos=scenario.silo_names[1:], others=[silent(scenario, out, returns=True)])
     log = records(out)
@@ -69,13 +71,13 @@ def test_a_lost_silo_is_noticed_within_two_beats_waited_for_and_changes_nothing(
     messages = [each for each in log[: lost.n] if isinstance(each, MessageRecord)]
     heard = [each for each in messages if each.action == "received" and each.header.sender == "silo-00"]
     silence = at(lost) - at(heard[-1])
-    assert 2 * BEAT <= silence < 2 * BEAT + 2.0  # and the time until the loop looks around on a busy machine
+    assert 2 * BEAT <= silence < 2 * BEAT + 2.0  # plus the time until the loop checks on a busy machine
     assert not notes(log, NoteKind.TASK_FAILED)
-    assert outcome.summary.model_digest == whole["model_digest"]
+    assert outcome.summary.model_digest == uninterrupted["model_digest"]
 
 
 @pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
-def test_in_real_time_a_silo_that_stays_away_is_given_up_and_the_others_go_on(
+def test_on_the_wall_clock_a_silo_that_stays_away_is_given_up_and_the_others_continue(
     tiny: Path, tmp_path: Path, mode: str
 ) -> None:
     settings = ("clock=wall", "rounds=3", "participation=1", "aggregation.lost_after=2", f"aggregation.mode={mode}")
@@ -84,12 +86,12 @@ def test_in_real_time_a_silo_that_stays_away_is_given_up_and_the_others_go_on(
     assert outcome.phase is Phase.DONE
     assert outcome.summary.per_silo["silo-00"].participations == 0
     failed = {(each.facts["silo"], each.facts["reason"]) for each in notes(records(tmp_path), NoteKind.TASK_FAILED)}
-    # Without rounds to wait for it, the run may be over before the silo is.
+    # In async mode nothing waits for the silo, so the run may end before it is given up.
     assert ("silo-00", "stayed away") in failed or mode == "async"
 
 
 def dying(scenario: Scenario) -> Callable[[str, Path], None]:
-    """A silo-00 whose machine dies just after its first answer, long before anybody can call it silent."""
+    """A silo-00 whose machine dies just after its first answer, long before it can be noticed as silent."""
 
     def join(uri: str, keys: Path) -> None:
         connection, session, beat = joined(scenario, uri, keys)
@@ -109,7 +111,7 @@ def dying(scenario: Scenario) -> Callable[[str, Path], None]:
     return join
 
 
-def test_a_silo_to_whom_a_message_cannot_be_delivered_is_lost_as_any_other(tiny: Path, tmp_path: Path) -> None:
+def test_a_silo_is_reported_lost_when_a_message_to_it_cannot_be_delivered(tiny: Path, tmp_path: Path) -> None:
     settings = ("clock=wall", "rounds=3", "participation=1", "aggregation.lost_after=2", "evaluation.every=0")
     scenario, until = resolved(tiny, *settings), time.monotonic() + 60
     outcome = run(

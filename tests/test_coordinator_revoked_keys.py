@@ -1,4 +1,4 @@
-"""Runs that go on without a silo: its key was taken back, or it had been given up when the coordinator died."""
+"""Runs that resume without a silo: its key was revoked, or it was given up before the coordinator stopped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tests.threaded_run import resolved, run_of
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_a_run_goes_on_without_a_silo_whose_key_was_taken_back(tiny: Path, tmp_path: Path, mode: str) -> None:
+def test_a_run_resumes_without_a_silo_whose_key_was_revoked(tiny: Path, tmp_path: Path, mode: str) -> None:
     scenario = resolved(tiny, "rounds=6", "participation=1.0", "evaluation.every=0", f"aggregation.mode={mode}")
     metrics, asked = tmp_path / "metrics.jsonl", list[str]()
 
@@ -43,7 +43,7 @@ def test_a_run_goes_on_without_a_silo_whose_key_was_taken_back(tiny: Path, tmp_p
     assert not audit_run(tmp_path).findings
 
 
-def test_a_run_does_not_go_on_without_any_silo_or_the_evaluator_nor_begin_without_one(
+def test_a_run_starts_only_with_all_keys_and_resumes_only_with_those_of_a_silo_and_the_evaluator(
     tiny: Path, tmp_path: Path
 ) -> None:
     scenario, keys = resolved(tiny), tmp_path / "keys"
@@ -66,7 +66,7 @@ def test_a_run_does_not_go_on_without_any_silo_or_the_evaluator_nor_begin_withou
         started(resume=True)
 
 
-def test_a_run_does_not_go_on_if_nobody_it_may_ask_is_left(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_does_not_resume_without_an_eligible_silo(tiny: Path, tmp_path: Path) -> None:
     lone = "missing_modality.silos={silo-00: image, silo-01: text, silo-02: image}"
     scenario, keys = resolved(tiny, "protocol=paired_only", lone), tmp_path / "keys"
     init_keys(keys, ("coordinator", "evaluator", *scenario.silo_names))
@@ -75,7 +75,7 @@ def test_a_run_does_not_go_on_if_nobody_it_may_ask_is_left(tiny: Path, tmp_path:
         run_coordinator(CoordinatorArguments(run_of(scenario), "memory://nobody", keys, tmp_path / "run", resume=True))
 
 
-def test_a_resumed_run_begins_without_the_silos_it_had_given_up() -> None:
+def test_a_resumed_run_does_not_wait_for_silos_given_up_before() -> None:
     rounds, _ = gathered(plan())
     rounds = replace(rounds.after_merge(), gone=frozenset({"silo-03"}))
     for silo in SILOS[:3]:

@@ -1,4 +1,4 @@
-"""The rounds machine: every event in every phase, and what no sequence of events may ever do."""
+"""The rounds state machine: every event in every phase, and invariants of all sequences of events."""
 
 from __future__ import annotations
 
@@ -65,13 +65,13 @@ def test_the_first_round_begins_once_every_silo_has_joined() -> None:
     assert actions == tuple(Send(silo, 1, 0, 0) for silo in SILOS)
 
 
-def test_a_round_merges_in_the_fixed_silo_order_whoever_comes_first() -> None:
+def test_a_round_merges_in_the_fixed_silo_order_whatever_the_order_of_arrival() -> None:
     rounds, sends = gathered(plan())
     _, actions = answer(rounds, sends[::-1])
     assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in SILOS)),)
 
 
-def test_a_merge_leads_to_the_next_round_and_the_last_one_to_the_end() -> None:
+def test_a_merge_starts_the_next_round_and_the_last_merge_ends_the_run() -> None:
     rounds, sends = gathered(plan(rounds=2))
     for version in (1, 2):
         rounds, _ = answer(rounds, sends)
@@ -114,7 +114,7 @@ def test_illegal_events_raise_and_change_nothing(phase: Phase) -> None:
             assert repr(rounds) == before
 
 
-def test_an_expelled_silos_task_is_dropped_and_the_run_begins_without_it() -> None:
+def test_the_task_of_an_expelled_silo_is_dropped_and_the_run_starts_without_it() -> None:
     live, _ = gathered(plan(mode="buffered", participation=0.5, buffer=1))
     live, (merge,) = live.handle(Arrived(min(live.pending), 1))
     (slow,) = live.pending
@@ -131,14 +131,14 @@ def test_an_expelled_silos_task_is_dropped_and_the_run_begins_without_it() -> No
     assert {action.silo for action in actions if isinstance(action, Send)} < set(others)
 
 
-def test_a_silo_is_expelled_while_silos_gather_only() -> None:
+def test_silos_can_be_expelled_only_while_gathering() -> None:
     assert [phase for phase in Phase if Expelled in TABLE[phase]] == [Phase.GATHERING]
     assert TABLE[Phase.GATHERING][Expelled] == (Phase.GATHERING,)
     with pytest.raises(IllegalEventError, match="silo-77"):
         Rounds(plan()).handle(Expelled("silo-77"))
 
 
-def test_an_aborted_evaluation_stops_a_run_whose_rounds_are_done_and_no_other() -> None:
+def test_an_aborted_evaluation_stops_only_a_run_whose_rounds_are_done() -> None:
     assert [phase for phase in Phase if EvaluationAborted in TABLE[phase]] == [Phase.DONE]
     rounds, sends = gathered(plan(rounds=1))
     rounds, _ = answer(rounds, sends)
@@ -147,7 +147,7 @@ def test_an_aborted_evaluation_stops_a_run_whose_rounds_are_done_and_no_other() 
     assert rounds.handle(EvaluationAborted()) == (replace(rounds, phase=Phase.STOPPED), ())
 
 
-def test_every_action_names_the_event_that_it_follows_from() -> None:
+def test_every_action_names_the_event_that_caused_it() -> None:
     rounds, sends = gathered(plan(patience=9.0))
     assert {send.cause for send in sends} == {0}, "silos joined, which is no event of the run's timeline"
     for number, send in enumerate(sends, 1):
@@ -169,7 +169,7 @@ def test_an_unknown_silo_and_a_wrong_version_are_illegal() -> None:
         rounds.handle(Merged(7))
 
 
-def test_the_deadline_merges_what_is_there_if_it_is_a_quorum() -> None:
+def test_the_deadline_merges_the_arrived_replies_once_they_are_a_quorum() -> None:
     rounds, sends = gathered(plan(patience=5.0, quorum=0.5))
     rounds, _ = answer(rounds, sends[:1])
     rounds, actions = rounds.handle(Deadline(0))
@@ -178,7 +178,7 @@ def test_the_deadline_merges_what_is_there_if_it_is_a_quorum() -> None:
     assert actions == (Merge(0, (Arrived("silo-00", 1), Arrived("silo-01", 1))),)
 
 
-def test_stragglers_are_not_asked_again_until_they_answered_and_come_too_late() -> None:
+def test_stragglers_are_not_selected_before_they_reply_and_their_late_replies_are_discarded() -> None:
     rounds, sends = gathered(plan(patience=5.0, quorum=0.5))
     rounds, _ = answer(rounds, sends[:2])
     rounds, _ = rounds.handle(Deadline(0))
@@ -189,14 +189,14 @@ def test_stragglers_are_not_asked_again_until_they_answered_and_come_too_late() 
     assert actions == (Discard("silo-03", 1, "late"),)
 
 
-def test_a_silo_that_returns_gets_its_open_task_under_the_same_number() -> None:
+def test_a_returning_silo_gets_its_pending_task_with_the_same_sequence_number() -> None:
     rounds, _ = gathered(plan())
     rounds, _ = rounds.handle(Lost("silo-02"))
     _, actions = rounds.handle(Joined("silo-02"))
     assert actions == (Send("silo-02", 1, 0, 0),)
 
 
-def test_a_silo_given_up_shrinks_the_cohort_and_is_asked_again_once_it_is_back() -> None:
+def test_a_silo_given_up_shrinks_the_cohort_until_it_rejoins() -> None:
     rounds, sends = gathered(plan())
     rounds, _ = answer(rounds, sends[:3])
     rounds, _ = rounds.handle(Lost("silo-03"))
@@ -208,7 +208,7 @@ def test_a_silo_given_up_shrinks_the_cohort_and_is_asked_again_once_it_is_back()
     assert not rounds.gone
 
 
-def test_a_silo_that_is_back_before_it_is_given_up_has_failed_a_task_and_is_asked_the_next() -> None:
+def test_a_silo_that_rejoins_before_it_is_given_up_fails_its_task_and_is_selected_again() -> None:
     rounds, sends = gathered(plan())
     rounds, _ = answer(rounds, sends[:3])
     rounds, _ = rounds.handle(Lost("silo-03"))
@@ -220,7 +220,7 @@ def test_a_silo_that_is_back_before_it_is_given_up_has_failed_a_task_and_is_aske
     assert not rounds.gone
 
 
-def test_when_everybody_is_gone_the_round_waits_and_begins_again_with_whoever_returns() -> None:
+def test_when_all_silos_are_gone_the_round_waits_for_the_first_to_return() -> None:
     rounds, sends = gathered(plan())
     for send in sends:
         rounds, _ = rounds.handle(Lost(send.silo))
@@ -232,7 +232,7 @@ def test_when_everybody_is_gone_the_round_waits_and_begins_again_with_whoever_re
     assert actions == (Send("silo-01", 2, 1, 1),)
 
 
-def test_participation_takes_the_floor_and_at_least_one() -> None:
+def test_the_cohort_size_is_rounded_down_and_at_least_one() -> None:
     assert plan(participation=0.5).cohort_size(0) == 2
     assert plan(participation=0.74).cohort_size(0) == 2
     assert plan(participation=0.01).cohort_size(0) == 1
@@ -242,7 +242,7 @@ def test_participation_takes_the_floor_and_at_least_one() -> None:
     )
 
 
-def test_an_opening_round_asks_everybody_once_and_waits_for_all_of_them() -> None:
+def test_an_opening_round_selects_all_silos_once_and_waits_for_all_of_them() -> None:
     rounds, sends = gathered(plan(participation=0.5, first_round_selects_all=True))
     assert [send.silo for send in sends] == list(SILOS)
     rounds, actions = answer(rounds, sends[:3])
@@ -254,17 +254,17 @@ def test_an_opening_round_asks_everybody_once_and_waits_for_all_of_them() -> Non
     assert len(again) == len(rounds.cohort) == 2
 
 
-def test_modes_without_rounds_have_no_opening() -> None:
+def test_buffered_mode_has_no_opening_round() -> None:
     _, sends = gathered(plan(participation=0.5, first_round_selects_all=True, mode="buffered"))
     assert len(sends) == 2
 
 
-def test_a_method_that_may_ask_nobody_is_refused() -> None:
+def test_a_plan_without_eligible_silos_is_refused() -> None:
     with pytest.raises(ValueError, match="none of the silos"):
         plan(eligible=())
 
 
-def test_the_machine_survives_a_checkpoint_between_rounds() -> None:
+def test_the_state_machine_is_restored_from_a_checkpoint_between_rounds() -> None:
     rounds, sends = gathered(plan(patience=5.0, quorum=0.5))
     rounds, _ = answer(rounds, sends[:2])
     rounds, _ = rounds.handle(Deadline(0))
@@ -281,8 +281,8 @@ def test_the_machine_survives_a_checkpoint_between_rounds() -> None:
     assert replace(restored, online=live.online) == live
 
 
-#: What happens next, mostly of a silo that is at a task; the number says which of those it can happen to.
-HAPPENINGS = st.tuples(
+#: A kind of event, mostly of a silo with a pending task, and a number that picks the silo.
+EVENT_CHOICES = st.tuples(
     st.sampled_from(
         ["reply"] * 8 + ["fail", "give up", "lose", "join", "off", "on", "deadline", "repeat", "old deadline", "abort"]
     ),
@@ -290,8 +290,8 @@ HAPPENINGS = st.tuples(
 )
 
 
-def happening(rounds: Rounds, what: str, number: int) -> Event:
-    """An event for the machine as it stands; a merge that is under way is done first, but for now and then."""
+def chosen_event(rounds: Rounds, what: str, number: int) -> Event:
+    """The chosen event for the present state; during a merge, a reply or a failure becomes the end of the merge."""
     if rounds.phase is Phase.MERGING and what in {"reply", "fail"}:
         return Merged(rounds.version + 1)
     out = sorted(rounds.pending)
@@ -332,22 +332,22 @@ PLANS = st.builds(
 
 
 def stalled(rounds: Rounds) -> bool:
-    """Whether nothing is out though somebody could be asked."""
-    askable = set(rounds.plan.eligible) - rounds.gone - rounds.off
-    return rounds.phase is Phase.COLLECTING and not rounds.pending and bool(askable)
+    """Whether no task is pending although a silo could be selected."""
+    selectable = set(rounds.plan.eligible) - rounds.gone - rounds.off
+    return rounds.phase is Phase.COLLECTING and not rounds.pending and bool(selectable)
 
 
-class Book:
-    """What has happened to a machine so far, and what may never happen; an event is taken or was illegal."""
+class InvariantChecker:
+    """Feeds events to a state machine and checks its invariants; an illegal event must change nothing."""
 
     def __init__(self, plan_: RoundsPlan) -> None:
         self.rounds = Rounds(plan_)
         self.merged: set[tuple[str, int]] = set()
         self.bases: dict[tuple[str, int], int] = {}
         for silo in SILOS:
-            self.take(Joined(silo))
+            self.feed(Joined(silo))
 
-    def take(self, event: Event) -> None:
+    def feed(self, event: Event) -> None:
         before = self.rounds
         try:
             self.rounds, actions = before.handle(event)
@@ -359,13 +359,13 @@ class Book:
         assert rounds.phase in TABLE[before.phase][type(event)]
         assert not stalled(rounds)
         for action in actions:
-            self.note(action, event)
+            self.check_action(action, event)
         if plan_.mode != "sync":
             cohort = plan_.cohort_size(rounds.version)
             waiting = len(rounds.arrived) if plan_.wanted(rounds.version) == cohort else 0
             assert len(rounds.pending) + waiting <= cohort
 
-    def note(self, action: Action, event: Event) -> None:
+    def check_action(self, action: Action, event: Event) -> None:
         rounds, allowed = self.rounds, allowed_age(self.rounds.plan)
         if isinstance(action, Merge):
             keys = {(reply.silo, reply.sequence) for reply in action.replies}
@@ -384,26 +384,26 @@ class Book:
 
 
 @settings(max_examples=150, deadline=None)
-@given(PLANS, st.lists(HAPPENINGS, min_size=20, max_size=60))
-def test_whatever_happens_nothing_is_merged_twice_too_stale_or_never_and_versions_rise_by_one(
-    plan_: RoundsPlan, happenings: list[tuple[str, int]]
+@given(PLANS, st.lists(EVENT_CHOICES, min_size=20, max_size=60))
+def test_no_sequence_of_events_merges_a_reply_twice_or_too_stale_stalls_a_run_or_skips_a_version(
+    plan_: RoundsPlan, choices: list[tuple[str, int]]
 ) -> None:
-    book = Book(plan_)
-    for what, number in happenings:
-        book.take(happening(book.rounds, what, number))
+    checker = InvariantChecker(plan_)
+    for what, number in choices:
+        checker.feed(chosen_event(checker.rounds, what, number))
 
 
-def test_the_machine_of_the_property_merges_several_times_in_most_examples() -> None:
-    """Events drawn blind hardly ever merge; then the property above would hold of anything."""
+def test_most_random_event_sequences_merge_several_times() -> None:
+    """Events drawn regardless of the state rarely merge; the invariants above would then hold trivially."""
     reached: list[int] = []
 
     @settings(max_examples=40, deadline=None, database=None, derandomize=True)
-    @given(PLANS.map(lambda each: replace(each, rounds=6)), st.lists(HAPPENINGS, min_size=20, max_size=60))
-    def play(plan_: RoundsPlan, happenings: list[tuple[str, int]]) -> None:
-        book = Book(plan_)
-        for what, number in happenings:
-            book.take(happening(book.rounds, what, number))
-        reached.append(book.rounds.version)
+    @given(PLANS.map(lambda each: replace(each, rounds=6)), st.lists(EVENT_CHOICES, min_size=20, max_size=60))
+    def play(plan_: RoundsPlan, choices: list[tuple[str, int]]) -> None:
+        checker = InvariantChecker(plan_)
+        for what, number in choices:
+            checker.feed(chosen_event(checker.rounds, what, number))
+        reached.append(checker.rounds.version)
 
     play()
     assert sum(version >= 2 for version in reached) > len(reached) / 2
@@ -417,7 +417,7 @@ def allowed_age(plan_: RoundsPlan) -> float:
 
 @settings(max_examples=80, deadline=None)
 @given(PLANS, st.randoms(use_true_random=False))
-def test_replies_in_any_order_and_a_failure_now_and_then_lead_to_the_end(plan_: RoundsPlan, chance: Random) -> None:
+def test_a_run_ends_with_replies_in_any_order_and_occasional_failures(plan_: RoundsPlan, chance: Random) -> None:
     rounds, _ = gathered(plan_)
     failures, events = 6, 0
     while rounds.phase is not Phase.DONE:
@@ -440,8 +440,10 @@ def test_replies_in_any_order_and_a_failure_now_and_then_lead_to_the_end(plan_: 
 
 @settings(max_examples=60, deadline=None)
 @given(PLANS, st.randoms(use_true_random=False))
-def test_a_machine_restored_from_any_checkpoint_sends_and_merges_the_same(plan_: RoundsPlan, chance: Random) -> None:
-    """Killed after a merge and restored, it hands out the open tasks again and then goes on as it would have."""
+def test_a_state_machine_restored_from_any_checkpoint_sends_and_merges_the_same(
+    plan_: RoundsPlan, chance: Random
+) -> None:
+    """Restored after a merge, it resends the pending tasks and then continues as an uninterrupted one."""
     rounds, _ = gathered(plan_)
     for _ in range(chance.randrange(30)):
         if rounds.phase is Phase.COLLECTING:
@@ -466,16 +468,16 @@ def test_a_machine_restored_from_any_checkpoint_sends_and_merges_the_same(plan_:
     assert replace(restored, online=live.online) == live
 
 
-def test_the_documented_diagram_is_the_table() -> None:
+def test_the_diagram_in_the_docs_is_that_of_the_transition_table() -> None:
     text = (Path(__file__).parent.parent / "docs" / "explanation" / "rounds.md").read_text()
     assert machine.diagram() in text
 
 
-# ------------------------------------------------------------------------------------ numbers the properties cannot see
+# ------------------------------------------------------------------------------ cases that random events do not cover
 TEN = tuple(f"silo-{index:02d}" for index in range(10))
 
 
-def test_shares_of_a_cohort_are_not_rounded_up_for_the_error_of_a_binary_fraction() -> None:
+def test_floating_point_error_does_not_round_up_the_number_of_tasks_or_the_quorum() -> None:
     names = tuple(f"silo-{index:02d}" for index in range(25))
     assert 1.12 * 25 > 28
     assert RoundsPlan(1, 1, names, names, over_select=1.12).tasks_out(0) == 28
@@ -488,7 +490,7 @@ def test_shares_of_a_cohort_are_not_rounded_up_for_the_error_of_a_binary_fractio
     assert rounds.phase is Phase.MERGING
 
 
-def test_a_deadline_while_nobody_is_asked_merges_nothing_and_whoever_returns_is_asked() -> None:
+def test_a_deadline_without_pending_tasks_merges_nothing_and_a_returning_silo_is_selected() -> None:
     rounds, _ = gathered(plan(patience=5.0, quorum=0.5))
     for silo in SILOS:
         rounds, _ = rounds.handle(Failed(silo, 1, "x"))
@@ -501,7 +503,7 @@ def test_a_deadline_while_nobody_is_asked_merges_nothing_and_whoever_returns_is_
     assert actions[0] == Send("silo-02", 2, 1, 1)
 
 
-def test_a_run_is_stalled_where_all_are_off_and_not_where_one_given_up_may_return() -> None:
+def test_a_run_is_stalled_when_all_silos_are_off_unless_one_given_up_may_return() -> None:
     for gone in (False, True):
         rounds, sends = gathered(plan())
         assert not rounds.stalled
@@ -515,7 +517,7 @@ def test_a_run_is_stalled_where_all_are_off_and_not_where_one_given_up_may_retur
 
 
 @pytest.mark.parametrize("limit", [0, 1, 2])
-def test_a_reply_of_just_the_age_allowed_is_merged_and_one_older_is_not(limit: int) -> None:
+def test_a_reply_at_the_staleness_limit_is_merged_and_an_older_one_is_discarded(limit: int) -> None:
     rounds, _ = gathered(plan(mode="async", rounds=9, max_staleness=limit))
     for age in range(limit + 2):
         after, actions = rounds.handle(Arrived("silo-00", 1))
@@ -528,7 +530,7 @@ def test_a_reply_of_just_the_age_allowed_is_merged_and_one_older_is_not(limit: i
     assert after.phase is Phase.COLLECTING
 
 
-def test_every_round_draws_a_cohort_of_its_own() -> None:
+def test_every_round_draws_a_new_cohort() -> None:
     rounds, sends = gathered(RoundsPlan(1, 6, TEN, TEN, participation=0.3))
     cohorts = []
     for version in range(6):

@@ -1,4 +1,4 @@
-"""The rounds machine beyond plain rounds: over-selection, buffers, single replies, staleness, silos that are off."""
+"""The rounds state machine with over-selection, buffered and async modes, staleness limits and silos that are off."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def plan(**changes: object) -> RoundsPlan:
     return replace(RoundsPlan(seed=1, rounds=9, silos=SILOS, eligible=SILOS), **changes)  # type: ignore[arg-type]
 
 
-def begun(plan_: RoundsPlan, off: frozenset[str] = frozenset()) -> tuple[Rounds, tuple[Action, ...]]:
+def started(plan_: RoundsPlan, off: frozenset[str] = frozenset()) -> tuple[Rounds, tuple[Action, ...]]:
     rounds, actions = Rounds(plan_, off=off), ()
     for silo in plan_.silos:
         rounds, actions = rounds.handle(Joined(silo))
@@ -47,24 +47,24 @@ def arrive(rounds: Rounds, *silos: str) -> tuple[Rounds, tuple[Action, ...]]:
     return rounds, actions
 
 
-def test_over_selection_asks_more_and_merges_the_first_replies_in_the_cohorts_number() -> None:
-    rounds, actions = begun(plan(participation=0.5, over_select=1.6))
-    asked = sent(actions)
-    assert len(asked) == 5
-    rounds, actions = arrive(rounds, *asked[4:1:-1])
-    assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in asked[2:])),)
+def test_over_selection_selects_more_silos_and_merges_the_first_replies_up_to_the_cohort_size() -> None:
+    rounds, actions = started(plan(participation=0.5, over_select=1.6))
+    selected = sent(actions)
+    assert len(selected) == 5
+    rounds, actions = arrive(rounds, *selected[4:1:-1])
+    assert actions == (Merge(0, tuple(Arrived(silo, 1) for silo in selected[2:])),)
     rounds, actions = rounds.handle(Merged(1))
-    assert not {*asked[:2]} & {*sent(actions)}  # they are still at it
-    _, actions = rounds.handle(Arrived(asked[0], 1))
-    assert actions == (Discard(asked[0], 1, "surplus"),)
+    assert not {*selected[:2]} & {*sent(actions)}  # their tasks are still pending
+    _, actions = rounds.handle(Arrived(selected[0], 1))
+    assert actions == (Discard(selected[0], 1, "surplus"),)
 
 
-def test_over_selection_never_asks_more_than_there_are() -> None:
-    assert len(sent(begun(plan(over_select=1.5))[1])) == 6
+def test_over_selection_never_selects_more_silos_than_exist() -> None:
+    assert len(sent(started(plan(over_select=1.5))[1])) == 6
 
 
-def test_a_cohorts_number_of_tasks_is_always_out_and_a_silo_is_asked_once_per_version() -> None:
-    rounds, actions = begun(plan(mode="buffered", participation=0.67, buffer=2))
+def test_buffered_mode_keeps_a_cohort_of_tasks_pending_and_selects_a_silo_once_per_version() -> None:
+    rounds, actions = started(plan(mode="buffered", participation=0.67, buffer=2))
     first = sent(actions)
     assert len(first) == 4
     rounds, actions = arrive(rounds, first[3])
@@ -78,8 +78,8 @@ def test_a_cohorts_number_of_tasks_is_always_out_and_a_silo_is_asked_once_per_ve
     assert [send.base_version for send in actions if isinstance(send, Send)] == [1]
 
 
-def test_a_full_buffer_waits_as_a_round_does() -> None:
-    rounds, actions = begun(plan(mode="buffered", participation=0.67, buffer=4))
+def test_a_buffer_as_large_as_the_cohort_waits_like_a_round() -> None:
+    rounds, actions = started(plan(mode="buffered", participation=0.67, buffer=4))
     first = sent(actions)
     rounds, actions = arrive(rounds, *first[:3])
     assert actions == ()
@@ -88,7 +88,7 @@ def test_a_full_buffer_waits_as_a_round_does() -> None:
 
 
 def test_a_reply_two_versions_old_is_merged_with_the_fresh_ones() -> None:
-    rounds, _ = begun(plan(mode="buffered", buffer=2))
+    rounds, _ = started(plan(mode="buffered", buffer=2))
     for version in (1, 2):
         rounds, _ = arrive(rounds, *SILOS[1:3])
         rounds, _ = rounds.handle(Merged(version))
@@ -97,8 +97,8 @@ def test_a_reply_two_versions_old_is_merged_with_the_fresh_ones() -> None:
     assert actions == (Merge(2, (Arrived("silo-00", 1), Arrived("silo-01", 3))),)
 
 
-def test_a_reply_older_than_allowed_is_discarded_and_its_silo_asked_afresh() -> None:
-    rounds, _ = begun(plan(mode="buffered", buffer=2, max_staleness=1))
+def test_a_reply_older_than_allowed_is_discarded_and_its_silo_gets_a_new_task() -> None:
+    rounds, _ = started(plan(mode="buffered", buffer=2, max_staleness=1))
     for version in (1, 2):
         rounds, _ = arrive(rounds, *SILOS[1:3])
         rounds, _ = rounds.handle(Merged(version))
@@ -107,8 +107,8 @@ def test_a_reply_older_than_allowed_is_discarded_and_its_silo_asked_afresh() -> 
     assert not rounds.arrived
 
 
-def test_single_replies_are_merged_one_by_one() -> None:
-    rounds, actions = begun(plan(mode="async", participation=0.5))
+def test_async_mode_merges_replies_one_by_one() -> None:
+    rounds, actions = started(plan(mode="async", participation=0.5))
     one, two, _ = sent(actions)
     rounds, actions = arrive(rounds, two)
     assert actions == (Merge(0, (Arrived(two, 1),)),)
@@ -118,8 +118,8 @@ def test_single_replies_are_merged_one_by_one() -> None:
     assert actions == (Merge(1, (Arrived(one, 1),)),)
 
 
-def test_a_time_out_merges_whatever_is_there_or_the_first_to_come() -> None:
-    rounds, actions = begun(plan(mode="buffered", buffer=4, patience=5.0))
+def test_a_deadline_merges_the_arrived_replies_or_else_the_next_one() -> None:
+    rounds, actions = started(plan(mode="buffered", buffer=4, patience=5.0))
     assert actions[-1] == SetDeadline(0, 5.0)
     rounds, _ = arrive(rounds, "silo-04")
     rounds, actions = rounds.handle(Deadline(0))
@@ -132,26 +132,26 @@ def test_a_time_out_merges_whatever_is_there_or_the_first_to_come() -> None:
     assert actions == (Merge(1, (Arrived("silo-00", 1),)),)
 
 
-def test_a_failed_task_goes_to_somebody_not_yet_asked_at_this_version() -> None:
-    rounds, actions = begun(plan(mode="buffered", participation=0.67, buffer=4))
-    asked = sent(actions)
-    tried = set(asked)
+def test_a_failed_task_goes_to_a_silo_not_yet_selected_at_this_version() -> None:
+    rounds, actions = started(plan(mode="buffered", participation=0.67, buffer=4))
+    selected = sent(actions)
+    tried = set(selected)
     for _ in range(2):
-        rounds, actions = rounds.handle(Failed(asked[0], 1, "x"))
+        rounds, actions = rounds.handle(Failed(selected[0], 1, "x"))
         (substitute,) = sent(actions)
         assert substitute not in tried
         tried.add(substitute)
-        asked[0] = substitute
+        selected[0] = substitute
     assert tried == set(SILOS)
-    rounds, actions = rounds.handle(Failed(asked[0], 1, "x"))
+    rounds, actions = rounds.handle(Failed(selected[0], 1, "x"))
     assert actions == ()
-    _, actions = arrive(rounds, *asked[1:])
+    _, actions = arrive(rounds, *selected[1:])
     assert len(actions[0].replies) == 3  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
-def test_when_everybodys_task_failed_nothing_is_merged_and_the_run_goes_on(mode: str) -> None:
-    rounds, _ = begun(plan(mode=mode))
+def test_when_every_task_fails_nothing_is_merged_and_the_run_continues(mode: str) -> None:
+    rounds, _ = started(plan(mode=mode))
     for silo in SILOS:
         rounds, actions = rounds.handle(Failed(silo, 1, "x"))
     assert actions == (Merge(0, ()),)
@@ -160,9 +160,9 @@ def test_when_everybodys_task_failed_nothing_is_merged_and_the_run_goes_on(mode:
 
 
 @pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
-def test_silos_that_are_off_are_not_asked(mode: str) -> None:
+def test_silos_that_are_off_are_not_selected(mode: str) -> None:
     off = frozenset(SILOS[:4])
-    rounds, actions = begun(plan(mode=mode), off)
+    rounds, actions = started(plan(mode=mode), off)
     assert sent(actions) == ["silo-04", "silo-05"]
     rounds, actions = rounds.handle(Switched("silo-00", True))
     assert sent(actions) == ([] if mode == "sync" else ["silo-00"])
@@ -172,8 +172,8 @@ def test_silos_that_are_off_are_not_asked(mode: str) -> None:
 
 
 @pytest.mark.parametrize("mode", ["sync", "buffered", "async"])
-def test_when_all_are_off_the_first_to_come_back_is_asked(mode: str) -> None:
-    rounds, actions = begun(plan(mode=mode, patience=None if mode == "async" else 3.0), frozenset(SILOS))
+def test_when_all_silos_are_off_the_first_to_return_is_selected(mode: str) -> None:
+    rounds, actions = started(plan(mode=mode, patience=None if mode == "async" else 3.0), frozenset(SILOS))
     assert actions == ()
     assert rounds.phase is Phase.COLLECTING
     _, actions = rounds.handle(Switched("silo-03", True))
@@ -181,11 +181,11 @@ def test_when_all_are_off_the_first_to_come_back_is_asked(mode: str) -> None:
     assert sum(isinstance(action, SetDeadline) for action in actions) == (mode != "async")
 
 
-def test_power_of_choice_asks_those_with_the_highest_last_known_loss() -> None:
+def test_power_of_choice_selects_the_silos_with_the_highest_last_known_loss() -> None:
     sampling = Sampling(dict.fromkeys(SILOS, 1), candidates=6)
-    rounds, _ = begun(plan(participation=0.34, sampling=sampling))
+    rounds, _ = started(plan(participation=0.34, sampling=sampling))
     heard = []
-    for version in (1, 2, 3):  # whoever was never heard of comes first
+    for version in (1, 2, 3):  # silos without a known loss come first
         for silo in sorted(rounds.pending):
             heard.append(silo)
             rounds, _ = rounds.handle(Arrived(silo, 1, loss=float(silo[-2:])))
@@ -194,7 +194,7 @@ def test_power_of_choice_asks_those_with_the_highest_last_known_loss() -> None:
     assert sent(actions) == ["silo-04", "silo-05"]
 
 
-def test_a_buffer_is_a_third_of_the_cohort_unless_said_otherwise_and_never_more_than_it() -> None:
+def test_a_buffer_is_a_third_of_the_cohort_by_default_and_never_larger_than_the_cohort() -> None:
     assert plan(mode="buffered").wanted(0) == 2
     assert plan(mode="buffered", buffer=4).wanted(0) == 4
     assert plan(mode="buffered", buffer=99).wanted(0) == 6

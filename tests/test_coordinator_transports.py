@@ -1,4 +1,4 @@
-"""A run does not depend on what carries its messages: a transport that knows nothing of ZeroMQ gives the same model."""
+"""Runs over different transports: a transport without ZeroMQ gives the same model as memory://."""
 
 from __future__ import annotations
 

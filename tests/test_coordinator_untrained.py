@@ -1,4 +1,4 @@
-"""A run in which nobody trained anything ends, and says so."""
+"""Runs in which no silo trains complete, and the summary, the terminal and tables report it."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.run_summaries import summary
 from tests.threaded_run import resolved
 
 
-def told(scenario_file: Path, out: Path, *settings: str) -> tuple[bool, str]:
-    """What a run's summary and its screen say of a model that nobody changed."""
+def unchanged_and_screen(scenario_file: Path, out: Path, *settings: str) -> tuple[bool, str]:
+    """Whether the summary marks the model as unchanged, and the text that is printed of the summary."""
     scenario = resolved(scenario_file, "rounds=2", "participation=1", *settings)
     written, screen = in_process_run.run(scenario, out).summary, io.StringIO()
     print_summary(written, RunFolder(out), Console(file=screen, width=200))
@@ -27,20 +27,20 @@ def told(scenario_file: Path, out: Path, *settings: str) -> tuple[bool, str]:
 
 
 @pytest.mark.parametrize("way", ["idle", "anchored to what nobody has"])
-def test_a_run_that_nobody_trained_in_says_so(tiny: Path, tmp_path: Path, way: str) -> None:
+def test_a_run_in_which_no_silo_trained_reports_it(tiny: Path, tmp_path: Path, way: str) -> None:
     protocol = "{name: fedavg, single_modality: idle}" if way == "idle" else "{name: rcsr, client_align: false}"
     lone = ["missing_modality={rate: 1, only: image}"]
-    unchanged, screen = told(tiny, tmp_path, f"protocol={protocol}", *lone)
+    unchanged, screen = unchanged_and_screen(tiny, tmp_path, f"protocol={protocol}", *lone)
     assert unchanged and "no silo's update changed it" in screen
 
 
 @pytest.mark.parametrize("protocol", ["fedavg", "local", "fedproto"])
-def test_a_run_that_trained_or_shares_no_model_says_nothing_of_it(tiny: Path, tmp_path: Path, protocol: str) -> None:
-    unchanged, screen = told(tiny, tmp_path, f"protocol={protocol}")
+def test_a_run_that_trained_or_shares_no_model_does_not_report_it(tiny: Path, tmp_path: Path, protocol: str) -> None:
+    unchanged, screen = unchanged_and_screen(tiny, tmp_path, f"protocol={protocol}")
     assert not unchanged and "changed it" not in screen
 
 
-def test_a_table_names_rows_whose_model_nobody_changed() -> None:
+def test_a_table_names_rows_whose_model_no_update_changed() -> None:
     def row(name: str, **facts: bool) -> Any:
         outcomes = {seed: SimpleNamespace(summary=own) for seed, own in enumerate([summary(), summary(**facts)])}
         entry = SimpleNamespace(method=name, name=name, candidates=(None,))

@@ -1,4 +1,4 @@
-"""The baselines and the merge rules all methods share against their golden values."""
+"""Golden values of the baselines and of the aggregation rules that all methods share."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def sample_weights(x: Inputs) -> torch.Tensor:
 
 
 def class_codes(x: Inputs, *, swept: bool = False) -> tuple[shdch.Level, shdch.Level]:
-    """The coarse and the fine level; ``swept`` with the coarse codes after one sweep."""
+    """The coarse and the fine level; with ``swept``, the coarse codes are those after one sweep."""
     coarse = shdch.Level(0.3, t(x["L1"]), t(x["Y1"]))
     fine = shdch.Level(0.7, functional.one_hot(torch.from_numpy(x["y"]), len(x["Y2"])).double(), t(x["Y2"]))
     if not swept:
@@ -55,7 +55,7 @@ def common_codes(x: Inputs) -> torch.Tensor:
 
 
 def shdch_objective(x: Inputs, *, swept: bool = False) -> torch.Tensor:
-    """The whole objective; the value of its tie, which ``swept_codes`` makes smaller, nothing but a test asks for."""
+    """The full objective; only tests need the value of its tie loss, which ``swept_codes`` decreases."""
     levels = class_codes(x, swept=swept)
     outputs = [shdch.output_loss(t(x[name]), common_codes(x), levels, 10.0) for name in "FG"]
     return outputs[0] + outputs[1] + definitions.tie_loss(levels[0].codes, levels[1].codes, t(x["S12"]), 100.0)

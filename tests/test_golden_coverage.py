@@ -1,4 +1,4 @@
-"""Every golden value is compared by a test of its own, or is listed with the reason why not yet."""
+"""Every golden value has its own test, or is listed as pending with the reason."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def module_of(name: str) -> ModuleType | None:
 
 
 def checked_keys(name: str) -> list[str]:
-    """Keys that a test is really parametrised over, read off the test itself."""
+    """The keys over which a golden test is parametrised, read from its parametrize mark."""
     module = module_of(name)
     if module is None:
         return []

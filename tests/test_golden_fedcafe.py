@@ -1,4 +1,4 @@
-"""FedCAFE and its base DCMH against their golden values, each computed by the project's own functions."""
+"""Golden values of FedCAFE and its base DCMH, each computed by the project's own functions."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def eq9(x: Inputs, kind: str) -> torch.Tensor:
 
 
 def eq9_of_reports(x: Inputs) -> torch.Tensor:
-    """The whole of eq 9 as a merge computes it; every row has support here."""
+    """Equation 9 as a merge computes it from all reports; every row has support here."""
     classes = len(x["P_g"])
     reports = [(each, torch.ones(classes, dtype=torch.int64)) for each in t(x["P_local"])]
     return _memory.differences(reports, t(x["P_g"]), torch.ones(classes, dtype=torch.bool), by_class=True)

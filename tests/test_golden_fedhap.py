@@ -1,4 +1,4 @@
-"""FedHAP and the hashing bases it is compared on against their golden values, each by the project's own functions."""
+"""Golden values of FedHAP and its hashing bases, each computed by the project's own functions."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from protocols.objectives import csq, dch, dpsh, greedyhash, triplet
 from protocols.objectives._labelled import Samples
 from tests.golden_checks import Check, Inputs, compare, every, t
 
-#: Nothing that is checked here draws.
+#: The functions need a generator, but nothing that is checked here draws from it.
 GENERATOR = np.random.default_rng(0)
 
 
@@ -74,7 +74,7 @@ def eq7(x: Inputs, i: int) -> torch.Tensor:
 
 
 def log_odds(x: Inputs, i: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of a silo's binary codes and of the valid prototypes."""
+    """Discriminator logits of a silo's binary codes and of the valid global prototypes."""
     codes, labels, _ = silo(x, i)
     _, valid = means_and_valid(x, [0, 1, 2])
     parts = ("w1", "b1", "w2", "b2")

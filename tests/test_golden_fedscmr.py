@@ -1,4 +1,4 @@
-"""FedSCMR and its base DSCMR against their golden values."""
+"""Golden values of FedSCMR and its base DSCMR."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""FedUCH and its bases against their golden values, each computed by the project's own functions."""
+"""Golden values of FedUCH and its bases, each computed by the project's own functions."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def distilled(x: Inputs, modality: str, temperature: float | None = None) -> tor
 
 
 def outs(x: Inputs, suffix: str) -> tuple[Out, Out]:
-    """Image and text outputs; the previous nets' codes enter nothing."""
+    """Image and text outputs; the codes of the previous networks are not used."""
     made = []
     for modality in ("V", "T"):
         hidden = t(x[f"Z{modality}{suffix}"])

@@ -1,4 +1,4 @@
-"""Frames that were written once decode for ever, and are still written the same way."""
+"""Golden frames of every wire version still decode, and version 1 is still written byte for byte."""
 
 from __future__ import annotations
 
@@ -53,13 +53,13 @@ def test_a_golden_envelope_opens(path: Path) -> None:
     message, tag = open_message(golden_session(golden["message"]["header"]["receiver"]), frames)
     assert describe(message) == golden["message"]
     assert tag == golden["tag"] == golden["sealed"][-32:]
-    # Without this project's code: AES-256-GCM, the counter as nonce, the clear header as associated data.
+    # Independent of this project's code: AES-256-GCM, the counter as nonce, the clear header as associated data.
     nonce = golden["message"]["header"]["counter"].to_bytes(12, "big")
     assert AESGCM(bytes.fromhex(golden["key"])).decrypt(nonce, frames[1], frames[0]).hex() == golden["body"]
 
 
 @pytest.mark.parametrize("name", golden_messages())
-def test_version_1_is_still_written_the_same_way(name: str) -> None:
+def test_version_1_frames_are_still_written_byte_for_byte(name: str) -> None:
     message = golden_messages()[name]
     golden = load(FRAMES / f"v1-{name}.json")
     assert b"".join(encode_body(message)).hex() == golden["body"]
@@ -67,7 +67,7 @@ def test_version_1_is_still_written_the_same_way(name: str) -> None:
     assert [bytes(frame).hex() for frame in sealed.frames] == [golden["clear"], golden["sealed"]]
 
 
-def test_the_golden_handshake_still_leads_to_its_session() -> None:
+def test_the_golden_handshake_still_gives_its_session() -> None:
     golden = load(FRAMES / "v1-handshake.json")
     silo, coordinator = golden_identity("silo-00", 1), golden_identity("coordinator", 2)
     keys = {identity.name: identity.key.public_key() for identity in (silo, coordinator)}

@@ -1,4 +1,4 @@
-"""Metrics and partitions against their golden values. Recall is a fraction here and per cent there."""
+"""Golden values of metrics and partitions. The project's recall is a fraction, the golden one a percentage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.golden_checks import Check, Inputs, compare, every
 
 
 def ranked(**options: Any) -> Callable[[Inputs], label_metrics.RankingMetrics]:
-    """The one pass over packed codes that the evaluator uses."""
+    """Ranking metrics from the evaluator's single pass over packed codes."""
     return lambda x: label_metrics.hamming_metrics(x["qB"], x["rB"], x["qL"], x["rL"], **options)
 
 

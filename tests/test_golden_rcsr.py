@@ -1,4 +1,4 @@
-"""RCSR against its golden values, each computed by the project's own functions."""
+"""Golden values of RCSR, each computed by the project's own functions."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def test_golden_rcsr(key: str) -> None:
     compare("rcsr", key, CHECKS[key], atol=LOOSE.get(key, 1e-12))
 
 
-def test_golden_gradient_of_the_proximal_term_by_hand_equals_autograd() -> None:
+def test_golden_analytic_gradient_of_the_proximal_term_equals_autograd() -> None:
     generator = torch.Generator().manual_seed(0)
     drift = torch.randn(20, generator=generator, dtype=torch.float64, requires_grad=True)
     (gradient,) = torch.autograd.grad(_losses.proximal(drift, 0.01), drift)

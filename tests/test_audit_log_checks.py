@@ -226,7 +226,7 @@ def test_the_audit_of_a_run_without_messages_is_refused(tmp_path: Path) -> None:
     assert audit_run(tmp_path).inline
     done = CliRunner().invoke(app, ["audit", str(tmp_path)])
     assert isinstance(done.exception, InputError)
-    assert "nothing was sent" in str(done.exception)
+    assert "sent no messages" in str(done.exception)
 
 
 @pytest.mark.parametrize("liar", ["silo-00", "coordinator"])
@@ -371,7 +371,7 @@ def test_the_audit_reports_logs_that_are_being_written(run: Path, capsys: pytest
     assert audit.written == ("silo-00",)
     assert audit_run(run).written == ()
     terminal.print_audit(audit, Console())
-    assert "silo-00: being written now" in capsys.readouterr().out
+    assert "silo-00: still being written" in capsys.readouterr().out
 
 
 def test_a_message_between_silos_is_found(run: Path) -> None:

@@ -151,7 +151,7 @@ def test_a_silo_without_a_log_here_is_checked_by_the_log_of_the_other_end(run: P
         ("silos: {silo-1: {up: {}}}", "policy.yaml", "a policy that limits nothing", "at least one of kinds"),
         ("", "policy.yaml", "NoneType", "a policy"),
         ("up: [", "line 1", "stream end", "a policy"),
-        ("up: {}\nup: {}", "line 2", "there twice", "a policy"),
+        ("up: {}\nup: {}", "line 2", "duplicate key", "a policy"),
     ],
 )
 def test_an_invalid_policy_is_refused_with_one_line(

@@ -75,7 +75,7 @@ def test_an_error_in_the_file_is_named_with_its_key_and_line(tmp_path: Path) -> 
         ("a: [1", "line 1"),
         ("- a\n- b\n", "list"),
         ("", "NoneType"),
-        ("a: 1\na: 2\n", "twice"),
+        ("a: 1\na: 2\n", "duplicate key"),
         ("name: x\n", "nothing"),
         ("name: x\nrounds: {{ rounds }}\n", "line 2"),
         ("? [1, 2]\n: 3\n", "line 1"),

@@ -141,7 +141,7 @@ def test_the_command_line_says_it_once_and_runs(
 
 def test_a_fault_after_the_last_round_is_told_of(tiny: Path) -> None:
     late = "faults=[{kind: drop, rounds: 4-}, {kind: drop, rounds: [3, 9]}, {kind: late, seconds: 2.0, rounds: [7]}]"
-    said = "has no effect with rounds: 4, whose last one is 3"
+    said = "has no effect with rounds: 4, as the last round is 3"
     assert run_of(resolved(tiny, "rounds=4", late)).warnings == (
         f"faults[0].rounds: 4- {said}",
         f"faults[2].rounds: 7 {said}",

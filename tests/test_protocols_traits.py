@@ -138,7 +138,7 @@ class Undecided:
         (int, "class int, which is no subclass of FederatedProtocol"),
         ("mine", "an object of type str, no class"),
         (type("Mine", (FedAvg,), {"Options": int}), "class Mine, whose Options are not a dataclass"),
-        (type("Mine", (FedAvg,), {"Options": Undecided}), "Options are a dataclass with no default for strength"),
+        (type("Mine", (FedAvg,), {"Options": Undecided}), "Options are a dataclass without a default for strength"),
         (FedAvg, None),
     ],
 )

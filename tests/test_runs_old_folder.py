@@ -38,7 +38,7 @@ def test_its_audit_finds_nothing_and_counts_what_it_counted(old: RunFolder) -> N
         "silo-03": 19,
     }
     done = CliRunner().invoke(cli.app, ["audit", str(old.root)])
-    assert done.exit_code == 0 and "agree" in done.output
+    assert done.exit_code == 0 and "consistent" in done.output
 
 
 def test_its_audit_finds_a_figure_that_was_changed(old: RunFolder) -> None:

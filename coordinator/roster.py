@@ -17,7 +17,7 @@ from fedmq.wire.keys import Identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message, Reason
-from fedmq.wire.sessions import Session, open_message, seal_message
+from fedmq.wire.sealed_sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Listener
 
 #: Maximum number of unfinished handshakes, and of digests of answered hellos, that are kept; the oldest are dropped.

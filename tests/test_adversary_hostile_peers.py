@@ -38,7 +38,7 @@ from fedmq.wire.log_records import MessageRecord, NoteRecord, RefusedRecord, rea
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import DiscriminatorDelta, Error, Loss, Metrics, Model
-from fedmq.wire.sessions import Session, open_message, seal_message
+from fedmq.wire.sealed_sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect, listen
 from silos.program import Silo

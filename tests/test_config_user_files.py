@@ -118,7 +118,10 @@ def test_a_run_does_not_resume_with_a_changed_user_file(
             + METHOD.replace("Half(FedAvg)", "Half(FederatedProtocol)"),
             r"half\.py: PROTOCOL: found 'class Half without __init__, eligible, initial, task, train, uploads'",
         ),
-        (METHOD.replace("share: float = 0.5", "share: str").replace("(FedAvgOptions)", ""), "without a default for share"),
+        (
+            METHOD.replace("share: float = 0.5", "share: str").replace("(FedAvgOptions)", ""),
+            "without a default for share",
+        ),
         (METHOD.replace("Options = HalfOptions", "Options = dict"), "class Half, whose Options are not a dataclass'"),
     ],
 )

@@ -32,7 +32,7 @@ from fedmq.wire.keys import init_keys, load_identity
 from fedmq.wire.log_records import NoteKind
 from fedmq.wire.messages import Header, Kind, Message
 from fedmq.wire.payloads import Delta, Metrics, Payload
-from fedmq.wire.sessions import seal_message
+from fedmq.wire.sealed_sessions import seal_message
 from fedmq.wire.transports import _zeromq
 from fedmq.wire.transports.registry import connect
 from silos.program import SiloArguments, run_silo

@@ -18,7 +18,7 @@ from fedmq.wire import channel
 from fedmq.wire.log_records import LogRecord, MessageRecord, NoteKind, NoteRecord, read_log
 from fedmq.wire.messages import Kind, Message
 from fedmq.wire.payloads import Error
-from fedmq.wire.sessions import open_message, seal_message
+from fedmq.wire.sealed_sessions import open_message, seal_message
 from silos.program import SiloArguments, run_silo
 from tests.threaded_run import joined, resolved, run, run_of
 

@@ -253,7 +253,11 @@ def test_every_partition_is_checked_before_the_runs_start(
     tiny: Path, tmp_path: Path, key: str, good: object, bad: object
 ) -> None:
     place = runner.Workplace(
-        tmp_path, resolve, runner.digest_once(lambda each: build_population(each).prepared.folder, cli._check_partition), True, 1
+        tmp_path,
+        resolve,
+        runner.digest_once(lambda each: build_population(each).prepared.folder, cli._check_partition),
+        True,
+        1,
     )
     rows = entries(tiny, [f"{key}={good},{bad}"])
     runner.run_of(rows[0], (), 0, place)

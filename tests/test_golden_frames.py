@@ -13,7 +13,7 @@ from fedmq.wire.codec import decode, encode_body
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.messages import WIRE_VERSIONS, Kind
 from fedmq.wire.payloads import PAYLOADS
-from fedmq.wire.sessions import open_message, seal_message
+from fedmq.wire.sealed_sessions import open_message, seal_message
 from tools.make_golden_frames import (
     RUN,
     describe,

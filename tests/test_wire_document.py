@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from coordinator import program
-from fedmq.wire import channel, codec, fields, handshake, layout, messages, payloads, sessions
+from fedmq.wire import channel, codec, fields, handshake, layout, messages, payloads, sealed_sessions
 from fedmq.wire.fields import Field, Names, Numbers, NumbersByName, Real, Tensor, Text, Whole, Word
 from fedmq.wire.messages import CARRIES, WIRE_VERSION, Kind, Reason
 from fedmq.wire.payloads import PAYLOADS
@@ -109,7 +109,7 @@ def test_every_reason_is_described_and_no_other() -> None:
 
 def test_every_reason_the_code_gives_is_in_the_enumeration() -> None:
     given = set()
-    for module in (codec, sessions, fields, handshake, layout, messages, payloads, base):
+    for module in (codec, sealed_sessions, fields, handshake, layout, messages, payloads, base):
         text = Path(str(module.__file__)).read_text(encoding="utf-8")
         given |= {name.lower() for name in re.findall(r"Reason\.([A-Z_]+)", text)}
         given |= set(re.findall(r'RemoteWireError\(\s*"([a-z_]+)"', text))
@@ -154,13 +154,13 @@ def test_names_patterns_and_limits_are_described() -> None:
     assert f"sent every {beat:.0f} s by silos" in told
     assert f"silent for {lost * beat:.0f} s counts as lost" in told
     assert f"silent for {patience * beat:.0f} s its peers disconnect" in told
-    assert base.MAX_FRAME == codec.MAX_BODY + sessions.TAG_BYTES
+    assert base.MAX_FRAME == codec.MAX_BODY + sealed_sessions.TAG_BYTES
     assert f"at most {messages.MAX_PAYLOADS} `[kind, fields]`" in section("The body")
     assert f"multiple of {codec.ALIGNMENT}" in section("The body")
     assert f"1 to {layout.MAX_ENTRIES} entries" in section("layout", 3)
     assert all(f"`{dtype}`" in section("layout", 3) for dtype in layout.DTYPES)
     assert f"at most {handshake.MAX_HANDSHAKE_BODY} bytes" in section("welcome", 3)
-    assert sessions.MAX_MESSAGES == 1 << 32
+    assert sealed_sessions.MAX_MESSAGES == 1 << 32
     limits = {name: f"2^{limit.bit_length() - 1}" for name, limit in fields.DIMENSIONS.items()}
     said = f"n is at most {limits['n']}, N {limits['N']}, C {limits['C']}, d and r {limits['d']}"
     assert said in " ".join(section("Payloads").split())

@@ -19,7 +19,7 @@ from fedmq.federation.population import run_name
 from fedmq.wire.handshake import complete, initiate
 from fedmq.wire.keys import init_keys, load_accepted, load_identity
 from fedmq.wire.messages import Header, Kind
-from fedmq.wire.sessions import Session
+from fedmq.wire.sealed_sessions import Session
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
 from silos.program import SiloArguments, run_silo

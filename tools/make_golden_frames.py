@@ -41,7 +41,7 @@ from fedmq.wire.payloads import (
     RouterStatistics,
     SecretShare,
 )
-from fedmq.wire.sessions import Session, seal_message
+from fedmq.wire.sealed_sessions import Session, seal_message
 
 FRAMES = Path(__file__).parent.parent / "tests" / "frames"
 RUN = "golden-1"

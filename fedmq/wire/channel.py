@@ -20,7 +20,7 @@ from fedmq.wire.log_records import NoteKind
 from fedmq.wire.message_log import MessageLog
 from fedmq.wire.messages import COORDINATOR, Header, Kind, Message, Reason
 from fedmq.wire.payloads import Error, Payload
-from fedmq.wire.sessions import Session, open_message, seal_message
+from fedmq.wire.sealed_sessions import Session, open_message, seal_message
 from fedmq.wire.transports.base import Connection
 from fedmq.wire.transports.registry import connect
 

@@ -28,7 +28,7 @@ from fedmq.errors import RemoteWireError
 from fedmq.wire.codec import BytesLike, decode_header, encode_header, pack, unpack
 from fedmq.wire.keys import Identity
 from fedmq.wire.messages import SESSION_BYTES, WIRE_VERSIONS, Header, Kind, Reason
-from fedmq.wire.sessions import KEY_BYTES, Session
+from fedmq.wire.sealed_sessions import KEY_BYTES, Session
 
 MAX_HANDSHAKE_BODY = 4096
 NONCE_BYTES = 32

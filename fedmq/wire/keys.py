@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 from fedmq.errors import InputError
 from fedmq.storage.run_folder import writing
 from fedmq.wire.fields import NAME
-from fedmq.wire.sessions import KEY_BYTES
+from fedmq.wire.sealed_sessions import KEY_BYTES
 
 _ACCEPTED = "accepted"
 _REVOKED = "revoked"

@@ -20,6 +20,7 @@ from rich.markup import escape
 from fedmq.cli.options import AsJson, Quiet
 from fedmq.clock import WallClock
 from fedmq.errors import InputError
+from fedmq.launch.interrupts import FAILED
 
 if TYPE_CHECKING:
     from fedmq.config.scenario import Scenario
@@ -29,10 +30,8 @@ if TYPE_CHECKING:
     from fedmq.experiments.spec_file import ComparisonFile
     from fedmq.experiments.tables import Grid
 
-FAILED = 1
 _PLAIN_SECONDS = 30.0
-_SEEDS = "0,1,2"
-_METRIC = "mean_r1,mean_r10"
+_SEEDS, _METRIC = "0,1,2", "mean_r1,mean_r10"
 
 Files = Annotated[
     list[Path],

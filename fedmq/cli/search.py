@@ -205,7 +205,7 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         Example: [bold]fedmq curves runs/compare-fedavg-fedhap-0123456789ab[/bold]
         """
         from fedmq.retrieval import pr_curves  # noqa: PLC0415 - imports torch, which --help does not need
-        from fedmq.runs import selection  # noqa: PLC0415 - imports torch, which --help does not need
+        from fedmq.runs import selection  # noqa: PLC0415
         from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
         cutoffs = pr_curves.parse_cutoffs(top)
@@ -232,8 +232,7 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         for run in found:
             cells = (f"{run.ways[way].map:.4f}" if way in run.ways else "-" for way in ways)
             table.add_row(escape(run.name), *cells)
-        console = Console()
-        console.print(table)
+        (console := Console()).print(table)
         console.print(f"{folder}: curves.csv, curves.html", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -267,7 +266,7 @@ def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         """
         from fedmq.encoders.base import MODALITIES  # noqa: PLC0415
         from fedmq.retrieval import tsne  # noqa: PLC0415 - imports torch, which --help does not need
-        from fedmq.runs import selection  # noqa: PLC0415 - imports torch, which --help does not need
+        from fedmq.runs import selection  # noqa: PLC0415
         from fedmq.storage.run_folder import make_folder, write_text  # noqa: PLC0415
 
         show, planes = bar(), []

@@ -262,7 +262,7 @@ def test_a_stopped_sweep_continues_and_gives_the_models_of_single_runs(tiny: Pat
     process.send_signal(signal.SIGINT)
     _, error = process.communicate(timeout=120)
     assert process.returncode == 1
-    assert "stopped; continue with fedmq compare" in error
+    assert "stopped; continue with fedmq sweep" in error
     assert not (out / "table.csv").exists()
     done = subprocess.run([*command, "--json"], capture_output=True, text=True, timeout=250, check=False, cwd=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -147,7 +147,7 @@ def test_options_of_a_user_method_are_listed_without_a_docstring(
 ) -> None:
     assert fedmq(monkeypatch, "protocols", file.parent / "half.py", "--json") == 0
     (explained,) = json.loads(capsys.readouterr().out).values()
-    assert explained["summary"] == "Half: FedAvg whose merges go a share of the way."
+    assert explained["summary"] == "Half: FedAvg whose merges apply a fraction of the step."
     assert explained["options"]["share"] == {"values": "number", "default": 0.5, "meaning": ""}
 
 

@@ -111,7 +111,7 @@ class EvaluationRequests:
 
     @property
     def crowded(self) -> bool:
-        """Whether so many evaluations are pending that the run waits for the evaluator."""
+        """Whether the number of pending evaluations has reached the limit at which the run waits for the evaluator."""
         return len(self.pending) > UNDER_WAY
 
     @property

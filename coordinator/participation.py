@@ -117,7 +117,7 @@ class Trace:
         return silo not in self.intervals or any(start <= at < end for start, end in self._near(silo, at))
 
     def next_change(self, silo: str, at: float) -> float:
-        """The first time after ``at`` [s] at which a silo goes on or off; infinity if it never does."""
+        """The first time after ``at`` [s] at which a silo comes online or goes offline; infinity if it never does."""
         now = self.on(silo, at)
         edges = sorted({edge for pair in self._near(silo, at) for edge in pair if edge > at})
         return next((edge for edge in edges if self.on(silo, edge) is not now), math.inf)

@@ -43,7 +43,7 @@ class TimelineEntry:
         kind: what is due.
         index: the silo's index in the fixed order, or the round of a deadline; breaks ties.
         sequence: number of the task; 0 if there is none.
-        silo: the silo that replies or goes on or off; empty for a deadline.
+        silo: the silo that replies or changes its availability; empty for a deadline.
     """
 
     at: float

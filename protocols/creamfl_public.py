@@ -83,7 +83,7 @@ def item_weights(representations: Tensor, other: Tensor, most: int = _SCORES) ->
     """Softmax over silos of the log-probability that each item retrieves its own pair (CreamFL, ensemble score).
 
     All M N^2 scores would take 100 GB for ten silos and the paper's 50,000 items. They are computed in blocks of items,
-    so that at most two arrays of ``most`` scores (by default 128 MiB of float32) are held besides the result, or of M N
+    so that at most two arrays of ``most`` scores (by default 128 MiB of float32) are held beyond the result, or of M N
     scores if a single item has more.
 
     Args:

@@ -122,8 +122,8 @@ class Silo:
         rows = population.train[self.facts.index]
         for place, fault in standing:
             if isinstance(fault, Drift):
-                everybody = np.sort(np.concatenate(population.train))
-                rows = drifted_rows(fault, rows, everybody, self.script.generator(place, name))
+                all_rows = np.sort(np.concatenate(population.train))
+                rows = drifted_rows(fault, rows, all_rows, self.script.generator(place, name))
         share = load_silo_dataset(population.prepared, rows, image=self.facts.image, text=self.facts.text)
         columns = population.label_columns(self.scenario)
         if share.labels is not None and len(columns) < share.labels.shape[1]:

@@ -97,7 +97,7 @@ class Audit:
         }
 
 
-#: Fields, besides the header, that both ends of a message must log identically.
+#: Fields, in addition to the header, that both ends of a message must log identically.
 _COMPARED = ("payloads", "digests", "bytes", "tag")
 #: Place and record of each logged frame.
 _Frames = dict[Frame, tuple[str, MessageRecord]]

@@ -405,11 +405,7 @@ def carry_out(options: Options, roots: Roots) -> None:
         InputError: an option is not allowed, or a folder cannot be written.
     """
     plan = plan_of(options, roots.resolve)
-    from fedmq.experiments import (  # noqa: PLC0415
-        plots,
-        runner,
-        tables,
-    )
+    from fedmq.experiments import plots, runner, tables  # noqa: PLC0415
     from fedmq.experiments.grid import default_folder, scenarios  # noqa: PLC0415
     from fedmq.storage.run_folder import RunFolder, provisional_folder, write_text  # noqa: PLC0415
 

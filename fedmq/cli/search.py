@@ -182,9 +182,7 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         runs: Finished,
         out_dir: Annotated[
             Path | None,
-            typer.Option(
-                "--out", metavar="DIR", help="Folder for the results; by default curves/ in the first folder."
-            ),
+            typer.Option("--out", metavar="DIR", help="Folder for the results; by default curves/ in the first RUN."),
         ] = None,
         top: Annotated[
             str, typer.Option("--top", metavar="N,N,...", help="Cut-offs N of precision and recall at N.")
@@ -210,7 +208,6 @@ def add_curves(app: typer.Typer, bar: Bar, opened: Opened) -> None:
 
         cutoffs = pr_curves.parse_cutoffs(top)
         show = bar()
-        # Opens all models before the first is evaluated, so that errors come first.
         models = _models(selection.named(runs, silo), lambda run: opened(run, device, silo, show))
         folder = make_folder(out_dir or runs[0] / "curves")
         total, measured = sum(len(releases) for _, releases in models), itertools.count(1)
@@ -244,7 +241,7 @@ def add_tsne(app: typer.Typer, bar: Bar, opened: Opened) -> None:
         runs: Finished,
         out_dir: Annotated[
             Path | None,
-            typer.Option("--out", metavar="DIR", help="Folder for the results; by default tsne/ in the first folder."),
+            typer.Option("--out", metavar="DIR", help="Folder for the results; by default tsne/ in the first RUN."),
         ] = None,
         items: Annotated[
             int, typer.Option("--items", min=1, help="Maximum number of items, sampled by the run's seed.")

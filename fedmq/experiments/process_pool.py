@@ -83,7 +83,7 @@ def run_all(
         jobs: with different names.
         at_once: number of parallel runs, at least 1.
         report: called with the progress, about once a second and after each run.
-        stop_wanted: once true, no further run is started, and running ones are told to stop.
+        stop_wanted: once true, no further run is started, and running ones receive a signal to stop.
     """
     clock = WallClock()
     waiting, running, errors = deque(jobs), dict[Job, subprocess.Popen[bytes]](), dict[str, str]()

@@ -34,7 +34,7 @@ Prepare = Callable[[Scenario], Path]
 
 CheckPartition = Callable[[Scenario, Path], object]
 """Raises InputError if the data in such a folder cannot be partitioned as a scenario requires."""
-#: Keys of a scenario that determine the partition, besides the data.
+#: Keys of a scenario that determine the partition, together with the data.
 _SHARED: Mapping[str, bool | set[str]] = {
     "silos": {"count"},
     "partition": True,

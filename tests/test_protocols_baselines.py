@@ -1,4 +1,4 @@
-"""What each baseline does beyond what every method does; equations are compared in test_golden_baselines.py."""
+"""Behaviour specific to each baseline; equations are compared in test_golden_baselines.py."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.small_federation import DIM, equal_states, population
 from tests.threaded_run import resolved
 
 DSCMR = Objective(base="dscmr", bits=8, hidden=16)
-#: options with which a method must be FedAvg
+#: options with which a method equals FedAvg
 OFF: dict[str, dict[str, Any]] = {
     "fedprox": {"mu": 0.0},
     "moon": {"mu": 0.0},
@@ -40,7 +40,7 @@ PERSONALISED = ("fedper", "fedproto", "local", "pfedmma")
 
 # --------------------------------------------------------------------------- degeneration
 @pytest.mark.parametrize("name", list(OFF))
-def test_with_its_terms_weighted_zero_a_method_is_fedavg_to_the_bit(name: str) -> None:
+def test_with_zero_term_weights_a_method_equals_fedavg_to_the_bit(name: str) -> None:
     plain, run = population("fedavg"), population(name, OFF[name])
     for _ in range(4):
         plain.round()
@@ -49,7 +49,7 @@ def test_with_its_terms_weighted_zero_a_method_is_fedavg_to_the_bit(name: str) -
 
 
 @pytest.mark.parametrize("name", list(OFF))
-def test_with_its_default_weights_it_is_not(name: str) -> None:
+def test_with_default_term_weights_a_method_differs_from_fedavg(name: str) -> None:
     plain, run = population("fedavg"), population(name)
     for _ in range(4):
         plain.round()
@@ -58,7 +58,7 @@ def test_with_its_default_weights_it_is_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", list(OFF))
-def test_so_it_is_on_a_supervised_base(name: str) -> None:
+def test_on_a_supervised_base_only_zero_term_weights_equal_fedavg(name: str) -> None:
     plain = population("fedavg", objective=DSCMR)
     off, on = population(name, OFF[name], objective=DSCMR), population(name, objective=DSCMR)
     for _ in range(3):
@@ -92,7 +92,7 @@ def test_general_baselines_run_on_every_base(name: str, base: str) -> None:
 
 
 # --------------------------------------------------------------------------- FedProx, MOON, FedMEKT
-def test_a_larger_mu_keeps_silos_nearer_to_the_downloaded_model() -> None:
+def test_a_larger_mu_keeps_silos_closer_to_the_downloaded_model() -> None:
     steps = []
     for mu in (0.0, 10.0, 1000.0):
         run = population("fedprox", {"mu": mu}, training=Training(batch_size=2, local_epochs=3, optimizer="sgd"))
@@ -101,7 +101,7 @@ def test_a_larger_mu_keeps_silos_nearer_to_the_downloaded_model() -> None:
     assert steps[0] > steps[1] > steps[2]
 
 
-def test_moon_skips_the_contrast_where_a_silo_has_no_previous_model() -> None:
+def test_moon_skips_the_contrast_of_a_silo_without_a_previous_model() -> None:
     plain, run = population("fedavg"), population("moon")
     for each in (plain, run):
         each.round()
@@ -111,7 +111,7 @@ def test_moon_skips_the_contrast_where_a_silo_has_no_previous_model() -> None:
     assert not torch.equal(run.state.theta, plain.state.theta)
 
 
-def test_moon_keeps_the_model_its_training_ended_with() -> None:
+def test_moon_keeps_the_model_at_the_end_of_local_training() -> None:
     run = population("moon")
     (reply,) = run.replies(run.eligible[:1])
     ended = run.state.theta + torch.from_numpy(payload_of(reply, Delta).buffer)
@@ -119,10 +119,10 @@ def test_moon_keeps_the_model_its_training_ended_with() -> None:
 
 
 @pytest.mark.parametrize(("name", "options"), [("moon", {"buffer": 2}), ("fedmekt", {"personal": True})])
-def test_a_silo_that_idles_has_no_last_training_to_keep(name: str, options: dict[str, Any]) -> None:
+def test_an_idle_silo_keeps_no_previous_model(name: str, options: dict[str, Any]) -> None:
     run = population(name, options)
     image_only = run.context.silos[1]
-    (reply,) = run.replies([image_only])  # nobody told of captions yet, so it has nothing to be anchored to
+    (reply,) = run.replies([image_only])  # no silo has reported captions yet, so there is no anchor
     assert not payload_of(reply, Delta).buffer.any()
     assert OWN not in run.personal[1]
     untold = run.state
@@ -137,8 +137,8 @@ def test_a_silo_that_idles_has_no_last_training_to_keep(name: str, options: dict
 
 
 @pytest.mark.parametrize(("name", "weight"), [("moon", "mu"), ("fedmekt", "weight")])
-def test_a_silo_whose_training_moved_nothing_has_trained(name: str, weight: str) -> None:
-    """One pair has an InfoNCE of zero; without weight decay its silo ends where it began, which is its own end."""
+def test_a_silo_whose_training_changed_nothing_still_keeps_its_model(name: str, weight: str) -> None:
+    """One pair has an InfoNCE of zero; without weight decay training returns the downloaded model, which is kept."""
     still = Training(optimizer="sgd", weight_decay=0.0)
     run = population(name, {"personal": True, weight: 0.0}, kinds=((True, True),), sizes=(1,), training=still)
     (reply,) = run.replies()
@@ -146,21 +146,21 @@ def test_a_silo_whose_training_moved_nothing_has_trained(name: str, weight: str)
     assert torch.equal(run.personal[0][OWN], run.state.theta)
 
 
-def test_moon_contrasts_with_as_many_last_models_as_its_buffer_holds() -> None:
+def test_moon_contrasts_with_all_previous_models_in_its_buffer() -> None:
     one, two = population("moon"), population("moon", {"buffer": 2})
     ends: list[torch.Tensor] = []
     for _ in range(3):
         for run in (one, two):
             run.round()
         ends.append(two.personal[0][OWN])
-        if len(ends) == 2:  # there was no more than one last model so far
+        if len(ends) == 2:  # so far there was at most one previous model
             assert torch.equal(one.state.theta, two.state.theta)
     assert not torch.equal(one.state.theta, two.state.theta)
     assert set(two.personal[0]) - set(one.personal[0]) == {f"{OWN}_1"}
     assert torch.equal(two.personal[0][f"{OWN}_1"], ends[1])
 
 
-def test_a_strong_distillation_keeps_embeddings_near_the_global_ones() -> None:
+def test_strong_distillation_keeps_embeddings_close_to_the_global_ones() -> None:
     moved = []
     for weight in (0.0, 1e6):
         run = population(
@@ -173,7 +173,7 @@ def test_a_strong_distillation_keeps_embeddings_near_the_global_ones() -> None:
 
 
 @pytest.mark.parametrize("name", ["fedmekt", "moon"])
-def test_silos_are_measured_by_their_last_local_model_if_asked(name: str) -> None:
+def test_silos_are_evaluated_with_their_last_local_model_if_configured(name: str) -> None:
     shared, own = population(name), population(name, {"personal": True})
     assert not shared.protocol.traits().personalised
     assert own.protocol.traits().personalised
@@ -185,7 +185,7 @@ def test_silos_are_measured_by_their_last_local_model_if_asked(name: str) -> Non
 
 
 # --------------------------------------------------------------------------- local and central
-def test_local_training_sends_nothing_down_and_the_loss_up() -> None:
+def test_local_training_downloads_nothing_and_uploads_the_loss() -> None:
     run = population("local")
     for silo in run.eligible:
         assert run.protocol.task(run.state, silo) == ()
@@ -195,7 +195,7 @@ def test_local_training_sends_nothing_down_and_the_loss_up() -> None:
     assert torch.equal(run.state.theta, theta)
 
 
-def test_a_local_model_goes_on_from_its_own_and_others_make_no_difference() -> None:
+def test_local_training_resumes_from_the_silos_own_model_independently_of_others() -> None:
     alone, among = population("local"), population("local")
     for _ in range(3):
         alone.round(alone.eligible[:1])
@@ -207,7 +207,7 @@ def test_a_local_model_goes_on_from_its_own_and_others_make_no_difference() -> N
     assert 0 < float(step.norm()) < float((alone.personal[0][OWN] - alone.model.initial()).norm())
 
 
-def test_central_training_asks_the_silo_that_holds_everything_and_takes_its_model() -> None:
+def test_central_training_selects_the_silo_with_all_data_and_takes_its_model() -> None:
     run = population("central")
     assert run.protocol.traits().pooled
     assert [silo.index for silo in run.eligible] == [0]
@@ -244,7 +244,7 @@ def test_personal_layers_never_leave_the_silo(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["fedavg", "fedper"])
-def test_an_update_is_clipped_whether_it_is_of_all_layers_or_of_some(name: str) -> None:
+def test_updates_of_all_layers_and_of_some_layers_are_clipped(name: str) -> None:
     run = population(name)
     (reply,) = run.replies(run.eligible[:1])
     scenario = types.SimpleNamespace(privacy=Privacy(clip_norm=1e-3))
@@ -256,7 +256,7 @@ def test_an_update_is_clipped_whether_it_is_of_all_layers_or_of_some(name: str) 
 
 
 @pytest.mark.parametrize("name", PERSONALISED)
-def test_each_silo_ends_up_with_a_model_of_its_own(name: str) -> None:
+def test_each_silo_ends_with_a_different_personal_model(name: str) -> None:
     run = population(name)
     assert run.protocol.traits().personalised
     before = own_embeddings(run, 0)
@@ -267,7 +267,7 @@ def test_each_silo_ends_up_with_a_model_of_its_own(name: str) -> None:
     assert not torch.equal(own_embeddings(run, 0), own_embeddings(run, 3))
 
 
-def test_fedper_shares_what_lies_below_the_head_or_what_it_is_told() -> None:
+def test_fedper_shares_the_layers_below_the_head_or_the_configured_ones() -> None:
     layers = payload_of(population("fedper").replies()[0], PartialDelta).names
     assert all(".adapters." in name for name in layers)
     assert len(layers) == 8
@@ -280,13 +280,13 @@ def test_fedper_shares_what_lies_below_the_head_or_what_it_is_told() -> None:
     }
 
 
-def test_fedper_keeps_the_common_space_of_a_supervised_network() -> None:
+def test_fedper_keeps_the_common_space_of_a_supervised_network_personal() -> None:
     run = population("fedper", objective=DSCMR)
     assert all(name.startswith(("visual.first.", "text.first.")) for name in run.protocol.partial.shared)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("layers", ["audio.", "visual.,text."])
-def test_fedper_refuses_layers_that_are_not_there_and_a_model_all_personal(layers: str) -> None:
+def test_fedper_refuses_unknown_layers_and_an_entirely_personal_model(layers: str) -> None:
     with pytest.raises(InputError, match=r"protocol\.personal_layers"):
         population("fedper", {"personal_layers": layers})
 
@@ -297,7 +297,7 @@ def test_pfedmma_needs_a_backbone_with_shared_adapters() -> None:
         protocols.create(ProtocolChoice(name="pfedmma"), context)
 
 
-def test_pfedmma_asks_every_silo_in_its_first_round_and_a_share_of_them_later(tiny: Path, tmp_path: Path) -> None:
+def test_pfedmma_selects_every_silo_in_the_first_round_and_a_fraction_later(tiny: Path, tmp_path: Path) -> None:
     mma = ("protocol={name: pfedmma}", "backbone.adapter=mma", "participation=0.5")
     in_process_run.run(resolved(tiny, *mma), tmp_path)
     merges = in_process_run.lines(tmp_path, "merge")
@@ -318,14 +318,14 @@ def test_the_middle_layer_of_a_multi_modal_adapter_belongs_to_both_towers() -> N
         assert gradient_of(model)[model.branch("shared")].any()
 
 
-def test_fedper_keeps_a_hash_layer_and_the_classifier_above_it() -> None:
+def test_fedper_keeps_the_hash_layer_and_its_classifier_personal() -> None:
     run = population("fedper", objective=Objective(base="greedyhash", bits=8, hidden=16))
     layers = run.protocol.traits().shared_layers
     shared = {name.rpartition(".")[0] for name in layers or ()}
     assert not {name for name in shared if "last" in name or "head" in name}, shared
 
 
-# --------------------------------------------------------------------------- what a peer may not send
+# --------------------------------------------------------------------------- payloads that are refused
 def resized(payload: Any) -> Any:
     """A payload with one row too few."""
     match payload:
@@ -337,7 +337,7 @@ def resized(payload: Any) -> Any:
             return payload
 
 
-def test_noise_does_not_make_an_idle_silo_one_that_trained() -> None:
+def test_noise_does_not_make_an_idle_silo_count_as_trained() -> None:
     kinds, private = (
         ((True, True), (True, True), (True, False), (False, True)),
         Privacy(clip_norm=10, noise_multiplier=1e-7),
@@ -370,7 +370,7 @@ def test_payloads_of_another_shape_are_refused_before_the_merge(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["creamfl", "fedmekt", "mfcpl"])
-def test_a_method_we_had_to_interpret_says_so(name: str) -> None:
+def test_a_method_that_needed_interpretation_says_so_in_its_summary(name: str) -> None:
     assert population(name).protocol.traits().our_reading
     assert "our reading" in protocols.summary(name)
 

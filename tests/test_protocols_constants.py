@@ -1,6 +1,6 @@
-"""The constants of methods where they act: one step or one merge, against the formula written out.
+"""The constants of methods in use: one step or one merge against the formula written out.
 
-Equations have golden values; these tests hold what a method puts into them. A share here has one caption an item and
+Equations have golden values; these tests check the inputs of a method to them. A silo here has one caption per item and
 fits into one batch, so that a task's loss is that of its first step, at the downloaded model.
 """
 
@@ -28,7 +28,7 @@ from tests.small_federation import DIM, World, population
 
 PAIRED = ((True, True),) * 4
 SAMPLES = torch.tensor([11, 9, 7, 5], dtype=torch.float64)
-FAR = 0.5  # a learning rate with which one step of SGD goes somewhere
+FAR = 0.5  # a learning rate at which one step of SGD has an effect
 
 
 def steps(count: int) -> Training:
@@ -57,14 +57,14 @@ def at(run: World, theta: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def added(run: World, off: Mapping[str, Any], name: str) -> float:
-    """What a method adds to the first silo's loss at the state that a run is in."""
+    """The term that a method adds to the first silo's loss at the run's current state."""
     without = plain(name, off)
     without.state, without.version, without.personal = run.state, run.version, dict(run.personal)
     silo = run.context.silos[0]
     return run.train(silo).loss - without.train(silo).loss
 
 
-# ------------------------------------------------------------------------------------------------- at silos
+# ------------------------------------------------------------------------------------------------- silos
 @pytest.mark.parametrize(
     ("name", "off", "on", "weight"),
     [("fedprox", {"mu": 0.0}, {"mu": 3.0}, 1.5), ("rcsr", {"lambda_s": 0.0}, {"lambda_s": 3.0}, 3.0)],
@@ -82,7 +82,7 @@ def test_the_proximal_term_of_a_second_step(
     assert found == pytest.approx(weight * float(drift.square().sum()), rel=1e-3)
 
 
-def test_moon_contrasts_at_its_papers_temperature() -> None:
+def test_moon_contrasts_at_the_papers_temperature() -> None:
     run = plain("moon")
     run.train(run.context.silos[0], 40 * FAR)
     share, previous = run.shares[0], run.personal[0][OWN]
@@ -100,7 +100,7 @@ def test_moon_contrasts_at_its_papers_temperature() -> None:
     assert found == pytest.approx(expected, rel=1e-4)
 
 
-def test_fedmekt_distils_at_half_weight() -> None:
+def test_fedmekt_distils_with_weight_one_half() -> None:
     once, without, within = plain("fedavg"), plain("fedavg", count=2), plain("fedmekt", count=2)
     silo = once.context.silos[0]
     once.train(silo, FAR)
@@ -114,7 +114,7 @@ def test_fedmekt_distils_at_half_weight() -> None:
     assert found == pytest.approx(expected, rel=1e-2)
 
 
-def test_creamfls_terms_have_rcsrs_weights_and_temperature() -> None:
+def test_creamfls_terms_use_rcsrs_weights_and_temperature() -> None:
     run = plain("creamfl")
     run.round()
     state, rows = run.personal[0], torch.arange(len(run.shares[0]))
@@ -132,7 +132,7 @@ def test_creamfls_terms_have_rcsrs_weights_and_temperature() -> None:
 
 
 @pytest.mark.parametrize("term", ["cmpr", "cmpc", "cma"])
-def test_mfcpls_terms_compare_with_the_complete_or_the_other_modalitys_prototypes(term: str) -> None:
+def test_mfcpls_terms_use_the_complete_or_the_other_modalitys_prototypes(term: str) -> None:
     off = {"cmpr": 0.0, "cmpc": 0.0, "cma": 0.0}
     run = plain("mfcpl", {**off, term: 1.0})
     run.round()
@@ -166,7 +166,7 @@ def told(state: State, run: World) -> list[float | None]:
     return [take(run.protocol.task(state, silo), RouterStatistics).weight for silo in run.context.silos]
 
 
-def test_an_adapter_is_fitted_at_a_tenth_of_the_rate_and_at_the_silos_own_strength() -> None:
+def test_an_adapter_is_fitted_at_a_tenth_of_the_rate_and_at_the_silos_strength() -> None:
     run = plain("rcsr", {"personal": "router", "personal_onset": 0, "personal_hidden": 3})
     silo = run.context.silos[0]
     assert told(run.state, run)[0] == 0.25
@@ -180,7 +180,7 @@ def test_an_adapter_is_fitted_at_a_tenth_of_the_rate_and_at_the_silos_own_streng
     torch.testing.assert_close(moved, -0.1 * FAR * gradient, rtol=2e-2, atol=2e-7)
 
 
-def test_a_silo_is_measured_with_its_adapter_at_its_own_strength() -> None:
+def test_a_silo_is_evaluated_with_its_adapter_at_its_strength() -> None:
     run = plain("rcsr", {"personal": "router", "personal_onset": 0, "personal_hidden": 3})
     silo, share = run.context.silos[0], run.shares[0]
     adapter = torch.randn(2, 3, DIM, generator=torch.Generator().manual_seed(0))
@@ -194,17 +194,19 @@ def test_a_silo_is_measured_with_its_adapter_at_its_own_strength() -> None:
 
 
 @pytest.mark.parametrize(("norm", "times", "before"), [("plain", 1, 0.25), ("relative", 4, 1.0)])
-def test_silos_are_told_their_weight_as_it_is_or_relative_to_an_equal_one(norm: str, times: int, before: float) -> None:
+def test_silos_receive_their_absolute_weight_or_the_one_relative_to_equal_weights(
+    norm: str, times: int, before: float
+) -> None:
     run = plain("rcsr", {"personal": "router", "s_norm": norm}, kinds=PAIRED)
     assert told(run.state, run) == [before] * 4
     run.round()
-    expected = (times * SAMPLES / SAMPLES.sum()).clamp(max=1.0).tolist()  # of the warm-up: by samples
+    expected = (times * SAMPLES / SAMPLES.sum()).clamp(max=1.0).tolist()  # during the warm-up, by samples
     assert told(run.state, run) == pytest.approx(expected)
 
 
-# ------------------------------------------------------------------------------------------------- at the coordinator
+# ------------------------------------------------------------------------------------------------- coordinator
 @pytest.mark.parametrize("masked", [True, False])
-def test_fillers_enter_the_moving_average_where_they_are_not_masked(masked: bool) -> None:
+def test_fillers_enter_the_moving_average_unless_masked(masked: bool) -> None:
     run = plain("rcsr", {"router": "uniform", "minimax": False, "masked_ema": masked})
     run.round()
     before, generator = run.state.tensors[_prototypes.PROTOTYPES], torch.Generator().manual_seed(0)
@@ -224,14 +226,14 @@ def test_fillers_enter_the_moving_average_where_they_are_not_masked(masked: bool
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
-def test_fedavg_weighs_by_samples_or_all_alike(weighting: str) -> None:
+def test_fedavg_weights_by_samples_or_uniformly(weighting: str) -> None:
     run = plain("fedavg", {"weighting": weighting}, kinds=PAIRED)
     expected = SAMPLES / SAMPLES.sum() if weighting == "samples" else torch.full((4,), 0.25, dtype=torch.float64)
     torch.testing.assert_close(weights_of(run, run.replies()), expected, rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("weighting", ["samples", "uniform"])
-def test_fedproto_weighs_prototypes_by_their_samples_or_all_alike(weighting: str) -> None:
+def test_fedproto_weights_prototypes_by_samples_or_uniformly(weighting: str) -> None:
     run = plain("fedproto", {"weighting": weighting}, kinds=PAIRED)
     replies = run.replies()
     found = [payload_of(reply, ClassPrototypes) for reply in replies]
@@ -247,7 +249,7 @@ def test_fedproto_weighs_prototypes_by_their_samples_or_all_alike(weighting: str
 def test_public_representations_are_scored_against_the_other_modality(monkeypatch: pytest.MonkeyPatch) -> None:
     run = plain("creamfl_public", kinds=PAIRED[:2])
     items, generator = len(run.protocol.public), torch.Generator().manual_seed(0)  # type: ignore[attr-defined]
-    # Sent as float16; told apart by much, since products of unit vectors are not.
+    # Sent as float16; the scale makes scores differ clearly, which products of unit vectors do not.
     given = normalize(torch.randn(2, 2 * items, DIM, generator=generator), dim=2).half()
     shared = 20 * normalize(torch.randn(2, items, DIM, generator=generator), dim=2)
     tensors = dict(zip((f"{creamfl_public.GLOBAL}{name}" for name in ("image", "text")), shared, strict=True))

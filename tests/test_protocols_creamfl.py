@@ -22,7 +22,7 @@ from tests.replies import payload_of
 from tests.small_federation import DIM, population
 
 
-def test_the_bank_is_a_moving_average_of_what_downloaded_models_say_and_stays_in_the_silo() -> None:
+def test_the_bank_is_a_moving_average_of_downloaded_models_embeddings_and_stays_in_the_silo() -> None:
     run = population("creamfl", {"bank_ema": 0.75}, kinds=((True, True),), sizes=(6,))
     assert run.protocol.uploads(run.eligible[0]) == population("fedavg").protocol.uploads(run.eligible[0])
     said = []
@@ -33,7 +33,7 @@ def test_the_bank_is_a_moving_average_of_what_downloaded_models_say_and_stays_in
     torch.testing.assert_close(run.personal[0]["creamfl_bank_image"], 0.75 * said[0] + 0.25 * said[1])
 
 
-def test_creamfl_contrasts_directions_where_codes_have_any_length() -> None:
+def test_creamfl_contrasts_directions_whatever_the_length_of_codes() -> None:
     generator = torch.Generator().manual_seed(0)
     z, banks = torch.randn(6, 32, generator=generator), torch.randn(2, 6, 32, generator=generator)
     step = types.SimpleNamespace(rows=np.arange(6))
@@ -52,7 +52,9 @@ def test_creamfl_contrasts_directions_where_codes_have_any_length() -> None:
     objective = Objective(base="dcmh", bits=8, hidden=16)
     runs = [population(name, objective=objective) for name in ("creamfl", "fedavg")]
     hashing = [run.train(run.context.silos[0]).loss for run in runs]
-    assert hashing[0] - hashing[1] < 20  # the two contrasts of unit vectors at .07 are at most 2 / .07 + log n each
+    assert (
+        hashing[0] - hashing[1] < 20
+    )  # each of the two contrasts of unit vectors at temperature .07 is at most 2 / .07 + log n
 
 
 def test_a_silo_whose_data_changed_starts_a_new_bank() -> None:
@@ -65,7 +67,7 @@ def test_a_silo_whose_data_changed_starts_a_new_bank() -> None:
     torch.testing.assert_close(run.personal[0]["creamfl_bank_image"], said)
 
 
-def test_with_a_public_set_representations_travel_and_parameters_do_not() -> None:
+def test_with_a_public_set_representations_are_sent_and_parameters_are_not() -> None:
     run = population("creamfl_public")
     items = len(run.protocol.public)  # type: ignore[attr-defined]
     for _ in range(2):
@@ -80,7 +82,7 @@ def test_with_a_public_set_representations_travel_and_parameters_do_not() -> Non
         torch.testing.assert_close(torch.from_numpy(down.values[:items].astype(np.float32)), said, atol=1e-3, rtol=0)
 
 
-def test_of_a_model_that_goes_part_of_the_way_its_own_representations_go_down() -> None:
+def test_representations_sent_down_are_those_of_the_partially_mixed_model() -> None:
     run = population("creamfl_public", {"server_rate": 1e-2})
     aggregation = Aggregation(mode="async", mixing=0.3)
     setting: Any = types.SimpleNamespace(
@@ -94,14 +96,14 @@ def test_of_a_model_that_goes_part_of_the_way_its_own_representations_go_down() 
     assert not torch.allclose(whole.tensors["public_image"], said)
 
 
-def test_public_training_alone_teaches_the_coordinator_where_nobody_replies_with_a_modality() -> None:
+def test_the_coordinator_trains_on_public_data_where_no_silo_sends_a_modality() -> None:
     run = population("creamfl_public", kinds=((True, False),), sizes=(5,))
     log = run.round()
     assert log["server_loss"] > 0
     assert not torch.equal(run.state.theta, run.model.initial())
 
 
-def test_the_silo_whose_representation_finds_its_pair_weighs_more() -> None:
+def test_a_silo_whose_representation_retrieves_its_pair_is_weighted_more() -> None:
     shared = torch.eye(3)
     good, bad = 5 * torch.eye(3), 5 * torch.eye(3).roll(1, 0)
     weights = creamfl_public.item_weights(torch.stack([good, bad]), shared)

@@ -1,4 +1,4 @@
-"""What holds for every federated method; a new file in protocols/ is covered without a line here."""
+"""Properties of every federated method; a new file in protocols/ is covered automatically."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMES = protocols.names()
 every_protocol = pytest.mark.parametrize("name", NAMES)
 
 
-#: Methods whose silos send no update: their own models move instead of the coordinator's.
+#: Methods whose silos send no update: personal models change instead of the coordinator's model.
 NO_UPDATE = {"creamfl_public", "fedproto", "local"}
 updating_protocol = pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_UPDATE])
 
@@ -43,7 +43,7 @@ def delta_of(reply: Reply) -> Delta | PartialDelta:
 
 
 def change_of(run: World, reply: Reply) -> torch.Tensor:
-    """How a silo's model moved in its last task, as far as others learn of it or, where nobody does, as it keeps it."""
+    """Change of a silo's model in its last task: the update it sent or, if it sends none, of its personal model."""
     if OWN in run.personal[reply.silo.index] and type(run.protocol).__module__.rpartition(".")[2] in NO_UPDATE:
         return run.personal[reply.silo.index][OWN] - run.model.initial()
     delta, layout = delta_of(reply), run.model.layout
@@ -66,7 +66,7 @@ def test_an_unknown_method_is_refused_with_the_known_ones() -> None:
 
 
 def sends(run: World, reply: Reply, modality: str) -> bool:
-    """Whether a reply says anything about a branch; where some layers are personal, it may not."""
+    """Whether a reply contains parameters of a branch; where some layers are personal, it may not."""
     names = next((payload.names for payload in reply.payloads if isinstance(payload, PartialDelta)), None)
     branch = run.model.branch(modality)
     return names is None or any(branch.start <= part.start < branch.stop for part in places(run.model.layout, names))
@@ -80,7 +80,7 @@ def test_a_method_describes_itself_in_one_line(name: str) -> None:
 
 
 @every_protocol
-def test_what_a_method_is_can_be_told_before_a_run_begins(name: str) -> None:
+def test_traits_of_a_method_are_known_before_a_run_begins(name: str) -> None:
     run = population(name)
     before, traits = type(run.protocol).traits_of(protocols.options_of(protocols.load(name), {})), run.protocol.traits()
     assert (before.pooled, before.own_only) == (traits.pooled, traits.own_only)
@@ -89,7 +89,7 @@ def test_what_a_method_is_can_be_told_before_a_run_begins(name: str) -> None:
 
 
 @every_protocol
-def test_a_personalised_method_embeds_by_each_silos_own_model(name: str) -> None:
+def test_a_personalised_method_embeds_with_each_silos_personal_model(name: str) -> None:
     run = population(name)
     run.round()
     if not run.protocol.traits().personalised:
@@ -106,7 +106,7 @@ def test_a_personalised_method_embeds_by_each_silos_own_model(name: str) -> None
 
 
 @every_protocol
-def test_default_options_survive_a_round_trip_through_plain_data(name: str) -> None:
+def test_default_options_round_trip_through_plain_data(name: str) -> None:
     kind = protocols.load(name)
     options = protocols.options_of(kind, {})
     assert protocols.options_of(kind, json.loads(json.dumps(dataclasses.asdict(options)))) == options
@@ -123,7 +123,7 @@ def test_an_unknown_option_is_refused_in_one_line(name: str) -> None:
 
 
 @every_protocol
-def test_an_option_of_the_wrong_type_is_refused_by_its_name(name: str) -> None:
+def test_an_option_of_the_wrong_type_is_refused_by_name(name: str) -> None:
     kind = protocols.load(name)
     for each in dataclasses.fields(kind.Options):
         with pytest.raises(InputError) as caught:
@@ -142,7 +142,7 @@ def test_numbers_that_are_not_finite_are_refused(name: str) -> None:
 
 
 @every_protocol
-def test_three_rounds_over_mixed_silos_move_the_model_and_stay_finite(name: str) -> None:
+def test_three_rounds_over_mixed_silos_change_the_model_and_stay_finite(name: str) -> None:
     run = population(name)
     start = run.state.theta.clone()
     for _ in range(3):
@@ -177,12 +177,12 @@ def shared_layers(run: World) -> tuple[str, ...] | None:
 
 
 def on_the_way(run: World, reply: Reply) -> tuple[Payload, ...]:
-    """A reply's payloads as they travel."""
+    """A reply's payloads as sent over the wire."""
     return tuple(shortened(payload, run.model.layout, reply.silo) for payload in reply.payloads)
 
 
 @updating_protocol
-def test_the_branch_of_a_missing_modality_does_not_travel_and_the_rest_arrives_to_the_bit(name: str) -> None:
+def test_the_branch_of_a_missing_modality_is_not_sent_and_the_rest_arrives_to_the_bit(name: str) -> None:
     run = population(name)
     run.round()
     for reply in run.replies():
@@ -227,7 +227,7 @@ def test_an_update_of_other_layers_is_refused(name: str) -> None:
 
 
 @every_protocol
-def test_what_comes_up_is_what_uploads_says(name: str) -> None:
+def test_replies_contain_the_payload_kinds_that_uploads_declares(name: str) -> None:
     run = population(name)
     for reply in run.replies():
         kinds = [type(payload) for payload in reply.payloads]
@@ -295,7 +295,7 @@ def test_a_broken_update_is_refused(name: str) -> None:
 
 
 @every_protocol
-def test_training_is_the_same_to_the_bit_whoever_used_the_model_before(name: str) -> None:
+def test_training_is_the_same_to_the_bit_whichever_silo_used_the_model_before(name: str) -> None:
     runs = [population(name), population(name)]
     runs[1].train(runs[1].eligible[-1])
     runs[1].personal.clear()
@@ -309,7 +309,7 @@ def test_training_is_the_same_to_the_bit_whoever_used_the_model_before(name: str
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_UPDATE | {"central"}])
-def test_a_damped_reply_weighs_less(name: str) -> None:
+def test_a_damped_reply_is_weighted_less(name: str) -> None:
     run = population(name, kinds=((True, True), (True, True)), sizes=(8, 8))
     replies = run.replies()
     first, rest = (change_of(run, reply) for reply in replies)
@@ -350,7 +350,7 @@ def test_silos_with_a_single_sample_take_part(name: str, kinds: tuple[tuple[bool
 
 
 @every_protocol
-def test_read_only_buffers_off_the_wire_raise_no_warning(name: str) -> None:
+def test_read_only_buffers_from_the_wire_raise_no_warning(name: str) -> None:
     run = population(name)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -384,7 +384,7 @@ def test_personal_tensors_can_be_saved(name: str) -> None:
 
 
 @every_protocol
-def test_training_that_diverges_says_so_instead_of_sending_nan(name: str) -> None:
+def test_diverging_training_raises_an_error_instead_of_sending_nan(name: str) -> None:
     run = population(name)
     spoilt = torch.full_like(run.state.theta, float("nan"))
     run.model.load(spoilt)
@@ -396,7 +396,7 @@ def test_training_that_diverges_says_so_instead_of_sending_nan(name: str) -> Non
 
 
 def misshapen(payload: Payload) -> list[Payload]:
-    """The payload with a row more and with a column more, where it has any and that alone does not refuse it."""
+    """The payload with an extra row and an extra column, where such a payload can be constructed."""
     arrays = {name: value for name, value in vars(payload).items() if isinstance(value, np.ndarray) and value.ndim}
     longest = max((len(value) for value in arrays.values()), default=0)
     rows = {k: np.concatenate([v, v[:1]]) for k, v in arrays.items() if len(v) == longest}
@@ -452,6 +452,6 @@ def test_an_update_of_more_samples_than_the_silo_has_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["rcsr", "fedbridge", "creamfl_public"])
-def test_methods_made_of_info_nce_refuse_other_bases(name: str) -> None:
+def test_methods_built_on_info_nce_refuse_other_bases(name: str) -> None:
     with pytest.raises(InputError, match=rf"objective\.base.*dcmh.*info_nce.*{name}"):
         population(name, objective=Objective(base="dcmh", bits=8, hidden=16))

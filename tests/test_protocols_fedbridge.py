@@ -1,4 +1,4 @@
-"""What FedBridge does beyond what every method does."""
+"""Behaviour specific to FedBridge."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def delta(reply: Reply) -> np.ndarray:
     return take(reply.payloads, Delta).buffer
 
 
-def test_silos_that_lack_a_modality_idle_through_the_warm_up() -> None:
+def test_silos_that_lack_a_modality_idle_during_the_warm_up() -> None:
     run = population("fedbridge", {**NOW, "warmup": 0.4})
     for round_ in range(4):
         replies = run.replies()
@@ -36,7 +36,7 @@ def test_silos_that_lack_a_modality_idle_through_the_warm_up() -> None:
         run.version += 1
 
 
-def test_a_centroid_of_fewer_samples_than_the_support_is_never_reported() -> None:
+def test_a_centroid_with_fewer_samples_than_the_minimum_support_is_not_reported() -> None:
     z = torch.cat([unit(1, 8).expand(9, 8), -unit(1, 8).expand(2, 8)])
     found, sizes = _centroids.centroids_of(z, _centroids.members_of(z, 4, 3, np.random.default_rng(1)), 4)
     assert sizes.tolist().count(9) == 1
@@ -45,7 +45,7 @@ def test_a_centroid_of_fewer_samples_than_the_support_is_never_reported() -> Non
     assert _centroids.members_of(unit(2, 8), 4, 3, np.random.default_rng(1)).tolist() == [-1, -1]
 
 
-def test_centroids_are_of_unit_length_and_the_same_for_the_same_seed() -> None:
+def test_centroids_have_unit_length_and_are_reproducible_by_seed() -> None:
     z = unit(40, 8)
     members = [_centroids.members_of(z, 5, 3, np.random.default_rng(7)) for _ in range(2)]
     assert torch.equal(*members)
@@ -55,7 +55,7 @@ def test_centroids_are_of_unit_length_and_the_same_for_the_same_seed() -> None:
     torch.testing.assert_close(found[0], mean)
 
 
-def test_a_centroid_is_of_the_same_items_in_every_report() -> None:
+def test_a_centroid_covers_the_same_items_in_every_report() -> None:
     run = population("fedbridge", NOW)
     silo = run.context.silos[0]
     first = run.train(silo)
@@ -71,7 +71,7 @@ def test_a_centroid_is_of_the_same_items_in_every_report() -> None:
     assert not np.array_equal(one.prototypes, other.prototypes)
 
 
-def test_reports_of_one_model_are_the_same_whatever_captions_are_drawn() -> None:
+def test_reports_of_one_model_do_not_depend_on_the_sampled_captions() -> None:
     run = population("fedbridge", NOW)
     silo = next(each for each in run.context.silos if each.text)
     reports = []
@@ -84,7 +84,7 @@ def test_reports_of_one_model_are_the_same_whatever_captions_are_drawn() -> None
     assert all(np.array_equal(reports[0].prototypes, each.prototypes) for each in reports[1:])
 
 
-def test_the_second_caption_is_another_one_where_there_is_another() -> None:
+def test_the_second_caption_differs_from_the_first_where_there_are_several() -> None:
     local = type("L", (), {"dataset": type("S", (), {"captions": torch.tensor([1, 2, 5, 1, 5, 3])})})()
     for seed in range(20):
         generator = np.random.default_rng(seed)
@@ -94,7 +94,7 @@ def test_the_second_caption_is_another_one_where_there_is_another() -> None:
         assert ((other != caption) == (local.dataset.captions.numpy() > 1)).all()
 
 
-def test_items_with_one_caption_have_no_contrast_of_two() -> None:
+def test_items_with_one_caption_have_no_caption_contrast() -> None:
     updates = []
     for weight in (0.0, 1.0):
         run = population("fedbridge", {**NOW, "lambda_pair": weight})
@@ -119,12 +119,12 @@ def test_items_with_one_caption_have_no_contrast_of_two() -> None:
     ],
 )
 @pytest.mark.parametrize("rows_kept", [True, False], ids=["", "state of before rows were kept"])
-def test_where_a_silos_items_change_each_is_still_in_one_centroid_at_most(
+def test_when_a_silos_items_change_each_is_still_in_at_most_one_centroid(
     name: str, options: dict[str, Any], rows_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = population(name, options, kinds=((True, True),), sizes=(60,))
     silo, pool = run.context.silos[0], run.shares[0]
-    image = 3 * torch.eye(DIM)[torch.arange(60) // 8] + 0.1 * unit(60, DIM)  # eight rows alike, then eight others, ...
+    image = 3 * torch.eye(DIM)[torch.arange(60) // 8] + 0.1 * unit(60, DIM)  # groups of eight equal rows
     text = image[:, None].repeat(1, 3, 1)
     reported: list[dict[int, frozenset[int]]] = []
     means = _centroids.centroids_of
@@ -148,7 +148,7 @@ def test_where_a_silos_items_change_each_is_still_in_one_centroid_at_most(
         hold(before)
         reported[:2] = []
     after = before.clone()
-    after[:6] = torch.tensor([50, 51, 52, 53, 54, 39])  # the last is there already
+    after[:6] = torch.tensor([50, 51, 52, 53, 54, 39])  # the last row is already in it
     hold(after)
     hold(after)
     hold(before)
@@ -176,7 +176,7 @@ def test_no_centroid_is_reported_before_the_warm_up_is_over() -> None:
     assert kept == [False, False, True, True]
 
 
-def test_centroids_of_long_ago_are_forgotten_where_the_scenario_says_so() -> None:
+def test_centroids_older_than_the_scenarios_age_limit_are_dropped() -> None:
     run = population("fedbridge", NOW)
     run.protocol.context = dataclasses.replace(run.context, max_age=2)  # type: ignore[attr-defined]
     paired, others = run.context.silos[0], [run.context.silos[3]]
@@ -185,7 +185,7 @@ def test_centroids_of_long_ago_are_forgotten_where_the_scenario_says_so() -> Non
     assert known[0] > known[-1] > 0
 
 
-def test_an_older_report_does_not_take_the_place_of_a_newer_one() -> None:
+def test_an_older_report_does_not_replace_a_newer_one() -> None:
     run = population("fedbridge", NOW)
     silo = run.context.silos[0]
     run.round([silo])
@@ -196,7 +196,7 @@ def test_an_older_report_does_not_take_the_place_of_a_newer_one() -> None:
     assert torch.equal(before, after)
 
 
-def test_centroids_go_down_only_to_silos_that_lack_the_modality() -> None:
+def test_centroids_are_sent_only_to_silos_that_lack_the_modality() -> None:
     run = population("fedbridge", NOW)
     run.round()
     for silo in run.eligible:
@@ -208,7 +208,7 @@ def test_centroids_go_down_only_to_silos_that_lack_the_modality() -> None:
             assert (given[0].counts > 0).all()
 
 
-def test_what_a_silo_reports_of_a_modality_it_lacks_is_not_believed() -> None:
+def test_reports_about_a_modality_that_the_silo_lacks_are_ignored() -> None:
     run = population("fedbridge", NOW)
     replies = run.replies()
     image_only = next(reply for reply in replies if reply.silo.image and not reply.silo.text)
@@ -233,7 +233,7 @@ def test_centroids_of_more_samples_than_the_silo_has_are_refused() -> None:
                 run.protocol.check(payloads)  # type: ignore[attr-defined]
 
 
-def test_the_assignment_loss_is_least_where_the_teacher_is_and_follows_its_sharper_choice() -> None:
+def test_the_assignment_loss_is_minimal_at_the_teacher_and_follows_its_sharper_assignment() -> None:
     teacher, centroids = unit(6, 8), unit(5, 8, seed=2)
     same = fedbridge.assignment_loss(teacher, teacher, centroids, 0.07, 0.07)
     assert same.item() == pytest.approx(0.0, abs=1e-6)
@@ -248,7 +248,7 @@ def test_the_assignment_loss_is_least_where_the_teacher_is_and_follows_its_sharp
     assert (after > before - 1e-6).all()
 
 
-def test_with_a_single_weight_of_nearly_nothing_it_is_fedavg_of_the_paired_silos() -> None:
+def test_with_single_weight_near_zero_it_equals_fedavg_of_the_paired_silos() -> None:
     run = population("fedbridge", {**NOW, "single_weight": 1e-12})
     plain = population("fedavg", {"single_modality": "idle"})
     for _ in range(3):
@@ -257,7 +257,7 @@ def test_with_a_single_weight_of_nearly_nothing_it_is_fedavg_of_the_paired_silos
     torch.testing.assert_close(run.state.theta, plain.state.theta, rtol=1e-4, atol=1e-6)
 
 
-def test_a_heavier_single_weight_gives_single_modality_silos_more_of_the_step() -> None:
+def test_a_larger_single_weight_gives_single_modality_silos_more_of_the_step() -> None:
     steps = []
     for weight in (0.1, 1.0):
         run = population("fedbridge", {**NOW, "single_weight": weight})

@@ -1,4 +1,4 @@
-"""What FedCAFE and its two bases do beyond what every method does."""
+"""Behaviour specific to FedCAFE and its two bases."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def with_memory(reply: Reply, **changes: Any) -> Reply:
 
 
 def at_work(base: Any, silo: SiloFacts = PAIRED, names: tuple[str, ...] = LABELS, **options: Any) -> tuple[Any, Local]:
-    """A base at work at a silo of 9 items, before its first step."""
+    """A base's local work on a silo of 9 items, before its first step."""
     chosen = objective(base, **options)
     model = hash_networks.build(chosen, InputSpec((DIM,), (DIM,)), len(names), 0, torch.device("cpu"))
     context = Context(0, 5, (silo,), model.layout, model.dim, Training(batch_size=4), chosen, names)
@@ -70,7 +70,7 @@ def epoch(work: Any, local: Local) -> list[float]:
 # ------------------------------------------------------------------------- degeneration
 @pytest.mark.parametrize("base", ["dcmh", "shdch"])
 @pytest.mark.parametrize("branch_renorm", [False, True])
-def test_with_every_switch_off_fedcafe_is_fedavg_to_the_bit(base: str, branch_renorm: bool) -> None:
+def test_with_every_switch_off_fedcafe_equals_fedavg_to_the_bit(base: str, branch_renorm: bool) -> None:
     plain = population("fedavg", {"branch_renorm": branch_renorm}, objective=objective(base))
     run = population("fedcafe", {**OFF, "branch_renorm": branch_renorm}, objective=objective(base))
     for _ in range(4):
@@ -78,7 +78,7 @@ def test_with_every_switch_off_fedcafe_is_fedavg_to_the_bit(base: str, branch_re
         assert equal_states(run.state, plain.state)
 
 
-def test_in_the_first_round_enhancement_alone_changes_nothing() -> None:
+def test_enhancement_alone_has_no_effect_in_the_first_round() -> None:
     plain, run = population("fedcafe", OFF), population("fedcafe", {**OFF, "afe": True})
     plain.round()
     run.round()
@@ -122,7 +122,7 @@ def test_fedcafe_without_a_classifier_is_refused() -> None:
 
 
 # ------------------------------------------------------------------------- memories
-def test_a_class_that_a_silo_lacks_has_no_support_and_a_zero_row() -> None:
+def test_a_class_missing_from_a_silo_has_no_support_and_a_zero_row() -> None:
     run = population("fedcafe", kinds=((True, True),), sizes=(6,))
     labels = run.shares[0].labels
     labels[:, 2], labels[:, 3] = 0, 1
@@ -133,7 +133,7 @@ def test_a_class_that_a_silo_lacks_has_no_support_and_a_zero_row() -> None:
     assert np.allclose(np.linalg.norm(memory.centroids[3]), 1, atol=1e-5)
 
 
-def test_a_memory_changes_its_rows_with_the_classes() -> None:
+def test_permuting_classes_permutes_the_rows_of_a_memory() -> None:
     generator = torch.Generator().manual_seed(0)
     features = [torch.randn(20, 6, generator=generator) for _ in range(2)]
     labels = torch.eye(5)[torch.randint(0, 5, (20,), generator=generator)]
@@ -145,7 +145,7 @@ def test_a_memory_changes_its_rows_with_the_classes() -> None:
         assert torch.equal(moved, support[order])
 
 
-def test_a_single_modality_memory_is_that_of_its_own_features() -> None:
+def test_a_single_modality_memory_is_computed_from_that_modality() -> None:
     generator = torch.Generator().manual_seed(0)
     features, labels = torch.randn(7, 4, generator=generator), torch.eye(3)[[0, 1, 2, 0, 1, 2, 0]]
     rows, _ = _memory.local_memory([features], labels, "class_mean", np.random.default_rng(0))
@@ -168,7 +168,7 @@ def test_a_silo_with_fewer_items_than_classes_fills_fewer_rows(kind: Any) -> Non
     assert not rows[support == 0].any()
 
 
-def test_a_row_that_nobody_supports_any_more_keeps_its_value() -> None:
+def test_a_row_without_support_keeps_its_last_value() -> None:
     previous = torch.eye(3)
     rows, support = torch.zeros(2, 3, 3), torch.zeros(2, 3, dtype=torch.int64)
     rows[0, 0], support[0, 0] = torch.tensor([0.0, 1.0, 0.0]), 4
@@ -178,14 +178,14 @@ def test_a_row_that_nobody_supports_any_more_keeps_its_value() -> None:
     assert torch.equal(memory[0], rows[0, 0])
 
 
-def test_class_by_class_the_global_memory_weighs_by_support() -> None:
+def test_the_global_memory_is_weighted_by_support_per_class() -> None:
     rows = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
     support = torch.tensor([[3], [1]])
     memory, _ = _memory.global_memory(rows, support, torch.zeros(1, 2), "class_mean", np.random.default_rng(0))
     torch.testing.assert_close(memory[0], torch.nn.functional.normalize(torch.tensor([3.0, 1.0]), dim=0))
 
 
-def test_the_table_keeps_silent_silos_and_no_older_report() -> None:
+def test_the_table_keeps_silos_that_did_not_report_and_ignores_older_reports() -> None:
     run = population("fedcafe")
     run.round()
     first = run.state.tensors["table_rows"].clone()
@@ -198,7 +198,7 @@ def test_the_table_keeps_silent_silos_and_no_older_report() -> None:
     assert torch.equal(after["table_rows"], table["table_rows"])
 
 
-def test_a_table_entry_older_than_allowed_is_forgotten() -> None:
+def test_a_table_entry_older_than_allowed_is_dropped() -> None:
     run = population("fedcafe", kinds=((True, True), (True, True)), sizes=(6, 6))
     run.context = dataclasses.replace(run.context, max_age=0)
     run.protocol = fedcafe.FedCafe(fedcafe.FedCafeOptions(), run.context)
@@ -215,14 +215,14 @@ def differences(*rows: torch.Tensor, shared: torch.Tensor, support: list[list[in
     return _memory.differences(reports, shared, torch.ones(len(shared), dtype=torch.bool), by_class=True)
 
 
-def test_a_silo_whose_memory_is_the_global_one_weighs_least() -> None:
+def test_a_silo_whose_memory_equals_the_global_one_has_the_lowest_weight() -> None:
     shared = torch.eye(4)
     weights = _memory.shares(differences(shared, -shared, shared.flip(0), shared=shared), "linear")
     assert int(weights.argmin()) == 0
     assert float(weights.sum()) == pytest.approx(1)
 
 
-def test_a_class_that_is_missing_does_not_by_itself_change_the_weight() -> None:
+def test_a_missing_class_alone_does_not_change_the_weight() -> None:
     shared = torch.eye(4)
     short = shared.clone()
     short[3] = 0
@@ -232,7 +232,7 @@ def test_a_class_that_is_missing_does_not_by_itself_change_the_weight() -> None:
 
 @given(st.lists(st.floats(0.1, 1e3), min_size=1, max_size=8), st.sampled_from(["linear", "softmax"]))
 @settings(max_examples=40, deadline=None)
-def test_weights_are_a_distribution_whatever_the_differences(values: list[float], weight: Any) -> None:
+def test_weights_are_a_distribution_for_any_differences(values: list[float], weight: Any) -> None:
     weights = _memory.shares(torch.tensor(values, dtype=torch.float64), weight)
     assert torch.isfinite(weights).all()
     assert float(weights.sum()) == pytest.approx(1)
@@ -240,7 +240,7 @@ def test_weights_are_a_distribution_whatever_the_differences(values: list[float]
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=8), st.lists(st.booleans(), min_size=8, max_size=8))
 @settings(max_examples=60, deadline=None)
-def test_capped_weights_keep_their_sum_and_their_limits(values: list[float], stale: list[bool]) -> None:
+def test_capped_weights_sum_to_one_and_respect_their_caps(values: list[float], stale: list[bool]) -> None:
     weights = torch.tensor(values, dtype=torch.float64) + 1e-9
     limits = torch.where(torch.tensor(stale[: len(values)]), 1.5 / len(values), torch.inf).double()
     capped = _memory.capped(weights / weights.sum(), limits)
@@ -248,7 +248,7 @@ def test_capped_weights_keep_their_sum_and_their_limits(values: list[float], sta
     assert bool((capped <= limits + 1e-12).all())
 
 
-def test_a_stale_silo_far_from_the_memory_is_held_below_the_cap() -> None:
+def test_the_weight_of_a_stale_silo_far_from_the_memory_is_capped() -> None:
     run = population("fedcafe", {"weight": "softmax", "cap": 1.0})
     replies = run.replies()
     far = torch.tensor([1e3, 1.0, 1.0, 1.0], dtype=torch.float64)
@@ -258,7 +258,7 @@ def test_a_stale_silo_far_from_the_memory_is_held_below_the_cap() -> None:
     torch.testing.assert_close(held, torch.full((4,), 0.25, dtype=torch.float64))
 
 
-def test_a_silo_cannot_shout_with_long_rows_or_huge_supports() -> None:
+def test_long_rows_or_huge_supports_do_not_raise_a_silos_weight() -> None:
     run = population("fedcafe")
     replies = run.replies()
     sent = memory_of(replies[0])
@@ -279,8 +279,8 @@ def test_a_memory_of_another_shape_is_refused() -> None:
         run.protocol.merge(run.state, [wrong, *replies[1:]], 0)
 
 
-# ------------------------------------------------------------------------- at the silo
-def test_the_released_memory_is_what_enhances_the_codes() -> None:
+# ------------------------------------------------------------------------- silo
+def test_the_released_memory_is_the_one_that_enhances_the_codes() -> None:
     run = population("fedcafe")
     run.round()
     (memory,) = run.protocol.release(run.state)
@@ -297,7 +297,7 @@ def test_the_released_memory_is_what_enhances_the_codes() -> None:
 
 
 @pytest.mark.parametrize("image", [True, False])
-def test_a_single_modality_silo_is_drawn_to_its_own_half_alone(image: bool) -> None:
+def test_a_single_modality_silo_is_pulled_only_to_its_modalitys_half(image: bool) -> None:
     run = population("fedcafe", kinds=((image, not image),), sizes=(5,))
     step = _training.Step(np.arange(3), np.zeros(5, np.int64), lambda image, text: torch.zeros(()))
     run.round()
@@ -305,7 +305,7 @@ def test_a_single_modality_silo_is_drawn_to_its_own_half_alone(image: bool) -> N
     assert len(fedcafe.references(local).of(step)) == 1
 
 
-def test_references_take_the_caption_of_the_step() -> None:
+def test_references_use_the_caption_of_the_step() -> None:
     run = population("fedcafe", kinds=((True, True),), sizes=(5,))
     local = Local(run.context.silos[0], run.shares[0], run.model, {})
     rows, caption = np.array([4, 0]), np.array([0, 1, 2, 0, 1])
@@ -318,7 +318,7 @@ def test_references_take_the_caption_of_the_step() -> None:
 
 # ------------------------------------------------------------------------- the bases
 @pytest.mark.parametrize("base", ["dcmh", "shdch"])
-def test_buffers_and_class_codes_go_on_from_one_task_to_the_next(base: str) -> None:
+def test_buffers_and_class_codes_persist_from_one_task_to_the_next(base: str) -> None:
     run = population("fedavg", kinds=((True, True),), sizes=(6,), objective=objective(base))
     run.round()
     kept = {name: tensor.clone() for name, tensor in run.personal[0].items()}
@@ -331,7 +331,7 @@ def test_buffers_and_class_codes_go_on_from_one_task_to_the_next(base: str) -> N
 
 
 @pytest.mark.parametrize("base", ["dcmh", "shdch"])
-def test_a_task_handed_out_again_trains_the_same_from_the_same_state(base: str) -> None:
+def test_a_repeated_task_trains_identically_from_the_same_state(base: str) -> None:
     run = population("fedavg", kinds=((True, True),), sizes=(6,), objective=objective(base))
     run.round()
     before = {name: tensor.clone() for name, tensor in run.personal[0].items()}
@@ -341,7 +341,7 @@ def test_a_task_handed_out_again_trains_the_same_from_the_same_state(base: str) 
     assert np.array_equal(first.payloads[0].buffer, again.payloads[0].buffer)
 
 
-def test_buffers_start_anew_once_the_silo_holds_other_items() -> None:
+def test_buffers_are_reset_when_the_silos_items_change() -> None:
     work, local = at_work("dcmh")
     state = work.kept()
     state["base.buffer.image"] += 1
@@ -352,13 +352,13 @@ def test_buffers_start_anew_once_the_silo_holds_other_items() -> None:
 
 
 def first_loss(work: Any, local: Local) -> float:
-    """Of a work's first batch."""
+    """The loss of a work's first batch."""
     step = next(iter(work.steps(0, np.random.default_rng(0))))
     return float(step.loss(*_training.outputs(local, step.rows, step.caption, step.runs)).detach())
 
 
 @pytest.mark.parametrize("image", [True, False])
-def test_a_single_modality_silo_learns_from_its_labels_by_shdch(image: bool) -> None:
+def test_with_shdch_a_single_modality_silo_learns_from_its_labels(image: bool) -> None:
     silo = SiloFacts("silo-00", 0, image, not image)
     losses = []
     for others in (False, True):
@@ -371,7 +371,7 @@ def test_a_single_modality_silo_learns_from_its_labels_by_shdch(image: bool) -> 
 
 
 @pytest.mark.parametrize("image", [True, False])
-def test_a_single_modality_silo_learns_from_pairs_within_it_by_dcmh(image: bool) -> None:
+def test_with_dcmh_a_single_modality_silo_learns_from_its_intra_modal_pairs(image: bool) -> None:
     silo = SiloFacts("silo-00", 0, image, not image)
     losses = []
     for push in (0.0, 1.0):
@@ -379,7 +379,7 @@ def test_a_single_modality_silo_learns_from_pairs_within_it_by_dcmh(image: bool)
         (modality,) = work.buffers
         assert modality == ("image" if image else "text")
         step = next(iter(work.steps(0, np.random.default_rng(0))))
-        # Two items outside the batch, moved apart: their sum, all that the balance sees of them, stays what it was.
+        # Two items outside the batch are moved apart; the balance term depends only on their sum, which is unchanged.
         first, second = [row for row in range(9) if row not in step.rows][:2]
         work.buffers[modality][first] += push
         work.buffers[modality][second] -= push
@@ -395,20 +395,20 @@ def test_an_epoch_is_an_image_pass_and_then_a_text_pass() -> None:
     assert sorted(np.concatenate([step.rows for step in steps[:3]])) == list(range(9))
 
 
-def test_fresh_draws_train_a_silo_smaller_than_a_batch() -> None:
+def test_fresh_sampling_trains_a_silo_smaller_than_a_batch() -> None:
     drawn = list(_alternating.drawn(3, 128, "fresh", np.random.default_rng(0)))
     assert [sorted(rows) for rows in drawn] == [[0, 1, 2]]
     assert len(list(_alternating.drawn(9, 4, "fresh", np.random.default_rng(0)))) == 2
 
 
-def test_the_hash_loss_can_be_divided_by_the_silos() -> None:
+def test_the_hash_loss_can_be_divided_by_the_number_of_silos() -> None:
     assert _alternating.factor("silos", population("fedcafe").context) == 1 / 4
     run, small = (population("fedavg", objective=objective(scale=scale)) for scale in ("one", "silos"))
     losses = [each.train(each.context.silos[0]).loss for each in (run, small)]
     assert 0 < losses[1] < losses[0]
 
 
-def test_codes_are_the_sign_of_both_buffers_and_zero_is_positive() -> None:
+def test_codes_are_the_sign_of_both_buffers_and_the_sign_of_zero_is_positive() -> None:
     codes = _alternating.common_codes(
         {"image": torch.tensor([[1.0, -2.0, 1.0]]), "text": torch.tensor([[-1.0, 1.0, 1.0]])}
     )
@@ -416,7 +416,7 @@ def test_codes_are_the_sign_of_both_buffers_and_zero_is_positive() -> None:
 
 
 # ------------------------------------------------------------------------- two levels of labels
-def test_levels_are_told_apart_by_the_names() -> None:
+def test_label_levels_are_distinguished_by_name() -> None:
     assert coarse_columns(LEVELS) == [1, 3]
     assert fine_columns(LEVELS) == [0, 2]
     assert (coarse_columns(LABELS), fine_columns(LABELS)) == ([], [0, 1, 2, 3])
@@ -427,7 +427,7 @@ def test_levels_are_told_apart_by_the_names() -> None:
 
 
 @pytest.mark.parametrize("base", ["dpsh", "dch", "csq", "greedyhash", "triplet", "dscmr", "dcmh", "shdch"])
-def test_of_two_levels_the_upper_one_is_trained_on_by_shdch_alone(base: str, tmp_path: Path) -> None:
+def test_only_shdch_trains_on_the_upper_of_two_label_levels(base: str, tmp_path: Path) -> None:
     generator = np.random.default_rng(0)
     images, tags = (generator.normal(size=(48, 6)).astype(np.float32) for _ in range(2))
     labels = np.zeros((48, 35))
@@ -455,7 +455,7 @@ def test_of_two_levels_the_upper_one_is_trained_on_by_shdch_alone(base: str, tmp
     assert len(digests) == (2 if base == "shdch" else 1)
 
 
-def test_relevance_goes_by_the_fine_labels(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relevance_is_defined_by_the_fine_labels(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = share(PAIRED, 5)
     monkeypatch.setattr(program, "load_silo_dataset", lambda *_, **__: whole)
     held_out: Any = SimpleNamespace(prepared=SimpleNamespace(label_names=LEVELS))
@@ -464,7 +464,7 @@ def test_relevance_goes_by_the_fine_labels(monkeypatch: pytest.MonkeyPatch) -> N
     assert torch.equal(program._with_fine_labels(held_out, np.arange(5)).labels, whole.labels)
 
 
-def test_shdch_takes_as_many_levels_as_the_names_have_or_fewer() -> None:
+def test_shdch_uses_at_most_as_many_levels_as_the_names_have() -> None:
     assert [len(level.codes) for level in at_work("shdch", names=LEVELS)[0].levels] == [2, 2]
     assert [len(level.codes) for level in at_work("shdch", names=LEVELS, levels=1)[0].levels] == [2]
     assert [len(level.codes) for level in at_work("shdch", names=LABELS)[0].levels] == [4]
@@ -472,7 +472,7 @@ def test_shdch_takes_as_many_levels_as_the_names_have_or_fewer() -> None:
         at_work("shdch", names=LABELS, levels=2)
 
 
-def test_shdch_can_squash_the_text_tower_alone() -> None:
+def test_shdch_can_apply_tanh_to_the_text_tower_only() -> None:
     both, text = at_work("shdch")[0].buffers, at_work("shdch", tanh="text")[0].buffers
     assert torch.equal(text["text"], both["text"])
     assert torch.equal(text["image"].tanh(), both["image"])
@@ -501,15 +501,15 @@ def test_an_update_of_the_class_codes_never_raises_the_objective(levels: int) ->
     assert objective_now() < before
 
 
-def test_all_silos_draw_the_same_class_codes_to_begin_with() -> None:
+def test_all_silos_initialise_the_same_class_codes() -> None:
     first = at_work("shdch")[0]
     other = at_work("shdch", SiloFacts("silo-00", 0, False, True))[0]
     for one, two in zip(first.levels, other.levels, strict=True):
         assert torch.equal(one.codes, two.codes)
 
 
-# ------------------------------------------------------------------------- what the coordinator lets in
-def test_a_memory_that_does_not_fit_the_run_is_refused_on_arrival() -> None:
+# ------------------------------------------------------------------------- validation at the coordinator
+def test_a_memory_of_the_wrong_shape_is_refused_on_arrival() -> None:
     run: World = population("fedcafe")
     reply = run.replies(run.context.silos[:1])[0]
     bad = with_memory(reply, centroids=memory_of(reply).centroids[:, :-1].copy())
@@ -524,7 +524,7 @@ def test_a_memory_that_does_not_fit_the_run_is_refused_on_arrival() -> None:
         check_reply(Message(), uploads, run.context, reply.silo)  # type: ignore[arg-type]
 
 
-def test_the_task_brings_the_memory_only_where_it_enhances() -> None:
+def test_a_task_contains_the_memory_only_where_it_enhances_codes() -> None:
     run = population("fedcafe")
     assert [type(payload) for payload in run.protocol.task(run.state, PAIRED)] == [Model, Memory]
     off = population("fedcafe", {"afe": False})

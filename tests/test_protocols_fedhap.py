@@ -63,7 +63,7 @@ def masks(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return similar & ~torch.eye(len(labels), dtype=torch.bool), ~similar
 
 
-def test_a_random_triplet_has_a_positive_and_a_negative_of_its_anchor() -> None:
+def test_a_random_triplet_has_a_positive_and_a_negative_for_its_anchor() -> None:
     labels = torch.tensor([0, 0, 1, 1, 2, 2])
     positive, negative = masks(labels)
     found = torch.arange(36.0).view(6, 6)
@@ -74,7 +74,7 @@ def test_a_random_triplet_has_a_positive_and_a_negative_of_its_anchor() -> None:
             assert float(far[anchor]) in found[anchor][negative[anchor]].tolist()
 
 
-def test_an_anchor_without_a_positive_or_a_negative_is_left_out() -> None:
+def test_an_anchor_without_a_positive_or_a_negative_is_skipped() -> None:
     generator = np.random.default_rng(0)
     positive, negative = masks(torch.tensor([0, 0, 1]))
     for mining in ("random", "hard"):
@@ -86,7 +86,7 @@ def test_an_anchor_without_a_positive_or_a_negative_is_left_out() -> None:
         assert float(triplet.triplet_loss(*none, 0.5, "mean")) == 0.0
 
 
-def test_hard_triplets_are_the_worst_of_all_triplets_of_an_anchor() -> None:
+def test_hard_triplets_have_the_largest_loss_of_an_anchors_triplets() -> None:
     codes = random_codes(8, 6)
     positive, negative = masks(torch.tensor([0, 1, 0, 1, 0, 1, 2, 2]))
     found = triplet.distances(codes, codes, "cosine")
@@ -99,7 +99,7 @@ def test_hard_triplets_are_the_worst_of_all_triplets_of_an_anchor() -> None:
 
 
 def test_triplets_mix_modalities() -> None:
-    """Two items of different classes: an anchor's only positive is its own item in the other modality."""
+    """Two items of different classes: an anchor's only positive is the same item in the other modality."""
     labels = torch.eye(2)
     samples = samples_of(out(random_codes(2, 6)), out(random_codes(2, 6, seed=1)), labels)
     options = triplet.Options(mu=0.0)
@@ -108,7 +108,7 @@ def test_triplets_mix_modalities() -> None:
     assert float(triplet.loss(alone, options, np.random.default_rng(0))) == 0
 
 
-def test_the_euclidean_margin_grows_with_the_code() -> None:
+def test_the_euclidean_margin_grows_with_the_code_length() -> None:
     options = triplet.Options(distance="euclidean")
     assert options.margin_for(48) == pytest.approx(6.0)
     assert triplet.Options().margin_for(48) == pytest.approx(0.5)
@@ -123,7 +123,7 @@ def test_the_euclidean_distance_has_a_gradient_where_codes_are_equal() -> None:
 
 # --------------------------------------------------------------------------------------------------- bases
 @every_base
-def test_a_base_trains_every_branch_a_silo_has_and_no_other(base: str) -> None:
+def test_a_base_trains_exactly_the_branches_that_a_silo_has(base: str) -> None:
     run = small(base, kinds=LONE)
     for reply in run.replies():
         delta = payload(reply, Delta).buffer
@@ -164,7 +164,7 @@ def test_data_without_labels_are_refused(base: str) -> None:
         run.train(run.context.silos[0])
 
 
-def test_dpshs_bank_holds_the_last_codes_of_every_sample_and_is_kept() -> None:
+def test_dpshs_bank_holds_the_last_code_of_every_sample_and_persists() -> None:
     run = small("dpsh", kinds=LONE, sizes=[9, 7, 5])
     for index, silo in enumerate(run.context.silos):
         state = run.train(silo).state
@@ -175,10 +175,12 @@ def test_dpshs_bank_holds_the_last_codes_of_every_sample_and_is_kept() -> None:
             assert bank.shape == ([9, 7, 5][index], 8)
             assert (bank != 0).any(1).all()
         run.train(silo)
-        assert all(torch.equal(banks[name], before[name]) for name in banks)  # a task leaves what it was given alone
+        assert all(
+            torch.equal(banks[name], before[name]) for name in banks
+        )  # a task does not modify the state it received
 
 
-def test_a_bank_of_other_items_is_begun_anew() -> None:
+def test_a_bank_is_reset_when_the_items_change() -> None:
     run = small("dpsh", kinds=((True, True),), sizes=[9])
     (silo,) = run.context.silos
     fresh = run.train(silo)
@@ -192,7 +194,7 @@ def test_a_bank_of_other_items_is_begun_anew() -> None:
     assert np.array_equal(deltas[1], payload(run.reply(silo, fresh), Delta).buffer)
 
 
-def test_an_empty_bank_gives_no_gradient_of_pairs() -> None:
+def test_an_empty_bank_contributes_no_pair_gradient() -> None:
     codes = random_codes(4, 8).requires_grad_()
     labels = torch.eye(4)
     dpsh.loss(codes, labels, torch.zeros(6, 8), torch.ones(6, 4), alpha=0.0).backward()
@@ -208,14 +210,14 @@ def test_dch_is_finite_where_all_codes_are_equal() -> None:
     assert codes.grad is not None and torch.isfinite(codes.grad).all()
 
 
-def test_greedyhash_has_one_classifier_for_both_modalities_which_everybody_trains() -> None:
+def test_greedyhash_shares_one_classifier_between_modalities_and_every_silo_trains_it() -> None:
     run = small("greedyhash", kinds=LONE)
     shared = run.model.branch("shared")
     assert shared.stop - shared.start == 8 * len(LABELS)
     assert all(payload(reply, Delta).buffer[shared].any() for reply in run.replies())
 
 
-def test_several_labels_share_the_target_or_the_first_takes_it() -> None:
+def test_several_labels_share_the_target_or_the_first_label_is_the_target() -> None:
     labels = torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     soft = torch.tensor([[0.0, 0.5, 0.5], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
     first = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
@@ -224,7 +226,7 @@ def test_several_labels_share_the_target_or_the_first_takes_it() -> None:
 
 
 @pytest.mark.parametrize(("classes", "bits"), [(10, 12), (24, 24), (80, 48), (40, 16), (3, 5), (1, 12)])
-def test_hash_centres_are_balanced_and_apart_for_any_length(classes: int, bits: int) -> None:
+def test_hash_centres_are_balanced_and_far_apart_for_any_length(classes: int, bits: int) -> None:
     centres = csq.hash_centres(classes, bits, np.random.default_rng(0))
     assert centres.shape == (classes, bits)
     assert set(centres.unique().tolist()) <= {-1.0, 1.0}
@@ -233,7 +235,7 @@ def test_hash_centres_are_balanced_and_apart_for_any_length(classes: int, bits: 
     assert torch.equal(centres, again)
 
 
-def test_hash_centres_are_those_of_their_number_and_length_whatever_the_runs_seed(
+def test_hash_centres_depend_on_their_number_and_length_and_not_on_the_run_seed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     drawn = []
@@ -263,13 +265,13 @@ def test_hash_centres_of_a_power_of_two_are_rows_of_a_hadamard_matrix(bits: int)
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_no_two_classes_have_one_hash_centre_even_where_few_bits_hold_many(seed: int) -> None:
+def test_hash_centres_are_distinct_even_where_few_bits_encode_many_classes(seed: int) -> None:
     centres = csq.hash_centres(80, 12, np.random.default_rng(seed))
     assert len(np.unique(centres.numpy(), axis=0)) == 80
     assert (centres.sum(1) == 0).all()
 
 
-def test_random_hash_centres_of_24_bits_differ_in_more_than_a_quarter() -> None:
+def test_random_hash_centres_of_24_bits_differ_in_more_than_a_quarter_of_the_bits() -> None:
     centres = csq.hash_centres(10, 24, np.random.default_rng(0))
     assert all(int((a != b).sum()) > 6 for a, b in combinations(centres, 2))
 
@@ -287,7 +289,7 @@ def test_the_sign_of_zero_is_one_and_the_straight_through_sign_is_exact() -> Non
 
 # --------------------------------------------------------------------------------------------------- FedHAP
 @every_base
-def test_with_its_switches_off_fedhap_is_uniform_fedavg_to_the_bit(base: str) -> None:
+def test_with_its_switches_off_fedhap_equals_uniform_fedavg_to_the_bit(base: str) -> None:
     runs = [small(base, "fedhap", OFF), small(base, "fedavg", {"weighting": "uniform"})]
     for _ in range(3):
         for run in runs:
@@ -302,7 +304,7 @@ def test_with_its_switches_off_fedhap_is_uniform_fedavg_to_the_bit(base: str) ->
     [{"proto_triplet": True, "discriminator": False}, {"proto_triplet": False, "discriminator": True}],
     ids=["FedHAP-3", "FedHAP-2"],
 )
-def test_prototypes_take_effect_from_the_second_round_on(switches: dict[str, bool]) -> None:
+def test_prototypes_have_an_effect_from_the_second_round_on(switches: dict[str, bool]) -> None:
     runs = [small(name="fedhap", options=options) for options in (OFF, switches)]
     for run in runs:
         run.round()
@@ -312,7 +314,7 @@ def test_prototypes_take_effect_from_the_second_round_on(switches: dict[str, boo
     assert not torch.equal(runs[0].state.theta, runs[1].state.theta)
 
 
-def test_the_weights_are_uniform_whatever_the_silos_hold() -> None:
+def test_aggregation_weights_are_uniform_whatever_the_silo_sizes() -> None:
     run = small(name="fedhap", options=OFF, kinds=IMAGES, sizes=[3, 7, 20])
     replies = run.replies()
     moved = run.protocol.merge(run.state, replies, 0).state.theta - run.state.theta
@@ -320,7 +322,7 @@ def test_the_weights_are_uniform_whatever_the_silos_hold() -> None:
     np.testing.assert_allclose(moved.numpy(), mean, atol=1e-6)
 
 
-def test_silos_of_images_alone_train_and_the_text_tower_stays_as_it_was() -> None:
+def test_image_only_silos_train_and_the_text_tower_is_unchanged() -> None:
     run = small(name="fedhap", kinds=IMAGES)
     start = run.state.theta.clone()
     for _ in range(2):
@@ -339,7 +341,7 @@ def test_every_code_length_of_the_paper_runs(bits: int) -> None:
     assert prototypes.shape == (len(LABELS), bits)
 
 
-def test_a_silo_votes_with_the_mean_code_of_what_it_has() -> None:
+def test_a_silo_votes_with_the_mean_code_of_its_modalities() -> None:
     run = small(name="fedhap", kinds=LONE)
     for reply in run.replies():
         vote = payload(reply, ClassPrototypes)
@@ -351,7 +353,7 @@ def test_a_silo_votes_with_the_mean_code_of_what_it_has() -> None:
         assert not vote.prototypes[vote.counts == 0].any()
 
 
-def test_presence_alone_is_told_if_asked() -> None:
+def test_silos_report_class_presence_instead_of_counts_if_configured() -> None:
     run = small(name="fedhap", options={"proto_counts": False})
     counts = np.stack([payload(reply, ClassPrototypes).counts for reply in run.replies()])
     assert set(counts.ravel().tolist()) == {0, 1}
@@ -367,7 +369,7 @@ def test_a_prototype_is_the_sign_of_the_mean_over_the_silos_that_hold_the_class(
         assert run.state.tensors["fedhap.prototypes"][label].tolist() == expected.tolist()
 
 
-def test_a_class_nobody_holds_has_no_prototype_and_later_keeps_its_last() -> None:
+def test_a_class_that_no_silo_holds_has_no_prototype_or_keeps_its_last_one() -> None:
     old = torch.tensor([[1.0, -1.0], [0.0, 0.0]])
     none = fedhap.binary_prototypes(torch.zeros(2, 2), torch.zeros(2, dtype=torch.bool), old)
     assert torch.equal(none, old)
@@ -380,7 +382,7 @@ def test_hysteresis_keeps_a_bit_whose_mean_is_near_zero() -> None:
     assert fedhap.binary_prototypes(means, valid, old).tolist() == [[1.0, -1.0, 1.0]]
 
 
-def test_the_votes_of_silos_that_did_not_report_still_count_until_they_are_too_old() -> None:
+def test_votes_of_silos_that_did_not_report_count_until_they_are_too_old() -> None:
     def prototypes_valid(max_age: int | None) -> list[bool]:
         run = small(name="fedhap")
         run.protocol.context = replace(run.context, max_age=max_age)  # type: ignore[attr-defined]
@@ -395,7 +397,7 @@ def test_the_votes_of_silos_that_did_not_report_still_count_until_they_are_too_o
     assert prototypes_valid(1) == labels.bool().any(0).tolist()
 
 
-def test_the_discriminator_learns_to_tell_codes_from_prototypes() -> None:
+def test_the_discriminator_learns_to_distinguish_codes_from_prototypes() -> None:
     layout = adversary.layout_of(8, 4, 16)
     prototypes, labels = signs(random_codes(4, 8)), torch.eye(4)
     training = Training(optimizer="adam", weight_decay=0.0)
@@ -410,7 +412,7 @@ def test_the_discriminator_learns_to_tell_codes_from_prototypes() -> None:
 
 
 @pytest.mark.parametrize("adv_g", ["nonsat", "minimax"])
-def test_the_network_is_drawn_to_codes_the_discriminator_takes_for_prototypes(adv_g: adversary.Adversarial) -> None:
+def test_the_network_learns_codes_that_the_discriminator_takes_for_prototypes(adv_g: adversary.Adversarial) -> None:
     layout = adversary.layout_of(8, 4, 16)
     theta = adversary.initial(layout, seed=0)
     labels = torch.eye(4)
@@ -423,7 +425,7 @@ def test_the_network_is_drawn_to_codes_the_discriminator_takes_for_prototypes(ad
     assert (better >= adversary.logits(theta, layout, signs(codes.detach()), labels)).all()
 
 
-def test_the_literal_adversarial_loss_pulls_the_other_way() -> None:
+def test_the_literal_adversarial_loss_has_the_opposite_gradient() -> None:
     local, prototypes = torch.tensor([0.3, -0.2]).requires_grad_(), torch.zeros(3)
     gradients = [
         torch.autograd.grad(adversary.generator_loss(local, prototypes, kind), local)[0]
@@ -434,7 +436,7 @@ def test_the_literal_adversarial_loss_pulls_the_other_way() -> None:
     assert (gradients[2] > 0).all()
 
 
-def test_shared_discriminators_are_averaged_alike_and_travel_as_their_change() -> None:
+def test_shared_discriminators_are_averaged_uniformly_and_sent_as_updates() -> None:
     run = small(name="fedhap")
     run.round()
     replies = run.replies()
@@ -445,7 +447,7 @@ def test_shared_discriminators_are_averaged_alike_and_travel_as_their_change() -
     np.testing.assert_allclose(state.tensors["fedhap.discriminator_change"].numpy(), expected, atol=1e-6)
 
 
-def test_a_discriminator_of_ones_own_never_leaves_the_silo() -> None:
+def test_a_personal_discriminator_never_leaves_the_silo() -> None:
     run = small(name="fedhap", options={"share_disc": False})
     for _ in range(2):
         run.round()
@@ -459,7 +461,7 @@ def test_a_discriminator_of_ones_own_never_leaves_the_silo() -> None:
 
 
 @pytest.mark.parametrize("changes", [{"adv_input": "relaxed"}, {"adv_g": "literal"}, {"eq8": "printed"}])
-def test_each_reading_of_the_adversarial_loss_changes_what_is_learned(changes: dict[str, str]) -> None:
+def test_each_variant_of_the_adversarial_loss_changes_the_trained_model(changes: dict[str, str]) -> None:
     runs = [small(name="fedhap", options=options) for options in ({}, changes)]
     for run in runs:
         run.round()
@@ -490,14 +492,14 @@ def test_fedhap_refuses_data_without_labels_unless_its_switches_are_off() -> Non
     fedhap.FedHap(fedhap.FedHapOptions(**OFF), context)
 
 
-def test_eq3_takes_distance_and_margin_of_the_base() -> None:
+def test_triplets_of_eq3_use_the_distance_and_margin_of_the_base() -> None:
     run = small(name="fedhap", base_options={"distance": "euclidean", "margin": 0.25})
     assert run.protocol.triplets == triplet.Options(distance="euclidean", margin=0.25)
     assert objectives.options_of(run.context.objective) == run.protocol.triplets  # type: ignore[attr-defined]
 
 
-# --------------------------------------------------------------------------------------------------- its setting
-def test_all_silos_hold_images_alone_if_asked() -> None:
+# --------------------------------------------------------------------------------------------------- paper's setting
+def test_all_silos_hold_only_images_if_configured() -> None:
     names = [f"silo-{i:02d}" for i in range(20)]
     assert modalities(MissingModality(rate=1.0, only="image"), names) == ((True, False),) * 20
     half = modalities(MissingModality(rate=0.5, only="text"), names)
@@ -505,7 +507,7 @@ def test_all_silos_hold_images_alone_if_asked() -> None:
     assert half.count((False, True)) == 10
 
 
-def test_images_are_retrieved_by_images_from_the_database_alone() -> None:
+def test_image_queries_retrieve_images_from_the_database_only() -> None:
     labels = np.eye(4, dtype=np.uint8)[np.arange(8) % 4]
     image, text = np.where(np.eye(4) > 0, 1.0, -1.0)[np.arange(8) % 4].astype(np.float32), np.ones((8, 4), np.float32)
     items = Embedded(image, text, np.arange(8), labels, binary=True)
@@ -518,7 +520,7 @@ def test_images_are_retrieved_by_images_from_the_database_alone() -> None:
         Evaluation(within=True)
 
 
-def test_of_a_part_of_a_merges_step_the_discriminator_takes_the_same_part() -> None:
+def test_the_discriminator_takes_the_same_fraction_of_a_merge_step_as_the_model() -> None:
     run = small("triplet", "fedhap")
     run.round()
     before, after = run.state, run.protocol.merge(run.state, run.replies(), 1).state
@@ -528,7 +530,7 @@ def test_of_a_part_of_a_merges_step_the_discriminator_takes_the_same_part() -> N
     torch.testing.assert_close(steps[1], 0.25 * steps[0])
 
 
-def test_of_two_label_levels_the_prototypes_are_of_the_lower() -> None:
+def test_with_two_label_levels_prototypes_are_of_the_lower_level() -> None:
     names = (f"{COARSE}a", f"{COARSE}b", "c", "d")
     run = small("shdch", "fedhap", labels=names)
     for _ in range(2):
@@ -538,9 +540,7 @@ def test_of_two_label_levels_the_prototypes_are_of_the_lower() -> None:
     assert run.state.tensors[_class_prototypes.GLOBAL].shape == (2, 8)
 
 
-def test_training_items_of_which_none_has_a_label_and_codes_too_long_to_send_are_refused(
-    tiny: Path, tmp_path: Path
-) -> None:
+def test_unlabelled_training_data_and_codes_too_long_to_send_are_refused(tiny: Path, tmp_path: Path) -> None:
     with np.load(scenarios.load(tiny).data.path or "") as stored:
         arrays = dict(stored)
     labels = np.eye(5, dtype=np.uint8)[arrays["labels"]]

@@ -1,4 +1,4 @@
-"""FedProto, and the tables, means and clusters that methods with class prototypes share."""
+"""FedProto, and the tables, means and clusters shared by methods with class prototypes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_silos_are_pulled_to_the_prototypes_of_their_classes() -> None:
     assert distance() < 0.5 * before
 
 
-def test_fedproto_without_its_term_is_local_training() -> None:
+def test_fedproto_without_its_term_equals_local_training() -> None:
     alone, run = population("local"), population("fedproto", {"weight": 0.0})
     for _ in range(3):
         alone.round()
@@ -62,7 +62,7 @@ def test_rows_of_a_modality_that_a_silo_lacks_are_never_used(name: str) -> None:
         assert torch.equal(honest.tensors[kept], spoilt.tensors[kept])
 
 
-def test_fused_prototypes_take_the_modality_that_is_there() -> None:
+def test_fused_prototypes_use_the_available_modality() -> None:
     image, text = torch.tensor([[1.0, 3.0], [5.0, 5.0], [2.0, 4.0], [9.0, 9.0]]), torch.full((4, 2), 7.0)
     there = torch.tensor([True, False, True, False]), torch.tensor([False, True, True, False])
     found = fedproto.fused(_class_prototypes.Shared(image, text, *there))
@@ -83,7 +83,7 @@ def test_silos_of_one_modality_learn_from_each_others_fused_prototypes() -> None
     assert all(not torch.equal(run.personal[i][OWN], alone.personal[i][OWN]) for i in range(2))
 
 
-def test_the_table_forgets_a_silo_after_its_age_and_ignores_older_reports() -> None:
+def test_the_table_drops_a_silo_past_the_age_limit_and_ignores_older_reports() -> None:
     run = population("fedproto", kinds=((True, True),) * 2, sizes=(8, 8))
     tensors = run.state.tensors
     first, second = [(reply, payload_of(reply, ClassPrototypes)) for reply in run.replies()]
@@ -97,14 +97,14 @@ def test_the_table_forgets_a_silo_after_its_age_and_ignores_older_reports() -> N
     assert int(again[_class_prototypes.VERSIONS][1]) == 3
 
 
-def test_a_sample_with_two_labels_counts_in_both_classes() -> None:
+def test_a_sample_with_two_labels_counts_for_both_classes() -> None:
     features = torch.tensor([[2.0, 0.0], [4.0, 2.0]])
     means, counts = _class_prototypes.class_means(features, torch.tensor([[1, 1, 0], [0, 1, 0]]))
     assert means.tolist() == [[2.0, 0.0], [3.0, 1.0], [0.0, 0.0]]
     assert counts.tolist() == [1, 2, 0]
 
 
-def test_k_means_finds_groups_that_lie_apart_whatever_their_weights() -> None:
+def test_k_means_finds_separated_groups_whatever_their_weights() -> None:
     generator = torch.Generator().manual_seed(0)
     centres = torch.tensor([[0.0, 0.0], [10.0, 0.0], [0.0, 10.0]])
     points = (centres[:, None] + 0.1 * torch.randn(3, 7, 2, generator=generator)).flatten(0, 1)
@@ -116,7 +116,7 @@ def test_k_means_finds_groups_that_lie_apart_whatever_their_weights() -> None:
     assert held[order].tolist() == [28.0, 77.0, 126.0]
 
 
-def test_k_means_leaves_rows_empty_where_points_repeat() -> None:
+def test_k_means_leaves_clusters_empty_where_points_repeat() -> None:
     found, held = _clusters.k_means(torch.ones(5, 2), torch.ones(5), 3, np.random.default_rng(0))
     assert held.tolist() == [5.0, 0.0, 0.0]
     assert not found[1:].any()

@@ -1,4 +1,4 @@
-"""What FedSCMR and FedCMR do beyond what every method does."""
+"""Behaviour specific to FedSCMR and FedCMR."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def with_map(reply: Reply, value: float) -> Reply:
     )
 
 
-def test_with_every_switch_off_fedscmr_is_fedavg_on_its_base_to_the_bit() -> None:
+def test_with_every_switch_off_fedscmr_equals_fedavg_on_its_base_to_the_bit() -> None:
     objective = Objective(base="dscmr", bits=8, hidden=16, enhance=True, alpha=0.0, beta=0.0)
     off = {"loss_cs": False, "loss_ccs": False, "agg": "samples", "shared_layers": "all", "validation": 0.0}
     plain, run = population("fedavg", objective=objective), population("fedscmr", off, objective=objective)
@@ -55,7 +55,7 @@ def test_only_the_shared_linear_layers_leave_a_silo() -> None:
         assert len(kept) + len(update.buffer) == run.model.layout.size
 
 
-def test_a_silo_with_a_better_validation_map_weighs_more() -> None:
+def test_a_silo_with_a_better_validation_map_is_weighted_more() -> None:
     run = population("fedscmr", kinds=PAIRED)
     replies = run.replies()
     weights = [
@@ -66,7 +66,7 @@ def test_a_silo_with_a_better_validation_map_weighs_more() -> None:
     assert first[1] > first[0] + 0.1
 
 
-def test_without_phi_the_map_makes_no_difference() -> None:
+def test_without_phi_the_validation_map_has_no_effect() -> None:
     run = population("fedscmr", {"use_phi": False}, kinds=PAIRED)
     replies = run.replies()
     thetas = [
@@ -76,7 +76,7 @@ def test_without_phi_the_map_makes_no_difference() -> None:
     assert torch.equal(*thetas)
 
 
-def test_maps_of_zero_everywhere_weigh_nobody_out() -> None:
+def test_if_all_validation_maps_are_zero_no_silo_loses_its_weight() -> None:
     run = population("fedscmr", kinds=PAIRED)
     merged = run.protocol.merge(run.state, [with_map(reply, 0.0) for reply in run.replies()], 0)
     weights = [merged.log[f"weight_silo-0{index}"] for index in range(3)]
@@ -84,7 +84,7 @@ def test_maps_of_zero_everywhere_weigh_nobody_out() -> None:
     assert min(weights) > 0.2
 
 
-def test_a_silo_without_captions_measures_no_map_and_still_counts() -> None:
+def test_a_silo_without_captions_measures_no_map_and_is_still_weighted() -> None:
     run = population("fedscmr")
     replies = run.replies()
     single = [reply for reply in replies if not reply.silo.paired]
@@ -116,12 +116,12 @@ def test_fedscmr_refuses_a_network_without_an_enhancenet() -> None:
         population("fedscmr", objective=Objective(base="dscmr", bits=8, hidden=16))
 
 
-def test_fedscmr_refuses_the_common_space_where_all_share_one_model_whose_codes_are_enhanced() -> None:
+def test_fedscmr_refuses_the_common_eval_space_where_all_layers_are_shared() -> None:
     with pytest.raises(InputError, match=r"protocol\.eval_space: found 'common with shared_layers all'"):
         population("fedscmr", {"shared_layers": "all", "eval_space": "common"})
 
 
-def test_fedcmr_goes_on_from_the_merged_layer_minus_half_its_own_displacement() -> None:
+def test_fedcmr_starts_from_the_merged_layer_minus_half_the_silos_displacement() -> None:
     run = population("fedcmr", {"local_share": 0.0}, kinds=PAIRED[:1], sizes=(8,))
     layout, shared = run.model.layout, run.protocol.partial.shared  # type: ignore[attr-defined]
     run.round()
@@ -133,7 +133,7 @@ def test_fedcmr_goes_on_from_the_merged_layer_minus_half_its_own_displacement() 
     assert displacement.any()
 
 
-def test_fedcmr_weighs_by_summed_losses_and_sends_means_as_every_method_does() -> None:
+def test_fedcmr_weights_by_summed_losses_and_reports_mean_losses() -> None:
     run = population("fedcmr", kinds=PAIRED[:2], sizes=(8, 32))
     trained = {silo: run.train(silo) for silo in run.eligible}
     replies = [run.reply(silo, found) for silo, found in trained.items()]
@@ -162,7 +162,7 @@ def test_fedcmr_favours_silos_with_a_small_loss() -> None:
 
 
 @pytest.mark.parametrize("base", ["dcmh", "shdch", "dscmr", "csq"])
-def test_without_batches_before_the_displacement_fedcmrs_silo_trains_as_fedavgs(base: Any) -> None:
+def test_without_batches_before_the_displacement_fedcmr_trains_like_fedavg(base: Any) -> None:
     objective = Objective(base=base, bits=8, hidden=16)
     run, plain = (
         population(name, options, kinds=PAIRED[:1], sizes=(11,), objective=objective)
@@ -174,7 +174,9 @@ def test_without_batches_before_the_displacement_fedcmrs_silo_trains_as_fedavgs(
 
 
 @pytest.mark.parametrize("base", ["dpsh", "triplet"])
-def test_fedcmr_trains_every_item_once_an_epoch_before_or_after(base: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedcmr_trains_every_item_once_per_epoch_before_or_after_the_displacement(
+    base: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     hashing = Objective(base=base, bits=8, hidden=16)
     run = population("fedcmr", {"local_share": 0.4}, kinds=PAIRED[:1], sizes=(40,), objective=hashing)
     seen = Counter[tuple[int, int]]()
@@ -192,7 +194,7 @@ def test_fedcmr_trains_every_item_once_an_epoch_before_or_after(base: Any, monke
 
 
 @pytest.mark.parametrize("share", [0.6, 1.0])
-def test_where_fedcmr_trains_every_batch_before_it_nothing_is_displaced(share: float) -> None:
+def test_fedcmr_has_no_displacement_where_every_batch_precedes_it(share: float) -> None:
     hashing = Objective(base="dpsh", bits=8, hidden=16)
     run = population("fedcmr", {"local_share": share}, kinds=PAIRED[:1], sizes=(8,), objective=hashing)
     run.train(run.context.silos[0])
@@ -200,7 +202,7 @@ def test_where_fedcmr_trains_every_batch_before_it_nothing_is_displaced(share: f
 
 
 @pytest.mark.parametrize("share", [0.25, 0.75])
-def test_fedcmr_trains_every_batch_of_both_towers_before_or_after(
+def test_fedcmr_trains_every_batch_of_both_towers_before_or_after_the_displacement(
     share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hashing = Objective(base="dcmh", bits=8, hidden=16)
@@ -220,7 +222,7 @@ def test_fedcmr_trains_every_batch_of_both_towers_before_or_after(
 
 
 @pytest.mark.parametrize("base", ["dcmh", "shdch"])
-def test_fedcmr_splits_passes_of_fresh_batches_where_they_end(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_fedcmr_splits_each_towers_pass_of_fresh_batches(base: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = Objective(base=base, bits=8, hidden=16, draws="fresh")  # type: ignore[arg-type]
     # 39 items make four whole batches of 8 and, only where every item comes once, a fifth of 7.
     run = population("fedcmr", {"local_share": 0.75}, kinds=PAIRED[:1], sizes=(39,), objective=fresh)
@@ -240,7 +242,7 @@ def test_fedcmr_splits_passes_of_fresh_batches_where_they_end(base: str, monkeyp
 
 
 @pytest.mark.parametrize("norm", ["row", "frob"])
-def test_of_items_with_several_labels_three_pairs_are_alike_or_not_as_four_are(norm: Literal["row", "frob"]) -> None:
+def test_three_and_four_pairs_use_the_same_similarity_for_multi_label_items(norm: Literal["row", "frob"]) -> None:
     generator = torch.Generator().manual_seed(0)
     image, text = (
         Out(*(torch.randn(6, 5, generator=generator) for _ in range(3)), torch.randn(6, 4, generator=generator))
@@ -255,7 +257,7 @@ def test_of_items_with_several_labels_three_pairs_are_alike_or_not_as_four_are(n
     torch.testing.assert_close(four - three, pair_likelihood(text.raw, image.raw, similar))
 
 
-def test_fedcmr_runs_on_hash_layers_too() -> None:
+def test_fedcmr_runs_on_hash_layers() -> None:
     run = population("fedcmr", objective=Objective(base="dcmh", bits=8, hidden=16))
     run.round()
     assert torch.isfinite(run.state.theta).all()
@@ -264,7 +266,7 @@ def test_fedcmr_runs_on_hash_layers_too() -> None:
 
 
 @pytest.mark.parametrize("shared_layers", ["base_enhance", "all"])
-def test_the_step_of_the_enhancenets_is_the_paired_silos_alone(shared_layers: str) -> None:
+def test_only_paired_silos_contribute_to_the_enhancenets_step(shared_layers: str) -> None:
     run = population("fedscmr", {"agg": "samples", "shared_layers": shared_layers})
     layout = run.model.layout
     names = run.protocol.traits().shared_layers  # type: ignore[attr-defined]
@@ -289,7 +291,7 @@ def test_the_step_of_the_enhancenets_is_the_paired_silos_alone(shared_layers: st
 
 
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean"])
-def test_silos_that_cannot_train_the_enhancenet_do_not_outvote_those_that_can(rule: Literal["median"]) -> None:
+def test_silos_that_cannot_train_the_enhancenet_have_no_weight_in_its_step(rule: Literal["median"]) -> None:
     run = population("fedscmr", {"agg": "samples"}, kinds=[(True, True), *[(True, False)] * 3])
     layout = run.model.layout
     enhance = [name for name in run.protocol.traits().shared_layers if ".enhance." in name]  # type: ignore[attr-defined]
@@ -305,7 +307,7 @@ def test_silos_that_cannot_train_the_enhancenet_do_not_outvote_those_that_can(ru
     assert step.any()
 
 
-def test_a_silo_that_cannot_measure_counts_as_the_median_of_all_that_ever_did() -> None:
+def test_a_silo_that_cannot_measure_a_map_counts_as_the_median_of_all_that_did() -> None:
     run = population("fedscmr", {"sums": "reporters"})
     quality = torch.tensor([0.2, -1.0, -1.0, 0.8], dtype=torch.float64)
     alone = fedscmr._filled(quality[1:3], quality)
@@ -329,9 +331,7 @@ def test_losses_below_zero_leave_every_weight_finite(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["fedscmr", "fedcmr"])
 @pytest.mark.parametrize(("max_age", "forgotten"), [(0, True), (1, False), (None, False)])
-def test_tables_of_last_scalars_forget_silos_past_the_age_limit(
-    name: str, max_age: int | None, forgotten: bool
-) -> None:
+def test_tables_of_last_scalars_drop_silos_past_the_age_limit(name: str, max_age: int | None, forgotten: bool) -> None:
     table, reporters = (population(name, {"sums": sums}, kinds=PAIRED) for sums in ("table", "reporters"))
     table.protocol.context = dataclasses.replace(table.context, max_age=max_age)  # type: ignore[attr-defined]
     thetas = []
@@ -343,12 +343,12 @@ def test_tables_of_last_scalars_forget_silos_past_the_age_limit(
     assert torch.equal(*thetas) is forgotten
 
 
-def test_a_silo_that_went_silent_long_ago_is_no_part_of_the_median() -> None:
+def test_a_silo_past_the_age_limit_is_left_out_of_the_median() -> None:
     run = population("fedscmr")
     replies = [with_map(reply, 0.1 if reply.silo.index == 0 else 0.9) for reply in run.replies()]
     state = run.protocol.merge(run.state, replies, 0).state
     fresh = [dataclasses.replace(reply, base_version=5) for reply in replies[1:]]
-    for max_age, alike in ((None, False), (2, True)):  # of 0.1 and 0.9 torch takes the lower
+    for max_age, alike in ((None, False), (2, True)):  # torch's median of 0.1 and 0.9 is the lower
         run.protocol.context = dataclasses.replace(run.context, max_age=max_age)  # type: ignore[attr-defined]
         log = run.protocol.merge(state, fresh, 5).log
         assert (log["weight_silo-01"] > 0.2) is alike, (max_age, log)
@@ -371,7 +371,7 @@ def test_a_silo_validates_on_the_lower_label_level_in_a_seeded_order(monkeypatch
     assert all(isinstance(order, int) for _, order in seen)
 
 
-def test_the_loss_that_is_reported_is_that_of_the_last_epoch() -> None:
+def test_the_reported_loss_is_that_of_the_last_epoch() -> None:
     means = {}
     for epochs in (1, 4):
         training = Training(batch_size=8, local_epochs=epochs, learning_rate=1e-2)

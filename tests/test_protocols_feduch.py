@@ -1,4 +1,4 @@
-"""FedUCH and the unsupervised bases it stands on: DGCPN, DJSRH, JDSH."""
+"""FedUCH and its unsupervised bases: DGCPN, DJSRH, JDSH."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def features(n: int, seed: int = 0, twins: int = 0) -> tuple[torch.Tensor, torch
 
 
 def dense(image: torch.Tensor, text: torch.Tensor, a1: float = 0.3, a2: float = 0.3) -> torch.Tensor:
-    """The similarity over all items at once, by sorting whole rows."""
+    """The similarity over all items in one dense matrix, by sorting whole rows."""
     n = len(image)
     scale = round(0.9 * n)
     pairs = a1 * text @ text.T + (1 - a1) * image @ image.T
@@ -65,14 +65,14 @@ def dense(image: torch.Tensor, text: torch.Tensor, a1: float = 0.3, a2: float = 
 
 # --------------------------------------------------------------------------------------------------- similarity
 @pytest.mark.parametrize("n", [1, 2, 3, 7, 40])
-def test_similarity_block_by_block_is_the_dense_one(n: int) -> None:
+def test_blockwise_similarity_equals_the_dense_one(n: int) -> None:
     image, text = features(n)
     wanted, graph = dense(image, text), Graph(image, text)
     for rows in torch.randperm(n, generator=torch.Generator().manual_seed(1)).split(3):
         torch.testing.assert_close(graph.similarity(rows), wanted[rows][:, rows], rtol=1e-10, atol=1e-12)
 
 
-def test_similarity_is_of_directions_and_makes_no_second_copy_of_the_features() -> None:
+def test_similarity_uses_directions_and_makes_no_second_copy_of_the_features() -> None:
     image, text = features(40)
     longer = Graph(image * torch.arange(1, 41)[:, None], text * 3), Graph(image, text)
     rows = torch.arange(0, 40, 3)
@@ -82,7 +82,7 @@ def test_similarity_is_of_directions_and_makes_no_second_copy_of_the_features() 
     assert item_features(held)[0].data_ptr() == held.image.data_ptr()
 
 
-def test_items_that_are_there_twice_keep_each_other_as_neighbours() -> None:
+def test_duplicate_items_remain_each_others_neighbours() -> None:
     image, text = features(20, twins=4)
     graph, rows = Graph(image, text), torch.arange(20)
     near = graph.neighbours(rows, graph.pairs(rows))
@@ -91,7 +91,7 @@ def test_items_that_are_there_twice_keep_each_other_as_neighbours() -> None:
     torch.testing.assert_close(near.sum(1), torch.ones(20, dtype=near.dtype))
 
 
-def test_features_that_point_apart_are_no_neighbours() -> None:
+def test_features_in_opposite_directions_are_not_neighbours() -> None:
     generator = torch.Generator().manual_seed(0)
     image, text = (unit(torch.randn(30, 5, generator=generator)) for _ in range(2))
     graph, rows = Graph(image, text), torch.arange(30)
@@ -100,7 +100,7 @@ def test_features_that_point_apart_are_no_neighbours() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 6])
-def test_the_smallest_entries_are_those_a_stable_sort_puts_first(count: int) -> None:
+def test_the_smallest_entries_match_a_stable_sort(count: int) -> None:
     values = torch.tensor([[3.0, 1.0, 1.0, 2.0, 1.0, 0.0], [5.0, 5.0, 5.0, 5.0, 5.0, 5.0]])
     wanted = torch.zeros_like(values, dtype=torch.bool).scatter(
         1, torch.argsort(values, dim=1, stable=True)[:, :count], True
@@ -108,7 +108,7 @@ def test_the_smallest_entries_are_those_a_stable_sort_puts_first(count: int) -> 
     assert torch.equal(smallest(values, count), wanted)
 
 
-def test_a_silo_without_text_has_the_similarity_of_its_images() -> None:
+def test_a_silo_without_text_uses_the_similarity_of_its_images() -> None:
     lone = share(small("dgcpn").context.silos[1], 9)
     image, text = item_features(lone)
     assert lone.text is None
@@ -117,7 +117,7 @@ def test_a_silo_without_text_has_the_similarity_of_its_images() -> None:
     torch.testing.assert_close(pairs, unit(image) @ unit(image).T)
 
 
-def test_captions_an_item_does_not_have_do_not_enter_its_features() -> None:
+def test_padding_captions_do_not_enter_an_items_features() -> None:
     paired = share(small("dgcpn").context.silos[0], 6)
     assert paired.text is not None
     before = item_features(paired)[1]
@@ -126,7 +126,7 @@ def test_captions_an_item_does_not_have_do_not_enter_its_features() -> None:
     torch.testing.assert_close(item_features(paired)[1], before)
 
 
-def test_a_batch_takes_the_features_of_the_captions_it_trains_on() -> None:
+def test_a_batch_uses_the_features_of_the_captions_it_trains_on() -> None:
     run = small("djsrh")
     local, rows = local_of(run, 0), np.array([2, 0])
     caption = np.zeros(len(local.dataset), np.int64)
@@ -137,7 +137,7 @@ def test_a_batch_takes_the_features_of_the_captions_it_trains_on() -> None:
 
 # --------------------------------------------------------------------------------------------------- bases
 @every_base
-def test_a_base_trains_every_branch_a_silo_has_and_no_other(base: str) -> None:
+def test_a_base_trains_exactly_the_branches_that_a_silo_has(base: str) -> None:
     run = small(base, kinds=LONE)
     for silo, delta in zip(run.context.silos, deltas(run), strict=True):
         for modality in ("image", "text"):
@@ -179,7 +179,7 @@ def test_a_base_refuses_an_option_that_is_not_allowed(option: str) -> None:
         objectives.options_of(Objective(base="dgcpn", **{option: -1.0}))
 
 
-def test_dgcpn_takes_two_updates_of_a_paired_batch_and_one_of_the_others() -> None:
+def test_dgcpn_makes_two_updates_on_a_paired_batch_and_one_on_single_modality_batches() -> None:
     run = small("dgcpn", kinds=LONE, sizes=[4, 4, 4])
     found = [list(work_of(run, index).steps(0, np.random.default_rng(0))) for index in range(3)]
     assert [len(steps) for steps in found] == [2, 1, 1]
@@ -194,7 +194,9 @@ def work_of(run: World, index: int) -> _training.Work:
 
 
 @pytest.mark.parametrize("form", ["code", "paper"])
-def test_dgcpns_binary_update_is_that_of_each_tower_against_the_other_as_it_was(form: Literal["code", "paper"]) -> None:
+def test_dgcpns_binary_update_trains_each_tower_against_the_others_previous_codes(
+    form: Literal["code", "paper"],
+) -> None:
     generator, options = torch.Generator().manual_seed(0), dgcpn.Options(form=form)
     image, text = (torch.randn(5, 8, generator=generator, requires_grad=True) for _ in range(2))
     similar = torch.rand(5, 5, generator=generator)
@@ -205,7 +207,7 @@ def test_dgcpns_binary_update_is_that_of_each_tower_against_the_other_as_it_was(
     assert torch.equal(both[1], other)
 
 
-def test_the_printed_similarity_is_that_of_the_batchs_own_codes_and_passes_no_gradient() -> None:
+def test_the_papers_similarity_is_computed_from_the_batchs_codes_without_gradient() -> None:
     generator, options = torch.Generator().manual_seed(0), dgcpn.Options(similarity="codes")
     image, text = (torch.rand(7, 8, generator=generator, dtype=torch.float64, requires_grad=True) for _ in range(2))
     found = dgcpn.similarity_of_codes(image, text, options)
@@ -216,7 +218,7 @@ def test_the_printed_similarity_is_that_of_the_batchs_own_codes_and_passes_no_gr
 
 
 @pytest.mark.parametrize("index", range(3))
-def test_with_the_printed_similarity_a_step_looks_at_codes_alone(index: int) -> None:
+def test_with_the_papers_similarity_a_step_depends_only_on_codes(index: int) -> None:
     objective = Objective.model_validate({"base": "dgcpn", "bits": 8, "hidden": 16, "similarity": "codes"})
     run = population("fedavg", objective=objective, training=SGD, kinds=LONE, sizes=[4, 4, 4])
     for step in work_of(run, index).steps(0, np.random.default_rng(0)):
@@ -227,7 +229,7 @@ def test_with_the_printed_similarity_a_step_looks_at_codes_alone(index: int) -> 
         torch.testing.assert_close(step.loss(*outs), wanted)
 
 
-def test_without_binary_steps_dgcpn_takes_one_update_per_batch() -> None:
+def test_without_binary_steps_dgcpn_makes_one_update_per_batch() -> None:
     options = dgcpn.Options(binary_steps=False)
     run = small("dgcpn", sizes=[4, 4, 4, 4])
     work = dgcpn.begin(options, local_of(run, 0), run.context, Task(1, 0, 0, 1e-3, ()))
@@ -235,7 +237,7 @@ def test_without_binary_steps_dgcpn_takes_one_update_per_batch() -> None:
 
 
 @pytest.mark.parametrize("base", ["djsrh", "jdsh"])
-def test_sharpness_grows_with_the_silos_own_epochs_over_all_its_tasks(base: str) -> None:
+def test_sharpness_grows_with_the_silos_epochs_over_all_its_tasks(base: str) -> None:
     run = small(base)
     seen: list[float] = []
     for _ in range(2):
@@ -249,7 +251,7 @@ def test_sharpness_grows_with_the_silos_own_epochs_over_all_its_tasks(base: str)
     assert run.model.visual.sharpness == run.model.text.sharpness == 1.0
 
 
-def test_sharpness_goes_back_to_one_when_training_fails() -> None:
+def test_sharpness_is_reset_to_one_when_training_fails() -> None:
     run = small("djsrh")
     with pytest.raises(ZeroDivisionError), _reconstruction.sharpened(local_of(run, 0), 3.0):
         raise ZeroDivisionError
@@ -258,7 +260,7 @@ def test_sharpness_goes_back_to_one_when_training_fails() -> None:
 
 # --------------------------------------------------------------------------------------------------- FedUCH
 @pytest.mark.parametrize("base", [*BASES, "info_nce"])
-def test_with_both_switches_off_feduch_is_fedavg_to_the_bit(base: str) -> None:
+def test_with_both_switches_off_feduch_equals_fedavg_to_the_bit(base: str) -> None:
     objective = Objective() if base == "info_nce" else Objective(base=base, bits=8, hidden=16)
     off = {"contrast": False, "distill": False}
     runs = [population(name, options, objective=objective) for name, options in (("feduch", off), ("fedavg", {}))]
@@ -270,7 +272,7 @@ def test_with_both_switches_off_feduch_is_fedavg_to_the_bit(base: str) -> None:
 
 
 @pytest.mark.parametrize("switch", ["contrast", "distill"])
-def test_each_switch_changes_what_is_learned(switch: str) -> None:
+def test_each_switch_changes_the_trained_model(switch: str) -> None:
     off = {"contrast": False, "distill": False}
     runs = [small("dgcpn", "feduch", options) for options in (off, {**off, switch: True})]
     for _ in range(2):
@@ -340,7 +342,7 @@ def test_reference_nets_run_without_dropout_and_leave_the_model_as_it_was() -> N
     assert torch.equal(run.model.flat.detach(), before)
 
 
-def test_a_reference_made_once_for_all_epochs_says_what_one_made_batch_by_batch_says() -> None:
+def test_a_precomputed_reference_equals_one_computed_per_batch() -> None:
     run = small("dgcpn", "feduch")
     local, other = local_of(run, 0), run.state.theta * 1.5
     captions = np.arange(len(local.dataset)) % local.dataset.captions.numpy()
@@ -356,7 +358,7 @@ def test_a_reference_made_once_for_all_epochs_says_what_one_made_batch_by_batch_
     assert not {"_images", "_texts"} & set(vars(anew))
 
 
-def test_a_reference_reuses_images_where_there_are_as_many_captions_as_epochs() -> None:
+def test_a_reference_precomputes_images_even_with_as_many_captions_as_epochs() -> None:
     run = small("dgcpn", "feduch")
     local, other = local_of(run, 0), run.state.theta * 1.5
     assert local.dataset.text is not None
@@ -371,7 +373,7 @@ def test_a_reference_reuses_images_where_there_are_as_many_captions_as_epochs() 
     assert "_images" in vars(mixed) and "_texts" not in vars(mixed)
 
 
-def test_a_reference_is_as_sharp_as_the_epoch_it_is_asked_in() -> None:
+def test_a_reference_has_the_sharpness_of_the_current_epoch() -> None:
     run = small("djsrh", "feduch")
     local, other = local_of(run, 0), run.state.theta * 1.5
     captions = np.zeros(len(local.dataset), np.int64)
@@ -393,10 +395,10 @@ def test_a_reference_is_as_sharp_as_the_epoch_it_is_asked_in() -> None:
         ("mfcpl", {"cmpc": 0.0, "cma": 0.0}),
     ],
 )
-def test_what_a_method_compares_with_codes_of_before_training_is_as_sharp_as_they(
+def test_codes_compared_with_earlier_codes_have_the_same_sharpness(
     method: str, options: dict[str, Any], base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The very same model has no distance to itself, however sharp training is by now."""
+    """An unchanged model has zero distance to itself at any sharpness of training."""
     extras: list[_training.Extra] = []
     epochs = _training.train_epochs
 
@@ -405,7 +407,7 @@ def test_what_a_method_compares_with_codes_of_before_training_is_as_sharp_as_the
         return epochs(*args, extra=extra, **others)
 
     monkeypatch.setattr(_training, "train_epochs", watched)
-    # Of one item with one caption a class's prototype is that item's code; MFCPL's is of both modalities, here alike.
+    # With one item and one caption a class prototype is that item's code; MFCPL's covers both modalities, here equal.
     run = small(base, method, options, kinds=((True, True),), sizes=[1])
     only, flat = run.shares[0], run.model.flat.data
     assert only.image is not None
@@ -429,7 +431,7 @@ def test_what_a_method_compares_with_codes_of_before_training_is_as_sharp_as_the
 
 
 @pytest.mark.parametrize("base", [None, "dgcpn", "dcmh", "djsrh"])
-def test_outputs_that_are_not_sharpened_are_compared_as_they_are(base: str | None) -> None:
+def test_unsharpened_outputs_are_compared_unchanged(base: str | None) -> None:
     run = population("fedavg") if base is None else small(base)
     local = local_of(run, 0)
     outs = _training.outputs(local, np.arange(3), np.zeros(len(local.dataset), np.int64))
@@ -444,7 +446,7 @@ def test_feduch_refuses_towers_whose_projections_differ_in_width(base: Literal["
     population("feduch", {"contrast": False}, objective=objective).round()
 
 
-def test_distillation_of_equal_codes_is_nothing_whatever_its_form() -> None:
+def test_distillation_of_equal_codes_is_zero_in_every_form() -> None:
     code = torch.tanh(torch.randn(5, 8, generator=torch.Generator().manual_seed(0)))
     same = Out(code, code, code)
     for kd in ("kl", "mse"):
@@ -454,7 +456,7 @@ def test_distillation_of_equal_codes_is_nothing_whatever_its_form() -> None:
         assert float(value) == pytest.approx(0.0, abs=1e-6)
 
 
-def test_dropout_masks_are_twice_or_nothing_with_equal_chance_and_repeat_by_seed() -> None:
+def test_dropout_masks_are_two_or_zero_with_equal_probability_and_reproducible_by_seed() -> None:
     masks = [dropout_mask((33, 1001), torch_generator(seed, "dropout")) for seed in (0, 0, 1)]
     assert masks[0].shape == (33, 1001)
     assert masks[0].unique().tolist() == [0.0, 2.0]
@@ -463,7 +465,7 @@ def test_dropout_masks_are_twice_or_nothing_with_equal_chance_and_repeat_by_seed
     assert not torch.equal(masks[0], masks[2])
 
 
-def test_a_silo_that_loses_a_modality_for_a_while_has_its_last_nets_when_that_is_back() -> None:
+def test_a_silo_that_regains_a_modality_still_has_its_previous_nets() -> None:
     run = small("dgcpn", "feduch")
     paired = run.context.silos[0]
     run.train(paired)

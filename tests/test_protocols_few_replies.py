@@ -1,4 +1,4 @@
-"""What methods whose rules are about all reporters of a round do where merges are of fewer replies than a round has."""
+"""Methods whose rules cover all replies of a round, where merges have fewer replies than a round."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ HASHING = Objective(base="triplet", bits=8, hidden=16)
 
 
 def told(run: World, name: str, options: dict[str, Any], *, whole: bool) -> World:
-    """The run with its coordinator told whether merges are of whole rounds."""
+    """The run, whose protocol is configured for merges of whole rounds or of few replies."""
     context = dataclasses.replace(run.context, whole_rounds=whole)
     run.protocol = protocols.create(ProtocolChoice(name=name, **options), context)
     return run
@@ -45,7 +45,7 @@ def with_loss(reply: Reply, value: float) -> Reply:
         ("table", True, "table"),
     ],
 )
-def test_sums_run_over_the_table_where_few_reply_unless_told_otherwise(
+def test_sums_run_over_the_table_where_merges_are_of_few_replies_unless_configured(
     name: str, given: str | None, whole: bool, sums: str
 ) -> None:
     thetas = {}
@@ -68,14 +68,14 @@ def test_sums_run_over_the_table_where_few_reply_unless_told_otherwise(
     ("options", "whole", "flips"),
     [({}, True, True), ({}, False, False), ({"hysteresis": 0.0}, False, True), ({"hysteresis": 0.05}, True, False)],
 )
-def test_a_bit_near_a_tie_stays_where_few_reply_unless_told_otherwise(
+def test_a_bit_near_a_tie_is_kept_where_merges_are_of_few_replies_unless_configured(
     options: dict[str, Any], whole: bool, flips: bool
 ) -> None:
     run = told(population("fedhap", kinds=PAIRED, objective=HASHING), "fedhap", options, whole=whole)
     replies = run.replies()
 
     def voting(sign: float) -> list[Reply]:
-        """Every silo's class means, each bit of them so close to a tie."""
+        """Every silo's class means, with every bit close to a tie."""
         return [
             dataclasses.replace(
                 reply,
@@ -92,12 +92,12 @@ def test_a_bit_near_a_tie_stays_where_few_reply_unless_told_otherwise(
         ]
 
     state = run.protocol.merge(run.state, voting(1.0), 0).state
-    assert (state.tensors["fedhap.prototypes"] == 1).all()  # the first vote stands however near
+    assert (state.tensors["fedhap.prototypes"] == 1).all()  # the first vote counts however close to a tie
     after = run.protocol.merge(state, voting(-1.0), 0).state.tensors["fedhap.prototypes"]
     assert (after == (-1 if flips else 1)).all()
 
 
-def test_a_number_that_need_not_be_given_may_be_written_as_yaml_reads_it() -> None:
+def test_an_optional_number_may_be_null_or_in_scientific_notation() -> None:
     kind = protocols.load("fedhap")
     assert protocols.options_of(kind, {"hysteresis": "1e-2"}).hysteresis == 0.01
     assert protocols.options_of(kind, {"hysteresis": None}).hysteresis is None
@@ -107,7 +107,7 @@ def test_a_number_that_need_not_be_given_may_be_written_as_yaml_reads_it() -> No
 
 @pytest.mark.parametrize("name", ["fedhap", "fedscmr", "fedcmr"])
 @pytest.mark.parametrize(("mode", "whole"), [("sync", True), ("async", False)])
-def test_a_coordinator_without_rounds_says_so(
+def test_methods_learn_whether_the_coordinator_has_rounds(
     name: str, mode: str, whole: bool, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     objective = {"fedscmr": "{base: dscmr, enhance: true, bits: 8, hidden: 16}"}.get(

@@ -1,4 +1,4 @@
-"""Small helpers of the methods where a slip would not break a run, only make it worse; by hand."""
+"""Small helpers of the methods, checked by hand: an error here would degrade a run without breaking it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def reply_of(silo: SiloFacts, base: int, *payloads: Any) -> Reply:
 
 
 # ----------------------------------------------------------------------------------------------------------- K-means
-def test_k_means_goes_on_until_every_centre_is_the_mean_of_the_points_nearest_to_it() -> None:
+def test_k_means_iterates_until_every_centre_is_the_mean_of_its_nearest_points() -> None:
     generator = torch.Generator().manual_seed(0)
     points, weights = (
         torch.rand(80, 2, generator=generator).double(),
@@ -55,7 +55,7 @@ def test_k_means_goes_on_until_every_centre_is_the_mean_of_the_points_nearest_to
             assert float(held[place]) == pytest.approx(float(weights[mine].sum()))
 
 
-def test_no_point_is_a_seed_twice_while_there_are_others() -> None:
+def test_k_means_seeds_are_distinct_points() -> None:
     points = torch.tensor([[0.0], [1.0], [2.0], [3.0]], dtype=torch.float64)
     for seed in range(30):
         chosen = _clusters._seeds(points, torch.ones(4).double(), 6, np.random.default_rng(seed))
@@ -63,7 +63,7 @@ def test_no_point_is_a_seed_twice_while_there_are_others() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------------ tables
-def test_a_tables_entry_counts_up_to_its_age_limit_and_not_one_version_longer() -> None:
+def test_a_table_entry_counts_up_to_exactly_its_age_limit() -> None:
     context = replace(population("fedavg").context, dim=2)
     for version, known in ((7, True), (8, False)):
         table = _centroids.initial(context, 1)
@@ -78,7 +78,7 @@ def test_a_tables_entry_counts_up_to_its_age_limit_and_not_one_version_longer() 
         assert bool(later[_class_prototypes.VALID].all()) is known
 
 
-def test_the_first_prototype_is_the_silos_own_and_the_next_are_averaged_in() -> None:
+def test_the_first_prototype_is_the_silos_mean_and_later_ones_enter_a_moving_average() -> None:
     tensors = _prototypes.initial(2)
     weights, mask = torch.tensor([0.25, 0.75], dtype=torch.float64), torch.ones(2, 2, dtype=torch.bool)
     one, two = torch.tensor([[[4.0, 0.0]] * 2, [[0.0, 8.0]] * 2]), torch.tensor([[[2.0, 2.0]] * 2] * 2)
@@ -88,9 +88,9 @@ def test_the_first_prototype_is_the_silos_own_and_the_next_are_averaged_in() -> 
     torch.testing.assert_close(tensors[_prototypes.PROTOTYPES], torch.tensor([[1.1, 5.6]] * 2))
 
 
-def test_a_modality_of_which_nobody_with_a_say_tells_anything_is_left_as_it_is() -> None:
+def test_a_modality_reported_only_by_silos_of_zero_weight_is_unchanged() -> None:
     tensors = _prototypes.initial(2)
-    mask = torch.tensor([[True, False], [True, True]])  # text of the second alone, who has no weight
+    mask = torch.tensor([[True, False], [True, True]])  # text only from the second silo, which has no weight
     weights, local = torch.tensor([1.0, 0.0], dtype=torch.float64), torch.ones(2, 2, 2)
     for masked in (True, False):
         after = _prototypes.updated(tensors, local, mask, weights, 0.9, masked=masked)
@@ -106,7 +106,7 @@ def run_with(run: World, silo: int, loss: _training.LossFunction) -> _training.T
     return _training.train_epochs(local, run.context, Task(1, 0, 0, 1e-3, ()), base, work)
 
 
-def test_a_reported_loss_is_the_mean_over_samples_however_they_fall_into_batches() -> None:
+def test_a_reported_loss_is_the_mean_over_samples_for_any_batching() -> None:
     def size(image: Tensor | None, text: Tensor | None) -> Tensor:
         assert image is not None
         return torch.tensor(float(len(image)))
@@ -115,7 +115,7 @@ def test_a_reported_loss_is_the_mean_over_samples_however_they_fall_into_batches
     assert (outcome.loss, outcome.last_loss) == (pytest.approx(73 / 11), pytest.approx(73 / 11))
 
 
-def test_silos_drop_units_of_their_own() -> None:
+def test_silos_use_different_dropout_masks() -> None:
     run = population("fedavg", objective=Objective(base="dgcpn", bits=8, hidden=16), kinds=PAIRED)
     seeds: dict[int, set[int]] = {0: set(), 3: set()}
     for silo, seen in seeds.items():
@@ -132,8 +132,8 @@ def test_silos_drop_units_of_their_own() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- robust merges
-def test_shares_of_byzantine_silos_are_rounded_as_their_definitions_say() -> None:
-    # 0.2 of 4 may be one whole silo; 0.29 of 100 is 29, which binary fractions put just below.
+def test_fractions_of_byzantine_silos_are_rounded_as_defined() -> None:
+    # 0.2 of 4 may be one whole silo; 0.29 of 100 is 29, which floating point puts just below.
     apart = np.ones((4, 4)) - np.eye(4)
     apart[3, :3] = apart[:3, 3] = 9.0
     assert _robust._krum(apart, Robust(rule="krum", byzantine=0.2)) == [0, 1, 2]
@@ -143,7 +143,7 @@ def test_shares_of_byzantine_silos_are_rounded_as_their_definitions_say() -> Non
 
 
 # ------------------------------------------------------------------------------------------------------------ methods
-def test_fedcmr_tells_the_last_parts_mean_loss_and_remembers_its_displacement_alone(
+def test_fedcmr_reports_the_last_parts_mean_loss_and_stores_only_its_displacement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = population("fedcmr", {"local_share": 0.5}, kinds=PAIRED, training=Training(batch_size=8, local_epochs=1))
@@ -199,20 +199,20 @@ def test_plfedcmhs_prototype_terms_are_means_over_the_batch_and_over_the_silos_s
     torch.testing.assert_close(seen["extra"](step, image, text), (terms[0] + terms[1]) / (4 * 11))
 
 
-def test_hysteresis_keeps_a_bit_whose_mean_is_just_as_large() -> None:
+def test_hysteresis_keeps_a_bit_whose_mean_equals_the_threshold() -> None:
     means, old = torch.tensor([[0.25, -0.25, 0.5, -0.5]]), torch.tensor([[-1.0, 1.0, -1.0, 1.0]])
     found = fedhap.binary_prototypes(means, torch.tensor([True]), old, 0.25)
     assert found.tolist() == [[-1.0, 1.0, 1.0, -1.0]]
 
 
-def test_rcsr_tells_no_silo_a_weight_above_one() -> None:
+def test_rcsr_sends_no_weight_above_one() -> None:
     run = population("rcsr", {"personal": "router", "s_norm": "relative"}, kinds=PAIRED)
     protocol: Any = run.protocol
     told = protocol._personal_weights(run.state.tensors, torch.tensor([0, 2]), torch.tensor([0.9, 0.1]).double(), 2)
     assert told["personal_weights"].tolist() == pytest.approx([1.0, 1.0, 0.2, 1.0])
 
 
-def test_rcsrs_router_rests_until_there_are_prototypes_of_both_modalities() -> None:
+def test_rcsrs_router_is_not_trained_before_both_modalities_have_prototypes() -> None:
     run = population("rcsr", {"warmup": 0}, kinds=PAIRED)
     protocol: Any = run.protocol
     steps = {}
@@ -225,7 +225,7 @@ def test_rcsrs_router_rests_until_there_are_prototypes_of_both_modalities() -> N
     assert steps == {(True, False): 0, (False, True): 0, (True, True): 1}
 
 
-def test_a_class_codes_bit_that_nothing_decides_stays_as_it_is() -> None:
+def test_an_undetermined_bit_of_a_class_code_is_unchanged() -> None:
     codes = torch.tensor([[1.0, -1.0, -1.0], [-1.0, 1.0, -1.0]])
     level = Level(1.0, torch.eye(2), codes)
     zero = torch.zeros(2, 3)

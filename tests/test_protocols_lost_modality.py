@@ -1,4 +1,4 @@
-"""What hashing bases remember of a modality that a silo loses and gets back."""
+"""State that hashing bases keep for a modality that a silo loses and regains."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def made(base: str) -> tuple[World, SiloFacts]:
 
 
 def trained_with(run: World, silo: SiloFacts, *, image: bool = True, text: bool = True) -> Trained:
-    """A task of the silo while it has these modalities; its share is whole again afterwards."""
+    """Run a task of the silo with only these modalities; its dataset is restored afterwards."""
     whole = run.shares[silo.index]
     run.shares = {silo.index: replace(whole, image=whole.image if image else None, text=whole.text if text else None)}
     trained = run.train(replace(silo, image=image, text=text))
@@ -32,14 +32,14 @@ def trained_with(run: World, silo: SiloFacts, *, image: bool = True, text: bool 
 @pytest.mark.parametrize(
     ("base", "name"), [("dcmh", "base.buffer"), ("shdch", "base.buffer"), ("dpsh", "base.bank")], ids=str
 )
-def test_what_was_made_of_a_modality_outlives_its_loss(base: str, name: str) -> None:
+def test_state_of_a_lost_modality_is_kept_and_used_when_it_returns(base: str, name: str) -> None:
     run, silo = made(base)
     before = dict(run.train(silo).state)
     for _ in range(2):
         lone = trained_with(run, silo, text=False).state
         assert torch.equal(lone[f"{name}.text"], before[f"{name}.text"])
         assert not torch.equal(lone[f"{name}.image"], before[f"{name}.image"])
-    # Back again, it is what training goes on from: with another one another model comes out.
+    # Training resumes from the kept state: changing it changes the model.
     kept = run.personal[0]
     models = []
     for change in (0.0, 3.0):
@@ -50,14 +50,14 @@ def test_what_was_made_of_a_modality_outlives_its_loss(base: str, name: str) -> 
 
 
 @pytest.mark.parametrize(("base", "name"), [("dcmh", "base.buffer"), ("dpsh", "base.bank")], ids=str)
-def test_of_other_items_nothing_is_kept(base: str, name: str) -> None:
+def test_no_state_is_kept_when_the_items_change(base: str, name: str) -> None:
     run, silo = made(base)
     run.train(silo)
     run.shares = {0: replace(run.shares[0], rows=run.shares[0].rows + 100)}
     assert f"{name}.text" not in trained_with(run, silo, text=False).state
 
 
-def test_a_bank_of_images_is_never_taken_for_one_of_captions() -> None:
+def test_a_bank_of_images_is_never_used_for_captions() -> None:
     changes = []
     for earlier in (True, False):
         run, silo = made("dpsh")

@@ -35,7 +35,7 @@ def test_with_labels_paired_silos_report_class_prototypes_from_the_first_round()
     assert torch.equal(valid, held.repeat(2))
 
 
-def test_without_labels_the_first_centroids_become_classes_that_stay() -> None:
+def test_without_labels_the_first_centroids_become_fixed_pseudo_classes() -> None:
     run = population("mfcpl", {"classes": 3}, labels=())
     assert prototype_kinds(run) == {0: "text", 3: "text"}
     run.round()
@@ -74,7 +74,7 @@ def made(run: World) -> bool:
 
 
 @pytest.mark.parametrize("cohort", [None, 4])
-def test_a_full_first_cohort_makes_the_classes_at_once_of_its_centroids(cohort: int | None) -> None:
+def test_a_full_first_cohort_defines_the_pseudo_classes_immediately(cohort: int | None) -> None:
     run = population("mfcpl", {"classes": 3}, labels=())
     if cohort is not None:
         in_cohorts_of(run, cohort)
@@ -89,13 +89,13 @@ def test_a_full_first_cohort_makes_the_classes_at_once_of_its_centroids(cohort: 
     assert torch.equal(after["pseudo_classes"], centres.float())
 
 
-def test_no_silos_captions_alone_make_the_classes_of_all() -> None:
+def test_one_silos_centroids_are_not_enough_for_pseudo_classes() -> None:
     kinds = [(True, True)] * 5 + [(True, False)]
     run = in_cohorts_of(population("mfcpl", {"classes": 3}, labels=(), kinds=kinds, sizes=[6, 5, 7, 8, 9, 4]), 4)
     for index in (0, 0, 0, 3, 5):
         run.round([run.context.silos[index]])
         assert not made(run)
-    run.round([run.context.silos[1]])  # the third of five paired silos, and the fourth silo of a cohort of four
+    run.round([run.context.silos[1]])  # the third of five paired silos, and the fourth silo of a cohort size of four
     assert int(run.state.tensors["pseudo_classes_sizes"].sum()) == 6 + 8 + 5
     classes = run.state.tensors["pseudo_classes"]
     run.round([run.context.silos[2]])
@@ -103,7 +103,7 @@ def test_no_silos_captions_alone_make_the_classes_of_all() -> None:
 
 
 @pytest.mark.parametrize(("order", "cohort"), [((0, 1, 2), 7), ((5, 6, 0), 3), ((0, 5, 0, 6), 3)])
-def test_half_of_the_paired_silos_or_as_many_silos_as_a_round_has_are_enough(
+def test_half_of_the_paired_silos_or_a_rounds_number_of_silos_are_enough_for_pseudo_classes(
     order: tuple[int, ...], cohort: int
 ) -> None:
     kinds = [(True, True)] * 5 + [(True, False)] * 2
@@ -115,7 +115,7 @@ def test_half_of_the_paired_silos_or_as_many_silos_as_a_round_has_are_enough(
     assert seen == [False] * (len(order) - 1) + [True]
 
 
-def test_a_checkpoint_from_before_centroids_were_kept_goes_on() -> None:
+def test_a_checkpoint_without_stored_centroids_can_be_resumed() -> None:
     run = in_cohorts_of(population("mfcpl", {"classes": 3}, labels=()), 4)
     without = {name: each for name, each in run.state.tensors.items() if not name.startswith("given_")}
     run.state = dataclasses.replace(run.state, tensors=without)
@@ -123,7 +123,7 @@ def test_a_checkpoint_from_before_centroids_were_kept_goes_on() -> None:
     assert made(run)
 
 
-def test_no_pseudo_class_is_made_of_what_nobody_sent() -> None:
+def test_no_pseudo_class_is_made_of_missing_centroids() -> None:
     run = population("mfcpl", {"classes": 3}, labels=(), kinds=((True, False), (False, True)), sizes=(6, 6))
     for _ in range(3):
         run.round()

@@ -1,4 +1,4 @@
-"""A silo that lacks the modality of every layer that is shared: its update is of no layers, and travels as such."""
+"""A silo that lacks the modality of every shared layer: its update contains no layers and is sent as such."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from tests import in_process_run, threaded_run
 from tests.small_federation import population
 from tests.threaded_run import resolved
 
-#: FedPer keeps the last layers to the silos, and the image net of these bases has no other.
+#: FedPer keeps the last layers personal, and the image net of these bases has no others.
 SETTINGS = ("protocol=fedper", "rounds=2", "participation=1", "objective={base: dcmh, bits: 8, hidden: 16}")
 LONE = "missing_modality.silos={silo-01: image}"
 
 
 @pytest.mark.parametrize("base", ["dcmh", "shdch"])
-def test_its_update_holds_no_layer_of_the_branch_it_lacks(base: str) -> None:
+def test_an_update_has_no_layer_of_the_branch_that_the_silo_lacks(base: str) -> None:
     run = population("fedper", objective=Objective(base=base, bits=8, hidden=16))  # type: ignore[arg-type]
     image_only = next(silo for silo in run.context.silos if not silo.text)
     layout, shared = run.context.layout, layers_of(run.context.layout, run.protocol.traits().shared_layers)
@@ -36,7 +36,7 @@ def test_its_update_holds_no_layer_of_the_branch_it_lacks(base: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_such_a_silo_is_the_same_over_the_wire_and_the_silo_sends_no_parameters(
+def test_a_silo_with_nothing_to_share_sends_no_parameters_and_the_run_is_the_same_over_the_wire(
     tiny: Path, tmp_path: Path
 ) -> None:
     scenario = resolved(tiny, *SETTINGS, LONE)
@@ -57,6 +57,6 @@ def test_a_run_with_such_a_silo_is_the_same_over_the_wire_and_the_silo_sends_no_
         ["aggregation.robust.rule=krum"],
     ],
 )
-def test_such_a_silo_passes_what_is_done_to_updates(tiny: Path, tmp_path: Path, more: list[str]) -> None:
+def test_an_empty_update_passes_privacy_faults_and_robust_rules(tiny: Path, tmp_path: Path, more: list[str]) -> None:
     summary = in_process_run.run(resolved(tiny, *SETTINGS, LONE, *more), tmp_path).summary.plain()
     assert summary["tasks"] == {"merged": 8, "failed": 0, "discarded": 0}

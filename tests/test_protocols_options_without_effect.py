@@ -1,4 +1,4 @@
-"""Options whose switch is off: what is said to have no effect has none, and who sets one is told."""
+"""Options whose switch is off: those declared without effect have none, and setting one prints a hint."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ METHODS = [name for name in protocols.names() if hasattr(protocols.load(name).Op
 
 
 def choices(hint: Any) -> list[Any]:
-    """The values a type lists."""
+    """The values that a type allows."""
     if hint is bool:
         return [False, True]
     if get_origin(hint) is Literal:
@@ -33,7 +33,7 @@ def choices(hint: Any) -> list[Any]:
 
 
 def another(kind: type[Any], name: str) -> Any:
-    """A value of an option that is not its default."""
+    """A non-default value of an option."""
     default = {field.name: field.default for field in dataclasses.fields(kind)}[name]
     listed = [value for value in choices(get_type_hints(kind)[name]) if value != default]
     if listed:
@@ -44,7 +44,7 @@ def another(kind: type[Any], name: str) -> Any:
 
 
 def off(kind: type[Any], condition: str) -> dict[str, Any]:
-    """Values of a condition's switches with which it does not hold."""
+    """Values of a condition's switches for which it does not hold."""
     terms = [term.partition("=")[::2] for term in condition.split("|")]
     found: dict[str, Any] = {}
     for switch in dict.fromkeys(switch for switch, _ in terms):
@@ -69,7 +69,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
 
 
 def trained(name: str, options: dict[str, Any], base: str | None) -> dict[str, torch.Tensor]:
-    """The model and what silos keep of their own to be measured by, after four rounds."""
+    """The model and the silos' personal state used in evaluation, after four rounds."""
     objective = Objective(base="csq", bits=8, hidden=16) if base else OBJECTIVES.get(name)
     run = population(name, options, objective=objective)
     for _ in range(4):
@@ -103,7 +103,7 @@ def test_an_option_whose_switch_is_off_has_no_effect_and_says_so(name: str, cond
     assert all(torch.equal(with_it[key], without[key]) for key in with_it)
 
 
-def test_what_has_an_effect_goes_without_a_word(tiny: Path) -> None:
+def test_an_option_with_an_effect_prints_no_hint(tiny: Path) -> None:
     assert run_of(resolved(tiny, "protocol={name: rcsr, personal: fixed, lambda_p: 0.4}")).warnings == ()
     assert run_of(resolved(tiny, "protocol={name: rcsr, personal: fixed, s_norm: relative}")).warnings == (
         "protocol.s_norm: relative has no effect with personal: fixed",
@@ -122,7 +122,7 @@ def test_what_has_an_effect_goes_without_a_word(tiny: Path) -> None:
 @pytest.mark.parametrize(
     "command", [("scenario", "--set", "launcher=inline"), ("sweep", "--vary", "protocol.lambda_p=0.4", "--seeds", "0")]
 )
-def test_the_command_line_says_it_once_and_runs(
+def test_the_command_line_prints_the_hint_once_and_runs(
     command: tuple[str, ...],
     tiny: Path,
     tmp_path: Path,
@@ -139,7 +139,7 @@ def test_the_command_line_says_it_once_and_runs(
     assert capfd.readouterr().err.splitlines().count(line) == 1
 
 
-def test_a_fault_after_the_last_round_is_told_of(tiny: Path) -> None:
+def test_a_fault_after_the_last_round_prints_a_hint(tiny: Path) -> None:
     late = "faults=[{kind: drop, rounds: 4-}, {kind: drop, rounds: [3, 9]}, {kind: late, seconds: 2.0, rounds: [7]}]"
     said = "has no effect with rounds: 4, as the last round is 3"
     assert run_of(resolved(tiny, "rounds=4", late)).warnings == (

@@ -1,4 +1,4 @@
-"""What PLFedCMH's silos and its hypernetworks do beyond what every method does."""
+"""Behaviour specific to PLFedCMH: silos and hypernetworks."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def mixture(flat: torch.Tensor, shape: Any, parts: dict[str, slice], models: tor
 
 
 # ------------------------------------------------------------------------- the hypernetwork
-def test_a_block_is_a_layers_weight_and_bias_and_blocks_cover_their_branch() -> None:
+def test_a_block_is_a_layers_weight_and_bias_and_blocks_cover_the_branch() -> None:
     run = population("plfedcmh")
     for name in ("image", "text"):
         parts = _hypernetwork.blocks(run.context.layout, run.model.branch(name))
@@ -55,7 +55,7 @@ def test_a_block_is_a_layers_weight_and_bias_and_blocks_cover_their_branch() -> 
             assert part.stop - part.start == by_name[f"{owner}.weight"].size + by_name[f"{owner}.bias"].size
 
 
-def test_mixing_weights_are_a_distribution_over_those_that_may_be_mixed() -> None:
+def test_mixing_weights_are_a_distribution_over_the_eligible_models() -> None:
     flat, shape, parts = small_network()
     allowed = torch.tensor([True, False, True])
     weights = _hypernetwork.shares(_hypernetwork.scores(flat, shape, list(parts)), allowed)
@@ -64,7 +64,7 @@ def test_mixing_weights_are_a_distribution_over_those_that_may_be_mixed() -> Non
     assert bool((weights >= 0).all())
 
 
-def test_a_dead_block_mixes_equally() -> None:
+def test_a_block_of_zeros_mixes_equally() -> None:
     weights = _hypernetwork.shares(torch.zeros(1, 4), torch.tensor([True, True, False, True]))
     torch.testing.assert_close(weights, torch.tensor([[1 / 3, 1 / 3, 0, 1 / 3]]))
 
@@ -82,7 +82,7 @@ def test_the_step_is_the_gradient_of_the_mixture_along_the_direction() -> None:
 
 
 @pytest.mark.parametrize("sign", ["descent", "code"])
-def test_descent_moves_a_mixture_where_the_update_points_and_the_code_away(sign: str) -> None:
+def test_hn_sign_descent_moves_a_mixture_along_the_update_and_code_against_it(sign: str) -> None:
     run = trained_world(2, options={"hn_sign": sign, "hn_rate": 0.01})
     silo = run.context.silos[0]
     reply = run.replies([silo])[0]
@@ -96,19 +96,19 @@ def test_descent_moves_a_mixture_where_the_update_points_and_the_code_away(sign:
 
 
 # ------------------------------------------------------------------------- the coordinator
-def test_before_anybody_has_trained_every_silo_gets_the_same_model() -> None:
+def test_before_any_training_every_silo_receives_the_same_model() -> None:
     run = population("plfedcmh")
     for silo in run.context.silos:
         assert torch.equal(run.protocol.mixture(run.state, silo), run.state.theta)
 
 
-def test_afterwards_every_silo_gets_a_model_of_its_own() -> None:
+def test_after_training_every_silo_receives_a_different_model() -> None:
     run = trained_world()
     models = [run.protocol.mixture(run.state, silo) for silo in run.context.silos]
     assert not torch.equal(models[0], models[3])
 
 
-def test_a_silos_own_model_is_what_it_was_sent_plus_its_update() -> None:
+def test_a_silos_personal_model_is_the_received_model_plus_its_update() -> None:
     run = trained_world(1)
     silo = run.context.silos[0]
     sent = run.protocol.mixture(run.state, silo)
@@ -117,7 +117,7 @@ def test_a_silos_own_model_is_what_it_was_sent_plus_its_update() -> None:
     torch.testing.assert_close(after, sent + torch.from_numpy(reply.payloads[0].buffer.copy()))
 
 
-def test_only_silos_that_have_a_branch_are_mixed_into_it() -> None:
+def test_only_silos_with_a_branch_are_mixed_into_it() -> None:
     run = trained_world(1)
     spoilt = dict(run.state.tensors)
     spoilt["table_models"] = spoilt["table_models"].clone()
@@ -128,7 +128,7 @@ def test_only_silos_that_have_a_branch_are_mixed_into_it() -> None:
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["", "checkpoint of before owners were kept"])
-def test_a_silo_that_gains_or_loses_a_modality_is_mixed_by_what_it_last_trained(older: bool) -> None:
+def test_a_silo_that_gains_or_loses_a_modality_is_mixed_by_the_branches_it_last_trained(older: bool) -> None:
     run = trained_world(1)
     first, second = run.context.silos[:2]
     lost, gained = dataclasses.replace(first, text=False), dataclasses.replace(second, text=True)
@@ -138,7 +138,7 @@ def test_a_silo_that_gains_or_loses_a_modality_is_mixed_by_what_it_last_trained(
         run.state = State(run.state.theta, without, run.state.values)
 
     def of_text() -> list[int]:
-        """Silos whose text branch goes into a mixture."""
+        """Silos whose text branch enters a mixture."""
         silo, found = run.context.silos[3], []
         part = run.model.branch("text")
         for index in range(4):
@@ -154,7 +154,7 @@ def test_a_silo_that_gains_or_loses_a_modality_is_mixed_by_what_it_last_trained(
     assert of_text() == [1, 2, 3]
 
 
-def test_the_hypernetwork_of_a_branch_the_silo_lacks_never_moves() -> None:
+def test_the_hypernetwork_of_a_branch_the_silo_lacks_never_changes() -> None:
     run = population("plfedcmh")
     before = run.state.tensors["hyper_text"][1].clone()
     for _ in range(3):
@@ -175,7 +175,7 @@ def test_a_stale_reply_moves_the_hypernetwork_less() -> None:
     assert moved(0.5) == pytest.approx(0.5 * moved(1.0), rel=1e-2)
 
 
-def test_a_stale_update_is_added_to_what_the_silo_was_sent_and_steps_where_it_was_sent() -> None:
+def test_a_stale_update_is_applied_to_the_model_that_the_silo_received() -> None:
     run = trained_world(2, options={"hn_rate": 0.01})
     silo, sent = run.context.silos[0], run.state
     reply = run.replies([silo])[0]
@@ -191,14 +191,14 @@ def test_a_stale_update_is_added_to_what_the_silo_was_sent_and_steps_where_it_wa
     torch.testing.assert_close(merged.tensors["hyper_image"][0], run.state.tensors["hyper_image"][0] + step)
 
 
-def test_a_silo_that_stays_away_keeps_its_last_model() -> None:
+def test_an_absent_silo_keeps_its_last_model() -> None:
     run = trained_world(1)
     kept = run.state.tensors["table_models"][3].clone()
     run.round(run.context.silos[:2])
     assert torch.equal(run.state.tensors["table_models"][3], kept)
 
 
-def test_the_global_model_is_fedavgs_with_equal_weights() -> None:
+def test_the_global_model_equals_fedavg_with_equal_weights() -> None:
     objective = Objective(base="shdch", bits=8, hidden=16)
     run, plain = (
         population(name, options, objective=objective)
@@ -210,7 +210,7 @@ def test_the_global_model_is_fedavgs_with_equal_weights() -> None:
 
 
 # ------------------------------------------------------------------------- the silo
-def test_without_prototypes_and_mixing_a_silo_trains_as_fedavg_does() -> None:
+def test_without_prototypes_and_mixing_a_silo_trains_like_fedavg() -> None:
     objective = Objective(base="shdch", bits=8, hidden=16)
     options = {"beta": 0.0, "eta": 0.0}
     run = population("plfedcmh", options, kinds=((True, True),), sizes=(7,), objective=objective)
@@ -228,7 +228,7 @@ def test_every_switch_changes_the_result(changes: dict[str, Any]) -> None:
     assert not equal_states(runs[0].state, runs[1].state)
 
 
-def test_a_sample_whose_classes_have_no_prototype_is_drawn_nowhere() -> None:
+def test_a_sample_whose_classes_have_no_prototype_has_no_prototype_loss() -> None:
     features = torch.randn(2, 4, generator=torch.Generator().manual_seed(0)).requires_grad_()
     labels, prototypes = torch.tensor([[1.0, 0.0], [0.0, 1.0]]), torch.ones(2, 4)
     options = plfedcmh.PlFedCmhOptions(beta=0.0)
@@ -239,7 +239,7 @@ def test_a_sample_whose_classes_have_no_prototype_is_drawn_nowhere() -> None:
     assert not gradient[1].any()
 
 
-def test_a_sample_of_two_classes_is_drawn_to_the_mean_of_their_prototypes() -> None:
+def test_a_sample_of_two_classes_is_pulled_to_the_mean_of_their_prototypes() -> None:
     prototypes = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     features, labels = torch.tensor([[0.5, 0.5]]), torch.ones(1, 2)
     options = plfedcmh.PlFedCmhOptions(beta=0.0)
@@ -257,7 +257,7 @@ def test_prototypes_are_class_means_of_the_modalities_the_silo_has() -> None:
     assert not text.any()
 
 
-def test_a_silo_is_measured_by_its_own_mixture() -> None:
+def test_a_silo_is_evaluated_with_its_mixture() -> None:
     run = trained_world(kinds=TWO, sizes=(8, 8))
     assert run.protocol.traits().personalised
     x = torch.randn(3, DIM, generator=torch.Generator().manual_seed(0))
@@ -271,7 +271,7 @@ def test_a_silo_is_measured_by_its_own_mixture() -> None:
         assert torch.equal(found, run.model.image(x))
 
 
-def test_a_silo_may_be_measured_by_its_model_as_its_last_training_left_it() -> None:
+def test_a_silo_may_be_evaluated_with_its_last_trained_model() -> None:
     run = trained_world(options={"measured": "trained"}, kinds=TWO)
     silo = run.context.silos[0]
     sent = next(each for each in run.protocol.task(run.state, silo) if isinstance(each, Model)).buffer
@@ -284,7 +284,7 @@ def test_a_silo_may_be_measured_by_its_model_as_its_last_training_left_it() -> N
     payloads = protocol.task(run.state, silo)
     protocol.encoders(Local(silo, run.shares[0], run.model, run.personal[0]), payloads)
     assert torch.equal(run.model.flat.detach(), left)
-    protocol.encoders(Local(silo, run.shares[0], run.model, {}), payloads)  # nothing of its own yet
+    protocol.encoders(Local(silo, run.shares[0], run.model, {}), payloads)  # no personal model yet
     assert torch.equal(run.model.flat.detach(), torch.tensor(sent))
 
 
@@ -293,7 +293,7 @@ def test_a_base_without_labels_is_refused() -> None:
         population("plfedcmh", objective=Objective())
 
 
-def test_it_runs_on_a_base_with_common_layers_too() -> None:
+def test_it_runs_on_a_base_with_common_layers() -> None:
     run = trained_world(3, objective=Objective(base="dscmr", bits=8, hidden=16))
     assert "hyper_shared" in run.state.tensors
     assert torch.isfinite(run.state.theta).all()

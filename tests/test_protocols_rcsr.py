@@ -1,4 +1,4 @@
-"""What RCSR's coordinator and silos do beyond what every method does."""
+"""Behaviour specific to RCSR: coordinator and silos."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ OFF = {"router": False, "minimax": False, "client_align": False, "anchor": False
 
 # ------------------------------------------------------------------------- degeneration
 @pytest.mark.parametrize("branch_renorm", [False, True])
-def test_with_every_switch_off_rcsr_is_fedavg_to_the_bit(branch_renorm: bool) -> None:
+def test_with_every_switch_off_rcsr_equals_fedavg_to_the_bit(branch_renorm: bool) -> None:
     plain = population("fedavg", {"single_modality": "idle", "branch_renorm": branch_renorm})
     run = population("rcsr", {**OFF, "branch_renorm": branch_renorm})
     for _ in range(4):
@@ -38,7 +38,7 @@ def test_with_every_switch_off_rcsr_is_fedavg_to_the_bit(branch_renorm: bool) ->
 
 
 @pytest.mark.parametrize("proto_unit", [True, False])
-def test_with_anchors_on_and_all_else_off_it_is_anchored_fedavg_to_the_bit(proto_unit: bool) -> None:
+def test_with_only_anchors_on_rcsr_equals_anchored_fedavg_to_the_bit(proto_unit: bool) -> None:
     plain = population("fedavg", {"proto_unit": proto_unit})
     run = population("rcsr", {**OFF, "anchor": True, "proto_unit": proto_unit})
     for _ in range(6):
@@ -48,7 +48,7 @@ def test_with_anchors_on_and_all_else_off_it_is_anchored_fedavg_to_the_bit(proto
         assert torch.equal(run.state.theta, plain.state.theta)
 
 
-def test_the_paired_control_is_fedavg_where_all_silos_are_paired() -> None:
+def test_the_paired_control_equals_fedavg_where_all_silos_are_paired() -> None:
     kinds = ((True, True),) * 3
     runs = [
         population("fedavg", kinds=kinds),
@@ -70,7 +70,7 @@ def test_the_router_over_the_table_equals_the_router_over_reporters_when_all_rep
     assert equal_states(runs[0].state, runs[1].state)
 
 
-def test_where_merges_are_of_few_replies_the_router_looks_at_all_silos_unless_told_otherwise() -> None:
+def test_the_router_covers_all_silos_where_merges_are_of_few_replies_unless_configured() -> None:
     for given, whole, over in (
         (None, True, "reporters"),
         (None, False, "table"),
@@ -84,7 +84,7 @@ def test_where_merges_are_of_few_replies_the_router_looks_at_all_silos_unless_to
         run.round(run.eligible[:1])
         told = take(run.protocol.task(run.state, run.eligible[0]), RouterStatistics).weight
         assert told is not None
-        # A softmax over one reply gives it all, whatever it says.
+        # A softmax over one reply gives it the full weight.
         assert (told == 1.0) is (over == "reporters"), (given, whole)
 
 
@@ -95,12 +95,12 @@ def test_where_merges_are_of_few_replies_the_router_looks_at_all_silos_unless_to
         (("aggregation.mode=buffered",), "table"),
         (("aggregation.mode=buffered", "aggregation.buffer=3"), "reporters"),  # a round, to the bit
         (("aggregation.mode=async",), "table"),
-        (("aggregation.mode=async", "participation=0.25"), "reporters"),  # a round is one reply, too
+        (("aggregation.mode=async", "participation=0.25"), "reporters"),  # a round of a single reply
         (("aggregation.mode=async", "protocol.router_over=reporters"), "reporters"),
     ],
     ids=str,
 )
-def test_a_run_without_rounds_has_its_router_look_at_the_table(
+def test_in_a_run_without_rounds_the_router_uses_the_table(
     settings: tuple[str, ...], over: str, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
@@ -115,7 +115,7 @@ def test_a_run_without_rounds_has_its_router_look_at_the_table(
     assert seen == [over]
 
 
-def test_the_router_over_the_table_still_weighs_a_buffer_of_two() -> None:
+def test_the_router_over_the_table_weights_a_buffer_of_two() -> None:
     run = population("rcsr", {"warmup": 1, "router_over": "table"})
     run.round()
     for silos in (run.eligible[:2], run.eligible[2:]):
@@ -125,7 +125,7 @@ def test_the_router_over_the_table_still_weighs_a_buffer_of_two() -> None:
 
 
 @pytest.mark.parametrize("older", [False, True], ids=["", "checkpoint of before the mask was kept"])
-def test_the_table_knows_the_modalities_of_each_silos_last_report(older: bool) -> None:
+def test_the_table_stores_the_modalities_of_each_silos_last_report(older: bool) -> None:
     runs = [population("rcsr", {"warmup": 0, "router_over": over}) for over in ("reporters", "table")]
     for run in runs:
         run.round()
@@ -145,7 +145,7 @@ def test_the_table_knows_the_modalities_of_each_silos_last_report(older: bool) -
     assert runs[1].state.tensors["table_mask"].tolist() == told
 
 
-def test_the_router_over_the_table_takes_a_checkpoint_without_the_mask() -> None:
+def test_the_router_over_the_table_reads_a_checkpoint_without_the_mask() -> None:
     run, older = (population("rcsr", {"warmup": 0, "router_over": "table"}) for _ in range(2))
     for each in (run, older):
         each.round()
@@ -185,7 +185,7 @@ def test_weights_sum_to_one_and_stay_finite_for_extreme_losses(loss: float, warm
         assert torch.isfinite(tensor).all(), name
 
 
-def test_without_the_router_weights_follow_the_samples_or_are_all_alike() -> None:
+def test_without_the_router_weights_are_by_samples_or_uniform() -> None:
     for router, expected in ((False, [11 / 32, 9 / 32, 7 / 32, 5 / 32]), ("uniform", [0.25] * 4)):
         options = {"router": router, "minimax": False, "branch_renorm": False, "warmup": 0}
         run = population("rcsr", options, kinds=((True, True),) * 4)
@@ -194,7 +194,7 @@ def test_without_the_router_weights_follow_the_samples_or_are_all_alike() -> Non
         assert run.state.values["router_steps"] == 0
 
 
-def test_during_warm_up_weights_follow_the_samples_and_the_router_rests() -> None:
+def test_during_warm_up_weights_are_by_samples_and_the_router_is_not_trained() -> None:
     run = population("rcsr", {"warmup": 2, "minimax": False, "branch_renorm": False}, kinds=((True, True),) * 4)
     by_samples = torch.tensor([11, 9, 7, 5], dtype=torch.float64) / 32
     router = run.state.tensors["router"]
@@ -212,7 +212,7 @@ def test_during_warm_up_weights_follow_the_samples_and_the_router_rests() -> Non
 
 
 # ------------------------------------------------------------------------- prototypes
-def test_the_first_prototype_is_taken_as_it_is_and_later_ones_are_averaged_in() -> None:
+def test_the_first_prototype_is_used_unchanged_and_later_ones_enter_a_moving_average() -> None:
     tensors = _prototypes.initial(2)
     real = torch.ones(1, 2, dtype=torch.bool)
     one = torch.ones(1, dtype=torch.float64)
@@ -225,7 +225,7 @@ def test_the_first_prototype_is_taken_as_it_is_and_later_ones_are_averaged_in() 
     assert torch.allclose(tensors["prototypes"].norm(dim=1), torch.ones(2))
 
 
-def test_a_modality_nobody_reports_keeps_its_prototype() -> None:
+def test_a_modality_that_no_silo_reports_keeps_its_prototype() -> None:
     run = population("rcsr")
     image_silo = run.eligible[1]
     run.round([image_silo])
@@ -238,7 +238,7 @@ def test_a_modality_nobody_reports_keeps_its_prototype() -> None:
     assert not torch.equal(after[0], before[0])
 
 
-def test_a_filler_is_never_trusted_whatever_the_silo_sends() -> None:
+def test_a_prototype_of_a_modality_that_the_silo_lacks_is_ignored() -> None:
     run = population("rcsr", {"warmup": 0})
     run.round()
     replies = run.replies()
@@ -308,14 +308,14 @@ def test_every_ablation_runs_and_changes_the_result(changes: dict[str, Any]) -> 
     assert not torch.equal(full.state.theta, other.state.theta)
 
 
-def test_many_anchors_draw_each_sample_to_the_nearest_and_one_is_the_printed_anchor() -> None:
+def test_multiple_anchors_pull_each_sample_to_the_nearest_and_a_single_one_is_the_papers_anchor() -> None:
     z, many = unit(torch.randn(5, DIM)), unit(torch.randn(3, DIM))
     cosines = z @ many.T
     assert torch.allclose(nearest_anchor(z, many), 1 - torch.stack([row.max() for row in cosines]).mean())
     assert torch.allclose(nearest_anchor(z, many[:1]), anchor(z, many[0]))
 
 
-def test_silos_that_lack_a_modality_get_all_centroids_of_it_once_the_warm_up_is_over() -> None:
+def test_silos_that_lack_a_modality_receive_all_its_centroids_after_the_warm_up() -> None:
     options = {"anchor": "multi", "anchor_centroids": 3, "anchor_support": 2, "warmup": 2}
     run = population("rcsr", options, kinds=((True, True), (True, False), (False, True)), sizes=(8, 8, 8))
 
@@ -339,7 +339,7 @@ def test_silos_that_lack_a_modality_get_all_centroids_of_it_once_the_warm_up_is_
 
 
 # ------------------------------------------------------------------------- the report
-def test_the_geometry_remembers_the_previous_update() -> None:
+def test_the_geometry_uses_the_previous_update() -> None:
     run = population("rcsr")
     silo = run.eligible[0]
 
@@ -360,7 +360,7 @@ def test_the_norm_ratio_of_a_single_modality_silo_stays_small_in_the_token() -> 
     assert not token[0, DIM : 2 * DIM].any()
 
 
-def test_prototypes_come_from_at_most_128_samples() -> None:
+def test_prototypes_use_at_most_128_samples() -> None:
     run = population("rcsr", kinds=((True, True),), sizes=(300,))
     seen: list[int] = []
 
@@ -374,7 +374,7 @@ def test_prototypes_come_from_at_most_128_samples() -> None:
 
 
 # ------------------------------------------------------------------------- the router
-def test_the_router_does_not_care_about_the_order_of_silos() -> None:
+def test_the_router_is_invariant_to_the_order_of_silos() -> None:
     shape = _router.layout(DIM, learned_filler=False)
     parameters = _router.views(_router.initial(shape, torch.Generator().manual_seed(0)), shape)
     tokens = torch.randn(6, 2 * DIM + 8, generator=torch.Generator().manual_seed(1))
@@ -383,7 +383,7 @@ def test_the_router_does_not_care_about_the_order_of_silos() -> None:
     assert torch.allclose(_router.logits(parameters, tokens[order]), straight[order], atol=1e-5)
 
 
-def test_the_routers_network_is_the_encoder_layer_of_torch() -> None:
+def test_the_routers_network_equals_torchs_encoder_layer() -> None:
     shape = _router.layout(DIM, learned_filler=False)
     p = _router.views(_router.initial(shape, torch.Generator().manual_seed(0)), shape)
     layer = torch.nn.TransformerEncoderLayer(128, 4, 512, 0.1, "gelu", batch_first=True).eval()
@@ -413,7 +413,7 @@ def test_the_routers_network_is_the_encoder_layer_of_torch() -> None:
     assert torch.allclose(_router.logits(p, tokens), expected, atol=1e-5)
 
 
-def test_our_step_of_adam_is_torchs() -> None:
+def test_the_adam_step_equals_torchs() -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(50, generator=generator, dtype=torch.float64)
     theirs = torch.nn.Parameter(start.clone())
@@ -475,13 +475,13 @@ def test_a_batch_of_one_has_an_info_nce_of_exactly_zero() -> None:
     assert float(info_nce(z, -z, 0.07)) == 0.0
 
 
-def test_the_state_before_the_first_round_knows_of_nobody() -> None:
+def test_the_initial_state_has_no_silo_reports() -> None:
     state: State = population("rcsr").state
     assert state.tensors["table_versions"].tolist() == [-1] * len(MIXED)
     assert float(state.tensors["fair_log_q"].exp().sum()) == pytest.approx(1)
 
 
-def test_a_silo_merged_alone_is_told_its_weight_among_all_that_the_router_knows() -> None:
+def test_a_silo_merged_alone_receives_its_weight_among_all_silos_of_the_table() -> None:
     run = population("rcsr", {"personal": "router", "router_over": "table", "warmup": 0})
     run.round()
     alone = run.context.silos[0]

@@ -1,4 +1,4 @@
-"""RCSR's minimax fairness (eq 10): what losses count, and what one absurd loss cannot do."""
+"""RCSR's minimax fairness (eq 10): how losses are normalised, and that one absurd loss has a bounded effect."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_fairness_multiplies_the_weights_in_warm_up_too() -> None:
 
 
 @pytest.mark.parametrize(("rule", "share"), [("code", 1 / (1 + math.exp(2 / 1.5))), ("entropic", 0.5)])
-def test_the_log_tells_the_weight_of_silos_that_lack_a_modality(rule: str, share: float) -> None:
+def test_the_log_reports_the_weight_of_silos_that_lack_a_modality(rule: str, share: float) -> None:
     options = {"router": False, "fair_update": rule, "fair_eta": 1.0, "fair_tau": 0.5}
     run = population("rcsr", options, kinds=((True, True), (False, True)), sizes=(8, 8))
     replies = [with_payload(reply, Loss(value=value)) for reply, value in zip(run.replies(), (3.0, 1.0), strict=True)]
@@ -35,7 +35,7 @@ def test_the_log_tells_the_weight_of_silos_that_lack_a_modality(rule: str, share
 
 
 def reporting_often(tau: float) -> torch.Tensor:
-    """q of 30 silos after 200 merges of equal losses: the first five are in each, the others in a fifth."""
+    """q of 30 silos after 200 merges of equal losses: the first five silos reply to all, the others to a fifth."""
     log_q = torch.full((30,), 1 / 30, dtype=torch.float64).log()
     for merge in range(200):
         chosen = torch.tensor([*range(5), *range(5 + merge % 5, 30, 5)])
@@ -44,23 +44,23 @@ def reporting_often(tau: float) -> torch.Tensor:
     return log_q.exp()
 
 
-def test_without_the_entropy_a_silo_with_an_average_loss_keeps_its_weight_however_often_it_reports() -> None:
+def test_without_entropy_a_silo_with_an_average_loss_keeps_its_weight_at_any_report_rate() -> None:
     torch.testing.assert_close(reporting_often(0.0), torch.full((30,), 1 / 30, dtype=torch.float64))
 
 
-def test_the_entropy_lets_silos_gain_that_report_more_often_as_the_options_text_says() -> None:
+def test_with_entropy_silos_that_report_more_often_gain_weight_as_the_option_text_says() -> None:
     q = reporting_often(0.1)
     assert float(q[:5].min() / q[5:].max()) == pytest.approx(20, rel=0.1)
 
 
-def test_a_step_of_the_entropy_that_would_swing_q_is_refused() -> None:
+def test_an_entropy_step_that_would_make_q_oscillate_is_refused() -> None:
     rcsr.RcsrOptions(fair_eta=5.0, fair_tau=0.2)
     rcsr.RcsrOptions(fair_eta=6.0, fair_tau=0.5, fair_update="paper")
     with pytest.raises(ValueError, match=r"fair_eta times fair_tau: 3\.0, at least 0 and at most 1"):
         rcsr.RcsrOptions(fair_eta=6.0, fair_tau=0.5)
 
 
-def test_a_loss_of_nothing_counts_as_average_and_leaves_the_running_mean_alone() -> None:
+def test_a_zero_loss_counts_as_average_and_does_not_change_the_running_mean() -> None:
     running, seen = torch.tensor([2.0, 0.0, 0.0], dtype=torch.float64), torch.tensor([True, False, False])
     losses = torch.tensor([0.0, 0.0, 4.0], dtype=torch.float64)
     found, after, now_seen = _fairness.normalised_losses(losses, torch.tensor([0, 1, 2]), running, seen)
@@ -75,7 +75,7 @@ def test_a_loss_of_nothing_counts_as_average_and_leaves_the_running_mean_alone()
     rule=st.sampled_from(["entropic", "paper", "code"]),
     eta=st.floats(0, 10),
 )
-def test_fairness_weights_are_a_distribution_whatever_the_losses(losses: list[float], rule: Any, eta: float) -> None:
+def test_fairness_weights_are_a_distribution_for_any_losses(losses: list[float], rule: Any, eta: float) -> None:
     count = len(losses)
     log_q = torch.full((8,), 1 / 8, dtype=torch.float64).log()
     values = torch.tensor(losses, dtype=torch.float64)
@@ -88,7 +88,7 @@ def test_fairness_weights_are_a_distribution_whatever_the_losses(losses: list[fl
     assert float(fused.sum()) == pytest.approx(1)
 
 
-def test_one_absurd_loss_neither_takes_the_merge_nor_blinds_the_mean() -> None:
+def test_one_absurd_loss_neither_dominates_the_merge_nor_corrupts_the_running_mean() -> None:
     running, seen = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64), torch.tensor([True, False, False])
     groups = torch.zeros(15, dtype=torch.int64)
     losses = torch.ones(15, dtype=torch.float64)
@@ -96,7 +96,7 @@ def test_one_absurd_loss_neither_takes_the_merge_nor_blinds_the_mean() -> None:
     found, after, _ = _fairness.normalised_losses(losses, groups, running, seen)
     assert float(found.max()) <= _fairness.LARGEST
     assert float(after[0]) < 2.0
-    # At the first observation, too; and a mean that was blinded sees again.
+    # The same at the first observation; and a corrupted mean recovers.
     first, blinded, _ = _fairness.normalised_losses(losses, groups, torch.zeros(3).double(), torch.zeros(3).bool())
     assert float(blinded[0]) < 100 and float(first.max()) < 100
     _, again, _ = _fairness.normalised_losses(
@@ -105,7 +105,7 @@ def test_one_absurd_loss_neither_takes_the_merge_nor_blinds_the_mean() -> None:
     assert float(again[0]) <= _fairness.FARTHEST
 
 
-def test_losses_that_honest_silos_have_are_not_capped() -> None:
+def test_losses_in_the_range_of_honest_silos_are_not_capped() -> None:
     running, seen = torch.tensor([2.0, 0.5, 0.0], dtype=torch.float64), torch.tensor([True, True, False])
     losses = torch.tensor([1.0, 6.0, 0.01, 0.9], dtype=torch.float64)
     groups = torch.tensor([0, 0, 1, 1])
@@ -121,7 +121,7 @@ GROUPS = torch.tensor([0] * 13 + [1] * 10 + [2] * 7)
 
 @functools.cache
 def shares(replies: int, *, lie: float | None = None, when: int = 0, merges: int = 150) -> list[float]:
-    """What each group has of q after merges of a few random silos' losses, one of which may be a lie."""
+    """Each group's total q after merges of a few random silos' losses, one of which may be false."""
     generator = torch.Generator().manual_seed(0)
     tensors, last = _fairness.initial(30), torch.zeros(30, dtype=torch.float64)
     for merge in range(merges):
@@ -148,28 +148,28 @@ def shares(replies: int, *, lie: float | None = None, when: int = 0, merges: int
 
 @pytest.mark.parametrize("replies", [1, 2, 3, 5, 15])
 @pytest.mark.parametrize(("loss", "when"), [(1e-30, 30), (1e-5, 30), (1.18e-11, 0)], ids=["0", "small", "at first"])
-def test_one_very_small_loss_makes_no_group_win(replies: int, loss: float, when: int) -> None:
-    """An honest one is 1.18e-11: a paired silo of one item has an InfoNCE of 0 and the proximal term of two epochs."""
+def test_one_very_small_loss_does_not_make_a_group_dominate(replies: int, loss: float, when: int) -> None:
+    """Honest losses can be 1.18e-11: a paired silo of one item has InfoNCE 0 plus the proximal term of two epochs."""
     found, honest = shares(replies, lie=loss, when=when), shares(replies)
     assert found == pytest.approx(honest, abs=0.08)
 
 
 @pytest.mark.parametrize("first", [1e26, 1e-5])
-def test_a_running_mean_that_was_blinded_sees_again_reply_by_reply(first: float) -> None:
+def test_a_corrupted_running_mean_recovers_with_single_replies(first: float) -> None:
     running, seen = torch.tensor([first, 0.0, 0.0], dtype=torch.float64), torch.tensor([True, False, False])
     one, groups = torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.int64)
     known = torch.tensor([1.0, 1.0, first, 0.0], dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
     found, after, _ = _fairness.normalised_losses(one, groups, running, seen, 0.99, known=known)
     assert 0.1 <= float(after[0]) <= _fairness.FARTHEST
     assert float(found[0]) <= _fairness.LARGEST
-    # Of two losses nobody can say which is absurd: one of them alone leaves the mean where it was.
+    # Of two losses it is undecidable which is absurd, so a single one does not move the mean.
     two = torch.tensor([1.0, 1e-5, 0.0, 0.0], dtype=torch.float64), known[1]
     usual = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64)
     _, kept, _ = _fairness.normalised_losses(1e-5 * one, groups, usual, seen, 0.99, known=two)
     assert float(kept[0]) == pytest.approx(0.99, abs=1e-3)
 
 
-def test_a_lone_reply_is_measured_by_what_all_silos_last_reported() -> None:
+def test_a_lone_reply_is_normalised_by_all_silos_last_losses() -> None:
     run = population("rcsr", kinds=((True, True),) * 4)
     run.round()
     blinded = {**run.state.tensors, "fair_running": torch.tensor([1e26, 0.0, 0.0], dtype=torch.float64)}
@@ -178,7 +178,7 @@ def test_a_lone_reply_is_measured_by_what_all_silos_last_reported() -> None:
     assert float(run.state.tensors["fair_running"][0]) < 1e5
 
 
-def test_the_printed_formula_has_no_caps() -> None:
+def test_the_papers_formula_has_no_caps() -> None:
     losses, start = [1.0, 1e-9, 500.0], torch.full((3,), 1 / 3, dtype=torch.float64).log()
     for rule in ("paper", "entropic"):
         options = {"fair_update": rule, "fair_center": False, "fair_tau": 0.0}
@@ -203,7 +203,7 @@ def test_a_stale_loss_moves_q_less() -> None:
     torch.testing.assert_close(after, expected - expected.logsumexp(0))
 
 
-def test_a_silo_that_lost_a_modality_counts_in_its_new_group_also_where_it_does_not_report() -> None:
+def test_a_silo_that_lost_a_modality_counts_in_its_new_group_even_when_it_does_not_report() -> None:
     run = population("rcsr", {"warmup": 0}, kinds=((True, True),) * 5, sizes=(9,) * 5)
     for version in range(6):
         replies = []
@@ -213,6 +213,6 @@ def test_a_silo_that_lost_a_modality_counts_in_its_new_group_also_where_it_does_
             replies.append(dataclasses.replace(reply, silo=dataclasses.replace(silo, text=not lost)))
         run.state = run.protocol.merge(run.state, replies, run.version).state
         run.version += 1
-    # The two that go on reporting lose as much as a paired silo does: they are average.
+    # The two silos that keep reporting have the same loss as a paired silo: they are average.
     assert float(run.state.tensors["fair_running"][0]) == pytest.approx(3.0)
     assert float(run.state.tensors["fair_log_q"][0].exp()) == pytest.approx(0.2, abs=0.02)

@@ -1,4 +1,4 @@
-"""RCSR-p: adapters that stay at their silos, and what is measured with them."""
+"""RCSR-p: adapters that stay on their silos, and evaluation with them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from tests.small_federation import population
 ON = {"personal": "router", "personal_onset": 0, "personal_epochs": 3, "personal_rate": 1.0, "warmup": 1}
 
 
-def test_an_adapter_begins_as_nearly_no_correction() -> None:
+def test_an_adapter_starts_close_to_the_identity() -> None:
     z = torch.nn.functional.normalize(torch.randn(5, 16, generator=torch.Generator().manual_seed(0)), dim=1)
     adapter = _personal.initial(16, 8, torch.Generator().manual_seed(1))
     assert torch.allclose(_personal.embed(z, adapter, 0.5), z, atol=2e-3)
 
 
-def test_adapters_move_and_differ_from_silo_to_silo() -> None:
+def test_adapters_are_trained_and_differ_between_silos() -> None:
     run = population("rcsr", ON)
     for _ in range(2):
         run.round()
@@ -42,7 +42,7 @@ def test_personalisation_changes_nothing_that_is_shared() -> None:
         assert torch.equal(plain.state.theta, personal.state.theta)
 
 
-def test_fedbridge_p_fits_adapters_to_pairs_only_and_shares_nothing_of_them() -> None:
+def test_fedbridge_p_fits_adapters_only_to_pairs_and_never_shares_them() -> None:
     on = {"personal": True, "personal_onset": 0, "personal_epochs": 3, "personal_rate": 1.0}
     plain, personal = population("fedbridge"), population("fedbridge", on)
     for _ in range(3):
@@ -55,7 +55,7 @@ def test_fedbridge_p_fits_adapters_to_pairs_only_and_shares_nothing_of_them() ->
     assert not any(_personal.STATE in plain.personal.get(silo.index, {}) for silo in plain.eligible)
 
 
-def test_no_adapter_is_there_before_the_onset_round() -> None:
+def test_there_is_no_adapter_before_the_onset_round() -> None:
     run = population("rcsr", {**ON, "personal_onset": 2})
     for round_ in range(3):
         run.round()
@@ -70,7 +70,7 @@ def test_without_an_anchor_a_silo_that_lacks_a_modality_fits_no_adapter(off: dic
         run.round()
         anchored.round()
     assert [_personal.STATE in run.personal[silo.index] for silo in run.eligible] == [True, False, False, True]
-    # One it has already, as of a time when it had both modalities, stays as it is.
+    # An adapter from a time when the silo had both modalities is kept unchanged.
     for silo in run.context.silos[1:3]:
         run.personal[silo.index] = {**run.personal[silo.index], **anchored.personal[silo.index]}
         before = run.personal[silo.index][_personal.STATE].clone()
@@ -78,7 +78,7 @@ def test_without_an_anchor_a_silo_that_lacks_a_modality_fits_no_adapter(off: dic
         assert torch.equal(run.personal[silo.index][_personal.STATE], before)
 
 
-def test_an_adapter_goes_on_from_where_it_was() -> None:
+def test_adapter_training_resumes_from_the_previous_adapter() -> None:
     run = population("rcsr", ON)
     run.round()
     before = run.personal[0][_personal.STATE].clone()
@@ -103,7 +103,7 @@ def test_adapters_never_leave_their_silos_and_survive_a_stop(tiny: Path, tmp_pat
     whole = threaded_run.run(scenario, tmp_path / "whole").summary.plain()
     plain = threaded_run.run(threaded_run.resolved(tiny, "protocol.warmup=1"), tmp_path / "plain").summary.plain()
 
-    # What goes up is to the byte what goes up without adapters; what goes down has each silo's own weight besides.
+    # Uploads equal those without adapters to the byte; downloads also carry each silo's weight.
     assert whole["bytes"]["up"] == plain["bytes"]["up"]
     assert set(whole["bytes"]["down"]) - set(plain["bytes"]["down"]) == {"router_statistics"}
     kinds = {
@@ -114,7 +114,7 @@ def test_adapters_never_leave_their_silos_and_survive_a_stop(tiny: Path, tmp_pat
         for kind, _ in record.payloads
     }
     assert not any("adapter" in kind or "personal" in kind for kind in kinds)
-    # The silos' own models are measured at the silos; the figures are theirs.
+    # Personal models are evaluated on the silos, which report the metrics.
     assert 0 < whole["personal"]["mean_r10"] <= 1
     assert set(whole["personal_per_silo"]) == set(scenario.silo_names)
     assert whole["model_digest"] == plain["model_digest"]

@@ -1,4 +1,4 @@
-"""Robust merges: known answers, and what a few Byzantine silos can no longer do."""
+"""Robust aggregation: known results, and bounded influence of a few Byzantine silos."""
 
 from __future__ import annotations
 
@@ -58,39 +58,39 @@ def test_without_a_bound_the_median_norm_is_the_bound() -> None:
 
 
 @pytest.mark.parametrize("rule", ["norm_bound", "krum", "median", "trimmed_mean"])
-def test_silos_that_idle_neither_outvote_those_that_train_nor_are_changed(rule: str) -> None:
-    """A median length of all would be 0 and stop all training, and Krum would keep the idle, who agree."""
+def test_idle_silos_neither_outvote_training_ones_nor_are_changed(rule: str) -> None:
+    """Over all silos the median norm would be 0 and stop training, and Krum would keep the idle silos, which agree."""
     replies = constant(0, 0, 0, 0, 8)
     changed = robust_replies(replies, Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
     assert all(a is b for a, b in zip(changed[:4], replies[:4], strict=True))
     np.testing.assert_array_equal(updates(changed), updates(replies))
 
 
-def test_the_median_norm_is_of_silos_that_trained() -> None:
+def test_the_median_norm_is_taken_over_silos_that_trained() -> None:
     changed = robust_replies(constant(0, 1, 0, 2, 0, 8), Robust(rule="norm_bound"), LAYOUT)
     np.testing.assert_allclose(updates(changed)[:, 0], [0, 1, 0, 2, 0, 2], rtol=1e-6)
 
 
-def test_krum_finds_the_outlier_among_those_that_trained_and_leaves_no_idle_silo_out() -> None:
+def test_krum_finds_the_outlier_among_silos_that_trained_and_drops_no_idle_silo() -> None:
     rule = Robust(rule="krum", byzantine=0.25)
     kept = robust_replies(constant(0, 1.0, 0, 50, 1.1, 0, 0.9, 0), rule, LAYOUT)
     assert [each.silo.index for each in kept] == [0, 1, 2, 4, 5, 6, 7]
 
 
-def test_nothing_happens_to_replies_that_are_all_idle() -> None:
+def test_replies_of_idle_silos_only_are_unchanged() -> None:
     replies = constant(0, 0)
     for rule in ("norm_bound", "krum", "median", "trimmed_mean"):
         changed = robust_replies(replies, Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
         assert all(a is b for a, b in zip(changed, replies, strict=True))
 
 
-def test_the_median_of_each_coordinate() -> None:
+def test_the_median_is_taken_per_coordinate() -> None:
     rows = np.array([[1.0, 9.0], [2.0, -5.0], [99.0, 0.0]])
     np.testing.assert_array_equal(coordinate_median(rows), [2, 0])
     np.testing.assert_array_equal(coordinate_median(rows[:2]), [1.5, 2])
 
 
-def test_the_trimmed_mean_leaves_out_both_ends() -> None:
+def test_the_trimmed_mean_drops_both_extremes() -> None:
     rows = np.array([[0.0], [1.0], [2.0], [3.0], [1000.0]])
     np.testing.assert_array_equal(trimmed_mean(rows, 0.2), [2])
     np.testing.assert_array_equal(trimmed_mean(rows, 0.19), rows.mean(axis=0))
@@ -105,12 +105,12 @@ def test_krum_scores_sum_the_nearest_distances() -> None:
     assert multi_krum(scores, 4) == [0, 1, 2, 3]
 
 
-def test_krum_cannot_vouch_for_an_update_it_can_compare_with_none() -> None:
+def test_an_update_that_krum_can_compare_with_no_other_scores_infinity() -> None:
     scores = krum_scores(np.array([[0.0, 1.0, math.nan], [1.0, 0.0, math.nan], [math.nan, math.nan, 0.0]]), 0)
     assert scores.tolist() == [1.0, 1.0, math.inf]
 
 
-def test_distances_look_only_at_branches_both_trained() -> None:
+def test_distances_use_only_branches_that_both_silos_trained() -> None:
     image, text = BRANCHES["image"], BRANCHES["text"]
     rows = [np.zeros(SIZE, np.float32) for _ in range(3)]
     rows[0][image], rows[0][text], rows[1][image], rows[2][text] = 1.0, 2.0, 3.0, 4.0
@@ -118,19 +118,19 @@ def test_distances_look_only_at_branches_both_trained() -> None:
     np.testing.assert_allclose(distances(rows, active, BRANCHES), [[0, 4, 4], [4, 0, math.nan], [4, math.nan, 0]])
 
 
-def test_no_rule_changes_nothing() -> None:
+def test_without_a_rule_replies_are_unchanged() -> None:
     replies = constant(1, 2, 3)
     assert all(a is b for a, b in zip(robust_replies(replies, Robust(), LAYOUT), replies, strict=True))
 
 
 @pytest.mark.parametrize(("rule", "value"), [("median", 2.0), ("trimmed_mean", 2.0)])
-def test_one_robust_update_stands_in_everybodys_place(rule: str, value: float) -> None:
+def test_the_robust_update_replaces_every_silos_update(rule: str, value: float) -> None:
     changed = robust_replies(constant(1, 2, 3, -1000, 1000), Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
     np.testing.assert_array_equal(updates(changed), np.full((5, SIZE), value))
     assert all(isinstance(each.payloads[1], Loss) for each in changed)
 
 
-def test_the_median_of_a_branch_is_taken_over_those_that_trained_it() -> None:
+def test_the_median_of_a_branch_is_taken_over_silos_that_trained_it() -> None:
     image, text = BRANCHES["image"], BRANCHES["text"]
     only_image = np.zeros(SIZE)
     only_image[image] = 9.0
@@ -141,20 +141,20 @@ def test_the_median_of_a_branch_is_taken_over_those_that_trained_it() -> None:
     assert not changed[2:, text].any()
 
 
-def test_what_a_silo_sends_for_a_modality_it_lacks_moves_nobody() -> None:
+def test_an_update_of_a_branch_that_the_silo_lacks_has_no_effect() -> None:
     replies = [*constant(1, 2, 3), *(reply(k, np.full(SIZE, 1000.0), image=False) for k in (3, 4, 5, 6))]
     changed = updates(robust_replies(replies, Robust(rule="median"), LAYOUT))
     assert (changed[:3, BRANCHES["image"]] == 2.0).all()
 
 
-def test_krum_leaves_the_outlier_out_with_all_it_sent() -> None:
+def test_krum_drops_the_outlier_with_all_its_payloads() -> None:
     kept = robust_replies(constant(1.0, 1.1, 0.9, 1.05, 50), Robust(rule="krum", byzantine=0.2), LAYOUT)
     assert [each.silo.name for each in kept] == ["silo-00", "silo-01", "silo-02", "silo-03"]
     (one,) = robust_replies(constant(1.0, 1.1, 0.9, 1.05, 50), Robust(rule="krum", keep=1), LAYOUT)
     assert one.silo.index in (0, 3)
 
 
-def test_updates_of_some_layers_are_judged_like_whole_ones() -> None:
+def test_updates_of_some_layers_are_treated_like_full_ones() -> None:
     replies = [
         replace(each, payloads=(PartialDelta(LAYOUT.digest, ("text.a",), np.full(5, value, np.float32), 10),))
         for value, each in zip((1.0, 2.0, 3.0, 99.0, 98.0), constant(1, 2, 3, 4, 5), strict=True)
@@ -175,21 +175,23 @@ def test_the_order_of_arrival_does_not_matter() -> None:
     rows=arrays.arrays(np.float64, (7, 3), elements=st.floats(-10, 10)),
     bad=arrays.arrays(np.float64, (3, 3), elements=st.floats(-1e9, 1e9)),
 )
-def test_a_minority_cannot_move_median_or_trimmed_mean_beyond_the_honest(rows: np.ndarray, bad: np.ndarray) -> None:
+def test_a_minority_cannot_move_median_or_trimmed_mean_beyond_the_honest_range(
+    rows: np.ndarray, bad: np.ndarray
+) -> None:
     everybody = np.concatenate([rows, bad])
     for value in (coordinate_median(everybody), trimmed_mean(everybody, 0.3)):
         assert (value >= rows.min(axis=0) - 1e-9).all()
         assert (value <= rows.max(axis=0) + 1e-9).all()
 
 
-def test_a_lone_reply_is_itself() -> None:
+def test_a_lone_reply_is_unchanged() -> None:
     for rule in ("norm_bound", "median", "trimmed_mean", "krum"):
         (one,) = robust_replies(constant(3.0), Robust(rule=rule), LAYOUT)  # type: ignore[arg-type]
         assert (updates([one]) == 3.0).all()
 
 
 @pytest.mark.slow
-def test_a_run_with_krum_says_whom_it_left_out(tiny: Path, tmp_path: Path) -> None:
+def test_a_run_with_krum_reports_the_silos_it_dropped(tiny: Path, tmp_path: Path) -> None:
     faults = "faults=[{kind: scaled, factor: 1000, silos: [silo-01]}]"
     rule = "aggregation.robust={rule: krum, byzantine: 0.1}"
     paired = ("participation=1.0", "silos.count=8", "missing_modality.silos={}")
@@ -199,7 +201,7 @@ def test_a_run_with_krum_says_whom_it_left_out(tiny: Path, tmp_path: Path) -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum", "norm_bound"])
-def test_byzantine_silos_do_less_harm_to_a_robust_run(rule: str, tiny: Path, tmp_path: Path) -> None:
+def test_byzantine_silos_do_less_harm_with_a_robust_rule(rule: str, tiny: Path, tmp_path: Path) -> None:
     from safetensors.numpy import load_file
 
     def model(name: str, *more: str) -> np.ndarray:

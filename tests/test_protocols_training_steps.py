@@ -1,8 +1,8 @@
-"""What a silo's training step descends, term by term: its update against gradients of the papers' formulas.
+"""The objective of a silo's training step, term by term: its update against gradients of the papers' formulas.
 
-Each silo takes one plain gradient step of rate 1 on all of its items at once, so that its update is minus the gradient
-of what it minimises. The formulas are written out here once more; the golden values hold each of a method's functions
-for itself, and not with which sign and weight a step adds them up.
+Each silo takes one plain gradient step of rate 1 on all of its items, so that its update is minus the gradient
+of its objective. The formulas are written out here again; the golden values check each function of a method on
+its own, but not the signs and weights with which a step adds them up.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ LEVELS = ("coarse:x", "coarse:y", "fine:a", "fine:b", "fine:c")
 
 
 def started(name: str, options: Mapping[str, Any] | None = None, *, epochs: int = 1, **changes: Any) -> World:
-    """Two paired silos with one caption per item; a world in which a task is a step or, with two epochs, two."""
+    """Two paired silos with one caption per item, where a task is one step per epoch."""
     training = Training(
         optimizer="sgd", learning_rate=1.0, momentum=0.0, weight_decay=0.0, batch_size=64, local_epochs=epochs
     )
@@ -56,7 +56,7 @@ def task_of(run: World) -> Task:
 
 
 def trained(run: World, state: Mapping[str, Tensor] | None = None) -> Trained:
-    """What the first silo's task of rate 1 gives; personal state is that given and stays."""
+    """Result of the first silo's task at rate 1; personal state is as given and unchanged."""
     local = Local(run.context.silos[0], run.shares[0], run.model, dict(state or {}))
     return run.protocol.train(local, task_of(run))
 
@@ -70,7 +70,7 @@ def downloaded(run: World) -> Tensor:
 
 
 def outs(run: World, theta: Tensor) -> list[Out]:
-    """What parameters make of the first silo's images and captions, with gradients."""
+    """Outputs of a model on the first silo's images and captions, with gradients."""
     run.model.load(theta)
     run.model.zero_grad()
     held = run.shares[0]
@@ -80,13 +80,13 @@ def outs(run: World, theta: Tensor) -> list[Out]:
 
 
 def descent(run: World, loss: Tensor) -> Tensor:
-    """Minus the gradient at the parameters that the model holds."""
+    """Negative gradient at the model's parameters."""
     loss.backward()  # type: ignore[no-untyped-call]
     return -gradient_of(run.model)
 
 
 def assert_same(run: World, found: Tensor, wanted: Tensor, tolerance: float = 1e-3) -> None:
-    """The same in each branch, and something in each."""
+    """Assert that both agree in each branch and are nonzero there."""
     for name in ("image", "text"):
         part = run.model.branch(name)
         assert float(wanted[part].norm()) > 1e-3, name
@@ -197,7 +197,7 @@ def test_a_fedcafe_silo_descends_each_of_its_terms_with_its_weight(term: str, we
     assert_same(run, found, descent(run, 6.0 * total))
 
 
-def test_fedcafe_adds_each_update_by_its_memorys_share_of_the_differences_from_the_global_one() -> None:
+def test_fedcafe_weights_each_update_by_its_memorys_share_of_the_distances_to_the_global_memory() -> None:
     run = cafe({})
     replies = [run.reply(silo, run.train(silo, 0.5)) for silo in run.context.silos]
     after = run.protocol.merge(run.state, replies, run.version).state
@@ -232,7 +232,7 @@ def test_a_dcmh_silo_descends_the_likelihood_of_its_pairs_across_modalities() ->
     assert_same(run, found, descent(run, total / SIZES[0] ** 2))
 
 
-def test_an_shdch_silo_weighs_coarse_labels_by_alpha_and_fine_ones_by_beta() -> None:
+def test_an_shdch_silo_weights_coarse_labels_by_alpha_and_fine_ones_by_beta() -> None:
     weights = {"alpha": 0.2, "beta": 0.9, "gamma": 3.0}
     objective = Objective.model_validate({"base": "shdch", "bits": BITS, "hidden": 16, **weights})
     run = started("fedavg", objective=objective, labels=LEVELS)
@@ -256,13 +256,13 @@ def test_an_shdch_silo_weighs_coarse_labels_by_alpha_and_fine_ones_by_beta() -> 
 
 # ------------------------------------------------------------------------------------- FedUCH, MOON, FedProx
 def contrast(own: Tensor, to: Tensor, away: Tensor, tau: float) -> Tensor:
-    """-log of the share of e^{cos / tau} that what it is drawn to has, mean over the batch."""
+    """Mean over the batch of -log of the positive's share of the sum of e^{cos / tau}."""
     near, far = (cosine_similarity(own, each.detach()) / tau for each in (to, away))
     return softplus(far - near).mean()
 
 
 def previous_of(run: World) -> Tensor:
-    """Parameters that the silo may have ended its last task with."""
+    """Parameters like those of the silo's previous task."""
     theta = downloaded(run)
     return theta + 0.2 * torch.randn(theta.shape, generator=torch.Generator().manual_seed(2))
 
@@ -306,7 +306,7 @@ def test_a_moon_silo_descends_mu_times_its_contrast() -> None:
     assert_same(run, found, descent(run, 0.7 * total))
 
 
-def test_a_fedprox_silo_descends_half_of_mu_times_the_squared_distance_it_has_gone() -> None:
+def test_a_fedprox_silo_descends_half_of_mu_times_its_squared_distance_from_the_global_model() -> None:
     run, bare = started("fedprox", {"mu": 0.3}, epochs=2), started("fedavg", epochs=2)
     first = update(started("fedavg"))  # at the first step there is no distance yet
     gone = first.clone().requires_grad_()

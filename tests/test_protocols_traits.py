@@ -1,4 +1,4 @@
-"""What a method says of itself: the programs go by its traits alone, and a claim it does not keep is refused."""
+"""Traits of a method: programs rely on them only, and a trait that the method does not satisfy is refused."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from tests import in_process_run
 from tests.small_federation import population
 from tests.threaded_run import resolved
 
-#: A method of its own file that is FedAvg with attributes of its own, named as other methods' traits were once.
+#: A method in a user's file: FedAvg with extra attributes whose names resemble traits.
 MINE = '''"""Mine: FedAvg with attributes of any name."""
 
 from protocols.fedavg import FedAvg
@@ -51,7 +51,7 @@ PROTOCOL = Mine
 
 @pytest.fixture
 def mine(tmp_path: Path) -> Callable[[str], str]:
-    """Gives a method in a file of the user's own, ``mine.py`` with this text, by its reference."""
+    """A function that writes a method's text to ``mine.py`` and returns its reference."""
 
     def write(text: str) -> str:
         (tmp_path / "mine.py").write_text(text)
@@ -60,9 +60,7 @@ def mine(tmp_path: Path) -> Callable[[str], str]:
     return write
 
 
-def test_a_method_may_name_its_own_attributes_as_it_likes(
-    mine: Callable[[str], str], tiny: Path, tmp_path: Path
-) -> None:
+def test_a_methods_attributes_may_have_any_names(mine: Callable[[str], str], tiny: Path, tmp_path: Path) -> None:
     name = mine(MINE)
     plain = in_process_run.run(resolved(tiny, "protocol={name: fedavg}"), tmp_path / "fedavg").summary.plain()
     summary = in_process_run.run(resolved(tiny, f"protocol={{name: {name}}}"), tmp_path / "mine").summary.plain()
@@ -74,7 +72,7 @@ def test_a_method_may_name_its_own_attributes_as_it_likes(
 
 
 class Claiming(FedAvg):
-    """FedAvg that claims what the test wants claimed."""
+    """FedAvg with the traits that a test sets."""
 
     said = Traits()
     said_before = Traits()
@@ -97,7 +95,7 @@ class Claiming(FedAvg):
         (Traits(shared_layers=("visual.head.0.weight",)), Traits(), "without a PartialDelta"),
     ],
 )
-def test_a_claim_that_a_method_does_not_keep_is_refused_in_one_line(now: Traits, before: Traits, told: str) -> None:
+def test_a_trait_that_a_method_does_not_satisfy_is_refused_in_one_line(now: Traits, before: Traits, told: str) -> None:
     kind = type("Claims", (Claiming,), {"said": now, "said_before": before})
     context = population("fedavg").context
     with pytest.raises(InputError, match=told) as caught:
@@ -107,7 +105,7 @@ def test_a_claim_that_a_method_does_not_keep_is_refused_in_one_line(now: Traits,
 
 
 @pytest.mark.parametrize("layers", [(), ("no.such.layer",), None])
-def test_shared_layers_are_those_of_the_model_in_its_order(layers: tuple[str, ...] | None) -> None:
+def test_shared_layers_must_be_the_models_layers_in_its_order(layers: tuple[str, ...] | None) -> None:
     run = population("fedper")
     shared = run.protocol.traits().shared_layers
     assert shared is not None
@@ -127,7 +125,7 @@ def test_a_file_without_a_method_is_refused_when_it_is_loaded(mine: Callable[[st
 
 @dataclass(frozen=True)
 class Undecided:
-    """Options of which one has no default."""
+    """Options with one field without default."""
 
     strength: float
 
@@ -142,7 +140,7 @@ class Undecided:
         (FedAvg, None),
     ],
 )
-def test_what_is_no_method_is_told(given: object, told: str | None) -> None:
+def test_class_problem_explains_why_an_object_is_not_a_method(given: object, told: str | None) -> None:
     problem = class_problem(given)
     assert problem is None if told is None else told in str(problem)
 
@@ -197,7 +195,7 @@ def test_a_variant_of_fedavg_is_a_term_and_a_choice_of_silos() -> None:
     assert not torch.equal(runs[1].state.theta, plain.state.theta)
 
 
-def test_a_personalised_variant_needs_encoders() -> None:
+def test_a_personalised_variant_must_define_encoders() -> None:
     def encoders(local: Local, payloads: Sequence[Payload]) -> Encoders:
         raise AssertionError("not measured here")
 
@@ -210,7 +208,7 @@ def test_a_personalised_variant_needs_encoders() -> None:
     assert run.protocol.traits().personalised
 
 
-def test_a_method_of_a_file_is_created_by_its_name(mine: Callable[[str], str]) -> None:
+def test_a_method_in_a_file_is_created_by_its_reference(mine: Callable[[str], str]) -> None:
     name = mine('"""Mine: paired silos alone."""\nfrom protocols._variant import variant\n'
          "from protocols.fedavg import FedAvgOptions\n"
          "PROTOCOL = variant(FedAvgOptions, eligible=lambda silo: silo.paired)\n")  # fmt: skip
